@@ -647,6 +647,7 @@ def test_who_does_not_come_is_waited_for_once():
 
     class Alone:
         inner, outer, size = ALONE, ALONE, 2
+        shared = ()
 
         def gather(self, message):
             waits.append(message)

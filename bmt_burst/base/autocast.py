@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
+_UNCHANGED = contextlib.nullcontext()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -23,14 +25,14 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     already.
     """
     device_type = x.device.type
-    if not _is_on(device_type):
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return torch.autocast(device_type, enabled=False) if _is_on(device_type) else _UNCHANGED
 
 
 def _is_on(device_type: str) -> bool:
-    is_available = torch.amp.is_autocast_available(device_type)
-    return is_available and torch.is_autocast_enabled(device_type)
+    return _is_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+_is_available = functools.cache(torch.amp.is_autocast_available)
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

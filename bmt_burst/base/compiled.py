@@ -11,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 Parameters = ParamSpec("Parameters")
@@ -25,13 +27,16 @@ def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters,
     Ranks call such functions together, or the functions do more than compute tensors. A compiler
     would trace them again for other lengths, at other times on other ranks. torch.compiler.disable
     does the same, but it loads the compiler. That takes seconds and more than 100 MiB, which
-    programs that compile nothing do not need.
+    programs that compile nothing do not need. It also takes the host time in each call, whether a
+    compiled function makes the call or not.
     """
     disabled = _disable_dynamo(function)  # loads the compiler when it is first called
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
-        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
+        # there is a callback only while a compiled function runs on this thread
+        is_compiling = is_dynamo_compiling() or get_eval_frame_callback() is not None
+        return (disabled if is_compiling else function)(*args, **named)
 
     # torch.compiler.disable sets it too: no caller is compiled together with this function
     call.__dict__["_torchdynamo_disable"] = True

@@ -1,9 +1,9 @@
 """The steps of a call.
 
-1. `check_inputs` checks the tensors of this rank.
-2. `find_terms` checks the options, and finds everything that ranks must agree on.
-3. `gather_lines` sends the terms to the other ranks, or the error if a check failed here.
-4. `make_problem` makes the problem from the terms of all ranks. A strategy makes its plan.
+1. `find_terms` checks the tensors and options of this rank, and finds everything that ranks must
+   agree on.
+2. `gather_lines` sends the terms to the other ranks, or the error if a check failed here.
+3. `make_problem` makes the problem from the terms of all ranks. A strategy makes its plan.
 
 Terms and plans are kept, so a call that repeats another one only checks, sends and computes.
 """
@@ -11,9 +11,9 @@ Terms and plans are kept, so a call that repeats another one only checks, sends 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,13 +30,14 @@ from ..sparse.choice import find_longest
 from ..strategies import Plan, Problem, Sizes, choose
 from ..strategies.selected import SelectedPlan, window_problem
 from .autograd import BurstAttention
-from .inputs import Inputs, check_inputs
+from .inputs import Given, Inputs
 from .masking import check_lengths, resolve_layout
 from .options import Options
 from .refusal import CALL, refuse_in_rings
 from .terms import Terms, compare_terms, find_terms
 
 _MOST_PLANS = 64  # kept for some rings
+_UNCHANGED = contextlib.nullcontext()
 
 
 def attend(
@@ -56,23 +57,32 @@ def attend(
 
     Raises on every rank if arguments are wrong on any rank.
     """
-    # kernels rely on the current device
-    is_on_gpu = isinstance(q, Tensor) and q.is_cuda
-    device: Any = torch.cuda.device(q.device) if is_on_gpu else contextlib.nullcontext()
-    with device, admit_one_thread(rings, CALL):
+    with _on_device_of(q), admit_one_thread(rings, CALL):
         try:
-            inputs = check_inputs(q, k, v, bias, sinks, choose_by, is_packed)
-            terms = find_terms(rings, inputs, options)
+            given = Given(q, k, v, bias, sinks, choose_by, is_packed)
+            inputs, terms = find_terms(rings, given, options)
         except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
             refuse_in_rings(rings, error)
         number = rings.history.calls + 1
-        call = f"call {number}"
-        expect = functools.partial(expect_lines, rings, inputs.q.device)
-        said = gather_lines(rings, CALL, lambda: terms.message, expect, call)
+        call, device = f"call {number}", inputs.q.device
+        said = gather_lines(
+            rings,
+            CALL,
+            lambda: terms.message,
+            lambda mine: expect_lines(rings, device, mine),
+            call,
+        )
         with report_failure(rings, call):
-            plan = find_plan(rings, terms, said, inputs.q.device)
+            plan = find_plan(rings, terms, said, device)
             rings.history.calls = number
             return _compute(rings, plan, number, inputs, terms.masking.rows)
+
+
+def _on_device_of(x: Any) -> AbstractContextManager[Any]:
+    """Return a context in which x's GPU is the current one, since kernels rely on that."""
+    if not isinstance(x, Tensor) or not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _UNCHANGED
+    return torch.cuda.device(x.device)
 
 
 def expect_lines(rings: Rings, device: torch.device, mine: bytes) -> tuple[bytes, ...] | None:

@@ -1,23 +1,66 @@
-"""The tensors of a call. `check_inputs` checks them once; later code relies on it.
+"""The tensors of a call. `check_inputs` checks them; later code relies on it.
 
 Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, R rows of a table.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import DTYPES, check_tensor
 from ..base.autocast import autocast_dtype, cast
-from ..base.autograd import check_transforms
 from ..base.dtypes import accumulator_dtype
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Given(NamedTuple):
+    """The tensors of a call as they were passed, which may be wrong.
+
+    is_packed  whether q, k and v are packed documents, (tokens, heads, head size)
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    choose_by: tuple[Tensor, Tensor] | None
+    is_packed: bool
+
+    def describe(self) -> tuple[Hashable, ...]:
+        """Return what `check_inputs` and the terms of a call look at, beside the values of tensors.
+
+        Calls of equal descriptions all pass the checks, or none does. Raises for some wrong inputs.
+        """
+        q, k, v, bias, sinks, choose_by, is_packed = self
+        needs_gradient = torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+        )
+        return (
+            is_packed,
+            needs_gradient,
+            autocast_dtype(q),
+            _describe(q),
+            _describe(k),
+            _describe(v),
+            None if bias is None else _describe(bias),
+            None if sinks is None else _describe(sinks),
+            None if choose_by is None else (type(choose_by), *map(_describe, choose_by)),
+        )
+
+
+def _describe(x: Tensor) -> Hashable:
+    return type(x), x.shape, x.dtype, x.device, x.layout, x.is_nested
+
+
+class Inputs(NamedTuple):
     """Checked tensors on one device.
 
     q         (B, S, H, D)
@@ -25,7 +68,7 @@ class Inputs:
     bias      (R, H) fp32 (fp64 for fp64 inputs), or None
     sinks     (H,) fp32 (fp64 for fp64 inputs), or None
     choose_by the queries and keys by which sparse attention chooses blocks, of the shapes of q and
-              k, or None
+              k, without gradients, or None
     autocast  the dtype that autocast cast q, k and v to, or None if it is off
     """
 
@@ -49,35 +92,37 @@ class Inputs:
         return None if self.bias is None else len(self.bias)
 
 
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    choose_by: tuple[Tensor, Tensor] | None,
-    is_packed: bool,
-) -> Inputs:
-    """Return the inputs with a batch dimension and in the dtype of autocast.
+def prepare_inputs(given: Given) -> Inputs:
+    """Return the inputs with a batch dimension and in the dtype of autocast, without checks.
 
     Autocast matters because a norm or a rotary embedding may leave some of q, k and v in fp32.
-
-    is_packed  whether q, k and v are packed documents, (tokens, heads, head size)
-
-    Raises TypeError or ValueError for tensors that do not fit or do not fit together, RuntimeError
-    inside transforms of torch.func and in forward mode.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_one(name, x, is_packed)
+    q, k, v, bias, sinks, choose_by, is_packed = given
     if is_packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    autocast = autocast_dtype(q)
-    q, k, v = cast(q, autocast), cast(k, autocast), cast(v, autocast)
-    _check_together(q, k, v)
-    _check_bias(bias, q)
-    _check_sinks(sinks, q)
-    check_transforms("burst_attn_func", *(x for x in (q, k, v, bias, sinks) if x is not None))
-    return Inputs(q, k, v, bias, sinks, _check_choose_by(choose_by, q, k, is_packed), autocast)
+    if autocast := autocast_dtype(q):
+        q, k, v = cast(q, autocast), cast(k, autocast), cast(v, autocast)
+    if choose_by is not None:
+        queries, keys = (
+            (x.detach().unsqueeze(0) if is_packed else x.detach()).to(q.dtype) for x in choose_by
+        )
+        choose_by = queries, keys
+    return Inputs(q, k, v, bias, sinks, choose_by, autocast)
+
+
+def check_inputs(given: Given) -> Inputs:
+    """Return what `prepare_inputs` returns.
+
+    Raises TypeError or ValueError for tensors that do not fit or do not fit together.
+    """
+    for name, x in (("q", given.q), ("k", given.k), ("v", given.v)):
+        _check_one(name, x, given.is_packed)
+    _check_choose_by(given.choose_by, given.q, given.k)
+    inputs = prepare_inputs(given)
+    _check_together(inputs.q, inputs.k, inputs.v)
+    _check_bias(inputs.bias, inputs.q)
+    _check_sinks(inputs.sinks, inputs.q)
+    return inputs
 
 
 def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
@@ -135,27 +180,20 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     _check_like_lse("sinks", sinks, q)
 
 
-def _check_choose_by(
-    choose_by: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, is_packed: bool
-) -> tuple[Tensor, Tensor] | None:
-    """Return the tensors with a batch dimension, in the dtype of q, without gradients."""
+def _check_choose_by(choose_by: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor) -> None:
     if choose_by is None:
-        return None
+        return
     if not isinstance(choose_by, list | tuple) or len(choose_by) != 2:
         raise TypeError(
             f"choose_by must be a pair of queries and keys, got {type(choose_by).__name__}"
         )
-    found = []
     for name, x, like in zip(("queries", "keys"), choose_by, (q, k), strict=True):
         check_tensor(f"{name} of choose_by", x)
-        x = x.detach().unsqueeze(0) if is_packed else x.detach()
         if x.shape != like.shape or x.device != like.device:
             raise ValueError(
-                f"expected {name} of choose_by of shape {tuple(like.shape[is_packed:])} on "
-                f"{like.device}, got {tuple(x.shape[is_packed:])} on {x.device}"
+                f"expected {name} of choose_by of shape {tuple(like.shape)} on {like.device}, "
+                f"got {tuple(x.shape)} on {x.device}"
             )
-        found.append(x.to(like.dtype))
-    return found[0], found[1]
 
 
 def _check_like_lse(name: str, x: Tensor, q: Tensor) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..base.autograd import check_transforms
 from ..errors import RanksDisagree
 from ..kernels import Kernel, pick, pick_biased
 from ..ranks.agreement import format_terms, read_terms
@@ -20,7 +22,7 @@ from ..sequence.layout import Layout
 from ..sparse.choice import find_fault
 from ..sparse.memory import is_recomputing
 from ..spec import Spec
-from .inputs import Inputs
+from .inputs import Given, Inputs, check_inputs, prepare_inputs
 from .masking import Masking, find_masking
 from .options import Options, check_options, check_scale
 from .refusal import CALL
@@ -97,39 +99,42 @@ class Terms:
         return format_terms(CALL, terms)
 
 
-def find_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
-    """Return the terms of a call. Raises TypeError or ValueError if an option is wrong.
+def find_terms(rings: Rings, given: Given, options: Options) -> tuple[Inputs, Terms]:
+    """Return the inputs of a call, checked, and its terms.
 
-    Terms are kept by the arguments that they follow from, since layers repeat calls and the host
-    has little time for each.
+    Terms are kept by everything that they and the checks follow from. Layers repeat calls, and the
+    host has little time for each.
+
+    Raises TypeError or ValueError if a tensor or an option is wrong, RuntimeError inside transforms
+    of torch.func and in forward mode.
     """
-    q, k = inputs.q, inputs.k
-    values = [tuple(x) if isinstance(x, list) else x for x in vars(options).values()]
-    key = (
-        q.shape,
-        k.shape,
-        q.dtype,
-        q.device,
-        inputs.autocast,
-        inputs.need_gradient,
-        inputs.bias_rows,
-        inputs.sinks is None,
-        inputs.choose_by is None,
-        is_recomputing(),
-        *values,
-        *map(type, values),  # 1 is equal to True
-    )
     known = rings.history.known
+    key: tuple[Any, ...] | None
+    terms: Terms | None
     try:
-        terms: Terms | None = known.get(key)
-    except TypeError:  # a value cannot be hashed, so it is wrong
-        return _make_terms(rings, inputs, options)
+        key = given.describe(), *_describe_options(options), is_recomputing()
+        terms = known.get(key)
+    except Exception:  # noqa: BLE001 - an argument is wrong: the checks below say what is wrong
+        key = terms = None
+    inputs = check_inputs(given) if terms is None else prepare_inputs(given)
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
+    check_transforms("burst_attn_func", *(x for x in tensors if x is not None))
     if terms is None:
         terms = _make_terms(rings, inputs, options)
         if len(known) >= _MOST_TERMS:
             known.clear()
-        known[key] = terms
-    return terms
+        if key is not None:
+            known[key] = terms
+    return inputs, terms
+
+
+def _describe_options(options: Options) -> tuple[Options, tuple[type, ...]]:
+    """Return the options, with tuples in place of lists, and their types: 1 is equal to True."""
+    types = tuple(map(type, options))
+    if list not in types:
+        return options, types
+    options = Options._make(tuple(x) if isinstance(x, list) else x for x in options)
+    return options, tuple(map(type, options))
 
 
 def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:

@@ -192,7 +192,7 @@ def run_together(
 
     size = rings.size
     lines = gather_lines(rings, doing, line, lambda mine: (mine,) * size if ahead else None)
-    if any(line != lines[0] for line in lines):
+    if lines.count(lines[0]) < size:
         read_terms(lines)
     return results[0]
 
@@ -209,27 +209,30 @@ class admit_one_thread:
     """
 
     def __init__(self, rings: Rings, doing: str):
-        self.used = [ring for ring in (rings.inner, rings.outer) if ring.size > 1]
-        self.doing = doing
+        self.used, self.doing = rings.shared, doing
         self.held: list[Transport] = []
 
     def __enter__(self) -> None:
+        is_contested = False
         for ring in self.used:
-            if ring.in_use.acquire(blocking=False):
+            if ring.in_use.acquire(False):
                 self.held.append(ring)
             else:
                 ring.contested = True
-        if any(ring.contested for ring in self.used):
+            is_contested |= ring.contested
+        if is_contested:
             self.__exit__(None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for ring in self.held:
             ring.in_use.release()
         # after the release, so that one of two threads sees the ring contested and free
-        if any(ring.contested for ring in self.used):
-            _leave_contested(self.used, self.doing)
-            if kind is None:
-                raise _mark_known(RuntimeError(f"{self.doing}: {_RULE}"))
+        for ring in self.used:
+            if ring.contested:
+                _leave_contested(self.used, self.doing)
+                if kind is None:
+                    raise _mark_known(RuntimeError(f"{self.doing}: {_RULE}"))
+                return
 
 
 def _leave_contested(used: Sequence[Transport], doing: str) -> None:
@@ -256,22 +259,29 @@ def mark_known_errors() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def report_failure(rings: Rings, doing: str) -> Iterator[None]:
-    """Report it to the other ranks if this one fails in a call that all agreed on, unless they know
-    the error already.
+class report_failure:
+    """A context that reports it to the other ranks if this one fails in a call that all agreed on,
+    unless they know the error already.
 
-    If this rank fails because another one did, raises that rank's error, with its reason.
+    If this rank fails because another one did, it raises that rank's error, with its reason.
     """
-    try:
-        yield
-    except BaseException as error:
-        if hasattr(error, _KNOWN):
-            raise
-        if theirs := rings.give_up(f"{doing}: {_format_reason(error)}".encode()):
+
+    def __init__(self, rings: Rings, doing: str):
+        self.rings, self.doing = rings, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        rings, doing = self.rings, self.doing
+        if error is None:
+            rings.note_enqueued(doing)
+        elif not hasattr(error, _KNOWN) and (
+            theirs := rings.give_up(f"{doing}: {_format_reason(error)}".encode())
+        ):
             raise type(theirs)(f"{theirs}; so this rank cannot go on with {doing}") from error
-        raise
-    rings.note_enqueued(doing)
 
 
 def _mark_known(error: Error) -> Error:

@@ -66,8 +66,14 @@ class Rings:
 
     @functools.cached_property
     def history(self) -> History:
-        history: History = self.inner.histories.setdefault(self.outer, History())
-        return history
+        histories = self.inner.histories
+        history: History | None = histories.get(self.outer)
+        return history or histories.setdefault(self.outer, History())
+
+    @functools.cached_property
+    def shared(self) -> tuple[Transport, ...]:
+        """The rings that have other ranks."""
+        return tuple(ring for ring in (self.inner, self.outer) if ring.size > 1)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks (a line of text each) in rank order, over both rings.
