@@ -194,7 +194,7 @@ def one_rank_table(rows: list[Row]) -> str:
     for row in rows:
         if row["kind"] == "one rank" and "rank" in row:
             cases[tuple(row[name] for name in (*CASE, "impl", "seq_len"))].append(row)
-    facts = ["ranks", "heads", "mask", "kernel", "tokens", "implementation"]
+    facts = ["ranks", "batch", "heads", "mask", "kernel", "tokens", "implementation"]
     header = [*facts, "fwd", "bwd", "fwd+bwd", *YARDSTICKS, "sums %", "idle %", "GiB"]
     lines = []
     for ranks in cases.values():
@@ -207,6 +207,7 @@ def one_rank_table(rows: list[Row]) -> str:
         rates += [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
         case = [
             row["gpus"],
+            row["batch"],
             heads(row),
             row["mask"],
             row["kernel"],
