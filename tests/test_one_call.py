@@ -3,10 +3,12 @@ simulator.
 """
 
 import random
+import threading
 
 import pytest
+import torch
 
-from bmt_burst import Layout, Mask
+from bmt_burst import Layout, Mask, burst_attn_func, simulate
 from bmt_burst.sequence.span import length
 from bmt_burst.strategies import load, one_call
 from bmt_burst.strategies.one_call import OneCallPlan
@@ -118,3 +120,35 @@ def test_a_plan_prints_what_lands():
         "rank 1, forward and backward: 80 tokens land, 48 of them its own; 1 kernel calls: "
         "32 x 80 in 2 tiles"
     )
+
+
+def test_a_backward_that_fails_on_all_ranks_leaves_the_group_usable(monkeypatch):
+    """What was returned is released, so that the next gradients find their place free."""
+    tensors = random_qkv(1, 32, 4, 2, 8)
+    layout, failing = Layout.zigzag(32, 2), threading.local()
+    sum_gradients = OneCallPlan._sum_gradients
+
+    def fail_once(*arguments):
+        if failing.now:
+            failing.now = False
+            raise MemoryError("no memory for the sums")
+        return sum_gradients(*arguments)
+
+    monkeypatch.setattr(OneCallPlan, "_sum_gradients", fail_once)
+
+    def work(ring):
+        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        grads = []
+        for failing.now in (False, True, False):
+            out = burst_attn_func(
+                *inputs, causal=True, layout=layout, strategy="one-call", process_group=ring
+            )
+            if failing.now:
+                with pytest.raises(MemoryError, match="no memory for the sums"):
+                    torch.autograd.grad(out, inputs, dout)
+            else:
+                grads.append(torch.autograd.grad(out, inputs, dout))
+        return all(a.equal(b) for a, b in zip(*grads, strict=True))
+
+    assert all(simulate(2, work))

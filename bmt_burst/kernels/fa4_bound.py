@@ -94,10 +94,12 @@ class Trial:
 
     def ask(self, answer: Tensor) -> None:
         """Take the result of a comparison, which the GPU may not have computed yet."""
-        self._answer = answer.to("cpu", non_blocking=True)
+        here = answer.to("cpu", non_blocking=True)
         if answer.is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(answer.device))
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(answer.device))
+            self._ready = ready
+        self._answer = here  # last, as other threads look at it
 
     def poll(self) -> bool:
         """Return whether the program is trusted. The host does not wait."""

@@ -110,9 +110,9 @@ def _describe(
         return [], 0, None
     addresses = [x.data_ptr() for x in tensors]
     stream = current_raw_stream(first)
-    key: list[Hashable] = [name, first.get_device(), stream, first.shape]
+    key: list[Hashable] = [name, first.get_device(), stream]
     for x, address in zip(tensors, addresses, strict=True):
-        key += x.stride(), x.dtype, address % ALIGNMENT, x.storage_offset()
+        key += x.shape, x.stride(), x.dtype, address % ALIGNMENT, x.storage_offset()
     if parts:
         key.append(parts[0][1].data_ptr() == addresses[0])
         key += [part[0][0] for part in parts]

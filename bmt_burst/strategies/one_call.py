@@ -252,18 +252,26 @@ class OneCallPlan(Plan):
         ]
         delivery = _deliver(rings, "return", self.returning, computed)
         delivery.wait()
-        received = delivery.views(self.returning)
-        sums = []
-        for own, theirs in zip(computed, received, strict=True):
-            parts = [
-                (spans, tokens_at(x, at))
-                for x, found in ((own, self._own_spans), (theirs, self._returned_spans))
-                for spans, at in found
+        try:
+            received = delivery.views(self.returning)
+            return [
+                self._sum_gradients(k, own, theirs)
+                for own, theirs in zip(computed, received, strict=True)
             ]
-            total = torch.empty(k.shape, dtype=k.dtype, device=k.device)  # not a part of `memory`
-            sums.append(Gradients(k.shape, k.dtype, k.device, into=total, parts=parts).result())
-        delivery.release()
-        return sums
+        finally:
+            delivery.release()
+
+    def _sum_gradients(self, x: Tensor, own: Tensor, received: Tensor) -> Tensor:
+        """Return the gradient of x (B, S, G, D) from those of the tokens that this rank gathered
+        and of those that other ranks returned. It is new memory.
+        """
+        parts = [
+            (spans, tokens_at(grad, at))
+            for grad, found in ((own, self._own_spans), (received, self._returned_spans))
+            for spans, at in found
+        ]
+        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return Gradients(x.shape, x.dtype, x.device, into=total, parts=parts).result()
 
     @functools.cached_property
     def _own_spans(self) -> list[tuple[list[Span], Span]]:

@@ -155,8 +155,10 @@ class Spans:
         for peer in others:
             if not count(peer, self.place):
                 received[peer] = outgoing[peer].new_empty(0)
-        yield received
-        delivery.release()
+        try:
+            yield received
+        finally:
+            delivery.release()
 
     def _counts(self, span: int, place: int) -> list[int]:
         """Return the number of tokens of a span that each host has at a place."""

@@ -34,7 +34,7 @@ from . import LANES, Arrival, Delivery, Manifest, Message, Put
 from .regions import ByteCopy, Copies, Copy, Geometry, Region, find_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
-_MOST_KEPT = 1 << 10  # prepared deliveries of a lane
+_MOST_KEPT = 1 << 8  # prepared deliveries of a lane
 # slots are a multiple of this, so that a little growth needs no new arena
 _SLOT_BYTES = 1 << 21
 
