@@ -141,7 +141,7 @@ def test_one_rank_of_many(tmp_path):
         ),
         *(("window 40", "bmt_burst contiguous", rank) for rank in (0, 4, 7)),
     }
-    assert one_rank_table(rows).count("| 8 | 4:2 x 16 |") == 4
+    assert one_rank_table(rows).count("| 8 | 1 | 4:2 x 16 |") == 4
 
 
 @pytest.mark.slow
