@@ -172,6 +172,23 @@ def timeline_table(rows: list[Row]) -> str:
     return table(header, lines) if lines else ""
 
 
+def host_time_table(rows: list[Row]) -> str:
+    """Format the milliseconds until a forward, and a forward and backward, return to Python."""
+    lines = [
+        [
+            row["gpus"],
+            row["peers"] + (", on one GPU" if row["shared_gpu"] else ""),
+            *(row[name] for name in ("tokens", "batch")),
+            heads(row),
+            *(row[name] for name in ("impl", "kernel", "forward_ms", "both_ms")),
+        ]
+        for row in rows
+        if row["kind"] == "host time" and "both_ms" in row
+    ]
+    header = ["ranks", "peers", "tokens/GPU", "batch", "heads", "implementation", "kernel"]
+    return table([*header, "fwd ms", "fwd+bwd ms"], lines) if lines else ""
+
+
 def power_table(rows: list[Row]) -> str:
     """Format the power and clocks of each GPU."""
     names = ["gpu", "median_w", "limit_w", "median_sm_mhz", "max_sm_mhz", "median_celsius"]
@@ -197,6 +214,7 @@ def other_tables(rows: list[Row]) -> str:
         "Training": training_table(rows),
         "Saves": saving_table(rows),
         "Where the time goes: ms": timeline_table(rows),
+        "Host time of a call: ms": host_time_table(rows),
         "Power": power_table(rows),
         "A new mask's plan, on the host": planning_table(rows),
         "Work of the busiest rank above the mean: %": balance_table(rows),

@@ -49,6 +49,10 @@ SECTIONS = {
     "one-rank": ("One rank of a ring with imagined peers", "`bench/one_rank.py`"),
     "sparse": ("Sparse attention beside dense", "`bench/sparse.py`"),
     "timeline": ("Where the time of a forward and backward goes", "`bench/timeline.py`"),
+    "host-time": (
+        "Time of a call on the host of a rank",
+        "`bench/host_time.py`, medians of nine rounds of ten calls",
+    ),
     "training": ("Pretraining", "`bench/training.py`, medians over steps"),
     "longest": (
         "The longest step with sparse attention",

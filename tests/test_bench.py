@@ -13,7 +13,7 @@ import torch
 from bench import live_rows, saving
 from bench.implementations import Case
 from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
-from bench.other_tables import planning_table, training_table, usp_table
+from bench.other_tables import host_time_table, planning_table, training_table, usp_table
 from bench.sparse import SparseCase, count_overlap, walk
 from bench.tables import (
     bias_table,
@@ -399,6 +399,22 @@ def test_kernels_take_turns(tmp_path):
     assert all("not on a GPU" in r["unavailable"] for r in rows if r["kernel"] == "triton")
     # a backward's time is a difference, so on a busy machine it may be negative and have no rate
     assert len(re.findall(r" \| 100 \| (?:100|nan) \| 100 \| cpu \|", kernels_table(rows))) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+def test_host_time_of_real_and_imagined_peers(tmp_path):
+    output = tmp_path / "rows.jsonl"
+    for size, options in ((2, ["--strategies", "ring"]), (1, ["--imagined", "8"])):
+        code, said = run_script(size, "bench/host_time.py", *options, "--output", output)
+        assert code == 0, said
+    rows = read_rows([output])
+    assert [(r["gpus"], r["peers"], r["strategy"]) for r in rows] == [
+        (2, "real", "ring"),
+        *((8, "imagined", strategy) for strategy in ("ring", "one-call", "ulysses")),
+    ]
+    assert all(0 < r["forward_ms"] < r["both_ms"] and not r["shared_gpu"] for r in rows)
+    assert host_time_table(rows).count("| imagined | 32 | 1 | 4:2 x 16 | bmt_burst ") == 3
+    assert host_time_table([]) == ""
 
 
 @pytest.mark.slow
