@@ -263,6 +263,7 @@ IMPLEMENTATIONS = {
         "balanced", partial(Burst, transport=_Waiting), _VARIANTS
     ),
     "bmt_burst contiguous": Implementation("contiguous", Burst, kinds=("window",)),
+    "ring": Implementation("balanced", partial(Burst, strategy="ring"), _VARIANTS),
     "all-gather": Implementation("balanced", partial(Burst, strategy="all-gather"), _VARIANTS),
     "one-call": Implementation(
         "balanced",

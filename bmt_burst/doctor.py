@@ -1,5 +1,7 @@
 """The doctor checks what a machine has and whether it works: python -m bmt_burst.doctor
 
+    --measure   also measure how fast it is, for `strategy="auto"`, on two GPUs of this host or more
+
 It checks GPUs and their links, NCCL, every kernel (a forward and a backward against the reference),
 BMTrain, and a ring between two processes. Each has a line, which says what to do if it is missing
 or broken. The exit code is 1 if anything that is installed does not work.
@@ -7,12 +9,13 @@ or broken. The exit code is 1 if anything that is installed does not work.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -23,10 +26,11 @@ from .merging.parts import Part
 from .ranks.rings import make_rings
 from .sequence.tile import KernelCall
 from .spec import Spec
+from .strategies.machine import measured_file
 from .transport import ALONE
 
-_RING_CODE = "from bmt_burst import doctor; doctor.ring_rank()"
-_RING_TIMEOUT = 120  # seconds
+_IMPORT = "from bmt_burst import doctor; "
+_TIMEOUT = 240  # seconds
 _SPEC = Spec(scale=0.125)
 _DOCUMENTS = (0, 100), (100, 230)  # then a gap
 _CALLS = {
@@ -42,10 +46,15 @@ class Missing(Exception):
     """Something is missing. The text says what to do about it."""
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Print a line for each check. Return the exit code."""
+    parser = argparse.ArgumentParser(prog="bmt_burst.doctor", description="Check this machine.")
+    parser.add_argument(
+        "--measure", action="store_true", help='measure constants for strategy="auto", a minute'
+    )
+    measures = parser.parse_args(argv).measure
     broken = False
-    for name, check in list_checks():
+    for name, check in (*list_checks(), *[("speed", _measure)] * measures):
         try:
             mark, text = "ok", check()
         except Missing as reason:
@@ -183,8 +192,39 @@ def _check_bmtrain() -> str:
     return found
 
 
+def _measure() -> str:
+    """Measure this machine's constants and write them to their file."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        raise Missing("two GPUs: a strategy is chosen only where ranks share a sequence")
+    return _run_ranks(min(gpus, 8), "doctor.measuring_rank()", "speed")
+
+
+def measuring_rank() -> None:
+    """Run one of the processes of `_measure`."""
+    from .measuring import measure
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    size = dist.get_world_size()
+    machine = measure(init_sequence_parallel(inner_size=size), device, tokens=16384)
+    if dist.get_rank() == 0:
+        path = measured_file(machine.gpu)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(machine.line + "\n")
+        print(f"speed: {path} has {machine.line}", flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
 def _check_ring() -> str:
     """Compare the attention of two processes with the attention of one."""
+    return _run_ranks(2, "doctor.ring_rank()", "ring")
+
+
+def _run_ranks(count: int, code: str, name: str) -> str:
+    """Run code in processes of a group. Return the line that begins with the name."""
     gpus = torch.cuda.device_count()
     environment = {
         **os.environ,
@@ -196,10 +236,10 @@ def _check_ring() -> str:
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(count),
         "--no-python",
     ]
-    command = [sys.executable, *command, sys.executable, "-c", _RING_CODE]
+    command = [sys.executable, *command, sys.executable, "-c", f"{_IMPORT}{code}"]
     run = subprocess.Popen(
         command,
         env=environment,
@@ -209,14 +249,14 @@ def _check_ring() -> str:
         text=True,
     )
     try:
-        output, _ = run.communicate(timeout=_RING_TIMEOUT)
+        output, _ = run.communicate(timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)  # the launcher and its processes
         raise
-    reports = [line for line in output.splitlines() if line.startswith("ring: ")]
+    reports = [line for line in output.splitlines() if line.startswith(f"{name}: ")]
     if run.returncode or not reports:
-        raise RuntimeError(f"the ring of two processes failed:\n{output[-4000:]}")
-    return reports[0].removeprefix("ring: ")
+        raise RuntimeError(f"the {name} of {count} processes failed:\n{output[-4000:]}")
+    return reports[0].removeprefix(f"{name}: ")
 
 
 def ring_rank() -> None:
@@ -251,4 +291,4 @@ def ring_rank() -> None:
 if __name__ == "__main__":
     # for the ring's processes, and for next time
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -12,8 +12,9 @@ from bench import masks
 from bench.tables import measured, read_rows
 from bmt_burst import Layout, Mask
 from bmt_burst.kernels.reference import visible
+from bmt_burst.strategies.machine import H200, Rates
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.timeline import H200, Rates, count_pairs
+from bmt_burst.strategies.ring.timeline import count_pairs
 from tests.helpers import ROOT, named_calls, problem, run_script
 
 CALLS = named_calls(5)

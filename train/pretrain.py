@@ -36,6 +36,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from bmt_burst.strategies.machine import machine_line
 from train.base import ranks
 from train.base.files import printing
 from train.base.lock import lock
@@ -130,6 +131,8 @@ class Trainer:
         if saved.state["config"]["dtype"] == config.dtype:
             engine.loss_scale = saved.state.get("loss_scale", engine.loss_scale)
             engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
+        if not new_stage:
+            resume.keep_machine(saved.state, self.device)
         saved.restore_rng(self.rank)
         inputs.training.restore(so_far.get("reading", {}))
         return Start(progress, model, max(config.seq_len, resume.longest_row(saved.state)))
@@ -398,6 +401,7 @@ class Trainer:
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
             "longest_row": self.longest_row,
+            "machine": machine_line(self.device),
             "reading": self.inputs.training.state(self.progress.samples),
             **self._identity(self.model),
         }

@@ -28,6 +28,7 @@ from ..ranks.agreement import (
 from ..ranks.rings import Rings
 from ..sparse.choice import find_longest
 from ..strategies import Plan, Problem, Sizes, choose
+from ..strategies.machine import Machine
 from ..strategies.selected import SelectedPlan, window_problem
 from .autograd import BurstAttention
 from .inputs import Given, Inputs
@@ -103,8 +104,9 @@ def find_plan(
     plan: Plan | SelectedPlan | None = plans.pop(said, None)
     if plan is None:
         with mark_known_errors():
-            problem = make_problem(rings, terms, compare_terms(said))
-            plan = _make_plan(terms.options.strategy, problem, rings.rank)
+            agreed = compare_terms(said)
+            problem = make_problem(rings, terms, agreed.tokens)
+            plan = _make_plan(terms.options.strategy, problem, rings.rank, agreed.machine)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         _make_room(rings)
         if terms.needs_gradient and terms.masking.fixes_lengths:
@@ -113,10 +115,12 @@ def find_plan(
     return plan
 
 
-def _make_plan(name: str, problem: Problem, rank: int) -> Plan | SelectedPlan:
+def _make_plan(
+    name: str, problem: Problem, rank: int, machine: Machine | None
+) -> Plan | SelectedPlan:
     """Return the plan of the strategy called `name`. Raises ValueError if it refuses."""
     if problem.sparse is None:
-        return choose(name, problem).plan(problem, rank)
+        return choose(name, problem, machine).plan(problem, rank)
     strategy = choose(name, window_problem(problem))
     span_bytes = sys.maxsize if name == "all-gather" else problem.group_bytes
     return SelectedPlan(problem, rank, strategy, span_bytes)

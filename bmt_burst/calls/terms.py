@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from ..sequence.layout import Layout
 from ..sparse.choice import find_fault
 from ..sparse.memory import is_recomputing
 from ..spec import Spec
+from ..strategies.machine import Machine, machine_of, parse_machine
 from .inputs import Given, Inputs, check_inputs, prepare_inputs
 from .masking import Masking, find_masking
 from .options import Options, check_options, check_scale
@@ -41,6 +42,7 @@ class Terms:
     bias_rows       the number of rows of the bias, if any
     options         checked options
     biased_kernel   with a bias, the kernel of the pairs outside areas of one row
+    machine         the constants by which "auto" predicts speeds, if it does
     """
 
     shape: torch.Size
@@ -58,10 +60,12 @@ class Terms:
     spec: Spec
     kernel: Kernel
     biased_kernel: Kernel | None
+    machine: Machine | None
 
     @functools.cached_property
     def message(self) -> bytes:
-        """The line that this rank sends to the others. All terms but "tokens" must be equal.
+        """The line that this rank sends to the others. All terms but "tokens" and "machine" must be
+        equal.
 
         Arguments come before the kernels that follow from them: the first difference is reported.
         """
@@ -95,6 +99,7 @@ class Terms:
             "recording of gradients": self.needs_gradient,
             "the kernel of flash": self.kernel.name,
             "the kernel of the bias": self.biased_kernel and self.biased_kernel.name,
+            "machine": self.machine and self.machine.line,
         }
         return format_terms(CALL, terms)
 
@@ -112,7 +117,13 @@ def find_terms(rings: Rings, given: Given, options: Options) -> tuple[Inputs, Te
     key: tuple[Any, ...] | None
     terms: Terms | None
     try:
-        key = given.describe(), *_describe_options(options), is_recomputing()
+        machine = _find_machine(rings, options, given.q.device)
+        key = (
+            given.describe(),
+            *_describe_options(options),
+            is_recomputing(),
+            machine and machine.line,
+        )
         terms = known.get(key)
     except Exception:  # noqa: BLE001 - an argument is wrong: the checks below say what is wrong
         key = terms = None
@@ -170,7 +181,13 @@ def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
         spec=spec,
         kernel=kernel,
         biased_kernel=None if rows is None else pick_biased(kernel, q, k, spec),
+        machine=_find_machine(rings, options, q.device),
     )
+
+
+def _find_machine(rings: Rings, options: Options, device: torch.device) -> Machine | None:
+    """Return the constants of this rank's machine if a strategy is to be chosen by them."""
+    return machine_of(device) if options.strategy == "auto" and rings.size > 1 else None
 
 
 def _make_spec(options: Options, head_size: int, dtype: torch.dtype) -> Spec:
@@ -207,16 +224,27 @@ def _describe_layout(layout: str | Layout) -> str:
     return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
 
 
-def compare_terms(said: Sequence[bytes]) -> list[int]:
-    """Return the number of tokens of each rank.
+class Agreed(NamedTuple):
+    """Terms in which ranks may differ: the number of tokens of each rank, and the constants of rank
+    0's machine, if any.
+    """
+
+    tokens: list[int]
+    machine: Machine | None
+
+
+def compare_terms(said: Sequence[bytes]) -> Agreed:
+    """Return what the ranks agreed on.
 
     Raises RanksDisagree on every rank if any other term differs between ranks.
     """
     replies = read_terms(said)
     for rank, reply in enumerate(replies):
         for term, value in replies[0].items():
-            if term != "tokens" and reply[term] != value:
+            if term not in ("tokens", "machine") and reply[term] != value:
                 raise RanksDisagree(
                     f"ranks differ in {term}: rank 0 has {value!r}, rank {rank} has {reply[term]!r}"
                 )
-    return [reply["tokens"] for reply in replies]
+    line = replies[0].get("machine")
+    machine = None if line is None else parse_machine(line, "rank 0's machine")
+    return Agreed([reply["tokens"] for reply in replies], machine)

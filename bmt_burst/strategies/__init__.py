@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +32,9 @@ from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..sparse.config import InfLLMV2
 from ..spec import Spec
+from .machine import Machine
+
+logger = logging.getLogger("bmt_burst")
 
 GROUP_BYTES = 5 << 26  # by default
 
@@ -42,6 +46,9 @@ _STRATEGIES = {
     "one-call": "one_call.OneCall",
     "plain-ring": "plain_ring.PlainRing",
 }
+_CLEARLY = 0.05  # of the time, by which "auto" must expect another strategy to be faster
+_MOST_RANKS = 4  # whose times are predicted
+_said: set[str] = set()  # the strategies whose choice was logged
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,10 @@ class Plan(ABC):
 
 
 class Strategy(ABC):
-    """A way to compute attention over ranks. "auto" may take it if it is `automatic`."""
+    """A way to compute attention over ranks.
+
+    automatic  whether "auto" may take it where nothing is predicted
+    """
 
     name: str
     automatic: bool = True
@@ -194,9 +204,25 @@ class Strategy(ABC):
         than this rank's part.
         """
 
+    def predict(self, problem: Problem, machine: Machine) -> float | None:
+        """Return the seconds of a forward and backward on the slowest rank, or None if "auto" is
+        not to take this strategy: nothing is known, or more than group_bytes would land at once.
+
+        The answer is the same on all ranks.
+        """
+        return None
+
+
+def spread_ranks(size: int) -> list[int]:
+    """Return a few ranks, with the first and the last, by which all are judged."""
+    count = min(size, _MOST_RANKS)
+    return [rank * (size - 1) // max(count - 1, 1) for rank in range(count)]
+
 
 def names() -> list[str]:
-    """List all strategies. "auto" takes the first automatic one that can solve a problem."""
+    """List all strategies. Without predictions, "auto" takes the first automatic one that can solve
+    a problem.
+    """
     return list(_STRATEGIES)
 
 
@@ -208,11 +234,74 @@ def load(name: str) -> Strategy:
     return loaded
 
 
-def choose(name: str, problem: Problem) -> Strategy:
-    """Return the strategy called `name`, or for "auto" the first that can solve the problem.
+def choose(name: str, problem: Problem, machine: Machine | None = None) -> Strategy:
+    """Return the strategy called `name`, or for "auto" the fastest on this machine.
 
-    Raises ValueError with the reasons if none can.
+    Without the machine's constants for the problem's kernel, or with a bias or a choice of blocks,
+    "auto" takes the first automatic strategy that can solve the problem. It takes another one if
+    that one is predicted to be faster by 5 %, which is as far as predictions err. It logs each
+    strategy when it first takes it, with the reason.
+
+    The answer counts a forward and a backward, also where no gradient is needed. So a forward that
+    checkpointing repeats has the same strategy, and the same bits.
+
+    Raises ValueError with the reasons if no strategy can solve the problem.
     """
+    first = _choose_first(name, problem)
+    if name != "auto":
+        return first
+    if problem.layout.size == 1:
+        return first
+    chosen, why = _choose_fastest(first, problem, machine)
+    if chosen.name not in _said:
+        _said.add(chosen.name)
+        logger.info("strategy='auto' took %r: %s", chosen.name, why)
+    return chosen
+
+
+def _choose_fastest(
+    first: Strategy, problem: Problem, machine: Machine | None
+) -> tuple[Strategy, str]:
+    """Return the strategy that is predicted to be the fastest, and why. Ties are for the first."""
+    if machine is None:
+        return first, "nothing is known about this machine's speed"
+    if problem.scores or problem.sparse:
+        return first, "no speed is predicted for a bias or for sparse attention"
+    if problem.kernel.name != machine.kernel:
+        return first, f"the kernel is {problem.kernel.name!r}, speeds are known for " + repr(
+            machine.kernel
+        )
+    seconds = {first.name: first.predict(problem, machine)}
+    if not _is_near_kernel(seconds[first.name], problem, machine):
+        others = [name for name in names() if name != first.name]
+        for strategy in map(load, others):
+            if strategy.refuses(problem) is None:
+                seconds[strategy.name] = strategy.predict(problem, machine)
+    found = {name: time for name, time in seconds.items() if time is not None}
+    best = min(found, key=lambda name: found[name], default=first.name)
+    if first.name in found and found[best] > (1 - _CLEARLY) * found[first.name]:
+        best = first.name
+    text = ", ".join(f"{name} {1e3 * time:.2f} ms" for name, time in found.items())
+    tokens, ranks = problem.mask.seq_len, problem.layout.size
+    of = f"of {tokens} tokens over {ranks} ranks"
+    return load(best), f"{text} are predicted for a forward and backward {of}"
+
+
+def _is_near_kernel(seconds: float | None, problem: Problem, machine: Machine) -> bool:
+    """Whether a strategy is predicted to be as fast as if all ranks shared the work equally, in one
+    kernel call each, and nothing was sent.
+    """
+    if seconds is None:
+        return False
+    sizes, rates, ranks = problem.sizes, machine.rates, problem.layout.size
+    keys = (problem.mask.area + rates.call_keys * problem.mask.seq_len) / ranks
+    work = 4 * sizes.batch * sizes.heads * sizes.head_size * keys
+    least = work * (1 / rates.operations + 2.5 / (rates.backward_operations or rates.operations))
+    return seconds * (1 - _CLEARLY) <= least
+
+
+def _choose_first(name: str, problem: Problem) -> Strategy:
+    """Return the strategy called `name`, or for "auto" the first that can solve the problem."""
     refusals = []
     for candidate in names() if name == "auto" else [name]:
         strategy = load(candidate)

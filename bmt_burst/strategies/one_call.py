@@ -37,7 +37,7 @@ from ..sequence.span import Span, in_turn, length, shifted
 from ..sequence.tiling import GatheredCall, TileFields, Tiling, kernel_calls
 from ..transport import Delivery, Manifest
 from ..transport.packing import Packing
-from . import Plan, Problem, Saved, Strategy
+from . import Plan, Problem, Saved, Strategy, spread_ranks
 from .compute import (
     Attention,
     AttentionGradient,
@@ -47,7 +47,9 @@ from .compute import (
     compute_gradients,
     compute_outputs,
 )
+from .machine import Machine
 from .ring import RingPlan
+from .ring.timeline import kernel_seconds
 
 _MOST_COPIES = 2  # of a rank's tokens that land on a rank, on average
 _ALIGNED = 1 << 12  # bytes by which aligned tensors may be longer than their tokens
@@ -70,6 +72,13 @@ class OneCall(Strategy):
         """Return the part of `rank`. It is the ring's if no rank looks at another's tokens."""
         plan = OneCallPlan(problem, rank)
         return plan if plan.has_traffic else RingPlan(problem, rank)
+
+    def predict(self, problem: Problem, machine: Machine) -> float | None:
+        whole = OneCallPlan(problem, 0)
+        if not whole.has_traffic or max(whole.lanes.values()) > problem.group_bytes:
+            return None
+        plans = [OneCallPlan(problem, r, whole.gathered) for r in spread_ranks(problem.inner)]
+        return max(plan.predict(machine) for plan in plans)
 
 
 class Piece(NamedTuple):
@@ -102,10 +111,15 @@ class Gathered:
 
 
 class OneCallPlan(Plan):
-    """The exchanges and the kernel calls of one rank."""
+    """The exchanges and the kernel calls of one rank.
 
-    def __init__(self, problem: Problem, rank: int):
+    gathered  the keys that each rank gathers, if they are known
+    """
+
+    def __init__(self, problem: Problem, rank: int, gathered: list[Gathered] | None = None):
         self.problem, self.rank = problem, rank
+        if gathered is not None:
+            self.gathered = gathered
         sizes = problem.sizes
         entry = (sizes.kv_heads, sizes.head_size)
         self.packing = Packing(sizes.batch, ((entry, sizes.dtype),) * 2)
@@ -169,7 +183,7 @@ class OneCallPlan(Plan):
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor, None]:
         attention = Attention(self.problem.kernel, self.problem.spec)
-        with self._gather_keys(rings, k, v) as keys:
+        with self.gather_keys(rings, k, v) as keys:
             parts = list(compute_outputs(attention, self.calls, Queries(q), keys))
         if is_whole(parts, q.shape[1]) and parts[0][1].dtype == q.dtype:
             return parts[0][1], parts[0][2], None
@@ -185,7 +199,7 @@ class OneCallPlan(Plan):
         attention = AttentionGradient(self.problem.kernel, self.problem.spec)
         of_queries: list[Part] = []
         of_keys: tuple[list[Part], list[Part]] = [], []
-        with self._gather_keys(rings, k, v) as keys:
+        with self.gather_keys(rings, k, v) as keys:
             for rows, columns, (dq, *grads) in compute_gradients(
                 attention, self.calls, queries, keys
             ):
@@ -195,15 +209,34 @@ class OneCallPlan(Plan):
         dk, dv = self._return_gradients(rings, of_keys, k)
         return Gradients(q.shape, q.dtype, q.device, parts=of_queries).result(), dk, dv, None
 
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+    @property
+    def lanes(self) -> dict[str, int]:
+        """The most bytes that land at once in each lane."""
         problem = self.problem
         others, most = problem.inner - 1, _MOST_COPIES * problem.most_tokens
         visit, returned = (p.token_bytes() * most for p in (self.packing, self.return_packing))
-        lanes = {
-            "visit": (others + 1) * visit + _ALIGNED,
-            "return": others * returned + _ALIGNED if with_backward else 0,
-        }
-        rings.reserve(lanes, device)
+        return {"visit": (others + 1) * visit + _ALIGNED, "return": others * returned + _ALIGNED}
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        rings.reserve(self.lanes if with_backward else {**self.lanes, "return": 0}, device)
+
+    def predict(self, machine: Machine) -> float:
+        """Return the seconds of a forward and backward: those of the GPU, or the host's if these
+        are more. Exchanges and kernels follow one another.
+        """
+        rates, sizes = machine.rates, self.problem.sizes
+        arriving = sum(length(p.at) for p in self._mine.pieces if p.owner != self.rank)
+        leaving = sum(
+            length(piece.at)
+            for viewer, gathered in enumerate(self.gathered)
+            for piece in gathered.of(self.rank)
+            if viewer != self.rank
+        )
+        token = 2 * self.packing.token_bytes() + self.return_packing.token_bytes()
+        seconds = max(arriving, leaving) * token / rates.bytes
+        for returning in (False, True):
+            seconds += kernel_seconds(self.calls, sizes, rates, returning)
+        return max(seconds, machine.host_seconds(2 * len(self.calls), deliveries=3))
 
     def __str__(self) -> str:
         calls = ", ".join(
@@ -232,7 +265,7 @@ class OneCallPlan(Plan):
         return ((*pair, at) for pair, (_, at) in zip(pieces, places, strict=True))
 
     @contextmanager
-    def _gather_keys(self, rings: Rings, k: Tensor, v: Tensor) -> Iterator[Keys]:
+    def gather_keys(self, rings: Rings, k: Tensor, v: Tensor) -> Iterator[Keys]:
         """Gather the keys and values that this rank looks at, to be read in this context."""
         delivery = _deliver(rings, "visit", self.gathering, (k.contiguous(), v.contiguous()))
         delivery.wait()

@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bmt_burst.strategies.machine import machine_line, parse_machine, use_machine
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 from train.base import ranks
@@ -177,6 +180,20 @@ def keep_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveC
     """
     made_for = state["model"].get("max_position_embeddings")
     return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
+
+
+def keep_machine(state: dict, device: torch.device) -> None:
+    """Let "auto" choose strategies by the constants that a checkpoint's run had, so that they, and
+    the bits that they compute, stay. Runs before there were constants had the ring.
+    """
+    line, own = state.get("machine"), machine_line(device)
+    use_machine(None if line is None else parse_machine(line, "the checkpoint's machine"))
+    if line != own and ranks.rank() == 0:
+        print(
+            "strategies are chosen as before the checkpoint was saved, for "
+            f"{line or 'an unknown machine'}, not for {own or 'this one, which is unknown'}",
+            file=sys.stderr,
+        )
 
 
 def check_same(

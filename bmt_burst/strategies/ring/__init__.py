@@ -31,14 +31,15 @@ from torch import Tensor
 from ...ranks.rings import Rings
 from ...scores import BY_DISTANCE
 from ...sequence.tiling import GatheredCall, Tiling, by_columns, flipped, kernel_calls
-from .. import Plan, Problem, Saved, Sizes, Strategy
+from .. import Plan, Problem, Saved, Sizes, Strategy, spread_ranks
 from ..compute import ALL, Keys, Queries, QueryGradients
+from ..machine import Machine, Rates
 from .executor import Backward, Forward, Pass, Program, find_landing_positions
 from .payload import KeysValues, Payload, QueryPayload, backward_payload, select_heads
 from .program import order_events
 from .routes import Landings, Routes
 from .schedule import Schedule
-from .timeline import Rates, Timeline, timeline
+from .timeline import Timeline, timeline
 
 # rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM
 _ENOUGH_ROWS = 1 << 18
@@ -56,6 +57,10 @@ class Ring(Strategy):
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
         return RingPlan(problem, rank)
+
+    def predict(self, problem: Problem, machine: Machine) -> float | None:
+        ranks = spread_ranks(problem.layout.size)
+        return max(self.plan(problem, rank).predict(machine) for rank in ranks)
 
 
 class RingPlan(Plan):
@@ -122,6 +127,14 @@ class RingPlan(Plan):
         return timeline(self.forward_program, rates), timeline(
             self.backward_program, rates, returning=True
         )
+
+    def predict(self, machine: Machine) -> float:
+        """Return the seconds of a forward and backward: those of the GPU, or the host's if these
+        are more.
+        """
+        both = self.timelines(machine.rates)
+        host = machine.host_seconds(sum(t.calls for t in both), sum(t.deliveries for t in both))
+        return max(sum(t.seconds for t in both), host)
 
     def __str__(self) -> str:
         programs = ("forward", self.forward_program), ("backward", self.backward_program)

@@ -12,13 +12,15 @@ draws all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...sequence.mask import Slice
 from ...sequence.span import length
 from ...sequence.tile import KernelCall
 from ...sequence.tiling import GatheredCall
+from .. import Sizes
+from ..machine import Rates
 from .executor import Program
 from .program import Do, Event
 
@@ -26,29 +28,6 @@ _WIDTH = 72  # characters of a drawing
 # rows of a drawing, and their characters
 _ROWS = {"compute": "#", "visit": "=", "return": "~", "host": "-"}
 _BACKWARD = 2.5  # operations of a backward, relative to its forward
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The rates of a machine per second: operations, bytes between ranks of a host, and bytes
-    between hosts.
-
-    backward_operations  operations per second of a backward, if they differ
-    call_keys            what a kernel call costs for each of its queries beside the visible pairs,
-                         in keys: blocks that are partly visible, the sums of its results, and its
-                         launch
-    """
-
-    operations: float = 600e12
-    bytes: float = 300e9
-    host_bytes: float = 40e9
-    backward_operations: float | None = None
-    call_keys: float = 0.0
-
-
-# Fitted to the rows of bmt_burst in bench/results/attention-*-nvidia-h200*.jsonl, with FA4. See
-# tests/test_timeline.py for how near they are.
-H200 = Rates(650e12, backward_operations=600e12, call_keys=500.0)
 
 
 class Interval(NamedTuple):
@@ -63,10 +42,15 @@ class Interval(NamedTuple):
 class Timeline(NamedTuple):
     """The intervals of one rank. It prints as a drawing with a row for kernels and for each kind of
     delivery.
+
+    calls       the number of kernel calls
+    deliveries  the number of deliveries
     """
 
     rank: int
     intervals: list[Interval]
+    calls: int
+    deliveries: int
 
     @property
     def seconds(self) -> float:
@@ -119,16 +103,16 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
     def at(event: Event, do: Do) -> float:
         return done.get(event._replace(do=do), 0.0)
 
-    factor, operations = 1.0, rates.operations
-    if returning:
-        factor, operations = _BACKWARD, rates.backward_operations or rates.operations
     sizes = program.problem.sizes
-    work = 4 * sizes.batch * sizes.head_size * factor / operations
+    count = deliveries = 0
 
     def seconds(heads: int, calls: Sequence[GatheredCall]) -> float:
-        return work * heads * (_pairs(calls) + rates.call_keys * _queries(calls))
+        nonlocal count
+        count += len(calls)
+        return kernel_seconds(calls, replace(sizes, heads=heads), rates, returning)
 
     for event in program.events:
+        deliveries += event.do in ("fetch", "return", "cross")
         heads = _heads(program, event)
         if event.do == "own":
             occupy("compute", event, seconds(sizes.heads, program.own))
@@ -151,7 +135,18 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
             tokens = program.rounds[event.round].held_tokens
             nbytes = program.passes[event.number].packing.nbytes(tokens)
             done[event] = occupy("host", event, nbytes / rates.host_bytes)
-    return Timeline(program.rank, intervals)
+    return Timeline(program.rank, intervals, count, deliveries)
+
+
+def kernel_seconds(
+    calls: Sequence[GatheredCall], sizes: Sizes, rates: Rates, returning: bool
+) -> float:
+    """Compute how long kernel calls take, forward or `returning`, without their host time."""
+    factor, operations = 1.0, rates.operations
+    if returning:
+        factor, operations = _BACKWARD, rates.backward_operations or rates.operations
+    work = 4 * sizes.batch * sizes.heads * sizes.head_size * factor / operations
+    return work * (_pairs(calls) + rates.call_keys * _queries(calls))
 
 
 def _heads(program: Program, event: Event) -> int:

@@ -43,14 +43,16 @@ from ...merging.merge import Gradients, empty_lse
 from ...ranks.rings import Rings
 from ...sequence.span import length, shifted
 from ...transport import ALONE, Delivery
-from .. import Plan, Problem, Saved, Strategy
+from .. import Plan, Problem, Saved, Strategy, spread_ranks
 from ..compute import ALL, Keys, QueryGradients
+from ..machine import Machine
 from ..ring import RingPlan
 from .blocks import Field
 from .exchange import Exchange, Returns, Visits
 from .heads import Heads, cut_heads
 from .tokens import HostLayout, HostTokens
 
+_DELIVERIES = 3  # of a piece, in host time: the visit, the return, and unloading it
 _MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
 
 
@@ -68,11 +70,23 @@ class Ulysses(Strategy):
     def plan(self, problem: Problem, rank: int) -> UlyssesPlan:
         return UlyssesPlan(problem, rank)
 
+    def predict(self, problem: Problem, machine: Machine) -> float | None:
+        """Return the seconds of the rank with the most heads, on the slowest of a few hosts."""
+        inner, heads = problem.inner, problem.sizes.heads
+        place = max(range(inner), key=lambda x: heads * (x + 1) // inner - heads * x // inner)
+        plans = [self.plan(problem, host * inner + place) for host in spread_ranks(problem.outer)]
+        if max(plan.most_bytes for plan in plans) > problem.group_bytes:
+            return None
+        return max(plan.predict(machine) for plan in plans)
+
 
 class USP(Ulysses):
     """Heads are shared by the ranks of a host. Hosts form rings."""
 
     name = "usp"
+
+    def predict(self, problem: Problem, machine: Machine) -> float | None:
+        return super().predict(problem, machine) if problem.outer > 1 else None
 
     def refuses(self, problem: Problem) -> str | None:
         layout, is_grid = problem.layout, problem.inner > 1 and problem.outer > 1
@@ -144,6 +158,33 @@ class UlyssesPlan(Plan):
         rings.reserve({lane: max(x.nbytes for x in found) for lane, found in lanes.items()}, device)
         for each in self._all_rings():
             each.ring.reserve(_between_hosts(rings), device, with_backward)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that land at once."""
+        exchanges = self.inputs, self.results, self.backward_inputs, self.backward_results
+        return max(exchange.nbytes for exchange in exchanges)
+
+    def predict(self, machine: Machine) -> float:
+        """Return the seconds of a forward and backward: those of the GPU, or the host's if these
+        are more.
+        """
+        ways = (self.inputs, self.results), (self.backward_inputs, self.backward_results)
+        between = replace(machine.rates, bytes=machine.rates.host_bytes)
+        rings = {id(each.ring): each.ring.timelines(between) for each in self._all_rings()}
+        seconds, calls, deliveries = 0.0, 0, 0
+        for way, (visits, returns) in enumerate(ways):
+            arrived = computed = returned = 0.0
+            for piece, heads in enumerate(self.rings):
+                arrived += visits.landing_bytes(piece) / machine.rates.bytes
+                lines = [rings[id(each.ring)][way] for each in heads]
+                computed = max(computed, arrived) + sum(line.seconds for line in lines)
+                returned = max(returned, computed)
+                returned += returns.landing_bytes(piece) / machine.rates.bytes
+                calls += sum(line.calls for line in lines)
+                deliveries += _DELIVERIES + sum(line.deliveries for line in lines)
+            seconds += returned
+        return max(seconds, machine.host_seconds(calls, deliveries))
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None

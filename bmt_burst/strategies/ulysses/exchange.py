@@ -57,6 +57,13 @@ class Exchange(ABC):
         ranks, pieces = range(len(self.pieces)), range(self.count)
         return max(self._nbytes(rank, piece) for rank in ranks for piece in pieces)
 
+    def landing_bytes(self, piece: int) -> int:
+        """Return the bytes that this rank receives of a piece from others, if all ranks have
+        equally many tokens.
+        """
+        size = len(self.pieces)
+        return self._nbytes(self.rank, piece) * (size - self.to_itself) // size
+
     @property
     def leaving_bytes(self) -> int:
         """The bytes that this rank sends to others."""

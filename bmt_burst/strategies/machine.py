@@ -1,0 +1,168 @@
+"""Constants of a machine, by which "auto" predicts how long each strategy takes.
+
+Constants are built in for some GPUs. `python -m bmt_burst.doctor --measure` measures those of
+another machine, and writes them to the file that `measured_file` names. A measured file comes
+before what is built in. The environment variable BMT_BURST_MACHINE names another file, which is
+used on any GPU. All ranks of a call use rank 0's constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VARIABLE = "BMT_BURST_MACHINE"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of a machine per second: operations, bytes between ranks of a host, and bytes
+    between hosts.
+
+    backward_operations  operations per second of a backward, if they differ
+    call_keys            what a kernel call costs for each of its queries beside the visible pairs,
+                         in keys: blocks that are partly visible, the sums of its results, and its
+                         launch
+    """
+
+    operations: float = 600e12
+    bytes: float = 300e9
+    host_bytes: float = 40e9
+    backward_operations: float | None = None
+    call_keys: float = 0.0
+
+
+# Fitted to the rows of bmt_burst in bench/results/attention-*-nvidia-h200*.jsonl, with FA4. See
+# tests/test_timeline.py for how near they are.
+H200 = Rates(650e12, backward_operations=600e12, call_keys=500.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The constants of a machine.
+
+    gpu               the name that torch gives the GPU
+    kernel            the kernel that `rates` belong to
+    step_seconds      host time of a forward and backward, without its calls and deliveries
+    call_seconds      host time of a kernel's forward and its backward
+    delivery_seconds  host time of a delivery
+    """
+
+    gpu: str
+    kernel: str
+    rates: Rates
+    step_seconds: float
+    call_seconds: float
+    delivery_seconds: float
+
+    @functools.cached_property
+    def line(self) -> str:
+        """The constants as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def host_seconds(self, calls: int, deliveries: int) -> float:
+        """Return the host time of a forward and backward.
+
+        calls       the kernel calls of the forward and of the backward, together
+        deliveries  those of both, too
+        """
+        return (
+            self.step_seconds + calls * self.call_seconds / 2 + deliveries * self.delivery_seconds
+        )
+
+
+# Host times are those of one H200's machine: bench/results/host-time-1-nvidia-h200.jsonl.
+_H200 = Machine("NVIDIA H200", "fa4", H200, 650e-6, 340e-6, 180e-6)
+# An H100 SXM has the H200's processors and links.
+_BUILT_IN = {m.gpu: m for m in (_H200, dataclasses.replace(_H200, gpu="NVIDIA H100 80GB HBM3"))}
+
+_in_use: list[Machine | None] = []  # that of `use_machine`, if it was called
+
+
+def use_machine(machine: Machine | None) -> None:
+    """Use these constants on this rank from now on, or none: then "auto" predicts nothing.
+
+    A run that resumes does this: with other constants "auto" could take other strategies, and these
+    compute other bits.
+    """
+    _in_use[:] = [machine]
+
+
+def use_own_machine() -> None:
+    """Use the constants of this rank's GPU again."""
+    _in_use.clear()
+
+
+def machine_of(device: torch.device) -> Machine | None:
+    """Return the constants for a device, or None if there are none for it.
+
+    Raises ValueError if a file of constants cannot be read.
+    """
+    if _in_use:
+        return _in_use[0]
+    return _find_machine(device)
+
+
+def machine_line(device: torch.device) -> str | None:
+    """Return the `line` of the constants for a device, or None if there are none for it."""
+    machine = machine_of(device)
+    return machine.line if machine else None
+
+
+def measured_file(gpu: str) -> Path:
+    """Return the path of the constants that the doctor measures on a GPU of this name."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "bmt_burst" / f"{gpu.replace(' ', '-').replace('/', '-')}.json"
+
+
+def parse_machine(text: str, source: str) -> Machine:
+    """Return the constants in `line`. Raises ValueError that names the source if they are wrong."""
+    expected = [f.name for f in dataclasses.fields(Machine)]
+    try:
+        fields = json.loads(text)
+        machine = Machine(**{**fields, "rates": Rates(**fields["rates"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"expected {source} to have {expected} in JSON: {error}") from error
+    for name, value in _numbers(machine):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"expected {name} of {source} to be a number, got {value!r}")
+        if not (0 <= value < math.inf if name == "call_keys" else 0 < value < math.inf):
+            raise ValueError(f"expected {name} of {source} to be positive, got {value}")
+    if not (isinstance(machine.gpu, str) and isinstance(machine.kernel, str)):
+        raise ValueError(f"expected gpu and kernel of {source} to be names")
+    return machine
+
+
+def _numbers(machine: Machine) -> list[tuple[str, Any]]:
+    values = {**vars(machine.rates), **vars(machine)}
+    values = {x: v for x, v in values.items() if x not in ("gpu", "kernel", "rates", "line")}
+    if values["backward_operations"] is None:
+        del values["backward_operations"]
+    return list(values.items())
+
+
+@functools.cache
+def _find_machine(device: torch.device) -> Machine | None:
+    if named := os.environ.get(VARIABLE):
+        return _read(Path(named), f"{VARIABLE}={named}")
+    if device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_name(device)
+    measured = measured_file(gpu)
+    return _read(measured, str(measured)) if measured.exists() else _BUILT_IN.get(gpu)
+
+
+def _read(path: Path, source: str) -> Machine:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {source}: {error}") from error
+    return parse_machine(text, source)

@@ -1,0 +1,179 @@
+"""strategy="auto": which strategy it predicts to be the fastest, from whose constants, and what it
+says.
+"""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import masks
+from bench.tables import read_rows
+from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, strategies
+from bmt_burst.calls.terms import compare_terms
+from bmt_burst.measuring import measure
+from bmt_burst.ranks.simulation import simulate
+from bmt_burst.strategies import choose, machine
+from bmt_burst.strategies.machine import H200, Machine, Rates, parse_machine
+from tests.helpers import ROOT, problem, run_ranks
+
+CPU = Machine("CPU", "cpu", H200, 650e-6, 340e-6, 180e-6)
+HALF = {"dtype": torch.bfloat16, "partial": torch.bfloat16, "head_size": 128}
+
+
+@pytest.fixture(autouse=True)
+def own_machine(monkeypatch):
+    monkeypatch.setattr(strategies, "_said", set())
+    machine._find_machine.cache_clear()
+    yield
+    machine.use_own_machine()
+    machine._find_machine.cache_clear()
+
+
+def taken(tokens: int, size: int, mask=None, known=CPU, layout=None, **sizes) -> str:
+    mask = mask or Mask.causal(tokens * size)
+    layout = layout or Layout.zigzag(mask.seq_len, size)
+    sizes = {"heads": 32, "kv_heads": 8, **HALF, **sizes}
+    return choose("auto", problem(mask, layout, **sizes), known).name
+
+
+def test_short_blocks_get_one_call_and_long_ones_the_ring():
+    assert taken(2048, 2) == "one-call"
+    assert taken(2048, 2, batch=4) == "one-call"
+    assert [taken(n << 10, 2) for n in (16, 64, 512)] == ["ring"] * 3
+    assert taken(4096, 2, Mask.documents((0, 1500, 5000, 8192))) == "one-call"
+
+
+def test_unequal_work_is_shared_by_heads():
+    contiguous = Layout.contiguous(1 << 14, 2)
+    assert taken(1 << 13, 2, layout=contiguous) == "ulysses"
+    assert taken(1 << 13, 2, layout=contiguous, group_bytes=1 << 20) == "ring", "of memory"
+
+
+def test_slow_links_and_slow_hosts_count():
+    slow = dataclasses.replace(CPU, rates=dataclasses.replace(H200, bytes=1e9))
+    assert taken(2048, 2, known=slow) == "ring"
+    busy = dataclasses.replace(CPU, call_seconds=0.1)
+    assert taken(1 << 15, 2, known=busy, group_bytes=1 << 40) == "one-call"
+
+
+def test_the_first_strategy_is_taken_where_nothing_is_predicted():
+    assert taken(2048, 2, known=None) == "ring"
+    assert taken(2048, 2, known=dataclasses.replace(CPU, kernel="fa4")) == "ring"
+    assert choose("ulysses", problem(Mask.causal(64), Layout.zigzag(64, 2)), CPU).name == "ulysses"
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_double_groups_never_get_one_call(inner):
+    mask, layout = Mask.causal(4096), Layout.zigzag(4096, 4)
+    call = problem(mask, layout, inner, heads=32, kv_heads=8, **HALF)
+    assert choose("auto", call, CPU).name in ("ring", "usp")
+
+
+def test_each_choice_is_said_once_with_its_reason(caplog):
+    caplog.set_level(logging.INFO, "bmt_burst")
+    for _ in range(2):
+        taken(2048, 2)
+        taken(1 << 16, 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "'one-call'" in said[0]
+    assert "ring 1.87 ms, ulysses 2.07 ms, one-call 1.53 ms are predicted" in said[0]
+
+
+def test_choices_are_near_the_best_that_was_measured():
+    """Peers were imagined: nothing was sent."""
+    rates = dataclasses.replace(H200, bytes=1e18)
+    known = dataclasses.replace(CPU, rates=rates)
+    rows = read_rows([Path(ROOT) / "bench/results/one-rank-1-nvidia-h200-short.jsonl"])
+    shape = ("mask", "heads", "kv_heads", "head_dim", "seq_len", "batch", "gpus")
+    names, measured = {"bmt_burst": "ring", "one-call": "one-call"}, {}
+    for row in rows:
+        if name := names.get(row["impl"]):
+            times = measured.setdefault(tuple(row[x] for x in shape), {})
+            times[name] = max(times.get(name, 0.0), row["fwd_bwd_ms"])
+    measured = {case: times for case, times in measured.items() if len(times) == 2}
+    assert len(measured) >= 5
+    for (mask, heads, kv_heads, size, tokens, batch, gpus), times in measured.items():
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "batch": batch}
+        layout = masks.balanced(mask, tokens, gpus)
+        call = problem(masks.mask_of(mask, tokens), layout, **(HALF | sizes))
+        chosen = choose("auto", call, known).name
+        assert times.get(chosen, times["ring"]) <= 1.025 * min(times.values()), (mask, tokens)
+
+
+def test_all_ranks_use_the_constants_of_rank_0():
+    """Rank 1 has no constants, and calls with short blocks still get one strategy."""
+    terms = {"doing": "call 1", "tokens": 4}
+    lines = [json.dumps({**terms, "machine": m}).encode() for m in (CPU.line, None)]
+    assert compare_terms(lines).machine == CPU
+    assert compare_terms(lines[::-1]).machine is None
+
+
+def attend(ring):
+    machine.use_machine(CPU)
+    q = torch.ones(1, 8, 2, 16, requires_grad=True)
+    out = burst_attn_func(q, q, q, causal=True, process_group=ring)
+    out.sum().backward()
+    return out.detach()
+
+
+def test_attention_takes_the_predicted_strategy(caplog):
+    caplog.set_level(logging.INFO, "bmt_burst")
+    for out in simulate(2, attend):
+        assert torch.allclose(out, torch.ones_like(out))
+    assert any("took 'one-call'" in record.getMessage() for record in caplog.records)
+
+
+def test_a_file_of_constants_is_read_or_refused_by_name(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    assert machine.machine_of(cpu) is None
+    path = tmp_path / "machine.json"
+    path.write_text(CPU.line)
+    monkeypatch.setenv(machine.VARIABLE, str(path))
+    machine._find_machine.cache_clear()
+    assert machine.machine_of(cpu) == CPU
+    path.write_text("{}")
+    machine._find_machine.cache_clear()
+    with pytest.raises(ValueError, match=r"expected BMT_BURST_MACHINE=.*machine\.json to have"):
+        machine.machine_of(cpu)
+    q = torch.ones(1, 8, 2, 16)
+    with pytest.raises(ValueError, match="BMT_BURST_MACHINE"):
+        simulate(2, lambda ring: burst_attn_func(q, q, q, process_group=ring))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"call_seconds": -1.0}, "call_seconds of a file to be positive, got -1.0"),
+        ({"call_seconds": "fast"}, "call_seconds of a file to be a number, got 'fast'"),
+        ({"gpu": 3}, "gpu and kernel of a file to be names"),
+        ({"speed": 3}, "speed"),
+        ({"rates": None}, "rates"),
+    ],
+)
+def test_wrong_constants_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        parse_machine(json.dumps(json.loads(CPU.line) | change), "a file")
+
+
+def test_constants_survive_json():
+    assert parse_machine(CPU.line, "a file") == CPU
+
+
+def measured_here(rank):
+    found = measure(SequenceParallel(rank, 2, process_group=None), torch.device("cpu"), 64, heads=1)
+    return found.line
+
+
+@pytest.mark.ranks
+def test_constants_are_measured():
+    for line in run_ranks(2, measured_here):
+        found = parse_machine(line, "a rank")
+        assert (found.gpu, found.kernel) == ("CPU", "cpu")
+        assert isinstance(found.rates, Rates)
+        assert 1e4 < found.rates.bytes < 1e12
+        assert 1e6 < found.rates.operations < 1e15
