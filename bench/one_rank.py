@@ -48,7 +48,7 @@ from bmt_burst.transport.simulator import ImaginedRing
 
 VARIANTS = (
     *("bmt_burst", "bmt_burst without a bias", "bmt_burst q", "bmt_burst kv"),
-    *("bmt_burst low memory", "bmt_burst contiguous", "ring", "one-call"),
+    *("bmt_burst low memory", "bmt_burst contiguous", "ring", "one-call", "ulysses"),
 )
 
 

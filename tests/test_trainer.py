@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels
+from bmt_burst.strategies.machine import Machine, Rates, machine_of, use_machine, use_own_machine
 from models.cpm import CPM
 from models.cpm_live.config import PRESETS
 from models.huggingface import load_cpm, save_weights
@@ -591,6 +592,22 @@ def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
         "checkpoint: --strategy auto -> usp, --ulysses-size None -> 1, --steps 2 -> 4\n" in said.err
     )
     assert [f"step {step}/4: " in said.out for step in (3, 4)] == [True, True]
+
+
+def test_resuming_keeps_the_constants_that_choose_the_strategy(settings, tmp_path, capsys):
+    known = Machine("a GPU", "cpu", Rates(), 1e-3, 1e-4, 1e-4)
+    try:
+        use_machine(known)
+        train(settings, steps=2, decay_steps=0)
+        saved = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
+        assert saved.state["machine"] == known.line
+        use_machine(None)
+        train(settings, log_every=1, resume="auto", decay_steps=0)
+        assert machine_of(torch.device("cpu")) == known
+        said = capsys.readouterr().err
+        assert f"for {known.line}, not for this one, which is unknown" in said
+    finally:
+        use_own_machine()
 
 
 @pytest.mark.parametrize(
