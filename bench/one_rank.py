@@ -52,21 +52,31 @@ VARIANTS = (
 )
 
 
-def one_rank(row: dict, case: Case, rank: int, size: int, machine: Machine) -> dict:
-    """Measure one rank. Return its row, with times, rates, memory and profile."""
-    tokens = case.seq_len // size
+def contestant(name: str, case: Case, rank: int, size: int, machine: Machine) -> Contestant:
+    """Make variant `name` on one rank with imagined peers, which have sent random numbers."""
     ring = ImaginedRing(rank, size)
-    attention = IMPLEMENTATIONS[row["impl"]].on(
-        case, SequenceParallel(rank, size, process_group=ring)
-    )
-    work = partial(step, attention, *inputs(case, tokens, machine))
-    work()
+    attention = IMPLEMENTATIONS[name].on(case, SequenceParallel(rank, size, process_group=ring))
+    step(attention, *inputs(case, case.seq_len // size, machine))
     for slots in ring.slots.values():
         for slot in slots:  # zeros would take less power, and so less time
             slot.view(machine.dtype).normal_()
-    row |= facts_of_bias(case, attention, machine)
-    [row] = measure([Contestant(row, case, attention)], tokens, machine)
-    return row | ({"ms": milliseconds(profiled(work))} if machine.cuda else {})
+    row = {"kind": "one rank", "impl": name, "gpus": size, "rank": rank}
+    row |= facts_of(case, machine) | facts_of_bias(case, attention, machine)
+    return Contestant(row, case, attention)
+
+
+def one_rank(
+    names: list[str], case: Case, rank: int, size: int, machine: Machine
+) -> Iterator[dict]:
+    """Measure variants of one rank in turns. Yield their rows: times, rates, memory, profile."""
+    tokens = case.seq_len // size
+    made = {name: contestant(name, case, rank, size, machine) for name in names}
+    for row in measure(list(made.values()), tokens, machine):
+        if machine.cuda and "unavailable" not in row:
+            attention = made[row["impl"]].attention
+            work = partial(step, attention, *inputs(case, tokens, machine))
+            row["ms"] = milliseconds(profiled(work))
+        yield row
 
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
@@ -82,10 +92,9 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         variants = [
             name for name in args.variants if masks.kind(mask) in IMPLEMENTATIONS[name].kinds
         ]
-        for name, rank in itertools.product(variants, ranks):
+        for rank in ranks:
             machine.at = f"rank {rank} of {args.size}, {describe(case, args.size)}"
-            row = {"kind": "one rank", "impl": name, "gpus": args.size, "rank": rank}
-            yield one_rank(row | facts_of(case, machine), case, rank, args.size, machine)
+            yield from one_rank(variants, case, rank, args.size, machine)
             gc.collect()
 
 

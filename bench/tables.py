@@ -192,7 +192,7 @@ def one_rank_table(rows: list[Row]) -> str:
     """Format the slowest of the measured ranks, and how it spends its time."""
     cases: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
-        if row["kind"] == "one rank" and "rank" in row:
+        if row["kind"] == "one rank" and "rank" in row and "fwd_ms" in row:
             cases[tuple(row[name] for name in (*CASE, "impl", "seq_len"))].append(row)
     facts = ["ranks", "batch", "heads", "mask", "kernel", "tokens", "implementation"]
     header = [*facts, "fwd", "bwd", "fwd+bwd", *YARDSTICKS, "sums %", "idle %", "GiB"]
