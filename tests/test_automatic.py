@@ -153,11 +153,18 @@ def test_a_file_of_constants_is_read_or_refused_by_name(tmp_path, monkeypatch):
         ({"gpu": 3}, "gpu and kernel of a file to be names"),
         ({"speed": 3}, "speed"),
         ({"rates": None}, "rates"),
+        ({"rates": {"operations": 1e12}}, r"rates lack \['bytes', 'host_bytes'\]"),
+        ({"step_seconds": 10**400}, "step_seconds of a file to be positive, got inf"),
     ],
 )
 def test_wrong_constants_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         parse_machine(json.dumps(json.loads(CPU.line) | change), "a file")
+
+
+def test_nested_constants_are_refused():
+    with pytest.raises(ValueError, match="expected a file to have"):
+        parse_machine("[" * 100_000, "a file")
 
 
 def test_constants_survive_json():

@@ -40,6 +40,8 @@ class Rates:
     call_keys: float = 0.0
 
 
+_RATES = ("operations", "bytes", "host_bytes")  # that a file of constants must have
+
 # Fitted to the rows of bmt_burst in bench/results/attention-*-nvidia-h200*.jsonl, with FA4. See
 # tests/test_timeline.py for how near they are.
 H200 = Rates(650e12, backward_operations=600e12, call_keys=500.0)
@@ -124,12 +126,19 @@ def measured_file(gpu: str) -> Path:
 
 
 def parse_machine(text: str, source: str) -> Machine:
-    """Return the constants in `line`. Raises ValueError that names the source if they are wrong."""
+    """Return the constants in `line`. Raises ValueError that names the source if they are wrong.
+
+    All numbers are read as floats: a whole number may be too large to divide by. The rates of
+    `_RATES` have no defaults here, since those of another machine would be used silently.
+    """
     expected = [f.name for f in dataclasses.fields(Machine)]
     try:
-        fields = json.loads(text)
-        machine = Machine(**{**fields, "rates": Rates(**fields["rates"])})
-    except (ValueError, TypeError, KeyError) as error:
+        fields = json.loads(text, parse_int=float)
+        rates = Rates(**fields["rates"])
+        if missing := [name for name in _RATES if name not in fields["rates"]]:
+            raise ValueError(f"rates lack {missing}")
+        machine = Machine(**{**fields, "rates": rates})
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"expected {source} to have {expected} in JSON: {error}") from error
     for name, value in _numbers(machine):
         if isinstance(value, bool) or not isinstance(value, int | float):
