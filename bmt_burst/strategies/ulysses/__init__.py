@@ -53,6 +53,9 @@ from .heads import Heads, cut_heads
 from .tokens import HostLayout, HostTokens
 
 _DELIVERIES = 3  # of a piece, in host time: the visit, the return, and unloading it
+# Host time of a delivery for each peer beyond one, in deliveries: what 8 ranks take beyond 2 in
+# bench/results/host-time-1-nvidia-h200.jsonl and one-rank-1-nvidia-h200-auto.jsonl.
+_FURTHER_PEER = 0.3
 _MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
 
 
@@ -172,6 +175,7 @@ class UlyssesPlan(Plan):
         ways = (self.inputs, self.results), (self.backward_inputs, self.backward_results)
         between = replace(machine.rates, bytes=machine.rates.host_bytes)
         rings = {id(each.ring): each.ring.timelines(between) for each in self._all_rings()}
+        exchanges = _DELIVERIES + round(_DELIVERIES * _FURTHER_PEER * max(len(self.ranks) - 2, 0))
         seconds, calls, deliveries = 0.0, 0, 0
         for way, (visits, returns) in enumerate(ways):
             arrived = computed = returned = 0.0
@@ -182,7 +186,7 @@ class UlyssesPlan(Plan):
                 returned = max(returned, computed)
                 returned += returns.landing_bytes(piece) / machine.rates.bytes
                 calls += sum(line.calls for line in lines)
-                deliveries += _DELIVERIES + sum(line.deliveries for line in lines)
+                deliveries += exchanges + sum(line.deliveries for line in lines)
             seconds += returned
         return max(seconds, machine.host_seconds(calls, deliveries))
 
