@@ -154,6 +154,7 @@ LONGEST = (  # files, by how long they take
     "test_model_center.py",
     "test_bmtrain.py",
     "test_ulysses.py",
+    "test_automatic.py",
     "test_evaluate.py",
     "test_prepare.py",
     "test_trainer.py",
