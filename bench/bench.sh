@@ -15,8 +15,6 @@
 # says nothing about speed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ -n "${VIRTUAL_ENV:-}" ] || [ ! -f .venv/bin/activate ] || . .venv/bin/activate
-python3 -c "import torch" 2>/dev/null || . train/venv.sh train
 
 usage() { echo "usage: bench.sh [--quick | --two-hosts | --usp] [--gpus N]" >&2; exit 2; }
 quick= two_hosts= usp= gpus=
@@ -31,22 +29,29 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ -z "$usp" ] || [ -z "$quick$two_hosts" ] || usage
+[ -z "$gpus" ] || [[ $gpus =~ ^[1-9][0-9]*$ ]] || usage
+refuse_gpus() {
+    if [ -n "$two_hosts" ] && { [ "$1" -lt 4 ] || [ $(($1 % 2)) -ne 0 ]; }; then
+        echo "bench.sh: two hosts with a ring each need an even number of GPUs, 4 or more, not $1" >&2
+        exit 2
+    fi
+    if [ -n "$usp" ] && [ "$1" -lt 2 ]; then
+        echo "bench.sh: --usp cuts GPUs into rings and groups that share heads, so it needs two or more, not $1" >&2
+        exit 2
+    fi
+}
+[ -z "$gpus" ] || refuse_gpus "$gpus" # before anything is installed
+
+[ -n "${VIRTUAL_ENV:-}" ] || [ ! -f .venv/bin/activate ] || . .venv/bin/activate
+python3 -c "import torch" 2>/dev/null || . train/venv.sh train
 found=$(python3 -c "import torch; print(torch.cuda.device_count())")
 if [ "$found" -eq 0 ]; then gpus=${gpus:-$((two_hosts || usp ? 4 : 2))}; fi
 gpus=${gpus:-$found}
-[[ $gpus =~ ^[1-9][0-9]*$ ]] || usage
 if [ "$found" -gt 0 ] && [ "$gpus" -gt "$found" ]; then
     echo "bench.sh: --gpus $gpus, but this machine has $found" >&2
     exit 2
 fi
-if [ -n "$two_hosts" ] && { [ "$gpus" -lt 4 ] || [ $((gpus % 2)) -ne 0 ]; }; then
-    echo "bench.sh: two hosts with a ring each need an even number of GPUs, 4 or more, not $gpus" >&2
-    exit 2
-fi
-if [ -n "$usp" ] && [ "$gpus" -lt 2 ]; then
-    echo "bench.sh: --usp cuts GPUs into rings and groups that share heads, so it needs two or more, not $gpus" >&2
-    exit 2
-fi
+refuse_gpus "$gpus"
 name=$(python3 -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower() if torch.cuda.is_available() else 'cpu')")
 kind=attention
 [ -z "$usp" ] || kind=usp

@@ -603,15 +603,20 @@ def test_benchmark_of_usp(tmp_path):
     assert [line[:13] for line in lines[2:]] == ["| 4 | 4 | 1 |", "| 4 | 2 | 2 |", "| 4 | 1 | 4 |"]
 
 
-def test_usp_needs_two_ranks():
+def test_usp_needs_two_ranks(tmp_path):
+    """The script says so before it runs Python, which may first have to be installed."""
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\necho python ran >&2\nexit 1\n")
+    python.chmod(0o755)
     done = subprocess.run(
         ["bash", "bench/bench.sh", "--usp", "--gpus", "1"],
         cwd=ROOT,
-        env={**os.environ, "VIRTUAL_ENV": sys.prefix},
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix},
         capture_output=True,
         text=True,
     )
     assert (done.returncode, "needs two or more, not 1" in done.stderr) == (2, True)
+    assert "python ran" not in done.stderr
 
 
 @pytest.mark.slow
