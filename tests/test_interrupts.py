@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,12 +101,14 @@ class Started:
     """A Python script in its own process group, used like subprocess.Popen.
 
     It and the ranks that it launches are forked from a process that has imported torch, because
-    importing takes seconds.
+    importing takes seconds. `stopped_rank` stops itself with SIGSTOP when it starts.
     """
 
-    def __init__(self, line: list[str]):
+    def __init__(self, line: list[str], stopped_rank: int | None = None):
         reader, writer = multiprocessing.Pipe(duplex=False)
-        self._process = forkserver().Process(target=_main_of_group, args=(line, writer))
+        self._process = forkserver().Process(
+            target=_main_of_group, args=(line, writer, stopped_rank)
+        )
         self._process.start()
         writer.close()
         self._reader, self.pid = reader, self._process.pid
@@ -138,9 +141,17 @@ class Started:
 class ForkedRank:
     """A rank, in place of the subprocess.Popen of a launcher."""
 
-    def __init__(self, command: list[str], env: dict[str, str], preexec_fn: Callable[[], None]):
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        preexec_fn: Callable[[], None],
+        stopped_rank: int | None = None,
+    ):
         fork = multiprocessing.get_context("fork")
-        self._process = fork.Process(target=_main_of_rank, args=(command[1:], env, preexec_fn))
+        stopped = env["RANK"] == str(stopped_rank)
+        arguments = command[1:], env, preexec_fn, stopped
+        self._process = fork.Process(target=_main_of_rank, args=arguments)
         self._process.start()
         self.terminate, self.kill, self.wait = (
             self._process.terminate,
@@ -156,17 +167,21 @@ class ForkedRank:
         return self._process.exitcode
 
 
-def _main_of_group(line: list[str], writer: Connection) -> None:
+def _main_of_group(line: list[str], writer: Connection, stopped_rank: int | None) -> None:
     os.setpgid(0, 0)
     for descriptor in (1, 2):
         os.dup2(writer.fileno(), descriptor)
     writer.close()
-    launch.subprocess = SimpleNamespace(Popen=ForkedRank)
+    launch.subprocess = SimpleNamespace(Popen=partial(ForkedRank, stopped_rank=stopped_rank))
     run_as_main(line)
 
 
-def _main_of_rank(line: list[str], env: dict[str, str], prepare: Callable[[], None]) -> None:
+def _main_of_rank(
+    line: list[str], env: dict[str, str], prepare: Callable[[], None], stopped: bool
+) -> None:
     """Be as a new process is: without the launcher's signal handlers, files and environment."""
+    if stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:
@@ -325,13 +340,9 @@ def test_ranks_die_with_torchruns_agent(folder):
 
 
 def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
-    arguments = command(folder, "hanging", processes=2, sp_size=2, timeout=6)
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not (
-        started := [pid for pid in children(run.pid) if b"LOCAL_RANK=1" in environment(pid)]
-    ):
-        time.sleep(0.02)  # until it is more than the launcher's fork, which waits for it to be that
-    os.kill(started[0], signal.SIGSTOP)
+    """Rank 1 stops itself when it starts, so that rank 0 waits for it."""
+    options = {"processes": 2, "sp_size": 2, "timeout": 3}
+    run = Started(command(folder, "hanging", **options)[1:], stopped_rank=1)
     said, _ = run.communicate(timeout=600)
     assert run.returncode != 0
     assert "rank 0: no sign of life for" in said
@@ -341,10 +352,6 @@ def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def environment(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def wait_until_ended(pids: list[int]) -> None:
