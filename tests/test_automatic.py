@@ -5,6 +5,7 @@ says.
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,14 @@ def test_a_file_of_constants_is_read_or_refused_by_name(tmp_path, monkeypatch):
     q = torch.ones(1, 8, 2, 16)
     with pytest.raises(ValueError, match="BMT_BURST_MACHINE"):
         simulate(2, lambda ring: burst_attn_func(q, q, q, process_group=ring))
+
+
+def test_a_pipe_is_refused_instead_of_read(tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setenv(machine.VARIABLE, str(pipe))
+    with pytest.raises(ValueError, match=r"expected BMT_BURST_MACHINE=.*pipe to be a file"):
+        machine.machine_of(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,9 @@ _in_use: list[Machine | None] = []  # that of `use_machine`, if it was called
 def use_machine(machine: Machine | None) -> None:
     """Use these constants on this rank from now on, or none: then "auto" predicts nothing.
 
-    A run that resumes does this: with other constants "auto" could take other strategies, and these
-    compute other bits.
+    Call it on all ranks, before the first call of attention: ranks that run ahead rely on what the
+    others said earlier. A run that resumes calls it, because with other constants "auto" could take
+    other strategies, and these compute other bits.
     """
     _in_use[:] = [machine]
 
@@ -106,7 +107,8 @@ def use_own_machine() -> None:
 def machine_of(device: torch.device) -> Machine | None:
     """Return the constants for a device, or None if there are none for it.
 
-    Raises ValueError if a file of constants cannot be read.
+    Files and BMT_BURST_MACHINE are read once in a process. Raises ValueError if a file of constants
+    cannot be read.
     """
     if _in_use:
         return _in_use[0]
@@ -170,6 +172,8 @@ def _find_machine(device: torch.device) -> Machine | None:
 
 
 def _read(path: Path, source: str) -> Machine:
+    if path.exists() and not path.is_file():  # a pipe would block
+        raise ValueError(f"expected {source} to be a file")
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
