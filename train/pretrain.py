@@ -85,6 +85,7 @@ class Trainer:
         self.config, self.device, self.stop, self.watchdog = config, device, stop, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
         ranks.together(lambda: check_installed(config.wandb))
+        ranks.together(lambda: machine_line(device))  # a wrong file is refused now, not in a save
         watchdog.alive("opening files and making groups")
         opened = ranks.together(lambda: open_inputs(config, device))
         self.lock = ranks.together(lambda: lock(self.root) if self.rank == 0 else None)
