@@ -4,9 +4,9 @@ computes.
 Each rank has an arena that its peers can write to (torch's symmetric memory). For each lane the
 arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane:
 
-    sender      waits until the receiver has read delivery n - slots (the sender's flag `freed`),
-                copies each put to its place in the receiver's slot, and writes n to the receiver's
-                flag `arrived`. A separate stream does this. Puts to itself come last.
+    sender      waits until its receivers have read delivery n - slots (the sender's flags `freed`),
+                copies each put to its place in the receiver's slot, and writes n to the receivers'
+                flags `arrived`. A separate stream does this. Puts to itself come last.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
                 `release` lets it write n to every rank's flag `freed`. Or `unload` lets another
                 separate stream wait, copy to tensors and write.
@@ -178,13 +178,17 @@ def _make_manifest(nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival
 class _Shipment:
     """A delivery without its number and the addresses of its tensors.
 
-    away     the copies to each peer
+    away     the copies to peers, by slot. Target i is the slot of peer i.
+    freed    this rank's flags that these peers write
+    there    the flags of these peers that this rank writes
     own      the copies to this rank itself, None without any
     memory   what this rank receives into, by slot
     arrived  the flags of the expected senders
     """
 
-    away: list[tuple[int, Launches]]
+    away: Launches | None
+    freed: Flags
+    there: Flags
     own: Launches | None
     memory: list[Tensor]
     arrived: Flags
@@ -201,9 +205,9 @@ class _Lane:
     def __init__(self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: Device):
         self.rank, self.parts, self.device = rank, parts, device
         self.slot_bytes, self.flags_at = slot_bytes, slots * slot_bytes
-        self.slots = [
-            [part[slot * slot_bytes : (slot + 1) * slot_bytes] for slot in range(slots)]
-            for part in parts
+        self.slots = [  # by slot, then by rank
+            [part[slot * slot_bytes : (slot + 1) * slot_bytes] for part in parts]
+            for slot in range(slots)
         ]
         self.stream, self.unloading = device.stream(), device.stream()
         self.shipments: dict[Any, _Shipment] = {}
@@ -211,11 +215,7 @@ class _Lane:
         self.unloads: dict[Any, Launches] = {}
         self.number = 0
         self.releases: list[Event] = []  # the event of the last release, if there was one
-        peers = range(len(parts))
-        others = [peer for peer in peers if peer != rank]
-        self.freed = [self._flags((rank, 2 * peer + 1)) for peer in peers]  # here, written by peer
-        # there, written by this rank
-        self.arrived_there = [self._flags((peer, 2 * rank)) for peer in peers]
+        others = [peer for peer in range(len(parts)) if peer != rank]
         self.freed_there = self._flags(*((peer, 2 * rank + 1) for peer in others))
 
     def deliver(self, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
@@ -224,17 +224,17 @@ class _Lane:
             self.shipments, (manifest, geometry), lambda: self._prepare(manifest, geometry)
         )
         self.number += 1
-        slot, stream = self.number % len(self.slots[self.rank]), self.stream
+        slot, stream = self.number % len(self.slots), self.stream
         began = self.device.current().record()
         stream.follow(began)  # by then the tensors are ready
-        for peer, launches in shipment.away:
-            stream.wait(self.freed[peer], self.number - len(self.slots[peer]))
-            stream.copy(launches, (self.slots[peer][slot],), tensors)
-            stream.write(self.arrived_there[peer], self.number)
+        if shipment.away is not None:
+            stream.wait(shipment.freed, self.number - len(self.slots))
+            stream.copy(shipment.away, self.slots[slot], tensors)
+            stream.write(shipment.there, self.number)
         if shipment.own is not None:
             for event in self.releases:
                 stream.follow(event)  # by then this rank has read the slot
-            stream.copy(shipment.own, (self.slots[self.rank][slot],), tensors)
+            stream.copy(shipment.own, self.slots[slot], tensors)
         ticket = _Arrivals(
             self, self.number, slot, shipment.arrived, began, stream.record(), tensors
         )
@@ -274,11 +274,11 @@ class _Lane:
 
     def views(self, slot: int, manifest: Manifest) -> list[Tensor]:
         """Return the tensors that lie in a slot."""
-        own = self.slots[self.rank]
+        own = self.slots[slot][self.rank]
         return _keep(
             self.landed,
             (slot, manifest),
-            lambda: [place.view(own[slot]) for place in manifest.landed],
+            lambda: [place.view(own) for place in manifest.landed],
         )
 
     def _prepare(self, manifest: Manifest, geometry: Sequence[Geometry]) -> _Shipment:
@@ -289,19 +289,24 @@ class _Lane:
         for number, region, peer, offset, pitches in manifest.messages:
             size = region.entries * geometry[number][1].itemsize
             into = Region.of_bytes(offset, size, region.counts, pitches)
-            copies.setdefault(peer, []).append(Copy(0, into, number, region))
-        launches = {
-            peer: self.device.launches(find_bytes(found, [_BYTES], geometry))
-            for peer, found in copies.items()
-        }
-        own = launches.pop(self.rank, None)
+            copies.setdefault(peer, []).append(Copy(peer, into, number, region))
+        own = copies.pop(self.rank, [])
+        # the next rank first: at any time each rank receives from another one
+        peers = sorted(copies, key=lambda peer: (peer - self.rank) % len(self.parts))
         sources = sorted({arrival.peer for arrival in manifest.arrivals})
         return _Shipment(
-            [*launches.items()],
-            own,
-            [slot[:nbytes] for slot in self.slots[self.rank]],
+            self._launches([copy for peer in peers for copy in copies[peer]], geometry),
+            self._flags(*((self.rank, 2 * peer + 1) for peer in peers)),
+            self._flags(*((peer, 2 * self.rank) for peer in peers)),
+            self._launches(own, geometry),
+            [parts[self.rank][:nbytes] for parts in self.slots],
             self._flags(*((self.rank, 2 * peer) for peer in sources)),
         )
+
+    def _launches(self, copies: Sequence[Copy], geometry: Sequence[Geometry]) -> Launches | None:
+        """Prepare copies to slots of ranks, or return None without any."""
+        slots = [_BYTES] * len(self.parts)
+        return self.device.launches(find_bytes(copies, slots, geometry)) if copies else None
 
     def try_out(self) -> None:
         """Do once what deliveries do, so that a device that refuses it does so now. Nothing
@@ -311,12 +316,12 @@ class _Lane:
         self.stream.write(arrived, 1)
         self.stream.wait(arrived, 1)
         self.device.current().follow(self.stream.record())
-        for peer, flags in enumerate(self.arrived_there):
+        for peer in range(len(self.parts)):
             if self.slot_bytes:
-                there, here = self.slots[peer][0], self.slots[self.rank][-1]
+                there, here = self.slots[0][peer], self.slots[-1][self.rank]
                 copies = find_bytes(_EXAMPLES, [_BYTES], [_BYTES])
                 self.stream.copy(self.device.launches(copies), (there,), (here,))
-            self.stream.write(flags, int(peer == self.rank))
+            self.stream.write(self._flags((peer, 2 * self.rank)), int(peer == self.rank))
 
     def _flags(self, *places: tuple[int, int]) -> Flags:
         """Prepare flags (owner, index) together."""
