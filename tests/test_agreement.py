@@ -234,6 +234,23 @@ def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fa
     assert "lost" in other or "v must be a torch.Tensor" in other
 
 
+def test_a_recomputation_that_ends_with_a_call_is_no_failure(monkeypatch):
+    """Between hosts a group is unusable once a rank gives up."""
+    monkeypatch.setattr(Rings, "give_up", fail)
+
+    def work(ring):
+        inputs = call(ring)[1]
+
+        def attend(q, k, v):
+            return burst_attn_func(q, k, v, causal=True, process_group=ring)
+
+        expected = differentiate(attend(*inputs), inputs)
+        found = differentiate(checkpoint(attend, *inputs, use_reentrant=False), inputs)
+        return all(map(torch.equal, found, expected))
+
+    assert all(simulate(2, work))
+
+
 def unprepared(rank: int) -> list[list[str]]:
     """What each rank says where all of them fail between an agreement and its computation, and
     where one does.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import _StopRecomputationError
 
 
 def check_first_derivative(what: str) -> None:
@@ -32,3 +33,12 @@ def check_transforms(what: str, *tensors: Tensor) -> None:
     is_forward_mode = forward_ad._current_level >= 0
     if is_forward_mode and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(f"{what} has no forward mode: expected tensors without tangents")
+
+
+def stops_recomputation(error: BaseException | None) -> bool:
+    """Whether activation checkpointing ends a recomputation with this error.
+
+    It raises the error where autograd saves the last tensor that the backward needs: for a call
+    that is the last one of a checkpointed function, once the call has computed its results.
+    """
+    return isinstance(error, _StopRecomputationError)

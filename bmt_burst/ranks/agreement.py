@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+from ..base.autograd import stops_recomputation
 from ..base.capture import refuse_capture
 from ..errors import RankLate, RanksDisagree
 from ..transport import MESSAGE_BYTES, Transport
@@ -276,7 +277,7 @@ class report_failure:
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         rings, doing = self.rings, self.doing
-        if error is None:
+        if error is None or stops_recomputation(error):
             rings.note_enqueued(doing)
         elif not hasattr(error, _KNOWN) and (
             theirs := rings.give_up(f"{doing}: {_format_reason(error)}".encode())
