@@ -5,6 +5,7 @@ on GPUs.
 import itertools
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
+from bmt_burst.strategies.ulysses import UlyssesPlan
 from bmt_burst.strategies.ulysses.heads import Heads, cut_heads
 from bmt_burst.transport import MESSAGE_BYTES
 from bmt_burst.transport.torch_dist import TorchTransport
@@ -118,6 +120,12 @@ def test_any_mask_equals_dense():
         )
 
 
+@pytest.fixture(autouse=True)
+def short_work_in_pieces(monkeypatch):
+    """As of long sequences."""
+    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_WORK", 0)
+
+
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Some heads at a time, as of long sequences."""
@@ -171,7 +179,7 @@ def test_every_query_head_is_computed_once_with_its_kv_head(rows):
         [*HEADS, (32, 8), (12, 4), (9, 3), (32, 32), (64, 8), (32, 2)], range(1, 14)
     ):
         ratio, found = heads // kv_heads, []
-        cuts = cut_heads(-(-heads // size), ratio, rows)
+        cuts = cut_heads(-(-heads // size), ratio, rows, work=1)
         for rank in range(size):
             mine = Heads.of_rank(rank, size, heads, kv_heads)
             assert -1 < mine.q[1] - mine.q[0] - heads // size < 2
@@ -204,8 +212,18 @@ def test_every_query_head_is_computed_once_with_its_kv_head(rows):
 )
 def test_the_first_and_the_last_piece_are_short(heads, ratio, tokens, pieces):
     """And the others are large, but not larger than what keeps a GPU busy."""
-    cuts = cut_heads(heads, ratio, tokens)
+    cuts = cut_heads(heads, ratio, tokens, work=1)
     assert [b - a for a, b in itertools.pairwise(cuts)] == pieces
+
+
+def test_short_work_is_one_piece(monkeypatch):
+    """The host would take longer to enqueue several: here four short sequences, and a long one."""
+    monkeypatch.undo()
+    for batch, tokens, count in ((4, 4096, 1), (1, 16384, 3)):
+        call = problem(2, 32, 8, Mask.causal(tokens))
+        sizes = replace(call.sizes, batch=batch, head_size=128)
+        plan = UlyssesPlan(replace(call, sizes=sizes), 0)
+        assert len(plan.rings) == count
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -131,7 +131,9 @@ class UlyssesPlan(Plan):
         self.heads = [
             Heads.of_rank(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)
         ]
-        cuts = cut_heads(-(-sizes.heads // inner), ratio, sizes.batch * self.tokens.total)
+        most, pairs = -(-sizes.heads // inner), sizes.batch * problem.mask.area // problem.outer
+        rows, work = sizes.batch * self.tokens.total, most * pairs * sizes.head_size
+        cuts = cut_heads(most, ratio, rows, work)
         self.pieces = [heads.cut(cuts, ratio) for heads in self.heads]
         rings: dict[tuple[int, int], RingPlan] = {}
         self.rings = [

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from ...sequence.span import Span
 
-# Rows of queries, over all heads, that keep a GPU busy for longer than the host needs to enqueue
-# the work: about sixteen tiles for each SM.
+# Rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM.
 _ENOUGH_ROWS = 1 << 18
+# Visible pairs, over all heads, times the head size: with less, the host takes longer to enqueue
+# three pieces than an H200 takes to compute them, 5 ms for a forward and backward.
+_ENOUGH_WORK = 3 << 36
 _ENDS = 8  # the first piece has one of so many heads, and so has the last
 _ENOUGH_KV_HEADS = 4
 
@@ -53,20 +55,21 @@ class Heads(NamedTuple):
         ]
 
 
-def cut_heads(heads: int, ratio: int, rows: int) -> tuple[int, ...]:
+def cut_heads(heads: int, ratio: int, rows: int, work: int) -> tuple[int, ...]:
     """Return where the query heads of a rank are cut into pieces: rising, from 0 to `heads`.
 
     heads  the most query heads of a rank
     ratio  the query heads of a kv head
     rows   the rows of queries of a head: the tokens of a host, over the batch
+    work   the visible pairs of all these heads, times the head size
 
     Only two exchanges have no kernel to hide behind: the first that a rank receives, and the last
     that it returns. So the first and the last piece have an eighth of the heads. Pieces between
-    them have at most `_ENOUGH_ROWS`, as received heads take memory. Fewer rows than that in all are
-    one piece. A rank with a few kv heads or more does not cut between the query heads of one,
-    because each piece would exchange that kv head again.
+    them have at most `_ENOUGH_ROWS`, as received heads take memory. Fewer rows than that in all, or
+    less than `_ENOUGH_WORK`, are one piece. A rank with a few kv heads or more does not cut between
+    the query heads of one, because each piece would exchange that kv head again.
     """
-    if heads * rows < _ENOUGH_ROWS:
+    if heads * rows < _ENOUGH_ROWS or work < _ENOUGH_WORK:
         return 0, heads
     unit = ratio if heads >= _ENOUGH_KV_HEADS * ratio else 1
     units = -(-heads // unit)
