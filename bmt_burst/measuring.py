@@ -3,15 +3,18 @@
     python -m bmt_burst.doctor --measure      on the GPUs of this host, in processes of its own
 
 All ranks of a group call `measure`. Kernels are timed with two lengths: that tells the visible
-pairs from what each query costs. Bytes are timed by an exchange of strategy "one-call". Host times
-follow from three strategies with different numbers of kernel calls and deliveries.
+pairs from what each query costs. Bytes are timed by an exchange of strategy "one-call", messages by
+deliveries with one and with many. The other host times follow from three strategies, whose plans
+say how many kernel calls, deliveries and messages they have.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,18 +24,19 @@ from .kernels import pick
 from .ranks.rings import make_rings
 from .spec import Spec
 from .strategies import Problem, Sizes
-from .strategies.machine import Machine, Rates
+from .strategies.machine import BACKWARD, HostWork, Machine, Rates
 from .strategies.one_call import OneCallPlan
 from .strategies.ring import RingPlan
-from .transport import ALONE
+from .strategies.ulysses import UlyssesPlan
+from .transport import ALONE, Manifest
+from .transport.packing import Packing
 
 _ROUNDS = 5
 _CALLS = 8  # in a row
 _SHORT = 256  # tokens of a call that takes the host longer than the device
-_LEAST = 1e-7  # seconds: differences of noisy times may be negative
-# Kernel calls, forward and backward, and deliveries in the host time of small causal calls over two
-# or more ranks. Ulysses also unloads what returns, which counts as a delivery.
-_ONE_CALL, _ULYSSES = (2, 3), (2, 6)
+_MESSAGES = 64  # of a delivery
+# strategies whose host times tell those of a step, of calls and of deliveries
+_PLANS = {"ring": RingPlan, "one-call": OneCallPlan, "ulysses": UlyssesPlan}
 
 
 def measure(sp: SequenceParallel, device: torch.device, tokens: int, heads: int = 16) -> Machine:
@@ -42,25 +46,72 @@ def measure(sp: SequenceParallel, device: torch.device, tokens: int, heads: int 
     heads   the number of heads of size 128
 
     Constants are those of this rank. The rate between hosts is not measured.
+
+    Raises RuntimeError if the times contradict each other, as on a machine that does other work.
     """
     if sp.size < 2:
         raise ValueError(f"expected at least two ranks, got {sp.size}")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = [tokens // 4, tokens]
     times = [_time_kernel(device, dtype, size, heads) for size in sizes]
-    rates = [_fit(sizes, [t[way] for t in times], heads) for way in (0, 1)]
-    (operations, keys), (backward, _) = rates
+    gathered = _measure_bytes(sp, device, dtype, tokens, heads)
+    message, steps, work = _measure_host(sp, device, dtype)
+    # now that no other rank waits for this one
+    (operations, keys), (backward, _) = (
+        fit_kernel(sizes, x, heads) for x in zip(*times, strict=True)
+    )
     sample = _random(device, dtype, 256, heads)
     return Machine(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         kernel=pick("auto", sample, sample, Spec(128**-0.5)).name,
         rates=Rates(
             operations=operations,
-            bytes=_measure_bytes(sp, device, dtype, tokens, heads),
-            backward_operations=2.5 * backward,
+            bytes=gathered,
+            backward_operations=BACKWARD * backward,
             call_keys=keys,
         ),
-        **_measure_host(sp, device, dtype),
+        **fit_host(message, steps, work),
+    )
+
+
+def fit_kernel(tokens: Sequence[int], seconds: Sequence[float], heads: int) -> tuple[float, float]:
+    """Return the operations of a forward's pairs in a second, and how many pairs cost as much as a
+    query, from causal calls of two lengths. Raises RuntimeError as `measure`.
+    """
+    (a, b), (s, t) = tokens, seconds
+    # seconds = (n (n + 1) / 2 + keys n) / rate
+    per_query = [s / a, t / b]
+    more = _check_positive(per_query[1] - per_query[0], f"{b - a} more tokens")
+    rate = (b - a) / 2 / more
+    keys = max(per_query[0] * rate - (a + 1) / 2, 0.0)
+    return 4 * heads * 128 * rate, keys
+
+
+def fit_host(
+    message: float, seconds: Sequence[float], work: Sequence[HostWork]
+) -> dict[str, float]:
+    """Return the host times of a Machine: that of a message, and those with which three kinds of
+    `work` take these seconds. Raises RuntimeError as `measure`.
+    """
+    counts = [(1.0, w.calls / 2, float(w.deliveries)) for w in work]
+    others = [t - w.messages * message for t, w in zip(seconds, work, strict=True)]
+    step, call, delivery = torch.linalg.solve(
+        torch.tensor(counts, dtype=torch.float64), torch.tensor(others, dtype=torch.float64)
+    ).tolist()
+    return {
+        "step_seconds": _check_positive(step, "a forward and backward"),
+        "call_seconds": _check_positive(call, "a kernel call"),
+        "delivery_seconds": _check_positive(delivery, "a delivery"),
+        "message_seconds": _check_positive(message, "a message"),
+    }
+
+
+def _check_positive(value: float, what: str) -> float:
+    if value > 0:
+        return value
+    raise RuntimeError(
+        f"expected {what} to take time, got {value:.1e} s as the difference of measured times: "
+        "measure again while the machine does nothing else"
     )
 
 
@@ -70,27 +121,32 @@ def _random(device: torch.device, dtype: torch.dtype, tokens: int, heads: int) -
     return torch.randn(shape, device=device, dtype=dtype, generator=generator).requires_grad_()
 
 
-def _median(device: torch.device, work: Callable[[], object], waits: bool = True) -> float:
-    """Return the median seconds of `work`, of rounds of several calls. Without `waits`, what the
-    device has still to do does not count.
+def _medians(
+    device: torch.device, works: Sequence[Callable[[], object]], waits: bool = True
+) -> list[float]:
+    """Return the median seconds of each work, of rounds of several calls in turns. Without `waits`,
+    what the device has still to do does not count.
     """
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    work()
-    found = []
-    for _ in range(_ROUNDS):
+    def time_round(work: Callable[[], object]) -> float:
         wait()
         start = time.perf_counter()
         for _ in range(_CALLS):
             work()
         if waits:
             wait()
-        found.append((time.perf_counter() - start) / _CALLS)
+        seconds = (time.perf_counter() - start) / _CALLS
         wait()
-    return statistics.median(found)
+        return seconds
+
+    for work in works:
+        work()
+    rounds = [[time_round(work) for work in works] for _ in range(_ROUNDS)]
+    return [statistics.median(found) for found in zip(*rounds, strict=True)]
 
 
 def _time_kernel(
@@ -103,21 +159,11 @@ def _time_kernel(
     def forward() -> Tensor:
         return burst_attn_func(q, k, v, causal=True, process_group=ALONE)
 
-    alone = _median(device, forward)
-    both = _median(device, lambda: torch.autograd.grad(forward(), (q, k, v), dout))
-    return alone, max(both - alone, _LEAST)
+    def both() -> object:
+        return torch.autograd.grad(forward(), (q, k, v), dout)
 
-
-def _fit(tokens: list[int], seconds: list[float], heads: int) -> tuple[float, float]:
-    """Return the operations of a forward's pairs in a second, and how many pairs cost as much as a
-    query, from causal calls of two lengths.
-    """
-    (a, b), (s, t) = tokens, seconds
-    # seconds = (n (n + 1) / 2 + keys n) / rate
-    per_query = [s / a, t / b]
-    rate = (b - a) / 2 / max(per_query[1] - per_query[0], _LEAST / b)
-    keys = max(per_query[0] * rate - (a + 1) / 2, 0.0)
-    return 4 * heads * 128 * rate, keys
+    alone, whole = _medians(device, [forward, both])
+    return alone, whole - alone
 
 
 def _measure_bytes(
@@ -132,44 +178,61 @@ def _measure_bytes(
         with plan.gather_keys(rings, k, v):
             pass
 
-    return 2 * k.nbytes * (sp.size - 1) / _median(device, gather)
+    [seconds] = _medians(device, [gather])
+    return 2 * k.nbytes * (sp.size - 1) / seconds
 
 
 def _measure_host(
     sp: SequenceParallel, device: torch.device, dtype: torch.dtype
-) -> dict[str, float]:
-    """Return the host times of a machine, from those of calls that are short on the device."""
+) -> tuple[float, list[float], list[HostWork]]:
+    """Return the host time of a message, and those of three kinds of work: forwards and backwards
+    that are short on the device.
+    """
     q, k, v = (_random(device, dtype, _SHORT, 4) for _ in range(3))
     mask, dout = Mask.causal(_SHORT * sp.size), torch.ones_like(q)
 
-    def time_host(strategy: str) -> float:
-        def both() -> None:
-            out = burst_attn_func(
-                q,
-                k,
-                v,
-                mask=mask,
-                layout="zigzag",
-                strategy=strategy,
-                process_group=sp.process_group,
-            )
-            torch.autograd.grad(out, (q, k, v), dout)
+    def both(strategy: str) -> object:
+        out = burst_attn_func(
+            q,
+            k,
+            v,
+            mask=mask,
+            layout="zigzag",
+            strategy=strategy,
+            process_group=sp.process_group,
+        )
+        return torch.autograd.grad(out, (q, k, v), dout)
 
-        return _median(device, both, waits=False)
-
-    ring, one_call, ulysses = map(time_host, ("ring", "one-call", "ulysses"))
+    times = _medians(device, [functools.partial(both, name) for name in _PLANS], waits=False)
     problem = _problem(sp, q, Layout.zigzag(mask.seq_len, sp.size), mask)
-    programs = RingPlan(problem, sp.rank).timelines()
-    calls, deliveries = sum(t.calls for t in programs), sum(t.deliveries for t in programs)
-    per_delivery = max((ulysses - one_call) / (_ULYSSES[1] - _ONE_CALL[1]), _LEAST)
-    more = ring - one_call - (deliveries - _ONE_CALL[1]) * per_delivery
-    per_call = max(2 * more / (calls - _ONE_CALL[0]), _LEAST)
-    step = one_call - per_call - _ONE_CALL[1] * per_delivery
-    return {
-        "step_seconds": max(step, _LEAST),
-        "call_seconds": per_call,
-        "delivery_seconds": per_delivery,
-    }
+    work = [plan(problem, sp.rank).host_work() for plan in _PLANS.values()]
+    return _measure_message(sp, device, dtype), times, work
+
+
+def _measure_message(sp: SequenceParallel, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the host time of each message of a delivery to the next rank."""
+    tokens, place = 2 * _MESSAGES, sp.rank
+    k = _random(device, dtype, tokens, 1).detach()
+    packing = Packing(1, ((tuple(k.shape[2:]), dtype),))
+    rings = make_rings(sp.process_group, (None, None))
+    rings.reserve({"visit": packing.nbytes(tokens), "return": 0}, device)
+    after, before = (place + 1) % sp.size, (place - 1) % sp.size
+
+    def deliver(manifest: Manifest) -> None:
+        delivery = rings.inner.deliver_manifest("visit", manifest, (k,), device)
+        delivery.wait()
+        delivery.release()
+
+    def cut(count: int) -> Manifest:
+        ends = [tokens * i // count for i in range(count + 1)]
+        spans = list(itertools.pairwise(ends))
+        return packing.manifest(
+            tokens, [(before, x) for x in spans], [(after, x, x[0], tokens) for x in spans]
+        )
+
+    works = [functools.partial(deliver, cut(count)) for count in (1, _MESSAGES)]
+    one, many = _medians(device, works, waits=False)
+    return (many - one) / (_MESSAGES - 1)
 
 
 def _problem(

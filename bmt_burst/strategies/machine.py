@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 VARIABLE = "BMT_BURST_MACHINE"
+BACKWARD = 2.5  # operations of a backward, relative to its forward
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,36 @@ H200 = Rates(650e12, backward_operations=600e12, call_keys=500.0)
 
 
 @dataclass(frozen=True)
+class HostWork:
+    """The work that the host enqueues for a forward, a backward, or both.
+
+    calls       kernel calls
+    deliveries  deliveries, and copies from the memory into which one was received, together
+    messages    copies of bytes that one of these consists of
+    """
+
+    calls: int = 0
+    deliveries: int = 0
+    messages: int = 0
+
+    def __add__(self, other: HostWork) -> HostWork:
+        return HostWork(
+            self.calls + other.calls,
+            self.deliveries + other.deliveries,
+            self.messages + other.messages,
+        )
+
+
+@dataclass(frozen=True)
 class Machine:
     """The constants of a machine.
 
     gpu               the name that torch gives the GPU
     kernel            the kernel that `rates` belong to
-    step_seconds      host time of a forward and backward, without its calls and deliveries
+    step_seconds      host time of a forward and backward, beside what follows
     call_seconds      host time of a kernel's forward and its backward
     delivery_seconds  host time of a delivery
+    message_seconds   host time of each message of a delivery
     """
 
     gpu: str
@@ -64,25 +87,25 @@ class Machine:
     step_seconds: float
     call_seconds: float
     delivery_seconds: float
+    message_seconds: float
 
     @functools.cached_property
     def line(self) -> str:
         """The constants as JSON."""
         return json.dumps(dataclasses.asdict(self))
 
-    def host_seconds(self, calls: int, deliveries: int) -> float:
-        """Return the host time of a forward and backward.
-
-        calls       the kernel calls of the forward and of the backward, together
-        deliveries  those of both, too
-        """
+    def host_seconds(self, work: HostWork) -> float:
+        """Return the host time of a forward and backward, which together are `work`."""
         return (
-            self.step_seconds + calls * self.call_seconds / 2 + deliveries * self.delivery_seconds
+            self.step_seconds
+            + work.calls * self.call_seconds / 2
+            + work.deliveries * self.delivery_seconds
+            + work.messages * self.message_seconds
         )
 
 
 # Host times are those of one H200's machine: bench/results/host-time-1-nvidia-h200.jsonl.
-_H200 = Machine("NVIDIA H200", "fa4", H200, 650e-6, 340e-6, 180e-6)
+_H200 = Machine("NVIDIA H200", "fa4", H200, 1250e-6, 350e-6, 100e-6, 6e-6)
 # An H100 SXM has the H200's processors and links.
 _BUILT_IN = {m.gpu: m for m in (_H200, dataclasses.replace(_H200, gpu="NVIDIA H100 80GB HBM3"))}
 

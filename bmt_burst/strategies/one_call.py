@@ -47,7 +47,7 @@ from .compute import (
     compute_gradients,
     compute_outputs,
 )
-from .machine import Machine
+from .machine import HostWork, Machine
 from .ring import RingPlan
 from .ring.timeline import kernel_seconds
 
@@ -225,18 +225,19 @@ class OneCallPlan(Plan):
         are more. Exchanges and kernels follow one another.
         """
         rates, sizes = machine.rates, self.problem.sizes
-        arriving = sum(length(p.at) for p in self._mine.pieces if p.owner != self.rank)
-        leaving = sum(
-            length(piece.at)
-            for viewer, gathered in enumerate(self.gathered)
-            for piece in gathered.of(self.rank)
-            if viewer != self.rank
-        )
+        arriving, leaving = (sum(length(p.at) for p in pieces) for pieces in self._exchanged)
         token = 2 * self.packing.token_bytes() + self.return_packing.token_bytes()
         seconds = max(arriving, leaving) * token / rates.bytes
         for returning in (False, True):
             seconds += kernel_seconds(self.calls, sizes, rates, returning)
-        return max(seconds, machine.host_seconds(2 * len(self.calls), deliveries=3))
+        return max(seconds, machine.host_seconds(self.host_work()))
+
+    def host_work(self) -> HostWork:
+        """Return what the host enqueues for a forward and backward."""
+        arriving, leaving = map(len, self._exchanged)
+        tensors, own = len(self.packing.entries), len(self._mine.of(self.rank))
+        messages = tensors * (2 * (leaving + own) + arriving)  # keys twice, and their gradients
+        return HostWork(2 * len(self.calls), deliveries=3, messages=messages)
 
     def __str__(self) -> str:
         calls = ", ".join(
@@ -252,6 +253,18 @@ class OneCallPlan(Plan):
     @property
     def _mine(self) -> Gathered:
         return self.gathered[self.rank]
+
+    @functools.cached_property
+    def _exchanged(self) -> tuple[list[Piece], list[Piece]]:
+        """The keys that other ranks send to this one, and those that this rank sends."""
+        arriving = [piece for piece in self._mine.pieces if piece.owner != self.rank]
+        leaving = [
+            piece
+            for viewer, gathered in enumerate(self.gathered)
+            for piece in gathered.of(self.rank)
+            if viewer != self.rank
+        ]
+        return arriving, leaving
 
     def _returned(self, owner: int) -> Iterator[tuple[int, Piece, Span]]:
         """Yield (viewer, piece, place) of the gradients that return to an owner."""

@@ -33,7 +33,7 @@ from ...scores import BY_DISTANCE
 from ...sequence.tiling import GatheredCall, Tiling, by_columns, flipped, kernel_calls
 from .. import Plan, Problem, Saved, Sizes, Strategy, spread_ranks
 from ..compute import ALL, Keys, Queries, QueryGradients
-from ..machine import Machine, Rates
+from ..machine import HostWork, Machine, Rates
 from .executor import Backward, Forward, Pass, Program, find_landing_positions
 from .payload import KeysValues, Payload, QueryPayload, backward_payload, select_heads
 from .program import order_events
@@ -132,9 +132,14 @@ class RingPlan(Plan):
         """Return the seconds of a forward and backward: those of the GPU, or the host's if these
         are more.
         """
-        both = self.timelines(machine.rates)
-        host = machine.host_seconds(sum(t.calls for t in both), sum(t.deliveries for t in both))
-        return max(sum(t.seconds for t in both), host)
+        forward, backward = self.timelines(machine.rates)
+        host = machine.host_seconds(forward.work + backward.work)
+        return max(forward.seconds + backward.seconds, host)
+
+    def host_work(self) -> HostWork:
+        """Return what the host enqueues for a forward and backward."""
+        forward, backward = self.timelines()
+        return forward.work + backward.work
 
     def __str__(self) -> str:
         programs = ("forward", self.forward_program), ("backward", self.backward_program)

@@ -20,14 +20,13 @@ from ...sequence.span import length
 from ...sequence.tile import KernelCall
 from ...sequence.tiling import GatheredCall
 from .. import Sizes
-from ..machine import Rates
+from ..machine import BACKWARD, HostWork, Rates
 from .executor import Program
 from .program import Do, Event
 
 _WIDTH = 72  # characters of a drawing
 # rows of a drawing, and their characters
 _ROWS = {"compute": "#", "visit": "=", "return": "~", "host": "-"}
-_BACKWARD = 2.5  # operations of a backward, relative to its forward
 
 
 class Interval(NamedTuple):
@@ -43,14 +42,12 @@ class Timeline(NamedTuple):
     """The intervals of one rank. It prints as a drawing with a row for kernels and for each kind of
     delivery.
 
-    calls       the number of kernel calls
-    deliveries  the number of deliveries
+    work  what the host enqueues
     """
 
     rank: int
     intervals: list[Interval]
-    calls: int
-    deliveries: int
+    work: HostWork
 
     @property
     def seconds(self) -> float:
@@ -104,38 +101,41 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
         return done.get(event._replace(do=do), 0.0)
 
     sizes = program.problem.sizes
-    count = deliveries = 0
+    calls = deliveries = messages = 0
 
-    def seconds(heads: int, calls: Sequence[GatheredCall]) -> float:
-        nonlocal count
-        count += len(calls)
-        return kernel_seconds(calls, replace(sizes, heads=heads), rates, returning)
+    def seconds(heads: int, found: Sequence[GatheredCall]) -> float:
+        nonlocal calls
+        calls += len(found)
+        return kernel_seconds(found, replace(sizes, heads=heads), rates, returning)
+
+    def link_seconds(event: Event) -> float:
+        nonlocal deliveries, messages
+        manifest = program.manifest(event)
+        deliveries += 1
+        messages += len(manifest.messages)
+        return manifest.nbytes / rates.bytes
 
     for event in program.events:
-        deliveries += event.do in ("fetch", "return", "cross")
         heads = _heads(program, event)
         if event.do == "own":
             occupy("compute", event, seconds(sizes.heads, program.own))
         elif event.do in ("open", "compute"):
             arrived = at(event, "cross") if event.do == "open" else at(event, "fetch")
-            calls = program.calls[event.round, event.stage if event.do == "compute" else -1]
-            done[event] = occupy("compute", event, seconds(heads, calls), arrived)
+            found = program.calls[event.round, event.stage if event.do == "compute" else -1]
+            done[event] = occupy("compute", event, seconds(heads, found), arrived)
         elif event.do == "fetch":
             buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # two buffers
-            done[event] = occupy(
-                "visit", event, program.manifest(event).nbytes / rates.bytes, buffer_read
-            )
+            done[event] = occupy("visit", event, link_seconds(event), buffer_read)
         elif event.do == "return":
-            done[event] = occupy(
-                "return", event, program.manifest(event).nbytes / rates.bytes, at(event, "compute")
-            )
+            done[event] = occupy("return", event, link_seconds(event), at(event, "compute"))
         elif event.do in ("collect", "end") and event.stage >= 0 and returning:
             free["compute"] = max(free["compute"], at(event, "return"))
         elif event.do == "cross":
             tokens = program.rounds[event.round].held_tokens
             nbytes = program.passes[event.number].packing.nbytes(tokens)
+            deliveries += 1
             done[event] = occupy("host", event, nbytes / rates.host_bytes)
-    return Timeline(program.rank, intervals, count, deliveries)
+    return Timeline(program.rank, intervals, HostWork(calls, deliveries, messages))
 
 
 def kernel_seconds(
@@ -144,7 +144,7 @@ def kernel_seconds(
     """Compute how long kernel calls take, forward or `returning`, without their host time."""
     factor, operations = 1.0, rates.operations
     if returning:
-        factor, operations = _BACKWARD, rates.backward_operations or rates.operations
+        factor, operations = BACKWARD, rates.backward_operations or rates.operations
     work = 4 * sizes.batch * sizes.heads * sizes.head_size * factor / operations
     return work * (_pairs(calls) + rates.call_keys * _queries(calls))
 

@@ -45,17 +45,14 @@ from ...sequence.span import length, shifted
 from ...transport import ALONE, Delivery
 from .. import Plan, Problem, Saved, Strategy, spread_ranks
 from ..compute import ALL, Keys, QueryGradients
-from ..machine import Machine
+from ..machine import HostWork, Machine, Rates
 from ..ring import RingPlan
+from ..ring.timeline import Timeline
 from .blocks import Field
 from .exchange import Exchange, Returns, Visits
 from .heads import Heads, cut_heads
 from .tokens import HostLayout, HostTokens
 
-_DELIVERIES = 3  # of a piece, in host time: the visit, the return, and unloading it
-# Host time of a delivery for each peer beyond one, in deliveries: what 8 ranks take beyond 2 in
-# bench/results/host-time-1-nvidia-h200.jsonl and one-rank-1-nvidia-h200-auto.jsonl.
-_FURTHER_PEER = 0.3
 _MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
 
 
@@ -176,9 +173,8 @@ class UlyssesPlan(Plan):
         """
         ways = (self.inputs, self.results), (self.backward_inputs, self.backward_results)
         between = replace(machine.rates, bytes=machine.rates.host_bytes)
-        rings = {id(each.ring): each.ring.timelines(between) for each in self._all_rings()}
-        exchanges = _DELIVERIES + round(_DELIVERIES * _FURTHER_PEER * max(len(self.ranks) - 2, 0))
-        seconds, calls, deliveries = 0.0, 0, 0
+        rings = self._timelines(between)
+        seconds = 0.0
         for way, (visits, returns) in enumerate(ways):
             arrived = computed = returned = 0.0
             for piece, heads in enumerate(self.rings):
@@ -187,10 +183,21 @@ class UlyssesPlan(Plan):
                 computed = max(computed, arrived) + sum(line.seconds for line in lines)
                 returned = max(returned, computed)
                 returned += returns.landing_bytes(piece) / machine.rates.bytes
-                calls += sum(line.calls for line in lines)
-                deliveries += exchanges + sum(line.deliveries for line in lines)
             seconds += returned
-        return max(seconds, machine.host_seconds(calls, deliveries))
+        return max(seconds, machine.host_seconds(self.host_work()))
+
+    def host_work(self) -> HostWork:
+        """Return what the host enqueues for a forward and backward."""
+        exchanges = self.inputs, self.results, self.backward_inputs, self.backward_results
+        work = sum((exchange.host_work() for exchange in exchanges), HostWork())
+        rings = self._timelines()
+        lines = (line for each in self._all_rings() for line in rings[id(each.ring)])
+        return sum((line.work for line in lines), work)
+
+    def _timelines(self, rates: Rates | None = None) -> dict[int, tuple[Timeline, Timeline]]:
+        """Return the timelines of each ring once, by its id: pieces may share a ring."""
+        rings = {id(each.ring): each.ring for each in self._all_rings()}
+        return {key: ring.timelines(rates) for key, ring in rings.items()}
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
