@@ -91,15 +91,15 @@ def test_each_choice_is_said_once_with_its_reason(caplog):
 
 
 def test_choices_are_near_the_best_that_was_measured():
-    """Peers were imagined: nothing was sent. Strategies were measured in turns, and the same work
-    differs by up to 2 %.
+    """Peers were imagined: nothing was sent, and "auto" got constants with free links. Where the
+    host limits, the same strategy by its name and by "auto" differs by up to 6 %.
     """
     known = dataclasses.replace(CPU, rates=dataclasses.replace(H200, bytes=1e18))
     rows = read_rows([Path(ROOT) / "bench/results/one-rank-1-nvidia-h200-auto.jsonl"])
     shape = ("mask", "seq_len", "gpus", "batch", "heads", "kv_heads", "head_dim")
     measured: dict[tuple, dict[str, float]] = {}
     for row in rows:
-        if row["impl"] in ("ring", "one-call", "ulysses"):
+        if row["impl"] in ("bmt_burst", "ring", "one-call", "ulysses"):
             times = measured.setdefault(tuple(row[x] for x in shape), {})
             times[row["impl"]] = row["fwd_bwd_ms"]
     assert len(measured) >= 11
@@ -108,7 +108,9 @@ def test_choices_are_near_the_best_that_was_measured():
         layout = masks.balanced(mask, tokens, gpus)
         call = problem(masks.mask_of(mask, tokens), layout, **(HALF | sizes))
         chosen = choose("auto", call, known).name
-        assert times[chosen] <= 1.025 * min(times.values()), (mask, tokens, gpus, numbers, chosen)
+        automatic, best = times.pop("bmt_burst"), min(times.values())
+        assert automatic <= 1.02 * best, (mask, tokens, gpus, numbers)
+        assert times[chosen] <= 1.07 * best, (mask, tokens, gpus, numbers, chosen)
 
 
 def test_all_ranks_use_the_constants_of_rank_0():
