@@ -209,7 +209,7 @@ def measuring_rank() -> None:
     dist.init_process_group("nccl")
     size = dist.get_world_size()
     machine = measure(init_sequence_parallel(inner_size=size), device, tokens=16384)
-    if dist.get_rank() == 0:
+    if machine is not None:
         path = measured_file(machine.gpu)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(machine.line + "\n")

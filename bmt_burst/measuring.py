@@ -39,15 +39,19 @@ _MESSAGES = 64  # of a delivery
 _PLANS = {"ring": RingPlan, "one-call": OneCallPlan, "ulysses": UlyssesPlan}
 
 
-def measure(sp: SequenceParallel, device: torch.device, tokens: int, heads: int = 16) -> Machine:
-    """Measure this machine's constants. Every rank of `sp`, two at least, must call it.
+def measure(
+    sp: SequenceParallel, device: torch.device, tokens: int, heads: int = 16
+) -> Machine | None:
+    """Measure this machine's constants, as rank 0 sees them. Return None on other ranks. Every rank
+    of `sp`, two at least, must call it.
 
     tokens  a length for which kernels run at their full speed
     heads   the number of heads of size 128
 
-    Constants are those of this rank. The rate between hosts is not measured.
+    The rate between hosts is not measured.
 
-    Raises RuntimeError if the times contradict each other, as on a machine that does other work.
+    Raises RuntimeError on rank 0 if the times contradict each other, as on a machine that does
+    other work.
     """
     if sp.size < 2:
         raise ValueError(f"expected at least two ranks, got {sp.size}")
@@ -56,7 +60,8 @@ def measure(sp: SequenceParallel, device: torch.device, tokens: int, heads: int 
     times = [_time_kernel(device, dtype, size, heads) for size in sizes]
     gathered = _measure_bytes(sp, device, dtype, tokens, heads)
     message, steps, work = _measure_host(sp, device, dtype)
-    # now that no other rank waits for this one
+    if sp.rank:
+        return None
     (operations, keys), (backward, _) = (
         fit_kernel(sizes, x, heads) for x in zip(*times, strict=True)
     )
