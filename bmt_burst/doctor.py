@@ -30,7 +30,7 @@ from .strategies.machine import measured_file
 from .transport import ALONE
 
 _IMPORT = "from bmt_burst import doctor; "
-_TIMEOUT = 240  # seconds
+_TIMEOUT, _MEASURING_TIMEOUT = 120, 240  # seconds
 _SPEC = Spec(scale=0.125)
 _DOCUMENTS = (0, 100), (100, 230)  # then a gap
 _CALLS = {
@@ -197,7 +197,7 @@ def _measure() -> str:
     gpus = torch.cuda.device_count()
     if gpus < 2:
         raise Missing("two GPUs: a strategy is chosen only where ranks share a sequence")
-    return _run_ranks(min(gpus, 8), "doctor.measuring_rank()", "speed")
+    return _run_ranks(min(gpus, 8), "doctor.measuring_rank()", "speed", _MEASURING_TIMEOUT)
 
 
 def measuring_rank() -> None:
@@ -212,7 +212,9 @@ def measuring_rank() -> None:
     if machine is not None:
         path = measured_file(machine.gpu)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(machine.line + "\n")
+        whole = path.with_suffix(f".{os.getpid()}")  # other processes may read the file now
+        whole.write_text(machine.line + "\n")
+        whole.replace(path)
         print(f"speed: {path} has {machine.line}", flush=True)
     dist.barrier()
     os._exit(0)
@@ -223,7 +225,7 @@ def _check_ring() -> str:
     return _run_ranks(2, "doctor.ring_rank()", "ring")
 
 
-def _run_ranks(count: int, code: str, name: str) -> str:
+def _run_ranks(count: int, code: str, name: str, timeout: int = _TIMEOUT) -> str:
     """Run code in processes of a group. Return the line that begins with the name."""
     gpus = torch.cuda.device_count()
     environment = {
@@ -249,7 +251,7 @@ def _run_ranks(count: int, code: str, name: str) -> str:
         text=True,
     )
     try:
-        output, _ = run.communicate(timeout=_TIMEOUT)
+        output, _ = run.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)  # the launcher and its processes
         raise

@@ -27,11 +27,11 @@ HALF = {"dtype": torch.bfloat16, "partial": torch.bfloat16, "head_size": 128}
 
 @pytest.fixture(autouse=True)
 def own_machine(monkeypatch):
-    monkeypatch.setattr(strategies, "_said", set())
-    machine._find_machine.cache_clear()
+    monkeypatch.setattr(strategies, "_logged", set())
+    machine._read_constants.cache_clear()
     yield
     machine.use_own_machine()
-    machine._find_machine.cache_clear()
+    machine._read_constants.cache_clear()
 
 
 def taken(tokens: int, size: int, mask=None, known=CPU, layout=None, **sizes) -> str:
@@ -142,15 +142,30 @@ def test_a_file_of_constants_is_read_or_refused_by_name(tmp_path, monkeypatch):
     path = tmp_path / "machine.json"
     path.write_text(CPU.line)
     monkeypatch.setenv(machine.VARIABLE, str(path))
-    machine._find_machine.cache_clear()
+    machine._read_constants.cache_clear()
     assert machine.machine_of(cpu) == CPU
     path.write_text("{}")
-    machine._find_machine.cache_clear()
+    machine._read_constants.cache_clear()
     with pytest.raises(ValueError, match=r"expected BMT_BURST_MACHINE=.*machine\.json to have"):
         machine.machine_of(cpu)
     q = torch.ones(1, 8, 2, 16)
     with pytest.raises(ValueError, match="BMT_BURST_MACHINE"):
         simulate(2, lambda ring: burst_attn_func(q, q, q, process_group=ring))
+
+
+def test_measured_constants_of_another_gpu_are_refused(tmp_path, monkeypatch):
+    """As in a home folder that was copied from another machine, with the file renamed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    path = machine.measured_file("NVIDIA H200")
+    path.parent.mkdir()
+    path.write_text(dataclasses.replace(CPU, gpu="NVIDIA H200").line)
+    gpu = torch.device("cuda", 0)
+    assert machine.machine_of(gpu).kernel == "cpu"
+    path.write_text(CPU.line)
+    machine._read_constants.cache_clear()
+    with pytest.raises(ValueError, match="to have the constants of NVIDIA H200, got CPU's"):
+        machine.machine_of(gpu)
 
 
 def test_a_pipe_is_refused_instead_of_read(tmp_path, monkeypatch):

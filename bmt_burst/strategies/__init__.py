@@ -50,7 +50,7 @@ _STRATEGIES = {
 # the time, predictions are up to 4 % off (tests/test_automatic.py).
 _CLEARLY = 0.05
 _MOST_RANKS = 4  # whose times are predicted
-_said: set[str] = set()  # the strategies whose choice was logged
+_logged: set[str] = set()  # the strategies whose choice was logged
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,8 @@ def choose(name: str, problem: Problem, machine: Machine | None = None) -> Strat
     if problem.layout.size == 1:
         return first
     chosen, why = _choose_fastest(first, problem, machine)
-    if chosen.name not in _said:
-        _said.add(chosen.name)
+    if chosen.name not in _logged:
+        _logged.add(chosen.name)
         logger.info("strategy='auto' took %r: %s", chosen.name, why)
     return chosen
 

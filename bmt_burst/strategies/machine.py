@@ -135,7 +135,7 @@ def machine_of(device: torch.device) -> Machine | None:
     """
     if _in_use:
         return _in_use[0]
-    return _find_machine(device)
+    return _read_constants(device)
 
 
 def machine_line(device: torch.device) -> str | None:
@@ -184,14 +184,19 @@ def _numbers(machine: Machine) -> list[tuple[str, Any]]:
 
 
 @functools.cache
-def _find_machine(device: torch.device) -> Machine | None:
+def _read_constants(device: torch.device) -> Machine | None:
     if named := os.environ.get(VARIABLE):
         return _read(Path(named), f"{VARIABLE}={named}")
     if device.type != "cuda":
         return None
     gpu = torch.cuda.get_device_name(device)
     measured = measured_file(gpu)
-    return _read(measured, str(measured)) if measured.exists() else _BUILT_IN.get(gpu)
+    if not measured.exists():
+        return _BUILT_IN.get(gpu)
+    machine = _read(measured, str(measured))
+    if machine.gpu != gpu:
+        raise ValueError(f"expected {measured} to have the constants of {gpu}, got {machine.gpu}'s")
+    return machine
 
 
 def _read(path: Path, source: str) -> Machine:
