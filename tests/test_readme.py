@@ -143,6 +143,7 @@ def test_every_option_of_pretraining_that_they_name_is_one():
     ]
     ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(scripts)))
     ours |= {"--config", "--help", "--stages", "--dry-run"}
+    ours |= {"--measure"} if '"--measure"' in (ROOT / "bmt_burst/doctor.py").read_text() else set()
     for field in dataclasses.fields(TrainConfig):
         name = field.name.replace("_", "-")
         ours |= {f"--{name}", f"--no-{name}"} if field.default is True else {f"--{name}"}
