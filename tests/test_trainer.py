@@ -403,6 +403,27 @@ def changed_state(path, change) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
+def test_a_state_without_what_a_run_needs_is_refused(settings, tmp_path):
+    train(settings, steps=2)
+    path = tmp_path / "run/step_00000002"
+    whole = json.loads((path / "state.json").read_text())
+    for name, value, got in (
+        ("samples", None, "samples of .*step_00000002 to be a number, got None"),
+        ("step", -1, "step of .* to be a number, got -1"),
+        ("optimizer_steps", True, "optimizer_steps of .* to be a number, got True"),
+        ("data", [], "data of .* to have names and values"),
+    ):
+        changed_state(path, lambda state, name=name, value=value: state.update({name: value}))
+        with pytest.raises(ranks.RankError, match=got):
+            train(settings, resume="auto")
+        changed_state(path, lambda state: state.update(whole))
+    manifest = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(manifest.replace('"format": 1', '"format": 2'))
+    with pytest.raises(ranks.RankError, match="expected a manifest of format 1, got 2"):
+        train(settings, resume="auto")
+    assert path.exists()  # it may be whole
+
+
 def of_before(state) -> None:
     del state["data"]["documents"], state["data"]["bos"]
     for name in ("documents", "bos", "window", "strategy", "ulysses_size", "log_every"):

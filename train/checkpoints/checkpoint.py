@@ -40,6 +40,7 @@ from train.engine import Shard
 TOKENIZER = "tokenizer"  # the folder in a checkpoint; for older checkpoints, beside them
 _ROOM = 1.05  # free space for the next checkpoint, relative to the size of the last one
 _NAME = re.compile(r"step_(\d{8,})")
+_FORMAT = 1  # of checkpoints, in their manifests
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -215,6 +216,16 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
+def _check_format(path: Path) -> None:
+    """Raise ValueError for a checkpoint of another format, which a newer version may have written.
+
+    Such a checkpoint may be whole, so `damage` does not look at its format.
+    """
+    found = json.loads((path / "manifest.json").read_text())["format"]
+    if found != _FORMAT:
+        raise ValueError(f"expected a manifest of format {_FORMAT}, got {found!r}")
+
+
 def _check_inside(path: Path, name: str) -> None:
     """Raise ValueError unless `name` is a file under `path`, and not a link."""
     parts = name.split("/")
@@ -234,6 +245,7 @@ class Checkpoint:
         self.path = path
         try:
             names = sorted(_manifest(path))
+            _check_format(path)
             self.state = json.loads((path / "state.json").read_text())
             self._files = [
                 safe_open(path / name, "pt") for name in names if name.startswith("rank_")
@@ -373,7 +385,8 @@ def _finish(
     partial: Path, final: Path, state: dict[str, Any], files: dict[str, Any], keep_last: int | None
 ) -> None:
     files["state.json"] = _write_json(partial / "state.json", state)
-    _write_json(partial / "manifest.json", {"format": 1, "step": state["step"], "files": files})
+    manifest = {"format": _FORMAT, "step": state["step"], "files": files}
+    _write_json(partial / "manifest.json", manifest)
     _sync(partial)
     if final.exists():
         _remove(final)

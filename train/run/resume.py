@@ -73,7 +73,7 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
     call this function.
 
     Raises RankError if the output has checkpoints that the run would not continue, or only damaged
-    ones.
+    ones, or if the checkpoint has another format or lacks a part of its state.
     """
     root = Path(config.output)
     if config.resume == "never":
@@ -102,7 +102,27 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
         raise ranks.RankError(
             f"{root} has checkpoints that do not follow from {path}: give another --output"
         )
+    ranks.together(lambda: _check_state(checkpoint.Checkpoint(path)))
     return path
+
+
+def _check_state(saved: checkpoint.Checkpoint) -> None:
+    """Raise ValueError if the state lacks what every run has saved.
+
+    Without its samples, for example, a run would silently read the data from the start again.
+    """
+    if not isinstance(saved.state, dict):
+        raise ValueError(f"expected state.json of {saved.path} to have names and values")
+    for name in ("step", "samples", "optimizer_steps"):
+        count = saved.state.get(name)
+        if type(count) is not int or count < 0:
+            raise ValueError(f"expected {name} of {saved.path} to be a number, got {count!r}")
+    for name in ("config", "model", "data"):
+        values = saved.state.get(name)
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"expected {name} of {saved.path} to have names and values, got {values!r}"
+            )
 
 
 def begins_stage(config: TrainConfig) -> bool:
