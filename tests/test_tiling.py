@@ -124,6 +124,23 @@ def test_every_visible_pair_is_in_one_tile_and_one_kernel_call(part, monkeypatch
         check(mask, random_layout(chance, mask, size))
 
 
+@pytest.mark.parametrize(
+    ("gap", "row", "spans"),
+    [
+        (700, 1, ((0, 1700),)),
+        (700, None, ((0, 500), (1200, 1700))),
+        (800, 1, ((0, 500), (1300, 1800))),
+    ],
+)
+def test_only_calls_with_a_bias_include_long_gaps(gap, row, spans):
+    """Of 1000 tokens in two tiles, up to 750 in the gap."""
+    first, second = (0, 500), (500 + gap, 1000 + gap)
+    [found] = kernel_calls([(x, x, 0, None) for x in (first, second)], row)
+    assert (found.q_spans, found.kv_spans) == (spans, spans)
+    places = (first, second) if len(spans) == 1 else (first, (500, 1000))
+    assert found.call.tiles == tuple((x, x) for x in places)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_so_it_is_for_every_length(name, size):
