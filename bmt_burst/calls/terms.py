@@ -110,14 +110,14 @@ def find_terms(rings: Rings, given: Given, options: Options) -> tuple[Inputs, Te
     Terms are kept by everything that they and the checks follow from. Layers repeat calls, and the
     host has little time for each.
 
-    Raises TypeError or ValueError if a tensor or an option is wrong, RuntimeError inside transforms
-    of torch.func and in forward mode.
+    Raises TypeError or ValueError if a tensor, an option or a file of constants is wrong,
+    RuntimeError inside transforms of torch.func and in forward mode.
     """
+    machine = _find_constants(rings, options, given.q)
     known = rings.history.known
     key: tuple[Any, ...] | None
     terms: Terms | None
     try:
-        machine = _find_machine(rings, options, given.q.device)
         key = (
             given.describe(),
             *_describe_options(options),
@@ -131,7 +131,7 @@ def find_terms(rings: Rings, given: Given, options: Options) -> tuple[Inputs, Te
     tensors = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
     check_transforms("burst_attn_func", *(x for x in tensors if x is not None))
     if terms is None:
-        terms = _make_terms(rings, inputs, options)
+        terms = _make_terms(rings, inputs, options, machine)
         if len(known) >= _MOST_TERMS:
             known.clear()
         if key is not None:
@@ -148,7 +148,7 @@ def _describe_options(options: Options) -> tuple[Options, tuple[type, ...]]:
     return options, tuple(map(type, options))
 
 
-def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
+def _make_terms(rings: Rings, inputs: Inputs, options: Options, machine: Machine | None) -> Terms:
     q, k, rows = inputs.q, inputs.k, inputs.bias_rows
     if (rows is None) != (options.scores is None):
         got = "scores" if rows is None else "a bias"
@@ -181,13 +181,17 @@ def _make_terms(rings: Rings, inputs: Inputs, options: Options) -> Terms:
         spec=spec,
         kernel=kernel,
         biased_kernel=None if rows is None else pick_biased(kernel, q, k, spec),
-        machine=_find_machine(rings, options, q.device),
+        machine=machine,
     )
 
 
-def _find_machine(rings: Rings, options: Options, device: torch.device) -> Machine | None:
-    """Return the constants of this rank's machine if a strategy is to be chosen by them."""
-    return machine_of(device) if options.strategy == "auto" and rings.size > 1 else None
+def _find_constants(rings: Rings, options: Options, q: Any) -> Machine | None:
+    """Return the constants of this rank's machine if a strategy is to be chosen by them.
+
+    Nothing was checked before: q may be no tensor.
+    """
+    by_constants = options.strategy == "auto" and rings.size > 1 and isinstance(q, torch.Tensor)
+    return machine_of(q.device) if by_constants else None
 
 
 def _make_spec(options: Options, head_size: int, dtype: torch.dtype) -> Spec:
