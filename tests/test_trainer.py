@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels
+from bmt_burst.strategies import machine
 from bmt_burst.strategies.machine import Machine, Rates, machine_of, use_machine, use_own_machine
 from models.cpm import CPM
 from models.cpm_live.config import PRESETS
@@ -616,7 +617,7 @@ def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
 
 
 def test_resuming_keeps_the_constants_that_choose_the_strategy(settings, tmp_path, capsys):
-    known = Machine("a GPU", "cpu", Rates(), 1e-3, 1e-4, 1e-4)
+    known = Machine("a GPU", "cpu", Rates(), 1e-3, 1e-4, 1e-4, 1e-6)
     try:
         use_machine(known)
         train(settings, steps=2, decay_steps=0)
@@ -629,6 +630,24 @@ def test_resuming_keeps_the_constants_that_choose_the_strategy(settings, tmp_pat
         assert f"for {known.line}, not for this one, which is unknown" in said
     finally:
         use_own_machine()
+
+
+def test_constants_that_were_measured_since_do_not_change_a_resumed_run(
+    tmp_path, monkeypatch, capsys
+):
+    measured = Machine("a GPU", "cpu", Rates(), 1e-3, 1e-4, 1e-4, 1e-6)
+    (tmp_path / "measured").write_text(measured.line)
+    monkeypatch.setenv(machine.VARIABLE, str(tmp_path / "measured"))
+    machine._read_constants.cache_clear()
+    cpu = torch.device("cpu")
+    try:
+        assert machine_of(cpu) == measured
+        resume.keep_machine({"machine": None}, cpu)
+        assert machine_of(cpu) is None
+        assert f"for an unknown machine, not for {measured.line}" in capsys.readouterr().err
+    finally:
+        use_own_machine()
+        machine._read_constants.cache_clear()
 
 
 @pytest.mark.parametrize(
