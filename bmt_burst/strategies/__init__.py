@@ -8,6 +8,10 @@ usp          ulysses within hosts, the ring between them (arXiv 2405.07719)
 one-call     gathers keys and values first, and computes without partial results
 plain-ring   the ring without overlap, to be read first; "auto" never takes it
 
+"auto" takes the one with the least predicted time of a forward and backward, if it is 5 % faster
+than the ring. Without constants of the machine (`machine`), with a bias, or with sparse attention,
+it takes the ring.
+
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports
 only by their contracts. `compute` is what strategies share. To add a strategy, write
 `strategies/NAME.py` with a subclass of Strategy and list it in `_STRATEGIES`.
