@@ -252,12 +252,18 @@ _over_nccl = partial(TorchTransport, engine_use="never")
 
 IMPLEMENTATIONS = {
     "bmt_burst": Implementation("balanced", Burst),
-    "bmt_burst q": Implementation("balanced", partial(Burst, backward="q"), _VARIANTS),
-    "bmt_burst kv": Implementation("balanced", partial(Burst, backward="kv"), _VARIANTS),
+    "bmt_burst q": Implementation(
+        "balanced", partial(Burst, backward="q", strategy="ring"), _VARIANTS
+    ),
+    "bmt_burst kv": Implementation(
+        "balanced", partial(Burst, backward="kv", strategy="ring"), _VARIANTS
+    ),
     "bmt_burst without a bias": Implementation(
         "balanced", partial(Burst, biased=False), kinds=("bee",)
     ),
-    "bmt_burst low memory": Implementation("balanced", partial(Burst, group_bytes=9 << 24)),
+    "bmt_burst low memory": Implementation(
+        "balanced", partial(Burst, group_bytes=9 << 24, strategy="ring")
+    ),
     "bmt_burst nccl": Implementation("balanced", partial(Burst, transport=_over_nccl), _VARIANTS),
     "bmt_burst no overlap": Implementation(
         "balanced", partial(Burst, transport=_Waiting), _VARIANTS

@@ -22,6 +22,7 @@ from bmt_burst.kernels.bias import CallBias
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import ring as ring_strategy
+from bmt_burst.strategies.machine import use_machine
 from bmt_burst.transport import ALONE
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import (
@@ -256,10 +257,11 @@ def ring_call(shards, dout, **options):
 
 def rings(size: int) -> dict[str, dict]:
     """Group arguments by name: copy engines as they are taken by default, NCCL, and a double ring
-    if there are four.
+    if there are four. From now on "auto" means the ring, also for short blocks.
 
     NCCL may need a GPU for each rank.
     """
+    use_machine(None)
     sp = init_sequence_parallel(size)
     found = {
         "by copy engines": {"process_group": TorchTransport(sp.process_group, engine_use="always")}
@@ -462,7 +464,8 @@ def first_of_few(rank: int, size: int) -> dict[str, float]:
     whole = Layout.contiguous(tokens, size)
     tensors = cuda_qkv(1, tokens, 4, 4, 64)
     *shards, dout = (whole.shard(x, rank) for x in tensors)
-    group = {"process_group": TorchTransport(sp.process_group, engine_use="never")}
+    transport = TorchTransport(sp.process_group, engine_use="never")
+    group = {"process_group": transport, "strategy": "ring"}
     got = ring_call([x.requires_grad_() for x in shards], dout, layout=whole, mask=visible, **group)
     exact = dense_results(visible, tensors, 0.1)
     expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
@@ -588,10 +591,11 @@ def falls_out(rank: int, folder: str, how: str) -> None:
     )
     *inputs, dout = cuda_qkv(1, 512, 4, 4, 64)
     inputs = [x.requires_grad_() for x in inputs]
-    group = {"process_group": TorchTransport(dist.group.WORLD, engine_use="always")}
+    transport = TorchTransport(dist.group.WORLD, engine_use="always")
+    group = {"process_group": transport, "strategy": "ring"}
     torch.autograd.grad(burst_attn_func(*inputs, causal=False, backward="q", **group), inputs, dout)
     torch.cuda.synchronize()
-    group["process_group"].watch.patience = 5.0  # seconds; made in the first call
+    transport.watch.patience = 5.0  # seconds; made in the first call
     out = burst_attn_func(*inputs, causal=False, backward="q", **group)
     kernel = kernels.pick("auto", *inputs[:2], SPEC)
     plain, calls = kernel.backward, itertools.count(1)
