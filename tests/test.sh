@@ -26,5 +26,5 @@ if [ "${1:-}" = fast ]; then
     exec python -m pytest --numprocesses 2 --dist loadfile -k "not triton" tests/conformance \
         $(printf "tests/test_%s.py " "${data[@]}") "$@"
 fi
-# A file at a time on each of four workers, on two cores: many tests wait for processes that they start.
-python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+# A file at a time on each of six workers, on two cores: many tests wait for processes that they start.
+python -m pytest --numprocesses 6 --dist loadfile --no-loadscope-reorder "$@"
