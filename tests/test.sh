@@ -16,15 +16,26 @@ fi
 python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: bmtrain==1.0.1 ||
     echo "BMTrain has no wheel for this Python: tests of its engine will be skipped" >&2
 python -m pip install --quiet --disable-pip-version-check --no-deps model-center==1.0.2
-ruff check .
-ruff format --check .
-mypy
-codespell
+# Tests start hundreds of processes. None of them compiles the project again if the first may keep what it compiled.
+unset PYTHONDONTWRITEBYTECODE
+check() {
+    ruff check . && ruff format --check . && mypy && codespell
+}
 if [ "${1:-}" = fast ]; then
     shift
+    check
     data=(mask layout tiling routes schedule program merge timeline package)
     exec python -m pytest --numprocesses 2 --dist loadfile -k "not triton" tests/conformance \
         $(printf "tests/test_%s.py " "${data[@]}") "$@"
 fi
-# A file at a time on each of six workers, on two cores: many tests wait for processes that they start.
-python -m pytest --numprocesses 6 --dist loadfile --no-loadscope-reorder "$@"
+# The checks take one core, while the tests start on the other.
+said=$(mktemp)
+trap 'rm -f "$said"' EXIT
+check >"$said" 2>&1 &
+# A file at a time on each of four workers, on two cores: many tests wait for processes that they start.
+code=0
+python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder "$@" || code=$?
+checked=0
+wait $! || checked=$?
+cat "$said"
+exit $((code ? code : checked))
