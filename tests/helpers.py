@@ -670,6 +670,8 @@ def _rank_main(
     if backend == "nccl":
         torch.cuda.set_device(rank % GPUS)
     store = dist.FileStore(f"{folder}/store", size)
+    # Else a rank whose work is short closes its connections while others still make theirs.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         torch.save(work(rank, *args), f"{folder}/{rank}.pt")
