@@ -1,10 +1,11 @@
 """The masks that are measured: "causal", "full", "documents 4K", "window 4096", "bee", for example.
 
-Documents are packed as in pretraining. Their lengths are drawn from a log-normal distribution
-(sigma 1). None is longer than a quarter of the sequence, and the last one is cut at its end. A
-packing has the same lengths in every process.
+Documents are packed as in pretraining. Their lengths are drawn from a log-normal distribution.
+None is longer than a quarter of the sequence, and the last one is cut at its end. A packing has the
+same lengths in every process.
 
-    4K, 1K, 256   documents of this mean length
+    4K, 1K, 256   documents of this mean length, sigma 1
+    700           documents of this mean length, sigma 1.3: many short ones and a few long ones
     long          one document of three quarters of the sequence, and others of a mean of 1K
 
 "bee" is a row of CPM-Bee's long-context training, and has a bias: see bench/live_rows.py.
@@ -25,7 +26,13 @@ from bench import live_rows
 from bmt_burst import Layout, Mask, Scores
 
 KINDS = ("causal", "full", "documents", "window", "bee")
-PACKINGS = {"4K": 4096, "1K": 1024, "256": 256, "long": 1024}  # mean lengths
+PACKINGS = {  # mean lengths and sigmas
+    "4K": (4096, 1.0),
+    "1K": (1024, 1.0),
+    "256": (256, 1.0),
+    "700": (700, 1.3),
+    "long": (1024, 1.0),
+}
 _TRIES = 100
 
 
@@ -78,8 +85,9 @@ def packing(name: str, seq_len: int) -> list[int]:
     rng = random.Random(f"{name} on {seq_len}")
     lengths = [3 * seq_len // 4] if name == "long" else []
     longest, left = max(seq_len // 4, 1), seq_len - sum(lengths)
+    mean, sigma = PACKINGS[name]
     while left:
-        drawn = round(rng.lognormvariate(math.log(PACKINGS[name]) - 0.5, 1.0))
+        drawn = round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))
         lengths.append(min(max(drawn, 1), longest, left))
         left -= lengths[-1]
     rng.shuffle(lengths)
