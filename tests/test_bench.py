@@ -222,7 +222,8 @@ def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, rank
     if name == "long" and seq_len > 100:
         assert share == Mask.causal(seq_len // ranks)  # no whole document comes nearer
     elif seq_len > 100:
-        assert abs(share.area * ranks / whole.area - 1) < 0.025
+        # a few long documents have most of the pairs of "700", so few shares come near the mean
+        assert abs(share.area * ranks / whole.area - 1) < (0.05 if name == "700" else 0.025)
 
 
 def test_flops_are_those_of_visible_pairs():
