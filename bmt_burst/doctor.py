@@ -208,7 +208,7 @@ def measuring_rank() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
     size = dist.get_world_size()
-    machine = measure(init_sequence_parallel(inner_size=size), device, tokens=16384)
+    machine = measure(init_sequence_parallel(inner_size=size), device, tokens=32768)
     if machine is not None:
         path = measured_file(machine.gpu)
         path.parent.mkdir(parents=True, exist_ok=True)

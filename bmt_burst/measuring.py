@@ -3,9 +3,10 @@
     python -m bmt_burst.doctor --measure      on the GPUs of this host, in processes of its own
 
 All ranks of a group call `measure`. Kernels are timed with two lengths: that tells the visible
-pairs from what each query costs. Bytes are timed by an exchange of strategy "one-call", messages by
-deliveries with one and with many. The other host times follow from three strategies, whose plans
-say how many kernel calls, deliveries and messages they have.
+pairs from what each query costs. Both lengths must take the GPU longer than the host. Bytes are
+timed by an exchange of strategy "one-call", messages by deliveries with one and with many. The
+other host times follow from three strategies, whose plans say how many kernel calls, deliveries and
+messages they have.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,35 +37,40 @@ _ROUNDS = 5
 _CALLS = 8  # in a row
 _SHORT = 256  # tokens of a call that takes the host longer than the device
 _MESSAGES = 64  # of a delivery
+_MOST_HOST = 0.75  # of the seconds of a kernel call
 # strategies whose host times tell those of a step, of calls and of deliveries
 _PLANS = {"ring": RingPlan, "one-call": OneCallPlan, "ulysses": UlyssesPlan}
 
 
 def measure(
-    sp: SequenceParallel, device: torch.device, tokens: int, heads: int = 16
+    sp: SequenceParallel, device: torch.device, tokens: int, heads: int = 32
 ) -> Machine | None:
     """Measure this machine's constants, as rank 0 sees them. Return None on other ranks. Every rank
     of `sp`, two at least, must call it.
 
-    tokens  a length for which kernels run at their full speed
+    tokens  four times a length for which kernels run at their full speed
     heads   the number of heads of size 128
 
     The rate between hosts is not measured.
 
     Raises RuntimeError on rank 0 if the times contradict each other, as on a machine that does
-    other work.
+    other work, or if the host is slower than the GPU.
     """
     if sp.size < 2:
         raise ValueError(f"expected at least two ranks, got {sp.size}")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = [tokens // 4, tokens]
     times = [_time_kernel(device, dtype, size, heads) for size in sizes]
-    gathered = _measure_bytes(sp, device, dtype, tokens, heads)
+    gathered = _measure_bytes(sp, device, dtype, tokens // 4, heads)
     message, steps, work = _measure_host(sp, device, dtype)
     if sp.rank:
         return None
+    for size, ways in zip(sizes, times, strict=True):
+        for way, call in zip(("forward", "backward"), ways, strict=True):
+            check_device_bound(call, f"the {way} of {size} tokens")
     (operations, keys), (backward, _) = (
-        fit_kernel(sizes, x, heads) for x in zip(*times, strict=True)
+        fit_kernel(sizes, [call.seconds for call in calls], heads)
+        for calls in zip(*times, strict=True)
     )
     sample = _random(device, dtype, 256, heads)
     return Machine(
@@ -77,6 +84,27 @@ def measure(
         ),
         **fit_host(message, steps, work),
     )
+
+
+class KernelTime(NamedTuple):
+    """The seconds of a kernel call, and those in which the host enqueued it. On a CPU the latter
+    are 0.
+    """
+
+    seconds: float
+    host: float
+
+
+def check_device_bound(call: KernelTime, what: str) -> None:
+    """Raise RuntimeError if the host limits the speed of a call, so that nothing is known of the
+    GPU's.
+    """
+    if call.host > _MOST_HOST * call.seconds:
+        raise RuntimeError(
+            f"expected {what} to take the GPU longer than the host, got {1e3 * call.seconds:.2f} "
+            f"ms of which the host takes {1e3 * call.host:.2f}: measure again while the machine "
+            "does nothing else"
+        )
 
 
 def fit_kernel(tokens: Sequence[int], seconds: Sequence[float], heads: int) -> tuple[float, float]:
@@ -156,8 +184,8 @@ def _medians(
 
 def _time_kernel(
     device: torch.device, dtype: torch.dtype, tokens: int, heads: int
-) -> tuple[float, float]:
-    """Return the seconds of a causal forward and of its backward on one rank."""
+) -> tuple[KernelTime, KernelTime]:
+    """Return the times of a causal forward and of its backward on one rank."""
     q, k, v = (_random(device, dtype, tokens, heads) for _ in range(3))
     dout = torch.ones_like(q)
 
@@ -168,7 +196,10 @@ def _time_kernel(
         return torch.autograd.grad(forward(), (q, k, v), dout)
 
     alone, whole = _medians(device, [forward, both])
-    return alone, whole - alone
+    host, both_host = 0.0, 0.0
+    if device.type == "cuda":
+        host, both_host = _medians(device, [forward, both], waits=False)
+    return KernelTime(alone, host), KernelTime(whole - alone, both_host - host)
 
 
 def _measure_bytes(
