@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from bmt_burst import (
+    Layout,
     SequenceParallel,
     Transport,
     burst_attn_func,
@@ -445,6 +446,36 @@ def test_backward_can_be_run_again(backward):
         assert all(a.equal(b) for a, b in zip(first, second, strict=True))
 
     simulate(3, work)
+
+
+class Forgetful(torch.autograd.Function):
+    """The identity of x, without a gradient on some ranks."""
+
+    @staticmethod
+    def forward(ctx, x, forgets):
+        ctx.forgets = forgets
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if ctx.forgets else grad, None
+
+
+def test_a_rank_without_a_gradient_of_out_takes_part_in_the_backward():
+    q, k, v, dout = (torch.randn(1, 9, 2, 8, dtype=torch.float64) for _ in range(4))
+    layout = Layout.contiguous(9, 3)
+
+    def work(ring):
+        mine = [layout.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
+        out = burst_attn_func(*mine, causal=True, layout=layout, process_group=ring)
+        out = Forgetful.apply(out, ring.rank == 1)
+        return torch.autograd.grad(out, mine, layout.shard(dout, ring.rank))
+
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    dout[:, 3:6] = 0
+    expected = torch.autograd.grad(burst_attn_func(*inputs, causal=True), inputs, dout)
+    for i, grads in enumerate(zip(*simulate(3, work), strict=True)):
+        assert torch.allclose(layout.unshard(list(grads)), expected[i])
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])

@@ -40,16 +40,20 @@ class BurstAttention(torch.autograd.Function):
         ctx.save_for_backward(*Saved(q, k, v, out, lse, bias, row_lse), sinks)
         ctx.rings, ctx.plan, ctx.number = rings, plan, number
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # it would fill a gradient of lse with 0 each time
+        ctx.out = out.shape, {"dtype": out.dtype, "device": out.device}
         return out, lse
 
     @staticmethod
     @not_compiled  # not by compiled autograd either
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of forward's arguments, once all ranks are in this backward.
 
         Ranks that run ahead do not wait for that. They check it at the end of autograd's backward.
         """
-        dout, _ = grads
+        shape, options = ctx.out
+        # there is none if what used `out` has no gradient for it
+        dout = torch.zeros(shape, **options) if grads[0] is None else grads[0]
         doing = f"the backward of call {ctx.number}"
         rings: Rings = ctx.rings
         plan: Plan = ctx.plan
