@@ -42,7 +42,7 @@ from ...base.dtypes import accumulator_dtype
 from ...merging.merge import Gradients, empty_lse
 from ...ranks.rings import Rings
 from ...sequence.span import length, shifted
-from ...transport import ALONE, Delivery
+from ...transport import ALONE, LANES, Delivery
 from .. import Plan, Problem, Saved, Strategy, spread_ranks
 from ..compute import ALL, Keys, QueryGradients
 from ..machine import HostWork, Machine, Rates
@@ -67,14 +67,15 @@ class Ulysses(Strategy):
             return f"expected a single group, got a double_group of {sizes}"
         return None
 
-    def plan(self, problem: Problem, rank: int) -> UlyssesPlan:
+    def plan(self, problem: Problem, rank: int) -> Plan:
         return UlyssesPlan(problem, rank)
 
     def predict(self, problem: Problem, machine: Machine) -> float | None:
         """Return the seconds of the rank with the most heads, on the slowest of a few hosts."""
         inner, heads = problem.inner, problem.sizes.heads
         place = max(range(inner), key=lambda x: heads * (x + 1) // inner - heads * x // inner)
-        plans = [self.plan(problem, host * inner + place) for host in spread_ranks(problem.outer)]
+        hosts = spread_ranks(problem.outer)
+        plans = [UlyssesPlan(problem, host * inner + place) for host in hosts]
         if max(plan.most_bytes for plan in plans) > problem.group_bytes:
             return None
         return max(plan.predict(machine) for plan in plans)
@@ -85,8 +86,13 @@ class USP(Ulysses):
 
     name = "usp"
 
+    def plan(self, problem: Problem, rank: int) -> Plan:
+        """Return the part of `rank`. Hosts of one rank share no heads, so they are just a ring."""
+        is_ring = problem.inner == 1 < problem.outer
+        return RingOfHosts(problem, rank) if is_ring else UlyssesPlan(problem, rank)
+
     def predict(self, problem: Problem, machine: Machine) -> float | None:
-        return super().predict(problem, machine) if problem.outer > 1 else None
+        return super().predict(problem, machine) if min(problem.inner, problem.outer) > 1 else None
 
     def refuses(self, problem: Problem) -> str | None:
         layout, is_grid = problem.layout, problem.inner > 1 and problem.outer > 1
@@ -97,6 +103,32 @@ class USP(Ulysses):
                 f"{layout.name} layout: choose another layout"
             )
         return None
+
+
+class RingOfHosts(Plan):
+    """The part of one rank where each host has one rank: a ring, in which nothing is exchanged
+    before and after.
+    """
+
+    def __init__(self, problem: Problem, rank: int):
+        self.ring = RingPlan(replace(problem, inner=problem.outer, outer=1), rank)
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        rings.reserve(dict.fromkeys(LANES, 0), device)
+        self.ring.reserve(_between_hosts(rings), device, with_backward)
+
+    def forward(
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.ring.forward(_between_hosts(rings), q, k, v, table)
+
+    def backward(
+        self, rings: Rings, dout: Tensor, saved: Saved
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.ring.backward(_between_hosts(rings), dout, saved)
+
+    def __str__(self) -> str:
+        return f"between hosts:\n{self.ring}"
 
 
 class HeadRing(NamedTuple):
