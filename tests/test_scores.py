@@ -125,6 +125,27 @@ def test_pairs_of_two_long_groups_are_one_area(mask, monkeypatch):
     assert masks[OTHER].dense().equal(both & mask.dense())
 
 
+def test_tokens_that_nobody_sees_may_hold_nan(monkeypatch):
+    """They may lie in a gap between tiles of a call. The reference multiplies them by 0."""
+    monkeypatch.setattr(areas, "_LONG", 4)
+    segments = integers([0] * 20 + [1] * 10)
+    pairs = integers([BY_DISTANCE, 1, 1, BY_DISTANCE])
+    mask = Mask(30, (Slice((20, 25), (0, 8)), Slice((25, 30), (14, 20))))
+    added = Scores(mask, 0 * segments, 0 * segments, segments, pairs, integers([0]), OTHER)
+    hidden = ~mask.dense().any(0)
+    assert 0 < hidden.sum() < 30
+    *tensors, dout = random_qkv(1, 30, 4, 4, 8)
+    table = torch.randn(OTHER + 1, 4, dtype=torch.float64)
+    found = []
+    for filling in (0.0, torch.nan):
+        q, k, v = (x.clone() for x in tensors)
+        k[:, hidden] = v[:, hidden] = filling
+        inputs = [x.requires_grad_() for x in (q, k, v, table.clone())]
+        out = burst_attn_func(*inputs[:3], scores=added, bias=inputs[3], flash="cpu")
+        found.append(torch.autograd.grad(out, inputs, dout))
+    assert all(a.isfinite().all() and a.equal(b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_scores_equal_dense(part, monkeypatch):
     """In fp64, for one rank to many, in any mask, layout and strategy; with large areas of one row,

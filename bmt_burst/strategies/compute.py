@@ -385,10 +385,10 @@ def _send_lookups(
 @fused_on_gpus
 def _sum_products(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum of x * y for each head: (H,) fp32, or fp64 for fp64 inputs. Both are (B, S, H,
-    D).
+    D). Where x is 0, y may be anything: tokens that nobody sees may hold NaN.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * y.to(wide)).sum((0, 1, 3))
+    return (x.to(wide) * y.to(wide)).masked_fill(x == 0, 0.0).sum((0, 1, 3))
 
 
 def compute_outputs(
