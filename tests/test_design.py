@@ -12,7 +12,7 @@ import re
 import pytest
 
 import bmt_burst
-from bmt_burst.strategies.ring.program import order_events
+from bmt_burst.strategies.ring.events import order_events
 from tests.helpers import ROOT
 
 PAGE = ROOT / "docs/design.md"

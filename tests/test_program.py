@@ -17,7 +17,7 @@ import torch
 from bmt_burst import Layout, Mask
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.program import Event, order_events
+from bmt_burst.strategies.ring.events import Event, order_events
 from bmt_burst.transport import LANES
 from tests.helpers import problem, random_layout, random_mask
 

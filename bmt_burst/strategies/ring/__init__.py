@@ -8,7 +8,7 @@
     schedule   the block that a rank attends to at each hop
     routes     which tokens each rank sends to which, in stages, and where they land
     payload    the tensors that are sent, and the gradients that are returned
-    program    the order of a rank's events, as data
+    events     the order of a rank's events, as data
     executor   what each event does with tensors
 
 Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
@@ -34,9 +34,9 @@ from ...sequence.tiling import GatheredCall, Tiling, by_columns, flipped, kernel
 from .. import Plan, Problem, Saved, Sizes, Strategy, spread_ranks
 from ..compute import ALL, Keys, Queries, QueryGradients
 from ..machine import HostWork, Machine, Rates
+from .events import order_events
 from .executor import Backward, Forward, Pass, Program, find_landing_positions
 from .payload import KeysValues, Payload, QueryPayload, backward_payload, select_heads
-from .program import order_events
 from .routes import Landings, Routes
 from .schedule import Schedule
 from .timeline import Timeline, timeline

@@ -39,8 +39,8 @@ from ..compute import (
     compute_gradients,
     compute_outputs,
 )
+from .events import Event
 from .payload import KeysValues, Payload, QueryPayload
-from .program import Event
 from .routes import Landings, Round, Stage
 
 # Partial results are read again each time they are folded, and hold memory until then. So this many

@@ -21,8 +21,8 @@ from ...sequence.tile import KernelCall
 from ...sequence.tiling import GatheredCall
 from .. import Sizes
 from ..machine import BACKWARD, HostWork, Rates
+from .events import Do, Event
 from .executor import Program
-from .program import Do, Event
 
 _WIDTH = 72  # characters of a drawing
 # rows of a drawing, and their characters
