@@ -9,7 +9,8 @@
     routes     which tokens each rank sends to which, in stages, and where they land
     payload    the tensors that are sent, and the gradients that are returned
     events     the order of a rank's events, as data
-    executor   what each event does with tensors
+    program    a rank's part, without tensors: its events, routes and kernel calls
+    execution  performs the events with tensors; forward and backward compute with them
 
 Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
 pass has some of the heads. A stage has as many blocks as `group_bytes` allows. The tokens of a
@@ -34,9 +35,11 @@ from ...sequence.tiling import GatheredCall, Tiling, by_columns, flipped, kernel
 from .. import Plan, Problem, Saved, Sizes, Strategy, spread_ranks
 from ..compute import ALL, Keys, Queries, QueryGradients
 from ..machine import HostWork, Machine, Rates
+from .backward import Backward
 from .events import order_events
-from .executor import Backward, Forward, Pass, Program, find_landing_positions
+from .forward import Forward
 from .payload import KeysValues, Payload, QueryPayload, backward_payload, select_heads
+from .program import Pass, Program, find_landing_positions
 from .routes import Landings, Routes
 from .schedule import Schedule
 from .timeline import Timeline, timeline

@@ -22,7 +22,7 @@ from ...sequence.tiling import GatheredCall
 from .. import Sizes
 from ..machine import BACKWARD, HostWork, Rates
 from .events import Do, Event
-from .executor import Program
+from .program import Program
 
 _WIDTH = 72  # characters of a drawing
 # rows of a drawing, and their characters

@@ -1,0 +1,116 @@
+"""The forward of a program: it merges partial outputs of the own queries.
+
+Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that is sent is
+(B, S, heads, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...merging.merge import Outputs, empty_lse
+from ...merging.parts import OutputPart, is_whole
+from ...ranks.rings import Rings
+from ...scores import is_one_row
+from ..compute import ALL, Attention, Keys, Queries, compute_outputs
+from .events import Event
+from .execution import Execution
+from .payload import KeysValues
+from .program import Program
+
+# Partial outputs are read again each time they are folded, and hold memory until then. So this many
+# times group_bytes of them may wait.
+_OUTPUTS_WAITING = 4
+
+
+class Forward(Execution):
+    """The forward. It merges partial outputs of the own queries.
+
+    out, lse  the results, from the event `own` on
+    parts     the partial outputs of the own block
+    merged    the sum of the current pass
+    """
+
+    out: Tensor
+    lse: Tensor
+    merged: Outputs
+
+    def __init__(
+        self,
+        program: Program,
+        payload: KeysValues,
+        rings: Rings,
+        queries: Queries,
+        keys: Keys,
+        table: Tensor | None,
+    ):
+        device = queries.q.device
+        if (tokens := program.tokens(None, device)) is not None:
+            queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
+        self.queries, self.keys = queries, keys
+        super().__init__(program, rings, self.keys, device)
+        self.payload = payload
+        self.attention = Attention.begin(program.problem, queries.q, table)
+        self.parts: list[OutputPart] = []
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Run. Return out (B, S, H, D), lse (B, H, S) and, with a bias, its row_lse."""
+        self.run()
+        return self.out, self.lse, self.attention.row_lse
+
+    def _own(self) -> None:
+        q = self.queries.q
+        self.parts = list(
+            compute_outputs(self.attention, self.program.own, self.queries, self.keys)
+        )
+        if (
+            is_whole(self.parts, q.shape[1])
+            # such a call's out does not include the bias, only the merged one does
+            and not is_one_row(self.program.own[0].row)
+            and self.parts[0][1].dtype == q.dtype
+            and (self.attention.writes_new_memory or not self.program.passes)
+        ):
+            _, self.out, self.lse = self.parts[0]
+            if self.program.passes:
+                self.lse = self.lse.clone()
+            return
+        self.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.lse = empty_lse(q)
+        if not self.program.passes:
+            self._merge_from_own(ALL).result()
+
+    def _begin(self, event: Event) -> None:
+        self.merged = self._merge_from_own(self._pass(event).q)
+
+    def _open(self, event: Event) -> None:
+        if tensors := self._root_tensors(event):
+            self._attend(event, (event.round, -1), tensors)
+
+    def _compute(self, event: Event) -> None:
+        self._attend(event, (event.round, event.stage), self._landed_tensors(event))
+
+    def _end(self, event: Event) -> None:
+        self.merged.result()
+        del self.merged
+
+    def _merge_from_own(self, heads: slice) -> Outputs:
+        """Begin the sum of some heads with the own block's share."""
+        out, lse, parts = self.out, self.lse, self.parts
+        if heads != ALL:
+            out, lse = out[:, :, heads], lse[:, heads]
+            parts = [(spans, x[:, :, heads], x_lse[:, heads]) for spans, x, x_lse in parts]
+        limit = _OUTPUTS_WAITING * self.program.problem.group_bytes
+        return Outputs(out, lse, limit, parts)
+
+    def _attend(self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]) -> None:
+        heads = self._pass(event).q
+        block = self.payload.arrive(tensors, self.program.tokens(key, self.device))
+        queries = self.queries.part(ALL, heads)
+        for part in compute_outputs(
+            self.attention.of_heads(heads), self.program.calls[key], queries, block
+        ):
+            self.merged.add(*part)
