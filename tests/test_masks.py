@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bmt_burst.sequence import tiling
+from bmt_burst.sequence import gathered_calls
 from tests.helpers import (
     CPU_KERNELS,
     attention_errors,
@@ -42,7 +42,7 @@ PARTS = 4  # tests that share them
 def test_any_mask_equals_dense(part, monkeypatch):
     for seed in range(part, CASES, PARTS):
         chance = random.Random(seed)
-        monkeypatch.setattr(tiling, "_GAP", chance.choice((0, 3, 256)))
+        monkeypatch.setattr(gathered_calls, "_GAP", chance.choice((0, 3, 256)))
         size, inner = RINGS[seed % len(RINGS)]
         mask = random_mask(chance, chance.randint(size, 70))
         layout = random_layout(chance, mask, size)

@@ -20,7 +20,7 @@ from bmt_burst.kernels import load
 from bmt_burst.kernels.bias import dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
 from bmt_burst.sequence import areas
-from bmt_burst.sequence.tiling import GatheredCall
+from bmt_burst.sequence.gathered_calls import GatheredCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import Program, RingPlan

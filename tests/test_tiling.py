@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, Slice
-from bmt_burst.sequence import tiling
+from bmt_burst.sequence import gathered_calls
+from bmt_burst.sequence.gathered_calls import by_columns, flipped, kernel_calls
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import length, merged
 from bmt_burst.sequence.tile import Tile
-from bmt_burst.sequence.tiling import Tiling, by_columns, flipped, kernel_calls
+from bmt_burst.sequence.tiling import Tiling
 from tests.helpers import random_layout, random_mask
 
 CASES = 480
@@ -117,8 +118,8 @@ def check(mask: Mask, layout: Layout):
 def test_every_visible_pair_is_in_one_tile_and_one_kernel_call(part, monkeypatch):
     for seed in range(part, CASES, PARTS):
         chance = random.Random(seed)
-        monkeypatch.setattr(tiling, "_GAP", chance.choice((0, 3, 256)))
-        monkeypatch.setattr(tiling, "_MOST_SPANS", chance.choice((1, 2, 8)))
+        monkeypatch.setattr(gathered_calls, "_GAP", chance.choice((0, 3, 256)))
+        monkeypatch.setattr(gathered_calls, "_MOST_SPANS", chance.choice((1, 2, 8)))
         size = chance.randint(1, 6)
         mask = random_mask(chance, chance.randint(size, 40))
         check(mask, random_layout(chance, mask, size))

@@ -25,6 +25,11 @@ class Tile(NamedTuple):
     high: int | None = None
 
 
+# A tile as a plain tuple. Functions accept either. Striped layouts have very many tiles, and the
+# garbage collector scans named tuples again and again, but plain ones only once or twice.
+TileFields = tuple[Span, Span, int | None, int | None]
+
+
 @dataclass(frozen=True)
 class KernelCall:
     """One kernel call on q (B, S, ...) and k, v (B, T, ...).

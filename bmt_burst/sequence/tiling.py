@@ -1,9 +1,8 @@
 """A tiling: a mask cut by a layout, as tiles of queries and keys that ranks have.
 
 `seen` finds which tokens of which ranks a rank's queries look at. `tiles` finds how they look at
-tokens that lie somewhere in memory. `kernel_calls` groups tiles into kernel calls. The work grows
-with what the asked ranks look at, not with the whole mask. To find which queries look at a rank's
-keys, take the tiling of the transposed mask.
+tokens that lie somewhere in memory. The work grows with what the asked ranks look at, not with the
+whole mask. To find which queries look at a rank's keys, take the tiling of the transposed mask.
 
 Numbers are plain, except that `seen_table` returns columns of them as a tensor on the CPU.
 """
@@ -14,7 +13,7 @@ import bisect
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,21 +21,8 @@ from torch import Tensor
 
 from .layout import Layout
 from .mask import Mask, Slice
-from .span import Span, length, merged, shifted
-from .tile import KernelCall, Tile
-
-# The most tokens between two tiles that a kernel call includes, instead of copying tiles together.
-_GAP = 256
-# A call with a bias includes all gaps if they have at most this share of the tiles' tokens. Copying
-# tiles takes longer than writing zeros for gaps. With gaps in all calls, attention of CPM-Bee at
-# 64K tokens took 118.6 ms instead of 123.5 for forward and backward, on one H200. Without a bias
-# there was no gain.
-_MOST_BIASED_GAPS = 0.75
-# A rectangle with at most this many queries is joined with others that see the same keys, and one
-# with at most this many keys with others that are seen by the same queries.
-_NARROW = 256
-# Spans that are copied together for one kernel call. More are taken with the gaps between them.
-_MOST_SPANS = 8
+from .span import Span, length, merged
+from .tile import Tile, TileFields
 
 
 class ShardRun(NamedTuple):
@@ -54,14 +40,7 @@ class ShardRun(NamedTuple):
         return self.start + self.step * length(self.span)
 
 
-# A run and a tile as plain tuples. Functions accept either. Striped layouts have very many of
-# them, and the garbage collector scans named tuples again and again, but plain ones only once or
-# twice.
-RunFields = tuple[int, int, int, Span]
-TileFields = tuple[Span, Span, int | None, int | None]
-
-
-_Band = tuple[int | None, int | None]  # left and right of a kernel call
+RunFields = tuple[int, int, int, Span]  # a run as a plain tuple, for the reason of TileFields
 
 
 class _QueryRun(NamedTuple):
@@ -404,198 +383,3 @@ def _append(tiles: list[TileFields], tile: TileFields) -> None:
             tiles[-1] = (q[0], next_q[1]), kv, None, None
             return
     tiles.append(tile)
-
-
-class GatheredCall(NamedTuple):
-    """A kernel call and its tokens: the queries at spans `rows` and the keys at spans `columns`.
-
-    row    the row of the `Term` that the call is part of. None without a bias, and where kernels
-           cannot compute the bias from distances.
-    apart  how far the first key of each tile is ahead of its first query. It is given only for
-           biases by distance, and only if neighbours in a tile are neighbours in the sequence.
-    """
-
-    q_spans: tuple[Span, ...]
-    kv_spans: tuple[Span, ...]
-    call: KernelCall
-    row: int | None = None
-    apart: tuple[int, ...] | None = None
-
-
-def flipped(tile: TileFields) -> TileFields:
-    """Exchange queries and keys."""
-    q, kv, low, high = tile
-    return kv, q, None if high is None else 1 - high, None if low is None else 1 - low
-
-
-def by_columns(tiles: Sequence[TileFields]) -> list[TileFields]:
-    """Return tiles of the same pairs, in which queries that see the same keys are joined.
-
-    Their rectangles share as few keys as possible.
-    """
-    rectangles = sorted((Tile(*t) for t in tiles if t[2:] == (None, None)), key=lambda t: t.kv)
-    if len(rectangles) < 2:
-        return list(tiles)
-    joined: dict[tuple[Span, int], Tile] = {}  # by queries and where the keys end
-    active: list[Tile] = []
-    coming = iter([*rectangles, None])
-    following = next(coming)
-    for columns in itertools.pairwise(sorted({edge for t in rectangles for edge in t.kv})):
-        active = [t for t in active if t.kv[1] > columns[0]]
-        while following and following.kv[0] <= columns[0]:
-            active.append(following)
-            following = next(coming)
-        for rows in merged(t.q for t in active):
-            before = joined.pop((rows, columns[0]), Tile(rows, columns))
-            joined[rows, columns[1]] = Tile(rows, (before.kv[0], columns[1]))
-    return [*(t for t in tiles if t[2:] != (None, None)), *joined.values()]
-
-
-def kernel_calls(tiles: Iterable[TileFields], row: int | None = None) -> list[GatheredCall]:
-    """Group tiles into few kernel calls. The tiles of a call share neither queries nor keys."""
-    kinds: dict[_Band, list[tuple[Span, Span]]] = {}
-    for tile in tiles:
-        for q, kv, left, right in _aligned(tile):
-            kinds.setdefault((left, right), []).append((q, kv))
-    _join(kinds)
-    return [
-        _gather_call(group, *kind, row)
-        for kind, entries in kinds.items()
-        for group in _disjoint(
-            _without_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries))
-        )
-    ]
-
-
-def _aligned(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | None]]:
-    """Return a tile as (q, kv, left, right): a band counted from the last query and the last key.
-
-    If the last queries of a causal tile see all keys, return two: those queries are a rectangle.
-    """
-    (a, b), kv, low, high = tile
-    rows, columns = b - a, length(kv)
-    if low is not None and high is None and (corner := columns + low) < rows:
-        yield (a, a + corner), kv, None, 0
-        yield (a + corner, b), kv, None, None
-        return
-    beyond = rows - columns
-    yield (
-        (a, b),
-        kv,
-        None if high is None else high - 1 - beyond,
-        None if low is None else beyond - low,
-    )
-
-
-def _join(kinds: dict[_Band, list[tuple[Span, Span]]]) -> None:
-    """Move tiles to a kind with a tighter band, if that hides nothing of them.
-
-    They become one call with the tiles of that kind.
-    """
-
-    def move(source: _Band, target: _Band, fits: Callable[[Span, Span], bool]) -> None:
-        if source in kinds and target in kinds:
-            kinds[target] += [entry for entry in kinds[source] if fits(*entry)]
-            kinds[source] = [entry for entry in kinds[source] if not fits(*entry)]
-
-    def has_keys(most: int) -> Callable[[Span, Span], bool]:
-        return lambda _, kv: length(kv) <= most
-
-    move((None, None), (None, 0), lambda q, _: length(q) == 1)
-    for left, right in list(kinds):
-        if left is not None and right == 0:
-            move((None, 0), (left, 0), has_keys(left + 1))
-
-
-# A tile, as its queries and its keys. Each may be several rising spans, which become one when they
-# are copied one after the other.
-_Sides = tuple[tuple[Span, ...], tuple[Span, ...]]
-
-
-def _alone(entry: tuple[Span, Span]) -> _Sides:
-    q, kv = entry
-    return (q,), (kv,)
-
-
-def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
-    """Join narrow rectangles that have the same keys, and then those that have the same queries."""
-    by_keys: dict[Span, list[Span]] = {}
-    found: list[_Sides] = []
-    for q, kv in sorted(rectangles):
-        if length(q) <= _NARROW:
-            by_keys.setdefault(kv, []).append(q)
-    by_queries: dict[Span, list[Span]] = {}
-    for q, kv in sorted(rectangles):
-        if len(by_keys.get(kv, ())) > 1 and length(q) <= _NARROW:
-            continue
-        if length(kv) <= _NARROW:
-            by_queries.setdefault(q, []).append(kv)
-        else:
-            found.append(_alone((q, kv)))
-    found += [(tuple(queries), (kv,)) for kv, queries in by_keys.items() if len(queries) > 1]
-    found += [((q,), tuple(keys)) for q, keys in by_queries.items()]
-    return sorted(found)
-
-
-def _disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
-    """Group tiles so that queries and keys rise without overlap in each group.
-
-    Each tile joins the first group whose last tile it may follow.
-    """
-    groups: list[list[_Sides]] = []
-    ends: list[Span] = []  # where the queries and the keys of each group stop
-    for tile in tiles:
-        q, kv = tile
-        end = q[-1][1], kv[-1][1]
-        for index, (q_end, kv_end) in enumerate(ends):
-            if q_end <= q[0][0] and kv_end <= kv[0][0]:
-                groups[index].append(tile)
-                ends[index] = end
-                break
-        else:
-            groups.append([tile])
-            ends.append(end)
-    return groups
-
-
-def _gather_call(
-    tiles: Sequence[_Sides], left: int | None, right: int | None, row: int | None
-) -> GatheredCall:
-    most_gaps = 0.0 if row is None else _MOST_BIASED_GAPS
-    rows, q_places = _gathered([q for q, _ in tiles], most_gaps)
-    columns, kv_places = _gathered([kv for _, kv in tiles], most_gaps)
-    tokens, kv_tokens = (sum(map(length, spans)) for spans in (rows, columns))
-    places = tuple(zip(q_places, kv_places, strict=True))
-    return GatheredCall(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), row)
-
-
-def _gathered(
-    sides: Sequence[tuple[Span, ...]], most_gaps: float
-) -> tuple[tuple[Span, ...], list[Span]]:
-    """Return spans that hold one side of rising tiles, and where each tile lies in them.
-
-    The spans lie one after the other. They may include gaps between tiles: short ones, and all if
-    they have at most the share `most_gaps` of the other tokens.
-    """
-    if any(len(side) > 1 for side in sides):  # without gaps
-        spans = [span for side in sides for span in side]
-        ends = itertools.accumulate((sum(map(length, side)) for side in sides), initial=0)
-        return tuple(spans), list(itertools.pairwise(ends))
-    spans = [side[0] for side in sides]
-    near: list[Span] = []
-    for span in spans:
-        if near and span[0] - near[-1][1] <= _GAP:
-            near[-1] = near[-1][0], span[1]
-        else:
-            near.append(span)
-    whole = near[0][0], near[-1][1]
-    tokens = sum(map(length, near))
-    if len(near) > _MOST_SPANS or length(whole) <= (1 + most_gaps) * tokens:
-        near = [whole]
-    places, index, before = [], 0, 0
-    for span in spans:
-        while span[0] >= near[index][1]:
-            before += length(near[index])
-            index += 1
-        places.append(shifted(span, before - near[index][0]))
-    return tuple(near), places

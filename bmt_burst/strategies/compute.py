@@ -20,8 +20,8 @@ from ..kernels.packed import current_stream, send_to_device
 from ..merging.merge import stack_lse_delta
 from ..merging.parts import OutputPart
 from ..scores import BY_DISTANCE, Scores, is_one_row
+from ..sequence.gathered_calls import GatheredCall
 from ..sequence.span import Span, hull, in_turn, length
-from ..sequence.tiling import GatheredCall
 from ..spec import Spec
 from . import Problem
 

@@ -33,8 +33,10 @@ from torch import Tensor
 from ..merging.merge import Gradients, Outputs, empty_lse, sum_parts
 from ..merging.parts import Part, is_whole, tokens_at
 from ..ranks.rings import Rings
+from ..sequence.gathered_calls import GatheredCall, kernel_calls
 from ..sequence.span import Span, in_turn, length, shifted
-from ..sequence.tiling import GatheredCall, TileFields, Tiling, kernel_calls
+from ..sequence.tile import TileFields
+from ..sequence.tiling import Tiling
 from ..transport import Delivery, Manifest
 from ..transport.packing import Packing
 from . import Plan, Problem, Saved, Strategy, spread_ranks

@@ -28,8 +28,9 @@ from ..base.dtypes import accumulator_dtype
 from ..merging.merge import Outputs, empty_lse
 from ..merging.parts import tokens_at
 from ..ranks.rings import Rings
+from ..sequence.gathered_calls import GatheredCall, kernel_calls
 from ..sequence.span import Span, in_turn
-from ..sequence.tiling import GatheredCall, Tiling, kernel_calls
+from ..sequence.tiling import Tiling
 from ..transport import LANES
 from . import Plan, Problem, Saved, Strategy
 from .compute import (

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from ...ranks.rings import Rings
 from ...scores import BY_DISTANCE
-from ...sequence.tiling import GatheredCall, Tiling, by_columns, flipped, kernel_calls
+from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
+from ...sequence.tiling import Tiling
 from .. import Plan, Problem, Saved, Sizes, Strategy, spread_ranks
 from ..compute import ALL, Keys, Queries, QueryGradients
 from ..machine import HostWork, Machine, Rates

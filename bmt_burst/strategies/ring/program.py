@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...kernels.packed import current_stream, send_to_device
 from ...scores import Scores
+from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import length
-from ...sequence.tiling import GatheredCall
 from ...transport import Manifest
 from ...transport.packing import Packing
 from .. import Problem

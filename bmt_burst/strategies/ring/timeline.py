@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...sequence.gathered_calls import GatheredCall
 from ...sequence.mask import Slice
 from ...sequence.span import length
 from ...sequence.tile import KernelCall
-from ...sequence.tiling import GatheredCall
 from .. import Sizes
 from ..machine import BACKWARD, HostWork, Rates
 from .events import Do, Event
