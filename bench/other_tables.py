@@ -56,6 +56,21 @@ def training_table(rows: list[Row]) -> str:
     return table(header, lines) if lines else ""
 
 
+def sparse_training_table(rows: list[Row]) -> str:
+    """Format the tokens a second and GPU of training with dense and with sparse attention: a line
+    for each length.
+    """
+    speeds: dict[tuple, dict[bool, Row]] = defaultdict(dict)
+    for row in rows:
+        speeds[row["model"], row["layers"], row["seq_len"]][bool(row["sparse"])] = row
+    lines = []
+    for (model, layers, seq_len), pair in speeds.items():
+        dense, sparse = (pair[x]["tokens_per_s_per_gpu"] for x in (False, True))
+        name = f"{model}, {layers} layers, {tokens(seq_len)} tokens"
+        lines.append([name, round(dense), round(sparse), f"{sparse / dense:.1f} x"])
+    return table(["tokens/s per GPU", "dense", "InfLLM-V2", ""], lines)
+
+
 def saving_table(rows: list[Row]) -> str:
     """Format for how long saves stopped training, and how long until they were whole."""
     names = ("model", "gpus", "checkpoint_gib", "step_s")

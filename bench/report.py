@@ -22,14 +22,13 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import tables
-from bench.other_tables import other_tables
+from bench.other_tables import other_tables, sparse_training_table
 from bench.tables import (
     Row,
     alone,
     attention_groups,
     describe,
     implementation,
-    measured,
     read_rows,
 )
 
@@ -227,7 +226,11 @@ def _draw(panel, rows: list[Row], group: list[Row], colours: dict[tuple[str, str
 
 
 MARKED = re.compile(r"(<!-- results: (\w+) of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_GENERATED = {"peers": tables.peers_table, "masks": tables.masks_table}
+_GENERATED = {
+    "peers": tables.peers_table,
+    "masks": tables.masks_table,
+    "training": sparse_training_table,
+}
 
 
 def with_tables(readme: str) -> str:
@@ -238,7 +241,7 @@ def with_tables(readme: str) -> str:
 def _generated(kind: str, file: Path) -> str:
     """Return a plot or a table of a file's rows, with what they were measured on."""
     rows = read_rows([file])
-    machine = f"{max(row['gpus'] for row in measured(rows))} {rows[0]['gpu_name']}"
+    machine = f"{max(row.get('gpus', 1) for row in rows)} {rows[0]['gpu_name']}"
     if kind != "plot":
         return f"{machine}, {_commits(rows)}:\n\n{_GENERATED[kind](rows)}"
     caption = (
