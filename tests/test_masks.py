@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from bmt_burst import Layout, Mask
 from bmt_burst.sequence import gathered_calls
 from tests.helpers import (
     CPU_KERNELS,
@@ -62,3 +63,23 @@ def test_any_mask_equals_dense(part, monkeypatch):
         )
         errors = attention_errors(got, expected, tensors[3], SCALE)
         assert max(errors.values()) < 1e-10, (seed, errors, layout, options)
+
+
+class LongMiddle(Layout):
+    """Contiguous, and most tokens are on the second of four ranks."""
+
+    name = "long middle"
+
+    def ranges(self, rank):
+        ends = (0, 3, self.seq_len - 6, self.seq_len - 3, self.seq_len)
+        return [range(ends[rank], ends[rank + 1])]
+
+
+@pytest.mark.parametrize("inner", [2, 4])
+def test_the_longest_shard_may_be_anywhere(inner):
+    """Deliveries reserve memory for its blocks."""
+    mask, tensors = Mask.full(60), random_qkv(1, 60, 4, 2, 8)
+    layout = LongMiddle(60, 4)
+    got = ring_results(layout, tensors, SCALE, inner, mask=mask, group_bytes=0)
+    errors = attention_errors(got, dense_results(mask, tensors, SCALE), tensors[3], SCALE)
+    assert max(errors.values()) < 1e-10, errors

@@ -128,10 +128,10 @@ class Problem:
         kernels = [kernel for kernel in (self.kernel, self.biased_kernel) if kernel]
         return not self.send_out and all(kernel.takes_delta for kernel in kernels)
 
-    @property
+    @functools.cached_property
     def most_tokens(self) -> int:
         """The number of tokens of the longest shard."""
-        return max(self.layout.length(rank) for rank in (0, self.layout.size - 1))
+        return max(map(self.layout.length, range(self.layout.size)))
 
 
 class Saved(NamedTuple):
