@@ -41,7 +41,7 @@ class BurstAttention(torch.autograd.Function):
         ctx.rings, ctx.plan, ctx.number = rings, plan, number
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # it would fill a gradient of lse with 0 each time
-        ctx.out = out.shape, {"dtype": out.dtype, "device": out.device}
+        ctx.device = out.device
         return out, lse
 
     @staticmethod
@@ -51,22 +51,22 @@ class BurstAttention(torch.autograd.Function):
 
         Ranks that run ahead do not wait for that. They check it at the end of autograd's backward.
         """
-        shape, options = ctx.out
-        # there is none if what used `out` has no gradient for it
-        dout = torch.zeros(shape, **options) if grads[0] is None else grads[0]
         doing = f"the backward of call {ctx.number}"
         rings: Rings = ctx.rings
         plan: Plan = ctx.plan
 
-        def saved_tensors() -> tuple[Saved, Tensor | None]:
+        def begin() -> tuple[Tensor, Saved, Tensor | None]:
             check_first_derivative("burst_attn_func")
+            *tensors, sinks = ctx.saved_tensors
+            saved, dout = Saved(*tensors), grads[0]
+            if dout is None:  # what used `out` has no gradient for it
+                dout = torch.zeros_like(saved.out)
             check_transforms("the backward of burst_attn_func", dout)
-            *saved, sinks = ctx.saved_tensors
-            return Saved(*saved), sinks
+            return dout, saved, sinks
 
         with admit_one_thread(rings, doing):
-            runs_ahead = rings.runs_ahead(dout.device) and not in_compiled_backward()
-            saved, sinks = run_together(rings, doing, saved_tensors, runs_ahead)
+            runs_ahead = rings.runs_ahead(ctx.device) and not in_compiled_backward()
+            dout, saved, sinks = run_together(rings, doing, begin, runs_ahead)
             if runs_ahead:
                 Variable._execution_engine.queue_callback(lambda: settle(rings))
             dsinks = None
