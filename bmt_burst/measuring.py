@@ -65,9 +65,10 @@ def measure(
     message, steps, work = _measure_host(sp, device, dtype)
     if sp.rank:
         return None
-    for size, ways in zip(sizes, times, strict=True):
-        for way, call in zip(("forward", "backward"), ways, strict=True):
-            check_device_bound(call, f"the {way} of {size} tokens")
+    if device.type == "cuda":
+        for size, ways in zip(sizes, times, strict=True):
+            for way, call in zip(("forward", "backward"), ways, strict=True):
+                check_device_bound(call, f"the {way} of {size} tokens")
     (operations, keys), (backward, _) = (
         fit_kernel(sizes, [call.seconds for call in calls], heads)
         for calls in zip(*times, strict=True)
@@ -86,16 +87,14 @@ def measure(
     )
 
 
-class KernelTime(NamedTuple):
-    """The seconds of a kernel call, and those in which the host enqueued it. On a CPU the latter
-    are 0.
-    """
+class Timed(NamedTuple):
+    """The seconds of a call until the device is done, and until the host has enqueued it."""
 
     seconds: float
     host: float
 
 
-def check_device_bound(call: KernelTime, what: str) -> None:
+def check_device_bound(call: Timed, what: str) -> None:
     """Raise RuntimeError if the host limits the speed of a call, so that nothing is known of the
     GPU's.
     """
@@ -154,37 +153,34 @@ def _random(device: torch.device, dtype: torch.dtype, tokens: int, heads: int) -
     return torch.randn(shape, device=device, dtype=dtype, generator=generator).requires_grad_()
 
 
-def _medians(
-    device: torch.device, works: Sequence[Callable[[], object]], waits: bool = True
-) -> list[float]:
-    """Return the median seconds of each work, of rounds of several calls in turns. Without `waits`,
-    what the device has still to do does not count.
-    """
+def _medians(device: torch.device, works: Sequence[Callable[[], object]]) -> list[Timed]:
+    """Return the median times of each work, of rounds of several calls in turns."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def time_round(work: Callable[[], object]) -> float:
+    def time_round(work: Callable[[], object]) -> Timed:
         wait()
         start = time.perf_counter()
         for _ in range(_CALLS):
             work()
-        if waits:
-            wait()
-        seconds = (time.perf_counter() - start) / _CALLS
+        enqueued = time.perf_counter()
         wait()
-        return seconds
+        return Timed((time.perf_counter() - start) / _CALLS, (enqueued - start) / _CALLS)
 
     for work in works:
         work()
     rounds = [[time_round(work) for work in works] for _ in range(_ROUNDS)]
-    return [statistics.median(found) for found in zip(*rounds, strict=True)]
+    return [
+        Timed(*map(statistics.median, zip(*found, strict=True)))
+        for found in zip(*rounds, strict=True)
+    ]
 
 
 def _time_kernel(
     device: torch.device, dtype: torch.dtype, tokens: int, heads: int
-) -> tuple[KernelTime, KernelTime]:
+) -> tuple[Timed, Timed]:
     """Return the times of a causal forward and of its backward on one rank."""
     q, k, v = (_random(device, dtype, tokens, heads) for _ in range(3))
     dout = torch.ones_like(q)
@@ -196,10 +192,7 @@ def _time_kernel(
         return torch.autograd.grad(forward(), (q, k, v), dout)
 
     alone, whole = _medians(device, [forward, both])
-    host, both_host = 0.0, 0.0
-    if device.type == "cuda":
-        host, both_host = _medians(device, [forward, both], waits=False)
-    return KernelTime(alone, host), KernelTime(whole - alone, both_host - host)
+    return alone, Timed(whole.seconds - alone.seconds, whole.host - alone.host)
 
 
 def _measure_bytes(
@@ -214,7 +207,7 @@ def _measure_bytes(
         with plan.gather_keys(rings, k, v):
             pass
 
-    [seconds] = _medians(device, [gather])
+    [[seconds, _]] = _medians(device, [gather])
     return 2 * k.nbytes * (sp.size - 1) / seconds
 
 
@@ -239,10 +232,10 @@ def _measure_host(
         )
         return torch.autograd.grad(out, (q, k, v), dout)
 
-    times = _medians(device, [functools.partial(both, name) for name in _PLANS], waits=False)
+    times = _medians(device, [functools.partial(both, name) for name in _PLANS])
     problem = _problem(sp, q, Layout.zigzag(mask.seq_len, sp.size), mask)
     work = [plan(problem, sp.rank).host_work() for plan in _PLANS.values()]
-    return _measure_message(sp, device, dtype), times, work
+    return _measure_message(sp, device, dtype), [found.host for found in times], work
 
 
 def _measure_message(sp: SequenceParallel, device: torch.device, dtype: torch.dtype) -> float:
@@ -267,8 +260,8 @@ def _measure_message(sp: SequenceParallel, device: torch.device, dtype: torch.dt
         )
 
     works = [functools.partial(deliver, cut(count)) for count in (1, _MESSAGES)]
-    one, many = _medians(device, works, waits=False)
-    return (many - one) / (_MESSAGES - 1)
+    one, many = _medians(device, works)
+    return (many.host - one.host) / (_MESSAGES - 1)
 
 
 def _problem(

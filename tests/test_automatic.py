@@ -15,7 +15,7 @@ from bench import masks
 from bench.tables import read_rows
 from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, measuring, strategies
 from bmt_burst.calls.terms import compare_terms
-from bmt_burst.measuring import KernelTime, check_device_bound, fit_host, fit_kernel, measure
+from bmt_burst.measuring import Timed, check_device_bound, fit_host, fit_kernel, measure
 from bmt_burst.ranks.simulation import simulate
 from bmt_burst.strategies import choose, machine
 from bmt_burst.strategies.machine import H200, HostWork, parse_machine
@@ -222,9 +222,9 @@ def test_times_that_contradict_each_other_are_refused():
 
 def test_a_host_that_is_slower_than_its_gpu_says_nothing_of_the_gpu():
     """Two H200 once had 1.5e15 operations a second: the shorter call took the host longer."""
-    check_device_bound(KernelTime(1e-3, 0.7e-3), "a forward")
+    check_device_bound(Timed(1e-3, 0.7e-3), "a forward")
     with pytest.raises(RuntimeError, match=r"a forward to take the GPU longer.* got 1\.00 ms"):
-        check_device_bound(KernelTime(1e-3, 0.9e-3), "a forward")
+        check_device_bound(Timed(1e-3, 0.9e-3), "a forward")
 
 
 def measured_here(rank):
