@@ -40,7 +40,7 @@ class ShardRun(NamedTuple):
         return self.start + self.step * length(self.span)
 
 
-RunFields = tuple[int, int, int, Span]  # a run as a plain tuple, for the reason of TileFields
+RunFields = tuple[int, int, int, Span]  # a run as a plain tuple, like TileFields
 
 
 class _QueryRun(NamedTuple):
