@@ -34,8 +34,8 @@ from bmt_burst.merging.merge import empty_lse
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
+from bmt_burst.sparse import Choices, choose, keep_choices, memory, torch_far
 from bmt_burst.sparse import cache as cache_module
-from bmt_burst.sparse import choose, keep_choices, torch_far
 from bmt_burst.sparse.blocks import FarBlocks, pack_blocks, unpack_blocks
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.spec import Spec
@@ -481,15 +481,21 @@ def test_constants_are_those_of_a_config_and_print():
         InfLLMV2.from_dict({"top_k": 3})
 
 
-def test_checkpointing_keeps_the_choice(monkeypatch):
+@pytest.fixture
+def chosen(monkeypatch):
+    """A list with an entry for each row of queries whose blocks were chosen."""
+    found, choose_row = [], SelectedPlan._choose_row
+    monkeypatch.setattr(
+        SelectedPlan, "_choose_row", lambda *args: found.append(None) or choose_row(*args)
+    )
+    return found
+
+
+def test_checkpointing_keeps_the_choice(chosen):
     """The recomputation chooses nothing, and gradients are those without checkpointing."""
     tensors, layout = random_qkv(1, 64, 4, 2, 8), Layout.zigzag(64, 2)
     *_, dq, dk, dv = attend(layout, tensors, sparse=SMALL)
-    chosen = []
-    choose_row = SelectedPlan._choose_row
-    monkeypatch.setattr(
-        SelectedPlan, "_choose_row", lambda *args: chosen.append(None) or choose_row(*args)
-    )
+    chosen.clear()
 
     def work(ring):
         *leaves, dout = (layout.shard(x, ring.rank) for x in tensors)
@@ -506,6 +512,68 @@ def test_checkpointing_keeps_the_choice(monkeypatch):
     for i, exact in enumerate((dq, dk, dv)):
         assert layout.unshard([r[i] for r in results]).equal(exact)
     assert len(chosen) == 2  # once on each rank
+
+
+class Residual(torch.nn.Module):
+    """A layer without weights, whose attention keeps its choices."""
+
+    def forward(self, q, k, v, ring, choices):
+        with choices.of(self):
+            return q + burst_attn_func(q, k, v, causal=True, process_group=ring, sparse=SMALL)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_choices_passed_through_layers_are_kept_in_every_kind_of_checkpointing(
+    use_reentrant, chosen
+):
+    """Of two forwards whose backwards run in either order."""
+    layout, layers = Layout.zigzag(64, 2), [Residual(), Residual()]
+    tensors = [random_qkv(1, 64, 4, 2, 8, seed=seed) for seed in (0, 1)]
+
+    def work(ring, is_checkpointed):
+        def forward(q, k, v):
+            choices = Choices()
+            for layer in layers:
+                args = q, k, v, ring, choices
+                q = (
+                    checkpoint(layer, *args, use_reentrant=use_reentrant)
+                    if is_checkpointed
+                    else layer(*args)
+                )
+            return q
+
+        parts = [[layout.shard(x, ring.rank) for x in of_one] for of_one in tensors]
+        leaves = [[x.requires_grad_() for x in of_one[:3]] for of_one in parts]
+        outs = [forward(*of_one) for of_one in leaves]
+        for out, (*_, dout) in zip(outs, parts, strict=True):
+            out.backward(dout)
+        return [x.grad for of_one in leaves for x in of_one]
+
+    exact = simulate(2, lambda ring: work(ring, is_checkpointed=False))
+    made = len(chosen)
+    assert made == 2 * 2 * len(layers)  # ranks and forwards
+    kept = simulate(2, lambda ring: work(ring, is_checkpointed=True))
+    assert len(chosen) == 2 * made
+    for mine, expected in zip(kept, exact, strict=True):
+        assert all(a.equal(b) for a, b in zip(mine, expected, strict=True))
+
+
+def test_a_layer_that_runs_twice_in_a_forward_does_not_take_its_first_choice():
+    layer, choices, args = Residual(), Choices(), random_qkv(1, 64, 4, 2, 8)[:3]
+    layer(*args, None, choices)
+    with pytest.raises(ValueError, match="two runs of a layer in one forward"):
+        layer(*args, None, choices)
+
+
+def test_a_recomputation_that_chooses_again_says_so_once(caplog):
+    attend = functools.partial(burst_attn_func, causal=True, sparse=SMALL)
+    leaves = [x.requires_grad_() for x in random_qkv(1, 64, 4, 2, 8)[:3]]
+    memory._warn_of_choosing_again.cache_clear()
+    for _ in range(2):
+        checkpoint(attend, *leaves, use_reentrant=True).sum().backward()
+    assert [x.message.split(":")[0] for x in caplog.records if "chooses" in x.message] == [
+        "sparse attention chooses its blocks again in a recomputation, which costs time"
+    ]
 
 
 def test_a_policy_of_activation_checkpointing_may_save_what_the_windows_kernel_returns(monkeypatch):

@@ -187,7 +187,7 @@ def test_flops_count_the_chosen_keys_and_the_choice():
     assert step_flops(TINY, 0, int(found.sum())) < step_flops(TINY, 0, mask.area)
 
 
-def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks():
+def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks(monkeypatch):
     """A Llama's logits are those of a CPM with the same weights."""
     transformers = pytest.importorskip("transformers")
     from bmt_burst.adapters.transformers import enable
@@ -218,6 +218,24 @@ def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks():
 
     got = Layout.zigzag(90, 2).unshard(simulate(2, work))
     assert (got - exact).abs().max() < 1e-5  # transformers rotates in fp32
+
+    chosen = []
+    choose = SelectedPlan._choose_row
+    monkeypatch.setattr(
+        SelectedPlan, "_choose_row", lambda *args: chosen.append(None) or choose(*args)
+    )
+    for use_reentrant in (False, True):
+
+        def train(ring, use_reentrant=use_reentrant):
+            sp = SequenceParallel(ring.rank, 2, process_group=ring)
+            trained = enable(copy.deepcopy(llama).train(), sp)
+            trained.requires_grad_().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            trained.enable_input_require_grads()
+            trained(tokens, labels=tokens).loss.backward()
+
+        chosen.clear()
+        simulate(2, train)
+        assert len(chosen) == 2 * config.num_hidden_layers  # once in each layer of each rank
 
     def refused(ring):
         with pytest.raises(ValueError, match="sparse_config: expected") as caught:

@@ -12,13 +12,14 @@ cache       attention of new tokens to a cache of keys and values
 memory      choices that outlive activation checkpointing
 
 `choose` returns the choice of whole sequences on one process, for inspection. `burst_attn_func` and
-`nn.BurstAttention` take `sparse=InfLLMV2()`. `keep_choices` is for activation checkpointing.
+`nn.BurstAttention` take `sparse=InfLLMV2()`. `keep_choices` and `Choices` are for activation
+checkpointing.
 
 This folder knows no ranks. `strategies/selected.py` brings the keys and values to the queries.
 """
 
 from .choice import choose
 from .config import InfLLMV2
-from .memory import keep_choices
+from .memory import Choices, keep_choices
 
-__all__ = ["InfLLMV2", "choose", "keep_choices"]
+__all__ = ["Choices", "InfLLMV2", "choose", "keep_choices"]

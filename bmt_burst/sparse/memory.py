@@ -3,16 +3,26 @@
 A checkpointed function runs again in the backward. To choose again would gather all keys again and
 score them. So the first run keeps its choices, and the second takes them in the same order.
 
+Nothing tells a call to which first run its recomputation belongs. So the caller says it:
+`keep_choices` makes the contexts of one checkpointed function, as torch's checkpointing without
+reentrance takes them. `Choices` is for all other ways to checkpoint.
+
 Checkpointed functions may be nested. The outer one's recomputation runs the inner one for the first
 time again. Then the inner one takes its choices from the outer one.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Hashable
 from contextvars import ContextVar, Token
 from types import TracebackType
 
+import torch
 from torch import Tensor
+
+logger = logging.getLogger("bmt_burst")
 
 
 def keep_choices() -> tuple[KeptChoices, KeptChoices]:
@@ -23,6 +33,47 @@ def keep_choices() -> tuple[KeptChoices, KeptChoices]:
     """
     kept: list[Tensor] = []
     return KeptChoices(kept, recomputes=False), KeptChoices(kept, recomputes=True)
+
+
+class Choices:
+    """The choices of one forward of a model, for the recomputations of its layers.
+
+    It fits every kind of activation checkpointing, also reentrant ones and BMTrain's blocks. Make
+    one for each forward of the model, and pass it to each layer as an argument, so that a
+    recomputation gets the same one:
+
+        class Layer(nn.Module):
+            def forward(self, x, choices):
+                with choices.of(self):
+                    return x + self.attention(x)
+
+        choices = bmt_burst.sparse.Choices()
+        for layer in layers:
+            x = checkpoint(layer, x, choices, use_reentrant=True)
+
+    All ranks of a group must do so, or none.
+    """
+
+    def __init__(self) -> None:
+        self._recomputations: dict[Hashable, KeptChoices] = {}
+
+    def of(self, layer: Hashable) -> KeptChoices:
+        """Return the context of one run of `layer`, which is the layer itself or a name.
+
+        Its first run keeps its choices. Recomputations, which run inside a backward, take them.
+        Raises ValueError if the layer runs twice in a forward.
+        """
+        again = self._recomputations.get(layer)
+        if again is None:
+            first, self._recomputations[layer] = keep_choices()
+            return first
+        if not _is_in_backward():
+            raise ValueError(
+                "expected one run of each layer, and recomputations inside of a backward; got two "
+                "runs of a layer in one forward: make a Choices for each forward, and give each "
+                "run of a layer another name"
+            )
+        return again
 
 
 class KeptChoices:
@@ -86,7 +137,24 @@ def take_choice() -> Tensor | None:
 
 
 def keep_choice(choice: Tensor) -> None:
-    """Keep a choice if a recomputation will need it."""
+    """Keep a choice that was made if a recomputation will need it."""
     current = _current.get()
     if current is not None:
         current.keep(choice)
+    if _is_in_backward():
+        _warn_of_choosing_again()
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd is running a backward on this thread, as it does in a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@functools.cache
+def _warn_of_choosing_again() -> None:
+    """Say it once in each process."""
+    logger.warning(
+        "sparse attention chooses its blocks again in a recomputation, which costs time: pass "
+        "context_fn=bmt_burst.sparse.keep_choices and use_reentrant=False to "
+        "torch.utils.checkpoint, or use bmt_burst.sparse.Choices"
+    )

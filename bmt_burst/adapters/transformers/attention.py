@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from ...base.dtypes import accumulator_dtype
 from ...calls.refusal import refuse_call
 from ...sequence.mask import Mask
 from ...sparse.config import InfLLMV2
+from ...sparse.memory import Choices
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
 MOST_MASKS = 256  # that are kept
@@ -27,10 +29,12 @@ class ForwardContext:
     options      options of burst_attn_func, with a mask or causal=True
     seq_len      S
     num_targets  the number of targets in the whole batch, an int64 scalar; 0 without labels
+    choices      the blocks that sparse layers chose, for recomputations, which get the same context
     """
 
     def __init__(self, options: dict[str, Any], seq_len: int, num_targets: Tensor | int = 0):
         self.options, self.seq_len, self.num_targets = options, seq_len, num_targets
+        self.choices = Choices()
 
     def with_window(self, window: int | None) -> dict[str, Any]:
         """Return the options for a layer where each token sees itself and the window - 1 tokens
@@ -87,7 +91,11 @@ def attention(
         "sinks": sinks,
         "sparse": sparse,
     }
-    return burst_attn_func(q, k, v, scaling, **options)[..., : value.shape[-1]], None
+    # Layers are checkpointed in training only.
+    keeps = sparse is not None and module.training
+    with bmt_burst.choices.of(module) if keeps else nullcontext():
+        out = burst_attn_func(q, k, v, scaling, **options)
+    return out[..., : value.shape[-1]], None
 
 
 def _make_window(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:
