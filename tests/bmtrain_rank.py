@@ -157,6 +157,39 @@ def layer(folder: Path) -> dict:
     }
 
 
+def block(folder: Path) -> dict:
+    """How often a sparse layer in BMTrain's Block chooses in a forward and backward."""
+    import bmtrain
+
+    from bmt_burst import InfLLMV2, init_sequence_parallel
+    from bmt_burst.bmtrain import BurstAttention
+    from bmt_burst.nn import rope_tables
+    from bmt_burst.sparse import Choices
+    from bmt_burst.strategies.selected import SelectedPlan
+
+    sparse = InfLLMV2(4, 4, 2, 1, 4, 2, -1)
+    sp, calls, choose = init_sequence_parallel(), [], SelectedPlan.choose
+    choose_row = SelectedPlan._choose_row
+
+    class Layer(bmtrain.DistributedModule):
+        def __init__(self):
+            super().__init__()
+            self.attention = BurstAttention(16, 4, sp=sp, dtype=torch.float32, sparse=sparse)
+
+        def forward(self, x, cos, sin, choices):
+            with choices.of(self):
+                return x + self.attention(x, cos, sin)
+
+    SelectedPlan.choose = lambda *args: calls.append("asked") or choose(*args)
+    SelectedPlan._choose_row = lambda *args: calls.append("chose") or choose_row(*args)
+    layers = bmtrain.TransformerBlockList([bmtrain.Block(Layer()) for _ in range(2)])
+    bmtrain.init_parameters(layers)
+    x = torch.randn(1, 30, 16, generator=torch.Generator().manual_seed(0))
+    part = sp.shard(x).requires_grad_()
+    layers(part, *rope_tables(sp.positions(30), 4), Choices()).sum().backward()
+    return {name: calls.count(name) for name in ("asked", "chose")}
+
+
 def live(folder: Path) -> dict:
     """CPM-Bee and CPM-Ant with weights that bmtrain.load reads: losses, and gradients against the
     golden ones.
@@ -208,7 +241,7 @@ def live(folder: Path) -> dict:
 
 def library(folder: Path) -> dict:
     """What the engine and the layer do."""
-    return {**engines(folder), **layer(folder)}
+    return {**engines(folder), **layer(folder), "block": block(folder)}
 
 
 def pretrain(folder: Path, *arguments: str) -> dict:

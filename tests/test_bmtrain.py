@@ -93,6 +93,11 @@ def test_cpm_lives_models_equal_the_golden_values(tmp_path, size):
             assert found["step"] > 0
 
 
+def test_sparse_layers_in_blocks_choose_once(found):
+    """A Block runs its two layers again, and they take the choices of the first run."""
+    assert all(rank["block"] == {"asked": 4, "chose": 2} for rank in found)
+
+
 def test_layer_equals_torchs(found):
     for rank in found:
         assert rank["error"] < 1e-6
