@@ -362,13 +362,13 @@ def _kind(config: CPMConfig) -> str:
     has = biases + ["qk_norm"] * config.qk_norm
     scalings = (config.scale_emb, config.residual_scale, config.width_scale)
     if scalings != (1.0, 1.0, 1.0) or config.sparse:
+        advice = "only it has sparse attention" if config.sparse else "fold the scalings"
         if config.window:
             raise ValueError(
-                "Hugging Face's MiniCPM has no window, this one has "
-                f"{config.window}: fold the scalings"
+                f"Hugging Face's MiniCPM has no window, this one has {config.window}: {advice}"
             )
         if has:
-            raise ValueError(f"Hugging Face's MiniCPM has none of {has}: fold the scalings")
+            raise ValueError(f"Hugging Face's MiniCPM has none of {has}: {advice}")
         _check_longrope(config.rope_scaling)
         return "minicpm"
     if config.qk_norm and biases in ([], ["qkv_bias", "o_bias"]):

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from bmt_burst import InfLLMV2
 from models.config import PRESETS, CPMConfig
 from models.huggingface import HFWeights, fold_scalings, load_cpm, save_weights
 from tests.helpers import ROOT
@@ -281,6 +282,19 @@ def test_scalings_can_be_kept(run, tmp_path, capsys):
         == PADDED
     )
     assert all(kept[name].equal(weight) for name, weight in weights.items())
+
+
+def test_sparse_models_stay_minicpm(tmp_path, capsys):
+    """Their scalings are folded, and no other model of transformers is sparse."""
+    sparse = InfLLMV2(block_size=4, kernel_size=4, kernel_stride=2, window_size=8, topk=3)
+    run = run_of(tmp_path / "run", dataclasses.replace(PADDED, sparse=sparse), ByteTokenizer())
+    folder = exported(run, tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "trust_remote_code" in said and "sparse attention" in said
+    written = json.loads((folder / "config.json").read_text())
+    assert written["model_type"] == "minicpm"
+    assert written["sparse_config"] == sparse.to_dict()
+    assert HFWeights(folder).config.scale_emb == 1.0
 
 
 LONGROPE = {

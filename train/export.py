@@ -5,9 +5,11 @@
 
 By default the export is a Hugging Face folder of a Llama. It is a Mistral, Qwen2 or Qwen3 if the
 model needs that (see models/hf_config.py). MiniCPM's scalings are folded into the weights, so
-transformers can load it without other code. With --keep-scalings the folder is a MiniCPM's instead.
-transformers needs that model's own code for it (trust_remote_code), and training can resume with
-the scalings.
+transformers can load it without other code.
+
+With --keep-scalings the folder is a MiniCPM's instead, and training can resume with the scalings.
+So is that of a model with sparse attention, which no other has. transformers needs MiniCPM's own
+code for it (trust_remote_code).
 
 `bmtrain.load(model, "exported/model.pt")` reads the other format, which bmtrain.save writes.
 pretrain.py --init-from reads all of them. CPM-Live's models are exported only in BMTrain's format,
@@ -33,6 +35,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from models.config import CPMConfig
+from models.hf_config import config_to_hf
 from models.huggingface import fold_scalings, round_weight, save_weights
 from train.base.aside import write_aside
 from train.base.command_line import ArgumentParser
@@ -52,8 +55,9 @@ def export_huggingface(
     folder: Path,
     dtype: torch.dtype,
     keep_scalings: bool,
-) -> None:
-    """Write config.json, weights and tokenizer for transformers into `folder`, which exists.
+) -> CPMConfig:
+    """Write config.json, weights and tokenizer for transformers into `folder`, which exists. Return
+    the configuration that was written.
 
     The tokenizer puts a begin token in front of a text if training did. If training never began a
     text after a token, the folder names no begin token.
@@ -80,6 +84,7 @@ def export_huggingface(
         generation["suppress_tokens"] = without_text
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
     save_for_transformers(tokenizer, folder, longest, bos_id=before, add_bos=bos is not None)
+    return config
 
 
 def export_bmtrain(
@@ -137,18 +142,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = checkpoint.find(args.run)
         saved, tokenizer = checkpoint.Checkpoint(path), checkpoint_tokenizer(path)
         with write_aside(args.output) as folder:
+            written = None
             if args.format == "bmtrain":
                 export_bmtrain(saved, tokenizer, folder, dtype)
             else:
-                export_huggingface(saved, tokenizer, folder, dtype, args.keep_scalings)
+                written = export_huggingface(saved, tokenizer, folder, dtype, args.keep_scalings)
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         parser.fail(error)
     print(f"wrote {args.output} from {path}")
-    if args.keep_scalings:
-        print(
-            "transformers needs MiniCPM's own code for it (trust_remote_code); without "
-            "--keep-scalings it needs none"
+    if written and config_to_hf(written)["model_type"] == "minicpm":
+        why = (
+            "no other model of transformers has its sparse attention"
+            if written.sparse
+            else "without --keep-scalings it needs none"
         )
+        print(f"transformers needs MiniCPM's own code for it (trust_remote_code); {why}")
 
 
 if __name__ == "__main__":
