@@ -120,7 +120,7 @@ def random_case(chance: random.Random, tokens: int = 90) -> Case:
         kernel_size=2 * stride,
         kernel_stride=stride,
         init_blocks=init,
-        window_size=block * chance.randint(0, 3),
+        window_size=block * chance.randint(1, 3),
         topk=init + chance.randint(1, 4),
         dense_len=-1,
     )

@@ -22,7 +22,8 @@ class InfLLMV2:
     kernel_size    tokens whose mean is a compressed key, 2 * kernel_stride
     kernel_stride  tokens from one compressed key to the next
     init_blocks    blocks at the start of a document that are always chosen
-    window_size    tokens of the blocks before a query's own that are always chosen
+    window_size    tokens of the blocks before a query's own that are always chosen, at least one
+                   block
     topk           blocks that are chosen beside those of the window
     dense_len      a call whose longest document has fewer tokens is dense. With -1 no call is.
     use_nope       whether blocks are chosen by queries and keys without rotary positions, which the
@@ -45,8 +46,10 @@ class InfLLMV2:
         for field in fields(self):
             check = as_bool if field.name == "use_nope" else as_int
             object.__setattr__(self, field.name, check(field.name, getattr(self, field.name)))
-        _check_at_least(self, 1, "block_size", "kernel_size", "kernel_stride", "topk")
-        _check_at_least(self, 0, "init_blocks", "window_size")
+        _check_at_least(
+            self, 1, "block_size", "kernel_size", "kernel_stride", "topk", "window_size"
+        )
+        _check_at_least(self, 0, "init_blocks")
         _check_at_least(self, -1, "dense_len")
         if self.kernel_size != 2 * self.kernel_stride:
             raise ValueError(
