@@ -161,9 +161,9 @@ class Layout(ABC):
         """Return the positions of `rank`'s shard in the whole sequence: (S_local,) int64, in
         storage order.
         """
-        return torch.cat(
-            [torch.arange(r.start, r.stop, r.step, device=device) for r in self.runs(rank)]
-        )
+        none = torch.empty(0, dtype=torch.int64, device=device)  # a shard may have no runs
+        runs = [torch.arange(r.start, r.stop, r.step, device=device) for r in self.runs(rank)]
+        return torch.cat([none, *runs])
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return a copy of the part of `x` that `rank` owns. `dim` has seq_len entries.
