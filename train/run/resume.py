@@ -64,7 +64,10 @@ _TECHNICAL = {
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
 # fields of a model that a stage may change
 _CHANGED_BY_STAGES = {"rope_theta", "rope_scaling", "window", "window_pattern", "sparse"}
-_STAGE = "give --new-stage to start another stage from its weights and optimizer"
+_STAGE = (
+    "give --new-stage to start another stage from its weights and optimizer, with --resume "
+    "CHECKPOINT and another --output"
+)
 _JUMP = 0.01  # relative change of a learning rate that is reported
 
 
