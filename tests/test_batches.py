@@ -2,16 +2,19 @@
 refused.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import SequenceParallel
+from bmt_burst import Mask, SequenceParallel
 from models.config import CPMConfig
 from tests.test_model import SMALL
-from train.data.batches import Batches
-from train.data.folder import Sequences
+from tests.test_sparse import SMALL as SPARSE
+from train.data.batches import Batches, keys_seen, sparse_keys
+from train.data.folder import Row, Sequences
 from train.run.config import TrainConfig
 
 
@@ -103,3 +106,21 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(
 def test_layouts_are_checked_against_the_sequence_parallel_ranks(monkeypatch, layout):
     with pytest.raises(ValueError, match="too short for 32 ranks"):
         batches(monkeypatch, 0, 32, 32, layout=layout)
+
+
+def test_the_longest_document_of_a_micro_batch_decides_whether_its_calls_are_sparse(monkeypatch):
+    """One row's document is long enough. Alone, the other row's work is that of a dense call."""
+    sparse = dataclasses.replace(SPARSE, dense_len=50)
+    model = dataclasses.replace(SMALL, sparse=sparse)
+    of_rank = batches(monkeypatch, 0, 1, 1, model=model, seq_len=64)
+    tokens = torch.zeros(64, dtype=torch.int64)
+    short, long = (Row(tokens, tokens, documents) for documents in ((0, 40, 64), (0, 64)))
+    works = {}
+    for name, rows in (("short", [short]), ("long", [long]), ("both", [short, long])):
+        [works[name]] = of_rank._of_documents(rows).work
+    chosen, dense = (
+        int(keys(Mask.documents(short.documents)).sum()) * SMALL.num_layers
+        for keys in (lambda mask: sparse_keys(mask, sparse), keys_seen)
+    )
+    assert chosen < dense == works["short"]
+    assert works["both"] == works["long"] + chosen

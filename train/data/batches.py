@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -231,9 +231,8 @@ class Batches(Dealer[MicroBatch]):
     ):
         super().__init__(config, sp, device)
         self._model, self._windows = model, Counter(model.windows)
-        self._whole = self._plan_row(
-            Mask.causal(config.seq_len), config.layout == "auto" and model.window is not None
-        )
+        whole, balanced = Mask.causal(config.seq_len), config.layout == "auto" and model.window
+        self._whole = self._plan_row(whole, bool(balanced), self._is_sparse([whole]))
 
     def describe(self, data: Source) -> str:
         model, seen = self._model, data.description
@@ -272,10 +271,9 @@ class Batches(Dealer[MicroBatch]):
         )
 
     def _of_documents(self, rows: Sequence[Row]) -> MicroBatch:
-        plans = [
-            self._plan_row(Mask.documents(row.documents), self.config.layout == "auto")
-            for row in rows
-        ]
+        masks = [Mask.documents(row.documents) for row in rows]
+        balanced, is_sparse = self.config.layout == "auto", self._is_sparse(masks)
+        plans = [self._plan_row(mask, balanced, is_sparse) for mask in masks]
         positions = self._shard(
             [plan.mask.positions() for plan in plans], [plan.layout for plan in plans]
         )
@@ -296,7 +294,12 @@ class Batches(Dealer[MicroBatch]):
         )
         return tokens.to(self.device), labels.to(self.device)
 
-    def _plan_row(self, mask: Mask, balanced: bool) -> _RowPlan:
+    def _is_sparse(self, masks: Iterable[Mask]) -> bool:
+        """Whether calls of rows with these masks are sparse. The longest document decides."""
+        sparse = self._model.sparse
+        return sparse is not None and not sparse.is_dense(max(map(find_longest, masks)))
+
+    def _plan_row(self, mask: Mask, balanced: bool, is_sparse: bool) -> _RowPlan:
         in_layers = {
             window: mask if window is None else mask.windowed(window) for window in self._windows
         }
@@ -304,7 +307,7 @@ class Batches(Dealer[MicroBatch]):
         if balanced and self.sp.size > 1:
             # full layers first
             layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)
-        sparse = self._model.sparse
+        sparse = self._model.sparse if is_sparse else None
         seen = [
             count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
             for window, count in self._windows.items()
@@ -321,17 +324,15 @@ def _describe_sparse(sparse: InfLLMV2) -> str:
 
 
 def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:
-    """Return the keys that each query of causal documents attends to with sparse attention, and
-    what the choice costs in keys: (seq_len,) int64.
+    """Return the keys that each query of causal documents attends to in a sparse call, and what the
+    choice costs in keys: (seq_len,) int64.
 
     A query attends to the tokens at or before it in its `most_blocks` blocks, or in all visible
     blocks if they are fewer. If they are more, it chooses: it multiplies with each visible
     compressed key, in the forward only. That is a sixth of the operations of a key (`step_flops`),
-    rounded down. A sequence whose documents are all shorter than dense_len is dense.
+    rounded down. A token in no document attends to nothing.
     """
-    if sparse.is_dense(find_longest(mask)):
-        return keys_seen(mask)
-    places, size, stride = mask.positions(), sparse.kernel_size, sparse.kernel_stride
+    places, size, stride = keys_seen(mask) - 1, sparse.kernel_size, sparse.kernel_stride
     own = places // sparse.block_size
     blocks = own.clamp_max(sparse.most_blocks - 1)
     attended = blocks * sparse.block_size + places % sparse.block_size + 1
