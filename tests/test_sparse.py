@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -374,18 +375,39 @@ def test_wrong_calls_raise_on_all_ranks(options, message):
         assert message in said
 
 
-def test_choose_by_of_another_shape_raises_on_all_ranks():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k: k.expand(1, 32, 2, 8), r"expected keys of choose_by of shape \(1, 32, 1, 8\)"),
+        (Tensor.long, "keys of choose_by must be floating point, got torch.int64"),
+    ],
+)
+def test_wrong_keys_to_choose_by_raise_on_all_ranks(change, message):
     q, k, v, _ = random_qkv(1, 32, 2, 1, 8)
     sparse = dataclasses.replace(SMALL, use_nope=True)
 
     def work(ring):
-        by = (q, k) if ring.rank else (q, v.expand(1, 32, 2, 8))
-        with pytest.raises(
-            ValueError, match=r"expected keys of choose_by of shape \(1, 32, 1, 8\)"
-        ):
+        by = (q, k) if ring.rank else (q, change(k))
+        with pytest.raises(ValueError, match=message):
             burst_attn_func(q, k, v, causal=True, process_group=ring, sparse=sparse, choose_by=by)
 
     simulate(2, work)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "scale", "message"),
+    [
+        (torch.zeros(9, 2, 8), torch.zeros(9, 1, 8), -1.0, "softmax_scale must be positive"),
+        (torch.zeros(9, 2, 8), torch.zeros(9, 1, 8), "1", "softmax_scale must be a number"),
+        (torch.zeros(9, 2, 8), torch.zeros(9, 0, 8), None, "at least one head in k"),
+        (torch.zeros(0, 9, 2, 8), torch.zeros(0, 9, 1, 8), None, "got shapes"),
+        (torch.zeros(9, 2, 8), torch.zeros(9, 1, 8).double(), None, "one floating point dtype"),
+        (torch.zeros(9, 2, 8).int(), torch.zeros(9, 1, 8).int(), None, "one floating point dtype"),
+    ],
+)
+def test_what_cannot_be_chosen_by_is_refused(q, k, scale, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        choose(q, k, Mask.causal(9), SMALL, softmax_scale=scale)
 
 
 def test_ranks_must_all_keep_their_choices_or_none():
@@ -454,6 +476,7 @@ def test_ranks_must_agree_on_the_constants():
         ({"block_size": 40}, "block_size to be a multiple of kernel_stride=16, got 40"),
         ({"dense_len": -2}, "dense_len of at least -1"),
         ({"init_blocks": -1}, "init_blocks of at least 0"),
+        ({"window_size": 0}, "window_size of at least 1"),
         ({"topk": 2.5}, "topk must be a whole number"),
         ({"use_nope": 1}, "use_nope must be True or False"),
     ],

@@ -57,6 +57,18 @@ def as_float(name: str, value: Any) -> float:
         raise ValueError(f"{name} must be finite, got a number of {bits} bits") from None
 
 
+def as_positive(name: str, value: Any) -> float:
+    """Return a float.
+
+    Raises TypeError for anything but a real number, ValueError for one that is not positive and
+    finite.
+    """
+    number = as_float(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {number}")
+    return number
+
+
 def check_tensor(name: str, x: Any) -> None:
     """Raise TypeError for anything but a dense tensor.
 

@@ -194,6 +194,8 @@ def _check_choose_by(choose_by: tuple[Tensor, Tensor] | None, q: Tensor, k: Tens
                 f"expected {name} of choose_by of shape {tuple(like.shape)} on {like.device}, "
                 f"got {tuple(x.shape)} on {x.device}"
             )
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} of choose_by must be floating point, got {x.dtype}")
 
 
 def _check_like_lse(name: str, x: Tensor, q: Tensor) -> None:

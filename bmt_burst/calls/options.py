@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import strategies
-from ..base.arguments import as_bool, as_float, as_int
+from ..base.arguments import as_bool, as_int, as_positive
 from ..base.dtypes import accumulator_dtype
 from ..scores import Scores
 from ..sequence.layout import LAYOUTS, Balanced, Layout
@@ -118,12 +118,7 @@ def _check_sparse(sparse: Any, softcap: Any) -> None:
 
 def _check_positive(name: str, value: Any) -> float | None:
     """Return the value as a float. Kernels assume that scaling keeps the order of scores."""
-    if value is None:
-        return None
-    number = as_float(name, value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {number}")
-    return number
+    return None if value is None else as_positive(name, value)
 
 
 def _check_group_bytes(value: Any) -> int:

@@ -14,7 +14,8 @@ equal blocks it takes the lower one. Equal ones are common, because a kernel ove
 A choice does not depend on ranks or layouts, bit for bit. Sums have a fixed order: keys are summed
 up one after the other, and a score does not depend on the queries that are computed with it. Sums
 are fp32, or fp64 for fp64 inputs. The released code rounds them to the inputs' dtype. A GPU and a
-CPU may choose differently where scores are nearly equal.
+CPU may choose differently where scores are nearly equal. Below fp64, blocks with S beyond fp32 are
+equal: those with a kernel whose scaled score exceeds L_ih by more than 88.
 
 Letters: T tokens, H query heads, G kv heads, D head size, B batch.
 """
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..base.arguments import check_tensor
+from ..base.arguments import DTYPES, as_positive, check_tensor
 from ..kernels.packed import send_to_device
 from ..sequence.mask import Mask
 from ..sequence.span import Span, length
@@ -50,7 +51,7 @@ def choose(
         q: (T, H, D) queries, or (B, T, H, D).
         k: (T, G, D) keys, or (B, T, G, D). With `use_nope`, pass both without rotary positions.
         mask: causal documents of T tokens: Mask.causal or Mask.documents.
-        softmax_scale: positive factor of the scores, by default 1 / sqrt(D).
+        softmax_scale: factor of the scores, positive and finite, by default 1 / sqrt(D).
 
     Returns:
         (T, G, topk + window_size // block_size) int32, or with a leading B: the chosen blocks of
@@ -59,10 +60,13 @@ def choose(
 
     Raises:
         ValueError: if the call is dense as a whole, because its longest document has fewer than
-            dense_len tokens; for another mask; for shapes that do not fit.
-        TypeError: for anything but tensors, a Mask and an InfLLMV2.
+            dense_len tokens; for another mask; for shapes, dtypes and devices that do not fit; for
+            another softmax_scale.
+        TypeError: for anything but tensors, a Mask, an InfLLMV2 and a number.
     """
     _check_choose(q, k, mask, sparse)
+    if softmax_scale is not None:
+        softmax_scale = as_positive("softmax_scale", softmax_scale)
     if q.dim() == 4:
         rows = [
             choose(*row, mask, sparse, softmax_scale=softmax_scale)
@@ -157,10 +161,16 @@ def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2) -> None:
         raise TypeError(f"expected mask to be a Mask, got {type(mask).__name__}")
     if not isinstance(sparse, InfLLMV2):
         raise TypeError(f"expected sparse to be an InfLLMV2, got {type(sparse).__name__}")
-    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
+    if q.dtype not in DTYPES or q.dtype != k.dtype or q.device != k.device:
         raise ValueError(
-            "expected q and k of equal tokens and head sizes, and a multiple of k's heads in q; "
-            f"got shapes {tuple(q.shape)} and {tuple(k.shape)}"
+            "expected q and k of one floating point dtype on one device, got "
+            f"{q.dtype} on {q.device} and {k.dtype} on {k.device}"
+        )
+    fits = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
+    if not (fits and q.numel() and k.numel() and q.shape[-2] % k.shape[-2] == 0):
+        raise ValueError(
+            "expected q and k of equal tokens and head sizes, at least one head in k, and a "
+            f"multiple of k's heads in q; got shapes {tuple(q.shape)} and {tuple(k.shape)}"
         )
     if mask.seq_len != q.shape[-3]:
         raise ValueError(f"expected a mask of {q.shape[-3]} tokens, got one of {mask.seq_len}")
