@@ -362,6 +362,18 @@ def test_what_was_never_read_is_printed_when_the_process_ends(capsys, monkeypatc
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(2, 2), (1, 2), (2, 1)])
+def test_each_ring_watches_what_is_enqueued(inner, outer):
+    """Ulysses between the ranks of a host and a ring between hosts both wait on streams."""
+    noted = []
+    rings = [
+        SimpleNamespace(size=size, note_enqueued=lambda doing, name=name: noted.append(name))
+        for name, size in (("inner", inner), ("outer", outer))
+    ]
+    Rings(*rings, double=True).note_enqueued("a call")
+    assert noted == ["inner"] * (inner > 1) + ["outer"] * (outer > 1)
+
+
 def test_a_call_is_stuck_from_its_beginning_on():
     """A host may wait for its GPU also while it enqueues a call that it began ahead of others."""
     event = SimpleNamespace(record=lambda: None, query=lambda: False)

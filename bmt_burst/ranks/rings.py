@@ -166,8 +166,9 @@ class Rings:
             ring.connect(device)
 
     def note_enqueued(self, doing: str) -> None:
-        """Note it in the inner ring, whose streams may wait for other ranks; see Transport."""
-        self.inner.note_enqueued(doing)
+        """Note it in each ring: streams may wait for ranks of either; see Transport."""
+        for ring in self.shared:
+            ring.note_enqueued(doing)
 
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Return the contiguous x of all ranks in rank order. `shapes` are their shapes."""
