@@ -125,8 +125,10 @@ def test_pairs_of_two_long_groups_are_one_area(mask, monkeypatch):
     assert masks[OTHER].dense().equal(both & mask.dense())
 
 
-def test_tokens_that_nobody_sees_may_hold_nan(monkeypatch):
-    """They may lie in a gap between tiles of a call. The reference multiplies them by 0."""
+def test_tokens_that_nobody_sees_in_areas_of_one_row_may_hold_nan(monkeypatch):
+    """They may lie in a gap between tiles of a call. The reference multiplies them by 0, and the
+    bound of a table's gradient counts them in calls with a row for each pair.
+    """
     monkeypatch.setattr(areas, "_LONG", 4)
     segments = integers([0] * 20 + [1] * 10)
     pairs = integers([BY_DISTANCE, 1, 1, BY_DISTANCE])

@@ -425,7 +425,9 @@ def compute_gradients(
 def _find_bound(
     calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
 ) -> Tensor | None:
-    """Return `dscores_bound` of the tokens of all calls without one row for all pairs."""
+    """Return `dscores_bound` of the tokens of all calls without one row for all pairs. It counts
+    tokens between theirs, too.
+    """
     biased = [gathered for gathered in calls if not is_one_row(gathered.row)]
     if queries.delta is None or not biased:
         return None
