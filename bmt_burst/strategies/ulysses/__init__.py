@@ -161,8 +161,8 @@ class UlyssesPlan(Plan):
             Heads.of_rank(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)
         ]
         most, pairs = -(-sizes.heads // inner), sizes.batch * problem.mask.area // problem.outer
-        rows, work = sizes.batch * self.tokens.total, most * pairs * sizes.head_size
-        cuts = cut_heads(most, ratio, rows, work)
+        rows = sizes.batch * max(map(self.hosts.length, range(problem.outer)))
+        cuts = cut_heads(most, ratio, rows, most * pairs * sizes.head_size)
         self.pieces = [heads.cut(cuts, ratio) for heads in self.heads]
         rings: dict[tuple[int, int], RingPlan] = {}
         self.rings = [

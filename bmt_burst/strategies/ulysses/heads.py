@@ -60,13 +60,14 @@ def cut_heads(heads: int, ratio: int, rows: int, work: int) -> tuple[int, ...]:
 
     heads  the most query heads of a rank
     ratio  the query heads of a kv head
-    rows   the rows of queries of a head: the tokens of a host, over the batch
+    rows   the rows of queries of a head: the tokens of the host with the most, over the batch
     work   the visible pairs of all these heads, times the head size
 
     Only two exchanges have no kernel to hide behind: the first that a rank receives, and the last
     that it returns. So the first and the last piece have an eighth of the heads. Pieces between
     them have at most `_ENOUGH_ROWS`, as received heads take memory. Fewer rows than that in all, or
-    less than `_ENOUGH_WORK`, are one piece. A rank with a few kv heads or more does not cut between
+    less than `_ENOUGH_WORK`, are one piece. All hosts have the same pieces, since the ring between
+    them computes one after the other. A rank with a few kv heads or more does not cut between
     the query heads of one, because each piece would exchange that kv head again.
     """
     if heads * rows < _ENOUGH_ROWS or work < _ENOUGH_WORK:
