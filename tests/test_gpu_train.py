@@ -75,6 +75,7 @@ def saved_in(saving, tokens):
     return grads, peaks
 
 
+@pytest.mark.alone  # copies to the host that wait for other processes hold memory
 def test_offloading_and_recomputing_save_memory_and_change_no_bit():
     tokens = torch.randint(0, 512, (1, 16384), device="cuda")
     names = {

@@ -10,7 +10,6 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pyarrow as pa
 import pytest
-import zstandard
 from pyarrow import parquet
 
 from tests.test_prepare import jsonl, texts
@@ -19,6 +18,8 @@ from train.data import tables
 from train.data.files import TextFile
 from train.data.folder import TokenFile
 from train.data.text import read_pieces
+
+zstandard = pytest.importorskip("zstandard")
 
 LONG = [f"{i} " + "word " * (i % 50) for i in range(3000)]
 
