@@ -58,17 +58,20 @@ def training_table(rows: list[Row]) -> str:
 
 def sparse_training_table(rows: list[Row]) -> str:
     """Format the tokens a second and GPU of training with dense and with sparse attention: a line
-    for each length.
+    for each run that was measured with both. Of equal runs the last one counts.
     """
-    speeds: dict[tuple, dict[bool, Row]] = defaultdict(dict)
+    speeds: dict[tuple, dict[bool, float]] = defaultdict(dict)
     for row in rows:
-        speeds[row["model"], row["layers"], row["seq_len"]][bool(row["sparse"])] = row
+        run = (*(row[name] for name in ("model", "layers", "seq_len", "engine", "gpus")),)
+        speed = row["tokens_per_s_per_gpu"]
+        speeds[(*run, checkpointing(row))][bool(row.get("sparse"))] = speed
     lines = []
-    for (model, layers, seq_len), pair in speeds.items():
-        dense, sparse = (pair[x]["tokens_per_s_per_gpu"] for x in (False, True))
-        name = f"{model}, {layers} layers, {tokens(seq_len)} tokens"
-        lines.append([name, round(dense), round(sparse), f"{sparse / dense:.1f} x"])
-    return table(["tokens/s per GPU", "dense", "InfLLM-V2", ""], lines)
+    for (model, layers, seq_len, *_), by in speeds.items():
+        if len(by) == 2:
+            name = f"{model}, {layers} layers, {tokens(seq_len)} tokens"
+            gain = f"{by[True] / by[False]:.1f} x"
+            lines.append([name, round(by[False]), round(by[True]), gain])
+    return table(["tokens/s per GPU", "dense", "InfLLM-V2", "gain"], lines)
 
 
 def saving_table(rows: list[Row]) -> str:
