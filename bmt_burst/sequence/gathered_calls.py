@@ -78,22 +78,22 @@ def kernel_calls(tiles: Iterable[TileFields], row: int | None = None) -> list[Ga
     """Group tiles into few kernel calls. The tiles of a call share neither queries nor keys."""
     kinds: dict[_Band, list[tuple[Span, Span]]] = {}
     for tile in tiles:
-        for q, kv, left, right in _aligned(tile):
+        for q, kv, left, right in _align(tile):
             kinds.setdefault((left, right), []).append((q, kv))
-    _join(kinds)
+    _join_kinds(kinds)
     return [
         _gather_call(group, *kind, row)
         for kind, entries in kinds.items()
-        for group in _disjoint(
-            _without_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries))
+        for group in _group_disjoint(
+            _join_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries))
         )
     ]
 
 
-def _aligned(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | None]]:
-    """Return a tile as (q, kv, left, right): a band counted from the last query and the last key.
+def _align(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | None]]:
+    """Yield a tile as (q, kv, left, right): a band counted from the last query and the last key.
 
-    If the last queries of a causal tile see all keys, return two: those queries are a rectangle.
+    If the last queries of a causal tile see all keys, yield two: those queries are a rectangle.
     """
     (a, b), kv, low, high = tile
     rows, columns = b - a, length(kv)
@@ -110,7 +110,7 @@ def _aligned(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | N
     )
 
 
-def _join(kinds: dict[_Band, list[tuple[Span, Span]]]) -> None:
+def _join_kinds(kinds: dict[_Band, list[tuple[Span, Span]]]) -> None:
     """Move tiles to a kind with a tighter band, if that hides nothing of them.
 
     They become one call with the tiles of that kind.
@@ -140,7 +140,7 @@ def _alone(entry: tuple[Span, Span]) -> _Sides:
     return (q,), (kv,)
 
 
-def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
+def _join_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
     """Join narrow rectangles that have the same keys, and then those that have the same queries."""
     by_keys: dict[Span, list[Span]] = {}
     found: list[_Sides] = []
@@ -160,7 +160,7 @@ def _without_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
     return sorted(found)
 
 
-def _disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
+def _group_disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
     """Group tiles so that queries and keys rise without overlap in each group.
 
     Each tile joins the first group whose last tile it may follow.
@@ -185,14 +185,14 @@ def _gather_call(
     tiles: Sequence[_Sides], left: int | None, right: int | None, row: int | None
 ) -> GatheredCall:
     most_gaps = 0.0 if row is None else _MOST_BIASED_GAPS
-    rows, q_places = _gathered([q for q, _ in tiles], most_gaps)
-    columns, kv_places = _gathered([kv for _, kv in tiles], most_gaps)
+    rows, q_places = _gather_spans([q for q, _ in tiles], most_gaps)
+    columns, kv_places = _gather_spans([kv for _, kv in tiles], most_gaps)
     tokens, kv_tokens = (sum(map(length, spans)) for spans in (rows, columns))
     places = tuple(zip(q_places, kv_places, strict=True))
     return GatheredCall(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), row)
 
 
-def _gathered(
+def _gather_spans(
     sides: Sequence[tuple[Span, ...]], most_gaps: float
 ) -> tuple[tuple[Span, ...], list[Span]]:
     """Return spans that hold one side of rising tiles, and where each tile lies in them.

@@ -196,7 +196,7 @@ class Tiling:
     ) -> list[TileFields]:
         """Return how queries of `rank` look at runs that lie at `places` in memory.
 
-        Pieces are in the order of their positions.
+        Runs are in the order of their positions.
         """
         return _tiles(self._parts(rank), runs, places)
 
