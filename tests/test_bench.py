@@ -413,7 +413,7 @@ def test_host_time_of_real_and_imagined_peers(tmp_path):
         (2, "real", "ring"),
         *((8, "imagined", strategy) for strategy in ("ring", "one-call", "ulysses")),
     ]
-    assert all(min(r["forward_ms"], r["both_ms"]) > 0 and not r["shared_gpu"] for r in rows)
+    assert all(0 < r["forward_ms"] < 1.5 * r["both_ms"] and not r["shared_gpu"] for r in rows)
     assert host_time_table(rows).count("| imagined | 32 | 1 | 4:2 x 16 | bmt_burst ") == 3
     assert host_time_table([]) == ""
 

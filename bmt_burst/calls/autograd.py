@@ -40,7 +40,7 @@ class BurstAttention(torch.autograd.Function):
         ctx.save_for_backward(*Saved(q, k, v, out, lse, bias, row_lse), sinks)
         ctx.rings, ctx.plan, ctx.number = rings, plan, number
         ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # it would fill a gradient of lse with 0 each time
+        ctx.set_materialize_grads(False)  # or autograd fills a gradient of lse in each backward
         ctx.device = out.device
         return out, lse
 
@@ -59,7 +59,7 @@ class BurstAttention(torch.autograd.Function):
             check_first_derivative("burst_attn_func")
             *tensors, sinks = ctx.saved_tensors
             saved, dout = Saved(*tensors), grads[0]
-            if dout is None:  # what used `out` has no gradient for it
+            if dout is None:  # nothing that used `out` returned a gradient for it
                 dout = torch.zeros_like(saved.out)
             check_transforms("the backward of burst_attn_func", dout)
             return dout, saved, sinks

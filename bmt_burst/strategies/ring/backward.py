@@ -23,8 +23,8 @@ from .execution import Execution
 from .payload import KeysValues, QueryPayload
 from .program import Program
 
-# So many times group_bytes of partial gradients may wait, as of partial outputs in forward.py.
-# Memory is short in the backward, and its kernels take longer.
+# Partial gradients may hold this many times group_bytes before they are added up (compare
+# forward.py). Memory is short in the backward, and its kernels take longer.
 _GRADIENTS_WAITING = 1.25
 
 
