@@ -413,6 +413,7 @@ def test_a_state_without_what_a_run_needs_is_refused(settings, tmp_path):
         ("step", -1, "step of .* to be a number, got -1"),
         ("optimizer_steps", True, "optimizer_steps of .* to be a number, got True"),
         ("data", [], "data of .* to have names and values"),
+        ("config", {}, "config of .* to have seq_len and dtype"),
     ):
         changed_state(path, lambda state, name=name, value=value: state.update({name: value}))
         with pytest.raises(ranks.RankError, match=got):

@@ -105,11 +105,11 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
         raise ranks.RankError(
             f"{root} has checkpoints that do not follow from {path}: give another --output"
         )
-    ranks.together(lambda: _check_state(checkpoint.Checkpoint(path)))
+    ranks.together(lambda: check_state(checkpoint.Checkpoint(path)))
     return path
 
 
-def _check_state(saved: checkpoint.Checkpoint) -> None:
+def check_state(saved: checkpoint.Checkpoint) -> None:
     """Raise ValueError if the state lacks what every run has saved.
 
     Without its samples, for example, a run would silently read the data from the start again.
@@ -126,6 +126,8 @@ def _check_state(saved: checkpoint.Checkpoint) -> None:
             raise ValueError(
                 f"expected {name} of {saved.path} to have names and values, got {values!r}"
             )
+    if missing := [name for name in ("seq_len", "dtype") if name not in saved.state["config"]]:
+        raise ValueError(f"expected config of {saved.path} to have {' and '.join(missing)}")
 
 
 def begins_stage(config: TrainConfig) -> bool:

@@ -83,7 +83,8 @@ def open_trained(
         config = TrainConfig(**given)
         model: Any = config.model_config()
     else:
-        state = checkpoint.Checkpoint(path).state
+        resume.check_state(opened := checkpoint.Checkpoint(path))
+        state = opened.state
         saved = {name: state["config"][name] for name in _FROM_RUN}
         config, model = TrainConfig(**{**saved, **given}), config_of(state["model"])
     if not isinstance(model, CPMConfig):
