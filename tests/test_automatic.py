@@ -17,8 +17,10 @@ from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, measuring
 from bmt_burst.calls.terms import compare_terms
 from bmt_burst.measuring import Timed, check_device_bound, fit_host, fit_kernel, measure
 from bmt_burst.ranks.simulation import simulate
-from bmt_burst.strategies import choose, machine
+from bmt_burst.strategies import choose, load, machine
 from bmt_burst.strategies.machine import H200, HostWork, parse_machine
+from bmt_burst.strategies.one_call import OneCallPlan
+from bmt_burst.strategies.ring import Ring
 from tests.helpers import ROOT, problem, run_ranks
 
 CPU = dataclasses.replace(machine._H200, gpu="CPU", kernel="cpu")
@@ -70,6 +72,30 @@ def test_the_first_strategy_is_taken_where_nothing_is_predicted():
     assert taken(2048, 2, known=None) == "ring"
     assert taken(2048, 2, known=dataclasses.replace(CPU, kernel="fa4")) == "ring"
     assert choose("ulysses", problem(Mask.causal(64), Layout.zigzag(64, 2)), CPU).name == "ulysses"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cu_seqlens", "is_predicted"),
+    [(1024, (0, 500, 1024), True), (2048, (0, 2048), True), (2048, (0, 500, 2048), False)],
+)
+def test_layouts_that_take_long_to_plan_get_the_first_strategy(
+    tokens, cu_seqlens, is_predicted, monkeypatch
+):
+    """Documents of striped layouts. Without documents the stripes are one band."""
+    predicted = []
+    monkeypatch.setattr(Ring, "predict", lambda *_: predicted.append(None))
+    layout = Layout.striped(tokens, 2)
+    call = problem(Mask.documents(cu_seqlens), layout, heads=32, kv_heads=8, **HALF)
+    found = choose("auto", call, CPU).name
+    assert bool(predicted) == is_predicted
+    assert is_predicted or found == "ring"
+
+
+def test_too_large_exchanges_of_one_call_are_not_planned(monkeypatch):
+    monkeypatch.setattr(OneCallPlan, "gathered", None)
+    mask, layout = Mask.causal(4096), Layout.zigzag(4096, 4)
+    call = problem(mask, layout, heads=32, kv_heads=8, group_bytes=1000, **HALF)
+    assert load("one-call").predict(call, CPU) is None
 
 
 @pytest.mark.parametrize("inner", [1, 2])

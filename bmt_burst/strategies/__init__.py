@@ -54,6 +54,7 @@ _STRATEGIES = {
 # the time, predictions are up to 4 % off (tests/test_automatic.py).
 _CLEARLY = 0.05
 _MOST_RANKS = 4  # whose times are predicted
+_MOST_RUNS = 1 << 9  # of positions in a shard. With more, predictions of documents take seconds.
 _logged: set[str] = set()  # the strategies whose choice was logged
 
 
@@ -273,6 +274,8 @@ def _choose_fastest(
         return first, "nothing is known about this machine's speed"
     if problem.scores or problem.sparse:
         return first, "no speed is predicted for a bias or for sparse attention"
+    if len(problem.mask.slices) > 1 and _count_runs(problem.layout) > _MOST_RUNS:
+        return first, f"a {problem.layout.name} layout of documents takes long to predict"
     if problem.kernel.name != machine.kernel:
         return first, f"the kernel is {problem.kernel.name!r}, speeds are known for " + repr(
             machine.kernel
@@ -291,6 +294,11 @@ def _choose_fastest(
     tokens, ranks = problem.mask.seq_len, problem.layout.size
     of = f"of {tokens} tokens over {ranks} ranks"
     return load(best), f"{text} are predicted for a forward and backward {of}"
+
+
+def _count_runs(layout: Layout) -> int:
+    """Return the number of separate runs of positions in the first shard."""
+    return sum(len(positions) if positions.step > 1 else 1 for positions in layout.shards[0])
 
 
 def _is_near_kernel(seconds: float | None, problem: Problem, machine: Machine) -> bool:

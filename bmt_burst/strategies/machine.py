@@ -200,9 +200,9 @@ def _read_constants(device: torch.device) -> Machine | None:
 
 
 def _read(path: Path, source: str) -> Machine:
-    if path.exists() and not path.is_file():  # a pipe would block
-        raise ValueError(f"expected {source} to be a file")
     try:
+        if path.exists() and not path.is_file():  # a pipe would block
+            raise ValueError(f"expected {source} to be a file")
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {source}: {error}") from error

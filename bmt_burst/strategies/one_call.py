@@ -77,7 +77,8 @@ class OneCall(Strategy):
 
     def predict(self, problem: Problem, machine: Machine) -> float | None:
         whole = OneCallPlan(problem, 0)
-        if not whole.has_traffic or max(whole.lanes.values()) > problem.group_bytes:
+        # What each rank looks at takes longer to find.
+        if max(whole.lanes.values()) > problem.group_bytes or not whole.has_traffic:
             return None
         plans = [OneCallPlan(problem, r, whole.gathered) for r in spread_ranks(problem.inner)]
         return max(plan.predict(machine) for plan in plans)

@@ -6,6 +6,7 @@ bytes. A message is a range of tokens of one tensor. Each batch row is contiguou
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,11 +33,11 @@ class Packing:
         return self.batch * sum(map(_entry_bytes, self.entries))
 
     def nbytes(self, tokens: int) -> int:
-        return self._starts(tokens)[-1]
+        return _starts(self, tokens)[-1]
 
     def places(self, tokens: int) -> list[Place]:
         """Return where the tensors (B, tokens, ...) lie in memory."""
-        starts = self._starts(tokens)[:-1]
+        starts = _starts(self, tokens)[:-1]
         return [
             Place(start, dtype, (self.batch, tokens, *shape))
             for start, (shape, dtype) in zip(starts, self.entries, strict=True)
@@ -78,22 +79,25 @@ class Packing:
         which `peer` fills.
         """
         found = []
-        for start, entry in zip(self._starts(tokens), self.entries, strict=False):
+        for start, entry in zip(_starts(self, tokens), self.entries, strict=False):
             size = _entry_bytes(entry)
             # a batch of one needs no pitch
             counts, pitches = ((self.batch,), (tokens * size,)) if self.batch > 1 else ((), ())
             found.append(Arrival(peer, start + at[0] * size, length(at) * size, counts, pitches))
         return found
 
-    def _starts(self, tokens: int) -> list[int]:
-        """Return the first byte of each tensor, and the end of the last one."""
-        starts = [0]
-        for entry in self.entries:
-            size = self.batch * tokens * _entry_bytes(entry)
-            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        return starts
+
+@functools.lru_cache(maxsize=1024)  # messages of one delivery lie in the same tensors
+def _starts(packing: Packing, tokens: int) -> list[int]:
+    """Return the first byte of each tensor, and the end of the last one."""
+    starts = [0]
+    for entry in packing.entries:
+        size = packing.batch * tokens * _entry_bytes(entry)
+        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return starts
 
 
+@functools.cache
 def _entry_bytes(entry: tuple[tuple[int, ...], torch.dtype]) -> int:
     shape, dtype = entry
     return math.prod(shape) * dtype.itemsize
