@@ -6,10 +6,11 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
 
     sender      waits until its receivers have read delivery n - slots (the sender's flags `freed`),
                 copies each put to its place in the receiver's slot, and writes n to the receivers'
-                flags `arrived`. A separate stream does this. Puts to itself come last.
+                flags `arrived`. A separate stream does this, and another one copies puts to itself.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
                 `release` lets it write n to every rank's flag `freed`. Or `unload` lets another
-                separate stream wait, copy to tensors and write.
+                separate stream copy what is on this rank to tensors, wait, copy what arrived, and
+                write.
 
 Streams wait and write with the driver's stream memory operations. The host never waits, and no
 kernel spins. A stream that waits may block others that share its hardware queue. So the order in
@@ -196,7 +197,7 @@ class _Shipment:
 
 class _Lane:
     """One kind of deliveries: its slots and flags in every rank's arena, the stream that fills the
-    peers' slots, and the one that unloads this rank's.
+    peers' slots, the one that fills this rank's with its own, and the one that unloads it.
 
     `parts` are the lane's bytes in the arenas: slots, then the flags "arrived" and "freed" of each
     rank.
@@ -209,10 +210,10 @@ class _Lane:
             [part[slot * slot_bytes : (slot + 1) * slot_bytes] for part in parts]
             for slot in range(slots)
         ]
-        self.stream, self.unloading = device.stream(), device.stream()
+        self.stream, self.keeping, self.unloading = (device.stream() for _ in range(3))
         self.shipments: dict[Any, _Shipment] = {}
         self.landed: dict[Any, list[Tensor]] = {}
-        self.unloads: dict[Any, Launches] = {}
+        self.unloads: dict[Any, tuple[Launches | None, Launches | None]] = {}
         self.number = 0
         self.releases: list[Event] = []  # the event of the last release, if there was one
         others = [peer for peer in range(len(parts)) if peer != rank]
@@ -225,19 +226,21 @@ class _Lane:
         )
         self.number += 1
         slot, stream = self.number % len(self.slots), self.stream
-        began = self.device.current().record()
-        stream.follow(began)  # by then the tensors are ready
+        began = self.device.current().record()  # by then the tensors are ready
+        departed = []
+        if shipment.own is not None:
+            self.keeping.follow(began)
+            for event in self.releases:
+                self.keeping.follow(event)  # by then this rank has read the slot
+            self.keeping.copy(shipment.own, self.slots[slot], tensors)
+            departed.append(self.keeping.record())
         if shipment.away is not None:
+            stream.follow(began)
             stream.wait(shipment.freed, self.number - len(self.slots))
             stream.copy(shipment.away, self.slots[slot], tensors)
             stream.write(shipment.there, self.number)
-        if shipment.own is not None:
-            for event in self.releases:
-                stream.follow(event)  # by then this rank has read the slot
-            stream.copy(shipment.own, self.slots[slot], tensors)
-        ticket = _Arrivals(
-            self, self.number, slot, shipment.arrived, began, stream.record(), tensors
-        )
+            departed.append(stream.record())
+        ticket = _Arrivals(self, self.number, slot, shipment.arrived, began, departed, tensors)
         return _LaneDelivery(shipment.memory[slot], ticket)
 
     def release(self, number: int, stream: Stream | None = None) -> None:
@@ -257,18 +260,27 @@ class _Lane:
         targets: Sequence[Tensor],
         sources: Sequence[Tensor],
     ) -> Event:
-        """Copy from a delivery, source 0, and release it, beside the current stream. Return an
-        event after that.
+        """Copy from other sources and from a delivery, source 0, and release it, beside the current
+        stream. Return an event after that.
         """
         stream, to, of = self.unloading, _geometry(targets), _geometry(sources)
-        launches = _keep(
-            self.unloads,
-            (copies, to, of),
-            lambda: self.device.launches(find_bytes(copies.copies, to, of)),
-        )
+
+        def prepare() -> tuple[Launches | None, Launches | None]:
+            own = [copy for copy in copies.copies if copy.source]
+            received = [copy for copy in copies.copies if not copy.source]
+            launches = self.device.launches
+            here, arrived = (
+                launches(find_bytes(x, to, of)) if x else None for x in (own, received)
+            )
+            return here, arrived
+
+        here, arrived = _keep(self.unloads, (copies, to, of), prepare)
         stream.follow(arrivals.began)
+        if here is not None:
+            stream.copy(here, targets, sources)
         stream.wait(arrivals.arrived, arrivals.number)
-        stream.copy(launches, targets, sources)
+        if arrived is not None:
+            stream.copy(arrived, targets, sources)
         self.release(arrivals.number, stream)
         return self.releases[0]
 
@@ -340,7 +352,7 @@ class _Arrivals:
     slot: int
     arrived: Flags
     began: Event
-    departed: Event
+    departed: Sequence[Event]
     sends: Sequence[Tensor]
 
     def wait(self) -> None:
@@ -355,7 +367,8 @@ class _Arrivals:
 
     def _leave(self, current: Stream) -> None:
         """Let the current stream write to what was sent."""
-        current.follow(self.departed)
+        for event in self.departed:
+            current.follow(event)
         self.sends = ()
 
 

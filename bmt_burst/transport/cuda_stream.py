@@ -142,8 +142,10 @@ class CudaStreams:
         self._find_handle = torch._C._cuda_getCurrentRawStream
 
     def make(self) -> CudaStream:
-        """Make a new stream."""
-        owner = torch.cuda.Stream(self.index)
+        """Make a new stream. Copies of a GPU to itself are kernels: without a higher priority they
+        would wait until all blocks of the kernel that is running have begun.
+        """
+        owner = torch.cuda.Stream(self.index, priority=-1)
         return CudaStream(owner.cuda_stream, self.events, owner)
 
     def current(self) -> CudaStream:
