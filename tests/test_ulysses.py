@@ -15,6 +15,7 @@ import torch.distributed as dist
 from bmt_burst import (
     Layout,
     Mask,
+    Scores,
     burst_attn_func,
     burst_attn_varlen_func,
     init_sequence_parallel,
@@ -218,14 +219,22 @@ def test_the_first_and_the_last_piece_are_short(heads, ratio, tokens, pieces):
     assert [b - a for a, b in itertools.pairwise(cuts)] == pieces
 
 
-def test_short_work_is_one_piece(monkeypatch):
-    """The host would take longer to enqueue several: here four short sequences, and a long one."""
+@pytest.mark.parametrize(
+    ("batch", "tokens", "has_bias", "count"),
+    [(4, 4096, False, 1), (1, 16384, False, 3), (1, 32768, True, 1), (1, 65536, True, 4)],
+)
+def test_short_work_is_one_piece(batch, tokens, has_bias, count, monkeypatch):
+    """The host would take longer to enqueue several: here four short sequences, and a long one. A
+    bias takes it longer.
+    """
     monkeypatch.undo()
-    for batch, tokens, count in ((4, 4096, 1), (1, 16384, 3)):
-        call = problem(2, 32, 8, Mask.causal(tokens))
-        sizes = replace(call.sizes, batch=batch, head_size=128)
-        plan = UlyssesPlan(replace(call, sizes=sizes), 0)
-        assert len(plan.rings) == count
+    call = problem(2, 32, 8, Mask.causal(tokens))
+    if has_bias:
+        none = torch.zeros(tokens, dtype=torch.int32)
+        pairs, rows = torch.full((1,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        call = replace(call, scores=Scores(call.mask, none, none, none, pairs, rows, 0))
+    plan = UlyssesPlan(replace(call, sizes=replace(call.sizes, batch=batch, head_size=128)), 0)
+    assert len(plan.pieces[0]) == count
 
 
 @pytest.mark.parametrize("size", [2, 4])

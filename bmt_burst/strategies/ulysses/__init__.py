@@ -50,7 +50,7 @@ from ..ring import RingPlan
 from ..ring.timeline import Timeline
 from .blocks import Field
 from .exchange import Exchange, Returns, Visits
-from .heads import Heads, cut_heads
+from .heads import BIASED, Heads, cut_heads
 from .tokens import HostLayout, HostTokens
 
 _MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
@@ -163,7 +163,8 @@ class UlyssesPlan(Plan):
         ]
         most, pairs = -(-sizes.heads // inner), sizes.batch * problem.mask.area // problem.outer
         rows = sizes.batch * max(map(self.hosts.length, range(problem.outer)))
-        cuts = cut_heads(most, ratio, rows, most * pairs * sizes.head_size)
+        work = most * pairs * sizes.head_size // (BIASED if problem.scores else 1)
+        cuts = cut_heads(most, ratio, rows, work)
         self.pieces = [heads.cut(cuts, ratio) for heads in self.heads]
         rings: dict[tuple[int, int], RingPlan] = {}
         self.rings = [
