@@ -42,53 +42,13 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)
 
 
-def _prepare_once(interpreter) -> None:
-    """Triton's interpreter prepares its language anew whenever a kernel calls a function, which
-    takes half of the time.
-
-    Once a launch is enough for each module.
-    """
-    patch, prepared = interpreter._patch_lang, {}
-
-    class Scope(interpreter._LangPatchScope):
-        def restore(self):
-            prepared.clear()
-            super().restore()
-
-    def patch_once(function):
-        module = id(function.__globals__)
-        if module not in prepared:
-            prepared[module] = patch(function)
-        return prepared[module]
-
-    interpreter._LangPatchScope, interpreter._patch_lang = Scope, patch_once
-
-
-def _spare_work(interpreter) -> None:
-    """Leave out two things that take 40 % of the interpreter's time.
-
-    It computes each sum and product of integers twice to find overflows, which it now does for
-    tests with the fixture find_overflows. It makes a table of all dtypes for each operation.
-    """
-    interpreter.interpreter_builder.options = replace(
-        interpreter.interpreter_builder.options, sanitize_overflow=False
-    )
-    find, found = interpreter._get_np_dtype, {}
-
-    def find_once(dtype):
-        if dtype.name not in found:
-            found[dtype.name] = find(dtype)
-        return found[dtype.name]
-
-    interpreter._get_np_dtype = find_once
-
-
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.9; others are slow
-        _prepare_once(interpreter)
-        _spare_work(interpreter)
+        from tests.interpreter import speed_up
+
+        speed_up(interpreter)
 
 
 @pytest.fixture
