@@ -6,11 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import live_rows, saving
+from bench import live_rows, saving, training
 from bench.implementations import Case
 from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
 from bench.other_tables import host_time_table, planning_table, training_table, usp_table
@@ -482,6 +483,7 @@ def test_rows_from_before_there_were_documents_are_read(tmp_path):
 
 DRIVER = """
 import sys
+from types import SimpleNamespace
 sys.path.insert(0, {root!r})
 from bench import attention, implementations
 
@@ -620,9 +622,29 @@ def test_usp_needs_two_ranks(tmp_path):
     assert "python ran" not in done.stderr
 
 
+def launch(command, **options) -> subprocess.CompletedProcess:
+    """Run a script under torchrun's arguments with ranks that are forked. Importing torch takes
+    seconds.
+
+    test_interrupts.py has a run of pretrain.py with the same arguments under torchrun.
+    """
+    [python, *launcher], [size, script, *flags] = command[:5], command[5:]
+    assert python == sys.executable
+    assert launcher == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    assert options == {"capture_output": True, "text": True}
+    code, said = run_script(int(size), script, *flags)
+    return subprocess.CompletedProcess(command, code, said, "")
+
+
+def benchmark(monkeypatch, *arguments) -> int:
+    """Run bench/training.py with some arguments in this process, and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["bench/training.py", *map(str, arguments)])
+    return training.main()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
-def test_training_benchmark(tmp_path):
+def test_training_benchmark(tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text(
         "".join(f'{{"text": "document {i}"}}\n' for i in range(500))
     )
@@ -640,10 +662,8 @@ def test_training_benchmark(tmp_path):
     ]
     options += ["--documents", "mask", "--window", "7", "--output", output]
     full = ["--checkpointing", "full", "--checkpointing-every", "2", "--mlp-tile", "9"]
-    code, said = run_script(
-        None, "bench/training.py", "--gpus", "2", *full, *options, "--", "--layout", "striped"
-    )
-    assert code == 0, said
+    monkeypatch.setattr(training, "subprocess", SimpleNamespace(run=launch))
+    assert benchmark(monkeypatch, "--gpus", "2", *full, *options, "--", "--layout", "striped") == 0
     [row] = read_rows([output])
     assert row["checkpointing"] == "full"
     assert (row["kind"], row["layers"], row["sp"], row["seq_len"]) == ("train", 2, 2, 64)
@@ -658,10 +678,9 @@ def test_training_benchmark(tmp_path):
     options = ["--seq-len", "64", "--layers", "1", "--steps", "2", "--warm-up", "1", *sparse]
     options += ["--data", tmp_path / "data/train", "--output", output]
     once = ["--gpus", "1", "--checkpointing", "full", "unknown", *options]
-    code, said = run_script(None, "bench/training.py", *once)
-    assert (code, "invalid choice: 'unknown'" in said) == (1, True), said
+    assert benchmark(monkeypatch, *once) == 1
     _, row, failed = read_rows([output])
-    assert "error" in failed
+    assert "invalid choice: 'unknown'" in failed["error"]
     assert row["sparse"] == InfLLMV2(**small, dense_len=32).to_dict()
     assert "| cpm-tiny | 1 | torch | 1 | 64 | causal, sparse | full | " in training_table([row])
 
