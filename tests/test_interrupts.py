@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import ROOT, forkserver, run_as_main
+from tests.helpers import forkserver, run_as_main, run_script
 from tests.test_train import command, curve, folder, train  # noqa: F401
 from train.base.lock import lock
 from train.checkpoints import checkpoint
@@ -240,10 +239,8 @@ def test_a_killed_run_resumes_where_it_saved(folder):
 
 
 # Forks runs of one rank: one that is spared, then some that are killed within the time that it
-# took, then the last. A
-# machine may be slower by then: as long as nothing was saved they get more time.
-# Torch is imported once and not used before a fork; no curve is drawn, which would be most of the
-# time.
+# took, then the last. A machine may be slower by then: as long as nothing was saved they get more
+# time. No curve is drawn, which would be most of the time.
 KILLER = """
 import gc, os, random, signal, sys, time
 from pathlib import Path
@@ -286,13 +283,11 @@ def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
     }
     options |= {"eval_sequences": 3, "batch_size": 2}
     [_, _, *flags] = command(folder, "killed-often", **options)
-    line = [sys.executable, "-c", KILLER, "4", folder / "spared", folder / "killed-often", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed after step" in done.stdout
+    script = folder / "killer.py"
+    script.write_text(KILLER)
+    code, said = run_script(None, script, "4", folder / "spared", folder / "killed-often", *flags)
+    assert code == 0, said
+    assert "resumed after step" in said
     for name in ("loss", "val_loss"):
         both = [values(folder / output, name) for output in ("spared", "killed-often")]
         assert both[0] == both[1]
