@@ -255,7 +255,7 @@ def test_no_tensor_is_as_large_as_a_mask(found):
     """
     for rank in found(2)[0]["memory"]:
         for name, most in (("Llama", 1), ("GPT2", 1), ("CPM1", 4)):
-            assert rank[f"{name} before"] >= 1000**2
+            assert rank[f"{name} before"] >= 700**2
             assert rank[f"{name} after"] <= most * rank["tokens"] ** 2
 
 
