@@ -193,7 +193,7 @@ def train_on_needles(model: CPM, tokenizer: JsonTokenizer) -> None:
         (loss / count).backward()
         optimizer.step()
         recent = [*recent[-9:], loss.item() / int(count)]
-        if max(recent) < 0.01 and len(recent) == 10:
+        if max(recent) < 0.02 and len(recent) == 10:
             return
 
 
