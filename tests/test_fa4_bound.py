@@ -77,7 +77,7 @@ def cases():
             yield kind, spec, *choices[(i + j) % 4]
 
 
-@pytest.mark.parametrize(("kind", "spec", "heads", "with_delta"), cases())
+@pytest.mark.parametrize(("kind", "spec", "heads", "with_delta"), [*cases()])
 def test_later_calls_of_a_kind_need_no_function(package, kind, spec, heads, with_delta):
     call = CALLS[kind]
     for seed in range(3):

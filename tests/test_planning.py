@@ -305,7 +305,7 @@ def test_the_command_has_each_source_of_validation_data():
 
 
 def test_the_command_has_the_engine_that_was_planned(capsys):
-    line = ("--model", "qwen3-0.6b", "--gpus", "2", "--seq-len", "8192", "--engine", "torch")
+    line = ("--model", "qwen3-0.6b", "--gpus", "1", "--seq-len", "4096", "--engine", "torch")
     words = shlex.split(run_script(capsys, *line)[1].splitlines()[-1])
     assert make_config(parse_options(words[4:])[1]).engine == "torch"
 
