@@ -220,7 +220,7 @@ def test_what_is_wrong_is_refused_on_all_ranks_and_changes_nothing(found):
 
 @on_cpus
 def test_rotary_angles_are_those_of_modelcenter_or_exact(found):
-    """fp16 rounds the angles of 3000 positions by up to a radian, and both models alike; fp32 by
+    """fp16 rounds the angles of 2200 positions by up to a radian, and both models alike; fp32 by
     1e-4.
     """
     for rank in found(2)[0]["rotary"]:
