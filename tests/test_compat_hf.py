@@ -5,10 +5,11 @@ over gloo.
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from bmt_burst.compat.ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params
 from tests.helpers import relative_error, run_ranks
+from tests.test_sparse import SMALL as SPARSE
 
 BOUND = 1e-5  # rounding of fp32, through two layers
 LENGTHS = (7, 1, 8)  # of documents, that two ranks share
@@ -58,6 +59,52 @@ def of_a_model(rank):
 def test_logits_and_gradients_are_those_of_each_document_alone():
     for found in run_ranks(2, of_a_model):
         assert max(found) < BOUND
+
+
+def two_forwards_before_backwards(rank):
+    """Errors of the gradients of two forwards of a sparse model with checkpointing. Both have the
+    documents of one update, or each has an update of its own.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        sparse_config=SPARSE.to_dict(),
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config).train()
+    model.config._attn_implementation = "flash_attention_2"
+    group = dist.new_group([0])
+    substitute_hf_flash_attn(group, heads_k_stride=1)
+    bounds, positions = torch.tensor([0, 64], dtype=torch.int32), torch.arange(64)[None]
+    tokens = torch.randint(1, 64, (2, 1, 64))
+
+    def gradients(updates):
+        sums = []
+        for row in tokens:
+            if updates or not sums:
+                update_ring_flash_attn_params(bounds, group)
+            sums.append(model(input_ids=row, position_ids=positions, use_cache=False).logits.sum())
+        return [torch.autograd.grad(x, list(model.parameters())) for x in sums]
+
+    exact = gradients(updates=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return [
+        relative_error(mine, theirs)
+        for updates in (True, False)
+        for pair in zip(gradients(updates), exact, strict=True)
+        for mine, theirs in zip(*pair, strict=True)
+    ]
+
+
+def test_forwards_of_sparse_models_keep_their_own_choices():
+    [errors] = run_ranks(1, two_forwards_before_backwards)
+    assert max(errors) < BOUND
 
 
 def misuse(rank):

@@ -29,12 +29,19 @@ class ForwardContext:
     options      options of burst_attn_func, with a mask or causal=True
     seq_len      S
     num_targets  the number of targets in the whole batch, an int64 scalar; 0 without labels
-    choices      the blocks that sparse layers chose, for recomputations, which get the same context
+    choices      the blocks that sparse layers chose, for recomputations, if these get the same
+                 context, and other forwards another one
     """
 
-    def __init__(self, options: dict[str, Any], seq_len: int, num_targets: Tensor | int = 0):
+    def __init__(
+        self,
+        options: dict[str, Any],
+        seq_len: int,
+        num_targets: Tensor | int = 0,
+        choices: Choices | None = None,
+    ):
         self.options, self.seq_len, self.num_targets = options, seq_len, num_targets
-        self.choices = Choices()
+        self.choices = choices
 
     def with_window(self, window: int | None) -> dict[str, Any]:
         """Return the options for a layer where each token sees itself and the window - 1 tokens
@@ -92,8 +99,8 @@ def attention(
         "sparse": sparse,
     }
     # Layers are checkpointed in training only.
-    keeps = sparse is not None and module.training
-    with bmt_burst.choices.of(module) if keeps else nullcontext():
+    choices = bmt_burst.choices if sparse is not None and module.training else None
+    with nullcontext() if choices is None else choices.of(module):
         out = burst_attn_func(q, k, v, scaling, **options)
     return out[..., : value.shape[-1]], None
 

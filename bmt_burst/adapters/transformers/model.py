@@ -19,6 +19,7 @@ from ...loss import cross_entropy_sum
 from ...ranks.agreement import run_together
 from ...ranks.rings import make_rings
 from ...ranks.sequence_parallel import SequenceParallel
+from ...sparse.memory import Choices
 from ..batch import LocalInputs, agree_on_batch
 from .attention import ForwardContext
 from .configs import check_configs
@@ -80,7 +81,10 @@ class EnabledModel(Enabled):
             if isinstance(module, EnabledRotary):
                 module._last = inputs.last_position
         context = ForwardContext(
-            self._options | self._sp.groups | masking, inputs.seq_len, inputs.num_targets
+            self._options | self._sp.groups | masking,
+            inputs.seq_len,
+            inputs.num_targets,
+            Choices(),
         )
         return inputs.part | {"bmt_burst": context}
 
