@@ -581,6 +581,54 @@ def test_choices_passed_through_layers_are_kept_in_every_kind_of_checkpointing(
         assert all(a.equal(b) for a, b in zip(mine, expected, strict=True))
 
 
+@pytest.mark.parametrize("inner", ["Choices", "keep_choices", "both"])
+def test_checkpoints_in_checkpoints_choose_once(inner, chosen):
+    """Also where other calls precede and follow the inner one."""
+    layer, tensors = Residual(), random_qkv(1, 64, 4, 2, 8)
+
+    def attend(q, k, v):
+        return q + burst_attn_func(q, k, v, causal=True, sparse=SMALL)
+
+    def middle(q, k, v, choices):
+        return attend(q, k, v) if inner == "keep_choices" else layer(q, k, v, None, choices)
+
+    def whole(q, k, v, choices, is_checkpointed):
+        q = attend(q, k, v)
+        if not is_checkpointed or inner == "Choices":
+            q = middle(q, k, v, choices)
+        else:
+            options = {"use_reentrant": False, "context_fn": keep_choices}
+            q = checkpoint(middle, q, k, v, choices, **options)
+        return attend(q, k, v)
+
+    found = []
+    for is_checkpointed in (False, True):
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        args = *leaves, Choices(), is_checkpointed
+        chosen.clear()
+        if is_checkpointed:
+            out = checkpoint(whole, *args, use_reentrant=False, context_fn=keep_choices)
+        else:
+            out = whole(*args)
+        found.append([out, *torch.autograd.grad(out, leaves, tensors[3])])
+        assert len(chosen) == 3
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+def test_a_recomputation_with_more_calls_than_the_first_run_is_refused():
+    leaves, runs = [x.requires_grad_() for x in random_qkv(1, 64, 4, 2, 8)[:3]], []
+
+    def work(q, k, v):
+        runs.append(None)
+        for _ in runs:
+            q = burst_attn_func(q, k, v, causal=True, sparse=SMALL)
+        return q.sin()
+
+    out = checkpoint(work, *leaves, use_reentrant=False, context_fn=keep_choices)
+    with pytest.raises(RuntimeError, match="with 1 calls of sparse attention"):
+        out.sum().backward()
+
+
 def test_a_layer_that_runs_twice_in_a_forward_does_not_take_its_first_choice():
     layer, choices, args = Residual(), Choices(), random_qkv(1, 64, 4, 2, 8)[:3]
     layer(*args, None, choices)

@@ -107,12 +107,27 @@ class KeptChoices:
         return self.recomputes or (self._outer is not None and self._outer.takes)
 
     def take(self) -> Tensor:
-        """Return the next choice of the first run."""
-        if self.recomputes:
-            self._taken += 1
-            return self.kept[self._taken - 1]
-        assert self._outer is not None, "no context recomputes"
-        return self._outer.take()
+        """Return the next choice of the first run.
+
+        Contexts around this one take it, too, or keep it for their own recomputations. Raises
+        RuntimeError if there is none.
+        """
+        outer = self._outer
+        from_outer = outer.take() if outer is not None and outer.takes else None
+        if not self.recomputes:
+            assert from_outer is not None, "no context recomputes"
+            self.kept.append(from_outer)
+            return from_outer
+        if self._taken == len(self.kept):
+            raise RuntimeError(
+                f"expected a recomputation with {len(self.kept)} calls of sparse attention, as in "
+                "the first run, got more"
+            )
+        self._taken += 1
+        choice = self.kept[self._taken - 1]
+        if outer is not None and from_outer is None:
+            outer.keep(choice)
+        return choice
 
     def keep(self, choice: Tensor) -> None:
         """Keep a choice for the recomputations of this context and of those around it."""
