@@ -19,6 +19,7 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, MESSAGE_BYTES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes
+from bmt_burst.transport.regions import Copies, Copy, Region
 from bmt_burst.transport.simulator import GuardedDelivery, SimulatedRing
 from tests.helpers import (
     dense_attention,
@@ -270,10 +271,20 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
     assert max(simulate(size, work)) < 1e-13
 
 
+def late_engines(ring, current):
+    """Return copy engines of two ranks, beside those of an EngineRing, for streams of a test."""
+    ring.reserve(dict.fromkeys(LANES, 128), torch.device("cpu"))
+    engines = CopyEngines(ring.rank, 2, replace(ring.engines.device, current=current))
+    for step in engines.growth(dict.fromkeys(LANES, 128)):
+        step()
+        ring.gather(b"")
+    return engines
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
     """With streams that compute late, as on a GPU: they fill each put, read what came, and spoil
-    the put.
+    the put. It also goes to the rank itself.
 
     A rank that reads late keeps its peer from the slot, also if the next one is read before, on
     another stream.
@@ -284,20 +295,16 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
         engine_ring(ring, arenas, one_queue=False)
         streams = [ThreadStream(started_queue()) for _ in range(count)]
         current = streams[0]
-        ring.reserve(dict.fromkeys(LANES, 64), torch.device("cpu"))
-        engines = CopyEngines(ring.rank, 2, replace(ring.engines.device, current=lambda: current))
-        for step in engines.growth(dict.fromkeys(LANES, 64)):
-            step()
-            ring.gather(b"")
+        engines = late_engines(ring, lambda: current)
         peer, seen, under_way = 1 - ring.rank, {}, []
         for value in range(12):
             current = streams[value % count]
             put = Put(torch.full((64,), 255, dtype=torch.uint8), peer, 0)
             current.work.put(lambda: time.sleep(2e-3))
             current.work.put(lambda x=put.tensor, value=value: x.fill_(value))
-            under_way.append(
-                (engines.deliver("visit", 64, [put], [Arrival(peer, 0, 64)]), put.tensor)
-            )
+            puts = [put, Put(put.tensor, ring.rank, 64)]
+            delivery = engines.deliver("visit", 128, puts, [Arrival(peer, 0, 64)])
+            under_way.append((delivery, put.tensor))
             if len(under_way) == LANES["visit"]:
                 delivery, sent = under_way.pop(0)
                 delivery.wait()
@@ -314,9 +321,39 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
     ThreadStream.longest_copy = 0.02
     try:
         for seen in simulate(2, work):
-            assert seen == {value: [value] * 64 for value in range(11)}
+            assert seen == {value: [value] * 128 for value in range(11)}
     finally:
         ThreadStream.longest_copy = 2e-3
+
+
+def test_what_is_unloaded_is_ready_and_may_change_after_it():
+    """With a stream that computes late: it fills what it sends and keeps, and spoils both."""
+    arenas = {}
+
+    def work(ring):
+        engine_ring(ring, arenas, one_queue=False)
+        current = ThreadStream(started_queue())
+        engines = late_engines(ring, lambda: current)
+        whole = Region.of_bytes(0, 64)
+        copies = Copies((Copy(0, whole, 0, whole), Copy(1, whole, 1, whole)))
+        seen = []
+        for value in range(12):
+            sent, kept = (torch.full((64,), 255, dtype=torch.uint8) for _ in range(2))
+            results = [torch.full((64,), 253, dtype=torch.uint8) for _ in range(2)]
+            current.work.put(lambda: time.sleep(2e-3))
+            current.work.put(lambda x=sent, v=value: x.fill_(v))
+            current.work.put(lambda x=kept, v=value: x.fill_(100 + v))
+            peer = 1 - ring.rank
+            delivery = engines.deliver("return", 64, [Put(sent, peer, 0)], [Arrival(peer, 0, 64)])
+            delivery.unload(copies, results, [kept])
+            current.work.put(lambda x=sent: x.fill_(254))
+            current.work.put(lambda x=kept: x.fill_(254))
+            current.work.put(lambda r=results: seen.append([x.tolist() for x in r]))
+        spin(current.record().is_set)
+        return seen
+
+    for seen in simulate(2, work):
+        assert seen == [[[value] * 64, [100 + value] * 64] for value in range(12)]
 
 
 @pytest.mark.parametrize("inner", [4, 2])

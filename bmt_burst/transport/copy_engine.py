@@ -6,7 +6,8 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
 
     sender      waits until its receivers have read delivery n - slots (the sender's flags `freed`),
                 copies each put to its place in the receiver's slot, and writes n to the receivers'
-                flags `arrived`. A separate stream does this, and another one copies puts to itself.
+                flags `arrived`. A separate stream does this. Another one makes the copies to the
+                sender's own slot.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
                 `release` lets it write n to every rank's flag `freed`. Or `unload` lets another
                 separate stream copy what is on this rank to tensors, wait, copy what arrived, and
@@ -261,7 +262,7 @@ class _Lane:
         sources: Sequence[Tensor],
     ) -> Event:
         """Copy from other sources and from a delivery, source 0, and release it, beside the current
-        stream. Return an event after that.
+        stream. Return an event after that. Nothing in the delivery is from this rank itself.
         """
         stream, to, of = self.unloading, _geometry(targets), _geometry(sources)
 
