@@ -362,14 +362,15 @@ def _kind(config: CPMConfig) -> str:
     has = biases + ["qk_norm"] * config.qk_norm
     scalings = (config.scale_emb, config.residual_scale, config.width_scale)
     if scalings != (1.0, 1.0, 1.0) or config.sparse:
-        advice = "only it has sparse attention" if config.sparse else "fold the scalings"
+        advice = "no other model is sparse" if config.sparse else "fold the scalings"
         if config.window:
             raise ValueError(
-                f"Hugging Face's MiniCPM has no window, this one has {config.window}: {advice}"
+                "Hugging Face's MiniCPM has no window, this one has "
+                f"{config.window}: fold the scalings"
             )
         if has:
             raise ValueError(f"Hugging Face's MiniCPM has none of {has}: {advice}")
-        _check_longrope(config.rope_scaling)
+        _check_longrope(config.rope_scaling, advice)
         return "minicpm"
     if config.qk_norm and biases in ([], ["qkv_bias", "o_bias"]):
         return "qwen3"
@@ -387,8 +388,10 @@ def _kind(config: CPMConfig) -> str:
     raise ValueError(f"no Hugging Face model has {has}{beside}")
 
 
-def _check_longrope(scaling: RopeScaling | None) -> None:
-    """Check that attention_factor is what MiniCPM's own code computes. Raises ValueError."""
+def _check_longrope(scaling: RopeScaling | None, advice: str) -> None:
+    """Check that attention_factor is what MiniCPM's own code computes. Raises ValueError with the
+    advice.
+    """
     if isinstance(scaling, LongRope):
         expected, scale = (
             dataclasses.replace(scaling, attention_factor=None).attention_scale,
@@ -397,7 +400,7 @@ def _check_longrope(scaling: RopeScaling | None) -> None:
         if not math.isclose(expected, scale, rel_tol=1e-6):
             raise ValueError(
                 f"Hugging Face's MiniCPM has a longrope with attention_factor {expected:.6g}, as "
-                f"follows from its factor, this one has {scale:.6g}: fold the scalings"
+                f"follows from its factor, this one has {scale:.6g}: {advice}"
             )
 
 

@@ -78,6 +78,8 @@ def run_of(
     }
     state = {
         "step": 3,
+        "samples": 24,
+        "optimizer_steps": 3,
         "model": config.to_dict(),
         "config": {"seq_len": 77, "dtype": "fp32"},
         "data": data,

@@ -4,6 +4,7 @@ cannot go on.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,12 +33,14 @@ from train.data.stored import TokenWriter, make_writer
 from train.data.text import make_reader
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
+from train.export import main as export_main
 from train.generate import load_model
 from train.generation.decoding import Cache
 from train.pretrain import Trainer
 from train.run import resume
 from train.run.config import TrainConfig
 from train.run.schedule import learning_rate
+from train.run.trained import open_trained
 
 
 @pytest.fixture(autouse=True)
@@ -404,7 +407,8 @@ def changed_state(path, change) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_state_without_what_a_run_needs_is_refused(settings, tmp_path):
+def test_a_state_without_what_a_run_needs_is_refused(settings, tmp_path, capsys):
+    """Also by what reads a finished run."""
     train(settings, steps=2)
     path = tmp_path / "run/step_00000002"
     whole = json.loads((path / "state.json").read_text())
@@ -418,6 +422,11 @@ def test_a_state_without_what_a_run_needs_is_refused(settings, tmp_path):
         changed_state(path, lambda state, name=name, value=value: state.update({name: value}))
         with pytest.raises(ranks.RankError, match=got):
             train(settings, resume="auto")
+        with pytest.raises(ValueError, match=got):
+            open_trained({}, path, None, torch.device("cpu"))
+        with pytest.raises(SystemExit):
+            export_main(["--run", str(path), "--output", str(tmp_path / "out")])
+        assert re.search(got, capsys.readouterr().err)
         changed_state(path, lambda state: state.update(whole))
     manifest = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(manifest.replace('"format": 1', '"format": 2'))

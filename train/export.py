@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--keep-scalings",
         action="store_true",
-        help="write a MiniCPM with its scalings, instead of the equivalent Llama",
+        help="write a MiniCPM with its scalings, instead of an equivalent model without them",
     )
     args = parser.parse_args(argv)
     if args.keep_scalings and args.format == "bmtrain":
@@ -140,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if os.path.lexists(args.output):
             raise ValueError(f"{args.output} exists: give another --output")
         path = checkpoint.find(args.run)
-        saved, tokenizer = checkpoint.Checkpoint(path), checkpoint_tokenizer(path)
+        resume.check_state(saved := checkpoint.Checkpoint(path))
+        tokenizer = checkpoint_tokenizer(path)
         with write_aside(args.output) as folder:
             written = None
             if args.format == "bmtrain":
