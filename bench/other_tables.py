@@ -61,14 +61,15 @@ def sparse_training_table(rows: list[Row]) -> str:
     for each run that was measured with both. Of equal runs the last one counts.
     """
     speeds: dict[tuple, dict[bool, float]] = defaultdict(dict)
+    same = "model", "layers", "seq_len", "engine", "gpus", "sp", "batch_size", "mask", "dtype"
     for row in rows:
-        run = (*(row[name] for name in ("model", "layers", "seq_len", "engine", "gpus")),)
-        speed = row["tokens_per_s_per_gpu"]
-        speeds[(*run, checkpointing(row))][bool(row.get("sparse"))] = speed
+        if (speed := row.get("tokens_per_s_per_gpu")) is not None:
+            run = *(row.get(name) for name in same), checkpointing(row)
+            speeds[run][bool(row.get("sparse"))] = speed
     lines = []
-    for (model, layers, seq_len, *_), by in speeds.items():
+    for (model, layers, seq_len, *_, saving), by in speeds.items():
         if len(by) == 2:
-            name = f"{model}, {layers} layers, {tokens(seq_len)} tokens"
+            name = f"{model}, {layers} layers, {tokens(seq_len)} tokens, {saving} checkpointing"
             gain = f"{by[True] / by[False]:.1f} x"
             lines.append([name, round(by[False]), round(by[True]), gain])
     return table(["tokens/s per GPU", "dense", "InfLLM-V2", "gain"], lines)

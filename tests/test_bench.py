@@ -14,7 +14,13 @@ import torch
 from bench import live_rows, saving, training
 from bench.implementations import Case
 from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
-from bench.other_tables import host_time_table, planning_table, training_table, usp_table
+from bench.other_tables import (
+    host_time_table,
+    planning_table,
+    sparse_training_table,
+    training_table,
+    usp_table,
+)
 from bench.sparse import SparseCase, count_overlap, walk
 from bench.tables import (
     bias_table,
@@ -481,9 +487,36 @@ def test_rows_from_before_there_were_documents_are_read(tmp_path):
     assert [row["mask"] for row in read_rows([tmp_path / "old.jsonl"])] == ["causal", "full"]
 
 
+def test_sparse_training_is_compared_with_equal_dense_training():
+    run = {
+        "model": "m",
+        "layers": 2,
+        "engine": "torch",
+        "gpus": 2,
+        "sp": 2,
+        "seq_len": 65536,
+        "batch_size": 1,
+        "mask": "causal",
+        "checkpointing": "full",
+        "sparse": None,
+        "tokens_per_s_per_gpu": 100.0,
+    }
+    sparse = run | {"sparse": {"topk": 3}, "tokens_per_s_per_gpu": 250.0}
+    failed = {name: value for name, value in run.items() if name != "tokens_per_s_per_gpu"}
+    others = [
+        {"mask": "documents"},
+        {"batch_size": 4},
+        {"engine": "bmtrain"},
+        {"checkpointing": "none"},
+    ]
+    said = sparse_training_table([run, failed, sparse, *(sparse | other for other in others)])
+    assert said.splitlines()[2:] == [
+        "| m, 2 layers, 64K tokens, full checkpointing | 100 | 250 | 2.5 x |"
+    ]
+
+
 DRIVER = """
 import sys
-from types import SimpleNamespace
 sys.path.insert(0, {root!r})
 from bench import attention, implementations
 
