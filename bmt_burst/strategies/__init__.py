@@ -297,8 +297,8 @@ def _choose_fastest(
 
 
 def _count_runs(layout: Layout) -> int:
-    """Return the number of separate runs of positions in the first shard."""
-    return sum(len(positions) if positions.step > 1 else 1 for positions in layout.shards[0])
+    """Return the most separate runs of positions in a shard."""
+    return max(sum(len(x) if x.step > 1 else 1 for x in shard) for shard in layout.shards)
 
 
 def _is_near_kernel(seconds: float | None, problem: Problem, machine: Machine) -> bool:

@@ -320,7 +320,7 @@ def _describe_sparse(sparse: InfLLMV2) -> str:
     blocks = f"{sparse.most_blocks} blocks of {counted(sparse.block_size, 'token')}"
     if sparse.dense_len == -1:
         return f"sparse attention to {blocks}"
-    return f"sparse attention to {blocks} in documents of {sparse.dense_len:,} tokens and more"
+    return f"sparse attention to {blocks} if a document has {sparse.dense_len:,} tokens"
 
 
 def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:

@@ -92,7 +92,7 @@ class USP(Ulysses):
         return RingOfHosts(problem, rank) if is_ring else UlyssesPlan(problem, rank)
 
     def predict(self, problem: Problem, machine: Machine) -> float | None:
-        """Return None where it is only Ulysses or only a ring: they are predicted by themselves."""
+        """Return None where it is only Ulysses or only a ring: these are predicted separately."""
         return super().predict(problem, machine) if min(problem.inner, problem.outer) > 1 else None
 
     def refuses(self, problem: Problem) -> str | None:
