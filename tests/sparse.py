@@ -1,4 +1,6 @@
-"""InfLLM-V2 written out in float64, from its definition, and random cases of it."""
+"""InfLLM-V2 written out in float64, from its definition, random cases of it, and what tests of
+models need.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,41 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from bmt_burst import InfLLMV2
+from bmt_burst.strategies.selected import SelectedPlan
+
+
+def record_choices(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Return a list that gets an entry for each row of queries whose blocks are chosen."""
+    found: list[None] = []
+    choose_row = SelectedPlan._choose_row
+    monkeypatch.setattr(
+        SelectedPlan, "_choose_row", lambda *args: found.append(None) or choose_row(*args)
+    )
+    return found
+
+
+def llama_config(sparse: InfLLMV2, **options: Any) -> Any:
+    """Return the configuration of a small Llama of transformers with a sparse_config."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        sparse_config=sparse.to_dict(),
+        **options,
+    )
 
 
 def chosen_blocks(

@@ -5,10 +5,11 @@ over gloo.
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from bmt_burst.compat.ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params
 from tests.helpers import relative_error, run_ranks
+from tests.sparse import llama_config
 from tests.test_sparse import SMALL as SPARSE
 
 BOUND = 1e-5  # rounding of fp32, through two layers
@@ -66,23 +67,12 @@ def two_forwards_before_backwards(rank):
     documents of one update, or each has an update of its own.
     """
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        sparse_config=SPARSE.to_dict(),
-        attn_implementation="eager",
-    )
-    model = LlamaForCausalLM(config).train()
+    model = LlamaForCausalLM(llama_config(SPARSE, attn_implementation="eager")).train()
     model.config._attn_implementation = "flash_attention_2"
     group = dist.new_group([0])
     substitute_hf_flash_attn(group, heads_k_stride=1)
     bounds, positions = torch.tensor([0, 64], dtype=torch.int32), torch.arange(64)[None]
-    tokens = torch.randint(1, 64, (2, 1, 64))
+    tokens = torch.randint(1, 40, (2, 1, 64))
 
     def gradients(updates):
         sums = []

@@ -43,7 +43,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies.selected import SelectedPlan
 from bmt_burst.transport import ALONE
 from tests.helpers import attention_errors, random_qkv, ring_arguments, run_ranks
-from tests.sparse import Case, chosen_blocks, oracle, random_case
+from tests.sparse import Case, chosen_blocks, oracle, random_case, record_choices
 
 SMALL = InfLLMV2(
     block_size=4,
@@ -506,12 +506,7 @@ def test_constants_are_those_of_a_config_and_print():
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """A list with an entry for each row of queries whose blocks were chosen."""
-    found, choose_row = [], SelectedPlan._choose_row
-    monkeypatch.setattr(
-        SelectedPlan, "_choose_row", lambda *args: found.append(None) or choose_row(*args)
-    )
-    return found
+    return record_choices(monkeypatch)
 
 
 def test_checkpointing_keeps_the_choice(chosen):

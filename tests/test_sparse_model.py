@@ -10,11 +10,11 @@ import torch
 
 from bmt_burst import InfLLMV2, Layout, Mask, shift_labels, simulate
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
-from bmt_burst.strategies.selected import SelectedPlan
 from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.hf_config import config_from_hf, config_to_hf
+from tests.sparse import llama_config, record_choices
 from tests.test_sparse import SMALL
 from train.data.batches import sparse_keys
 from train.run.flops import step_flops
@@ -151,11 +151,7 @@ def test_loss_and_gradients_do_not_depend_on_the_ranks(saving, use_nope, monkeyp
         model.init_parameter(name, weight.data, generator)
     tokens, cu_seqlens = torch.randint(40, (1, 90), generator=generator), (0, 20, 90)
     exact = loss_and_norm(model, SequenceParallel(), Layout.zigzag(90, 1), tokens, cu_seqlens)
-    chosen = []
-    choose = SelectedPlan._choose_row
-    monkeypatch.setattr(
-        SelectedPlan, "_choose_row", lambda *args: chosen.append(None) or choose(*args)
-    )
+    chosen = record_choices(monkeypatch)
     for size, name in ((2, "zigzag"), (3, "striped")):
         layout = Layout.named(name, 90, size)
 
@@ -193,16 +189,7 @@ def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks(monkeypa
     from bmt_burst.adapters.transformers import enable
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        sparse_config=SMALL.to_dict(),
-    )
+    config = llama_config(SMALL)
     llama = transformers.LlamaForCausalLM(config).double().requires_grad_(False)
     said = {name: value for name, value in config.to_dict().items() if name != "sparse_config"}
     model = CPM(dataclasses.replace(config_from_hf(said), sparse=SMALL)).double()
@@ -219,11 +206,7 @@ def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks(monkeypa
     got = Layout.zigzag(90, 2).unshard(simulate(2, work))
     assert (got - exact).abs().max() < 1e-5  # transformers rotates in fp32
 
-    chosen = []
-    choose = SelectedPlan._choose_row
-    monkeypatch.setattr(
-        SelectedPlan, "_choose_row", lambda *args: chosen.append(None) or choose(*args)
-    )
+    chosen = record_choices(monkeypatch)
     for use_reentrant in (False, True):
 
         def train(ring, use_reentrant=use_reentrant):
