@@ -36,7 +36,7 @@ from .parts import (
     is_whole,
 )
 
-_MOST_PARTS = 8  # parts that are added up in one pass over memory
+_MOST_PARTS = 16  # parts that are added up in one pass over memory
 
 
 class Backend(Protocol):
