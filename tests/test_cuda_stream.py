@@ -21,10 +21,26 @@ class Driver:
     def __init__(self):
         self.calls = []
         self.events = itertools.count(1)
+        self.refused = None  # bytes of copies that fail
 
     def cuMemcpyDtoDAsync_v2(self, target, source, nbytes, stream):
         self.calls.append("1D")
         ctypes.memmove(target, source, nbytes)
+        return 0
+
+    def cuMemcpyBatchAsync(
+        self, targets, sources, sizes, count, attributes, first, kinds, failed, stream
+    ):
+        """Read arrays of `count` words. All copies have the one CUmemcpyAttributes of six words:
+        the order of the stream, and no hints.
+        """
+        self.calls.append(f"{count} x 1D")
+        assert (kinds, *first, *read_words(attributes, 3)) == (1, 0, 1, 0, 0)
+        for index, copy in enumerate(zip(targets, sources, sizes, strict=True)):
+            if copy[2] == self.refused:
+                failed[0] = index
+                return 700
+            ctypes.memmove(*copy)
         return 0
 
     def cuMemcpy2DAsync_v2(self, pointer, stream):
@@ -203,8 +219,8 @@ def test_a_batch_takes_no_more_calls_than_one_sequence():
 def test_what_is_tried_out_is_a_call_of_each_kind(driver):
     here, there = (torch.arange(2048) % 251).to(torch.uint8), torch.zeros(2048, dtype=torch.uint8)
     copy_by_driver(_EXAMPLES, [there], [here])
-    assert driver.calls == ["1D", "2D", "3D"]
-    assert there.count_nonzero() == 4 + 2 * 4 + 4 * 4
+    assert driver.calls == ["2 x 1D", "2D", "3D"]
+    assert there.count_nonzero() == 2 * 4 + 2 * 4 + 4 * 4
 
 
 def test_flags_are_written_and_waited_for_together(driver):
@@ -244,3 +260,39 @@ def test_a_copy_that_the_driver_refuses_raises(driver):
     region = Region.whole(x.shape, 0)
     with pytest.raises(RuntimeError, match="failed with CUDA error 700"):
         copy_by_driver([Copy(0, region, 0, region)], [x], [x])
+
+
+def _copies_of_runs():
+    """Three runs of a tensor to two others, and between them heads of another tensor to a third."""
+    runs = [Region((start, 0, 0), (2, 4, 2)) for start in (1, 4, 6)]
+    heads = Region((0, 1, 0), (1, 2, 2), ((0, 1, 8),))
+    placed = [(0, runs[0], 0), (1, runs[1], 0), (2, heads, 1), (1, runs[2], 0)]
+    return [Copy(target, region, source, region) for target, region, source in placed]
+
+
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_contiguous_copies_are_made_together_if_the_driver_can(has_batches, driver, monkeypatch):
+    if not has_batches:
+        monkeypatch.delattr(Driver, "cuMemcpyBatchAsync")
+    geometries = [((8, 2, 1), torch.float32)]
+    launches = make_launches(find_bytes(_copies_of_runs(), 3 * geometries, 2 * geometries))
+    for _ in range(2):  # with other addresses, too
+        (tokens, others), found = torch.rand(2, 8, 4, 2), torch.zeros(3, 8, 4, 2)
+        expected = found.clone()
+        expected[0, 1:3], expected[1, 4:8], expected[2, :, 1:3] = (
+            tokens[1:3],
+            tokens[4:8],
+            others[:, 1:3],
+        )
+        CudaStream(7, CudaEvents()).copy(launches, [*found], [tokens, others])
+        assert found.equal(expected)
+    assert driver.calls == 2 * (["3 x 1D", "2D"] if has_batches else ["1D", "1D", "2D", "1D"])
+
+
+def test_a_copy_among_several_that_the_driver_refuses_raises(driver):
+    copies, short = _copies_of_runs(), Region((4, 0, 0), (1, 4, 2))
+    copies[1] = Copy(1, short, 0, short)
+    driver.refused = 4 * 4 * 2
+    tensors = [*torch.zeros(3, 8, 4, 2)]
+    with pytest.raises(RuntimeError, match=r"copy 1 of \[64, 32, 64\] bytes failed"):
+        copy_by_driver(copies, tensors, tensors)

@@ -269,11 +269,7 @@ class _Lane:
         def prepare() -> tuple[Launches | None, Launches | None]:
             own = [copy for copy in copies.copies if copy.source]
             received = [copy for copy in copies.copies if not copy.source]
-            launches = self.device.launches
-            here, arrived = (
-                launches(find_bytes(x, to, of)) if x else None for x in (own, received)
-            )
-            return here, arrived
+            return self._launches(own, to, of), self._launches(received, to, of)
 
         here, arrived = _keep(self.unloads, (copies, to, of), prepare)
         stream.follow(arrivals.began)
@@ -307,19 +303,21 @@ class _Lane:
         # the next rank first: at any time each rank receives from another one
         peers = sorted(copies, key=lambda peer: (peer - self.rank) % len(self.parts))
         sources = sorted({arrival.peer for arrival in manifest.arrivals})
+        slots = [_BYTES] * len(self.parts)
         return _Shipment(
-            self._launches([copy for peer in peers for copy in copies[peer]], geometry),
+            self._launches([x for peer in peers for x in copies[peer]], slots, geometry),
             self._flags(*((self.rank, 2 * peer + 1) for peer in peers)),
             self._flags(*((peer, 2 * self.rank) for peer in peers)),
-            self._launches(own, geometry),
+            self._launches(own, slots, geometry),
             [parts[self.rank][:nbytes] for parts in self.slots],
             self._flags(*((self.rank, 2 * peer) for peer in sources)),
         )
 
-    def _launches(self, copies: Sequence[Copy], geometry: Sequence[Geometry]) -> Launches | None:
-        """Prepare copies to slots of ranks, or return None without any."""
-        slots = [_BYTES] * len(self.parts)
-        return self.device.launches(find_bytes(copies, slots, geometry)) if copies else None
+    def _launches(
+        self, copies: Sequence[Copy], targets: Sequence[Geometry], sources: Sequence[Geometry]
+    ) -> Launches | None:
+        """Prepare copies between tensors of known geometry, or return None without any."""
+        return self.device.launches(find_bytes(copies, targets, sources)) if copies else None
 
     def try_out(self) -> None:
         """Do once what deliveries do, so that a device that refuses it does so now. Nothing
@@ -389,11 +387,13 @@ class _LaneDelivery(Delivery):
 
 
 _BYTES: Geometry = (1,), torch.uint8  # of memory
-# One copy of each kind: of bytes, of rows and of layers of rows. None overlaps with another place.
+# Copies of each kind: twice of bytes, which are made together, of rows and of layers of rows. None
+# overlaps with another place.
 _EXAMPLES = [
     Copy(0, Region.of_bytes(offset, 4, *there), 0, Region.of_bytes(512 + offset, 4, *here))
     for offset, there, here in (
         (0, ((), ()), ((), ())),
+        (16, ((), ()), ((), ())),
         (64, ((2,), (12,)), ((2,), (16,))),
         (128, ((2, 2), (36, 12)), ((2, 2), (64, 16))),
     )

@@ -22,6 +22,7 @@ from .regions import ByteCopy
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _ANY_DEVICE = 4  # CU_MEMORYTYPE_UNIFIED
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 # CU_STREAM_MEM_OP_WAIT_VALUE_32 (as flags are 0: until greater or equal), ..._WRITE_VALUE_32
 _WAIT, _WRITE = 1, 2
 
@@ -82,6 +83,17 @@ class Launch(NamedTuple):
     source_at: int
 
 
+class Launches(NamedTuple):
+    """Copies of a delivery.
+
+    together  the copies of contiguous bytes, if the driver can make several in one call
+    single    the others
+    """
+
+    together: _Together | None
+    single: list[Launch]
+
+
 class CudaStream:
     """A CUDA stream, by its handle. `events` are those of its context.
 
@@ -94,12 +106,12 @@ class CudaStream:
         self._operate = driver.cuStreamBatchMemOp_v2
         self._record, self._wait = driver.cuEventRecord, driver.cuStreamWaitEvent
 
-    def copy(
-        self, copies: Sequence[Launch], targets: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> None:
+    def copy(self, copies: Launches, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         there, here = [x.data_ptr() for x in targets], [x.data_ptr() for x in sources]
         stream = self.handle
-        for function, arguments, passed, target, target_at, source, source_at in copies:
+        if copies.together is not None:
+            copies.together.launch(there, here, stream)
+        for function, arguments, passed, target, target_at, source, source_at in copies.single:
             arguments.target = there[target] + target_at
             arguments.source = here[source] + source_at
             status = function(passed, stream)
@@ -168,9 +180,52 @@ class _Thread(threading.local):
     has_context = False
 
 
-def make_launches(copies: Sequence[ByteCopy]) -> list[Launch]:
+def make_launches(copies: Sequence[ByteCopy]) -> Launches:
     """Return copies as `CudaStream.copy` takes them."""
-    return [_make_launch(copy) for copy in copies]
+    contiguous = [copy for copy in copies if not copy.axes]
+    # The driver has it since CUDA 12.8.
+    if len(contiguous) < 2 or not hasattr(_driver(), "cuMemcpyBatchAsync"):
+        return Launches(None, [_make_launch(copy) for copy in copies])
+    return Launches(_Together(contiguous), [_make_launch(copy) for copy in copies if copy.axes])
+
+
+class _Together:
+    """Copies of contiguous bytes in one call of the driver. They may be made in any order.
+
+    On two H200 eight copies to a peer took the host 18 us in one call, and 63 us in eight calls.
+    They arrived after 54 us instead of 116.
+    """
+
+    def __init__(self, copies: Sequence[ByteCopy]):
+        self.count = len(copies)
+        self.ends = [
+            [(copy.target, copy.target_at) for copy in copies],
+            [(copy.source, copy.source_at) for copy in copies],
+        ]
+        self.targets, self.sources = ((ctypes.c_uint64 * self.count)() for _ in self.ends)
+        self.sizes = (ctypes.c_size_t * self.count)(*(copy.nbytes for copy in copies))
+        self.attributes = (_Attributes * 1)(_Attributes(order=_IN_STREAM_ORDER))
+        self.first_with_attributes = (ctypes.c_size_t * 1)(0)
+        self.failed = (ctypes.c_size_t * 1)()
+
+    def launch(self, there: list[int], here: list[int], stream: ctypes.c_void_p) -> None:
+        """Copy from tensors at the addresses `here` to tensors at the addresses `there`."""
+        into, of = self.ends
+        self.targets[:] = [there[number] + at for number, at in into]
+        self.sources[:] = [here[number] + at for number, at in of]
+        status = _driver().cuMemcpyBatchAsync(
+            self.targets,
+            self.sources,
+            self.sizes,
+            self.count,
+            self.attributes,
+            self.first_with_attributes,
+            1,
+            self.failed,
+            stream,
+        )
+        if status:
+            _check(status, f"copy {self.failed[0]} of {[*self.sizes]} bytes")
 
 
 def _make_launch(copy: ByteCopy) -> Launch:
@@ -202,6 +257,17 @@ class _BytesCopy:
 
 def _copy_bytes(call: Callable[..., int], copy: _BytesCopy, stream: ctypes.c_void_p) -> int:
     return call(copy.target, copy.source, copy.nbytes, stream)
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes. Without hints the driver finds the places of memory itself."""
+
+    _fields_: ClassVar = [
+        ("order", ctypes.c_uint32),
+        ("source_hint", ctypes.c_uint32 * 2),
+        ("target_hint", ctypes.c_uint32 * 2),
+        ("flags", ctypes.c_uint32),
+    ]
 
 
 class _RowsCopy(ctypes.Structure):
@@ -316,4 +382,13 @@ def _driver() -> ctypes.CDLL:
         ctypes.c_size_t,
         ctypes.c_void_p,
     ]
+    if hasattr(driver, "cuMemcpyBatchAsync"):
+        pointers, sizes = [ctypes.c_void_p] * 3, [ctypes.c_void_p] * 2
+        driver.cuMemcpyBatchAsync.argtypes = [
+            *pointers,
+            ctypes.c_size_t,
+            *sizes,
+            ctypes.c_size_t,
+            *[ctypes.c_void_p] * 2,
+        ]
     return driver
