@@ -13,7 +13,15 @@ import torch
 
 from bench import masks
 from bench.tables import read_rows
-from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, measuring, strategies
+from bmt_burst import (
+    Layout,
+    Mask,
+    SequenceParallel,
+    burst_attn_func,
+    kernels,
+    measuring,
+    strategies,
+)
 from bmt_burst.calls.terms import compare_terms
 from bmt_burst.measuring import Timed, check_device_bound, fit_host, fit_kernel, measure
 from bmt_burst.ranks.simulation import simulate
@@ -59,6 +67,30 @@ def test_unequal_work_is_shared_by_heads():
 def test_each_peer_of_an_exchange_takes_the_host_time():
     """Measured on 8 ranks: ring 3.4 ms, one-call 2.9, Ulysses 4.0."""
     assert taken(2048, 8) != "ulysses"
+
+
+def test_a_bias_counts_in_predictions():
+    """The backward of a rank whose pairs mostly have their own rows takes longer. Ulysses shares
+    these pairs equally, a layout of equal numbers of pairs does not.
+    """
+    scores = masks.scores_of("bee", 1 << 16)
+    layout = masks.balanced("bee", 1 << 16, 8)
+    sizes = {"heads": 32, "kv_heads": 32, "group_bytes": 1 << 30, **HALF}
+    plain = problem(scores.mask, layout, **sizes)
+    biased = dataclasses.replace(plain, scores=scores, biased_kernel=plain.kernel)
+    ring = load("ring")
+    assert ring.predict(biased, CPU) > 1.3 * ring.predict(plain, CPU)
+    assert choose("auto", biased, CPU).name == "ulysses"
+    other = dataclasses.replace(biased, biased_kernel=kernels.load("triton"))
+    assert choose("auto", other, CPU).name == "ring", "nothing is known about its kernel"
+
+
+def test_a_biased_calls_time_is_near_what_was_measured():
+    """One H200 with all 64K tokens: 114.5 ms."""
+    scores = masks.scores_of("bee", 1 << 16)
+    whole = problem(scores.mask, Layout.contiguous(1 << 16, 1), heads=32, kv_heads=32, **HALF)
+    biased = dataclasses.replace(whole, scores=scores, biased_kernel=whole.kernel)
+    assert load("ring").predict(biased, CPU) == pytest.approx(0.1145, rel=0.15)
 
 
 def test_slow_links_and_slow_hosts_count():

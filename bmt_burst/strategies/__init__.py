@@ -9,8 +9,8 @@ one-call     gathers keys and values first, and computes without partial results
 plain-ring   the ring without overlap, to be read first; "auto" never takes it
 
 "auto" takes the one with the least predicted time of a forward and backward, if it is 5 % faster
-than the ring. Without constants of the machine (`machine`), with a bias, or with sparse attention,
-it takes the ring.
+than the ring. Without constants of the machine (`machine`) and its kernels, or with sparse
+attention, it takes the ring.
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports
 only by their contracts. `compute` is what strategies share. To add a strategy, write
@@ -244,10 +244,9 @@ def load(name: str) -> Strategy:
 def choose(name: str, problem: Problem, machine: Machine | None = None) -> Strategy:
     """Return the strategy called `name`, or for "auto" the fastest on this machine.
 
-    Without the machine's constants for the problem's kernel, or with a bias or a choice of blocks,
-    "auto" takes the first automatic strategy that can solve the problem. It takes another one if
-    that one is predicted to be faster by 5 %. It logs each strategy when it first takes it, with
-    the reason.
+    Without the machine's constants for the problem's kernels, or with a choice of blocks, "auto"
+    takes the first automatic strategy that can solve the problem. It takes another one if that one
+    is predicted to be faster by 5 %. It logs each strategy when it first takes it, with the reason.
 
     The answer counts a forward and a backward, also where no gradient is needed. So a forward that
     checkpointing repeats has the same strategy, and the same bits.
@@ -272,14 +271,13 @@ def _choose_fastest(
     """Return the strategy that is predicted to be the fastest, and why. Ties are for the first."""
     if machine is None:
         return first, "nothing is known about this machine's speed"
-    if problem.scores or problem.sparse:
-        return first, "no speed is predicted for a bias or for sparse attention"
+    if problem.sparse:
+        return first, "no speed is predicted for sparse attention"
     if len(problem.mask.slices) > 1 and _count_runs(problem.layout) > _MOST_RUNS:
         return first, f"a {problem.layout.name} layout of documents takes long to predict"
-    if problem.kernel.name != machine.kernel:
-        return first, f"the kernel is {problem.kernel.name!r}, speeds are known for " + repr(
-            machine.kernel
-        )
+    for kernel in filter(None, (problem.kernel, problem.biased_kernel)):
+        if kernel.name != machine.kernel:
+            return first, f"the kernel is {kernel.name!r}, speeds are known for {machine.kernel!r}"
     seconds = {first.name: first.predict(problem, machine)}
     if not _is_near_kernel(seconds[first.name], problem, machine):
         others = [name for name in names() if name != first.name]
@@ -303,7 +301,7 @@ def _count_runs(layout: Layout) -> int:
 
 def _is_near_kernel(seconds: float | None, problem: Problem, machine: Machine) -> bool:
     """Whether a strategy is predicted to be as fast as if all ranks shared the work equally, in one
-    kernel call each, and nothing was sent.
+    kernel call each without a bias, and nothing was sent.
     """
     if seconds is None:
         return False
