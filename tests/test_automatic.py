@@ -69,7 +69,7 @@ def test_each_peer_of_an_exchange_takes_the_host_time():
     assert taken(2048, 8) != "ulysses"
 
 
-def test_a_bias_counts_in_predictions():
+def test_a_bias_counts_in_predictions(monkeypatch):
     """The backward of a rank whose pairs mostly have their own rows takes longer. Ulysses shares
     these pairs equally, a layout of equal numbers of pairs does not.
     """
@@ -83,6 +83,8 @@ def test_a_bias_counts_in_predictions():
     assert choose("auto", biased, CPU).name == "ulysses"
     other = dataclasses.replace(biased, biased_kernel=kernels.load("triton"))
     assert choose("auto", other, CPU).name == "ring", "nothing is known about its kernel"
+    monkeypatch.setattr(strategies, "_MOST_BIASED_SLICES", len(scores.mask.slices) - 1)
+    assert choose("auto", biased, CPU).name == "ring", "this takes long to predict"
 
 
 def test_a_biased_calls_time_is_near_what_was_measured():

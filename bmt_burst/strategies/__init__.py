@@ -55,6 +55,7 @@ _STRATEGIES = {
 _CLEARLY = 0.05
 _MOST_RANKS = 4  # whose times are predicted
 _MOST_RUNS = 1 << 9  # of positions in a shard. With more, predictions of documents take seconds.
+_MOST_BIASED_SLICES = 1 << 6  # of a mask with a bias. With more, too.
 _logged: set[str] = set()  # the strategies whose choice was logged
 
 
@@ -275,6 +276,8 @@ def _choose_fastest(
         return first, "no speed is predicted for sparse attention"
     if len(problem.mask.slices) > 1 and _count_runs(problem.layout) > _MOST_RUNS:
         return first, f"a {problem.layout.name} layout of documents takes long to predict"
+    if problem.scores and len(problem.mask.slices) > _MOST_BIASED_SLICES:
+        return first, "a bias of many documents takes long to predict"
     for kernel in filter(None, (problem.kernel, problem.biased_kernel)):
         if kernel.name != machine.kernel:
             return first, f"the kernel is {kernel.name!r}, speeds are known for {machine.kernel!r}"
