@@ -36,7 +36,7 @@ from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..sparse.config import InfLLMV2
 from ..spec import Spec
-from .machine import BACKWARD, Machine
+from .machine import BACKWARD, BIASED_TIMES, Machine
 
 logger = logging.getLogger("bmt_burst")
 
@@ -53,9 +53,10 @@ _STRATEGIES = {
 # Of the time, by which "auto" must expect another strategy to be faster. Where kernels take all of
 # the time, predictions are up to 4 % off (tests/test_automatic.py).
 _CLEARLY = 0.05
+_CLEARLY_BIASED = 0.15  # with a bias, where predictions are up to 12 % off
 _MOST_RANKS = 4  # whose times are predicted
 _MOST_RUNS = 1 << 9  # of positions in a shard. With more, predictions of documents take seconds.
-_MOST_BIASED_SLICES = 1 << 6  # of a mask with a bias. With more, too.
+_MOST_SLICES = 1 << 8  # of a bias. With more, too.
 _logged: set[str] = set()  # the strategies whose choice was logged
 
 
@@ -247,7 +248,8 @@ def choose(name: str, problem: Problem, machine: Machine | None = None) -> Strat
 
     Without the machine's constants for the problem's kernels, or with a choice of blocks, "auto"
     takes the first automatic strategy that can solve the problem. It takes another one if that one
-    is predicted to be faster by 5 %. It logs each strategy when it first takes it, with the reason.
+    is predicted to be faster by 5 %, or 15 % with a bias. It logs each strategy when it first takes
+    it, with the reason.
 
     The answer counts a forward and a backward, also where no gradient is needed. So a forward that
     checkpointing repeats has the same strategy, and the same bits.
@@ -274,13 +276,16 @@ def _choose_fastest(
         return first, "nothing is known about this machine's speed"
     if problem.sparse:
         return first, "no speed is predicted for sparse attention"
-    if len(problem.mask.slices) > 1 and _count_runs(problem.layout) > _MOST_RUNS:
+    slices = [len(term.mask.slices) for term in problem.terms]
+    if max(slices) > 1 and _count_runs(problem.layout) > _MOST_RUNS:
         return first, f"a {problem.layout.name} layout of documents takes long to predict"
-    if problem.scores and len(problem.mask.slices) > _MOST_BIASED_SLICES:
+    if problem.scores and sum(slices) > _MOST_SLICES:
         return first, "a bias of many documents takes long to predict"
     for kernel in filter(None, (problem.kernel, problem.biased_kernel)):
         if kernel.name != machine.kernel:
             return first, f"the kernel is {kernel.name!r}, speeds are known for {machine.kernel!r}"
+    if problem.biased_kernel and problem.biased_kernel.name not in BIASED_TIMES:
+        return first, f"nothing is known about a bias with the kernel {machine.kernel!r}"
     seconds = {first.name: first.predict(problem, machine)}
     if not _is_near_kernel(seconds[first.name], problem, machine):
         others = [name for name in names() if name != first.name]
@@ -289,7 +294,8 @@ def _choose_fastest(
                 seconds[strategy.name] = strategy.predict(problem, machine)
     found = {name: time for name, time in seconds.items() if time is not None}
     best = min(found, key=lambda name: found[name], default=first.name)
-    if first.name in found and found[best] > (1 - _CLEARLY) * found[first.name]:
+    clearly = _CLEARLY_BIASED if problem.scores else _CLEARLY
+    if first.name in found and found[best] > (1 - clearly) * found[first.name]:
         best = first.name
     text = ", ".join(f"{name} {1e3 * time:.2f} ms" for name, time in found.items())
     tokens, ranks = problem.mask.seq_len, problem.layout.size

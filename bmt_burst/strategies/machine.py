@@ -49,10 +49,30 @@ H200 = Rates(650e12, backward_operations=600e12, call_keys=500.0)
 
 
 @dataclass(frozen=True)
+class BiasedTimes:
+    """What a bias costs with a kernel, relative to the same kernel without one.
+
+    by_distance, by_segments  the time of a pair with a row of its own that depends on its distance,
+                              or on two segments: forward and backward. The backward also finds the
+                              gradient of the table.
+    calls                     the host time of any call of a problem with a bias
+    """
+
+    by_distance: tuple[float, float]
+    by_segments: tuple[float, float]
+    calls: int
+
+
+# By kernel. FA4's are those of CPM-Bee at 64K tokens on one H200. A predicted forward and backward
+# is 12 % too short there, and 2 % at 256K (bench/results/bias-1-nvidia-h200.jsonl).
+BIASED_TIMES = {"fa4": BiasedTimes((1.4, 2.2), (2.0, 6.0), 4)}
+
+
+@dataclass(frozen=True)
 class HostWork:
     """The work that the host enqueues for a forward, a backward, or both.
 
-    calls       kernel calls
+    calls       kernel calls. With a bias each counts as `BiasedTimes.calls`.
     deliveries  deliveries, and copies from the memory into which one was received, together
     messages    copies of bytes that one of these consists of
     """

@@ -300,7 +300,7 @@ class _Lane:
             into = Region.of_bytes(offset, size, region.counts, pitches)
             copies.setdefault(peer, []).append(Copy(peer, into, number, region))
         own = copies.pop(self.rank, [])
-        # the next rank first: at any time each rank receives from another one
+        # The next rank first: where copies follow one another, each rank receives from another one.
         peers = sorted(copies, key=lambda peer: (peer - self.rank) % len(self.parts))
         sources = sorted({arrival.peer for arrival in manifest.arrivals})
         slots = [_BYTES] * len(self.parts)
@@ -330,8 +330,9 @@ class _Lane:
         for peer in range(len(self.parts)):
             if self.slot_bytes:
                 there, here = self.slots[0][peer], self.slots[-1][self.rank]
-                copies = find_bytes(_EXAMPLES, [_BYTES], [_BYTES])
-                self.stream.copy(self.device.launches(copies), (there,), (here,))
+                for examples in (_EXAMPLES, _EXAMPLES[:1]):
+                    copies = find_bytes(examples, [_BYTES], [_BYTES])
+                    self.stream.copy(self.device.launches(copies), (there,), (here,))
             self.stream.write(self._flags((peer, 2 * self.rank)), int(peer == self.rank))
 
     def _flags(self, *places: tuple[int, int]) -> Flags:
@@ -387,8 +388,8 @@ class _LaneDelivery(Delivery):
 
 
 _BYTES: Geometry = (1,), torch.uint8  # of memory
-# Copies of each kind: twice of bytes, which are made together, of rows and of layers of rows. None
-# overlaps with another place.
+# Two copies of bytes, which are made together, one of rows, and one of layers of rows. No places
+# overlap.
 _EXAMPLES = [
     Copy(0, Region.of_bytes(offset, 4, *there), 0, Region.of_bytes(512 + offset, 4, *here))
     for offset, there, here in (

@@ -197,7 +197,7 @@ class _Together:
     """
 
     def __init__(self, copies: Sequence[ByteCopy]):
-        self.count = len(copies)
+        self.copy, self.count = _driver().cuMemcpyBatchAsync, len(copies)
         self.ends = [
             [(copy.target, copy.target_at) for copy in copies],
             [(copy.source, copy.source_at) for copy in copies],
@@ -213,7 +213,7 @@ class _Together:
         into, of = self.ends
         self.targets[:] = [there[number] + at for number, at in into]
         self.sources[:] = [here[number] + at for number, at in of]
-        status = _driver().cuMemcpyBatchAsync(
+        status = self.copy(
             self.targets,
             self.sources,
             self.sizes,
@@ -225,7 +225,9 @@ class _Together:
             stream,
         )
         if status:
-            _check(status, f"copy {self.failed[0]} of {[*self.sizes]} bytes")
+            first = self.failed[0]  # beyond all copies if none of them is to blame
+            size = f", number {first} of {self.sizes[first]} bytes" if first < self.count else ""
+            _check(status, f"{self.count} copies together{size}")
 
 
 def _make_launch(copy: ByteCopy) -> Launch:

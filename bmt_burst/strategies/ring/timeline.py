@@ -20,16 +20,10 @@ from ...sequence.gathered_calls import GatheredCall
 from ...sequence.mask import Slice
 from ...sequence.span import length
 from ...sequence.tile import KernelCall
-from .. import Sizes
-from ..machine import BACKWARD, HostWork, Rates
+from .. import Problem, Sizes
+from ..machine import BACKWARD, BIASED_TIMES, BiasedTimes, HostWork, Rates
 from .events import Do, Event
 from .program import Program
-
-# The time of a pair with a row of its own, forward and backward, relative to other pairs: those of
-# FA4 at 64K tokens of CPM-Bee on one H200. The backward also finds the gradient of the table.
-_BY_DISTANCE = 1.4, 2.2
-_BY_SEGMENTS = 2.0, 6.0
-_BIASED_CALLS = 4  # calls without a bias that take the host as long as one of a biased problem
 
 _WIDTH = 72  # characters of a drawing
 # rows of a drawing, and their characters
@@ -107,12 +101,12 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
     def at(event: Event, do: Do) -> float:
         return done.get(event._replace(do=do), 0.0)
 
-    sizes, biased = program.problem.sizes, program.problem.scores is not None
+    sizes, biased = program.problem.sizes, biased_times(program.problem)
     calls = deliveries = messages = 0
 
     def seconds(heads: int, found: Sequence[GatheredCall]) -> float:
         nonlocal calls
-        calls += len(found) * (_BIASED_CALLS if biased else 1)
+        calls += len(found) * (biased.calls if biased else 1)
         return kernel_seconds(found, replace(sizes, heads=heads), rates, returning, biased)
 
     def link_seconds(event: Event) -> float:
@@ -150,17 +144,17 @@ def kernel_seconds(
     sizes: Sizes,
     rates: Rates,
     returning: bool,
-    biased: bool = False,
+    biased: BiasedTimes | None = None,
 ) -> float:
-    """Compute how long kernel calls take, forward or `returning`, without their host time. Those of
-    a `biased` problem also find the gradient of its table.
+    """Compute how long kernel calls take, forward or `returning`, without their host time. `biased`
+    are the `biased_times` of their problem.
     """
     factor, operations = 1.0, rates.operations
     if returning:
         factor, operations = BACKWARD, rates.backward_operations or rates.operations
     work = 4 * sizes.batch * sizes.heads * sizes.head_size * factor / operations
     pairs = sum(
-        count_pairs(gathered.call) * (_relative_time(gathered, returning) if biased else 1.0)
+        count_pairs(gathered.call) * relative_time(gathered.row, returning, biased)
         for gathered in calls
     )
     return work * (pairs + rates.call_keys * _queries(calls))
@@ -174,12 +168,16 @@ def _heads(program: Program, event: Event) -> int:
     return len(range(*heads.indices(program.problem.sizes.heads)))
 
 
-def _relative_time(gathered: GatheredCall, returning: bool) -> float:
-    """Return the time of a pair of a biased problem, relative to one without a bias."""
-    if is_one_row(gathered.row):
+def biased_times(problem: Problem) -> BiasedTimes | None:
+    """Return what the bias of a problem costs, or None without one, or if it is not known."""
+    return BIASED_TIMES.get(problem.biased_kernel.name) if problem.biased_kernel else None
+
+
+def relative_time(row: int | None, returning: bool, biased: BiasedTimes | None) -> float:
+    """Return the time of a pair of a `Term` with this row, relative to a pair without a bias."""
+    if biased is None or is_one_row(row):
         return 1.0
-    times = _BY_DISTANCE if gathered.row == BY_DISTANCE else _BY_SEGMENTS
-    return times[returning]
+    return (biased.by_distance if row == BY_DISTANCE else biased.by_segments)[returning]
 
 
 def _queries(calls: Sequence[GatheredCall]) -> int:
