@@ -171,6 +171,7 @@ def _main_of_group(line: list[str], writer: Connection, stopped_rank: int | None
     for descriptor in (1, 2):
         os.dup2(writer.fileno(), descriptor)
     writer.close()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     launch.subprocess = SimpleNamespace(Popen=partial(ForkedRank, stopped_rank=stopped_rank))
     run_as_main(line)
 
