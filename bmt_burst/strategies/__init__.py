@@ -9,8 +9,8 @@ one-call     gathers keys and values first, and computes without partial results
 plain-ring   the ring without overlap, to be read first; "auto" never takes it
 
 "auto" takes the one with the least predicted time of a forward and backward, if it is 5 % faster
-than the ring. Without constants of the machine (`machine`) and its kernels, or with sparse
-attention, it takes the ring.
+than the ring, or 15 % with a bias. Without constants of the machine (`machine`) and its kernels,
+with sparse attention, or with a bias of many documents it takes the ring.
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports
 only by their contracts. `compute` is what strategies share. To add a strategy, write

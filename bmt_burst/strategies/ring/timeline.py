@@ -101,7 +101,7 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
     def at(event: Event, do: Do) -> float:
         return done.get(event._replace(do=do), 0.0)
 
-    sizes, biased = program.problem.sizes, biased_times(program.problem)
+    sizes, biased = program.problem.sizes, _biased_times(program.problem)
     calls = deliveries = messages = 0
 
     def seconds(heads: int, found: Sequence[GatheredCall]) -> float:
@@ -147,14 +147,14 @@ def kernel_seconds(
     biased: BiasedTimes | None = None,
 ) -> float:
     """Compute how long kernel calls take, forward or `returning`, without their host time. `biased`
-    are the `biased_times` of their problem.
+    are the `_biased_times` of their problem.
     """
     factor, operations = 1.0, rates.operations
     if returning:
         factor, operations = BACKWARD, rates.backward_operations or rates.operations
     work = 4 * sizes.batch * sizes.heads * sizes.head_size * factor / operations
     pairs = sum(
-        count_pairs(gathered.call) * relative_time(gathered.row, returning, biased)
+        count_pairs(gathered.call) * _relative_time(gathered.row, returning, biased)
         for gathered in calls
     )
     return work * (pairs + rates.call_keys * _queries(calls))
@@ -168,12 +168,12 @@ def _heads(program: Program, event: Event) -> int:
     return len(range(*heads.indices(program.problem.sizes.heads)))
 
 
-def biased_times(problem: Problem) -> BiasedTimes | None:
+def _biased_times(problem: Problem) -> BiasedTimes | None:
     """Return what the bias of a problem costs, or None without one, or if it is not known."""
     return BIASED_TIMES.get(problem.biased_kernel.name) if problem.biased_kernel else None
 
 
-def relative_time(row: int | None, returning: bool, biased: BiasedTimes | None) -> float:
+def _relative_time(row: int | None, returning: bool, biased: BiasedTimes | None) -> float:
     """Return the time of a pair of a `Term` with this row, relative to a pair without a bias."""
     if biased is None or is_one_row(row):
         return 1.0
