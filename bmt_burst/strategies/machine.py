@@ -50,7 +50,7 @@ H200 = Rates(650e12, backward_operations=600e12, call_keys=500.0)
 
 @dataclass(frozen=True)
 class BiasedTimes:
-    """What a bias costs with a kernel, relative to the same kernel without one.
+    """The costs of a bias with a kernel, relative to the same kernel without one.
 
     by_distance, by_segments  the time of a pair with a row of its own that depends on its distance,
                               or on two segments: forward and backward. The backward also finds the
