@@ -385,11 +385,10 @@ def _driver() -> ctypes.CDLL:
         ctypes.c_void_p,
     ]
     if hasattr(driver, "cuMemcpyBatchAsync"):
-        pointers, sizes = [ctypes.c_void_p] * 3, [ctypes.c_void_p] * 2
         driver.cuMemcpyBatchAsync.argtypes = [
-            *pointers,
+            *[ctypes.c_void_p] * 3,
             ctypes.c_size_t,
-            *sizes,
+            *[ctypes.c_void_p] * 2,
             ctypes.c_size_t,
             *[ctypes.c_void_p] * 2,
         ]
