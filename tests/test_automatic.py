@@ -16,6 +16,7 @@ from bench.tables import read_rows
 from bmt_burst import (
     Layout,
     Mask,
+    Scores,
     SequenceParallel,
     burst_attn_func,
     kernels,
@@ -99,6 +100,24 @@ def test_kernels_whose_cost_of_a_bias_is_not_known_get_the_first_strategy():
     biased = dataclasses.replace(biased, kernel=triton, biased_kernel=triton)
     known = dataclasses.replace(machine._H200, kernel="triton")
     assert choose("auto", biased, known).name == "ring"
+
+
+def test_a_bias_that_no_pair_has_is_predicted(monkeypatch):
+    """Where no token sees another, scores of long groups have no terms."""
+    kernel = kernels.load("reference")
+    monkeypatch.setitem(machine.BIASED_TIMES, kernel.name, machine.BIASED_TIMES["fa4"])
+    machine.use_machine(dataclasses.replace(CPU, kernel=kernel.name))
+    group = torch.arange(2).repeat_interleave(1024).int()
+    rows, distances = torch.tensor([-1]).int(), torch.tensor([0]).int()
+    scores = Scores(Mask(2048, ()), group, 0 * group, 0 * group, rows, distances, 1)
+    assert scores.terms == ()
+
+    def work(ring):
+        q = torch.ones(1, 1024, 2, 8)
+        options = {"scores": scores, "bias": torch.zeros(2, 2), "flash": kernel.name}
+        return burst_attn_func(q, q, q, process_group=ring, **options)
+
+    assert all(not out.any() for out in simulate(2, work))
 
 
 def test_a_bias_needs_a_clearer_advantage(monkeypatch):

@@ -277,7 +277,7 @@ def _choose_fastest(
     if problem.sparse:
         return first, "no speed is predicted for sparse attention"
     slices = [len(term.mask.slices) for term in problem.terms]
-    if max(slices) > 1 and _count_runs(problem.layout) > _MOST_RUNS:
+    if max(slices, default=0) > 1 and _count_runs(problem.layout) > _MOST_RUNS:
         return first, f"a {problem.layout.name} layout of documents takes long to predict"
     if problem.scores and sum(slices) > _MOST_SLICES:
         return first, "a bias of many documents takes long to predict"
