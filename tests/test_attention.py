@@ -38,7 +38,7 @@ from bmt_burst import (
 )
 from bmt_burst.calls.inputs import unpack_tensor
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.strategies.ring.payload import surrogate_out
+from bmt_burst.merging.surrogate import surrogate_out
 from bmt_burst.transport import ALONE
 from tests.helpers import CPU_KERNELS, ROOT, dense_attention, random_qkv, relative_error
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from bmt_burst import init_sequence_parallel, loss, nn
 from bmt_burst.base.compiled import in_compiled_backward, not_compiled
 from bmt_burst.loss import linear_cross_entropy_sum
-from bmt_burst.strategies.ring import payload
+from bmt_burst.merging.surrogate import surrogate_out
 from tests.helpers import ROOT, relative_error, run_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +25,7 @@ CASES = {
     "swiglu": (nn.swiglu, [(2, 5, 8), (2, 5, 8)]),
     "_logsumexp": (loss._logsumexp, [(N, V)]),
     "_logits_gradient": (loss._logits_gradient, [(N, V), (N,), None, (N,)]),
-    "surrogate_out": (payload.surrogate_out, [(2, 5, 3, 8), (2, 3, 5)]),
+    "surrogate_out": (surrogate_out, [(2, 5, 3, 8), (2, 3, 5)]),
 }
 
 

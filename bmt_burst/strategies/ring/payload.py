@@ -19,14 +19,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...base.compiled import fused_on_gpus
 from ...base.dtypes import accumulator_dtype
 from ...merging.merge import split_lse_delta, stack_lse_delta
+from ...merging.surrogate import surrogate_out
 from ...transport.packing import Packing
 from .. import Sizes
 from ..compute import Keys, QueryGradients, Side
-
-_SURROGATE_ENTRIES = 3
 
 # the shape of a token's entries, and the dtype, of each tensor
 Entries = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -163,29 +161,3 @@ def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues 
 def select_heads(sizes: Sizes, kv_heads: int) -> Sizes:
     """Return the sizes of some kv heads and their query heads."""
     return replace(sizes, heads=sizes.heads // sizes.kv_heads * kv_heads, kv_heads=kv_heads)
-
-
-@fused_on_gpus
-def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
-    """Return o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels
-    that need out.
-
-    If the softmax is saturated, dP and delta nearly cancel in dq. So the row sum must match delta
-    far better than the rounding of o' allows. Therefore only a few entries of o'
-    differ from 0. The entry with the largest |dout| carries as much as its rounding allows, and the
-    next ones carry the rest. Three entries leave an error below fp32's. In fp16, whose smallest
-    numbers are not small, the error is about 1e-4 if delta is small beside |dout|, as from rounding
-    out.
-    """
-    wide = dout.to(delta.dtype)
-    magnitude, rest = wide.abs(), delta.transpose(1, 2).unsqueeze(-1)
-    out, most = torch.zeros_like(dout), torch.finfo(dout.dtype).max
-    for _ in range(_SURROGATE_ENTRIES):
-        largest = magnitude.amax(-1, keepdim=True)
-        carrying = (magnitude == largest) & (largest > 0)  # several if entries are equal
-        divisor = largest * carrying.sum(-1, keepdim=True)
-        part = (rest / divisor).where(divisor > 0, 0.0).clamp(-most, most).to(dout.dtype)
-        out = torch.where(carrying, part * dout.sign(), out)
-        rest = rest - part.to(delta.dtype) * divisor
-        magnitude = magnitude.masked_fill(carrying, 0.0)
-    return out
