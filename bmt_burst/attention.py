@@ -179,10 +179,9 @@ def burst_attn_func(
     Returns:
         out (B, S_local, H, D), in the dtype of q or of autocast. With return_lse also lse (B, H,
         S_local), fp32 (fp64 for fp64 inputs): the natural logarithm of the softmax denominators,
-        with the sinks. No gradient flows through lse. A query that sees nothing has out 0, and lse
-        -inf or its sink.
+        with the sinks. A query that sees nothing has out 0, and lse -inf or its sink.
 
-    The function is differentiable once, in q, k, v, bias and sinks. On each rank the gradients of
+    Both results are differentiable once, in q, k, v, bias and sinks. On each rank the gradients of
     bias and sinks are shares, from its own tokens or pairs. Add up the shares of all ranks, as for
     any parameter of a sequence parallel model. Inputs are never written to.
 

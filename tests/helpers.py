@@ -325,9 +325,10 @@ def dense_results(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> list[Tensor]:
     """Whole out, lse, dq, dk, dv in fp64 of q, k, v and an output gradient; 0 and -inf of queries
-    that see nothing.
+    that see nothing. With dlse (B, H, S), gradients are those of both results.
 
     With a bias (R, H), of which `rows` (S, S) says what is added to the scores, also its gradient,
     and with sinks (H,) theirs.
@@ -350,12 +351,12 @@ def dense_results(
         inputs.append(sinks.detach().double().requires_grad_())
         scores = torch.cat((scores, inputs[-1].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
         probs = scores.softmax(-1)[..., :-1]
-    out = torch.einsum("bhqk,bkhd->bqhd", probs, v)
-    return [
-        out.detach(),
-        scores.logsumexp(-1).detach(),
-        *torch.autograd.grad(out, inputs, dout.double()),
-    ]
+    out, lse = torch.einsum("bhqk,bkhd->bqhd", probs, v), scores.logsumexp(-1)
+    results, grads = [out], [dout.double()]
+    if dlse is not None:
+        results.append(lse.masked_fill(lse == -torch.inf, 0.0))
+        grads.append(dlse.double())
+    return [out.detach(), lse.detach(), *torch.autograd.grad(results, inputs, grads)]
 
 
 def ring_results(
@@ -364,12 +365,14 @@ def ring_results(
     scale: float,
     inner: int | None = None,
     strided: bool = False,
+    dlse: Tensor | None = None,
     **options,
 ) -> list[Tensor]:
     """All of out, lse, dq, dk, dv, and of a bias and of sinks the gradient, of a simulated ring in
     a layout.
 
-    Of a double one with `inner` ranks a host.
+    Of a double one with `inner` ranks a host. With dlse (B, H, S), gradients are those of both
+    results.
     """
     learned = {
         name: options.pop(name) for name in ("bias", "sinks") if options.get(name) is not None
@@ -386,7 +389,12 @@ def ring_results(
         mine = {name: x.detach().requires_grad_() for name, x in learned.items()}
         arguments = {"layout": whole, **mine, **options, **ring_arguments(ring, inner or ring.size)}
         out, lse = burst_attn_func(q, k, v, scale, return_lse=True, **arguments)
-        return out.detach(), lse, *torch.autograd.grad(out, (q, k, v, *mine.values()), dout)
+        results, given = [out], [dout]
+        if dlse is not None:
+            results.append(lse)
+            given.append(whole.shard(dlse, ring.rank, dim=2))
+        grads = torch.autograd.grad(results, (q, k, v, *mine.values()), given)
+        return out.detach(), lse.detach(), *grads
 
     results = simulate(whole.size, work)
     joined = [whole.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]

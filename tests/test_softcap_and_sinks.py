@@ -156,9 +156,11 @@ def test_narrow_dtypes_keep_their_precision(dtype, bound, strategy):
     """
     mask, sinks = Mask.causal(61), random_sinks(4, dtype=torch.float32)
     tensors = random_qkv(1, 61, 4, 2, 24, dtype)
-    options = {"mask": mask, "softcap": 2.0, "strategy": strategy}
-    got = ring_results(Layout.zigzag(61, 4), tensors, SCALE, sinks=sinks, **options)
-    expected = dense_results(mask, tensors, SCALE, softcap=2.0, sinks=sinks)
+    tensors[3][:, ::3] = 0.0  # there, all gradients are those of lse
+    dlse = torch.linspace(-1, 1, 244).view(1, 4, 61)
+    options = {"mask": mask, "softcap": 2.0, "strategy": strategy, "sinks": sinks, "dlse": dlse}
+    got = ring_results(Layout.zigzag(61, 4), tensors, SCALE, **options)
+    expected = dense_results(mask, tensors, SCALE, softcap=2.0, sinks=sinks, dlse=dlse)
     assert [x.dtype for x in got] == [dtype, torch.float32, dtype, dtype, dtype, torch.float32]
     check(got, expected, tensors[3], bound, options)
 
@@ -179,8 +181,9 @@ def test_rows_of_a_batch_may_have_masks_of_their_own():
 def test_packed_documents():
     cu_seqlens, layout, sinks = (0, 5, 6, 17), Layout.zigzag(17, 3), random_sinks(2)
     tensors, softcap = random_qkv(1, 17, 2, 1, 8), 1.5
+    dlse = torch.linspace(-1, 1, 34, dtype=torch.float64).view(1, 2, 17)
     expected = dense_results(
-        Mask.documents(cu_seqlens), tensors, SCALE, softcap=softcap, sinks=sinks
+        Mask.documents(cu_seqlens), tensors, SCALE, softcap=softcap, sinks=sinks, dlse=dlse
     )
 
     def work(ring):
@@ -194,8 +197,8 @@ def test_packed_documents():
             "return_lse": True,
         }
         out, lse = burst_attn_varlen_func(*inputs[:3], cu_seqlens, SCALE, **options)
-        assert not lse.requires_grad
-        return out.detach(), lse, *torch.autograd.grad(out, inputs, dout)
+        given = dout, layout.shard(dlse, ring.rank, dim=2)[0]
+        return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), inputs, given)
 
     results = simulate(3, work)
     got = [layout.unshard([r[i][None] for r in results], 2 if i == 1 else 1) for i in range(5)]

@@ -73,6 +73,11 @@ def make_inputs(case: Case, seed: int = 0, batch: int = 1):
     )
 
 
+def lse_gradient(dout):
+    """Return a gradient of lse (B, H, S)."""
+    return dout[..., 0].transpose(1, 2)
+
+
 def attend(layout, tensors, inner=None, sinks=None, **options):
     """Return out, lse, dq, dk, dv (and dsinks) of simulated ranks, for whole sequences."""
 
@@ -91,7 +96,8 @@ def attend(layout, tensors, inner=None, sinks=None, **options):
             **{"causal": "mask" not in options, **options},
             **ring_arguments(ring, inner or ring.size),
         )
-        return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+        grads = torch.autograd.grad((out, lse), leaves, (dout, lse_gradient(dout)))
+        return out.detach(), lse.detach(), *grads
 
     results = simulate(layout.size, work)
     joined = [layout.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
@@ -107,7 +113,8 @@ def expected(tensors, cu_seqlens, sparse, sinks=None):
     rows = [oracle(*row, cu_seqlens, sparse, sinks) for row in zip(*leaves, strict=True)]
     out, lse = (torch.stack(parts) for parts in zip(*rows, strict=True))
     wanted = leaves if sinks is None else [*leaves, sinks]
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, wanted, dout)
+    grads = torch.autograd.grad((out, lse), wanted, (dout, lse_gradient(dout)))
+    return out.detach(), lse.detach(), *grads
 
 
 def errors(got, exact, tensors, scale):
@@ -518,13 +525,14 @@ def test_checkpointing_keeps_the_choice(chosen):
     def work(ring):
         *leaves, dout = (layout.shard(x, ring.rank) for x in tensors)
         leaves = [x.requires_grad_() for x in leaves]
-        out = checkpoint(
-            lambda *qkv: burst_attn_func(*qkv, causal=True, process_group=ring, sparse=SMALL),
+        options = {"causal": True, "process_group": ring, "sparse": SMALL, "return_lse": True}
+        results = checkpoint(
+            lambda *qkv: burst_attn_func(*qkv, **options),
             *leaves,
             use_reentrant=False,
             context_fn=keep_choices,
         )
-        return torch.autograd.grad(out, leaves, dout)
+        return torch.autograd.grad(results, leaves, (dout, lse_gradient(dout)))
 
     results = simulate(2, work)
     for i, exact in enumerate((dq, dk, dv)):

@@ -12,6 +12,7 @@ from ..base.autocast import without_autocast
 from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import in_compiled_backward, not_compiled
 from ..merging.sinks import sinks_gradient, with_sinks
+from ..merging.surrogate import add_lse_gradient
 from ..ranks.agreement import admit_one_thread, report_failure, run_together, settle
 from ..ranks.rings import Rings
 from ..strategies import Plan, Saved
@@ -39,8 +40,7 @@ class BurstAttention(torch.autograd.Function):
                 out, lse = with_sinks(out, lse, sinks)
         ctx.save_for_backward(*Saved(q, k, v, out, lse, bias, row_lse), sinks)
         ctx.rings, ctx.plan, ctx.number = rings, plan, number
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # or autograd fills a gradient of lse in each backward
+        ctx.set_materialize_grads(False)  # most backwards have no gradient of lse
         ctx.device = out.device
         return out, lse
 
@@ -59,9 +59,10 @@ class BurstAttention(torch.autograd.Function):
             check_first_derivative("burst_attn_func")
             *tensors, sinks = ctx.saved_tensors
             saved, dout = Saved(*tensors), grads[0]
+            given = (x for x in grads if x is not None)
+            check_transforms("the backward of burst_attn_func", *given)
             if dout is None:  # nothing that used `out` returned a gradient for it
                 dout = torch.zeros_like(saved.out)
-            check_transforms("the backward of burst_attn_func", dout)
             return dout, saved, sinks
 
         with admit_one_thread(rings, doing):
@@ -69,8 +70,11 @@ class BurstAttention(torch.autograd.Function):
             dout, saved, sinks = run_together(rings, doing, begin, runs_ahead)
             if runs_ahead:
                 Variable._execution_engine.queue_callback(lambda: settle(rings))
-            dsinks = None
+            dsinks, dlse = None, grads[1]
             with without_autocast(dout), report_failure(rings, doing):
+                if dlse is not None:
+                    out, dout = add_lse_gradient(saved.out, dout, saved.lse, dlse)
+                    saved = saved._replace(out=out)
                 dq, dk, dv, dbias = plan.backward(rings, dout, saved)
                 if sinks is not None and ctx.needs_input_grad[4]:
                     dsinks = sinks_gradient(dout, saved.out, saved.lse, sinks)

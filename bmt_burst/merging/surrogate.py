@@ -1,5 +1,11 @@
-"""Outputs that stand in for others in a backward, which reads out only for delta = rowsum(out *
-dout).
+"""Surrogates of out in a backward.
+
+A backward reads out only for delta = rowsum(out * dout). Any tensor with the same delta will do:
+
+- for kernels that need out, where only delta was sent (`surrogate_out`);
+- for the gradient of lse (`add_lse_gradient`). With P_ij = exp(score_ij - lse_i), the derivative of
+  lse_i by score_ij is P_ij. So with a gradient dlse of lse, dS = P (dP - delta + dlse): only delta
+  changes. Strategies, kernels, biases and sinks need not know it.
 """
 
 from __future__ import annotations
@@ -8,8 +14,39 @@ import torch
 from torch import Tensor
 
 from ..base.compiled import fused_on_gpus
+from .merge import stack_lse_delta
 
 _ENTRIES = 3  # of a row that differ from 0
+
+
+def add_lse_gradient(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an out and dout (B, S, H, D) with which a backward also has the gradient dlse (B, H,
+    S) of lse.
+
+    Both are new memory, in their own dtype. dlse has no effect where lse is -inf, which is a
+    constant. dout differs from the one passed only where that is nearly 0 beside dlse: no out can
+    change its row sum there. The difference is below 1e-4 of dlse in fp16, and 1e-18 otherwise.
+    """
+    dlse = dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
+    dout = _floor_rows(dout, dlse)
+    delta = stack_lse_delta(out, dout, lse)[..., 1].transpose(1, 2)
+    return surrogate_out(dout, delta - dlse), dout
+
+
+@fused_on_gpus
+def _floor_rows(dout: Tensor, dlse: Tensor) -> Tensor:
+    """Return dout (B, S, H, D), with small entries in rows where all are too small for a surrogate
+    of dlse (B, H, S).
+    """
+    dtype = torch.finfo(dout.dtype)
+    # the least entry with which entries of out that the dtype holds can make up for dlse
+    least = dlse.abs() * max(2 / dtype.max, 2.0**-60)
+    least = least.clamp_min(dtype.tiny * dtype.eps).transpose(1, 2).unsqueeze(-1)
+    too_small = dout.abs().amax(-1, keepdim=True) < least
+    too_small &= dlse.transpose(1, 2).unsqueeze(-1) != 0
+    # Different entries: the surrogate rounds each, and carries the rest in the next.
+    entries = least * torch.exp2(-torch.arange(dout.shape[-1], device=dout.device).to(least.dtype))
+    return torch.where(too_small, entries.to(dout.dtype), dout)
 
 
 @fused_on_gpus

@@ -81,9 +81,23 @@ def case(
     )
 
 
+def lse_gradient(tensors: list[torch.Tensor], seed: int = 0) -> torch.Tensor:
+    """Return a gradient of lse (B, H, S), beside which some rows of dout, the last tensor, become
+    0: for those, no out has the delta that a backward needs.
+    """
+    q, *_, dout = tensors
+    chance = torch.Generator().manual_seed(seed)
+    rows = torch.rand(*q.shape[:3], 1, generator=chance)
+    dout.masked_fill_(rows < 0.3, 0.0)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float64, generator=chance)
+    return dlse.masked_fill(rows[..., 0].transpose(1, 2) < 0.1, 0.0)
+
+
 @each_strategy
 def test_equals_dense_attention(name):
-    """With any mask and layout, on one rank to eight, on odd lengths, for all head ratios."""
+    """With any mask and layout, on one rank to eight, on odd lengths, for all head ratios, with and
+    without a gradient of lse.
+    """
     done = 0
     for seed in range(4 * len(RINGS)):
         if found := case(seed, name):
@@ -95,10 +109,11 @@ def test_equals_dense_attention(name):
                 "optimize_bwd_comm": chance.random() < 0.5,
                 "group_bytes": chance.choice((0, 3_000, 1 << 30)),
             }
-            got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy=name, **options)
-            assert_equal(
-                got, dense_results(mask, tensors, SCALE), (seed, mask, layout, inner, options)
-            )
+            dlse = chance.choice((None, lse_gradient(tensors, seed)))
+            options = {"mask": mask, "strategy": name, "dlse": dlse, **options}
+            got = ring_results(layout, tensors, SCALE, inner, **options)
+            expected = dense_results(mask, tensors, SCALE, dlse=dlse)
+            assert_equal(got, expected, (seed, layout, inner, options))
             done += 1
     assert done >= len(RINGS), "it refuses nearly everything"
 
@@ -116,7 +131,10 @@ def test_does_the_plain_case(name):
 def test_queries_that_see_nothing_have_0_and_minus_inf(name):
     mask = Mask(20, tuple(s for s in Mask.documents((0, 4, 9, 20)).slices if s.q[0] != 4))
     tensors = random_qkv(1, 20, 4, 2, 8)
-    out, lse, *grads = ring_results(Layout.zigzag(20, 2), tensors, SCALE, mask=mask, strategy=name)
+    options = {"mask": mask, "strategy": name, "dlse": lse_gradient(tensors).fill_(torch.inf)}
+    options["dlse"][:, :, 9:] = 1.0  # the gradient of lse^2 is infinite where lse is -inf
+    options["dlse"][:, :, :4] = 1.0
+    out, lse, *grads = ring_results(Layout.zigzag(20, 2), tensors, SCALE, **options)
     assert out[:, 4:9].eq(0).all()
     assert lse[:, :, 4:9].eq(-torch.inf).all()
     assert all(grad[:, 4:9].eq(0).all() and grad.isfinite().all() for grad in grads)
@@ -130,12 +148,13 @@ def test_a_learned_bias_is_added_or_refused(name):
     table = torch.randn(21, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tensors = random_qkv(1, 40, 4, 4, 8)
     options = {"scores": scores, "bias": table, "strategy": name, "flash": "reference"}
+    options["dlse"] = dlse = lse_gradient(tensors)
     if refusal(name, mask, layout, 2, 4, 4, scores=scores):
         with pytest.raises(ValueError, match=f"strategy {name!r}"):
             ring_results(layout, tensors, SCALE, **options)
         return
     got = ring_results(layout, tensors, SCALE, **options)
-    assert_equal(got, dense_results(mask, tensors, SCALE, scores.dense(), table), name)
+    assert_equal(got, dense_results(mask, tensors, SCALE, scores.dense(), table, dlse=dlse), name)
 
 
 @each_strategy
@@ -149,9 +168,11 @@ def test_sinks_and_a_softcap(name, softcap):
         "softcap": softcap,
         "flash": "reference",
         "sinks": sinks,
+        "dlse": lse_gradient(tensors),
     }
     got = ring_results(layout, tensors, SCALE, **options)
-    assert_equal(got, dense_results(mask, tensors, SCALE, softcap=softcap, sinks=sinks), name)
+    given = {key: options[key] for key in ("softcap", "sinks", "dlse")}
+    assert_equal(got, dense_results(mask, tensors, SCALE, **given), name)
 
 
 @each_strategy
