@@ -122,8 +122,11 @@ def burst_attn_func(
     Args:
         q: (B, S_local, H, D) queries of this rank's tokens, in fp16, bf16, fp32 or fp64. Autocast
             casts q, k and v to its dtype, unless they are fp64.
-        k, v: (B, S_local, G, D) keys and values of the same tokens. H is a multiple of G, and query
-            head h attends to kv head h // (H // G). Heads are never repeated.
+        k: (B, S_local, G, D) keys of the same tokens. H is a multiple of G, and query head h
+            attends to kv head h // (H // G). Heads are never repeated.
+        v: (B, S_local, G, D_v) values of the same tokens. If D_v is not D, as in multi-head latent
+            attention, the smaller one is padded with zeros, which are computed and sent. The
+            kernel "fa4" computes 192:128 and 96:64 without them on Hopper.
         softmax_scale: positive factor of the scores, by default 1 / sqrt(D).
         flash: the block kernel: "auto" for the fastest that can compute the call, or a name from
             `bmt_burst.kernels`. "cuda" is the best kernel of the flash-attn packages.
@@ -177,7 +180,7 @@ def burst_attn_func(
             D) without rotary positions, by which blocks are chosen.
 
     Returns:
-        out (B, S_local, H, D), in the dtype of q or of autocast. With return_lse also lse (B, H,
+        out (B, S_local, H, D_v), in the dtype of q or of autocast. With return_lse also lse (B, H,
         S_local), fp32 (fp64 for fp64 inputs): the natural logarithm of the softmax denominators,
         with the sinks. A query that sees nothing has out 0, and lse -inf or its sink.
 
@@ -459,7 +462,8 @@ def burst_attn_varlen_func(
 
     Args:
         q: (T_local, H, D) queries of this rank's tokens of the packed sequence.
-        k, v: (T_local, G, D) keys and values of the same tokens.
+        k: (T_local, G, D) keys of the same tokens.
+        v: (T_local, G, D_v) values of the same tokens.
         cu_seqlens: (0, ..., T), the starts of the documents in the whole sequence, and its length:
             a sequence, or an integer tensor on the CPU, identical on every rank. Documents may be
             empty.
@@ -471,7 +475,7 @@ def burst_attn_varlen_func(
     All other arguments and errors are burst_attn_func's.
 
     Returns:
-        out (T_local, H, D), and with return_lse also lse (H, T_local).
+        out (T_local, H, D_v), and with return_lse also lse (H, T_local).
     """
     try:
         if second := find_second_cu_seqlens(softmax_scale):

@@ -20,9 +20,13 @@ class Spec:
     biased         kernel calls may have a `CallBias`, which is added to the scores; never with a
                    softcap
     softcap        positive bound of the scores before they are masked, or None
+    value_size     the first columns of v and dout that may differ from 0, if fewer than q has.
+                   A kernel may compute with these alone, and return zeros in the others of out and
+                   dv.
     """
 
     scale: float
     deterministic: bool = False
     biased: bool = False
     softcap: float | None = None
+    value_size: int | None = None

@@ -102,6 +102,21 @@ def check_call(
     assert max(errors.values()) < MERGED * BOUNDS[dtype], errors
 
 
+@pytest.mark.parametrize("kind", [*FEW_CALLS, "full", "causal, more keys"])
+@pytest.mark.parametrize(("head_size", "value_size"), [(192, 128), (96, 64)])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_fa4_leaves_out_zeros_of_values(kind, head_size, value_size, kv_heads):
+    call, spec = named_calls(100)[kind], dataclasses.replace(SPEC, value_size=value_size)
+    tensors = [x.cuda() for x in call_tensors(call, 2, 8, kv_heads, head_size, torch.bfloat16)]
+    for x in tensors[2:]:
+        x[..., value_size:] = 0.0
+    kernel = usable("fa4", *tensors[:2], spec)
+    for with_delta in (False, True):
+        errors = kernel_errors(kernel, call, tensors, spec, with_delta)
+        assert errors.pop("lse") < 1e-5
+        assert max(errors.values()) < MERGED * BOUNDS[torch.bfloat16], errors
+
+
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("kind", CALLS)
 def test_calls_against_float64(name, kind):

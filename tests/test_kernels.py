@@ -549,7 +549,8 @@ class FlashAttention:
 
     def forward(self, q, k, v, softmax_scale, softcap=0.0, **options):
         spec = Spec(softmax_scale, softcap=softcap or None)
-        out, lse = torch.full_like(q, torch.nan), torch.full(self.rows(q), torch.nan, dtype=q.dtype)
+        out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
+        lse = q.new_full(self.rows(q), torch.nan)
         for rows, columns, call in self.sequences(q, k, **options):
             sides = (x[at][None] for x, at in ((q, rows), (k, columns), (v, columns)))
             part, part_lse = kernels.load("reference").forward(*sides, call, spec)
@@ -667,16 +668,26 @@ def test_fa4_refuses_too_many_keys(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["causal", "documents"])
-@pytest.mark.parametrize("head_size", [8, 64, 72, 80, 112, 136])
+@pytest.mark.parametrize("head_size", [8, 64, 72, 80, 112, 136, (192, 128), (96, 64), (96, 48)])
 def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):
-    written = FlashAttention()
-    monkeypatch.setattr(fa4, "_functions", lambda: (written.fa4_forward, written.fa4_backward))
+    """But for values whose zeros it can leave out."""
+    written, spec, computed = FlashAttention(), SPEC, []
+    size, value_size = head_size if isinstance(head_size, tuple) else (head_size, None)
+
+    def forward(q, k, v, *args, **options):
+        computed.append((q.shape[-1], v.shape[-1]))
+        return written.fa4_forward(q, k, v, *args, **options)
+
+    monkeypatch.setattr(fa4, "_functions", lambda: (forward, written.fa4_backward))
+    tensors = call_tensors(CALLS[kind], 2, 4, 2, size)
+    if value_size:
+        spec = replace(spec, value_size=value_size)
+        for x in tensors[2:]:
+            x[..., value_size:] = 0.0
     for with_delta in (False, True):
-        tensors = call_tensors(CALLS[kind], 2, 4, 2, head_size)
-        assert (
-            max(kernel_errors(kernels.load("fa4"), CALLS[kind], tensors, SPEC, with_delta).values())
-            < EXACT
-        )
+        errors = kernel_errors(kernels.load("fa4"), CALLS[kind], tensors, spec, with_delta)
+        assert max(errors.values()) < EXACT
+    assert (computed[0] == head_size) == (head_size in ((192, 128), (96, 64)))
 
 
 def test_what_is_made_for_a_call_is_made_once():

@@ -52,7 +52,7 @@ def attend(
     choose_by: tuple[Tensor, Tensor] | None = None,
     is_packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, S, H, D) and lse (B, H, S) of a call that all ranks of `rings` make.
+    """Return out (B, S, H, D of v) and lse (B, H, S) of a call that all ranks of `rings` make.
 
     is_packed  whether q, k and v have no batch dimension; out and lse still have one
 
@@ -190,4 +190,6 @@ def _compute(
     if rows:
         out = out.squeeze(0).unflatten(0, (rows, -1))
         lse = lse.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)
+    if inputs.value_size < inputs.head_size:
+        out = out[..., : inputs.value_size]
     return out, lse

@@ -1,5 +1,9 @@
 """The tensors of a call. `check_inputs` checks them; later code relies on it.
 
+Values may have another head size than queries and keys, as in multi-head latent attention. The
+smaller one is padded with zeros, which changes no score and no output: so kernels and strategies
+know one size.
+
 Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, R rows of a table.
 """
 
@@ -10,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..base.arguments import DTYPES, check_tensor
 from ..base.autocast import autocast_dtype, cast
@@ -63,13 +68,15 @@ def _describe(x: Tensor) -> Hashable:
 class Inputs(NamedTuple):
     """Checked tensors on one device.
 
-    q         (B, S, H, D)
-    k, v      (B, S, G, D) in q's dtype; G divides H
-    bias      (R, H) fp32 (fp64 for fp64 inputs), or None
-    sinks     (H,) fp32 (fp64 for fp64 inputs), or None
-    choose_by the queries and keys by which sparse attention chooses blocks, of the shapes of q and
-              k, without gradients, or None
-    autocast  the dtype that autocast cast q, k and v to, or None if it is off
+    q           (B, S, H, D)
+    k, v        (B, S, G, D) in q's dtype; G divides H
+    bias        (R, H) fp32 (fp64 for fp64 inputs), or None
+    sinks       (H,) fp32 (fp64 for fp64 inputs), or None
+    choose_by   the queries and keys by which sparse attention chooses blocks, of the shapes of q
+                and k, without gradients, or None
+    autocast    the dtype that autocast cast q, k and v to, or None if it is off
+    head_size   the head size of q and k as they were passed. D is the larger one of these two.
+    value_size  the head size of v as it was passed, and so of out
     """
 
     q: Tensor
@@ -79,6 +86,8 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
     choose_by: tuple[Tensor, Tensor] | None
     autocast: torch.dtype | None
+    head_size: int
+    value_size: int
 
     @property
     def need_gradient(self) -> bool:
@@ -93,7 +102,14 @@ class Inputs(NamedTuple):
 
 
 def prepare_inputs(given: Given) -> Inputs:
-    """Return the inputs with a batch dimension and in the dtype of autocast, without checks.
+    """Return the inputs with a batch dimension, in the dtype of autocast and of one head size,
+    without checks.
+    """
+    return _pad_heads(_cast(given))
+
+
+def _cast(given: Given) -> Inputs:
+    """Return the inputs with a batch dimension and in the dtype of autocast.
 
     Autocast matters because a norm or a rotary embedding may leave some of q, k and v in fp32.
     """
@@ -107,7 +123,21 @@ def prepare_inputs(given: Given) -> Inputs:
             (x.detach().unsqueeze(0) if is_packed else x.detach()).to(q.dtype) for x in choose_by
         )
         choose_by = queries, keys
-    return Inputs(q, k, v, bias, sinks, choose_by, autocast)
+    return Inputs(q, k, v, bias, sinks, choose_by, autocast, q.shape[-1], v.shape[-1])
+
+
+def _pad_heads(inputs: Inputs) -> Inputs:
+    """Return the inputs with zeros where q and k, or v, have less than the larger head size."""
+    missing = inputs.value_size - inputs.head_size
+    if not missing:
+        return inputs
+    if missing < 0:
+        return inputs._replace(v=functional.pad(inputs.v, (0, -missing)))
+    q, k, *others = (
+        functional.pad(x, (0, missing)) for x in (inputs.q, inputs.k, *(inputs.choose_by or ()))
+    )
+    choose_by = (others[0], others[1]) if others else None
+    return inputs._replace(q=q, k=k, choose_by=choose_by)
 
 
 def check_inputs(given: Given) -> Inputs:
@@ -118,11 +148,11 @@ def check_inputs(given: Given) -> Inputs:
     for name, x in (("q", given.q), ("k", given.k), ("v", given.v)):
         _check_one(name, x, given.is_packed)
     _check_choose_by(given.choose_by, given.q, given.k)
-    inputs = prepare_inputs(given)
+    inputs = _cast(given)
     _check_together(inputs.q, inputs.k, inputs.v)
     _check_bias(inputs.bias, inputs.q)
     _check_sinks(inputs.sinks, inputs.q)
-    return inputs
+    return _pad_heads(inputs)
 
 
 def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
@@ -148,8 +178,11 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
         )
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            "k and v must have the same batch, tokens and heads, "
+            f"got shapes {tuple(k.shape)} and {tuple(v.shape)}"
+        )
     for dim, meaning in ((0, "batch"), (1, "tokens"), (3, "head size")):
         if q.shape[dim] != k.shape[dim]:
             raise ValueError(

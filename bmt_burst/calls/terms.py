@@ -36,6 +36,7 @@ class Terms:
     """A call as one rank understands it: everything but the values of tensors.
 
     shape           (B, S, H, D), the shape of q
+    head_sizes      the head sizes of q and of v, as they were passed
     autocast        the dtype that autocast cast the inputs to, if it is on
     needs_gradient  whether autograd records the call
     has_choice      whether sparse attention takes the choice of an earlier run
@@ -46,6 +47,7 @@ class Terms:
     """
 
     shape: torch.Size
+    head_sizes: tuple[int, int]
     kv_heads: int
     dtype: torch.dtype
     device_type: str
@@ -69,7 +71,8 @@ class Terms:
 
         Arguments come before the kernels that follow from them: the first difference is reported.
         """
-        batch, tokens, heads, head_size = self.shape
+        batch, tokens, heads, _ = self.shape
+        head_size, value_size = self.head_sizes
         options, masking = self.options, self.masking
         terms = {
             "batch": batch,
@@ -78,6 +81,7 @@ class Terms:
             "q heads": heads,
             "kv heads": self.kv_heads,
             "head size": head_size,
+            "head size of v": value_size,
             "autocast": self.autocast and str(self.autocast),
             "dtype": str(self.dtype),
             "device type": self.device_type,
@@ -155,7 +159,7 @@ def _make_terms(rings: Rings, inputs: Inputs, options: Options, machine: Machine
         raise ValueError(f"expected scores and bias together, got {got} alone")
     options = check_options(options)
     check_device(rings, q)
-    spec = _make_spec(options, q.shape[-1], q.dtype)
+    spec = _make_spec(options, inputs)
     if spec.softcap is not None and rows is not None:
         raise ValueError("expected softcap or a bias, got both: no kernel caps scores with a bias")
     kernel = pick(options.flash, q, k, spec)
@@ -167,6 +171,7 @@ def _make_terms(rings: Rings, inputs: Inputs, options: Options, machine: Machine
         )
     return Terms(
         shape=q.shape,
+        head_sizes=(inputs.head_size, inputs.value_size),
         kv_heads=k.shape[2],
         dtype=q.dtype,
         device_type=q.device.type,
@@ -194,10 +199,16 @@ def _find_constants(rings: Rings, options: Options, q: Any) -> Machine | None:
     return machine_of(q.device) if by_constants else None
 
 
-def _make_spec(options: Options, head_size: int, dtype: torch.dtype) -> Spec:
-    scale = head_size**-0.5 if options.softmax_scale is None else options.softmax_scale
-    check_scale(scale, options.softcap, dtype)
-    return Spec(scale, options.deterministic, softcap=options.softcap)
+def _make_spec(options: Options, inputs: Inputs) -> Spec:
+    size, value_size = inputs.head_size, inputs.value_size
+    scale = size**-0.5 if options.softmax_scale is None else options.softmax_scale
+    check_scale(scale, options.softcap, inputs.q.dtype)
+    return Spec(
+        scale,
+        options.deterministic,
+        softcap=options.softcap,
+        value_size=value_size if value_size < size else None,
+    )
 
 
 def _check_sparse(options: Options, masking: Masking, has_bias: bool, has_choose_by: bool) -> None:

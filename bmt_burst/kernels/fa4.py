@@ -61,6 +61,9 @@ from .triton import table_gradient
 _HEAD_SIZES = (64, 96, 128)
 _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 
+# Head sizes of q and of v that its kernels for Hopper compute without padding.
+_VALUE_SIZES_HOPPER = ((192, 128), (96, 64))
+
 # The package adds up offsets in 32 bits: its issue 2611 is about a backward that silently computed
 # wrong gradients. So calls on larger q are cut, and larger k refused.
 _MOST_ENTRIES = 1 << 30
@@ -116,6 +119,7 @@ class Fa4Kernel(Kernel):
         function, head_size = _functions()[0], q.shape[-1]
         options = _options(call, q, bias is not None)
         batch, (q, k, v) = len(q), _padded(q, k, v)
+        [v] = _values(spec, q, bias, v)
         if options.packed:
             q, k, v = pack(q), pack(k), pack(v)
         if bias is None:
@@ -126,7 +130,7 @@ class Fa4Kernel(Kernel):
             out, lse, *_ = function(q, k, v, **scores, **options.arguments())
         if options.packed:
             out, lse = unpack(out, batch), unpack_rows(lse, batch)
-        return _drop_padding(out, head_size), lse
+        return _fit_heads(out, head_size), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
         if self.cuts(q, bias):
@@ -143,6 +147,7 @@ class Fa4Kernel(Kernel):
         if out is None:
             # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
             out, dlse = _zeros(call, q), -delta
+        dout, v, out = _values(spec, q, bias, dout, v, out)
         if options.packed:
             dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
             lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
@@ -157,7 +162,7 @@ class Fa4Kernel(Kernel):
             grads = function(*inputs, **scores, **options.arguments())[:3]
         if options.packed:
             grads = (unpack(grad, batch) for grad in grads)
-        return *(_drop_padding(grad, head_size) for grad in grads), *table
+        return *(_fit_heads(grad, head_size) for grad in grads), *table
 
     def forward_in_parts(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec
@@ -227,9 +232,22 @@ def _padded(*tensors: Any) -> tuple[Any, ...]:
     return tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
 
 
-def _drop_padding(x: Tensor, head_size: int) -> Tensor:
-    """Return the first `head_size` columns of x."""
-    return x if x.shape[-1] == head_size else x[..., :head_size]
+def _values(spec: Spec, q: Tensor, bias: CallBias | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors with v's head size without zero columns, if the package computes with that."""
+    size = spec.value_size
+    if size is None or bias is not None or (q.shape[-1], size) not in _VALUE_SIZES_HOPPER:
+        return tensors
+    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
+        return tensors
+    return tuple(x[..., :size] for x in tensors)
+
+
+def _fit_heads(x: Tensor, head_size: int) -> Tensor:
+    """Return x with `head_size` columns: without those of `_padded`, with those that `_values`
+    left out.
+    """
+    missing = head_size - x.shape[-1]
+    return functional.pad(x, (0, missing)) if missing > 0 else x[..., :head_size] if missing else x
 
 
 def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:

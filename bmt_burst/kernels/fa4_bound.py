@@ -208,8 +208,8 @@ def _launch(
 
 def _fits(function: Callable, inputs: tuple[Any, ...], options: Options) -> bool:
     """Return whether a program may compute a call."""
-    q, k = inputs[:2]
-    if _stopped or _refusal(function, q.device) is not None:
+    q, k, v = inputs[:3]
+    if _stopped or _refusal(function, q.device) is not None or v.shape != k.shape:
         return False
     if not (0 < q.numel() <= _MOST_ENTRIES and 0 < k.numel() <= _MOST_ENTRIES):
         return False

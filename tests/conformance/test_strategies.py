@@ -64,7 +64,9 @@ def assert_equal(got, expected, what: object) -> None:
 def case(
     seed: int, name: str
 ) -> tuple[Mask, Layout, int, tuple[int, int], list[torch.Tensor]] | None:
-    """Return a random call, or None if the strategy refuses it."""
+    """Return a random call, or None if the strategy refuses it. Values may have another head size
+    than queries and keys.
+    """
     chance = random.Random(seed)
     size, inner = RINGS[seed % len(RINGS)]
     mask = random_mask(chance, chance.randint(size, 60))
@@ -72,13 +74,10 @@ def case(
     heads = chance.choice(HEADS)
     if refusal(name, mask, layout, inner, *heads):
         return None
-    return (
-        mask,
-        layout,
-        inner,
-        heads,
-        random_qkv(chance.choice((1, 2)), mask.seq_len, *heads, 8, seed=seed),
-    )
+    tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, *heads, 8, seed=seed)
+    sizes = chance.choice(((8, 8), (8, 8), (8, 5), (3, 8)))
+    tensors = [x[..., : sizes[i > 1]] for i, x in enumerate(tensors)]
+    return mask, layout, inner, heads, tensors
 
 
 def lse_gradient(tensors: list[torch.Tensor], seed: int = 0) -> torch.Tensor:

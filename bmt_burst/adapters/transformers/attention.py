@@ -6,7 +6,6 @@ import functools
 from contextlib import nullcontext
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -71,10 +70,8 @@ def attention(
     bmt_burst: ForwardContext | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of a layer, (B, S_local, H, D), from query (B, H, S_local, D), key and
-    value (B, G, S_local, D).
-
-    Values may have smaller heads than keys, as in MiniCPM3. `s_aux` (H,) are sinks, as in GptOss.
+    """Compute the attention of a layer, (B, S_local, H, D_v), from query (B, H, S_local, D), key
+    (B, G, S_local, D) and value (B, G, S_local, D_v). `s_aux` (H,) are sinks, as in GptOss.
     `attention_mask` is the result of `_make_window`. If the configuration has a `sparse_config`, as
     MiniCPM4's, attention is sparse.
     """
@@ -88,9 +85,7 @@ def attention(
         sparse = _find_sparse(module)
     except (TypeError, ValueError) as error:
         refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
-    narrower = key.shape[-1] - value.shape[-1]
-    padded = F.pad(value, (0, narrower)) if narrower else value
-    q, k, v = (x.transpose(1, 2) for x in (query, key, padded))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
     options = {
         **bmt_burst.with_window(sliding_window),
@@ -101,8 +96,7 @@ def attention(
     # Layers are checkpointed in training only.
     choices = bmt_burst.choices if sparse is not None and module.training else None
     with nullcontext() if choices is None else choices.of(module):
-        out = burst_attn_func(q, k, v, scaling, **options)
-    return out[..., : value.shape[-1]], None
+        return burst_attn_func(q, k, v, scaling, **options), None
 
 
 def _make_window(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:
