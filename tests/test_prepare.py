@@ -98,7 +98,7 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     (folder / "c.JsonL").write_bytes(jsonl("c"))
     (folder / "d.txt.gz").write_bytes(gzip.compress(b"d1\n") + gzip.compress(b"d2\n"))
     (folder / "e.JSONL.GZ").write_bytes(gzip.compress(jsonl("e")))
-    for name in ("f.md", "g", "h.gz", "i.json"):
+    for name in ("f.md", "g", "h.gz", "i.xml"):
         (folder / name).write_text("other")
     (folder / "gone.txt").symlink_to("nothing")
     (folder / "myself.txt").symlink_to("myself.txt")
@@ -132,7 +132,11 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.gz", gzip.compress(b"a", mtime=0), "x.gz is neither .txt nor .jsonl, compressed"),
+        (
+            "x.gz",
+            gzip.compress(b"a", mtime=0),
+            "x.gz is neither .txt nor .jsonl or .json, compressed",
+        ),
         (
             "x.txt.gz",
             b"text",

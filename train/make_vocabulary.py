@@ -6,8 +6,8 @@ words.
     python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input corpus.jsonl \
         --output data/corpus
 
-It reads .txt and .jsonl files as prepare_data.py does, also as .gz or .zst, and folders of them
-(--glob selects others). It counts all keys and texts of a .jsonl line. Up to half of the vocabulary
+It reads .txt, .jsonl and .json files as prepare_data.py does, also as .gz or .zst, and folders of
+them (--glob selects others). It counts all keys and texts of a record. Up to half of the vocabulary
 are the most frequent characters. The rest are the words that save the most tokens. For real
 training, use the vocabulary that belongs to a model's weights.
 """
@@ -31,7 +31,8 @@ from train.base.command_line import ArgumentParser
 from train.base.files import writing
 from train.base.wording import counted
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, bee_parts, is_special
-from train.data.files import RECORDS, TextFile, check_holds_text, find_files
+from train.data.files import TextFile, check_holds_text, find_files
+from train.data.forms import FORMATS
 from train.data.records import BadRecord, check_unicode, parse_json
 from train.data.text import BadLines, TextLines, plain_text, read_pieces
 
@@ -73,11 +74,11 @@ def _take_best(scores: dict[str, int], count: int) -> list[str]:
 
 
 def texts_of(file: TextFile, model: str, bad: BadLines) -> Iterator[str]:
-    """Yield all text of a file, without the special tokens that a Bee's .jsonl names. Raises
+    """Yield all text of a file, without the special tokens that a Bee's records name. Raises
     ValueError if the file is broken.
     """
     for piece in read_pieces(file):
-        if file.kind == RECORDS:
+        if piece.file.has_records:
             yield from _texts_of_records(piece, model, bad)
         else:
             yield plain_text(piece, bad)
@@ -129,7 +130,7 @@ def _write_file(file: Path, text: str) -> None:
 def make(args: argparse.Namespace) -> None:
     if Path(args.output).exists():
         raise ValueError(f"{args.output} exists and is not replaced")
-    files, unread = find_files(args.input, args.glob, args.exclude)
+    files, unread = find_files(args.input, args.glob, args.exclude, args.format)
     check_holds_text(files, "a vocabulary")
     special = [check_unicode(name) for name in (*SPECIAL[args.model], *args.special)]
     if not all(map(is_special, args.special)) or len({*special}) < len(special):
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--input",
         nargs="+",
         required=True,
-        help=".txt or .jsonl files, also as .gz or .zst, or folders",
+        help=".txt, .jsonl or .json files, also as .gz or .zst, or folders",
     )
     parser.add_argument("--output", required=True, help="file to write; must not exist")
     parser.add_argument("--size", type=int, default=4000, help="most lines (default: 4000)")
@@ -172,6 +173,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="*",
         default=[],
         help="further special tokens that the data names, such as '<mask_0>'",
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default=FORMATS[0], help="as in prepare_data.py"
     )
     parser.add_argument("--glob", help="as in prepare_data.py")
     parser.add_argument("--exclude", nargs="*", default=[], help="as in prepare_data.py")

@@ -3,11 +3,17 @@ r"""Turn text into tokens on disk, which pretrain.py reads.
     python train/prepare_data.py --input corpus.jsonl more_text/ --output data/corpus \
         --val-fraction 0.01
 
-Inputs are .txt files (one document each), .jsonl files (one document a line, in --field), both also
-as .gz or .zst, .parquet files (one document a row, in column --field), folders that
-datasets.Dataset.save_to_disk wrote, and folders of all these. Other files of a folder, and files
-that are named twice, are counted and reported. The extra "data" has the packages that read .zst
-files (zstandard) and tables (pyarrow).
+Inputs are .txt files (one document each), .jsonl and .json files (one document a record, in
+--field), all also as .gz or .zst, .parquet files (one document a row, in column --field), folders
+that datasets.Dataset.save_to_disk wrote, and folders of all these. Other files of a folder, and
+files that are named twice, are counted and reported. The extra "data" has the packages that read
+.zst files (zstandard) and tables (pyarrow).
+
+The content of a file decides whether it has a JSON record a line or is one JSON array of records,
+and a file of another ending is read as records too if it holds them. A .txt of JSON is refused.
+--format says how to read files, instead of their content. In folders, hidden files and descriptions
+such as dataset_info.json are no data. --field data.text means field text in the object data, unless
+a field has this very name.
 
 Megatron-LM's PREFIX.bin and PREFIX.idx are read too. Their tokens are kept. So --tokenizer must
 name the tokenizer that made them.
@@ -27,15 +33,15 @@ that end with a line. --workers processes share the work, and the result does no
 number. Lines that are not UTF-8, not JSON, or lack the field are skipped, counted and reported.
 index.json lists the first of them. If more than --max-bad of the lines are bad, nothing is written.
 
-A broken shard is a compressed file or a table that ends early or cannot be decoded. The text before
-the damage is kept, the rest is skipped, and the shard is named. If there are more than
+A broken shard is a compressed file, table or JSON array that ends early or is damaged. The text
+before the damage is kept, the rest is skipped, and the shard is named. If there are more than
 --max-bad-shards, nothing is written.
 
 A document's name alone decides whether it is for validation. The name is the path of its file
-relative to its --input. For a file that is itself an --input, it is the file's own name. A .jsonl
-adds the line, a table the row, and a .bin the document. So a corpus that is moved or copied gets
-the same split. With few documents, one part may be empty. The last tokens are then for validation,
-and a document may be cut in two.
+relative to its --input. For a file that is itself an --input, it is the file's own name. Lines of
+JSON add the line, an array the record, a table the row, and a .bin the document. So a corpus that
+is moved or copied gets the same split. With few documents, one part may be empty. The last tokens
+are then for validation, and a document may be cut in two.
 
 OUTPUT appears when it is complete. Until then the run works in OUTPUT.partial, which it locks. This
 folder is removed after Ctrl-C and errors. If the run is killed, the next run replaces it.
@@ -68,6 +74,7 @@ from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted
 from train.data.files import MEGATRON, TextFile, check_holds_text, find_files
+from train.data.forms import FORMATS
 from train.data.stored import DataWriter, make_writer
 from train.data.stream_files import StreamFiles, find_streamed
 from train.data.text import (
@@ -77,6 +84,7 @@ from train.data.text import (
     Encoded,
     Encoder,
     find_broken,
+    make_reader,
     read_parts,
 )
 from train.data.tokenizer import Tokenizer, open_tokenizer
@@ -242,7 +250,7 @@ def _split(
 
 
 def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
-    files, unread = find_files(args.input, args.glob, args.exclude)
+    files, unread = find_files(args.input, args.glob, args.exclude, args.format)
     _check_tokenizer(args, files)
     tokenizer = open_tokenizer(args.tokenizer, args.eos)
     if tokenizer.instances:
@@ -253,7 +261,7 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
         _check_output(output, args.overwrite, files)
         for line in unread.lines():
             print(f"not read: {line}", file=sys.stderr)
-        files = find_broken(files, args.field, bad.shards)
+        files = find_broken(files, make_reader(tokenizer, args.field).field, bad.shards)
         names = ["train", "val"] if args.val_fraction else ["train"]
         writers = {name: make_writer(partial / "new" / name, tokenizer) for name in names}
         _tokenize(files, args, writers, interrupts, bad)
@@ -285,7 +293,7 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
 
 def prepare_stream(args: argparse.Namespace, interrupts: Interrupts) -> None:
     """Write a folder that lists the inputs, so that pretrain.py reads them."""
-    files, unread = find_streamed(args.input, args.glob, args.exclude)
+    files, checked, unread = find_streamed(args.input, args.glob, args.exclude, args.format)
     tokenizer = open_tokenizer(args.tokenizer or "bytes", args.eos)
     if tokenizer.instances:
         raise ValueError(f"--stream is for documents, not for {tokenizer.instances}")
@@ -294,12 +302,10 @@ def prepare_stream(args: argparse.Namespace, interrupts: Interrupts) -> None:
         _check_output(output, args.overwrite, [file for file, _ in files])
         for line in unread.lines():
             print(f"not read: {line}", file=sys.stderr)
-        near = [file for file, _ in files if not file.url]
-        checked = near or [files[0][0]]  # the tables of all addresses would take long
         left_out = {*checked} - {*find_broken(checked, args.field, broken)}
         stream = StreamFiles(
             tuple((file, size) for file, size in files if file not in left_out),
-            *(args.field, args.shuffle_tokens, args.max_bad, args.max_bad_shards),
+            *(args.field, args.shuffle_tokens, args.max_bad, args.max_bad_shards, args.format),
         )
         notes = {"broken_shards": broken.found, "not_read": unread.lines()}
         stream.write(partial / "new" / "train", tokenizer, sources=args.input, **notes)
@@ -346,7 +352,7 @@ def _parser() -> ArgumentParser:
         "--input",
         nargs="+",
         required=True,
-        help=".txt or .jsonl files, also as .gz or .zst, .parquet files, folders of "
+        help=".txt, .jsonl or .json files, also as .gz or .zst, .parquet files, folders of "
         "datasets.Dataset.save_to_disk, Megatron's .bin with its .idx, or folders of all these",
     )
     parser.add_argument("--output", required=True, help="folder to write")
@@ -368,12 +374,21 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--field",
         default="text",
-        help="field of .jsonl records, or column of tables, that holds the text (default: text)",
+        help="field of JSON records, or column of tables, that holds the text (default: text); "
+        "data.text for field text of the object data",
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="what files hold, except tables and tokens: a JSON record a line (lines), one JSON "
+        "array of records (array), or plain text, also if it is JSON (text). The default, auto, "
+        "looks at their content",
     )
     parser.add_argument(
         "--glob",
-        help="in folders, read the files that match this pattern, as text unless they are .jsonl "
-        "or .parquet",
+        help="in folders, read the files that match this pattern, as plain text unless they hold "
+        "JSON records or are .parquet",
     )
     parser.add_argument(
         "--exclude",
@@ -385,8 +400,8 @@ def _parser() -> ArgumentParser:
         "--stream",
         action="store_true",
         help="write no tokens, but a folder that names the inputs: pretrain.py reads and tokenizes "
-        "them while it trains. Inputs are .jsonl and .parquet files, folders of datasets, and "
-        "addresses of such files, such as hf://datasets/NAME/*.parquet",
+        "them while it trains. Inputs are .jsonl, .json and .parquet files, folders of datasets, "
+        "and addresses of such files, such as hf://datasets/NAME/*.parquet",
     )
     parser.add_argument(
         "--shuffle-tokens",
@@ -413,8 +428,8 @@ def _parser() -> ArgumentParser:
         type=int,
         default=0,
         metavar="FILES",
-        help="most compressed files and tables that may end early or be damaged; the rest of each "
-        "is skipped. If more do, nothing is written (default: 0)",
+        help="most compressed files, tables and JSON arrays that may end early or be damaged; the "
+        "rest of each is skipped. If more do, nothing is written (default: 0)",
     )
     parser.add_argument(
         "--workers",

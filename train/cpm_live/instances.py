@@ -68,6 +68,8 @@ class Instance:
 class BeeReader:
     """Reads a Bee's records. Raises BadRecord for one without a text to predict."""
 
+    field = None
+
     def __init__(self, tokenizer: BeeTokenizer, _json_field: str):
         self._tokenizer = tokenizer
 
@@ -89,10 +91,10 @@ class AntReader:
     """Reads texts. The parts of a .txt are one instance. stored.py writes its begin and end."""
 
     def __init__(self, tokenizer: AntTokenizer, json_field: str):
-        self._tokenizer, self._json_field = tokenizer, json_field
+        self._tokenizer, self.field = tokenizer, json_field
 
     def of_record(self, record: Any) -> Instance:
-        text = text_in(record, self._json_field)
+        text = text_in(record, self.field)
         task = record.get("task", "lm")
         if not isinstance(task, str) or task not in TASKS:
             raise BadRecord(f"task must be one of {', '.join(TASKS)}, got {task!r}")

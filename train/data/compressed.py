@@ -64,7 +64,7 @@ class _ZstdReader:
         return size
 
 
-def decompressed(raw: BinaryIO, by: str | None) -> io.BufferedReader | BinaryIO:
+def decompressed(raw: io.BufferedReader, by: str | None) -> io.BufferedReader:
     """Return the text of a file that is compressed `by` ".gz", ".zst" or nothing (None).
 
     Reading raises BrokenFile where the compression is damaged. A BufferedReader reads lines in C.
@@ -77,3 +77,22 @@ def decompressed(raw: BinaryIO, by: str | None) -> io.BufferedReader | BinaryIO:
     zstandard = import_extra("zstandard", "zstandard", "a .zst file")
     text = _Broken(_ZstdReader(raw, zstandard), (EOFError, zstandard.ZstdError))
     return io.BufferedReader(text, _BUFFER)
+
+
+def read_ahead(text: io.BufferedReader, size: int) -> tuple[bytes, str | None]:
+    """Return the next `size` bytes of a text, and None.
+
+    If it ends before, return the bytes that are left and the reason: the damage, or "" at the end
+    of the file.
+    """
+    parts, length = list[bytes](), 0
+    while length < size:
+        try:
+            part = text.read1(size - length)
+        except BrokenFile as error:
+            return b"".join(parts), str(error)
+        if not part:
+            return b"".join(parts), ""
+        parts.append(part)
+        length += len(part)
+    return b"".join(parts), None

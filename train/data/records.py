@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 _MARKS = {
@@ -15,6 +17,7 @@ _MARKS = {
 }
 # share of zero bytes at even or at odd places that only UTF-16 and UTF-32 exceed
 _ZEROS = 0.2
+_LISTED, _DEPTH = 20, 3  # names of fields in a message, and objects around them
 _NOT_ASCII = re.compile(rb"[\x80-\xff]+")
 
 
@@ -40,6 +43,38 @@ def parse_json(line: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise BadRecord(f"not JSON: {error}") from error
+
+
+def find_value(record: Any, field: str) -> Any:
+    """Return the value of a field. `a.b` is the field of this very name, or else field b of the
+    object in field a. Raises KeyError if there is none.
+    """
+    if isinstance(record, dict):
+        if field in record:
+            return record[field]
+        outer, dot, inner = field.partition(".")
+        if dot and outer in record:
+            return find_value(record[outer], inner)
+    raise KeyError(field)
+
+
+def describe_fields(record: Any) -> str:
+    """Return a verb and the names of a record's fields for a message, those of inner objects with
+    dots.
+    """
+    if not isinstance(record, dict):
+        return f"is of type {type(record).__name__}, and no object"
+    names = [*itertools.islice(_field_names(record, _DEPTH), _LISTED + 1)]
+    more = ", ..." if len(names) > _LISTED else ""
+    return f"has the fields {', '.join(names[:_LISTED])}{more}" if names else "has no fields"
+
+
+def _field_names(record: dict[str, Any], depth: int) -> Iterator[str]:
+    for name, value in record.items():
+        if depth and isinstance(value, dict) and value:
+            yield from (f"{name}.{inner}" for inner in _field_names(value, depth - 1))
+        else:
+            yield name
 
 
 def decode_utf8(line: bytes) -> str:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from train.data.extras import import_extra
 
@@ -70,7 +70,12 @@ def is_remote(name: str) -> bool:
     return "://" in name
 
 
-def open_remote(url: str) -> BinaryIO:
+def has_wildcards(url: str) -> bool:
+    """Whether an address is a pattern of several."""
+    return any(sign in url for sign in "*?[")
+
+
+def open_remote(url: str) -> io.BufferedReader:
     """Open the file at an address. Raises OSError if it cannot be read, and ValueError if a package
     for such addresses is missing.
     """
@@ -84,7 +89,7 @@ def list_remote(url: str) -> list[tuple[str, int]]:
     """
     with _as_os_error():
         file_system, path = _find(url)
-        found = file_system.glob(path) if any(c in path for c in "*?[") else [path]
+        found = file_system.glob(path) if has_wildcards(path) else [path]
         sizes = [(file_system.unstrip_protocol(x), file_system.size(x)) for x in sorted(found)]
     if not sizes:
         raise ValueError(f"no file matches {url}")

@@ -10,13 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from train.base.wording import counted
-from train.data.files import ARROW, PARQUET, RECORDS, TextFile, Unread, find_files
-from train.data.remote import is_remote, list_remote
+from train.data.files import (
+    ARROW,
+    JSON,
+    METADATA,
+    PARQUET,
+    RECORDS,
+    TextFile,
+    Unread,
+    find_files,
+    is_metadata,
+)
+from train.data.forms import AUTO
+from train.data.remote import has_wildcards, is_remote, list_remote
 from train.data.tokenizer_base import Tokenizer
 
 
@@ -29,6 +40,7 @@ class StreamFiles:
     shuffle_tokens  tokens that are shuffled at once, in all lanes together
     max_bad         largest share of bad lines
     max_bad_shards  most broken files
+    format          the form of all text, or AUTO for the form of its content
     """
 
     files: tuple[tuple[TextFile, int], ...]
@@ -36,6 +48,7 @@ class StreamFiles:
     shuffle_tokens: int
     max_bad: float
     max_bad_shards: int
+    format: str = AUTO
 
     def write(self, folder: Path, tokenizer: Tokenizer, **notes: object) -> None:
         """Write the folder of the stream. Its index also gets `notes`."""
@@ -55,9 +68,13 @@ class StreamFiles:
         """
         path = folder / "index.json"
         try:
-            stream = json.loads(path.read_text())["stream"]
+            # older streams have no format
+            stream = {"format": AUTO, **json.loads(path.read_text())["stream"]}
             settings = {name: stream[name] for name in _SETTINGS}
-            files = tuple((_open_file(name), int(size)) for name, size in stream["files"])
+            files = tuple(
+                (_open_file(name).in_form(stream["format"]), int(size))
+                for name, size in stream["files"]
+            )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} describes no stream: {error!r}") from error
         for file, size in files:
@@ -71,12 +88,14 @@ class StreamFiles:
     @property
     def identity(self) -> dict[str, Any]:
         """The facts on which rows depend."""
-        listed = [[str(file), size] for file, size in self.files]
-        digest = hashlib.sha256(json.dumps([listed, self.field]).encode()).hexdigest()
+        facts = [[[str(file), size] for file, size in self.files], self.field]
+        facts += [self.format] if self.format != AUTO else []
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return {"digest": digest, "shuffle_tokens": self.shuffle_tokens}
 
 
-_SETTINGS = ("field", "shuffle_tokens", "max_bad", "max_bad_shards")
+_WITH_RECORDS = (*RECORDS, JSON)  # endings
+_SETTINGS = ("field", "shuffle_tokens", "max_bad", "max_bad_shards", "format")
 
 
 def is_stream(folder: str) -> bool:
@@ -93,22 +112,35 @@ def _open_file(name: str) -> TextFile:
 
 
 def find_streamed(
-    inputs: Sequence[str], pattern: str | None, exclude: list[str]
-) -> tuple[list[tuple[TextFile, int]], Unread]:
-    """Return the files that `inputs` name, with their sizes, and the files that were found but are
-    not read. Inputs may be addresses too, with wildcards.
+    inputs: Sequence[str], pattern: str | None, exclude: list[str], asked: str = AUTO
+) -> tuple[list[tuple[TextFile, int]], list[TextFile], Unread]:
+    """Return the files that `inputs` name with their sizes, those to check before a run, and the
+    files that were found but are not read. Inputs may be addresses too, with wildcards.
 
-    Raises ValueError as `find_files`, and for a file that does not hold documents in records.
+    All local files are to be checked, and the first one of each address, since all would take long.
+    The form of a file at an address is found when it is read. Raises ValueError as `find_files`,
+    and for a file that does not hold documents in records.
     """
     local = [name for name in inputs if not is_remote(name)]
-    found, unread = find_files(local, pattern, exclude) if local else ([], Unread())
-    files = [(TextFile(x.path.absolute(), x.name), x.path.stat().st_size) for x in found]
+    found, unread = find_files(local, pattern, exclude, asked) if local else ([], Unread())
+    files = [(replace(x, path=x.path.absolute()), x.path.stat().st_size) for x in found]
+    checked = [file for file, _ in files]
     for url in filter(is_remote, inputs):
-        files += [(TextFile.remote(name), size) for name, size in list_remote(url)]
+        before = len(files)
+        for name, size in list_remote(url):
+            file = TextFile.remote(name).in_form(asked)
+            if has_wildcards(url) and is_metadata(file.path):
+                unread.add(METADATA, name)
+            else:
+                files.append((file, size))
+        checked += [file for file, _ in files[before : before + 1]]
     for file, _ in files:
-        if file.kind not in (RECORDS, PARQUET, ARROW):
+        has_records = file.has_records if file.form else file.kind in _WITH_RECORDS
+        if not has_records and file.kind not in (PARQUET, ARROW):
             raise ValueError(
-                f"{file}: a stream is read from .jsonl and .parquet files and datasets folders: "
-                "prepare this file without --stream"
+                f"{file}: a stream is read from .jsonl and .parquet files and datasets folders, "
+                "not from plain text: prepare this file without --stream"
             )
-    return files, unread
+    if not files:
+        raise ValueError(f"there is no text to read: {'; '.join(unread.lines())}")
+    return files, checked, unread

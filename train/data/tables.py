@@ -19,7 +19,8 @@ Texts = list[bytes | None]  # None for a row without text
 
 def read_texts(opened: BinaryIO, kind: str, field: str) -> Iterator[tuple[Texts, int]]:
     """Yield the texts of column `field`, a few rows at a time, and the place in the file at which
-    these rows end, in bytes.
+    these rows end, in bytes. `a.b` is the column of this very name, or else field b of the structs
+    in column a.
 
     `kind` is PARQUET or ARROW. Raises BrokenFile where the file ends early or cannot be decoded,
     ValueError for a column that is missing or has no text, and OSError if it cannot be read.
@@ -50,12 +51,12 @@ def import_pyarrow(part: str = "") -> Any:
 def _read_parquet(pyarrow: Any, opened: BinaryIO, field: str) -> Iterator[tuple[Any, int]]:
     # a buffer, since a whole column of a row group would be read at once otherwise
     file = import_pyarrow(".parquet").ParquetFile(opened, buffer_size=_BUFFER, pre_buffer=False)
-    _find_column(pyarrow, file.schema_arrow, field)
+    path = _find_column(pyarrow, file.schema_arrow, field)
     size, done = _size(opened), 0
     for group in range(file.num_row_groups):  # since a batch would join two of them
         for batch in file.iter_batches(_ROWS, [group], [field], use_threads=False):
             done += len(batch)
-            yield batch.column(0), size * done // file.metadata.num_rows
+            yield _take_column(batch, path), size * done // file.metadata.num_rows
 
 
 def _read_arrow(pyarrow: Any, opened: BinaryIO, field: str) -> Iterator[tuple[Any, int]]:
@@ -64,27 +65,61 @@ def _read_arrow(pyarrow: Any, opened: BinaryIO, field: str) -> Iterator[tuple[An
         raise BrokenFile("the file ends before the end of its table")
     opened.seek(0)
     with pyarrow.ipc.open_stream(opened) as stream:
-        column = _find_column(pyarrow, stream.schema, field)
+        path = _find_column(pyarrow, stream.schema, field)
+        column = stream.schema.get_field_index(path[0])
     opened.seek(0)
     options = pyarrow.ipc.IpcReadOptions(included_fields=[column], use_threads=False)
     with pyarrow.ipc.open_stream(opened, options=options) as stream:
         for batch in stream:
+            texts = _take_column(batch, path)
             for start in range(0, len(batch), _ROWS):
-                yield batch.column(0).slice(start, _ROWS), opened.tell()
+                yield texts.slice(start, _ROWS), opened.tell()
 
 
-def _find_column(pyarrow: Any, schema: Any, field: str) -> int:
-    """Return the number of column `field`. Raises ValueError if it is missing or has no text."""
-    if (number := schema.get_field_index(field)) < 0:
-        raise ValueError(
-            f"expected a column {field!r}, see --field; the columns are {', '.join(schema.names)}"
-        )
-    held = schema.types[number]
+def _take_column(batch: Any, path: list[str]) -> Any:
+    """Return the values of a column, or of fields in its structs: none where a struct is none."""
+    column = batch.column(path[0])
+    return import_pyarrow(".compute").struct_field(column, path[1:]) if path[1:] else column
+
+
+def _find_path(pyarrow: Any, inside: Any, field: str) -> list[str] | None:
+    """Return the names that lead to the column `field` through structs, or None if there is none.
+    `inside` is a schema or a type of structs.
+    """
+    if inside.get_field_index(field) >= 0:
+        return [field]
+    outer, dot, inner = field.partition(".")
+    if not dot or inside.get_field_index(outer) < 0:
+        return None
+    held = inside.field(outer).type
+    path = _find_path(pyarrow, held, inner) if pyarrow.types.is_struct(held) else None
+    return path and [outer, *path]
+
+
+def _column_names(pyarrow: Any, inside: Any) -> list[str]:
+    """Return the names of all columns, those in structs with dots."""
+    names = []
+    for field in inside:
+        deeper = pyarrow.types.is_struct(field.type) and _column_names(pyarrow, field.type)
+        names += [f"{field.name}.{name}" for name in deeper] if deeper else [field.name]
+    return names
+
+
+def _find_column(pyarrow: Any, schema: Any, field: str) -> list[str]:
+    """Return the names that lead to column `field`. Raises ValueError if it is missing or has no
+    text.
+    """
+    if (path := _find_path(pyarrow, schema, field)) is None:
+        names = ", ".join(_column_names(pyarrow, schema))
+        raise ValueError(f"expected a column {field!r}, see --field; the columns are {names}")
+    held = schema.field(path[0]).type
+    for name in path[1:]:
+        held = held.field(name).type
     values = held.value_type if pyarrow.types.is_dictionary(held) else held
     is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
     if not any(is_kind(values) for is_kind in is_text):
         raise ValueError(f"expected text in column {field!r}, see --field; it has {held}")
-    return number
+    return path
 
 
 def _size(opened: BinaryIO) -> int:

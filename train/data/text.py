@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import codecs
-import io
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from train.base.wording import counted
 from train.data.compressed import BrokenFile, decompressed
-from train.data.files import ARROW, MEGATRON, PARQUET, RECORDS, TextFile
+from train.data.files import ARROW, MEGATRON, PARQUET, TextFile, find_form, named
+from train.data.forms import ARRAY, PLAIN, split_array
 from train.data.megatron import IndexedTokens, TokenPiece
 from train.data.records import (
     BadRecord,
     check_unicode,
     decode_utf8,
+    describe_fields,
+    find_value,
     guess_encoding,
     parse_json,
 )
@@ -78,8 +79,8 @@ class Document:
     """A document, or the part of it that a part of its file holds. Parts of one document are equal.
 
     file  its file; two inputs may hold files of the same name
-    line  the line of a .jsonl, the row of a table, or the number of a document of tokens; None for
-          a .txt, which is one document
+    line  the line of JSON, or the number of a record in an array, of a row in a table, or of a
+          document of tokens; None for plain text, which is one document
     """
 
     file: TextFile
@@ -93,10 +94,12 @@ class Document:
 
 @dataclass(frozen=True)
 class TextLines:
-    """Whole lines of a file, or rows of a table: a few MiB at most unless one line is longer.
+    """Whole lines of a file, records of a JSON array, or rows of a table: a few MiB at most unless
+    one is longer.
 
-    first_line  the number of the first line or row, from 1
-    lines       lines, or the texts of rows; None for a row without text
+    file        the file, with its form
+    first_line  the number of the first line, record or row, from 1
+    lines       lines, records as JSON, or the texts of rows; None for a row without text
     size        bytes of the file, compressed if it is, since the piece before
     damage      the reason that nothing can be read after these lines
     """
@@ -149,8 +152,12 @@ class Reader(Protocol):
     It is made as (tokenizer, json_field). Raises BadRecord for a record that it cannot use.
     """
 
+    @property
+    def field(self) -> str | None:
+        """The field of a record that it reads; None if it reads them all."""
+
     def of_record(self, record: Any) -> Sized:
-        """Return the document or instance in a .jsonl line."""
+        """Return the document or instance in a record of JSON."""
 
     def of_text(self, text: str) -> Sized:
         """Return the part of a document or instance in a part of a .txt."""
@@ -160,20 +167,26 @@ class DocumentReader:
     """Reads documents: the ids of the text in field `json_field` of a record."""
 
     def __init__(self, tokenizer: Tokenizer, json_field: str):
-        self._tokenizer, self._json_field = tokenizer, json_field
+        self._tokenizer, self.field = tokenizer, json_field
 
     def of_record(self, record: Any) -> np.ndarray:
-        return self.of_text(text_in(record, self._json_field))
+        return self.of_text(text_in(record, self.field))
 
     def of_text(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text), self._tokenizer.dtype)
 
 
 def text_in(record: Any, json_field: str) -> str:
-    """Return the text in a field of a record. Raises BadRecord if there is none."""
-    text = record.get(json_field) if isinstance(record, dict) else None
+    """Return the text in a field of a record, which may be nested, as in `find_value`. Raises
+    BadRecord if there is none.
+    """
+    try:
+        text = find_value(record, json_field)
+    except KeyError as error:
+        said = f"no text in field {json_field!r}; the record {describe_fields(record)}"
+        raise BadRecord(said) from error
     if not isinstance(text, str):
-        raise BadRecord(f"no text in field {json_field!r}")
+        raise BadRecord(f"no text in field {json_field!r}, but {type(text).__name__}")
     return check_unicode(text)
 
 
@@ -209,7 +222,7 @@ class Encoder:
             bad.among = sum(1 for line in piece.lines if line and line.strip())
             documents = (
                 list(self._records(piece, bad))
-                if piece.file.kind == RECORDS
+                if piece.file.has_records
                 else ([(Document(piece.file), self._reader.of_text(plain_text(piece, bad)))])
             )
         bad.left_out = self.tokenizer.left_out - before
@@ -252,27 +265,58 @@ class Encoder:
                 yield Document(piece.file, number), found
 
 
-def find_broken(files: Sequence[TextFile], field: str, broken: BrokenShards) -> list[TextFile]:
+def find_broken(
+    files: Sequence[TextFile], field: str | None, broken: BrokenShards
+) -> list[TextFile]:
     """Return the files that can be opened. `broken` gets the tables with a damaged start or end.
 
-    Raises ValueError for a table without text in column `field`, for tokens that are not what their
-    index says, and if a package is missing.
+    Raises ValueError for a table without text in column `field`, for records that all lack it, for
+    tokens that are not what their index says, and if a package is missing. Without a `field`,
+    records may have any.
     """
     whole = []
     for file in files:
         try:
-            with _named(file), file.open() as opened:
-                if file.kind == MEGATRON:
+            if file.kind == MEGATRON:
+                with named(file):
                     IndexedTokens(file)
-                elif file.kind in (PARQUET, ARROW):
-                    check_table(opened, file.kind, field)
-                else:
-                    decompressed(opened, file.compression)
+            elif file.kind in (PARQUET, ARROW):
+                with named(file), file.open() as opened:
+                    check_table(opened, file.kind, field or "")
+            else:
+                _check_records(file, field)
         except BrokenFile as error:
             broken.add(file, str(error))
         else:
             whole.append(file)
     return whole
+
+
+def _check_records(file: TextFile, field: str | None) -> None:
+    """Read the first part of a text. Raise ValueError if it has records, and all lack the field."""
+    if field is None or file.form == PLAIN:
+        return
+    piece = next(read_pieces(file), None)
+    if piece is None or not piece.file.has_records:
+        return
+    first = None
+    for line in piece.lines:
+        try:
+            record = parse_json(line or b"")
+            if isinstance(find_value(record, field), str | None):
+                return
+        except BadRecord:
+            continue  # it is counted when all lines are read
+        except KeyError:
+            pass
+        first = first or (record,)
+    if first is not None:
+        raise ValueError(
+            f"{file}: expected text in field {field!r}, see --field; the first record "
+            f"{describe_fields(first[0])}"
+            + (f"; --format {ARRAY} reads a list of records" if isinstance(first[0], list) else "")
+            + ". In a folder, --exclude leaves a file out"
+        )
 
 
 def read_parts(file: TextFile, field: str) -> Iterator[TextLines | TokenPiece]:
@@ -281,44 +325,36 @@ def read_parts(file: TextFile, field: str) -> Iterator[TextLines | TokenPiece]:
 
 
 def read_pieces(file: TextFile, field: str = "") -> Iterator[TextLines]:
-    """Yield the text of a file, without a byte-order mark of UTF-8. Of a table, yield the texts of
-    column `field`.
+    """Yield the text of a file, without a byte-order mark of UTF-8. Of a JSON array, yield its
+    records, and of a table the texts of column `field`.
 
-    Raises ValueError if the file cannot be read. The last part reports damage.
+    Raises ValueError if the file cannot be read, and as `find_form`. The last part reports damage.
     """
-    with _named(file), file.open() as raw:
+    with named(file), file.open() as raw:
         if file.kind in (PARQUET, ARROW):
             parts = _take_rows(read_texts(raw, file.kind, field))
         else:
-            parts = _take_lines(decompressed(raw, file.compression), raw.tell)
+            file = find_form(file, raw)
+            text = decompressed(raw, file.compression)
+            records = split_array(text) if file.form == ARRAY else iter(text.readline, b"")
+            parts = _take_lines(records, raw.tell)
         first_line, before = 1, 0
         for lines, place, damage in parts:
             yield TextLines(file, first_line, lines, place - before, damage)
             first_line, before = first_line + len(lines), place
 
 
-@contextmanager
-def _named(file: TextFile) -> Iterator[None]:
-    """Make errors name the file."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
 _Part = tuple[Texts, int, str | None]  # lines, the place in the file, and damage behind them
 
 
-def _take_lines(text: io.BufferedReader | BinaryIO, tell: Callable[[], int]) -> Iterator[_Part]:
-    """Yield the lines of a file in parts."""
+def _take_lines(text: Iterator[bytes], tell: Callable[[], int]) -> Iterator[_Part]:
+    """Yield the lines of a file, or the records of an array, in parts."""
     damage, marked = None, codecs.BOM_UTF8
     while damage is None:
         lines: Texts = []
         length = 0
         try:
-            while length < _PIECE and (line := text.readline()):
+            while length < _PIECE and (line := next(text, b"")):
                 lines.append(line.removeprefix(marked))
                 length, marked = length + len(line), b""
         except BrokenFile as error:
