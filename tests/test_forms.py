@@ -124,7 +124,7 @@ def test_records_are_read_whatever_the_ending_says_and_descriptions_are_not(tmp_
     } == {
         "5 hidden files or metadata",
         "1 hidden folder",
-        "1 JSON file of one object over several lines",
+        "1 JSON file of one object over several lines (jq -c . writes it on one)",
     }
     prepare(*arguments, "--glob", "state.json", "--overwrite")
     assert texts(tmp_path / "out/train") == WORDS

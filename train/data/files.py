@@ -50,8 +50,8 @@ _STARTS = {
 }
 METADATA = "hidden file or metadata", "hidden files or metadata"
 _ONE_OBJECT = (
-    "JSON file of one object over several lines",
-    "JSON files of one object over several lines",
+    "JSON file of one object over several lines (jq -c . writes it on one)",
+    "JSON files of one object over several lines (jq -c . writes each on one)",
 )
 # files that describe data or models beside them
 _DESCRIPTIONS = re.compile(
