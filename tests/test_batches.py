@@ -3,19 +3,22 @@ refused.
 """
 
 import dataclasses
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import Mask, SequenceParallel
+from bmt_burst import Mask, SequenceParallel, simulate
 from models.config import CPMConfig
-from tests.test_model import SMALL
+from tests.test_model import SMALL, initialized
 from tests.test_sparse import SMALL as SPARSE
 from train.data.batches import Batches, keys_seen, sparse_keys
 from train.data.folder import Row, Sequences
 from train.run.config import TrainConfig
+from train.run.losses import measure_losses
 
 
 class Tokens:
@@ -68,6 +71,37 @@ def test_every_group_reads_its_share_in_micro_batches_that_fit(
             assert (batch.masks, batch.layouts, batch.documents) == (None, None, 0)
             read += (batch.tokens[:, 0] // 16).tolist()
     assert read == [data.order(sample) for sample in range(count, 2 * count)]
+
+
+def validation_losses(monkeypatch, world: int, sp_size: int) -> list[float]:
+    """The validation loss of five sequences on each rank."""
+    data = Sequences(Tokens(16 * 18 + 1), 16, seed=0)
+    sizes = {"micro_batch_size": 1, "batch_size": 6, "eval_sequences": 5}
+    dealt = [batches(monkeypatch, rank, world, sp_size, **sizes) for rank in range(world)]
+    sums, everyone = [None] * world, threading.Barrier(world)
+
+    def work(ring):
+        def sum_over_ranks(values):
+            sums[ring.rank] = values
+            everyone.wait()
+            return [sum(each) for each in zip(*sums, strict=True)]
+
+        first = ring.rank // sp_size * sp_size
+        group = ring.subring(range(first, first + sp_size))
+        sp = SequenceParallel(ring.rank - first, sp_size, process_group=group)
+        engine = SimpleNamespace(model=initialized(SMALL, sp=sp), sum=sum_over_ranks)
+        return measure_losses({"": data}, dealt[ring.rank], engine, lambda: None)["val_loss"]
+
+    return simulate(world, work)
+
+
+@pytest.mark.parametrize(("world", "sp_size"), [(2, 2), (3, 1), (6, 3)])
+def test_validation_losses_do_not_depend_on_the_ranks(monkeypatch, world, sp_size):
+    """In fp32, on numbers of sequences that do not divide: groups have rows without targets."""
+    [alone] = validation_losses(monkeypatch, 1, 1)
+    assert (
+        validation_losses(monkeypatch, world, sp_size) == [pytest.approx(alone, rel=1e-6)] * world
+    )
 
 
 @pytest.mark.parametrize(
