@@ -1,0 +1,293 @@
+"""The tests that docs/silent-errors.md shows: each passes here, and fails with its fault put in."""
+
+import ast
+import functools
+import re
+
+import pytest
+import torch
+from torch.nn import functional
+
+from bmt_burst import Layout, Mask, SequenceParallel, Slice
+from bmt_burst.merging import plain
+from bmt_burst.strategies import selected
+from tests.helpers import ROOT
+
+PAGE = ROOT / "docs/silent-errors.md"
+CODE = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+TESTS = re.findall(r"^def (test_\w+)", CODE, re.MULTILINE)
+ENTRIES = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[2:-1]
+
+
+def page() -> dict:
+    """The names that the page's code defines."""
+    names: dict = {}
+    exec(compile(CODE, str(PAGE), "exec"), names)
+    return names
+
+
+def replaced(name: str):
+    """A fault that puts `fault(original, names)` in the place of a name of the page."""
+
+    def with_fault(fault):
+        @functools.wraps(fault)
+        def put_in(names, _monkeypatch):
+            names[name] = fault(names[name], names)
+
+        return put_in
+
+    return with_fault
+
+
+def documents_are_one_sequence(_names, monkeypatch):
+    documents = Mask.documents
+    monkeypatch.setattr(
+        Mask, "documents", staticmethod(lambda ends, **options: documents((0, ends[-1]), **options))
+    )
+
+
+@replaced("burst_attn_func")
+def kernels_take_shards_for_contiguous(call, _names):
+    return lambda *qkv, layout, **options: call(
+        *qkv, layout=Layout.contiguous(layout.seq_len, layout.size), **options
+    )
+
+
+@replaced("burst_attn_func")
+def windows_are_dropped(call, _names):
+    return lambda *qkv, mask, **options: call(*qkv, mask=Mask.causal(mask.seq_len), **options)
+
+
+@replaced("burst_attn_func")
+def sinks_are_dropped(call, _names):
+    return lambda *qkv, sinks, **options: call(*qkv, **options)
+
+
+def merging_overflows(_names, monkeypatch):
+    def naive(a, b):
+        return torch.where(a == -torch.inf, b, a + torch.log(1 + torch.exp(b - a)))
+
+    monkeypatch.setattr(torch, "logaddexp", naive)
+
+
+def shares_of_nothing_are_nan(_names, monkeypatch):
+    def naive(out, lse, other):
+        return out * plain._by_row(torch.sigmoid(lse - other))
+
+    monkeypatch.setattr(plain, "_weigh", naive)
+
+
+@replaced("burst_attn_func")
+def padding_sees_all(call, _names):
+    def with_all(mask):
+        end, size = max(s.q[1] for s in mask.slices), mask.seq_len
+        return Mask(size, (*mask.slices, Slice((end, size), (0, size))))
+
+    return lambda *qkv, mask, **options: call(*qkv, mask=with_all(mask), **options)
+
+
+@replaced("attend")
+def gathered_tensors_are_constants(_call, names):
+    def attend(q, k, v, borders):
+        layout, parts = Layout.zigzag(q.shape[1], 3), []
+        for rank in range(3):
+            own = torch.zeros(q.shape[1], 1, 1, dtype=torch.bool)
+            own[layout.positions(rank)] = True
+            mine = [torch.where(own, x, x.detach()) for x in (k, v)]
+            parts.append(layout.shard(names["dense"](q, *mine, names["visible"](borders)), rank))
+        return layout.unshard(parts)
+
+    return attend
+
+
+def compressed_keys_cross_borders(_names, monkeypatch):
+    cut = selected._cut_spans
+
+    def naive(parts, span):
+        for part, (first, last) in cut(parts, span):
+            earlier = part[0] > 0
+            yield part, (first - earlier, last - earlier)
+
+    monkeypatch.setattr(selected, "_cut_spans", naive)
+
+
+@replaced("burst_attn_func")
+def state_ends_with_a_shard(call, _names):
+    def alone(q, k, v, *, mask, layout, process_group, sinks, sparse):
+        own = set(layout.positions(process_group.rank).tolist())
+        ends = [sum(at in own for at in range(s.q[1])) for s in mask.slices]
+        return call(q, k, v, mask=Mask.documents((0, *ends)), sparse=sparse)
+
+    return alone
+
+
+@replaced("rank_inputs")
+def ranks_have_parts_of_other_rows(call, _names):
+    def inputs(tokens, borders):
+        rows = [call(tokens.roll(rank, 1), borders) for rank in range(3)]
+        return [row[rank] for rank, row in enumerate(rows)]
+
+    return inputs
+
+
+@replaced("rank_inputs")
+def positions_restart_in_shards(call, _names):
+    return lambda *arguments: [
+        (tokens, torch.arange(tokens.shape[1]).unsqueeze(0), labels)
+        for tokens, _, labels in call(*arguments)
+    ]
+
+
+def positions_run_through_documents(_names, monkeypatch):
+    monkeypatch.setattr(Mask, "positions", lambda mask: torch.arange(mask.seq_len))
+
+
+def ranks_know_their_own_length(_names, monkeypatch):
+    monkeypatch.setattr(SequenceParallel, "longest", lambda sp, positions: positions.amax(-1) + 1)
+
+
+@replaced("rank_inputs")
+def labels_are_shifted_in_shards(call, names):
+    return lambda *arguments: [
+        (tokens, positions, names["shift_labels"](tokens))
+        for tokens, positions, _ in call(*arguments)
+    ]
+
+
+@replaced("shift_labels")
+def labels_are_of_the_next_document(call, _names):
+    return lambda tokens, mask: call(tokens)
+
+
+@replaced("train_step")
+def tokens_that_remain_are_dropped(call, _names):
+    def cut(model, tokens, borders, ranks=3):
+        even = tokens.shape[1] // (2 * ranks) * 2 * ranks if ranks > 1 else tokens.shape[1]
+        return call(model, tokens[:, :even], (0, even), ranks)
+
+    return cut
+
+
+@replaced("train_step")
+def padding_is_counted(call, _names):
+    def pad(model, tokens, borders, ranks=3):
+        more = -tokens.shape[1] % (2 * ranks) if ranks > 1 else 0
+        tokens = functional.pad(tokens, (0, more))
+        return call(model, tokens, (0, tokens.shape[1]), ranks)
+
+    return pad
+
+
+@replaced("train_step")
+def losses_are_added_over_ranks(call, _names):
+    def step(model, tokens, borders, ranks=3):
+        loss, grads = call(model, tokens, borders, ranks)
+        return loss * ranks, grads
+
+    return step
+
+
+@replaced("simulate")
+def losses_are_means_of_ranks(call, _names):
+    return lambda size, work: [
+        (loss / targets.clamp_min(1), 1) for loss, targets in call(size, work)
+    ]
+
+
+@replaced("simulate")
+def losses_are_means_of_ranks_with_targets(call, _names):
+    return lambda size, work: [
+        (loss / targets, 1) for loss, targets in call(size, work) if targets > 0
+    ]
+
+
+@replaced("train_step")
+def gradients_are_averaged(call, _names):
+    def step(model, tokens, borders, ranks=3):
+        loss, grads = call(model, tokens, borders, ranks)
+        return loss, [grad / ranks for grad in grads]
+
+    return step
+
+
+@replaced("simulate")
+def losses_of_ranks_are_divided_alone(call, _names):
+    """Their gradients are added and not divided by the ranks."""
+    return lambda size, work: [(loss / targets, 1 / size) for loss, targets in call(size, work)]
+
+
+@replaced("square_sum")
+def norms_are_added(call, _names):
+    return lambda tensors: call(tensors) ** 0.5
+
+
+@replaced("gradient_norm")
+def ranks_have_norms_of_their_own(call, _names):
+    return lambda shards: call(shards[:1])
+
+
+FAULTS = [
+    ("test_documents_do_not_see_each_other", documents_are_one_sequence),
+    ("test_the_future_is_hidden", kernels_take_shards_for_contiguous),
+    ("test_windows_and_sinks_are_applied", windows_are_dropped),
+    ("test_windows_and_sinks_are_applied", sinks_are_dropped),
+    ("test_large_scores_do_not_overflow", merging_overflows),
+    ("test_padding_is_zero_and_has_finite_gradients", shares_of_nothing_are_nan),
+    ("test_padding_is_zero_and_has_finite_gradients", padding_sees_all),
+    ("test_keys_and_values_have_the_gradients_of_all_ranks", gathered_tensors_are_constants),
+    ("test_a_packed_document_is_as_it_is_alone", compressed_keys_cross_borders),
+    ("test_a_packed_document_is_as_it_is_alone", state_ends_with_a_shard),
+    ("test_ranks_share_one_sequence", ranks_have_parts_of_other_rows),
+    ("test_positions_count_from_the_start_of_the_document", positions_restart_in_shards),
+    ("test_positions_count_from_the_start_of_the_document", positions_run_through_documents),
+    ("test_rotations_depend_on_the_whole_length", ranks_know_their_own_length),
+    ("test_labels_are_the_next_tokens_of_the_document", labels_are_shifted_in_shards),
+    ("test_labels_are_the_next_tokens_of_the_document", labels_are_of_the_next_document),
+    ("test_every_length_has_the_gradients_of_one_rank", tokens_that_remain_are_dropped),
+    ("test_every_length_has_the_gradients_of_one_rank", padding_is_counted),
+    ("test_a_model_without_knowledge_has_the_loss_ln_64", losses_are_added_over_ranks),
+    ("test_every_target_counts_once", losses_are_means_of_ranks),
+    ("test_every_target_counts_once", losses_are_means_of_ranks_with_targets),
+    ("test_gradients_are_those_of_one_rank", gradients_are_averaged),
+    ("test_gradients_are_those_of_one_rank", losses_of_ranks_are_divided_alone),
+    ("test_the_norm_of_shards_is_the_norm_of_the_whole", norms_are_added),
+    ("test_the_norm_of_shards_is_the_norm_of_the_whole", ranks_have_norms_of_their_own),
+]
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_the_library_passes(test):
+    page()[test]()
+
+
+@pytest.mark.parametrize(("test", "fault"), FAULTS)
+def test_a_fault_is_found(test, fault, monkeypatch):
+    """By an assertion of the page's test, not by an error of the library."""
+    names = page()
+    fault(names, monkeypatch)
+    with pytest.raises(AssertionError) as raised:
+        names[test]()
+    assert raised.traceback[-1].name == test
+
+
+def test_every_entry_has_a_short_test_a_fault_and_a_test_that_exists():
+    assert {test for test, _ in FAULTS} == set(TESTS)
+    for entry, test in zip(ENTRIES, TESTS, strict=True):
+        body = re.search(rf"def {test}\(\):\n(.*?)```", entry, re.DOTALL)[1]
+        assert len(body.splitlines()) <= 10, test
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", entry.split("**Forbidden here by**")[1])
+        assert named, test
+        for path, name in named:
+            assert name in functions(path), (path, name)
+
+
+def test_its_table_names_every_entry():
+    linked = re.findall(r"^\| \[(.*?)\]\(#(.*?)\)", PAGE.read_text(), re.MULTILINE)
+    headings = [entry.splitlines()[0] for entry in ENTRIES]
+    assert linked == [(heading, heading.lower().replace(" ", "-")) for heading in headings]
+
+
+@functools.cache
+def functions(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
