@@ -415,32 +415,12 @@ def test_processes_are_known_to_have_ended():
     assert not has_ended(f"{number} 0 pid:[1]")  # numbers of another namespace mean nothing here
 
 
-def patient(rank: int) -> tuple[float, float, bool]:
-    """Seconds that groups are waited for, and whether a rank that is late is."""
-    quick, slow = (dist.new_group([0, 1], timedelta(seconds=seconds)) for seconds in (40, 80))
-    timeouts = []
-    for group in (quick, slow):
-        ring = make_rings(group, (None, None)).inner
-        ring.set_timeout(0.5)
-        timeouts.append(ring.timeout)
-    call(slow)
-    time.sleep(1.5 * rank)
-    return *timeouts, call(slow)[0].shape == (1, 6, 2, 8)
-
-
-def test_a_group_with_a_longer_timeout_is_waited_for_as_long():
-    assert run_ranks(2, patient) == [(40.0, 80.0, True)] * 2
-
-
 def first_call_alone(rank: int, devices: str) -> list[str]:
     """Rank 1 makes a group's first call only after rank 0 has waited for it in vain; then both call
     again.
     """
-    group = dist.new_group([0, 1])
-    # once all are connected
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
-    ring = make_rings(group, (None, None)).inner
-    ring.set_timeout(1.0)
+    ring = make_rings(dist.new_group([0, 1]), (None, None)).inner
+    ring.set_timeout(1.0)  # once all are connected
     # as of NCCL alone, whose ranks make a gloo group in the first call
     ring.device_types = frozenset({devices})
     store = dist.distributed_c10d._get_default_store()

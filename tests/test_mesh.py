@@ -2,14 +2,10 @@
 
 import copy
 import io
-import math
 import pickle
-import time
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -17,7 +13,6 @@ from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel,
 from bmt_burst.ranks.groups import _take_mesh_groups
 from bmt_burst.ranks.sequence_parallel import DetachedGroups
 from bmt_burst.transport.bmtrain import BMTrainTransport
-from bmt_burst.transport.torch_dist import torch_transport
 from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
 
 TOKENS = 37
@@ -206,61 +201,3 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
 def test_a_mesh_is_not_for_ranks_of_bmtrain():
     with pytest.raises(ValueError, match="expected sp_size and inner_size on BMTrain, got a mesh"):
         _take_mesh_groups(BMTrainTransport.__new__(BMTrainTransport), None, "zigzag")
-
-
-def late_in_a_mesh(rank: int) -> list[str]:
-    """What ranks raise where rank 1 is late, over a group of a short timeout."""
-    said = []
-    for seconds in (0.5, 60.0):
-        mesh = DeviceMesh.from_group(dist.new_group([0, 1], timedelta(seconds=1)), "cpu")
-        sp = init_sequence_parallel(mesh=mesh, timeout=seconds)
-        x = torch.zeros(1, 2)
-        sp.unshard(x, 4)  # the ranks are connected
-        time.sleep(2.5 * rank)
-        try:
-            sp.unshard(x, 4)
-            said.append("")
-        except TimeoutError as error:
-            said.append(str(error))
-    return said
-
-
-def test_the_timeout_holds_unless_the_groups_own_one_is_longer():
-    first, second = run_ranks(2, late_in_a_mesh)
-    late = "a call of unshard: rank 1 of the group did not make this call within 1 s"
-    assert first == [late, ""]
-    assert second[1] == ""
-
-
-def later_timeouts(_rank: int) -> list[float]:
-    """Return the timeout of all ranks after each of several calls."""
-    world, found = torch_transport(dist.group.WORLD), []
-    init_sequence_parallel(2, timeout=7000.0)
-    found.append(world.timeout)
-    with pytest.raises(ValueError, match="sp_size=3 does not divide"):
-        init_sequence_parallel(3, timeout=9000.0)
-    sp = init_sequence_parallel(2)
-    found += [world.timeout, torch_transport(sp.process_group).timeout]
-    init_sequence_parallel(2, timeout=8000.0)
-    return [*found, world.timeout]
-
-
-def test_a_later_call_without_a_timeout_keeps_the_earlier_one():
-    assert run_ranks(2, later_timeouts) == [[7000.0, 7000.0, 7000.0, 8000.0]] * 2
-
-
-def unlike_timeouts(rank: int) -> list[str]:
-    said = []
-    for timeout in (120 + rank, 0, math.inf, "long"):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            init_sequence_parallel(2, timeout=timeout)
-        said.append(str(caught.value))
-    return said
-
-
-def test_a_timeout_is_a_positive_number_and_the_same_on_all_ranks():
-    for said in run_ranks(2, unlike_timeouts):
-        assert said[0].startswith("ranks differ in init_sequence_parallel's arguments: ")
-        assert "expected seconds, positive and finite, got 0" in said[1]
-        assert "expected seconds, positive and finite, got inf" in said[2]
-        assert "timeout must be a number" in said[3]

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -37,11 +37,12 @@ from ..transport.bmtrain import (
     new_communicator,
 )
 from ..transport.processes import ProcessTransport, host_name
-from ..transport.torch_dist import torch_transport, world_group
+from ..transport.torch_dist import TorchTransport, torch_transport, world_group
 from .agreement import admit_one_thread, gather_terms, read_terms
 from .rings import Group, Rings, check_member, make_rings
 from .sequence_parallel import SequenceParallel
 
+_LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
 _groups_made = itertools.count()
 _DOUBLE_RING = ("inter", "intra")  # names of the dimensions of a mesh
 
@@ -75,14 +76,16 @@ def init_sequence_parallel(
                   counts hosts, the second the ranks of a host (for "usp", the ranks that share
                   heads), and rank = inter * (size of intra) + intra.
     timeout       seconds to wait for a rank that does not make a call, in this call and all later
-                  ones over these groups or over all ranks. By default the timeout of the earlier
-                  call, or 120. If a group's own timeout is longer, that one applies.
+                  ones over these groups or over all ranks. It is the own timeout of the groups that
+                  this call makes, and of the mesh's, unless that is the group of all ranks. By
+                  default the timeout of the earlier call, or else of init_process_group. On BMTrain
+                  it is 120. A mesh with a timeout other than torch's default keeps it then.
 
     Raises, on every rank:
 
-    - ValueError if a size does not divide, the layout is unknown, the timeout is not positive and
-      finite, a mesh is given with a size or has other dimensions, a rank is not in its mesh, or
-      BMTrain runs with tensor or pipeline parallelism or with a mesh
+    - ValueError if a size does not divide, the layout is unknown, the timeout is shorter than a
+      millisecond or longer than 1e8 seconds, a mesh is given with a size or has other dimensions, a
+      rank is not in its mesh, or BMTrain runs with tensor or pipeline parallelism or with a mesh
     - RanksDisagree, a ValueError, if ranks differ in arguments or meshes
     - TypeError for a size that is no whole number, a timeout that is no number, or a mesh that
       is not a DeviceMesh (on other ranks RanksDisagree)
@@ -98,27 +101,41 @@ def init_sequence_parallel(
         world.set_timeout(earlier)
         raise
     rings = make_rings(sp.process_group, sp.double_group)
-    for ring in (rings.inner, rings.outer):
-        ring.set_timeout(timeout)
+    for ring in rings.shared:
+        if mesh is None:
+            ring.set_timeout(timeout)
+        else:
+            _set_mesh_timeout(world, ring, timeout)
     return sp
 
 
+def _set_mesh_timeout(world: ProcessTransport, ring: Transport, timeout: float | None) -> None:
+    """Set the timeout of a mesh's group. If none was asked for here, that of init_process_group
+    replaces torch's default, with which torch makes the groups of a mesh.
+    """
+    assert isinstance(world, TorchTransport) and isinstance(ring, TorchTransport), "of a mesh"
+    if timeout is None and ring.has_default_timeout and not world.has_default_timeout:
+        timeout = world.own_timeout
+    if timeout is not None:
+        ring.set_group_timeout(timeout)
+
+
 def _agree_on_groups(
-    world: Transport,
+    world: ProcessTransport,
     sp_size: int | None,
     layout: str,
     inner_size: int | None,
     ulysses_size: int | None,
     mesh: dist.DeviceMesh | None,
-    timeout: float,
+    timeout: float | None,
 ) -> SequenceParallel:
     """Make the groups once all ranks have passed the same arguments."""
     sp_size = world.size if sp_size is None and mesh is None else to_python_int(sp_size)
     inner_size, ulysses_size = to_python_int(inner_size), to_python_int(ulysses_size)
 
     def terms() -> dict[str, Any]:
-        if not 0 < as_float("timeout", timeout) < math.inf:
-            raise ValueError(f"timeout: expected seconds, positive and finite, got {timeout}")
+        if timeout is not None and not 1e-3 <= as_float("timeout", timeout) <= _LONGEST_TIMEOUT:
+            raise ValueError(f"timeout: expected 0.001 to 1e8 seconds, got {timeout}")
         world.set_timeout(timeout)
         sizes = f"sp_size={sp_size!r}, inner_size={inner_size!r}, ulysses_size={ulysses_size!r}"
         others = f"layout={layout!r}, timeout={timeout!r}{', a mesh' * (mesh is not None)}"
@@ -164,7 +181,9 @@ def _agree_on_groups(
     return SequenceParallel(rank, sp_size, layout, None, double_group)
 
 
-def _take_mesh_groups(world: Transport, mesh: dist.DeviceMesh, layout: str) -> SequenceParallel:
+def _take_mesh_groups(
+    world: ProcessTransport, mesh: dist.DeviceMesh, layout: str
+) -> SequenceParallel:
     """Return the ranks of this rank's mesh, once all ranks in each mesh agree on it."""
     if isinstance(world, BMTrainTransport):
         raise ValueError(
@@ -257,17 +276,23 @@ def _count_ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
     return sizes.pop() if len(sizes) == 1 else sp_size
 
 
-def make_group(world: Transport, partition: list[range]) -> Group:
-    """Make a group for each part, as every rank must. Return the group of this rank."""
+def make_group(world: ProcessTransport, partition: list[range]) -> Group:
+    """Make a group for each part, as every rank must. Return the group of this rank.
+
+    Its timeout is the world's: torch would take its own default.
+    """
     if isinstance(world, BMTrainTransport):
         part = next(part for part in partition if world.rank in part)
         name = f"{world.name}/group/{next(_groups_made)}/{part.start}"
-        transport = bmtrain_transport(new_communicator(name, part.index(world.rank), len(part)))
+        rank, size = part.index(world.rank), len(part)
+        transport = bmtrain_transport(new_communicator(name, rank, size, world.timeout))
+        transport.set_timeout(world.asked_timeout)
         transport.warm_up()
         return transport
-    ranks = [list(part) for part in partition]
+    ranks, timeout = [list(part) for part in partition], timedelta(seconds=world.timeout)
     if "nccl" not in dist.get_backend_config():
-        return dist.new_subgroups_by_enumeration(ranks)[0]
+        return dist.new_subgroups_by_enumeration(ranks, timeout)[0]
     # NCCL's kernels should start between the kernels of attention, not after them.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    return dist.new_subgroups_by_enumeration(ranks, backend="nccl", pg_options=options)[0]
+    options._timeout = timeout  # torch warns of two timeouts
+    return dist.new_subgroups_by_enumeration(ranks, timeout, "nccl", options)[0]

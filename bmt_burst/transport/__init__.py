@@ -32,7 +32,7 @@ from ..errors import RankLate
 from .regions import Copies, Region
 
 Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
-# Seconds to wait for a rank that does not make a call, unless the group's own timeout is longer.
+# Seconds to wait for a rank that does not make a call, over a group without a timeout of its own.
 # init_sequence_parallel takes another number.
 DEFAULT_TIMEOUT: Final = 120.0
 MESSAGE_BYTES: Final = 4096  # the longest message that `gather` carries
@@ -341,10 +341,8 @@ class Transport(ABC):
         """Return the messages of all ranks after `post`, in rank order. Raises as `gather`."""
         raise NotImplementedError(f"{type(self).__name__} does not run ahead")
 
-    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - nothing to wait for here
-        """Set how many seconds `gather` waits for other ranks. The group's own timeout applies if
-        it is longer.
-        """
+    def set_timeout(self, seconds: float | None) -> None:  # noqa: B027 - nothing to wait for here
+        """Set how many seconds this rank waits for other ranks. None: the group's own timeout."""
 
     def give_up(self, words: bytes) -> RuntimeError | None:
         """Report, with `words` of text, that this rank breaks off a call that all ranks had begun.

@@ -147,14 +147,18 @@ def bmtrain_transport(comm: Communicator) -> BMTrainTransport:
         return _transports[comm]
 
 
-def new_communicator(name: str, rank: int, size: int) -> Communicator:
+def new_communicator(name: str, rank: int, size: int, timeout: float) -> Communicator:
     """Make a communicator of `size` ranks, this one being `rank`. They find each other in the
-    store by `name`.
+    store by `name`, within `timeout` seconds.
     """
     from bmtrain import nccl
 
     if rank == 0:
         store().set(name, nccl.getUniqueId().hex())
+    try:
+        store().wait([name], timedelta(seconds=timeout))
+    except dist.DistStoreError as error:
+        raise make_late_error([0], timeout) from error
     return nccl.commInitRank(bytes.fromhex(store().get(name).decode()), size, rank)
 
 

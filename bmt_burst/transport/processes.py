@@ -49,17 +49,18 @@ class ProcessTransport(Transport):
                    host and can access each other's memory. "always": raise an error if they cannot.
                    "never": deliveries are exchanges.
     own_timeout    seconds of the group's own timeout
-    asked_timeout  seconds that `set_timeout` was called with
-    timeout        seconds to wait for other ranks' messages: the longer one of these two
+    asked_timeout  seconds that `set_timeout` was called with, or None
+    timeout        seconds to wait for other ranks: those asked for, or else the group's own
     mail           carries messages; it is opened when the ranks first gather one
     begun          how many deliveries began on each lane
     """
 
-    own_timeout: float = 0.0
+    own_timeout: float = DEFAULT_TIMEOUT
 
     def __init__(self, engine_use: EngineUse = "auto"):
         self.engine_use = engine_use
-        self.asked_timeout = self.timeout = DEFAULT_TIMEOUT
+        self.asked_timeout: float | None = None
+        self.timeout = self.own_timeout
         self.mail: Mail = UnopenedMail(self.rank)
         self.begun = dict.fromkeys(LANES, 0)
         self.copy_engines: CopyEngines | None = None
@@ -83,9 +84,12 @@ class ProcessTransport(Transport):
         All ranks call it.
         """
 
-    def set_timeout(self, seconds: float) -> None:
-        self.asked_timeout, self.timeout = seconds, max(self.own_timeout, seconds)
+    def set_timeout(self, seconds: float | None) -> None:
+        self.asked_timeout = seconds
+        self.timeout = self.own_timeout if seconds is None else seconds
         self.mail.set_timeout(self.timeout)
+        if self.watch:
+            self.watch.set_timeout(self.timeout)
 
     def _gather(self, message: bytes) -> list[bytes]:
         """Gather messages. A rank that is interrupted leaves the group, since others may have read

@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import constants
 
 from ..errors import RankGone
-from . import DEFAULT_TIMEOUT, Messages, Transport, as_bytes, make_late_error, name_ranks
+from . import Messages, Transport, as_bytes, make_late_error, name_ranks
 from .processes import EngineUse, ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
@@ -89,9 +91,11 @@ class TorchTransport(ProcessTransport):
                 "expected a process group with gloo for CPU or NCCL for CUDA tensors, got one with "
                 f"{backends}"
             )
-        self.own_timeout = max(_read_timeout(group, device) for device in self.device_types)
-        self.set_timeout(DEFAULT_TIMEOUT)
         self.companion: TorchTransport | None = None  # made when NCCL's ranks first need it
+        self.own_timeout = max(
+            backend.options._timeout.total_seconds() for backend in self._backends()
+        )
+        self.set_timeout(None)
         self.connected = False  # over NCCL
 
     @property
@@ -100,6 +104,31 @@ class TorchTransport(ProcessTransport):
         if group is None:
             raise RuntimeError("the process group was destroyed")
         return group
+
+    def _backends(self) -> list[Any]:
+        return [self.group._get_backend(torch.device(device)) for device in self.device_types]
+
+    def set_timeout(self, seconds: float | None) -> None:
+        super().set_timeout(seconds)
+        if self.companion:
+            self.companion.set_timeout(self.timeout)
+
+    @property
+    def has_default_timeout(self) -> bool:
+        """Whether the group has one of torch's default timeouts."""
+        defaults = constants.default_pg_timeout, constants.default_pg_nccl_timeout
+        return timedelta(seconds=self.own_timeout) in defaults
+
+    def set_group_timeout(self, seconds: float) -> None:
+        """Make `seconds` the group's own timeout, for torch's later operations too.
+
+        The world's group is left as it is: the program uses it for other things.
+        """
+        if self.group is not world_group():
+            for backend in self._backends():
+                backend._set_default_timeout(timedelta(seconds=seconds))
+            self.own_timeout = seconds
+        self.set_timeout(seconds)
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
@@ -113,7 +142,7 @@ class TorchTransport(ProcessTransport):
         return _Ticket(dist.batch_isend_irecv(ops) if ops else [], (sends, recvs))
 
     def _exchange_over_gloo(self, sends: Messages, recvs: Messages) -> _GlooTicket:
-        group, seconds = self.group, _read_timeout(self.group, "cpu")
+        group, seconds = self.group, self.timeout
         works: list[dist.Work] = []
         for tensor, peer in sends:
             with _name_peers([peer], seconds):
@@ -169,13 +198,6 @@ def _check_work(work: dist.Work | None) -> dist.Work:
     """Return the work of a rank that is in its group."""
     assert work is not None, "this rank is in its group"
     return work
-
-
-def _read_timeout(group: dist.ProcessGroup, device: str) -> float:
-    """Return how many seconds a group waits for its ranks, over the backend for tensors on
-    `device`.
-    """
-    return group._get_backend(torch.device(device)).options._timeout.total_seconds()
 
 
 def world_group() -> dist.ProcessGroup:

@@ -48,12 +48,15 @@ class Watch:
         timeout: float,
     ):
         self.find_obstacle, self.event = find_obstacle, event
-        self.patience = min(_LONGEST, timeout / 2)
+        self.set_timeout(timeout)
         self.calls: deque[tuple[str, Event]] = deque(maxlen=_REMEMBERED)
         self.begun = ""  # the call that the host is enqueueing, if it ran ahead
         threading.Thread(
             target=_run, args=(weakref.ref(self),), name="bmt_burst watch", daemon=True
         ).start()
+
+    def set_timeout(self, seconds: float) -> None:
+        self.patience = min(_LONGEST, seconds / 2)
 
     def note_begun(self, doing: str) -> None:
         """Note that this rank has begun to enqueue a call before it has heard of the others."""
