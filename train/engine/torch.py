@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+from bmt_burst.transport.torch_dist import world_group
 
 from . import layers_name
 from .common import AdamW, MasterEngine, ShardedAdamW, WeightShard
@@ -51,7 +53,8 @@ class TorchEngine(MasterEngine):
         self._start_masters(seed)
 
     def _shard_model(self, dtype: torch.dtype) -> None:
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        # init_device_mesh may make another group, without the world's timeout
+        mesh = DeviceMesh.from_group(world_group(), self.device.type)
         # Inputs keep their dtype: RoPE tables are fp32 in every precision.
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
