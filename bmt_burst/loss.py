@@ -79,11 +79,11 @@ def score_tokens(
     hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute each token's loss, and the most likely token in its place, without ever holding all
-    logits.
+    logits, and without gradient.
 
     Arguments and errors are those of linear_cross_entropy_sum. Both results are (..., S): losses in
     fp32 (fp64), 0 where there is no target, and tokens in int64. Of equally likely tokens, the
-    first one is returned, as by argmax. It is -1 if logits are NaN. Nothing is differentiated.
+    first one is returned, as by argmax. It is -1 if logits are NaN.
     """
     hidden, weights = _check_inputs(hidden, weight, labels)
     with torch.autocast(hidden.device.type, enabled=False):

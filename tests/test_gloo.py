@@ -21,6 +21,7 @@ from tests.helpers import (
     relative_error,
     run_ranks,
 )
+from tests.test_collectives import error_of_sums
 
 RANDOM_MASKS = 12
 CASES = [
@@ -71,6 +72,7 @@ def equality(rank: int) -> list[float]:
     ]:
         assert sp.unshard(sp.shard(x), 13).equal(x)
         assert sp.unshard(sp.shard(x.transpose(0, 1), 0), 13, 0).equal(x.transpose(0, 1))
+        errors.append(error_of_sums(sp))
         with pytest.raises(ValueError, match="x, of 99 tokens along 1, to be"):
             sp.unshard(sp.shard(x), 99)
     if size == 4:

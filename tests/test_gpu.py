@@ -40,6 +40,7 @@ from tests.helpers import (
     relative_error,
     run_ranks,
 )
+from tests.test_collectives import error_of_sums
 
 pytestmark = [pytest.mark.gpu, needs_ranks(1)]
 
@@ -351,6 +352,26 @@ def test_ring_equals_dense(size):
     for errors in run_ranks(size, equality, size, backend="nccl"):
         name, worst = max(errors.items(), key=lambda entry: entry[1])
         assert worst < 1.2 * BOUNDS[torch.bfloat16], (name, worst)
+
+
+def whole_tensors(_rank: int, size: int) -> list[float]:
+    """The errors of gradients of whole tensors over NCCL. Groups have the timeout asked for."""
+    errors = []
+    for inner in (size, size // 2):
+        sp = init_sequence_parallel(size, inner_size=inner, timeout=77.0)
+        for group in (sp.process_group, *sp.double_group):
+            if group is not None:
+                backend = group._get_backend(torch.device("cuda"))
+                assert backend.options._timeout.total_seconds() == 77
+        errors.append(error_of_sums(sp, "cuda"))
+    return errors
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [pytest.param(size, marks=needs_ranks(size)) for size in (2, 4)])
+def test_whole_tensors_have_gradients(size):
+    for errors in run_ranks(size, whole_tensors, size, backend="nccl"):
+        assert max(errors) < 1e-12
 
 
 def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float]:

@@ -75,6 +75,9 @@ USES = {
     "unshard": lambda ring, tensors: SequenceParallel(
         ring.rank, ring.size, process_group=ring
     ).unshard(shard(tensors[0], ring.rank, ring.size), tensors[0].shape[1]),
+    "sum": lambda ring, tensors: SequenceParallel(ring.rank, ring.size, process_group=ring).sum(
+        tensors[0]
+    ),
 }
 
 

@@ -224,6 +224,22 @@ def test_enabled_models_equal_the_plain_one(name, size):
         check(over_ranks(plain(name), call, size), expected_results(plain(name), call), call)
 
 
+def test_a_loss_of_whole_hidden_states_adds_its_gradient():
+    model, call = plain("Llama"), {**calls()["whole"], "output_hidden_states": True}
+
+    def loss_of(out, whole):
+        return out.loss + whole[:, -1].sin().sum()
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 3, process_group=ring)
+        out = enabled(model, sp)(**call)
+        return loss_of(out, sp.unshard(out.hidden_states[-1], 37))
+
+    out, losses = model(**call), torch.stack(simulate(3, work))
+    expected = results(model, loss_of(out, out.hidden_states[-1]), out.logits)
+    check(results(model, losses.mean(), out.logits), expected, call)
+
+
 def test_layers_need_not_share_the_configuration_of_their_model():
     """Each is told of the attention, wherever it comes from."""
     call = calls()["documents"]

@@ -291,8 +291,10 @@ def make_group(world: ProcessTransport, partition: list[range]) -> Group:
         return transport
     ranks, timeout = [list(part) for part in partition], timedelta(seconds=world.timeout)
     if "nccl" not in dist.get_backend_config():
-        return dist.new_subgroups_by_enumeration(ranks, timeout)[0]
+        return dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
     # NCCL's kernels should start between the kernels of attention, not after them.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch warns of two timeouts
-    return dist.new_subgroups_by_enumeration(ranks, timeout, "nccl", options)[0]
+    return dist.new_subgroups_by_enumeration(
+        ranks, timeout=timeout, backend="nccl", pg_options=options
+    )[0]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.dtypes import sum_dtype
 from ..errors import RanksDisagree
 from ..transport import ALONE, Transport
 from ..transport.bmtrain import bmtrain_transport, initialized_bmtrain
@@ -181,6 +182,34 @@ class Rings:
         ]
         hosts = self.outer.all_gather([tensor for [tensor] in here], host_shapes)
         return [tensor for host in hosts for tensor in host]
+
+    def sum_for_each(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum of the tensors that all ranks have for this one.
+
+        parts[r] is for rank r, contiguous, and of one shape and dtype on all ranks. Ranks add up in
+        a fixed order, half precision in fp32, and return that dtype.
+        """
+        inner = self.inner.size
+        for_hosts = _sum_over(self.inner, [parts[place::inner] for place in range(inner)])
+        [total] = _sum_over(self.outer, [[part] for part in for_hosts])
+        return total
+
+
+def _sum_over(ring: Transport, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the sums of the tensors that the ranks of a ring have for this one, from those that
+    this one has for each.
+    """
+    others = [peer for peer in range(ring.size) if peer != ring.rank]
+    found = {peer: [torch.empty_like(part) for part in parts[ring.rank]] for peer in others}
+    sends = [(part, peer) for peer in others for part in parts[peer] if part.numel()]
+    recvs = [(part, peer) for peer in others for part in found[peer] if part.numel()]
+    ring.exchange(sends, recvs).wait()
+    found[ring.rank] = list(parts[ring.rank])
+    totals = [part.to(sum_dtype(part.dtype), copy=True) for part in found[0]]
+    for peer in range(1, ring.size):
+        for total, part in zip(totals, found[peer], strict=True):
+            total += part
+    return totals
 
 
 def _unpack_host(rank: int, packed: bytes) -> bytes:

@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_int, check_dim, check_tensor
+from ..base.arguments import as_int, check_dim
 from ..base.compiled import not_compiled
 from ..errors import RanksDisagree
 from ..sequence.layout import Layout, layout_class
 from ..transport import ALONE
-from .agreement import admit_one_thread, gather_terms, read_terms, report_failure, run_together
-from .rings import Group, Rings, check_device, make_rings
+from .agreement import admit_one_thread, gather_terms, read_terms, run_together
+from .collectives import Join, Sum, apply_together, check_same, describe_tensor
+from .rings import Group, Rings, make_rings
 
 _ROWS_A_MESSAGE = 128  # this many lengths fit a message, however large they are
 
@@ -128,12 +129,19 @@ class SequenceParallel:
 
     @not_compiled
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
-        """Return the whole tensor that `shard` cut, on every rank, without gradient. Every rank
-        must call it with its part `x`.
+        """Return the whole tensor that `shard` cut, on every rank. Every rank must call it with its
+        part `x`.
+
+        Differentiable once. The backward adds up all ranks' gradients of the whole tensor, and
+        returns the gradient of this rank's part. So if every rank computes the same loss from whole
+        tensors, the mean over ranks of the parameters' gradients is the gradient of the loss. Every
+        rank must take part in the backward. Integers and bools have no gradient.
 
         Raises ValueError or TypeError on every rank if any rank's `x` is no tensor on a device of
         the group, or does not have that rank's tokens of a sequence of `seq_len`. Raises
-        RanksDisagree if ranks differ in layout, dtype or anything else.
+        RanksDisagree if ranks differ in layout, dtype, whether autograd records the call, or
+        anything else. Raises RuntimeError inside transforms of torch.func and in forward mode, and
+        in a backward with create_graph.
         """
         rings = make_rings(self.process_group, self.double_group)
         with admit_one_thread(rings, "a call of unshard"):
@@ -141,20 +149,13 @@ class SequenceParallel:
 
     def _unshard(self, rings: Rings, x: Tensor, seq_len: int, dim: int) -> Tensor:
         def terms() -> dict[str, Any]:
-            check_tensor("x", x)
-            check_device(rings, x)
-            at = check_dim(x, dim)
+            tensor = describe_tensor(rings, "unshard", x)
             layout = self.layout_of(seq_len)
-            where = {"seq_len": layout.seq_len, "dim": at, "layout": layout.term}
-            return {"shape": list(x.shape), "dtype": str(x.dtype), **where}
+            where = {"dim": check_dim(x, dim), "seq_len": layout.seq_len, "layout": layout.term}
+            return tensor | where
 
         everyone = read_terms(gather_terms(rings, "a call of unshard", terms))
-        for rank, theirs in enumerate(everyone):
-            if any(theirs[name] != everyone[0][name] for name in everyone[0].keys() - {"shape"}):
-                raise RanksDisagree(
-                    f"ranks differ in unshard's arguments: rank 0 has {everyone[0]}, "
-                    f"rank {rank} {theirs}"
-                )
+        check_same("unshard", everyone, but=["shape"])
         seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
         layout, shapes = self.layout_of(seq_len), [theirs["shape"] for theirs in everyone]
         for rank, shape in enumerate(shapes):
@@ -165,10 +166,24 @@ class SequenceParallel:
                     f"expected rank {rank}'s x, of {seq_len} tokens along {dim}, to be {expected}, "
                     f"got {shape}"
                 )
-        with report_failure(rings, "a call of unshard"):
-            mine = x.detach().resolve_conj().resolve_neg().contiguous()
-            parts = rings.gather_tensors(mine, [torch.Size(shape) for shape in shapes])
-        return layout.unshard(parts, dim)
+        return apply_together(rings, Join(layout, dim, [*map(torch.Size, shapes)]), x)
+
+    @not_compiled
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' `x`, on every rank. Every rank must call it, with a tensor
+        of the same shape and dtype.
+
+        For losses of whole sequences: add up each rank's part of a sum over tokens. Half precision
+        is added up in fp32, and the result has x's dtype. Integers and bools become int64.
+
+        Differentiable once, by the rule of `unshard`: the backward adds up the gradients of all
+        ranks. Integers and bools have no gradient. Raises the errors of `unshard`.
+        """
+        rings = make_rings(self.process_group, self.double_group)
+        with admit_one_thread(rings, "a call of sum"):
+            lines = gather_terms(rings, "a call of sum", lambda: describe_tensor(rings, "sum", x))
+            check_same("sum", read_terms(lines))
+            return apply_together(rings, Sum(), x)
 
 
 def _gather_lengths(rings: Rings, terms: dict[str, Any]) -> list[dict[str, Any]]:

@@ -315,7 +315,9 @@ def shard(x: Tensor, rank: int, size: int, dim: int = 1, layout: str = "zigzag")
 
 
 def unshard(shards: Sequence[Tensor], dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """Join the shards of all ranks, given in rank order. It is the inverse of `shard`."""
+    """Join the shards of all ranks, given in rank order. It is the inverse of `shard`, and
+    differentiable.
+    """
     seq_len = sum(s.shape[check_dim(s, dim)] for s in shards)
     return Layout.named(layout, seq_len, len(shards)).unshard(shards, dim)
 

@@ -61,15 +61,14 @@ def attend_to_cache(
     sparse: InfLLMV2,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the sparse attention of the last tokens of a document: (B, S, H, D), in q's dtype.
+    """Return the sparse attention of the last tokens of a document, without gradient: (B, S, H, D),
+    in q's dtype.
 
     q      (B, S, H, D), the last S of T tokens
     k, v   (B, T, G, D)
     by_q   (B, S, H, D), to choose by
     sums   of the T keys to choose by
     sinks  (H,) in the accumulator's dtype, or None
-
-    No gradient flows through it.
     """
     scale = q.shape[-1] ** -0.5
     positions = torch.arange(k.shape[1] - q.shape[1], k.shape[1])

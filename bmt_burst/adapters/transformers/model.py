@@ -118,7 +118,7 @@ class EnabledModel(Enabled):
         )
         count = bmt_burst.num_targets if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device).reshape(()) if isinstance(count, Tensor) else count
-        return _SumOverRanks.apply(total / count, self._sp)
+        return self._sp.sum(total / count)
 
     def generate(self, *_args: Any, **_named: Any) -> NoReturn:
         raise ValueError(
@@ -151,21 +151,6 @@ class EnabledRotary(Enabled):
         last = self._last.to(position_ids).expand(len(position_ids), 1)
         cos, sin = super().forward(x, position_ids=torch.cat((position_ids, last), 1), **named)
         return cos[:, :-1], sin[:, :-1]
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of a scalar over the ranks of sp, on each of them. The gradient on a rank is its own
-    one times the number of ranks.
-    """
-
-    @staticmethod
-    def forward(ctx, share: Tensor, sp: SequenceParallel) -> Tensor:
-        ctx.size = sp.size
-        return sp.with_layout("contiguous").unshard(share.reshape(1), sp.size, 0).sum()
-
-    @staticmethod
-    def backward(ctx, dsum: Tensor) -> tuple[Tensor, None]:
-        return dsum * ctx.size, None
 
 
 def enabled_class(own: type, base: type) -> type[nn.Module]:

@@ -1,0 +1,135 @@
+"""Tensors that ranks join or add up, with gradients.
+
+The backward adds up the gradients of all ranks, and each rank gets its part. So if every rank
+computes the same loss from such tensors, the mean over ranks of the parameters' gradients is the
+gradient of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import check_tensor
+from ..base.autograd import check_first_derivative, check_transforms
+from ..base.compiled import not_compiled
+from ..errors import RanksDisagree
+from ..sequence.layout import Layout
+from .agreement import admit_one_thread, report_failure, run_together
+from .rings import Rings, check_device
+
+
+class Collective(Protocol):
+    """A linear function of the tensors of all ranks."""
+
+    name: ClassVar[str]  # of the method of SequenceParallel
+
+    def forward(self, rings: Rings, x: Tensor) -> Tensor:
+        """Return this rank's result. `x` is this rank's tensor."""
+
+    def backward(self, rings: Rings, dout: Tensor) -> Tensor:
+        """Return the gradient of this rank's tensor. `dout` is that of this rank's result."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """The whole of shards. `shapes` are those of all ranks' shards."""
+
+    layout: Layout
+    dim: int
+    shapes: Sequence[torch.Size]
+    name: ClassVar[str] = "unshard"
+
+    def forward(self, rings: Rings, x: Tensor) -> Tensor:
+        return self.layout.unshard(rings.gather_tensors(_dense(x), self.shapes), self.dim)
+
+    def backward(self, rings: Rings, dout: Tensor) -> Tensor:
+        parts = [_dense(self.layout.shard(dout, r, self.dim)) for r in range(rings.size)]
+        return rings.sum_for_each(parts).to(dout.dtype)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum over ranks. Integers and bools are added up as int64."""
+
+    name: ClassVar[str] = "sum"
+
+    def forward(self, rings: Rings, x: Tensor) -> Tensor:
+        has_fractions = x.is_floating_point() or x.is_complex()
+        x = x if has_fractions else x.long()
+        parts = _dense(x).reshape(-1).tensor_split(rings.size)
+        mine = rings.sum_for_each(parts).to(x.dtype)
+        sums = rings.gather_tensors(mine, [part.shape for part in parts])
+        return torch.cat(sums).view(x.shape)
+
+    def backward(self, rings: Rings, dout: Tensor) -> Tensor:
+        return self.forward(rings, dout)
+
+
+def describe_tensor(rings: Rings, name: str, x: Any) -> dict[str, Any]:
+    """Return what ranks tell each other about a tensor that a collective takes.
+
+    Raises TypeError, ValueError or RuntimeError if it cannot be taken.
+    """
+    check_tensor("x", x)
+    check_transforms(name, x)
+    check_device(rings, x)
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    return {"shape": list(x.shape), "dtype": str(x.dtype), "recording of gradients": recorded}
+
+
+def check_same(name: str, everyone: Sequence[dict[str, Any]], *, but: Sequence[str] = ()) -> None:
+    """Raise RanksDisagree on every rank if ranks differ in a term that is not in `but`."""
+    for rank, theirs in enumerate(everyone):
+        if any(theirs[term] != everyone[0][term] for term in everyone[0].keys() - set(but)):
+            raise RanksDisagree(
+                f"ranks differ in {name}'s arguments: rank 0 has {everyone[0]}, rank {rank} "
+                f"{theirs}"
+            )
+
+
+def apply_together(rings: Rings, collective: Collective, x: Tensor) -> Tensor:
+    """Return this rank's result, once all ranks have agreed on the call."""
+    rings.history.calls += 1
+    number = rings.history.calls
+    with report_failure(rings, f"a call of {collective.name}"):
+        for ring in rings.shared:
+            ring.connect(x.device)
+        result: Tensor = _OverRanks.apply(x, rings, collective, number)
+        return result
+
+
+class _OverRanks(torch.autograd.Function):
+    """A collective of the call with this number, differentiable once in x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rings: Rings, collective: Collective, number: int) -> Tensor:
+        ctx.rings, ctx.collective, ctx.number = rings, collective, number
+        return collective.forward(rings, x)
+
+    @staticmethod
+    @not_compiled  # not by compiled autograd either
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of forward's arguments, once all ranks are in this backward."""
+        rings: Rings = ctx.rings
+        collective: Collective = ctx.collective
+        doing = f"the backward of call {ctx.number}, of {collective.name}"
+
+        def begin() -> None:
+            check_first_derivative(collective.name)
+            check_transforms(f"the backward of {collective.name}", dout)
+
+        with admit_one_thread(rings, doing):
+            run_together(rings, doing, begin)
+            with report_failure(rings, doing):
+                dx = collective.backward(rings, dout)
+        return dx, None, None, None
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x without views that its memory does not show."""
+    return x.resolve_conj().resolve_neg().contiguous()

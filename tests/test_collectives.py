@@ -1,0 +1,214 @@
+"""SequenceParallel's unshard and sum: their values, their gradients, and ranks that differ."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
+from tests.helpers import relative_error, ring_arguments, run_ranks
+
+TOKENS = 13
+MASK = Mask.documents((0, 3, 4, TOKENS))
+
+
+def sp_of(ring, inner: int | None = None, layout: str | Layout = "zigzag") -> SequenceParallel:
+    groups = {"process_group": None, **ring_arguments(ring, inner or ring.size)}
+    return SequenceParallel(ring.rank, ring.size, layout, **groups)
+
+
+def whole_loss(w: Tensor, v: Tensor, sp: SequenceParallel, dim: int = 1) -> Tensor:
+    """A loss of whole sequences, not linear in what ranks join and add up.
+
+    w is used before the cut and v (E,) on each rank's tokens. Positions weigh the tokens.
+    """
+    x = torch.linspace(-1, 1, 2 * TOKENS * 4, dtype=w.dtype).view(2, TOKENS, 4) @ w
+    mine = sp.shard(x).tanh() * v
+    whole = sp.unshard(mine.movedim(1, dim), TOKENS, dim).movedim(dim, 1)
+    places = torch.arange(TOKENS, dtype=w.dtype).view(-1, 1)
+    pooled = (whole * places).sum(1).sin()
+    rest = sp.sum(mine.pow(2).sum()).log() + sp.sum(mine.sum((1, 2))).cos().sum()
+    return (pooled * whole[:, -1]).sum() + rest
+
+
+def parameters() -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (4, 3), (3,)
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("size", "inner", "layout", "dim"),
+    [
+        (1, 1, "zigzag", 1),
+        (2, 2, "zigzag", 1),
+        (3, 3, "striped", -1),
+        (3, 3, Layout.balanced(MASK, 3), 0),
+        (4, 2, "zigzag", 2),
+        (6, 3, "contiguous", -3),
+    ],
+)
+def test_the_mean_of_gradients_is_the_gradient_of_a_loss_of_whole_tensors(size, inner, layout, dim):
+    expected = whole_loss(*(alone := parameters()), SequenceParallel())
+    expected.backward()
+    for used in (slice(None), slice(1)):  # a loss that only rank 0 uses has its gradient too
+        mine = parameters()
+        losses = simulate(size, lambda r, m=mine: whole_loss(*m, sp_of(r, inner, layout), dim))
+        assert all(loss.equal(losses[0]) for loss in losses)  # in the last bit, too
+        assert relative_error(losses[0], expected) < 1e-13
+        (sum(losses[used]) / len(losses[used])).backward()
+        for got, other in zip(mine, alone, strict=True):
+            assert relative_error(got.grad, other.grad) < 1e-13
+
+
+def test_rows_may_have_layouts_of_their_own():
+    layouts = Layout.balanced(MASK, 2), "striped"
+    x = torch.randn(2, TOKENS, 3, dtype=torch.float64, requires_grad=True)
+
+    def work(ring):
+        places = [sp_of(ring, layout=layout) for layout in layouts]
+        parts = [sp.shard(x[i : i + 1]) for i, sp in enumerate(places)]
+        rows = [sp.unshard(part, TOKENS) for sp, part in zip(places, parts, strict=True)]
+        return torch.cat(rows)
+
+    wholes = simulate(2, work)
+    assert all(whole.equal(x) for whole in wholes)
+    sum(whole.pow(3).sum() for whole in wholes).div(2).backward()
+    assert torch.allclose(x.grad, 3 * x.detach() ** 2, rtol=1e-13)
+
+
+def test_half_precision_is_added_up_in_fp32_also_under_autocast():
+    def work(ring):
+        x = torch.full((5,), [256.0, 1.0, 1.0][ring.rank], dtype=torch.bfloat16).requires_grad_()
+        sp = sp_of(ring)
+        with torch.autocast("cpu", torch.bfloat16):
+            total, whole = sp.sum(x), sp.unshard(x[None, :, None].relu(), 15)
+            (total * x.detach()).sum().backward(retain_graph=True)
+            gradient, x.grad = x.grad, None
+            (whole * x.detach()[0]).sum().backward()
+        assert total.dtype == gradient.dtype == whole.dtype == torch.bfloat16
+        assert total.eq(258).all() and gradient.eq(258).all() and x.grad.eq(258).all()
+
+    simulate(3, work)
+
+
+def test_integers_and_bools_have_no_gradient_and_complex_numbers_do():
+    def work(ring):
+        sp, rank = sp_of(ring), ring.rank
+        counts = sp.sum(torch.full((2,), 200 + rank, dtype=torch.uint8))
+        assert counts.dtype == torch.int64 and counts.tolist() == [401, 401]
+        assert sp.sum(torch.tensor(rank == 0)).equal(torch.tensor(1))
+        assert sp.sum(torch.zeros(0, 3)).shape == (0, 3)
+        assert not sp.unshard(torch.ones(1, 2, dtype=torch.bool), 4).requires_grad
+        x = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
+        total = sp.sum(x.conj())
+        assert total.equal(2 * x.detach().conj().resolve_conj())
+        total.imag.sum().backward()
+        assert x.grad.equal(torch.full((2,), -2j))
+        with torch.no_grad():
+            assert not sp.sum(x.real).requires_grad
+        return True
+
+    assert all(simulate(2, work))
+
+
+def second_derivative(sp: SequenceParallel, x: Tensor) -> None:
+    torch.autograd.grad(sp.unshard(x, 4).pow(2).sum(), x, create_graph=True)
+
+
+def forward_mode(sp: SequenceParallel, x: Tensor) -> None:
+    with forward_ad.dual_level():
+        sp.sum(forward_ad.make_dual(x, x))
+
+
+def batched(sp: SequenceParallel, x: Tensor) -> None:
+    total = sp.sum(x)
+    torch.autograd.grad(total, x, torch.ones(3, *x.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (second_derivative, "unshard is differentiable once: expected a backward without create"),
+        (forward_mode, "sum has no forward mode"),
+        (batched, "the backward of sum cannot be transformed by torch.func or vmap"),
+        (lambda sp, x: torch.func.grad(lambda y: sp.sum(y).sum())(x), "sum cannot be transformed"),
+        (lambda sp, x: torch.func.vmap(lambda y: sp.sum(y))(x), "sum cannot be transformed"),
+        (lambda sp, x: sp.sum(x[:, :1]), "ranks differ in sum's arguments: .*2.*1"),
+        (lambda sp, x: sp.sum(x.double()), "ranks differ in sum's arguments: .*float32.*float64"),
+        (lambda sp, x: sp.sum(None), "x must be a torch.Tensor, got NoneType"),
+        (lambda sp, x: sp.sum(x.detach()), "'recording of gradients': True.* False"),
+        (lambda sp, x: sp.sum(x.to("meta")), "got meta"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(wrong, words):
+    """Rank 1 does it. Where its backward is refused, the others are in theirs."""
+
+    def work(ring):
+        sp, x = sp_of(ring), torch.ones(1, 2, requires_grad=True)
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
+            if ring.rank == 1:
+                wrong(sp, x)
+            elif wrong is second_derivative:
+                sp.unshard(x, 4).sum().backward()
+            else:
+                sp.sum(x).sum().backward()
+        assert sp.sum(x.detach()).eq(2).all()  # the group is still in order
+        return True
+
+    assert all(simulate(2, work))
+
+
+def error_of_sums(sp: SequenceParallel, device: str = "cpu") -> float:
+    """The error of the gradient of a loss of joined and added tensors, as DDP averages it."""
+    x = torch.linspace(-1, 1, 26, dtype=torch.float64, device=device).view(2, 13).requires_grad_()
+    part = sp.shard(x.sin())
+    (sp.unshard(part, 13).cumsum(1).pow(2).sum() * sp.sum(part.sum())).backward()
+    dist.all_reduce(x.grad)
+    alone = x.detach().requires_grad_()
+    (alone.sin().cumsum(1).pow(2).sum() * alone.sin().sum()).backward()
+    return relative_error(x.grad / sp.size, alone.grad)
+
+
+def differ_in_backward(rank: int) -> list[str]:
+    """Ranks call backward in different orders, then rank 1 does not; it is late, but lives."""
+    sp = init_sequence_parallel(timeout=1.0)
+    x, said = torch.ones(1, 2, requires_grad=True), []
+    store = dist.distributed_c10d._get_default_store()
+
+    def note(call: Callable[[], object]) -> None:
+        try:
+            call()
+            said.append("")
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    first, second = sp.unshard(x, 4).sum(), sp.sum(x).sum()
+    note((second if rank else first).backward)
+    note(first.backward)
+    assert x.grad.eq(2).all()
+    if rank:
+        store.wait(["rank 0 has waited"], timedelta(seconds=60))
+    else:
+        note(second.backward)
+        store.set("rank 0 has waited", "")
+    return said
+
+
+def test_ranks_that_do_not_call_the_same_backward_raise():
+    first, second = run_ranks(2, differ_in_backward)
+    assert first[0] == second[0]
+    assert first[0] == (
+        "RanksDisagree: ranks do not do the same: rank 0 begins the backward of call 1, of unshard,"
+        " rank 1 begins the backward of call 2, of sum"
+    )
+    assert first[1:] == [
+        "",
+        "RankLate: the backward of call 2, of sum: rank 1 of the group did not make this call "
+        "within 1 s",
+    ]
+    assert second[1:] == [""]
