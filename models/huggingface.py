@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,13 @@ from .config import CPMConfig
 from .cpm import CPM
 from .hf_config import config_from_hf, config_to_hf
 
+# the code of a MiniCPM's folder, and transformers' class -> its place in it
+_CODE = Path(__file__).with_name("modeling_burst_minicpm.py")
+_AUTO_MAP = {
+    "AutoConfig": f"{_CODE.stem}.MiniCPMConfig",
+    "AutoModel": f"{_CODE.stem}.MiniCPMModel",
+    "AutoModelForCausalLM": f"{_CODE.stem}.MiniCPMForCausalLM",
+}
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _PREFIX = "model."
@@ -176,8 +184,10 @@ def save_weights(
 
     `weights` have this project's names. `max_position_embeddings` is the longest sequence, unless
     `config` has a longer one or its rotary scaling another. `settings` are added to config.json,
-    eos_token_id for example. Raises ValueError if a weight is too large for the dtype, or if
-    Hugging Face has no model like `config`. Raises OSError if writing fails.
+    eos_token_id for example. A MiniCPM also gets its code, since transformers has none.
+
+    Raises ValueError if a weight is too large for the dtype, or if Hugging Face has no model like
+    `config`. Raises OSError if writing fails.
     """
     shape = config_to_hf(config, max_position_embeddings)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -188,6 +198,9 @@ def save_weights(
         raise OSError(f"could not write weights into {folder}: {error}") from error
     for file in Path(folder).glob("*.safetensors"):
         _let_umask_decide(file)
+    if shape["model_type"] == "minicpm":
+        shutil.copyfile(_CODE, Path(folder) / _CODE.name)
+        settings = {"auto_map": _AUTO_MAP, **settings}
     kind = str(dtype).removeprefix("torch.")
     written = {
         **shape,

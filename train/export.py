@@ -8,8 +8,8 @@ model needs that (see models/hf_config.py). MiniCPM's scalings are folded into t
 transformers can load it without other code.
 
 With --keep-scalings the folder is a MiniCPM's instead, and training can resume with the scalings.
-So is that of a model with sparse attention, which no other has. transformers needs MiniCPM's own
-code for it (trust_remote_code).
+So is that of a model with sparse attention, which no other has. Such a folder has this project's
+own code for transformers 5, which loads it with trust_remote_code=True.
 
 `bmtrain.load(model, "exported/model.pt")` reads the other format, which bmtrain.save writes.
 pretrain.py --init-from reads all of them. CPM-Live's models are exported only in BMTrain's format,
@@ -153,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"wrote {args.output} from {path}")
     if written and config_to_hf(written)["model_type"] == "minicpm":
         why = (
-            "no other model of transformers has its sparse attention"
+            "no model of transformers has its sparse attention"
             if written.sparse
             else "without --keep-scalings it needs none"
         )
-        print(f"transformers needs MiniCPM's own code for it (trust_remote_code); {why}")
+        print(f"transformers 5 loads it by the code in it (trust_remote_code=True); {why}")
 
 
 if __name__ == "__main__":
