@@ -15,6 +15,10 @@ own code for transformers 5, which loads it with trust_remote_code=True.
 pretrain.py --init-from reads all of them. CPM-Live's models are exported only in BMTrain's format,
 under CPM-Live's names.
 
+If the run started from a Hugging Face folder, the export takes over what stood beside the weights
+and is still true: chat templates, stop tokens, sampling settings, special tokens, licences. It
+prints what was taken over and what was left out, with the reasons.
+
 The folder is written under a hidden name beside --output, and renamed at the end.
 """
 
@@ -26,7 +30,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -43,6 +46,7 @@ from train.checkpoints import checkpoint
 from train.data.hf_tokenizer import save_for_transformers
 from train.data.tokenizer import Tokenizer
 from train.run import resume
+from train.run.carry import Carried, carry_over
 from train.run.kinds import config_of, kind_of
 from train.run.trained import checkpoint_tokenizer
 
@@ -55,12 +59,12 @@ def export_huggingface(
     folder: Path,
     dtype: torch.dtype,
     keep_scalings: bool,
-) -> CPMConfig:
+) -> tuple[CPMConfig, Carried]:
     """Write config.json, weights and tokenizer for transformers into `folder`, which exists. Return
-    the configuration that was written.
+    the configuration that was written, and what was taken over from --init-from.
 
     The tokenizer puts a begin token in front of a text if training did. If training never began a
-    text after a token, the folder names no begin token.
+    text after a token, config.json and generation_config.json name no begin token.
 
     Raises OSError if a write fails. Raises ValueError if a weight is too large for the dtype, or if
     transformers has no such model.
@@ -72,19 +76,38 @@ def export_huggingface(
         )
     if not keep_scalings:
         config, weights = fold_scalings(config, weights)
-    longest = max(resume.longest_row(saved.state), config.max_position_embeddings or 0)
+    rows = resume.longest_row(saved.state)
+    longest = max(rows, config.max_position_embeddings or 0)
     end, bos = tokenizer.eos_id, resume.saved_begin_token(saved.state)
     # If documents are not kept apart, the end of a text precedes the next one. Otherwise only `bos`
     # does.
     before = end if resume.saved_documents(saved.state) == "ignore" else bos
-    ids = {"bos_token_id": before, "eos_token_id": end}
-    save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **ids)
-    generation: dict[str, Any] = {**ids, "pad_token_id": end}
+    shape = config_to_hf(config, longest)
+    carried = carry_over(saved.state, tokenizer, before, rows, longest, shape)
+    of_config, generation = carried.config, carried.generation
+    stops = generation.get("eos_token_id", of_config.get("eos_token_id", []))
+    ids = {"bos_token_id": before, "eos_token_id": _add(of_config.get("eos_token_id", []), end)}
+    of_config = {**of_config, **ids}
+    save_weights(folder, config, weights, dtype, max_position_embeddings=longest, **of_config)
+    generation = {"pad_token_id": end, **generation, **ids, "eos_token_id": _add(stops, end)}
     if without_text := list(range(tokenizer.vocab_size, config.vocab_size)):
-        generation["suppress_tokens"] = without_text
+        generation["suppress_tokens"] = [*generation.get("suppress_tokens", []), *without_text]
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
-    save_for_transformers(tokenizer, folder, longest, bos_id=before, add_bos=bos is not None)
-    return config
+    save_for_transformers(
+        tokenizer,
+        folder,
+        longest,
+        bos_id=before,
+        add_bos=bos is not None,
+        settings=carried.tokenizer,
+    )
+    carried.write_texts(folder)
+    return config, carried
+
+
+def _add(stops: list[int], end: int) -> int | list[int]:
+    """Return stop tokens with the end of a text among them: one, or a list."""
+    return end if set(stops) <= {end} else [*dict.fromkeys((*stops, end))]
 
 
 def export_bmtrain(
@@ -105,6 +128,14 @@ def export_bmtrain(
         ) from error
     (folder / "model.json").write_text(json.dumps(saved.state["model"], indent=2) + "\n")
     tokenizer.save(folder)
+
+
+def _describe_bmtrain(saved: checkpoint.Checkpoint) -> str:
+    """Return what the other format leaves out of the folder that the run started from."""
+    record = saved.state.get("beside")
+    if record is None:
+        return ""
+    return f"left out: all beside the weights of {record['folder']}: --format bmtrain has no place"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -146,11 +177,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             written = None
             if args.format == "bmtrain":
                 export_bmtrain(saved, tokenizer, folder, dtype)
+                beside = _describe_bmtrain(saved)
             else:
-                written = export_huggingface(saved, tokenizer, folder, dtype, args.keep_scalings)
+                written, carried = export_huggingface(
+                    saved, tokenizer, folder, dtype, args.keep_scalings
+                )
+                beside = carried.describe()
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         parser.fail(error)
     print(f"wrote {args.output} from {path}")
+    if beside:
+        print(beside)
     if written and config_to_hf(written)["model_type"] == "minicpm":
         why = (
             "no model of transformers has its sparse attention"

@@ -51,6 +51,7 @@ from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
 from train.planning.dry_run import advise, dry_run
 from train.registry import load
 from train.run import ending, resume
+from train.run.beside import read_beside
 from train.run.building import make_engine, make_groups, make_saver
 from train.run.clock import Clock
 from train.run.config import TrainConfig
@@ -103,6 +104,7 @@ class Trainer:
         watchdog.alive("reading a checkpoint")
         start = ranks.together(lambda: self._load(path) if path else self._start())
         self.progress, self.model, self.longest_row = start.progress, start.model, start.longest_row
+        self.beside = start.beside
         self.saved_step = self.progress.step
         self.subject = self._subject()
         self.grid = Grid((config.seq_len,), seed=config.seed)
@@ -136,16 +138,19 @@ class Trainer:
             resume.keep_machine(saved.state, self.device)
         saved.restore_rng(self.rank)
         inputs.training.restore(so_far.get("reading", {}))
-        return Start(progress, model, max(config.seq_len, resume.longest_row(saved.state)))
+        longest_row = max(config.seq_len, resume.longest_row(saved.state))
+        return Start(progress, model, longest_row, saved.state.get("beside"))
 
     def _start(self) -> Start:
         """Load the weights of --init-from, if it is given."""
-        config, inputs = self.config, self.inputs
+        config, inputs, beside = self.config, self.inputs, None
         if source := config.init_from:
             allowed = config.allow_other_tokenizer
             check_weights(inputs.folder, inputs.tokenizer, Path(source), allowed)
+            if not source.endswith(".pt"):
+                beside = read_beside(Path(source), inputs.tokenizer)
             load_weights(source, self.engine, config.model)
-        return Start(Progress(), inputs.model, config.seq_len)
+        return Start(Progress(), inputs.model, config.seq_len, beside)
 
     def _open_metrics(self) -> Metrics | NoMetrics:
         if self.rank:
@@ -402,6 +407,7 @@ class Trainer:
             "loss_scale": self.engine.loss_scale,
             "steps_at_scale": self.engine.steps_at_scale,
             "longest_row": self.longest_row,
+            "beside": self.beside,
             "machine": machine_line(self.device),
             "reading": self.inputs.training.state(self.progress.samples),
             **self._identity(self.model),

@@ -22,7 +22,9 @@ def write_aside(output: Path) -> Iterator[Path]:
     partial = output.with_name(f".{output.name}.partial")
     with lock(partial) as held:
         for leftover in partial.iterdir():
-            if leftover.name != Path(held.name).name:
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            elif leftover.name != Path(held.name).name:
                 leftover.unlink()
         try:
             yield partial

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ def save_for_transformers(
     *,
     bos_id: int | None = None,
     add_bos: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `tokenizer` into an existing folder, for transformers' AutoTokenizer and for
     train.data.tokenizer.
 
     `longest` is the number of tokens that a text should not exceed. `bos_id` is the begin token for
     transformers, or None. With `add_bos`, transformers puts that token in front of every text.
+    `settings` are more fields of tokenizer_config.json, and replace those that follow from these.
 
     Raises ValueError for SentencePiece models that transformers cannot represent.
     """
@@ -48,14 +51,15 @@ def save_for_transformers(
         assert begin is not None
         _put_in_front(begin, backend)
     backend.save(str(folder / "tokenizer.json"))
-    settings = {
+    written = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": begin,
         "eos_token": backend.id_to_token(tokenizer.eos_id),
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
+        **(settings or {}),
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(written, indent=2) + "\n")
     if isinstance(tokenizer, JsonTokenizer):
         tokenizer = JsonTokenizer(folder / "tokenizer.json", tokenizer.eos)
     elif isinstance(tokenizer, SentencePieceTokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from train.base.wording import counted
 from train.run.kinds import ModelConfig
@@ -39,8 +40,10 @@ class Start:
     progress     zero for a new run or a new stage
     model        the configuration, with the length that resumed weights were made for
     longest_row  the length of the longest row in all stages
+    beside       the record of what stood beside the weights of --init-from (train/run/beside.py)
     """
 
     progress: Progress
     model: ModelConfig
     longest_row: int
+    beside: dict[str, Any] | None

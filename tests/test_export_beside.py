@@ -1,0 +1,251 @@
+"""Exports of runs with --init-from FOLDER: what stood beside the weights, if it is still true."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig
+
+from models.huggingface import save_weights
+from tests.test_export import SENTENCES, exported
+from tests.test_model import SMALL, initialized
+from tests.test_trainer import train
+from train.data.stored import TokenWriter
+from train.data.tokenizer import ByteTokenizer, JsonTokenizer
+from train.export import main
+from train.run.beside import read_beside
+from train.run.carry import carry_over
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>", "<pad>"]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+LLAMA = {"model_type": "llama"}
+CHAT = [{"role": "user", "content": "the fox"}]
+FILES = {
+    "generation_config.json": {
+        "bos_token_id": 1,
+        "eos_token_id": [3, 2],
+        "pad_token_id": 4,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "forced_eos_token_id": 3,
+        "transformers_version": "4.51.0",
+    },
+    "tokenizer_config.json": {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+        "model_max_length": 4096,
+        "padding_side": "left",
+        "added_tokens_decoder": {"4": {"content": "<pad>", "special": True}},
+    },
+    "special_tokens_map.json": {"pad_token": "<pad>", "unk_token": {"content": "<unk>"}},
+}
+TEXTS = {
+    "chat_template.jinja": TEMPLATE,
+    "additional_chat_templates/tool.jinja": "{{ tools }}",
+    "LICENSE": "You may.",
+    "README.md": "# The best weights",
+    "modeling_theirs.py": "import theirs",
+    "logo.png": "",
+}
+
+
+def tokenizer_in(folder: Path, *more: str) -> JsonTokenizer:
+    """A tokenizer with `more` tokens after the special ones and those of the text."""
+    backend = Backend(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=SPECIAL, show_progress=False)
+    backend.train_from_iterator(SENTENCES, trainer)
+    backend.add_special_tokens(list(more))
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    return JsonTokenizer(folder / "tokenizer.json")
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A folder as others publish it."""
+    folder = tmp_path / "published"
+    tokenizer_in(folder)
+    model = initialized(dataclasses.replace(SMALL, max_position_embeddings=2048))
+    save_weights(folder, model.config, model.state_dict(), eos_token_id=3, use_cache=True)
+    (folder / "additional_chat_templates").mkdir()
+    for name, values in FILES.items():
+        (folder / name).write_text(json.dumps(values))
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def state_of(source: Path, tokenizer, **data) -> dict:
+    """The parts of a checkpoint's state that an export takes from, as they are stored."""
+    model = dataclasses.replace(SMALL, max_position_embeddings=2048).to_dict()
+    beside = read_beside(source, tokenizer)
+    return json.loads(json.dumps({"beside": beside, "model": model, "data": data, "config": {}}))
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_export_has_what_stood_beside_the_first_weights(source, tmp_path, one_rank, capsys):
+    """Even if the folder is gone since, after a second stage, and from export to export."""
+    tokenizer = tokenizer_in(tmp_path / "mine")
+    writer = TokenWriter(tmp_path / "text", tokenizer)
+    for sentence in SENTENCES * 20:
+        writer.write([tokenizer.encode(sentence)])
+    writer.finish()
+    settings = {"data": str(tmp_path / "text"), "seq_len": 32, "batch_size": 2, "save_every": 1}
+    settings |= {"steps": 1, "warmup_steps": 0, "decay_steps": 0, "micro_batch_size": 1}
+    assert train(settings, init_from=str(source), output=str(tmp_path / "run"))
+    stage = {"resume": str(tmp_path / "run/step_00000001"), "new_stage": True, "seq_len": 40}
+    assert train(settings, **stage, init_from=str(source), output=str(tmp_path / "stage"))
+    expected = read_beside(source, tokenizer)
+    shutil.rmtree(source)
+    capsys.readouterr()
+    first = exported(tmp_path / "stage", tmp_path / "first", "--keep-scalings")
+    said = capsys.readouterr().out
+    for reason, names in {
+        "it describes other weights": "README.md",
+        "the export has the run's weights": "model.safetensors",
+        "the export has code of bmt_burst": "modeling_burst_minicpm.py, modeling_theirs.py",
+        "whether it is true of the trained weights is not known": "logo.png",
+        "config.json follows from the run's model": "config.json: auto_map, use_cache",
+    }.items():
+        assert f"  {names}: {reason}\n" in said
+    assert "generation_config.json: eos_token_id, pad_token_id, do_sample, temperature" in said
+    check(first)
+    assert train(settings, init_from=str(first), output=str(tmp_path / "again"))
+    second = exported(tmp_path / "again", tmp_path / "second")
+    check(second)
+    assert read_beside(second, tokenizer)["texts"] == expected["texts"]
+    capsys.readouterr()
+    main(["--run", str(tmp_path / "again"), "--output", str(tmp_path / "b"), "--format", "bmtrain"])
+    assert f"left out: all beside the weights of {first}" in capsys.readouterr().out
+
+
+def check(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "<s>the fox<|im_end|>"
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token) == (
+        "<pad>",
+        "<|im_end|>",
+        "<unk>",
+    )
+    assert (tokenizer.model_max_length, tokenizer.padding_side) == (4096, "left")
+    assert len(tokenizer) == 111
+    mine = JsonTokenizer(folder / "tokenizer.json")
+    for text in SENTENCES:  # documents begin with <s>
+        assert tokenizer(text).input_ids == [1, *mine.encode(text)]
+    generation = GenerationConfig.from_pretrained(folder)
+    assert (generation.eos_token_id, generation.pad_token_id) == ([3, 2], 4)
+    assert (generation.temperature, generation.top_p, generation.do_sample) == (0.6, 0.95, True)
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [3, 2]
+    for name in ("chat_template.jinja", "additional_chat_templates/tool.jinja", "LICENSE"):
+        assert (folder / name).read_text() == TEXTS[name]
+    names = {path.name for path in folder.iterdir()}
+    assert not names & {"README.md", "modeling_theirs.py", "logo.png", "special_tokens_map.json"}
+
+
+def test_a_larger_vocabulary_keeps_tokens_and_another_tokenizer_does_not(source, tmp_path):
+    grown = tokenizer_in(tmp_path / "grown", "<new>")
+    carried = carry_over(state_of(source, grown), grown, 1, 77, 2048, LLAMA)
+    assert carried.tokenizer["pad_token"] == "<pad>"
+    assert carried.generation["eos_token_id"] == [3, 2]
+    assert "chat_template.jinja" in carried.texts
+    foreign = ByteTokenizer()
+    carried = carry_over(state_of(source, foreign), foreign, 256, 77, 2048, LLAMA)
+    assert carried.generation == {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    assert carried.tokenizer == {"padding_side": "left", "model_max_length": 4096}
+    assert carried.texts == {"LICENSE": "You may."}
+    assert carried.config == {}
+    [line] = [line for line in carried.describe().splitlines() if "another tokenizer" in line]
+    for name in (
+        "eos_token_id [3, 2]",
+        "forced_eos_token_id",
+        "pad_token '<pad>'",
+        "chat_template",
+    ):
+        assert name in line
+    (source / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in read_beside(source, foreign)["foreign"]
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "bos", "left_out"),
+    [
+        ({}, 8192, 1, "model_max_length 4096: training had rows of 8192 tokens; it is 8192 now"),
+        ({"rope_theta": 5e5}, 77, 1, "rotary positions changed; it is 2048 now"),
+        ({}, 77, 3, "bos_token '<s>': training began texts with '<|im_end|>'"),
+        ({}, 77, None, "bos_token_id 1: training began no text after a token"),
+    ],
+)
+def test_facts_of_training_replace_those_of_the_folder(
+    source, tmp_path, change, rows, bos, left_out
+):
+    tokenizer = tokenizer_in(tmp_path / "mine")
+    state = state_of(source, tokenizer, bos=bos)
+    state["model"] |= change
+    carried = carry_over(state, tokenizer, bos, rows, max(rows, 2048), LLAMA)
+    assert left_out in carried.describe()
+    assert ("model_max_length" in carried.tokenizer) == (bos != 1)
+    assert ("bos_token" in carried.tokenizer) == (bos != 3)  # as a name for chat templates
+
+
+def test_a_token_that_the_tokenizer_lacks_is_left_out(source, tmp_path):
+    """A program that names it would add it, with an id that the model does not have."""
+    (source / "special_tokens_map.json").write_text(
+        '{"pad_token": "[PAD]", "additional_special_tokens": ["<pad>", "<new>"]}'
+    )
+    (source / "added_tokens.json").write_text('{"<tool>": 290}')
+    (source / "chat_template.jinja").write_text("<tool>{{ messages }}")
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 290]}')
+    tokenizer = tokenizer_in(tmp_path / "mine")
+    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, 2048, LLAMA)
+    assert "pad_token" not in carried.tokenizer
+    assert "chat_template.jinja" not in carried.texts
+    assert "jinja: the run's tokenizer lacks '<tool>'" in carried.describe()
+    assert carried.tokenizer["additional_special_tokens"] == ["<pad>"]
+    assert carried.generation["eos_token_id"] == [3]
+    assert (
+        "generation_config.json: eos_token_id [290], tokenizer_config.json: pad_token '[PAD]', "
+        "tokenizer_config.json: additional_special_tokens '<new>': "
+        "the run's tokenizer has no such token"
+    ) in carried.describe()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("special_tokens_map.json", {"bos_token": "</s>"}, "bos_token is '<s>' in .* and '</s>'"),
+        ("chat_template.json", {"chat_template": "{{ x }}"}, "the chat templates of .* differ"),
+        ("generation_config.json", {"eos_token_id": [3, 300]}, "expected eos_token_id below .*300"),
+        ("generation_config.json", {"pad_token_id": "<pad>"}, "expected pad_token_id below"),
+        ("tokenizer_config.json", {"model_max_length": "4K"}, "model_max_length as a number"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"3": "<x>"}}, "does not name tokens"),
+    ],
+)
+def test_folders_that_contradict_themselves_are_refused(source, file, content, message):
+    (source / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        read_beside(source, ByteTokenizer())
+
+
+def test_an_older_checkpoint_says_what_it_does_not_know():
+    state = {"config": {"init_from": "weights"}}
+    said = carry_over(state, SimpleNamespace(), 1, 77, 77, LLAMA).describe()
+    assert "all beside the weights: its run began before checkpoints recorded it" in said
+    assert not carry_over(
+        {"config": {"init_from": "a.pt"}}, SimpleNamespace(), 1, 1, 1, LLAMA
+    ).describe()

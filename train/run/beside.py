@@ -1,0 +1,214 @@
+"""A record of what stands beside the weights of --init-from FOLDER, for exports of the run.
+
+It holds the small files that may still be true of trained weights, and the names of all others. It
+is made when the run starts, and every checkpoint's state has it. So an export does not need the
+folder, which may have moved. train/run/carry.py decides what an export takes from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from models.huggingface import read_config, read_json
+from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from train.data.tokenizer_base import SPEC
+from train.run.same_tokenizer import TOKENIZER_FILES
+
+GENERATION, TOKENIZER, SPECIAL = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+TEMPLATE = "chat_template.jinja"
+_JSON = ("config.json", GENERATION, TOKENIZER, SPECIAL)
+_TEMPLATES = (TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja")
+_LICENSE = re.compile("LICEN[CS]E|NOTICE|COPYING|USE_POLICY")
+_MOST_BYTES = 1 << 20  # of a text
+_LARGE = "added_tokens_decoder"  # a field that repeats tokenizer.json
+_STOPS = ("eos_token_id", "pad_token_id")
+
+
+def read_beside(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the record of a Hugging Face folder, in JSON's types.
+
+    folder   its path
+    foreign  why the ids of its tokenizer mean nothing to `tokenizer`, the run's; None if they do
+    lacking  names of added tokens in its chat templates that `tokenizer` lacks
+    rope     its rotary positions, as fields of CPMConfig
+    files    the names in it, except hidden ones
+    values   the content of its JSON files by name
+    texts    chat templates and licences by name
+
+    Raises ValueError if a file is broken, or if the files contradict each other. Raises OSError if
+    one cannot be read.
+    """
+    values = {name: read_json(folder / name) for name in _JSON if (folder / name).is_file()}
+    texts = {
+        path.relative_to(folder).as_posix(): path.read_text(errors="surrogateescape")
+        for path in _find_texts(folder)
+    }
+    tokenizer_config = values.get(TOKENIZER, {})
+    if added := tokenizer_config.get(_LARGE, {}):
+        tokenizer_config[_LARGE] = {}
+    longest = tokenizer_config.get("model_max_length")
+    if longest is not None and type(longest) not in (int, float):
+        raise ValueError(
+            f"{folder / TOKENIZER}: expected model_max_length as a number, got {longest!r}"
+        )
+    shape = read_config(folder).to_dict()
+    for name in ("config.json", GENERATION):
+        for field in _STOPS:
+            _check_ids(folder / name, field, values.get(name, {}).get(field), shape["vocab_size"])
+    _check_names(folder, tokenizer_config, values.get(SPECIAL, {}))
+    _check_templates(folder, tokenizer_config, texts)
+    return {
+        "folder": str(folder),
+        "foreign": _find_difference(folder, tokenizer),
+        "lacking": _find_lacking(folder, tokenizer, added, _templates(tokenizer_config, texts)),
+        "rope": {name: shape[name] for name in ("rope_theta", "rope_scaling")},
+        "files": sorted(
+            path.name + "/" * path.is_dir()
+            for path in folder.iterdir()
+            if not path.name.startswith(".")
+        ),
+        "values": values,
+        "texts": texts,
+    }
+
+
+def token_name(token: Any) -> Any:
+    """Return the name of a special token, which may be written with its properties."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def ids(value: Any) -> list[Any]:
+    """Return the ids of a field that has one id, a list, or none."""
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def is_template(name: str) -> bool:
+    """Whether a file of this name is a chat template."""
+    return name.startswith((TEMPLATE, "chat_template.json", "additional_chat_templates/"))
+
+
+def _templates(tokenizer_config: dict[str, Any], texts: dict[str, str]) -> list[str]:
+    """Return the texts of all chat templates."""
+    said = json.dumps(tokenizer_config.get("chat_template"), ensure_ascii=False)
+    return [said, *(text for name, text in texts.items() if is_template(name))]
+
+
+def _find_lacking(
+    folder: Path, tokenizer: Tokenizer, decoder: dict[str, Any], templates: list[str]
+) -> list[str]:
+    """Return the folder's added tokens that templates spell and that `tokenizer` lacks.
+
+    decoder  added_tokens_decoder of tokenizer_config.json
+    """
+    others = {
+        name: read_json(folder / name) if (folder / name).is_file() else {}
+        for name in ("added_tokens.json", "tokenizer.json")
+    }
+    try:
+        added = {entry["content"]: int(token) for token, entry in decoder.items()}
+        added |= others["added_tokens.json"]
+        listed = others["tokenizer.json"].get("added_tokens") or []
+        added |= {entry["content"]: entry["id"] for entry in listed}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{folder} does not name tokens as tokenizers do: {_LARGE} of {TOKENIZER}, or "
+            f"added_tokens of tokenizer.json: {type(error).__name__}: {error}"
+        ) from error
+    return [
+        name
+        for name, token in added.items()
+        if tokenizer.id_of(name) != token and any(name in text for text in templates)
+    ]
+
+
+def _find_texts(folder: Path) -> Iterator[Path]:
+    """Yield the chat templates and licences of a folder."""
+    for pattern in _TEMPLATES:
+        yield from sorted(folder.glob(pattern))
+    for path in sorted(folder.iterdir()):
+        is_license = _LICENSE.search(path.name.upper()) and path.is_file()
+        if is_license and path.stat().st_size <= _MOST_BYTES:
+            yield path
+
+
+def _find_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """Return why the ids of a folder's tokenizers mean nothing to `tokenizer`, or None if every
+    token of one of them has the same id there.
+    """
+    found: list[Tokenizer | None] = []
+    if (folder / SPEC).is_file():
+        found.append(load_tokenizer(folder))
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            found.append(_open(folder / name, tokenizer.eos))
+    if not found:
+        return "it has no tokenizer.json or tokenizer.model to compare with the run's tokenizer"
+    if any(_is_part(other, tokenizer) for other in found):
+        return None
+    return "the run has another tokenizer"
+
+
+def _open(file: Path, eos: str | None) -> Tokenizer | None:
+    """Open a tokenizer whose end-of-text token may be another than the run's. Return None for one
+    that is broken or has no such token.
+    """
+    for name in dict.fromkeys((eos, None)):
+        try:
+            return open_tokenizer(str(file), name)
+        except ValueError:
+            continue
+    return None
+
+
+def _is_part(other: Tokenizer | None, tokenizer: Tokenizer) -> bool:
+    """Whether every token of `other` is one of `tokenizer`, with the same id."""
+    if other is None or other.vocab_size > tokenizer.vocab_size:
+        return False
+    return other.identity == tokenizer.identity or all(
+        other.name_of(token) == tokenizer.name_of(token) for token in range(other.vocab_size)
+    )
+
+
+def _check_ids(file: Path, field: str, value: Any, vocabulary: int) -> None:
+    for token in ids(value):
+        if type(token) is not int or not -1 <= token < vocabulary:
+            raise ValueError(
+                f"{file}: expected {field} below the vocab_size of config.json, {vocabulary}, "
+                f"got {value}"
+            )
+
+
+def _check_names(folder: Path, tokenizer: dict[str, Any], special: dict[str, Any]) -> None:
+    for name in tokenizer.keys() & special.keys():
+        one, other = token_name(tokenizer[name]), token_name(special[name])
+        if isinstance(one, str) and isinstance(other, str) and one != other:
+            raise ValueError(
+                f"{folder} contradicts itself: {name} is {one!r} in {TOKENIZER} and {other!r} in "
+                f"{SPECIAL}; correct or remove one"
+            )
+
+
+def _check_templates(folder: Path, tokenizer: dict[str, Any], texts: dict[str, str]) -> None:
+    """Check that the default chat template is the same wherever it stands."""
+    found: dict[str, Any] = {TEMPLATE: texts.get(TEMPLATE)}
+    if "chat_template.json" in texts:
+        found["chat_template.json"] = read_json(folder / "chat_template.json").get("chat_template")
+    said = tokenizer.get("chat_template")
+    if isinstance(said, list):
+        named = [entry for entry in said if isinstance(entry, dict)]
+        said = {entry.get("name"): entry.get("template") for entry in named}.get("default")
+    found |= {TOKENIZER: said}
+    given = {name: text.strip() for name, text in found.items() if isinstance(text, str)}
+    if len(set(given.values())) > 1:
+        raise ValueError(
+            f"{folder} contradicts itself: the chat templates of {' and '.join(given)} differ; "
+            "remove all but one"
+        )

@@ -1,0 +1,272 @@
+"""The choice of what an export takes over from the folder of --init-from (train/run/beside.py).
+
+Facts of training replace those of the folder: the end of a text, the begin token, the length of
+rows. What names tokens is left out if the run has another tokenizer. Files that describe other
+weights are left out. A licence is taken over, because it binds what was made from the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train.data.tokenizer import Tokenizer
+from train.run.beside import GENERATION, SPECIAL, TOKENIZER, ids, is_template, token_name
+
+_NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_SETTINGS = ("padding_side", "truncation_side", "model_input_names")  # no rules of a tokenizer
+_BY_TOKENS = re.compile("token_ids?$|_ids$|suppress_tokens$|sequence_bias")
+_STAMPS = ("transformers_version", "_from_model_config")
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)(\.index\.json)?$")
+_OF_TOKENIZERS = re.compile(
+    r"^(tokenizer\.|tokenization_|vocab|merges|added_tokens|special_tokens_map|spiece)"
+)
+_NO_TOKEN = "the run's tokenizer has no such token"
+_REWRITTEN = ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters")
+
+
+@dataclass
+class Carried:
+    """Parts of a folder that an export takes over, and a list of those that it leaves out.
+
+    config      fields of config.json
+    generation  fields of generation_config.json
+    tokenizer   fields of tokenizer_config.json
+    texts       files by name
+    folder      the folder of the run's first weights, or None if there is none
+    """
+
+    folder: str | None
+    config: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    _left_out: dict[str, list[str]] = field(default_factory=dict)  # reason -> names
+
+    def leave_out(self, reason: str, *names: str) -> None:
+        """Note names that are left out for a reason."""
+        self._left_out.setdefault(reason, []).extend(names)
+
+    def write_texts(self, folder: Path) -> None:
+        """Write the files into an existing folder."""
+        for name, text in self.texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text, errors="surrogateescape")
+
+    def describe(self) -> str:
+        """Return what was taken over and what was left out, one group a line."""
+        if self.folder is None:
+            return ""
+        places = {
+            "config.json": self.config,
+            GENERATION: self.generation,
+            TOKENIZER: self.tokenizer,
+        }
+        lines = [f"taken over from {self.folder}:", *(f"  {name}" for name in self.texts)]
+        lines += [f"  {place}: {', '.join(said)}" for place, said in places.items() if said]
+        lines = lines if lines[1:] else [f"nothing was taken over from {self.folder}"]
+        left_out = [f"  {_shorten(names)}: {why}" for why, names in self._left_out.items()]
+        return "\n".join([*lines, *(["left out:"] if left_out else []), *left_out])
+
+
+def carry_over(
+    state: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    begin: int | None,
+    rows: int,
+    longest: int,
+    written: Mapping[str, Any],
+) -> Carried:
+    """Return what an export of a checkpoint takes over from the folder of its first weights.
+
+    state    the checkpoint's
+    begin    the token after which training began texts, or None
+    rows     tokens of the longest row of training
+    longest  tokens of the longest sequence that the model is for
+    written  config.json as it follows from the model
+    """
+    record = state.get("beside")
+    if record is None:
+        return _without_record(state["config"].get("init_from"))
+    carried = Carried(record["folder"])
+    values, foreign = record["values"], record["foreign"]
+    tokens = _Tokens(carried, tokenizer, foreign)
+    _take_generation(carried, values.get(GENERATION, {}), tokens)
+    _take_config(carried, values["config.json"], tokens, {*written, *_REWRITTEN})
+    special = values.get(SPECIAL, {})
+    settings = {name: value for name, value in special.items() if value is not None}
+    settings |= {k: v for k, v in values.get(TOKENIZER, {}).items() if v is not None}
+    no_template = foreign
+    if record["lacking"] and not foreign:
+        no_template = f"the run's tokenizer lacks {', '.join(map(repr, record['lacking']))}"
+    _take_tokenizer(carried, settings, tokens, no_template)
+    _take_bos(carried, values, tokenizer, begin, state["data"].get("bos") is not None)
+    same_rope = all(state["model"].get(name) == value for name, value in record["rope"].items())
+    _take_length(carried, settings.get("model_max_length"), rows, longest, same_rope)
+    _take_files(carried, record, no_template, written["model_type"])
+    return carried
+
+
+def _without_record(source: str | None) -> Carried:
+    """Return what is taken over if a checkpoint says nothing of the folder `source`."""
+    if source is None or source.endswith(".pt"):
+        return Carried(None)
+    carried = Carried(source)
+    carried.leave_out("its run began before checkpoints recorded it", "all beside the weights")
+    return carried
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of the folder: those that the run's tokenizer has are taken over."""
+
+    carried: Carried
+    tokenizer: Tokenizer
+    foreign: str | None
+
+    def take_ids(self, place: str, name: str, value: Any) -> list[int]:
+        """Return the ids that are tokens of the run's tokenizer."""
+        if value is not None and self.foreign:
+            self.carried.leave_out(self.foreign, f"{place}: {name} {value}")
+            return []
+        known = [token for token in ids(value) if 0 <= token < self.tokenizer.vocab_size]
+        if unknown := [token for token in ids(value) if token not in known]:
+            self.carried.leave_out(_NO_TOKEN, f"{place}: {name} {unknown}")
+        return known
+
+    def take_names(self, name: str, value: Any) -> Any:
+        """Return the special tokens of a field of tokenizer_config.json that the run's tokenizer
+        has: a name, a list, or names by role.
+        """
+        by_role = isinstance(value, dict) and "content" not in value
+        pairs = value.items() if by_role else enumerate(ids(value))
+        names = {role: token_name(token) for role, token in pairs}
+        known = {
+            role: token
+            for role, token in names.items()
+            if not self.foreign and self.tokenizer.id_of(str(token)) is not None
+        }
+        if unknown := [token for role, token in names.items() if role not in known]:
+            shown = ", ".join(map(repr, unknown))
+            self.carried.leave_out(self.foreign or _NO_TOKEN, f"{TOKENIZER}: {name} {shown}")
+        if by_role:
+            return known
+        return list(known.values()) if isinstance(value, list) else known.get(0)
+
+
+def _take_generation(carried: Carried, said: Mapping[str, Any], tokens: _Tokens) -> None:
+    """Take over sampling settings, stop tokens and padding."""
+    for name, value in said.items():
+        if value is None or name == "bos_token_id":  # training decides how a text begins
+            continue
+        if name in _STAMPS:
+            carried.leave_out("transformers writes it", f"{GENERATION}: {name}")
+        elif name in ("eos_token_id", "pad_token_id", "suppress_tokens"):
+            if known := tokens.take_ids(GENERATION, name, value):
+                carried.generation[name] = known[0] if name == "pad_token_id" else known
+        elif _BY_TOKENS.search(name) and tokens.foreign:
+            carried.leave_out(tokens.foreign, f"{GENERATION}: {name}")
+        else:
+            carried.generation[name] = value
+
+
+def _take_config(
+    carried: Carried, said: Mapping[str, Any], tokens: _Tokens, written: set[str]
+) -> None:
+    """Take over the tokens of config.json. All else follows from the model."""
+    for name in ("eos_token_id", "pad_token_id"):
+        if known := tokens.take_ids("config.json", name, said.get(name)):
+            carried.config[name] = known[0] if name == "pad_token_id" else known
+    known_fields = written | {"eos_token_id", "pad_token_id", "bos_token_id"}
+    others = sorted(n for n, v in said.items() if v is not None and n not in known_fields)
+    if others:
+        carried.leave_out(
+            "config.json follows from the run's model", f"config.json: {', '.join(others)}"
+        )
+
+
+def _take_tokenizer(
+    carried: Carried, said: Mapping[str, Any], tokens: _Tokens, no_template: str | None
+) -> None:
+    """Take over special tokens, the chat template and settings of tokenizer_config.json."""
+    for name, value in said.items():
+        if name in _NAMES or name in _LISTS:
+            if names := tokens.take_names(name, value):
+                carried.tokenizer[name] = names
+        elif name == "chat_template" and no_template:
+            carried.leave_out(no_template, f"{TOKENIZER}: {name}")
+        elif name in _SETTINGS or name == "chat_template":
+            carried.tokenizer[name] = value
+        elif name != "model_max_length":
+            carried.leave_out(
+                "the run's tokenizer.json says how a text becomes tokens", f"{TOKENIZER}: {name}"
+            )
+
+
+def _take_bos(
+    carried: Carried, values: Mapping[str, Any], tokenizer: Tokenizer, begin: int | None, adds: bool
+) -> None:
+    """Leave out begin tokens that are not those of training. A name of one may stay, unless
+    transformers adds (`adds`) another one to texts.
+    """
+    began = "no text after a token" if begin is None else f"texts with {tokenizer.name_of(begin)!r}"
+    for place in ("config.json", GENERATION):
+        said = values.get(place, {}).get("bos_token_id")
+        if said is not None and said != begin:
+            carried.leave_out(f"training began {began}", f"{place}: bos_token_id {said}")
+    name = carried.tokenizer.get("bos_token")
+    if name is not None and adds and tokenizer.id_of(name) != begin:
+        del carried.tokenizer["bos_token"]
+        carried.leave_out(f"training began {began}", f"{TOKENIZER}: bos_token {name!r}")
+
+
+def _take_length(carried: Carried, said: Any, rows: int, longest: int, same_rope: bool) -> None:
+    """Take over the most tokens of a text, if it is still true."""
+    if said is None or said == longest:
+        return
+    what = f"{TOKENIZER}: model_max_length {said}"
+    if not same_rope:
+        carried.leave_out(f"rotary positions changed; it is {longest} now", what)
+    elif said < rows:
+        carried.leave_out(f"training had rows of {rows} tokens; it is {longest} now", what)
+    else:
+        carried.tokenizer["model_max_length"] = said
+
+
+def _take_files(
+    carried: Carried, record: Mapping[str, Any], no_template: str | None, model_type: str
+) -> None:
+    """Take over chat templates and licences, and say why other files are left out."""
+    for name, text in record["texts"].items():
+        if no_template and is_template(name):
+            carried.leave_out(no_template, name)
+        else:
+            carried.texts[name] = text
+    handled = {"config.json", GENERATION, TOKENIZER, *record["texts"]}
+    for name in record["files"]:
+        if name not in handled and not is_template(name):
+            carried.leave_out(_why_left_out(name, model_type), name)
+
+
+def _why_left_out(name: str, model_type: str) -> str:
+    if _WEIGHTS.search(name):
+        return "the export has the run's weights"
+    if _OF_TOKENIZERS.search(name):
+        return "the export has the run's tokenizer"
+    if name.endswith(".py"):
+        own = model_type == "minicpm"
+        return "the export has code of bmt_burst" if own else f"transformers has {model_type}"
+    if name.upper().startswith("README"):
+        return "it describes other weights"
+    return "whether it is true of the trained weights is not known"
+
+
+def _shorten(names: list[str]) -> str:
+    """Return all names, but of many files of weights only the first."""
+    weights = [name for name in names if _WEIGHTS.search(name)]
+    others = [name for name in names if name not in weights[1:]]
+    return ", ".join(others) + (f" and {len(weights) - 1} more" if weights[1:] else "")
