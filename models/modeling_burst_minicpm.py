@@ -120,9 +120,8 @@ class SparseAttention(LlamaAttention):
             kept, v = cache.update(kept, v, self.layer_idx)
         k, by_k = kept.chunk(2, -1) if use_nope else (kept, kept)
         if spans is None:
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, eager_attention_forward
-            )
+            name = self.config._attn_implementation
+            attend = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
             out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
             return self.o_proj(out.flatten(2)), weights
         total = q.shape[2] if cache is None else int(cache.get_seq_length(self.layer_idx))

@@ -48,10 +48,13 @@ def decoded(model: CPM, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def decoded_by(theirs: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The same by transformers, whose later versions call past_key_values a cache."""
+    name = "past_key_values"
     cache, logits = None, []
     for part in (slice(PROMPT), *(slice(i, i + 1) for i in range(PROMPT, TOKENS))):
-        out = theirs(tokens[:, part], use_cache=True, **({"cache": cache} if cache else {}))
-        cache, logits = out.cache, [*logits, out.logits]
+        out = theirs(tokens[:, part], use_cache=True, **({name: cache} if cache else {}))
+        name = "cache" if "cache" in out else name
+        cache, logits = out[name], [*logits, out.logits]
     return torch.cat(logits, 1)
 
 
