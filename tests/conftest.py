@@ -52,6 +52,13 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 
 @pytest.fixture
+def modules_in_a_folder(tmp_path, monkeypatch) -> None:
+    """Let transformers copy a folder's code, which it does before an import, into tmp_path."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "modules")
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+
+
+@pytest.fixture
 def find_overflows(monkeypatch) -> None:
     """Let Triton's interpreter, where it is used, fail at an integer that overflows."""
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -394,7 +394,7 @@ def test_a_failed_or_killed_export_leaves_nothing_at_its_output(run, tmp_path, c
             capsys, "--run", run, "--output", tmp_path / "out"
         )
     assert not list(tmp_path.iterdir())
-    (tmp_path / ".out.partial").mkdir()  # as a kill leaves it
+    (tmp_path / ".out.partial/folder").mkdir(parents=True)  # as a kill leaves it
     (tmp_path / ".out.partial/model-00001-of-00002.safetensors").write_text("half")
     names = {file.name for file in exported(run, tmp_path / "out").iterdir()}
     assert names == {

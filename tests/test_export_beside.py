@@ -99,6 +99,7 @@ def one_rank(monkeypatch):
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("modules_in_a_folder")
 def test_an_export_has_what_stood_beside_the_first_weights(source, tmp_path, one_rank, capsys):
     """Even if the folder is gone since, after a second stage, and from export to export."""
     tokenizer = tokenizer_in(tmp_path / "mine")

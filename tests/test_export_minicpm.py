@@ -16,12 +16,7 @@ SPARSE = InfLLMV2(block_size=4, kernel_size=4, kernel_stride=2, window_size=8, t
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 7.5]}
 PROMPT, TOKENS = 41, 49
 
-
-@pytest.fixture(autouse=True)
-def modules_in_a_folder(tmp_path, monkeypatch):
-    """transformers copies a folder's code before it imports it."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "modules")
-    monkeypatch.syspath_prepend(tmp_path / "modules")
+pytestmark = pytest.mark.usefixtures("modules_in_a_folder")
 
 
 def model_of(**change) -> CPM:
