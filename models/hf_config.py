@@ -27,7 +27,8 @@ from typing import Any
 from bmt_burst import InfLLMV2
 
 from .config import CPMConfig
-from .rope import DynamicNTK, Linear, Llama3, LongRope, RopeScaling, Yarn
+from .hf_rope import longest_to_hf, partial_factors, read_rope, rope_to_hf
+from .rope import Linear, LongRope, RopeScaling
 
 _SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 _RENAMED = {
@@ -58,37 +59,17 @@ _OF_OTHERS = (
 _SCALINGS = ("scale_emb", "scale_depth", "dim_model_base")
 _QWEN3_HEAD_DIM = 128  # if a Qwen3's config.json does not say it
 
-# Names in rope_scaling and rope_parameters: names that any kind may have, names of each kind, and
-# names of other kinds, which transformers ignores.
-_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
-_OF_KIND = {
-    "linear": {"factor"},
-    "dynamic": {"factor"},
-    "yarn": {
-        "factor",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-    },
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
-}
-_NO_MATTER = {"original_max_position_embeddings", "finetuned"}.union(*_OF_KIND.values())
-
 
 def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     """Make a CPMConfig from a config.json.
 
     Raises ValueError if CPM does not compute that model, or if the file is broken.
     """
-    hf = {"model_type": _by_architecture(hf), **hf}
+    hf = {**hf, "model_type": _model_type(hf)}
     whole = hf
     hf = {name: value for name, value in hf.items() if value is not None}
-    rope = _rope(hf)
-    _refuse_others(hf, rope)
+    _refuse_others(hf)
+    theta, scaling = read_rope(hf)
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if hf["model_type"] == "minicpm":
         # without these MiniCPM's own code uses 1, transformers 12, 1.4 and 256
@@ -107,8 +88,8 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
         **{"num_kv_heads": heads, **sizes},
         **{name: hf[name] for name in _SCALINGS if name in hf and kind == "minicpm"},
         head_dim=hf.get("head_dim", head_dim),
-        rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
-        rope_scaling=_rope_scaling(rope, hf),
+        rope_theta=theta,
+        rope_scaling=scaling,
         tie_embeddings=hf.get("tie_word_embeddings", kind == "minicpm"),
         qkv_bias=kind == "qwen2" or hf.get("attention_bias", False),
         o_bias=kind != "qwen2" and hf.get("attention_bias", False),
@@ -120,17 +101,25 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     )
 
 
-def _by_architecture(hf: dict[str, Any]) -> str | None:
-    """Return the model_type of a config.json that lacks it, as MiniCPM 1's and 2's do."""
-    return next(
-        (kind for kind, name in _ARCHITECTURES.items() if hf.get("architectures") == [name]), None
-    )
+def _model_type(hf: dict[str, Any]) -> Any:
+    """Return model_type or, in a config.json without it, as MiniCPM 1's and 2's, the architecture's
+    type. Raises ValueError if they contradict each other.
+    """
+    named, architectures = hf.get("model_type"), hf.get("architectures")
+    found = next((k for k, name in _ARCHITECTURES.items() if architectures == [name]), None)
+    if found and isinstance(named, str) and named in _ARCHITECTURES and named != found:
+        raise ValueError(
+            f"model_type {named} and architectures {architectures} contradict each other: edit "
+            "config.json"
+        )
+    return named or found
 
 
-def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
+def _refuse_others(hf: dict[str, Any]) -> None:
     """Refuse models that CPM does not compute. Raises ValueError."""
     kind = hf.get("model_type")
     scales, layers = kind == "minicpm", hf.get("num_hidden_layers")
+    partial = partial_factors(hf)
     unsupported = {
         "model_type": not isinstance(kind, str) or kind not in _ARCHITECTURES,
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
@@ -140,13 +129,10 @@ def _refuse_others(hf: dict[str, Any], rope: dict[str, Any]) -> None:
         "sparse_config": hf.get("sparse_config") is not None and kind != "minicpm",
         "use_mup": hf.get("use_mup", scales) != scales,
         "mup_denominator": hf.get("mup_denominator", layers) != layers,
-        "partial_rotary_factor": rope.get(
-            "partial_rotary_factor", hf.get("partial_rotary_factor", 1)
-        )
-        != 1,
+        "partial_rotary_factor": any(factor != 1 for factor in partial),
     } | {name: bool(hf.get(name)) for name in (*_EXPERTS, *_OF_OTHERS)}
     if refused := [name for name, is_refused in unsupported.items() if is_refused]:
-        values = {name: rope.get(name, hf.get(name)) for name in refused}
+        values = {name: hf.get(name, partial) for name in refused}
         raise ValueError(
             f"expected a dense {', '.join(_ARCHITECTURES)}, got unsupported fields {values}"
         )
@@ -236,75 +222,6 @@ def _window_fields(window: Any, pattern: str) -> dict[str, Any]:
     return {"window": window, "window_pattern": shortest}
 
 
-def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return rope_scaling (transformers 4) or, without that, rope_parameters (5)."""
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = hf.get(name, {})
-        if not isinstance(rope, dict):
-            raise ValueError(f"{name} must hold names and values, got {rope!r}")
-        if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-            raise ValueError(
-                f"{name} must be the same for all layers, got separate ones for {nested}"
-            )
-    return hf.get("rope_scaling") or hf.get("rope_parameters", {})
-
-
-def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | None:
-    """Make the scaling in `rope`, with transformers' defaults and other fields of config.json."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if not isinstance(kind, str) or kind not in _OF_KIND:
-        known = ", ".join(_OF_KIND)
-        raise ValueError(f"rotary positions must be scaled by one of {known}, got {kind!r}: {rope}")
-    if unknown := sorted(rope.keys() - _OF_ALL - _NO_MATTER):
-        raise ValueError(f"rotary positions are scaled by {kind} with unknown fields {unknown}")
-    said = {name: rope[name] for name in _OF_KIND[kind] & rope.keys() if rope[name] is not None}
-    if kind == "yarn" and rope.get("truncate", True) is None:  # as transformers reads it
-        said["truncate"] = False
-    try:
-        if kind != "linear":
-            said["original_length"] = _original_length(kind, rope, hf)
-        if kind in ("yarn", "longrope") and "factor" not in said:
-            said["factor"] = _length(hf, "max_position_embeddings") / said["original_length"]
-        return RopeScaling.from_dict(
-            {"kind": kind, **(_without_mscale(said) if kind == "yarn" else said)}
-        )
-    except ValueError as error:
-        raise ValueError(f"rotary positions are scaled by {kind}: {error}") from error
-
-
-def _original_length(kind: str, rope: dict[str, Any], hf: dict[str, Any]) -> int:
-    name = "original_max_position_embeddings"
-    for place in () if kind == "dynamic" else (hf, rope):
-        if place.get(name) is not None:
-            return _length(place, name)
-    return _length(hf, "max_position_embeddings")
-
-
-def _length(place: dict[str, Any], name: str) -> int:
-    if type(place.get(name)) is not int or place[name] < 1:
-        raise ValueError(f"{name} must be a positive int, got {place.get(name)!r}")
-    return place[name]
-
-
-def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
-    """Replace YaRN's mscale and mscale_all_dim by an attention_factor, if both are given."""
-    said = dict(said)
-    pair = [said.pop(name, 0) for name in ("mscale", "mscale_all_dim")]
-    if wrong := [
-        value for value in pair if type(value) not in (int, float) or not 0 <= value < math.inf
-    ]:
-        raise ValueError(
-            f"mscale and mscale_all_dim must be finite numbers, at least 0, got {wrong}"
-        )
-    if 0 in pair or "attention_factor" in said:
-        return said
-    growth = Yarn(said["factor"], 1).attention_scale - 1
-    mscale, of_all = (1 + value * growth for value in pair)
-    return said | {"attention_factor": mscale / of_all}
-
-
 def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any]:
     """Return the content of config.json for `config`.
 
@@ -325,7 +242,7 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
-        **_rope_to_hf(config),
+        **rope_to_hf(config),
         **_windows_to_hf(config, kind),
     }
     if kind in ("llama", "qwen3"):
@@ -341,9 +258,7 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
         if config.sparse:
             hf["sparse_config"] = config.sparse.to_dict()
     original = config.max_position_embeddings
-    most = _max_position_embeddings(
-        config.rope_scaling, kind, max(longest or 0, original or 0) or None
-    )
+    most = longest_to_hf(config.rope_scaling, kind, max(longest or 0, original or 0) or None)
     if most is not None:
         hf["max_position_embeddings"] = most
     if (
@@ -414,40 +329,3 @@ def _windows_to_hf(config: CPMConfig, kind: str) -> dict[str, Any]:
     if kind == "mistral":
         return {"sliding_window": config.window}
     return {"sliding_window": config.window, "layer_types": layers} if kind == "ministral" else {}
-
-
-def _rope_to_hf(config: CPMConfig) -> dict[str, Any]:
-    """Return rotary positions for transformers 5 and 4, and for MiniCPM's own code."""
-    scaling, theta = config.rope_scaling, config.rope_theta
-    if scaling is None:
-        return {
-            "rope_theta": theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        }
-    said = {name: value for name, value in scaling.to_dict().items() if value is not None}
-    kind = said.pop("kind")
-    original = said.pop("original_length", None)
-    if kind not in ("linear", "dynamic"):
-        said["original_max_position_embeddings"] = original
-    return {
-        "rope_theta": theta,
-        "rope_scaling": {"rope_type": kind, "type": kind, **said},
-        "rope_parameters": {"rope_type": kind, "rope_theta": theta, **said},
-    }
-
-
-def _max_position_embeddings(
-    scaling: RopeScaling | None, kind: str, longest: int | None
-) -> int | None:
-    """Return `longest`, or the length that a scaling extends to if that is more.
-
-    transformers reads a dynamic scaling's original length from this number, and MiniCPM's code
-    LongRoPE's factor. In these two cases return what makes them right.
-    """
-    if scaling is None or isinstance(scaling, Linear):
-        return longest
-    if isinstance(scaling, DynamicNTK):
-        return scaling.original_length
-    assert isinstance(scaling, Yarn | Llama3 | LongRope), "all others have an original length"
-    extended = scaling.extended_length
-    return extended if kind == "minicpm" else max(longest or 0, extended)

@@ -243,17 +243,40 @@ def test_older_spellings_mean_the_same(rope):
         assert config_from_hf({**beside, "original_max_position_embeddings": original}) == expected
 
 
-def test_rope_scaling_goes_before_rope_parameters_as_in_transformers():
-    hf = {
-        **config_of("llama", "yarn").to_dict(),
-        "rope_theta": 77.0,
-        "rope_scaling": {"type": "linear", "factor": 2},
-    }
-    config = config_from_hf(hf)
-    assert (config.rope_scaling.to_dict(), config.rope_theta) == (
-        {"kind": "linear", "factor": 2},
-        77.0,
-    )
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "none",
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling {'type': 'linear', 'factor': 2} and rope_parameters {.*500.0.*} contra",
+        ),
+        ("yarn", {"rope_scaling": {"type": "linear", "factor": 2}}, "contradict each other"),
+        (
+            "yarn",
+            {"rope_theta": 77.0},
+            "rope_theta 77.0 and rope_parameters's rope_theta 500.0 con",
+        ),
+        (
+            "none",
+            {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_scaling's rope_theta 10000.0 and rope_parameters's rope_theta 500.0 contradict",
+        ),
+        ("yarn", {"original_max_position_embeddings": 32}, "original_max_position_embeddings 32 a"),
+        ("none", {"architectures": ["Qwen2ForCausalLM"]}, "model_type llama and architectures"),
+    ],
+)
+def test_two_fields_that_contradict_each_other_are_refused(family, change, message):
+    hf = config_of("llama", family).to_dict()
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**hf, **change})
+
+
+def test_two_fields_that_agree_are_read():
+    hf = config_of("llama", "yarn").to_dict()
+    scaling = {name: value for name, value in hf["rope_parameters"].items() if name != "rope_theta"}
+    both = {**hf, "rope_scaling": {"type": "yarn", **scaling}, "rope_theta": 500.0}
+    assert config_from_hf(both) == config_from_hf(hf)
 
 
 MINICPM4 = dataclasses.replace(
