@@ -124,6 +124,12 @@ class CPMConfig:
             )
         object.__setattr__(self, "sparse", sparse)
 
+    def untied(self) -> Self:
+        """Return this configuration with a head of its own. Raises ValueError if it has one."""
+        if not self.tie_embeddings:
+            raise ValueError("expected a model with tied embeddings to untie, got one with a head")
+        return dataclasses.replace(self, tie_embeddings=False)
+
     @property
     def residual_scale(self) -> float:
         return 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_layers)

@@ -36,6 +36,13 @@ _RENAMED = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
 }
+# Names of CPMConfig's fields in config.json
+HF_FIELDS = {
+    **_RENAMED,
+    "tie_embeddings": "tie_word_embeddings",
+    **dict.fromkeys(("qkv_bias", "o_bias"), "attention_bias"),
+    "qk_norm": "qk_norm (of model_type qwen3)",
+}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -65,7 +72,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
 
     Raises ValueError if CPM does not compute that model, or if the file is broken.
     """
-    hf = {**hf, "model_type": _model_type(hf)}
+    hf = {"model_type": _by_architecture(hf), **hf}
     whole = hf
     hf = {name: value for name, value in hf.items() if value is not None}
     _refuse_others(hf)
@@ -101,18 +108,11 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     )
 
 
-def _model_type(hf: dict[str, Any]) -> Any:
-    """Return model_type or, in a config.json without it, as MiniCPM 1's and 2's, the architecture's
-    type. Raises ValueError if they contradict each other.
-    """
-    named, architectures = hf.get("model_type"), hf.get("architectures")
-    found = next((k for k, name in _ARCHITECTURES.items() if architectures == [name]), None)
-    if found and isinstance(named, str) and named in _ARCHITECTURES and named != found:
-        raise ValueError(
-            f"model_type {named} and architectures {architectures} contradict each other: edit "
-            "config.json"
-        )
-    return named or found
+def _by_architecture(hf: dict[str, Any]) -> str | None:
+    """Return the model_type of a config.json that lacks it, as MiniCPM 1's and 2's do."""
+    return next(
+        (kind for kind, name in _ARCHITECTURES.items() if hf.get("architectures") == [name]), None
+    )
 
 
 def _refuse_others(hf: dict[str, Any]) -> None:

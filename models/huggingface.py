@@ -1,11 +1,12 @@
-"""Weights in Hugging Face's folders: config.json and *.safetensors.
+"""Weights in folders with a config.json: Hugging Face's, and ModelCenter's of a Llama.
 
     model = load_cpm("MiniCPM4-8B")  # also folders of Llama, Mistral, Qwen2 and Qwen3
     save_weights("exported", model.config, model.state_dict())
     save_weights("as-llama", *fold_scalings(model.config, model.state_dict()))
 
 Parameters have Hugging Face's names without the leading "model.", so a conversion only renames.
-models/hf_config.py lists the models. `fold_scalings` removes MiniCPM's scalings.
+models/hf_config.py lists the models, models/tensor_files.py the files, and models/origins.py the
+names. `fold_scalings` removes MiniCPM's scalings.
 """
 
 from __future__ import annotations
@@ -14,19 +15,25 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from .config import CPMConfig
 from .cpm import CPM
-from .hf_config import config_from_hf, config_to_hf
+from .hf_config import HF_FIELDS, config_from_hf, config_to_hf
+from .model_center import MODEL_CENTER_FIELDS, config_from_model_center
+from .tensor_files import open_folder, read_json
+from .weights import HEAD, Expected, Weights
 
+CONFIG = "config.json"
+_GENERATION = "generation_config.json"
 # the code of a MiniCPM's folder, and transformers' class -> its place in it
 _CODE = Path(__file__).with_name("modeling_burst_minicpm.py")
 _AUTO_MAP = {
@@ -34,139 +41,32 @@ _AUTO_MAP = {
     "AutoModel": f"{_CODE.stem}.MiniCPMModel",
     "AutoModelForCausalLM": f"{_CODE.stem}.MiniCPMForCausalLM",
 }
-_INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
-_PREFIX = "model."
-_OUTSIDE_PREFIX = "lm_head."
-_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names of the dtypes that weights may have
 
 
-class HFWeights(Mapping[str, Tensor]):
+class HFWeights(Weights):
     """The weights in a folder under this project's names. Each is read when it is requested.
 
-    If the folder has a model.safetensors.index.json, the weights are in the files that it names.
-    Otherwise they are in model.safetensors or, without that, in all *.safetensors. Other files are
-    not read.
+    With `untie`, a model with tied embeddings gets a head of its own: the one in the files, or a
+    copy of the embeddings.
 
     Raises ValueError if CPM does not compute the model of the folder's config, if files are
     missing, damaged or have the same weight twice, or if the weights are not exactly those of the
     config, in a floating-point dtype of 16 bits or more. Raises OSError if it may not be read.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, untie: bool = False):
         self.folder = Path(folder)
-        self.config = read_config(self.folder)
-        self._files = self._indexed() if (self.folder / _INDEX).exists() else self._found()
-        self._check()
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[_to_hf(name)].get_tensor(_to_hf(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._expected)
-
-    def __len__(self) -> int:
-        return len(self._expected)
-
-    def _indexed(self) -> dict[str, safe_open]:
-        """Find the file of each weight in the index."""
-        index = self.folder / _INDEX
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise ValueError(f"{index} has no weight_map of names and files")
-        for file in places.values():
-            if (
-                not isinstance(file, str)
-                or not file.endswith(".safetensors")
-                or file != os.path.basename(file)
-            ):
-                raise ValueError(f"{index} must name *.safetensors in its folder, got {file!r}")
-        files = {file: _open(self.folder / file) for file in sorted(set(places.values()))}
-        held = {file: set(opened.keys()) for file, opened in files.items()}
-        for name, file in places.items():
-            if name not in held[file]:
-                raise ValueError(
-                    f"{self.folder / file} does not hold {name}, which {_INDEX} places there"
-                )
-        return {name: files[file] for name, file in places.items()}
-
-    def _found(self) -> dict[str, safe_open]:
-        """Find the file of each weight without an index."""
-        paths = [
-            path
-            for path in sorted(self.folder.glob("*.safetensors"))
-            if not path.name.startswith(".")
-        ]
-        if not paths:
-            raise ValueError(self._without_safetensors())
-        files: dict[str, safe_open] = {}
-        places: dict[str, str] = {}
-        for path in [self.folder / _WHOLE] if self.folder / _WHOLE in paths else paths:
-            opened = _open(path)
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                if name in files:
-                    raise ValueError(
-                        f"{places[name]} and {path.name} in {self.folder} both hold {name}: "
-                        f"delete one, or add a {_INDEX}"
-                    )
-                files[name], places[name] = opened, path.name
-        return files
-
-    def _without_safetensors(self) -> str:
-        """Return the message for a folder without *.safetensors."""
-        others = [
-            path.name
-            for ending in ("bin", "pt", "pth")
-            for path in sorted(self.folder.glob(f"*.{ending}"))
-        ]
-        if not others:
-            return f"{self.folder} has no weights (*.safetensors)"
-        return (
-            f"{self.folder} has its weights in {others[0]}, but only safetensors are read; "
-            "transformers converts: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
-        )
-
-    def _check(self) -> None:
-        """Check that the weights are those of the config."""
-        found = {
-            _from_hf(name): file.get_slice(name)
-            for name, file in self._files.items()
-            if "rotary_emb" not in name
-        }
-        if self.config.num_layers > len(found):  # before a model of that size is made
-            raise ValueError(
-                f"{self.folder}: expected weights of {self.config.num_layers} layers "
-                f"(num_hidden_layers), got {len(found)} weights"
-            )
-        self._expected = {
-            name: tuple(p.shape) for name, p in _meta_model(self.config).named_parameters()
-        }
-        if self.config.tie_embeddings:
-            found.pop("lm_head.weight", None)  # some writers keep the tied copy
-        missing, surplus = (
-            sorted(self._expected.keys() - found.keys()),
-            sorted(found.keys() - self._expected.keys()),
-        )
-        if missing or surplus:
-            raise ValueError(
-                f"{self.folder}: missing weights {missing[:5]}, unexpected weights {surplus[:5]}"
-            )
-        for name, shape in self._expected.items():
-            if tuple(found[name].get_shape()) != shape:
-                have = tuple(found[name].get_shape())
-                raise ValueError(f"{self.folder}: expected {name} of shape {shape}, got {have}")
-            if found[name].get_dtype() not in _DTYPES:
-                kinds = ", ".join(_DTYPES)
-                raise ValueError(
-                    f"{self.folder}: expected {name} in one of {kinds}, "
-                    f"got {found[name].get_dtype()}"
-                )
+        self.config, fields = read_config(self.folder), read_fields(self.folder)
+        if untie:
+            self.config = self.config.untied()
+        expected = Expected(self.config, "cpm", str(self.folder / CONFIG), fields, untie)
+        shapes = partial(_parameter_shapes, self.config)
+        super().__init__(self.folder, open_folder(self.folder), expected, shapes)
 
 
-def load_cpm(folder: str | Path, dtype: torch.dtype = torch.float32) -> CPM:
-    """Load the whole model in a Hugging Face folder, on the CPU. Raises as HFWeights."""
-    weights = HFWeights(folder)
+def load_cpm(folder: str | Path, dtype: torch.dtype = torch.float32, untie: bool = False) -> CPM:
+    """Load the whole model in a folder, on the CPU. Arguments and errors are HFWeights'."""
+    weights = HFWeights(folder, untie)
     model = _meta_model(weights.config)
     model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
     return model
@@ -238,43 +138,68 @@ def fold_scalings(
 
 
 def read_config(folder: Path) -> CPMConfig:
-    """Read the configuration in a Hugging Face folder.
+    """Read the configuration in a folder of a dense CPM.
 
-    Raises ValueError if CPM does not compute that model.
+    Raises ValueError if CPM does not compute that model, or if the end or begin tokens of
+    generation_config.json contradict it.
     """
-    file = folder / "config.json"
+    hf = read_folder(folder)
+    try:
+        config = config_from_model_center(hf) if "dim_model" in hf else config_from_hf(hf)
+        _check_tokens(folder, hf, config)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    return config
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """Read the names and values of config.json in a folder.
+
+    Raises ValueError if there is no such folder or file, or if it has anything else.
+    """
     if folder.is_file():
         raise ValueError(f"{folder} is a file, expected a Hugging Face model folder")
     if not folder.is_dir():
         raise ValueError(f"folder {folder} does not exist")
-    if not file.is_file():
-        raise ValueError(f"{folder} has no config.json, expected a Hugging Face model folder")
-    hf = read_json(file)
-    try:
-        return config_from_hf(hf)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    if not (folder / CONFIG).is_file():
+        pair = sorted(folder.glob("*.pt")), sorted(folder.glob("model.json"))
+        advice = f": give the file {pair[0][0]}, and --model {pair[1][0]}" if all(pair) else ""
+        raise ValueError(
+            f"{folder} has no config.json, expected a Hugging Face model folder{advice}"
+        )
+    return read_json(folder / CONFIG)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read names and values from a JSON file.
+def read_fields(folder: Path) -> dict[str, str]:
+    """Return the names in a folder's config.json of CPMConfig's fields."""
+    return MODEL_CENTER_FIELDS if "dim_model" in read_folder(folder) else HF_FIELDS
 
-    Raises ValueError if it has anything else, OSError if it cannot be read.
+
+def _parameter_shapes(config: CPMConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a dense CPM."""
+    return {name: tuple(p.shape) for name, p in _meta_model(config).named_parameters()}
+
+
+def _check_tokens(folder: Path, hf: dict[str, Any], config: CPMConfig) -> None:
+    """Raise ValueError if the begin or end token is beyond the vocabulary, or if no token is the
+    same in generation_config.json.
     """
-    try:
-        content = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected names and values, got a {type(content).__name__}")
-    return content
+    other = folder / _GENERATION
+    generation = read_json(other) if other.is_file() else {}
+    for name in ("bos_token_id", "eos_token_id"):
+        ids, generated = _token_ids(hf.get(name)), _token_ids(generation.get(name))
+        if beyond := sorted(token for token in ids | generated if token >= config.vocab_size):
+            raise ValueError(f"{name} is {beyond[0]}, beyond vocab_size {config.vocab_size}")
+        if ids and generated and not ids & generated:
+            raise ValueError(
+                f"{name} is {hf[name]}, but {generation[name]} in {other}: correct one of the files"
+            )
 
 
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: {error}") from error
+def _token_ids(value: Any) -> set[int]:
+    """Return the ids in a field with a token, several or none."""
+    ids = value if isinstance(value, list) else [value]
+    return {token for token in ids if isinstance(token, int)}
 
 
 def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -301,8 +226,4 @@ def _meta_model(config: CPMConfig) -> CPM:
 
 
 def _to_hf(name: str) -> str:
-    return name if name.startswith(_OUTSIDE_PREFIX) else _PREFIX + name
-
-
-def _from_hf(name: str) -> str:
-    return name.removeprefix(_PREFIX)
+    return name if name == HEAD else f"model.{name}"

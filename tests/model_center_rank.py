@@ -65,6 +65,21 @@ CALLS = {name: ("documents of rows", "context") for name in CONFIGS if " " in na
 CALLS["CPM3 segments"] = ("segments",)
 
 
+# Models whose saved weights are read, with their settings.
+WRITTEN = {
+    "Llama": {"norm_eps": 1e-5},
+    "Llama tied": {
+        "attn_scale": True,
+        "length_scale": False,
+        "tied": True,
+        "att_bias": True,
+        "ffn_bias": True,
+    },
+    "CPM1": {},
+    "CPM1 tied": {},
+    "CPM3": {},
+}
+
 # What is wrong on a single rank, by name.
 ON_ONE = {
     "cache on one": {"use_cache": True},
@@ -600,6 +615,32 @@ def example(folder: Path, name: str) -> dict:
     return {}
 
 
+def weights(folder: Path) -> dict:
+    """How far a dense CPM is from the Llamas whose saved weights it reads, and what is said of
+    other models.
+    """
+    import bmtrain
+
+    from models.huggingface import load_cpm
+
+    tokens, found = torch.arange(TOKENS).unsqueeze(0), {}
+    whole = torch.tensor([TOKENS], device=DEVICE)
+    for name, changes in WRITTEN.items():
+        model, place = build(name, torch.float32, **changes), folder / f"saved {name}"
+        place.mkdir()
+        bmtrain.save(model, str(place / "pytorch_model.pt"))
+        values = SIZES | CONFIGS[name] | changes if name.startswith("Llama") else SIZES
+        (place / "config.json").write_text(json.dumps(values))
+        if name.startswith("Llama"):
+            with torch.inference_mode():
+                logits = model(tokens.to(DEVICE), length=whole).logits
+                ours = load_cpm(place)(tokens, torch.arange(TOKENS))
+            found[name] = float((ours - logits.cpu()).abs().max() / logits.abs().max())
+        else:
+            found[name] = words(lambda place=place: load_cpm(place))
+    return found
+
+
 def stand_in(name: str, **members) -> None:
     """A module where there is none: ModelCenter imports some for Longformer and for downloads
     alone.
@@ -612,7 +653,7 @@ def stand_in(name: str, **members) -> None:
 
 TASKS = {
     task.__name__: task
-    for task in (equality, refused, refused_biased, rotary, alone, memory, example)
+    for task in (equality, refused, refused_biased, rotary, alone, memory, example, weights)
 }
 
 if __name__ == "__main__":

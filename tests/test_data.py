@@ -497,7 +497,7 @@ def test_options_that_spoil_a_model_are_named():
     )
     with pytest.raises(
         ValueError,
-        match=r"--rope-theta, --rope-scaling with --model cpm-tiny: .* above 1, got 0\.5",
+        match=r"--rope-theta, --rope-scaling with the default model, cpm-tiny: .* 1, got 0\.5",
     ):
         config.model_config()
 

@@ -263,7 +263,6 @@ def test_older_spellings_mean_the_same(rope):
             "rope_scaling's rope_theta 10000.0 and rope_parameters's rope_theta 500.0 contradict",
         ),
         ("yarn", {"original_max_position_embeddings": 32}, "original_max_position_embeddings 32 a"),
-        ("none", {"architectures": ["Qwen2ForCausalLM"]}, "model_type llama and architectures"),
     ],
 )
 def test_two_fields_that_contradict_each_other_are_refused(family, change, message):

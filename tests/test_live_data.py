@@ -1115,10 +1115,7 @@ def test_kinds_are_known_by_their_fields():
             "--rope-theta does not go with --model cpm-bee-tiny, a cpm-bee: it has no rotary",
         ),
         ({"rope_scaling": {"kind": "linear", "factor": 2}}, "--rope-scaling does not go with"),
-        (
-            {"init_from": "folder"},
-            "--init-from folder does not go with --model cpm-bee-tiny, a cpm-bee: give a .pt file",
-        ),
+        ({"untie": True}, "--untie does not go with .*, a cpm-bee: its head is its embeddings"),
     ],
 )
 def test_options_that_say_nothing_of_such_a_model_are_refused(options, message):

@@ -37,7 +37,7 @@ MODELS = {
     3: {"Llama": ["lengths"], "CPM1": ["context"], "CPM3": ["segments"]},
 }
 RUNS = {  # what ranks do, in one process each
-    1: [["equality", "float32", MODELS[1]], ["example", "before"]],
+    1: [["equality", "float32", MODELS[1]], ["example", "before"], ["weights"]],
     2: [["equality", "float32", MODELS[2]], ["example", "after"]]
     + [[name] for name in ("refused", "refused_biased", "rotary", "alone", "memory")],
     3: [["equality", "float32", MODELS[3]]],
@@ -246,6 +246,17 @@ def test_a_model_for_one_rank_generates_as_before(found):
         assert rank["same"] and rank["generated"]
         assert all(rank[name] < 1e-6 for name in ("hidden", "logits", "loss"))
         assert rank["refused"].startswith("ValueError: expected a cache or mask and layout")
+
+
+@on_cpus
+def test_a_dense_cpm_reads_the_weights_of_a_llama_and_of_no_other_model(found):
+    read = found(1)[0]["weights"][0]
+    assert read["Llama"] < 1e-5
+    assert read["Llama tied"] < 1e-5
+    assert "looks like ModelCenter's CPM1, expected Hugging Face's names" in read["CPM1"]
+    assert "scores have a learned bias by distance (position_bias.relative_" in read["CPM1"]
+    assert "CPM-Bee (or ModelCenter's tied CPM1), a cpm-bee, expected the wei" in read["CPM1 tied"]
+    assert "looks like ModelCenter's CPM3" in read["CPM3"]
 
 
 @on_cpus

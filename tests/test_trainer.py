@@ -885,6 +885,25 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
         TrainConfig(allow_other_tokenizer=True)
 
 
+def test_a_head_beside_tied_embeddings_is_trained_with_untie(settings, tmp_path):
+    """A file and a folder: the loss of the first step is that of the model with its own head."""
+    untied = dataclasses.replace(SMALL, tie_embeddings=False)
+    weights = initialized(untied).state_dict()
+    save_weights(tmp_path / "hf", SMALL, weights)
+    torch.save(weights, tmp_path / "w.pt")
+    (tmp_path / "untied.json").write_text(json.dumps(untied.to_dict()))
+    for name in ("hf", "w.pt"):
+        with pytest.raises(ranks.RankError, match=r"differs from the embeddings .*give --untie"):
+            started(settings, tmp_path / name, tmp_path / f"{name}-0")
+        assert started(settings, tmp_path / name, tmp_path / f"{name}-1", untie=True)
+    own = {"model": str(tmp_path / "untied.json")}
+    assert started(settings | own, tmp_path / "w.pt", tmp_path / "own")
+    [expected] = records(tmp_path / "own").values()
+    assert [records(tmp_path / f"{x}-1") for x in ("hf", "w.pt")] == [{1: expected}] * 2
+    with pytest.raises(ranks.RankError, match=r"--untie with --model .*untied.json: expected a"):
+        started(settings | own, tmp_path / "w.pt", tmp_path / "2", untie=True)
+
+
 LIVE = {
     "bee": (BeeTokenizer, {"a": "b", "<ans>": "ab"}),
     "ant": (AntGreedyTokenizer, {"text": "abab"}),

@@ -60,7 +60,7 @@ from train.run.watchdog import Watchdog
 
 _PROGRAM = "evaluate.py"
 _SHARED = {  # options of pretrain.py that have the same meaning here
-    *("model", "init_from", "allow_other_tokenizer", "dtype"),
+    *("model", "init_from", "allow_other_tokenizer", "untie", "dtype"),
     *("documents", "bos", "seq_len", "micro_batch_size", "eval_sequences"),
     *("processes", "sp_size", "strategy", "inner_size", "ulysses_size", "layout"),
     *("engine", "device", "flash", "deterministic", "timeout", "mlp_tile"),
@@ -173,7 +173,7 @@ def _parse(argv: Sequence[str]) -> Request:
     try:
         if (own["run"] is None) == (given.get("init_from") is None):
             raise ValueError("give a trained model: either --run or --init-from")
-        if own["run"] and (other := {"model", "allow_other_tokenizer"} & given.keys()):
+        if own["run"] and (other := {"model", "allow_other_tokenizer", "untie"} & given.keys()):
             raise ValueError(f"--{min(other).replace('_', '-')} is for --init-from, got --run")
         if not 0 <= grid.get("seed", 0) < 2**63:
             raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")

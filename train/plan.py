@@ -32,6 +32,7 @@ from train.run.options import add_options
 _OPTIONS = (
     "model",
     "init_from",
+    "untie",
     "rope_theta",
     "rope_scaling",
     "sparse",

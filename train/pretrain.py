@@ -147,9 +147,9 @@ class Trainer:
         if source := config.init_from:
             allowed = config.allow_other_tokenizer
             check_weights(inputs.folder, inputs.tokenizer, Path(source), allowed)
-            if not source.endswith(".pt"):
+            if Path(source).is_dir():
                 beside = read_beside(Path(source), inputs.tokenizer)
-            load_weights(source, self.engine, config.model)
+            load_weights(source, self.engine, config.expected_weights())
         return Start(Progress(), inputs.model, config.seq_len, beside)
 
     def _open_metrics(self) -> Metrics | NoMetrics:

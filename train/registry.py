@@ -53,6 +53,7 @@ _INSTANCES_REFUSE = {
     "window": "its layers have no windows",
     "sparse": "its attention has a bias",
     "eval_tasks": "the tasks are texts to continue",
+    "untie": "its head is its embeddings",
 }
 
 # The first kind reads documents. The others read instances of their own.

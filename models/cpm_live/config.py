@@ -12,6 +12,15 @@ from models.config import check_fields, check_size
 
 MaskModules = tuple[tuple[bool, bool], ...]
 
+# Names in Hugging Face's configurations (transformers' CpmAnt, the code of openbmb/cpm-bee-10b)
+HF_KINDS = {"cpmbee": "cpm-bee", "cpmant": "cpm-ant"}
+HF_FIELDS = {
+    "dim_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+}
+_DISTANCE_SCALE = 16  # positions by which a sub-id of 1 rotates, in Hugging Face's CpmBee
+
 # CPM-Live's fields that are not used here. The engine decides the dtype.
 _NOT_OURS = ("dropout_p", "half")
 
@@ -81,6 +90,22 @@ class LiveConfig(ABC):
             raise ValueError(f"dropout_p must be 0, dropout is not supported, got {dropout!r}")
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{k: v for k, v in cls._accepted(values, known).items() if k not in _NOT_OURS})
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration from Hugging Face's config.json of this model.
+
+        Raises ValueError for missing sizes, and for what the model does not compute.
+        """
+        ours = {theirs: name for name, theirs in HF_FIELDS.items()}
+        if missing := [name for name in ("vocab_size", *ours) if name not in values]:
+            raise ValueError(f"config.json lacks {missing}")
+        if (scale := values.get("distance_scale", _DISTANCE_SCALE)) != _DISTANCE_SCALE:
+            raise ValueError(f"distance_scale must be {_DISTANCE_SCALE}, got {scale!r}")
+        fields = {field.name for field in dataclasses.fields(cls)} | {*_NOT_OURS}
+        renamed = {ours.get(name, name): value for name, value in values.items()}
+        renamed.setdefault("half", values.get("dtype", values.get("torch_dtype")) == "float16")
+        return cls.from_dict({name: value for name, value in renamed.items() if name in fields})
 
     @classmethod
     def _accepted(cls, values: dict[str, Any], known: set[str]) -> dict[str, Any]:

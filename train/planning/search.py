@@ -106,7 +106,7 @@ def dense_model(config: TrainConfig) -> CPMConfig:
     model: ModelConfig = config.model_config()
     if not isinstance(model, CPMConfig):
         raise ValueError(
-            f"--model {config.model} is a {kind_of(model).name}: expected a dense CPM, since the "
+            f"{config.model_name} is a {kind_of(model).name}: expected a dense CPM, since the "
             "memory and the time of attention with a bias are not planned"
         )
     return model

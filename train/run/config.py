@@ -17,8 +17,10 @@ import torch
 from bmt_burst import InfLLMV2, Scores, strategies
 from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
-from models.huggingface import read_config
+from models.config import CPMConfig
 from models.rope import RopeScaling
+from models.tensor_files import is_file
+from models.weights import Expected
 from train.base.wording import flag
 from train.data.shares import check_sources
 from train.evaluation.tasks import parse_tasks
@@ -27,6 +29,7 @@ from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
 from train.run.profiling import parse_steps
 from train.run.saving import check_saving, make_saving
 from train.run.schedule import SCHEDULES, check_schedule
+from train.run.starting import expected_weights, read_model
 from train.run.strategy import check_groups, check_strategy
 from train.run.wandb_run import check_project
 
@@ -84,9 +87,16 @@ class TrainConfig:
     init_from: str | None = option(
         None,
         MODEL,
-        "starting weights: a Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3 or MiniCPM, "
-        "which then replaces --model; or a .pt file of bmtrain.save or CPM-Live, for --model",
+        "starting weights: a folder with a config.json, which then replaces --model, of a Llama, "
+        "Mistral, Qwen2, Qwen3, MiniCPM or CPM-Bee; or a file for --model (.pt, .bin, .pth or "
+        ".safetensors), under the names of Hugging Face, ModelCenter's Llama or CPM-Live",
         kind=str,
+    )
+    untie: bool = option(
+        False,
+        MODEL,
+        "train a head of its own, where the model ties it to the embeddings; it starts as the head "
+        "in the files of --init-from or, if they have none, as a copy of the embeddings",
     )
     allow_other_tokenizer: bool = option(
         False,
@@ -387,8 +397,9 @@ class TrainConfig:
 
     def _check_needs(self) -> None:
         """Raise ValueError for an option without another one that it needs."""
-        if self.allow_other_tokenizer and not self.init_from:
-            raise ValueError("--allow-other-tokenizer needs --init-from, which is not given")
+        for name in ("allow_other_tokenizer",):
+            if getattr(self, name) and not self.init_from:
+                raise ValueError(f"{flag(name)} needs --init-from, which is not given")
         if self.new_stage and self.resume == "never":
             raise ValueError(
                 "--new-stage needs the checkpoint to start from: give --resume CHECKPOINT"
@@ -475,8 +486,7 @@ class TrainConfig:
         """Return the model's shape. Raises ValueError if there is none, or for options that do not
         go with such a model.
         """
-        named = self._read_model()
-        self._check_kind(kind_of(named))
+        named = self.named_model()
         instead = {
             "rope_theta": self.rope_theta,
             "rope_scaling": self.rope_scaling,
@@ -489,21 +499,50 @@ class TrainConfig:
         try:
             return dataclasses.replace(named, **given)
         except ValueError as error:
-            model = f"--init-from {self.init_from}" if self.init_from else f"--model {self.model}"
-            raise ValueError(f"{', '.join(map(flag, given))} with {model}: {error}") from error
+            options = ", ".join(map(flag, given))
+            raise ValueError(f"{options} with {self.model_name}: {error}") from error
 
     def _check_kind(self, kind: Kind) -> None:
         """Raise ValueError for options that do not go with such a model."""
         for name, reason in kind.refused.items():
-            if getattr(self, name) not in (None, "auto"):
+            if getattr(self, name) not in (None, "auto", False):
                 raise ValueError(
-                    f"{flag(name)} does not go with --model {self.model}, a {kind.name}: {reason}"
+                    f"{flag(name)} does not go with {self.model_name}, a {kind.name}: {reason}"
                 )
 
+    @property
+    def model_name(self) -> str:
+        """The model as its user named it, for messages."""
+        if self.init_from and not is_file(self.init_from):
+            return f"--init-from {self.init_from}"
+        if self.model == TrainConfig.model:
+            return f"the default model, {self.model}"
+        return f"--model {self.model}"
+
+    def named_model(self) -> ModelConfig:
+        """Return the shape that the starting weights have, with the head of --untie. Raises
+        ValueError as `model_config`.
+        """
+        named = self._read_model()
+        self._check_kind(kind_of(named))
+        if not self.untie:
+            return named
+        assert isinstance(named, CPMConfig), "_check_kind refuses the others"
+        try:
+            return named.untied()
+        except ValueError as error:
+            raise ValueError(f"--untie with {self.model_name}: {error}") from error
+
+    def expected_weights(self) -> Expected:
+        """Return how to check the weights of --init-from. Raises ValueError as `model_config`."""
+        source = Path(self.init_from or "")
+        return expected_weights(source, self.named_model(), self.model_name, self.untie)
+
     def _read_model(self) -> ModelConfig:
-        if self.init_from and not self.init_from.endswith(".pt"):
-            self._check_folder_of_weights()
-            return read_config(Path(self.init_from))
+        if self.init_from and not is_file(self.init_from):
+            found = read_model(Path(self.init_from))
+            self._check_folder_of_weights(kind_of(found))
+            return found
         if self.model in PRESETS:
             return PRESETS[self.model]
         path = Path(self.model)
@@ -517,14 +556,13 @@ class TrainConfig:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
 
-    def _check_folder_of_weights(self) -> None:
-        """Raise ValueError for a Hugging Face folder with a kind of model that has no such
-        format.
-        """
-        if self.model in PRESETS and (kind := kind_of(PRESETS[self.model])) is not KINDS[0]:
+    def _check_folder_of_weights(self, found: Kind) -> None:
+        """Raise ValueError for a folder with another kind of model than the preset of --model."""
+        named = kind_of(PRESETS[self.model]) if self.model in PRESETS else KINDS[0]
+        if named not in (KINDS[0], found):
             raise ValueError(
-                f"--init-from {self.init_from} does not go with --model {self.model}, a "
-                f"{kind.name}: give a .pt file of its weights"
+                f"--init-from {self.init_from}, a {found.name}, does not go with --model "
+                f"{self.model}, a {named.name}: give a folder or a file of its weights"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -111,26 +111,31 @@ def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str
     if not is_stream(folder):
         return open_data(config, kind, model, folder)
     if kind is not KINDS[0]:
-        raise ValueError(f"{folder} is a stream of documents, but --model is a {kind.name}")
+        raise ValueError(
+            f"{folder} is a stream of documents, but {config.model_name} is a {kind.name}"
+        )
     sizes = Sizes(config.seq_len, config.batch_size, config.seed)
     announces = ranks.rank() % config.sp_size == 0
     stream = Stream(Path(folder), StreamFiles.open(Path(folder)), sizes, announces)
-    _check_vocabulary(config, model, folder, stream)
+    _check_vocabulary(config.model_name, model, folder, stream)
     return stream
 
 
-def open_data(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Stored:
-    """Open a data folder. Raises ValueError if it has more tokens than the model."""
+def open_data(
+    config: TrainConfig, kind: Kind, model: ModelConfig, folder: str, name: str | None = None
+) -> Stored:
+    """Open a data folder. Raises ValueError, which calls the model `name`, if it has more tokens
+    than the model.
+    """
     data: Stored = load(kind.data).open(folder, model, config.seq_len, config.seed)
-    _check_vocabulary(config, model, folder, data)
+    _check_vocabulary(name or config.model_name, model, folder, data)
     return data
 
 
-def _check_vocabulary(config: TrainConfig, model: ModelConfig, folder: str, data: Source) -> None:
+def _check_vocabulary(name: str, model: ModelConfig, folder: str, data: Source) -> None:
     if (found := data.vocab_size) > model.vocab_size:
         raise ValueError(
-            f"{folder} has a vocabulary of {found} tokens, but --model {config.model} has only "
-            f"{model.vocab_size}"
+            f"{folder} has a vocabulary of {found} tokens, but {name} has only {model.vocab_size}"
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from models.config import CPMConfig
-from models.cpm_live.config import LiveConfig
+from models.cpm_live.config import HF_KINDS, LiveConfig
+from models.hf_config import config_from_hf
+from models.model_center import config_from_model_center, is_model_center
 from train.registry import KINDS, Kind, load
 
 ModelConfig = CPMConfig | LiveConfig
@@ -22,11 +24,21 @@ def kind_of(config: ModelConfig) -> Kind:
 def config_of(values: Any) -> ModelConfig:
     """Return the configuration in the values of a JSON file, or in the values of `to_dict`.
 
-    The values are the fields of CPMConfig, or of CPM-Live with or without a model_type. Raises
-    ValueError or TypeError for others, and ValueError if the kind is ambiguous.
+    The values are the fields of CPMConfig, or of CPM-Live with or without a model_type, or a
+    config.json of Hugging Face or ModelCenter. Raises ValueError or TypeError for others, and
+    ValueError if the kind is ambiguous.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")
+    named = values.get("model_type")
+    if is_model_center(values):
+        return config_from_model_center(values)
+    if isinstance(named, str) and named in HF_KINDS:
+        kind = next(kind for kind in KINDS if kind.name == HF_KINDS[named])
+        found: ModelConfig = load(kind.config).from_hf(values)
+        return found
+    if "num_hidden_layers" in values or "architectures" in values:
+        return config_from_hf(values)
     kind = _kind_of_values(values) if "dim_model" in values else KINDS[0]
     config: ModelConfig = load(kind.config).from_dict(values)
     return config

@@ -56,6 +56,7 @@ _TECHNICAL = {
         "new_stage",
     ),
     "allow_other_tokenizer",
+    "untie",  # the model itself is compared
     "log_every",
     "wandb",
     "profile",

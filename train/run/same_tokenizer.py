@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from models.tensor_files import folder_of
 from train.base import ranks
 from train.data.tokenizer import Tokenizer, open_tokenizer, saved_identity
 
@@ -36,14 +37,12 @@ def check_folder(
 def check_weights(data: Path, tokenizer: Tokenizer, weights: Path, allowed: bool) -> None:
     """Raise ValueError if the weights belong to another tokenizer than the folder `data`.
 
-    `weights` is a Hugging Face folder or a .pt file, and `tokenizer` is the data's tokenizer. It is
+    `weights` is a folder or a file of weights, and `tokenizer` is the data's tokenizer. It is
     compared with each tokenizer beside the weights: the one that export.py saved, and those in
     files with the usual names. If none matches and `allowed` is set, a warning is printed instead.
     """
-    expected = saved_identity(data)
-    identities, said = _tokenizers_in(
-        weights.parent if weights.suffix == ".pt" else weights, tokenizer.eos
-    )
+    expected, folder = saved_identity(data), folder_of(weights)
+    identities, said = _tokenizers_in(folder, tokenizer.eos)
     if expected is None or not said:
         _warn_of_missing(data if expected is None else weights)
     elif expected not in identities:

@@ -49,7 +49,9 @@ from train.run.wandb_run import check_installed
 STAGE = "BMT_BURST_STAGE"  # environment variable of a replaced process: the number of its stage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FOLDER = re.compile(r"\d\d+-.+")
-_COMMON = {"model", "init_from", "allow_other_tokenizer", "processes", "restarts", "output"}
+_COMMON = {"model", "init_from", "allow_other_tokenizer", "untie"} | {
+    *("processes", "restarts", "output")
+}
 _REFUSED = {
     "resume": "stages always resume where they stopped; to repeat steps, remove checkpoints",
     "new_stage": "each table of the file is a stage",

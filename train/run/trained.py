@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from models.config import CPMConfig
+from models.tensor_files import folder_of
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
 from train.data.folder import Sequences
@@ -47,7 +48,7 @@ class Trained:
         """Load the weights into an engine."""
         if self.path is None:
             assert self.config.init_from is not None
-            load_weights(self.config.init_from, engine, self.config.model)
+            load_weights(self.config.init_from, engine, self.config.expected_weights())
         else:
             engine.load(checkpoint.Checkpoint(self.path).read, optimizer_steps=0)
 
@@ -57,7 +58,7 @@ class Trained:
         Raises ValueError if the folder has another tokenizer than the model.
         """
         config, kind = self.config, kind_of(self.model)
-        data: Any = open_data(config, kind, self.model, folder)
+        data: Any = open_data(config, kind, self.model, folder, str(self.path or config.model_name))
         place = data.folder
         if self.path is not None:
             check_folder(place, self.path / checkpoint.TOKENIZER, self.path)
@@ -110,8 +111,7 @@ def _find_tokenizer(path: Path | None, config: TrainConfig) -> Tokenizer:
     """Return the tokenizer of a checkpoint, or the one beside the weights."""
     if path is not None:
         return checkpoint_tokenizer(path)
-    source = Path(config.init_from or "")
-    folder = source.parent if source.suffix == ".pt" else source
+    folder = folder_of(config.init_from or "")
     if (folder / SPEC).is_file():
         return load_tokenizer(folder)
     for name in TOKENIZER_FILES:

@@ -1,0 +1,76 @@
+"""config.json of ModelCenter's Llama, to CPMConfig.
+
+A dense CPM computes ModelCenter's Llama as it is by default: rotary positions with the base 10,000,
+RMS norms before each part, and SwiGLU. Other settings are refused by name. So are ModelCenter's
+other models, CPM1 for example, whose scores have a learned bias by distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config import CPMConfig
+
+# Names of CPMConfig's fields in ModelCenter's config.json
+MODEL_CENTER_FIELDS = {
+    "hidden_size": "dim_model",
+    "intermediate_size": "dim_ff",
+    "num_kv_heads": "num_heads",
+    "head_dim": "dim_head",
+    "tie_embeddings": "tied",
+    **dict.fromkeys(("qkv_bias", "o_bias"), "att_bias"),
+    "mlp_bias": "ffn_bias",
+}
+_SIZES = ("vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff", "num_layers")
+# The values that a dense CPM computes, which are the defaults of ModelCenter's Llama
+_COMPUTED: dict[str, Any] = {
+    "pos_bias_type": "rotary",
+    "ffn_activate_fn": "gated_silu",
+    "norm_bias": False,
+    "proj_bias": False,
+    "length_scale": False,
+    "attn_scale": True,
+    "post_layer_norm": False,
+    "int8": False,
+    "cls_head": None,
+    "dropout_p": 0,
+}
+_OWN = {"pos_bias_type", "ffn_activate_fn", "norm_eps", "norm_bias", "att_bias", "ffn_bias"}
+
+
+def is_model_center(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json has fields that only ModelCenter's models have."""
+    return "dim_model" in values and bool(_OWN & values.keys())
+
+
+def config_from_model_center(values: Mapping[str, Any]) -> CPMConfig:
+    """Make a CPMConfig from the config.json of ModelCenter's Llama.
+
+    Raises ValueError if sizes are missing, and for settings that CPM does not compute.
+    """
+    if missing := [name for name in _SIZES if name not in values]:
+        raise ValueError(f"config.json lacks {missing}")
+    if other := {
+        name: values[name] for name, ours in _COMPUTED.items() if values.get(name, ours) != ours
+    }:
+        expected = {name: _COMPUTED[name] for name in other}
+        raise ValueError(
+            f"expected ModelCenter's Llama with {expected}, which a dense CPM computes, got {other}"
+        )
+    if tables := sorted(name for name in values if name.startswith("position_bias_")):
+        raise ValueError(
+            f"expected ModelCenter's Llama, got {tables} of a model with a learned bias by distance"
+        )
+    sizes = {
+        ours: values[theirs] for ours, theirs in MODEL_CENTER_FIELDS.items() if theirs in _SIZES
+    }
+    return CPMConfig(
+        **{name: values[name] for name in ("vocab_size", "num_layers", "num_heads")},
+        **sizes,
+        rms_norm_eps=values.get("norm_eps", 1e-6),
+        tie_embeddings=values.get("tied", False),
+        qkv_bias=values.get("att_bias", False),
+        o_bias=values.get("att_bias", False),
+        mlp_bias=values.get("ffn_bias", False),
+    )

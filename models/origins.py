@@ -1,0 +1,176 @@
+"""Names of weights: who wrote a file, and its names under this project's.
+
+| looks like | names | read as |
+| --- | --- | --- |
+| Hugging Face, or this project's bmtrain files | model.embed_tokens.weight, embed_tokens.weight | a dense CPM |
+| ModelCenter's Llama | input_embedding.weight, no bias table | a dense CPM |
+| CPM-Live's CPM-Bee, also in Hugging Face's format | position_bias.relative_attention_bias | a CPM-Bee |
+| CPM-Live's CPM-Ant | the same, prompt_embedding, segment_embedding | a CPM-Ant |
+
+Others are refused, and the error says what they look like. "module." and "_orig_mod.", which
+DistributedDataParallel and torch.compile put in front, are left out.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+_WRAPPERS = ("module.", "_orig_mod.")
+TABLE = "position_bias.relative_attention_bias"
+_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
+
+# ModelCenter's names of a Llama's modules, outside and inside of layers, and ours
+_OUTSIDE = {
+    "input_embedding": "embed_tokens",
+    "encoder.output_layernorm": "norm",
+    "output_projection": "lm_head",
+}
+_INSIDE = {
+    "self_att.layernorm_before_attention": "input_layernorm",
+    "self_att.self_attention.project_q": "self_attn.q_proj",
+    "self_att.self_attention.project_k": "self_attn.k_proj",
+    "self_att.self_attention.project_v": "self_attn.v_proj",
+    "self_att.self_attention.attention_out": "self_attn.o_proj",
+    "ffn.layernorm_before_ffn": "post_attention_layernorm",
+    "ffn.ffn.w_in.w_0": "mlp.gate_proj",
+    "ffn.ffn.w_in.w_1": "mlp.up_proj",
+    "ffn.ffn.w_out": "mlp.down_proj",
+}
+
+# A pattern that one of a file's names has, what the file then looks like, and what to do.
+_OTHERS = (
+    (r"\blora_[AB]\b", "an adapter (LoRA)", "merge it into its model, as peft's merge_and_unload"),
+    (
+        r"\b(qweight|qzeros|weight_scale\w*|absmax|SCB)\b",
+        "quantized weights",
+        "give the weights in 16 or 32 bits",
+    ),
+    (r"\bexperts\.", "a mixture of experts", "it is not supported"),
+    (
+        r"^cpmant\.",
+        "transformers' CpmAnt, into whose weights CPM-Live's scalings are folded",
+        "give CPM-Live's own file",
+    ),
+    (
+        r"^(tok_embeddings\.|.*\battention\.w[qkvo]\.)",
+        "Meta's files of a Llama",
+        "convert them with transformers' convert_llama_weights_to_hf.py",
+    ),
+    (
+        r"\b(linear_qkv|query_key_value)\b|^language_model\.(encoder|embedding)\.",
+        "Megatron-LM's or GPT-NeoX's weights",
+        "convert a Llama to Hugging Face's format first; other models are not supported",
+    ),
+    (r"^(transformer\.)?h\.\d+\.", "a GPT-2 or a relative of it", "it is not supported"),
+    (r"^(language_model|vision_\w+|visual)\.", "a model of images and text", "it is not supported"),
+    (
+        r"^(position_bias_(enc|dec)|decoder\.layers\..*cross_att)\b",
+        "ModelCenter's CPM2 or T5, which have an encoder beside the decoder",
+        "it is not supported",
+    ),
+    (
+        r"^(position_embedding|token_type_embedding|block_position_embedding)\.",
+        "a model of ModelCenter with learned positions (GPT2, OPT, GLM, Bert)",
+        "it is not supported",
+    ),
+)
+_KNOWN = (
+    "Hugging Face's names (model.embed_tokens.weight), ModelCenter's of a Llama or CPM-Live's "
+    "(input_embedding.weight)"
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The program that wrote weights.
+
+    name    what the weights look like
+    kind    the kind of model that reads them: cpm, cpm-bee or cpm-ant
+    ours    returns our name of a weight that has this name in the file
+    theirs  returns the name for messages of a weight that has this name here
+    """
+
+    name: str
+    kind: str
+    ours: Callable[[str], str]
+    theirs: Callable[[str], str]
+
+
+def find_origin(names: Collection[str], source: object) -> Origin:
+    """Return who wrote the weights called `names` in `source`.
+
+    Raises ValueError, which says what they look like, if they are not read.
+    """
+    wrapped = ""
+    while wrapper := _common_wrapper(names, wrapped):
+        wrapped += wrapper
+    found = {name.removeprefix(wrapped) for name in names}
+    for pattern, looks_like, advice in _OTHERS:
+        if seen := next((name for name in sorted(found) if re.search(pattern, name)), None):
+            raise ValueError(
+                f"{source} looks like {looks_like} ({seen}), expected {_KNOWN}: {advice}"
+            )
+    for prefix in ("", "model."):
+        if f"{prefix}embed_tokens.weight" in found:
+            return _prefixed("Hugging Face's weights", "cpm", wrapped, prefix)
+    for prefix in ("", "cpmbee."):
+        if f"{prefix}input_embedding.weight" in found:
+            return _openbmb({name.removeprefix(prefix) for name in found}, source, wrapped, prefix)
+    raise ValueError(f"{source} has unknown names, {sorted(found)[:3]}, expected {_KNOWN}")
+
+
+def layers_of(names: Collection[str]) -> set[int]:
+    """Return the numbers of the layers that have weights."""
+    return {int(match[2]) for match in map(_LAYER.match, names) if match}
+
+
+def _common_wrapper(names: Collection[str], wrapped: str) -> str | None:
+    return next((w for w in _WRAPPERS if all(n.startswith(wrapped + w) for n in names)), None)
+
+
+def _openbmb(found: Collection[str], source: object, wrapped: str, prefix: str) -> Origin:
+    """Tell models of OpenBMB apart, whose layers have the same names."""
+    if TABLE not in found:
+        return Origin(
+            "ModelCenter's Llama",
+            "cpm",
+            lambda name: _translate(name.removeprefix(wrapped + prefix), _INSIDE, _OUTSIDE),
+            _to_model_center,
+        )
+    prompts = "prompt_embedding.weight" in found
+    if prompts and "segment_embedding.weight" in found:
+        return _prefixed("CPM-Live's CPM-Ant", "cpm-ant", wrapped, prefix)
+    other = "CPM3" if prompts else "CPM1" if "output_projection.weight" in found else None
+    if other:
+        raise ValueError(
+            f"{source} looks like ModelCenter's {other}, expected {_KNOWN}: its scores have a "
+            f"learned bias by distance ({TABLE}) and its feed-forward has GELU, where a dense CPM "
+            "has rotary positions and SiLU; it is not supported"
+        )
+    return _prefixed("CPM-Live's CPM-Bee (or ModelCenter's tied CPM1)", "cpm-bee", wrapped, prefix)
+
+
+def _prefixed(name: str, kind: str, wrapped: str, prefix: str) -> Origin:
+    """Return an origin with our names, behind prefixes that are left out of messages."""
+    return Origin(
+        name,
+        kind,
+        lambda theirs: theirs.removeprefix(wrapped).removeprefix(prefix),
+        lambda ours: ours,
+    )
+
+
+def _translate(name: str, inside: dict[str, str], outside: dict[str, str]) -> str:
+    """Translate the module in a parameter's name, which stands in `inside` if it is of a layer."""
+    module, _, parameter = name.rpartition(".")
+    layer = re.fullmatch(r"(?:encoder\.)?layers\.(\d+)\.(.+)", module)
+    if layer is None:
+        return f"{outside.get(module, module)}.{parameter}"
+    return f"layers.{layer[1]}.{inside.get(layer[2], layer[2])}.{parameter}"
+
+
+def _to_model_center(name: str) -> str:
+    inside, outside = ({ours: theirs for theirs, ours in t.items()} for t in (_INSIDE, _OUTSIDE))
+    return ("encoder." if name.startswith("layers.") else "") + _translate(name, inside, outside)

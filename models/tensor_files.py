@@ -1,0 +1,192 @@
+"""Tensors in files, each read when it is requested: *.safetensors, and files of torch.save.
+
+Files of torch.save are unpickled in torch's safe mode, which makes only names and tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+_SAFETENSORS = ".safetensors"
+_PICKLED = (".pt", ".bin", ".pth")
+# In a folder the first of these that exists is read: an index, one file, or all files like that.
+_INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = {_SAFETENSORS: "model.safetensors", ".bin": "pytorch_model.bin"}
+_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "pytorch_model*.pt", "consolidated*.pth")
+_INSIDE = ("model", "module", "state_dict", "model_state_dict")  # the weights of a checkpoint
+_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = tuple(_FLOATS.values())  # dtypes that weights may have
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. `dtype` is torch's name, or the file's own for others than DTYPES."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Tensor]
+
+
+def is_file(source: str | Path) -> bool:
+    """Whether `source` names a file of weights, by its ending, and not a folder."""
+    path = Path(source)
+    return path.suffix in (_SAFETENSORS, *_PICKLED) and not path.is_dir()
+
+
+def folder_of(source: str | Path) -> Path:
+    """Return the folder of the weights `source`, which is a file or that folder."""
+    return Path(source).parent if is_file(source) else Path(source)
+
+
+def open_file(path: Path) -> dict[str, Stored]:
+    """Return the tensors in a file by name.
+
+    Raises ValueError if it holds anything else, OSError if it cannot be read.
+    """
+    return _open_safetensors(path) if path.suffix == _SAFETENSORS else _open_pickled(path)
+
+
+def open_folder(folder: Path) -> dict[str, Stored]:
+    """Return the tensors in a folder by name.
+
+    If it has a model.safetensors.index.json, they are in the files that it names. Otherwise they
+    are in model.safetensors or, without that, in all *.safetensors. A folder without safetensors
+    may have the same in pytorch_model*.bin, or a pytorch_model*.pt. Other files are not read.
+
+    Raises ValueError if files are missing, damaged or have the same name twice.
+    """
+    for index in _INDEXED:
+        if (folder / index).exists():
+            return _read_index(folder, index)
+    for pattern in _PATTERNS:
+        paths = [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]
+        if paths:
+            whole = folder / _WHOLE.get(paths[0].suffix, "")
+            return _merge(folder, [whole] if whole in paths else paths)
+    others = sorted(path.name for end in _PICKLED for path in folder.glob(f"*{end}"))
+    found = f"; {others[0]} has another name: give it as a file" if others else ""
+    raise ValueError(f"{folder} has no weights ({', '.join(_PATTERNS[:3])}){found}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read names and values from a JSON file.
+
+    Raises ValueError if it has anything else, OSError if it cannot be read.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: expected names and values, got a {type(content).__name__}")
+    return content
+
+
+def _read_index(folder: Path, name: str) -> dict[str, Stored]:
+    """Find the tensors of an index, which names the file of each."""
+    index, ending = folder / name, Path(name.removesuffix(".index.json")).suffix
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} has no weight_map of names and files")
+    for file in places.values():
+        if not isinstance(file, str) or not file.endswith(ending) or file != os.path.basename(file):
+            raise ValueError(f"{index} must name *{ending} in its folder, got {file!r}")
+    held = {file: open_file(folder / file) for file in sorted(set(places.values()))}
+    for tensor, file in places.items():
+        if tensor not in held[file]:
+            raise ValueError(f"{folder / file} does not hold {tensor}, which {name} places there")
+    for file, tensors in held.items():
+        if unnamed := sorted(tensors.keys() - places.keys()):
+            raise ValueError(f"{folder / file} holds {unnamed[:5]}, which {name} does not name")
+    return {tensor: held[file][tensor] for tensor, file in places.items()}
+
+
+def _merge(folder: Path, paths: list[Path]) -> dict[str, Stored]:
+    """Find the tensors of several files that no index lists."""
+    found: dict[str, Stored] = {}
+    places: dict[str, str] = {}
+    for path in paths:
+        for name, stored in open_file(path).items():
+            if name in found:
+                raise ValueError(
+                    f"{places[name]} and {path.name} in {folder} both hold {name}: delete one, or "
+                    f"add a {_INDEXED[0]}"
+                )
+            found[name], places[name] = stored, path.name
+    return found
+
+
+def _open_safetensors(path: Path) -> dict[str, Stored]:
+    try:
+        opened = safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+    def stored(name: str) -> Stored:
+        piece = opened.get_slice(name)
+        kind = piece.get_dtype()
+        return Stored(
+            tuple(piece.get_shape()), _FLOATS.get(kind, kind), lambda: opened.get_tensor(name)
+        )
+
+    return {name: stored(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+
+
+def _open_pickled(path: Path) -> dict[str, Stored]:
+    weights = _unpickle(path)
+    inside = [key for key in _INSIDE if isinstance(weights, dict) and _is_dict(weights.get(key))]
+    if inside:
+        raise ValueError(
+            f"{path} looks like a training checkpoint, expected names and tensors: save its "
+            f"weights alone, as in torch.save(torch.load(FILE)[{inside[0]!r}], OTHER_FILE)"
+        )
+    if not isinstance(weights, dict) or not all(_is_weight(*item) for item in weights.items()):
+        raise ValueError(f"{path} does not hold names and tensors of floating-point numbers")
+
+    def stored(weight: Tensor) -> Stored:
+        return Stored(tuple(weight.shape), _dtype_name(weight), lambda: weight)
+
+    return {name: stored(weight) for name, weight in weights.items()}
+
+
+def _unpickle(path: Path) -> Any:
+    """Return the content of a file of torch.save. Tensors stay in the file where torch can do so,
+    which it cannot with the format of torch 1.5 and older.
+    """
+    try:
+        mapped = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is not a file of weights: only names and tensors are unpickled"
+        ) from error
+    # bytes that are not such an archive
+    except (RuntimeError, EOFError, LookupError, AttributeError, TypeError, struct.error) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} is not a file of weights: {reason}") from error
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_weight(name: object, weight: object) -> bool:
+    if not isinstance(name, str) or not isinstance(weight, Tensor):
+        return False
+    return weight.layout == torch.strided and _dtype_name(weight) in DTYPES
+
+
+def _dtype_name(weight: Tensor) -> str:
+    return str(weight.dtype).removeprefix("torch.")

@@ -1,0 +1,260 @@
+"""Weights under this project's names, checked against the configuration of their model.
+
+Files and configuration both say how large a model is, how many layers it has, and whether its head
+is tied to the embeddings. If they contradict each other, the error shows both. Nothing in the files
+is left out unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_burst.nn import rope_frequencies
+
+from .config import CPMConfig
+from .origins import find_origin, layers_of
+from .tensor_files import DTYPES, Stored
+
+Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
+
+_FREQUENCIES = "inv_freq"  # buffers with rotary frequencies, which older programs save
+_SAME_FREQUENCY = 0.01  # relative difference, of numbers that may be fp16
+_ROWS = 4096  # rows that are compared at once
+_EMBEDDINGS = ("embed_tokens.weight", "input_embedding.weight")
+HEAD = "lm_head.weight"
+
+# The fields that each dimension of a module's weights comes from. "*" and "+" combine fields.
+_VECTOR = ("hidden_size",)
+_WIDE = ("num_heads * head_dim", "hidden_size")
+_KV = ("num_kv_heads * head_dim", "hidden_size")
+_UP = ("intermediate_size", "hidden_size")
+_LIVE_WIDE = ("num_heads * dim_head", "dim_model")
+_DIMENSIONS = {
+    **dict.fromkeys(("embed_tokens", "lm_head"), ("vocab_size", "hidden_size")),
+    "q_proj": _WIDE,
+    "k_proj": _KV,
+    "v_proj": _KV,
+    "o_proj": _WIDE[::-1],
+    "gate_proj": _UP,
+    "up_proj": _UP,
+    "down_proj": _UP[::-1],
+    **dict.fromkeys(("norm", "input_layernorm", "post_attention_layernorm"), _VECTOR),
+    **dict.fromkeys(("q_norm", "k_norm"), ("head_dim",)),
+    "input_embedding": ("vocab_size", "dim_model"),
+    **{f"project_{name}": _LIVE_WIDE for name in "qkv"},
+    "attention_out": _LIVE_WIDE[::-1],
+    **dict.fromkeys(("w_0", "w_1"), ("dim_ff", "dim_model")),
+    "w_out": ("dim_model", "dim_ff"),
+    **{f"layernorm_before_{name}": ("dim_model",) for name in ("attention", "ffn")},
+}
+# What parts of a name depend on
+_SWITCHES = {
+    "self_attn.q_proj.bias": "qkv_bias",
+    "self_attn.o_proj.bias": "o_bias",
+    "mlp.gate_proj.bias": "mlp_bias",
+    "self_attn.q_norm.weight": "qk_norm",
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The model that weights belong to.
+
+    config  its configuration
+    kind    its kind: cpm, cpm-bee or cpm-ant
+    where   where the user gave the configuration: a config.json or an option
+    fields  the names of its fields there, where they differ from the configuration's
+    untied  whether --untie gives the model a head that the configuration ties to the embeddings
+    advice  what to do if the weights are of another model, for the end of a message
+    """
+
+    config: Any
+    kind: str
+    where: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    untied: bool = False
+    advice: str = ""
+
+    def name(self, field: str) -> str:
+        return self.fields.get(field, field)
+
+    def value(self, field: str) -> str:
+        """Return a field's name and value."""
+        return f"{self.name(field)} {getattr(self.config, field)}"
+
+
+class Weights(Mapping[str, Tensor]):
+    """Weights by this project's names. Each is read when it is requested.
+
+    Raises ValueError, which names `source`, if the tensors in `files` are not exactly the weights
+    of the model, in a floating-point dtype of 16 bits or more. `shapes` returns their shapes.
+    """
+
+    def __init__(
+        self, source: object, files: Mapping[str, Stored], expected: Expected, shapes: Shapes
+    ):
+        self._source, self._model = source, expected
+        frequencies = {name for name in files if name.rpartition(".")[2] == _FREQUENCIES}
+        self._origin = find_origin(files.keys() - frequencies, source)
+        self._check_kind()
+        found = {
+            self._origin.ours(name): stored
+            for name, stored in files.items()
+            if name not in frequencies
+        }
+        self._check_layers(found)
+        for name in sorted(frequencies):
+            self._check_frequencies(name, files[name])
+        self._stored = self._with_head(found)
+        self._check(shapes())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stored[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight, which is not read."""
+        return self._stored[name].shape
+
+    def _check_kind(self) -> None:
+        origin, model = self._origin, self._model
+        if origin.kind != model.kind:
+            raise ValueError(
+                f"{self._source} looks like {origin.name}, a {origin.kind}, expected the weights "
+                f"of {model.where}, a {model.kind}{model.advice}"
+            )
+
+    def _check_layers(self, found: Mapping[str, Stored]) -> None:
+        """Raise ValueError for another number of layers, before a model of that size is made."""
+        layers, count = layers_of(found), self._model.config.num_layers
+        got = max(layers, default=-1) + 1
+        # layers of CPM-Live's models may be empty
+        if got > count or (got < count and self._model.kind == "cpm"):
+            raise ValueError(
+                f"{self._source}: expected weights of {count} layers "
+                f"({self._model.name('num_layers')} of {self._model.where}), got {got} layers"
+                f"{self._model.advice}"
+            )
+
+    def _check_frequencies(self, name: str, stored: Stored) -> None:
+        """Raise ValueError if saved rotary frequencies are not those of the configuration."""
+        config = self._model.config
+        if not isinstance(config, CPMConfig):
+            raise ValueError(f"{self._source}: unexpected weights {[name]}")
+        saved, scaling = stored.read().double(), config.rope_scaling
+        shape = config.head_dim, config.rope_theta
+        accepted = [rope_frequencies(*shape)]
+        if scaling is not None and not scaling.by_length:
+            accepted.append(scaling.frequencies(*shape, None, saved.device))
+        if not any(_are_close(saved, expected) for expected in accepted):
+            raise ValueError(
+                f"{self._source}: {name} are not the rotary frequencies of "
+                f"{self._model.value('rope_theta')} ({self._model.where}) and head size "
+                f"{config.head_dim}: correct the configuration, or remove {name} from the file"
+            )
+
+    def _with_head(self, found: dict[str, Stored]) -> dict[str, Stored]:
+        """Return the weights without a head that equals the embeddings, if they are tied, or with a
+        copy of the embeddings, if the head is new.
+        """
+        model = self._model
+        embeddings = next((found[name] for name in _EMBEDDINGS if name in found), None)
+        tied = getattr(model.config, "tie_embeddings", True)
+        if embeddings is None:
+            return found
+        if model.untied:
+            return {HEAD: embeddings, **found}
+        if not tied or HEAD not in found:
+            return found
+        if difference := _difference(found[HEAD], embeddings):
+            raise ValueError(self._explain_head(difference))
+        return {name: stored for name, stored in found.items() if name != HEAD}
+
+    def _explain_head(self, difference: str) -> str:
+        """Return the message for a head that differs from the embeddings it is tied to."""
+        head, where = self._origin.theirs(HEAD), self._model.where
+        said = f"{self._source} has {head}, which differs from the embeddings ({difference})"
+        if self._model.kind != "cpm":
+            return f"{said}: the head of a {self._model.kind} is tied to its embeddings"
+        tie = self._model.name("tie_embeddings")
+        return (
+            f"{said}, but {tie} is true in {where}: give --untie to train this head, or set {tie} "
+            "to false there"
+        )
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        found, source = self._stored, self._source
+        missing = [name for name in shapes if name not in found]
+        surplus = [name for name in found if name not in shapes]
+        if missing or surplus:
+            lists = ([self._origin.theirs(name) for name in x[:5]] for x in (missing, surplus))
+            said = "{}: missing weights {}, unexpected weights {}".format(source, *lists)
+            explained = "; ".join((said, *self._explain_names(missing, surplus)))
+            raise ValueError(f"{explained}{self._model.advice}")
+        for name, shape in shapes.items():
+            stored, theirs = found[name], self._origin.theirs(name)
+            if stored.shape != shape:
+                raise ValueError(
+                    f"{source}: expected {theirs} of shape {shape}, got {stored.shape}"
+                    f"{self._explain_shape(name, stored.shape, shape)}{self._model.advice}"
+                )
+            if stored.dtype not in DTYPES:
+                raise ValueError(
+                    f"{source}: expected {theirs} in one of {', '.join(DTYPES)}, got {stored.dtype}"
+                )
+
+    def _explain_names(self, missing: list[str], surplus: list[str]) -> list[str]:
+        """Return what the configuration says of weights that only it, or only the files have."""
+        model, said = self._model, []
+        for part, switch in _SWITCHES.items():
+            if any(name.endswith(part) for name in (*missing, *surplus)):
+                said.append(f"{model.where} says {model.value(switch).lower()}")
+        if HEAD in missing:
+            tie = model.name("tie_embeddings")
+            said.append(
+                f"{model.where} says {tie} false: set it to true if the head is tied to the "
+                "embeddings"
+            )
+        return said
+
+    def _explain_shape(self, name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> str:
+        """Return the fields of the configuration that the wrong dimensions come from."""
+        dimensions = _DIMENSIONS.get(name.split(".")[-2], ())
+        if len(got) != len(shape):
+            return ""
+        said = [
+            " ".join(
+                part if part in "*+" else self._model.value(part) for part in dimension.split()
+            )
+            for dimension, have, want in zip(dimensions, got, shape, strict=False)
+            if have != want
+        ]
+        return f": {self._model.where} says {' and '.join(said)}" if said else ""
+
+
+def _are_close(saved: Tensor, expected: Tensor) -> bool:
+    return saved.shape == expected.shape and torch.allclose(
+        saved, expected, rtol=_SAME_FREQUENCY, atol=1e-7
+    )
+
+
+def _difference(head: Stored, embeddings: Stored) -> str:
+    """Return how a head differs from embeddings: nothing if shape and values are equal."""
+    if head.shape != embeddings.shape:
+        return f"shape {head.shape} and {embeddings.shape}"
+    pairs = zip(head.read().split(_ROWS), embeddings.read().split(_ROWS), strict=True)
+    most = 0.0
+    for a, b in ((a.double(), b.double()) for a, b in pairs):
+        if not torch.equal(a, b):
+            most = max(most, float((a - b).abs().nan_to_num(torch.inf).max()))
+    return f"by up to {most:.3g}" if most else ""
