@@ -885,6 +885,56 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
         TrainConfig(allow_other_tokenizer=True)
 
 
+def extended(folder: Path, tokens: list[str]) -> JsonTokenizer:
+    """A tokenizer of single characters, with more tokens."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="<unk>"))
+    backend.add_special_tokens(["<|endoftext|>", "<unk>"])
+    backend.add_tokens([*map(chr, range(32, 127)), "\n", *tokens])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    return JsonTokenizer(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_vocabulary_grows_with_the_tokenizer_of_the_data(settings, tmp_path, tied, capsys):
+    """Then the run resumes, and its export has the new tokens."""
+    old, new = extended(tmp_path / "old", []), extended(tmp_path / "new", ["<call>", "<end>"])
+    shape = dataclasses.replace(SMALL, vocab_size=old.vocab_size, tie_embeddings=tied)
+    weights = initialized(shape).state_dict()
+    save_weights(tmp_path / "hf", shape, weights)
+    (tmp_path / "hf/tokenizer.json").write_bytes(old.file.read_bytes())
+    data = written_text(tmp_path / "more", new)
+    with pytest.raises(ranks.RankError) as refused:
+        started(settings, tmp_path / "hf", tmp_path / "1", data=str(data))
+    size = f"vocabulary of {new.vocab_size} tokens, but --init-from {tmp_path}/hf has only "
+    assert f"{size}{old.vocab_size}: " in str(refused.value)
+    assert "--grow-vocabulary adds rows for new tokens" in str(refused.value)
+    assert "--model" not in str(refused.value)
+    grow = {"data": str(data), "grow_vocabulary": True, "lr": 1e-30, "weight_decay": 0.0}
+    assert started(settings, tmp_path / "hf", tmp_path / "2", **grow)
+    said = capsys.readouterr().err
+    assert f"embed_tokens.weight grows from {old.vocab_size} to {new.vocab_size} rows" in said
+    assert "tokenizer" not in said
+    assert started(settings, tmp_path / "hf", tmp_path / "2", **grow, resume="auto", steps=2)
+    assert capsys.readouterr().err == "changed since the checkpoint: --steps 1 -> 2\n"
+    saved = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "2"))
+    (tmp_path / "out").mkdir()
+    export_huggingface(saved, new, tmp_path / "out", torch.float32, keep_scalings=True)
+    exported = load_cpm(tmp_path / "out")
+    assert exported.config.vocab_size == new.vocab_size == old.vocab_size + 2
+    for name in ["embed_tokens.weight"] + ["lm_head.weight"] * (not tied):
+        rows = exported.state_dict()[name]
+        assert torch.allclose(rows[:-2], weights[name], atol=1e-6)
+        mean, spread = weights[name].mean(0), weights[name].std(0)
+        assert ((rows[-2:] - mean).abs() < 0.1 * spread).all() and not rows[-2].equal(rows[-1])
+    other = extended(tmp_path / "other-one", ["<end>", "<call>"])
+    (tmp_path / "hf/tokenizer.json").write_bytes(other.file.read_bytes())
+    with pytest.raises(ranks.RankError, match="does not have all its tokens under the same ids"):
+        started(settings, tmp_path / "hf", tmp_path / "3", **grow)
+    with pytest.raises(ValueError, match="--grow-vocabulary needs --init-from"):
+        TrainConfig(grow_vocabulary=True)
+
+
 def test_a_head_beside_tied_embeddings_is_trained_with_untie(settings, tmp_path):
     """A file and a folder: the loss of the first step is that of the model with its own head."""
     untied = dataclasses.replace(SMALL, tie_embeddings=False)

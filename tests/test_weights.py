@@ -480,6 +480,31 @@ def test_a_training_checkpoint_says_where_its_weights_are(tmp_path, weights, key
         loaded_by(tmp_path / "w.pt", SMALL)
 
 
+# A larger vocabulary.
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_new_tokens_get_the_mean_of_the_others(tmp_path, tied):
+    """With small noise, which is the same for any division into shards and differs by seed."""
+    config = dataclasses.replace(LLAMA, tie_embeddings=tied)
+    whole = initialized(config).state_dict()
+    torch.save(whole, tmp_path / "w.pt")
+    grown = CPM(dataclasses.replace(config, vocab_size=303))
+    found = loaded_by(tmp_path / "w.pt", config, Shards(grown))
+    names = ["embed_tokens.weight"] + ["lm_head.weight"] * (not tied)
+    for name in names:
+        rows, old = found[name].view(303, 32), whole[name]
+        assert rows[:300].equal(old)
+        noise = (rows[300:] - old.mean(0)) / old.std(0, correction=0)
+        assert 0.005 < noise.std() < 0.02 and not noise[0].allclose(noise[1])
+    assert tied or not found[names[0]][-96:].allclose(found[names[1]][-96:])
+    for size in (2, 5):
+        parts = [loaded_by(tmp_path / "w.pt", config, Shards(grown, r, size)) for r in range(size)]
+        assert all(torch.cat([part[n] for part in parts]).equal(found[n]) for n in found)
+    other = loaded_by(tmp_path / "w.pt", config, Shards(grown), seed=1)
+    assert not other[names[0]].equal(found[names[0]])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -562,10 +587,12 @@ class Shards:
         }
 
 
-def loaded_by(source: Path, config: CPMConfig, engine: Shards | None = None) -> dict[str, Tensor]:
+def loaded_by(
+    source: Path, config: CPMConfig, engine: Shards | None = None, seed: int = 0
+) -> dict[str, Tensor]:
     """What an engine reads of the weights in a file, for --model small."""
     engine = engine or Shards(CPM(config))
-    load_weights(str(source), engine, Expected(config, "cpm", "--model small"))
+    load_weights(str(source), engine, Expected(config, "cpm", "--model small"), seed)
     return engine.loaded
 
 

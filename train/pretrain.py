@@ -145,11 +145,16 @@ class Trainer:
         """Load the weights of --init-from, if it is given."""
         config, inputs, beside = self.config, self.inputs, None
         if source := config.init_from:
-            allowed = config.allow_other_tokenizer
-            check_weights(inputs.folder, inputs.tokenizer, Path(source), allowed)
+            check_weights(
+                inputs.folder,
+                inputs.tokenizer,
+                Path(source),
+                config.allow_other_tokenizer,
+                config.grow_vocabulary,
+            )
             if Path(source).is_dir():
                 beside = read_beside(Path(source), inputs.tokenizer)
-            load_weights(source, self.engine, config.expected_weights())
+            load_weights(source, self.engine, config.expected_weights(), config.seed)
         return Start(Progress(), inputs.model, config.seq_len, beside)
 
     def _open_metrics(self) -> Metrics | NoMetrics:

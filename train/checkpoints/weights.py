@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,26 +12,34 @@ from torch import Tensor
 
 from models.tensor_files import is_file, open_file, open_folder
 from models.weights import Expected, Weights
+from train.base import ranks
 from train.engine import Engine, Shard
 
+_VOCABULARY = {"embed_tokens.weight", "lm_head.weight", "input_embedding.weight"}
+_ROWS = 4096  # rows that are read at once
+_NOISE = 0.01  # standard deviation of a new row's noise, relative to that of each column
 
-def load_weights(source: str, engine: Engine, expected: Expected) -> None:
+
+def load_weights(source: str, engine: Engine, expected: Expected, seed: int = 0) -> None:
     """Load the weights in `source` into the engine, with a new optimizer.
 
     `source` is a folder or a file (models/tensor_files.py), under the names of models/origins.py.
+    If the engine's model has a larger vocabulary than `expected`, new rows are the mean of the
+    others with small noise, which depends only on `seed` and the weight.
 
     Raises ValueError if it holds the weights of another model than `expected`, or weights that are
     not finite. Raises OSError if it cannot be read.
     """
     path = Path(source)
     files = open_file(path) if is_file(path) else open_folder(path)
-    weights = Weights(source, files, expected, lambda: _shapes(engine))
+    weights = Weights(source, files, expected, lambda: _shapes_before(engine, expected))
+    _say_growth(engine, expected)
 
     def read(key: str, shard: Shard) -> Tensor:
         kind, name = key.split("/")
         if kind != "weight":
             return torch.zeros_like(shard.flat)
-        mine = weights[name].flatten()[shard.start : shard.start + shard.flat.numel()]
+        mine = _read_shard(weights, name, shard, seed)
         if not mine.isfinite().all():
             raise ValueError(f"{source}: {name} is not finite")
         return mine
@@ -36,7 +47,49 @@ def load_weights(source: str, engine: Engine, expected: Expected) -> None:
     engine.load(read, optimizer_steps=0)
 
 
-def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the engine's weights."""
-    found = {tuple(key.split("/")): shard.shape for key, shard in engine.state().items()}
-    return {name: shape for (kind, name), shape in found.items() if kind == "weight"}
+def _shapes_before(engine: Engine, expected: Expected) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the engine's weights, before their vocabulary grew."""
+    shapes = {}
+    for key, shard in engine.state().items():
+        kind, name = key.split("/")
+        if kind == "weight":
+            rows = (expected.config.vocab_size,) if name in _VOCABULARY else shard.shape[:1]
+            shapes[name] = (*rows, *shard.shape[1:])
+    return shapes
+
+
+def _say_growth(engine: Engine, expected: Expected) -> None:
+    """Print how many rows are new, on rank 0."""
+    before = expected.config.vocab_size
+    for name in sorted(_VOCABULARY):
+        shard = engine.state().get(f"weight/{name}")
+        if shard is not None and shard.shape[0] > before and ranks.rank() == 0:
+            print(f"{name} grows from {before:,} to {shard.shape[0]:,} rows", file=sys.stderr)
+
+
+def _read_shard(weights: Weights, name: str, shard: Shard, seed: int) -> Tensor:
+    """Return a rank's entries of a weight, whose rows may be fewer than the shard's whole has."""
+    whole, stop = weights[name], shard.start + shard.flat.numel()
+    mine, old = whole.flatten()[shard.start : stop], whole.numel()
+    if stop <= old or not shard.flat.numel():
+        return mine
+    added = _new_rows(name, whole, shard.shape[0] - len(whole), seed).flatten()
+    return torch.cat((mine.float(), added[max(shard.start - old, 0) : stop - old]))
+
+
+def _new_rows(name: str, whole: Tensor, count: int, seed: int) -> Tensor:
+    """Return rows (count, E) in fp32 for new tokens: the mean of all rows, with small noise."""
+    mean = _mean_row(whole, lambda part: part)
+    variance = _mean_row(whole, lambda part: (part - mean).square())
+    digest = hashlib.sha256(f"{seed}/{name}/new".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    noise = torch.randn(count, whole.shape[1], dtype=torch.float64, generator=generator)
+    return (mean + _NOISE * variance.sqrt() * noise).float()
+
+
+def _mean_row(whole: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the mean of a function of all rows, in fp64. Few rows at once need little memory."""
+    total = torch.zeros(whole.shape[1], dtype=torch.float64)
+    for part in whole.split(_ROWS):
+        total += function(part.double()).sum(0)
+    return total / len(whole)

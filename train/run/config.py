@@ -98,6 +98,12 @@ class TrainConfig:
         "train a head of its own, where the model ties it to the embeddings; it starts as the head "
         "in the files of --init-from or, if they have none, as a copy of the embeddings",
     )
+    grow_vocabulary: bool = option(
+        False,
+        MODEL,
+        "with --init-from: add rows for the new tokens of the data's tokenizer, which must extend "
+        "the tokenizer of the weights; a new row is the mean of the others with small noise",
+    )
     allow_other_tokenizer: bool = option(
         False,
         MODEL,
@@ -397,7 +403,7 @@ class TrainConfig:
 
     def _check_needs(self) -> None:
         """Raise ValueError for an option without another one that it needs."""
-        for name in ("allow_other_tokenizer",):
+        for name in ("allow_other_tokenizer", "grow_vocabulary"):
             if getattr(self, name) and not self.init_from:
                 raise ValueError(f"{flag(name)} needs --init-from, which is not given")
         if self.new_stage and self.resume == "never":

@@ -58,7 +58,7 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
 
     Raises ValueError if the model, the kernel or the data do not fit together.
     """
-    model = config.model_config()
+    model = _grow(config, config.model_config())
     kind = kind_of(model)
     warn_of_length(config, model)
     check_kernel(config, model, device)
@@ -106,6 +106,18 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
     return Mixture(sources, {name: share.weight for name, share in shares.items()})
 
 
+def _grow(config: TrainConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model with a vocabulary for the data's tokenizer, if --grow-vocabulary is given.
+    All sources of a mixture have the same tokenizer.
+    """
+    if not config.grow_vocabulary:
+        return model
+    data = config.data
+    first = data if isinstance(data, str) else next(iter(parse_shares(data).values())).folder
+    size = max(model.vocab_size, load_tokenizer(Path(first)).vocab_size)
+    return dataclasses.replace(model, vocab_size=size)
+
+
 def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str) -> Source:
     """Open a folder of training data, which may be a stream. Raises ValueError as `open_data`."""
     if not is_stream(folder):
@@ -135,7 +147,9 @@ def open_data(
 def _check_vocabulary(name: str, model: ModelConfig, folder: str, data: Source) -> None:
     if (found := data.vocab_size) > model.vocab_size:
         raise ValueError(
-            f"{folder} has a vocabulary of {found} tokens, but {name} has only {model.vocab_size}"
+            f"{folder} has a vocabulary of {found} tokens, but {name} has only {model.vocab_size}: "
+            "give data or a model with another vocabulary; pretrain.py --init-from with "
+            "--grow-vocabulary adds rows for new tokens"
         )
 
 

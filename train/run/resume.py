@@ -57,6 +57,7 @@ _TECHNICAL = {
     ),
     "allow_other_tokenizer",
     "untie",  # the model itself is compared
+    "grow_vocabulary",
     "log_every",
     "wandb",
     "profile",

@@ -49,7 +49,7 @@ from train.run.wandb_run import check_installed
 STAGE = "BMT_BURST_STAGE"  # environment variable of a replaced process: the number of its stage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FOLDER = re.compile(r"\d\d+-.+")
-_COMMON = {"model", "init_from", "allow_other_tokenizer", "untie"} | {
+_COMMON = {"model", "init_from", "allow_other_tokenizer", "untie", "grow_vocabulary"} | {
     *("processes", "restarts", "output")
 }
 _REFUSED = {
