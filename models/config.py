@@ -183,7 +183,14 @@ class CPMConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from the arguments of CPMConfig. Raises TypeError for others."""
+        """Make a configuration from the arguments of CPMConfig. Raises ValueError for others."""
+        fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
+        missing = [name for name, needed in fields.items() if needed and name not in values]
+        unknown = [name for name in values if name not in fields]
+        if missing or unknown:
+            raise ValueError(
+                f"expected the fields of CPMConfig: missing {missing[:5]}, unknown {unknown[:5]}"
+            )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

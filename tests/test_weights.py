@@ -408,7 +408,9 @@ def test_a_folder_of_modelcenter_is_told_from_a_bee_by_its_weights(tmp_path):
     weights = initialized(LLAMA_ALIKE).state_dict()
     torch.save(model_center(weights), tmp_path / "pytorch_model.pt")
     sizes = {"vocab_size": 300, "dim_model": 32, "dim_ff": 48, "num_layers": 3}
-    edit(tmp_path, **sizes, num_heads=4, dim_head=8)
+    edit(tmp_path, **sizes, num_heads=4, dim_head=8, architectures=["Llama"])
+    with pytest.raises(ValueError, match="one of cpm-bee, cpm-ant, or the pos_bias_type of Model"):
+        TrainConfig(model=str(tmp_path / "config.json")).model_config()
     config = TrainConfig(init_from=str(tmp_path))
     assert config.model_config() == LLAMA_ALIKE
     engine = Shards(CPM(LLAMA_ALIKE))

@@ -37,9 +37,12 @@ def config_of(values: Any) -> ModelConfig:
         kind = next(kind for kind in KINDS if kind.name == HF_KINDS[named])
         found: ModelConfig = load(kind.config).from_hf(values)
         return found
-    if "num_hidden_layers" in values or "architectures" in values:
+    if "dim_model" in values:
+        kind = _kind_of_values(values)
+    elif "num_hidden_layers" in values or "architectures" in values:
         return config_from_hf(values)
-    kind = _kind_of_values(values) if "dim_model" in values else KINDS[0]
+    else:
+        kind = KINDS[0]
     config: ModelConfig = load(kind.config).from_dict(values)
     return config
 
@@ -50,5 +53,8 @@ def _kind_of_values(values: dict[str, Any]) -> Kind:
     ]
     if len(fitting) != 1:
         names = ", ".join(kind.name for kind in KINDS[1:])
-        raise ValueError(f"the kind of this model is ambiguous: add model_type, one of {names}")
+        raise ValueError(
+            f"the kind of this model is ambiguous: add model_type, one of {names}, or "
+            "the pos_bias_type of ModelCenter's Llama"
+        )
     return fitting[0]

@@ -51,6 +51,6 @@ def _is_live(folder: Path, values: dict[str, Any]) -> bool:
     """
     if "dim_model" not in values:
         return values.get("model_type") in list(HF_KINDS)
-    if "model_type" in values or is_model_center(values):
+    if is_model_center(values) or values.get("model_type") in list(HF_KINDS.values()):
         return not is_model_center(values)
     return any(name.endswith(TABLE) for name in open_folder(folder))
