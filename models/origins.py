@@ -1,15 +1,16 @@
-"""Names of weights: who wrote a file, and its names under this project's.
+"""Names of weights: which program wrote a file, and our names for its names.
 
 | looks like | names | read as |
 | --- | --- | --- |
-| Hugging Face, or this project's bmtrain files | model.embed_tokens.weight, embed_tokens.weight | a dense CPM |
-| ModelCenter's Llama | input_embedding.weight, no bias table | a dense CPM |
-| CPM-Live's CPM-Bee, also in Hugging Face's format | position_bias.relative_attention_bias | a CPM-Bee |
-| CPM-Live's CPM-Ant | the same, prompt_embedding, segment_embedding | a CPM-Ant |
+| Hugging Face, or a file of this project | model.embed_tokens.weight, embed_tokens.weight | cpm |
+| ModelCenter's Llama | input_embedding.weight, no table of biases | cpm |
+| CPM-Live's CPM-Bee | the same, position_bias.relative_attention_bias | cpm-bee |
+| CPM-Bee in Hugging Face's format | the same behind cpmbee. | cpm-bee |
+| CPM-Live's CPM-Ant | as CPM-Bee, prompt_embedding, segment_embedding | cpm-ant |
 
-Others are refused, and the error says what they look like. "module." and "_orig_mod.", which
-DistributedDataParallel and torch.compile put in front, are left out.
-"""  # noqa: E501 - a table
+Other files are refused, and the error says what they look like. DistributedDataParallel and
+torch.compile put "module." and "_orig_mod." in front of names. These are left out.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _ROWS = 4096  # rows that are compared at once
 _EMBEDDINGS = ("embed_tokens.weight", "input_embedding.weight")
 HEAD = "lm_head.weight"
 
-# The fields that each dimension of a module's weights comes from. "*" and "+" combine fields.
+# The fields that each dimension of a module's weights comes from
 _VECTOR = ("hidden_size",)
 _WIDE = ("num_heads * head_dim", "hidden_size")
 _KV = ("num_kv_heads * head_dim", "hidden_size")
@@ -52,7 +52,7 @@ _DIMENSIONS = {
     "w_out": ("dim_model", "dim_ff"),
     **{f"layernorm_before_{name}": ("dim_model",) for name in ("attention", "ffn")},
 }
-# What parts of a name depend on
+# Fields that decide whether there is a weight, by the end of its name
 _SWITCHES = {
     "self_attn.q_proj.bias": "qkv_bias",
     "self_attn.o_proj.bias": "o_bias",
@@ -102,11 +102,7 @@ class Weights(Mapping[str, Tensor]):
         frequencies = {name for name in files if name.rpartition(".")[2] == _FREQUENCIES}
         self._origin = find_origin(files.keys() - frequencies, source)
         self._check_kind()
-        found = {
-            self._origin.ours(name): stored
-            for name, stored in files.items()
-            if name not in frequencies
-        }
+        found = self._rename({x: files[x] for x in files if x not in frequencies})
         self._check_layers(found)
         for name in sorted(frequencies):
             self._check_frequencies(name, files[name])
@@ -122,9 +118,14 @@ class Weights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._stored)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight, which is not read."""
-        return self._stored[name].shape
+    def _rename(self, files: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return tensors by our names. Raises ValueError if two have the same."""
+        found: dict[str, Stored] = {}
+        for name, stored in files.items():
+            if (ours := self._origin.ours(name)) in found:
+                raise ValueError(f"{self._source} has {ours} twice, once as {name}")
+            found[ours] = stored
+        return found
 
     def _check_kind(self) -> None:
         origin, model = self._origin, self._model
@@ -233,9 +234,7 @@ class Weights(Mapping[str, Tensor]):
         if len(got) != len(shape):
             return ""
         said = [
-            " ".join(
-                part if part in "*+" else self._model.value(part) for part in dimension.split()
-            )
+            " ".join(part if part == "*" else self._model.value(part) for part in dimension.split())
             for dimension, have, want in zip(dimensions, got, shape, strict=False)
             if have != want
         ]

@@ -475,6 +475,11 @@ def test_files_of_others_say_what_they_look_like(tmp_path, names, message):
     assert message in str(refused.value)
 
 
+def test_a_weight_under_two_names_is_not_dropped(folder):
+    with_weights(folder, norm__weight=torch.zeros(32))
+    assert "hf has norm.weight twice, once as " in refusal(folder)
+
+
 @pytest.mark.parametrize("key", ["model", "module", "state_dict"])
 def test_a_training_checkpoint_says_where_its_weights_are(tmp_path, weights, key):
     torch.save({key: weights, "optimizer": {"state": {}}}, tmp_path / "w.pt")
