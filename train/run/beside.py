@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.huggingface import read_config, read_json
+from models.huggingface import read_config
+from models.tensor_files import read_json
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from train.data.tokenizer_base import SPEC
 from train.run.same_tokenizer import TOKENIZER_FILES
