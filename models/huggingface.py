@@ -188,8 +188,11 @@ def _check_tokens(folder: Path, hf: dict[str, Any], config: CPMConfig) -> None:
     generation = read_json(other) if other.is_file() else {}
     for name in ("bos_token_id", "eos_token_id"):
         ids, generated = _token_ids(hf.get(name)), _token_ids(generation.get(name))
-        if beyond := sorted(token for token in ids | generated if token >= config.vocab_size):
-            raise ValueError(f"{name} is {beyond[0]}, beyond vocab_size {config.vocab_size}")
+        for found, place in ((ids, ""), (generated, f" in {other}")):
+            if max(found, default=0) >= config.vocab_size:
+                raise ValueError(
+                    f"{name} is {max(found)}{place}, beyond vocab_size {config.vocab_size}"
+                )
         if ids and generated and not ids & generated:
             raise ValueError(
                 f"{name} is {hf[name]}, but {generation[name]} in {other}: correct one of the files"

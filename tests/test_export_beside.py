@@ -231,7 +231,11 @@ def test_a_token_that_the_tokenizer_lacks_is_left_out(source, tmp_path):
     [
         ("special_tokens_map.json", {"bos_token": "</s>"}, "bos_token is '<s>' in .* and '</s>'"),
         ("chat_template.json", {"chat_template": "{{ x }}"}, "the chat templates of .* differ"),
-        ("generation_config.json", {"eos_token_id": [3, 300]}, "expected eos_token_id below .*300"),
+        (
+            "generation_config.json",
+            {"eos_token_id": [3, 300]},
+            "eos_token_id is 300 in .*generation_config",
+        ),
         ("generation_config.json", {"pad_token_id": "<pad>"}, "expected pad_token_id below"),
         ("tokenizer_config.json", {"model_max_length": "4K"}, "model_max_length as a number"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"3": "<x>"}}, "does not name tokens"),
