@@ -17,6 +17,7 @@ from bmt_burst import (
     burst_attn_func,
     burst_attn_varlen_func,
     nn,
+    shift_labels,
     simulate,
 )
 from tests.helpers import random_mask, random_qkv, run_ranks
@@ -120,9 +121,33 @@ def test_positions_start_anew_in_each_document():
     assert Mask.documents((0, 3, 9), window=2).positions().tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert Mask.window(5, 2).positions().equal(torch.arange(5))
     assert Mask.full(4).positions().dtype == torch.int64
-    # the second reaches back into the first
-    gaps = Mask(9, (Slice((2, 4), (2, 4), 0), Slice((3, 6), (5, 7))))
-    assert gaps.positions().tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1]
+    gaps = Mask(9, (Slice((2, 4), (2, 4), 0), Slice((4, 7), (4, 7), 0)))
+    assert gaps.positions().tolist() == [0, 1, 0, 1, 0, 1, 2, 0, 1]
+
+
+def test_trees_of_drafts_have_neither_positions_nor_next_tokens():
+    """Tokens 2 to 4 are one draft after tokens 0 and 1, and tokens 5 and 6 another one."""
+    first, second = Slice((0, 5), (0, 5), 0), (Slice((5, 7), (0, 2)), Slice((5, 7), (5, 7), 0))
+    tree = Mask(9, (first, *second))
+    for work, message in (
+        (tree.positions, "token 5 does not see token 4, as in a tree of drafts: pass positions"),
+        (
+            lambda: shift_labels(torch.arange(9), mask=tree),
+            "token 5 does not see token 4, as in a tree of drafts: make the labels from",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            work()
+    for mask in random_masks(200):
+        dense, wide = mask.dense(), [s for s in mask.slices if (s.low, s.high) != (0, 1)]
+        breaks = [
+            i
+            for start, stop in Mask(mask.seq_len, tuple(wide)).parts
+            if any(start <= s.q[0] < stop for s in wide)
+            for i in range(start + 1, stop)
+            if not dense[i, i - 1]
+        ]
+        assert mask.first_break == min(breaks, default=None)
 
 
 def test_parts_see_nothing_of_each_other():

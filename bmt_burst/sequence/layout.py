@@ -331,11 +331,13 @@ def shift_labels(
     tokens  integers of any shape, with the tokens of a sequence along `dim`
     mask    a mask for all sequences, or one for each row of tokens (B, S). The last token of each
             document also gets IGNORE_INDEX. Documents are the parts of a mask that see nothing of
-            each other.
+            each other. In them each token must see the token before it, as under causal masks,
+            windows of 2 or more, and prefixes. In a tree of drafts the next token is not t + 1.
 
     Call it before you shard: the successor of a shard's last token is on another rank. Raises
     TypeError for a dtype without negative numbers or anything but a Mask. Raises ValueError if
-    there is no dimension `dim`, or if masks have another number of tokens or rows.
+    there is no dimension `dim`, if masks have another number of tokens or rows, or if a token does
+    not see the one before it in its document.
     """
     dim = check_dim(tokens, dim)
     if tokens.dtype not in SIGNED:
@@ -368,4 +370,10 @@ def _last_tokens(mask: Mask, seq_len: int, device: torch.device) -> Tensor:
         raise TypeError(f"mask must be a Mask or one for each row, got {type(mask).__name__}")
     if mask.seq_len != seq_len:
         raise ValueError(f"expected a mask of {seq_len} tokens, got one of {mask.seq_len}")
+    if (token := mask.first_break) is not None:
+        raise ValueError(
+            "shift_labels expected documents in which each token sees the one before it, but token "
+            f"{token} does not see token {token - 1}, as in a tree of drafts: make the labels from "
+            "each token's children"
+        )
     return torch.tensor([stop - 1 for _, stop in mask.parts], device=device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import as_bool, as_int
-from .span import Span, length, shifted
+from .span import Span, length, merged, overlap, shifted
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
@@ -164,6 +164,22 @@ class Mask:
         return tuple(found + [(at, self.seq_len)] * (at < self.seq_len))
 
     @functools.cached_property
+    def first_break(self) -> int | None:
+        """The first token that does not see the token before it in its document, or None.
+
+        In a window of 1, where tokens see only themselves, that breaks nothing.
+        """
+        near = [s for s in self.slices if (s.low is None or s.low <= 1)]
+        ends = dict(
+            merged(overlap(s.q, shifted(s.kv, 1)) for s in near if s.high is None or s.high > 1)
+        )
+        wide = [s for s in self.slices if (s.low, s.high) != (0, 1)]
+        for start, stop in _connect_slices(wide):
+            if (reached := ends.get(start + 1, start + 1)) < stop:
+                return reached
+        return None
+
+    @functools.cached_property
     def transposed(self) -> Mask:
         """The mask with queries and keys exchanged. It has pair (i, j) if this mask has (j, i)."""
         flipped = [
@@ -176,8 +192,16 @@ class Mask:
         """Return the position of each token in its document, for rotary embedding: (seq_len,)
         int64.
 
-        Documents are `parts`.
+        Documents are `parts`. Raises ValueError unless each token of a document sees the token
+        before it, as under causal and full masks, windows of 2 or more, and prefixes. A tree of
+        drafts has no such positions.
         """
+        if (token := self.first_break) is not None:
+            raise ValueError(
+                "positions() expected documents in which each token sees the one before it, but "
+                f"token {token} does not see token {token - 1}, as in a tree of drafts: pass "
+                "positions of your own, such as the depth of each token"
+            )
         starts = torch.tensor([start for start, _ in self.parts])
         lengths = torch.tensor([length(span) for span in self.parts])
         return (torch.arange(self.seq_len) - starts.repeat_interleave(lengths)).to(device)
