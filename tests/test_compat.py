@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bmt_burst.compat.ring_flash_attn as compat
-from bmt_burst import Mask, Slice, simulate
+from bmt_burst import Mask, Scores, Slice, burst_attn_func, simulate
 from bmt_burst.compat.flash import _read_cached
 from tests.helpers import (
     attention_errors,
@@ -352,6 +352,28 @@ def what_each_says(size, work):
         return f"{error.type.__name__}: {error.value}"
 
     return simulate(size, caught)
+
+
+def test_the_refusal_of_alibi_shows_what_to_write():
+    """Its expressions, for documents of 5 and 7 tokens, give what flash-attn computes."""
+    q, k, v, _ = random_qkv(1, 12, 4, 4, 8, torch.float32)
+    mask, slopes = Mask.documents((0, 5, 12)), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    with pytest.raises(ValueError, match="expected alibi_slopes=None: ") as error:
+        compat.ring_flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+    found = re.search(r"scores=(.+) and bias=(.+)$", str(error.value))
+    names = {"Scores": Scores, "mask": mask, "torch": torch, "n": 7, "slopes": slopes}
+    scores, bias = (eval(text, names) for text in found.groups())
+    for work in (
+        lambda: burst_attn_func(q, k, v, causal=True, alibi_slopes=slopes),
+        lambda: burst_attn_func(q, k, v, causal=True, window=3),
+    ):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument .*: .*burst_attn_func"):
+            work()
+    got = burst_attn_func(q, k, v, 0.3, scores=scores, bias=bias)
+    distance = torch.arange(12).unsqueeze(1) - torch.arange(12)
+    added = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3 - slopes.view(-1, 1, 1) * distance.abs()
+    probs = added.masked_fill(~mask.dense(), -torch.inf).softmax(-1)
+    assert relative_error(got, torch.einsum("bhqk,bkhd->bqhd", probs, v)) < 1e-6
 
 
 WRONG = [

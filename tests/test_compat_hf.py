@@ -131,7 +131,7 @@ def test_what_is_wrong_is_said():
         "cu_seqlens must rise",
         "packed in one row, (1, tokens), got 2 rows",
         "attention_mask has padding",
-        "the mask has 16 tokens, the ranks hold 10",
+        "ends at 16, which is 8 tokens for each of 2 ranks: this rank has 5",
         "attention to both sides is not substituted",
     ]
     for said in run_ranks(2, misuse):

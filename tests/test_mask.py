@@ -609,7 +609,7 @@ def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
                 )
         for wrong in ((0, 11), (0, 5, 13)):
             with pytest.raises(
-                ValueError, match=rf"the mask has {wrong[-1]} tokens, the ranks hold 12"
+                ValueError, match=rf"cu_seqlens has {wrong[-1]} tokens, the ranks hold 12"
             ):
                 burst_attn_varlen_func(q, k, v, wrong, process_group=ring)
         return True

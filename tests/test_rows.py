@@ -199,7 +199,11 @@ def test_packed_documents_alone_and_without_lse():
             ValueError,
             "k and v must have the same batch, tokens and heads",
         ),
-        ({"cu_seqlens": (0, 30)}, ValueError, r"the mask has 30 tokens, the ranks hold 31: \[31\]"),
+        (
+            {"cu_seqlens": (0, 30)},
+            ValueError,
+            r"cu_seqlens has 30 tokens, the ranks hold 31: \[31\]",
+        ),
         ({"cu_seqlens": None}, TypeError, "cu_seqlens must be a sequence of whole numbers"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"causal": "yes"}, TypeError, "causal must be True or False, got 'yes'"),

@@ -458,7 +458,7 @@ MODELS = {  # what cannot be enabled
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9)),
         TypeError,
         "expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a "
-        "GPT2LMHeadModel$",
+        "GPT2LMHeadModel: call burst_attn_func in the attention of other models",
     ),
     "no head": (lambda: plain("Llama").model, TypeError, "expected one of .*, got a LlamaModel"),
     "inside": (
@@ -712,6 +712,11 @@ REFUSED = {  # by what is wrong on all ranks
     "dense mask": (
         {"attention_mask": torch.ones(2, 1, 37, 37)},
         "attention_mask must be of whole sequences, (2, 37), ",
+    ),
+    "positions of three axes": (
+        {"position_ids": torch.zeros(3, 1, 37, dtype=torch.int64)},
+        "position_ids must be of whole sequences, (2, 37) or (1, 37), got shape (3, 1, 37): "
+        "positions of several axes, as of multimodal models, are not supported",
     ),
     "left padding": (
         {"attention_mask": torch.arange(37).expand(2, -1).gt(3)},

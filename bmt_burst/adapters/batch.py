@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import check_tensor
-from ..calls.masking import check_lengths, expand_rows
+from ..calls.masking import check_lengths, check_seq_len, expand_rows
 from ..calls.options import Layouts, Masks
 from ..calls.terms import compare_terms
 from ..ranks.agreement import gather_terms
@@ -247,10 +247,8 @@ class _Part:
         for layout in layouts.values():
             check_lengths(layout, tokens)
         for mask in self.masks:
-            if mask is not None and mask.seq_len != seq_len:
-                raise ValueError(
-                    f"the mask has {mask.seq_len} tokens, the ranks hold {seq_len}: {tokens}"
-                )
+            if mask is not None:
+                check_seq_len(mask, tokens)
         marks = self._gather_marks(seq_len)
         if self.lengths is not None:
             marks["attention_mask"] = _mark_lengths(self.lengths, seq_len)

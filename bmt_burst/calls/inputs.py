@@ -159,8 +159,10 @@ def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
     check_tensor(name, x)
     if x.dim() != (3 if is_packed else 4):
         expected = "packed, (tokens" if is_packed else "(batch, tokens"
+        other = {3: "burst_attn_varlen_func takes packed documents", 4: "burst_attn_func batches"}
+        hint = f": {other[x.dim()]}" if x.dim() in other else ""
         raise ValueError(
-            f"{name} must be {expected}, heads, head size), got shape {tuple(x.shape)}"
+            f"{name} must be {expected}, heads, head size), got shape {tuple(x.shape)}{hint}"
         )
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
@@ -173,7 +175,10 @@ def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
 
 def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+        raise TypeError(
+            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them, "
+            "or call under torch.autocast"
+        )
     if not q.device == k.device == v.device:
         raise ValueError(
             f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
@@ -185,8 +190,10 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     for dim, meaning in ((0, "batch"), (1, "tokens"), (3, "head size")):
         if q.shape[dim] != k.shape[dim]:
+            hint = "; keys of other tokens, as in cross-attention, are not supported"
             raise ValueError(
                 f"q and k differ in {meaning}: shapes {tuple(q.shape)} and {tuple(k.shape)}"
+                f"{hint if dim == 1 else ''}"
             )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"k has {k.shape[2]} heads, which does not divide q's {q.shape[2]}")

@@ -18,6 +18,11 @@ from .options import Options
 
 _MOST_KEPT = 64  # stacked masks, stacked scores and balanced layouts, each
 
+_HINTS = {
+    "mask": ": make one of documents, windows or slices, such as Mask.documents(cu_seqlens)",
+    "scores": ": make them of a mask, such as Scores.by_distance(mask, distances)",
+}
+
 Item = TypeVar("Item", Mask, Scores, str | Layout)
 
 
@@ -30,6 +35,7 @@ class Masking:
     layout  a layout, or the name of one
     scores  the scores, if any; `mask` is then their mask
     rows    the batch size if the rows were stacked as one sequence, otherwise 0
+    packed  whether the mask was made of the cu_seqlens that the user passed
     """
 
     mask: Mask | None
@@ -37,6 +43,7 @@ class Masking:
     layout: str | Layout
     scores: Scores | None
     rows: int
+    packed: bool = False
 
     @property
     def fixes_lengths(self) -> bool:
@@ -47,15 +54,27 @@ class Masking:
         """Return the mask. Raises ValueError if it is not as long as the sequence of all ranks."""
         seq_len = sum(tokens)
         mask = self.mask or (Mask.causal if self.causal else Mask.full)(seq_len)
-        if mask.seq_len != seq_len:
-            raise ValueError(
-                f"the mask has {mask.seq_len} tokens, the ranks hold {seq_len}: {tokens}"
-            )
+        check_seq_len(mask, tokens, "cu_seqlens" if self.packed else "the mask")
         return mask
 
 
-def find_masking(options: Options, batch: int, size: int) -> Masking:
+def check_seq_len(mask: Mask, tokens: Sequence[int], name: str = "the mask") -> None:
+    """Raise ValueError unless the mask is as long as the sequence of all ranks.
+
+    tokens  the number of tokens of each rank
+    name    what the user passed
+    """
+    if mask.seq_len != (seq_len := sum(tokens)):
+        raise ValueError(
+            f"{name} has {mask.seq_len} tokens, the ranks hold {seq_len}: {tokens}; expected "
+            f"{name.removeprefix('the ')} of the whole sequence, identical on every rank"
+        )
+
+
+def find_masking(options: Options, batch: int, size: int, packed: bool = False) -> Masking:
     """Return the masking of a call with `batch` rows on `size` ranks.
+
+    packed  whether the mask was made of the cu_seqlens that the user passed
 
     Raises TypeError or ValueError for a mask, layout or scores that do not fit together.
     """
@@ -74,9 +93,8 @@ def find_masking(options: Options, batch: int, size: int) -> Masking:
             raise ValueError(f"expected a layout on {size} ranks, got one on {layout.size}")
     masks = masks or tuple(row.mask for row in scores)
     if all(len(set(rows)) <= 1 for rows in (masks, layouts, scores)):
-        return Masking(
-            masks[0] if masks else None, causal, layouts[0], scores[0] if scores else None, rows=0
-        )
+        mask = masks[0] if masks else None
+        return Masking(mask, causal, layouts[0], scores[0] if scores else None, 0, packed)
     mask, layout = _stack_rows(masks or _masks_of(layouts, causal), layouts, size)
     return Masking(mask, causal, layout, stack_scores(scores) if scores else None, rows=batch)
 
@@ -100,7 +118,7 @@ def expand_rows(
         if not isinstance(row, kinds) or row is given:
             raise TypeError(
                 f"{name} must be a {name.capitalize()} or one for each row, "
-                f"got {type(row).__name__}"
+                f"got {type(row).__name__}{_HINTS.get(name, '')}"
             )
     if len(rows) != batch:
         raise ValueError(f"{name} has {len(rows)} entries for a batch of {batch} rows")

@@ -14,6 +14,39 @@ from ..ranks.rings import Group, Rings, make_rings
 
 CALL = "a call of burst_attn_func"  # its name in the ranks' messages
 
+ALIBI = (
+    "for documents of at most n tokens, call burst_attn_func with "
+    "scores=Scores.by_distance(mask, torch.arange(1 - n, n).abs().int()) and "
+    "bias=-torch.arange(n, device=slopes.device).unsqueeze(1) * slopes"
+)
+_MASK = "burst_attn_func takes a mask, such as Mask.documents(cu_seqlens, window=window)"
+_VARLEN = "burst_attn_varlen_func takes packed documents, with one cu_seqlens"
+_BIAS = "a bias is a table, for the rows that scores name: see the docstring of burst_attn_func"
+# arguments of other packages' functions, and what to write here
+_INSTEAD = {
+    "alibi_slopes": ALIBI,
+    "attn_bias": _BIAS,
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "bias": _BIAS,
+    "cu_seqlens": _VARLEN,
+    "cu_seqlens_k": _VARLEN,
+    "cu_seqlens_q": _VARLEN,
+    "dropout_p": "attention over ranks has no dropout, so leave it out",
+    "enable_gqa": "k and v may have fewer heads without it",
+    "group": "write process_group",
+    "is_causal": "write causal",
+    "mask": _MASK,
+    "max_seqlen": _VARLEN,
+    "max_seqlen_k": _VARLEN,
+    "max_seqlen_q": _VARLEN,
+    "return_attn_probs": "write return_lse",
+    "scale": "write softmax_scale",
+    "scores": _BIAS,
+    "window": _MASK,
+    "window_size": f"{_MASK}, where flash-attn's (left, 0) is window=left + 1",
+}
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -60,6 +93,9 @@ def refuse_arguments(
 ) -> NoReturn:
     """Raise `error` as `refuse_call` does, in the group that the arguments name."""
     given = {**dict(zip(signature.parameters, args, strict=False)), **named}
+    unknown = named.keys() - signature.parameters.keys()
+    if hints := sorted({_INSTEAD[name] for name in unknown & _INSTEAD.keys()}):
+        error = TypeError(f"{error}: {'; '.join(hints)}")
     if "cu_seqlens" in signature.parameters:
         error = find_second_cu_seqlens(given.get("softmax_scale")) or error
     # the functions of compat call it group

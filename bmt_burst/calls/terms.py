@@ -135,7 +135,7 @@ def find_terms(rings: Rings, given: Given, options: Options) -> tuple[Inputs, Te
     tensors = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
     check_transforms("burst_attn_func", *(x for x in tensors if x is not None))
     if terms is None:
-        terms = _make_terms(rings, inputs, options, machine)
+        terms = _make_terms(rings, inputs, options, machine, given.is_packed)
         if len(known) >= _MOST_TERMS:
             known.clear()
         if key is not None:
@@ -152,18 +152,23 @@ def _describe_options(options: Options) -> tuple[Options, tuple[type, ...]]:
     return options, tuple(map(type, options))
 
 
-def _make_terms(rings: Rings, inputs: Inputs, options: Options, machine: Machine | None) -> Terms:
+def _make_terms(
+    rings: Rings, inputs: Inputs, options: Options, machine: Machine | None, is_packed: bool
+) -> Terms:
     q, k, rows = inputs.q, inputs.k, inputs.bias_rows
     if (rows is None) != (options.scores is None):
         got = "scores" if rows is None else "a bias"
-        raise ValueError(f"expected scores and bias together, got {got} alone")
+        raise ValueError(
+            f"expected scores and bias together, got {got} alone: scores say which row of the bias "
+            "each pair adds, as Scores.by_distance(mask, distances) does"
+        )
     options = check_options(options)
     check_device(rings, q)
     spec = _make_spec(options, inputs)
     if spec.softcap is not None and rows is not None:
         raise ValueError("expected softcap or a bias, got both: no kernel caps scores with a bias")
     kernel = pick(options.flash, q, k, spec)
-    masking = find_masking(options, len(q), rings.size)
+    masking = find_masking(options, len(q), rings.size, is_packed)
     _check_sparse(options, masking, rows is not None, inputs.choose_by is not None)
     if rows is not None and masking.scores is not None and masking.scores.num_rows > rows:
         raise ValueError(

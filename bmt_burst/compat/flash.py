@@ -21,7 +21,7 @@ from ..attention import burst_attn_func
 from ..base.arguments import as_bool, as_float, as_int, check_tensor
 from ..base.compiled import not_compiled
 from ..calls.inputs import unpack_tensor
-from ..calls.refusal import bind_arguments, refuse_arguments, refuse_call
+from ..calls.refusal import ALIBI, bind_arguments, refuse_arguments, refuse_call
 from ..ranks.rings import Group, Rings, make_rings
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice
@@ -72,10 +72,7 @@ class Options:
                 f"expected dropout_p=0, since dropout is not supported, got {self.dropout_p}"
             )
         if self.alibi_slopes is not None:
-            raise ValueError(
-                "expected alibi_slopes=None: pass scores and bias to bmt_burst.burst_attn_func "
-                "instead"
-            )
+            raise ValueError(f"expected alibi_slopes=None: {ALIBI}")
         if not isinstance(self.window_size, list | tuple) or len(self.window_size) != 2:
             raise TypeError(f"window_size must be (left, right), got {self.window_size!r}")
         left, right = (as_int("window_size", side) for side in self.window_size)
@@ -142,7 +139,7 @@ def attention(
     Batches have q (B, S, H, D), k and v (B, S, G, D), kv (B, S, 2, G, D), qkv (B, S, 3, H, D), out
     (B, S, H, D) and lse (B, H, S). Packed documents have q (T, H, D), k and v (T, G, D), kv (T, 2,
     G, D), qkv (T, 3, H, D), out (T, H, D) and lse (H, T). lse is fp32 (fp64 for fp64 inputs), and
-    no gradient flows through it.
+    has a gradient, unlike flash-attn's.
 
     place  finds the placement of the tokens, from the rings, q and causal
 

@@ -102,3 +102,10 @@ def _check(query: Tensor, attention_mask: Tensor | None, is_causal: bool) -> Non
         raise ValueError("attention to both sides is not substituted: expected a causal model")
     if len(query) != 1:
         raise ValueError(f"documents must be packed in one row, (1, tokens), got {len(query)} rows")
+    size = 1 if _state.rings is None else _state.rings.size
+    if query.shape[2] * size != _state.context.seq_len:
+        raise ValueError(
+            f"cu_seqlens of update_ring_flash_attn_params ends at {_state.context.seq_len}, which "
+            f"is {_state.context.seq_len // size} tokens for each of {size} ranks: this rank has "
+            f"{query.shape[2]}"
+        )

@@ -385,7 +385,7 @@ def _read_bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
         if cu_seqlens.device.type != "cpu":
             raise ValueError(
                 "cu_seqlens must be on the CPU, where its numbers are read, "
-                f"got {cu_seqlens.device}"
+                f"got {cu_seqlens.device}: make it there, or pass cu_seqlens.tolist()"
             )
         cu_seqlens = cu_seqlens.tolist()
     if isinstance(cu_seqlens, str | bytes) or not hasattr(cu_seqlens, "__iter__"):

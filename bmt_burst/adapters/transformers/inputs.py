@@ -90,11 +90,17 @@ class ForwardInputs:
             if x is None:
                 continue
             check_tensor(name, x)
-            expected = (whole, (1, self.seq_len)) if name == "position_ids" else (whole,)
+            expected = {whole, (1, self.seq_len)} if name == "position_ids" else {whole}
             if tuple(x.shape) not in expected:
+                texts = sorted(map(str, expected), reverse=True)
+                hint = (
+                    ": positions of several axes, as of multimodal models, are not supported"
+                    if name == "position_ids" and x.dim() > 2
+                    else ""
+                )
                 raise ValueError(
-                    f"{name} must be of whole sequences, {' or '.join(map(str, expected))}, "
-                    f"got shape {tuple(x.shape)}"
+                    f"{name} must be of whole sequences, {' or '.join(texts)}, "
+                    f"got shape {tuple(x.shape)}{hint}"
                 )
 
     def _targets(self) -> Tensor | None:
@@ -152,11 +158,13 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
     """Raise ValueError for arguments that are not supported for a part of a sequence."""
     if arguments.get("use_cache") or arguments.get("past_key_values") is not None:
         raise ValueError(
-            "use_cache and past_key_values need whole sequences, and these are cut over ranks"
+            "use_cache and past_key_values need whole sequences, and these are cut over ranks: "
+            "leave them out, or generate with a model that is not enabled"
         )
     if arguments.pop("output_attentions", None) or config.output_attentions:
         raise ValueError(
-            "output_attentions: attention over ranks never has all its probabilities at once"
+            "output_attentions: attention over ranks never has all its probabilities at once; "
+            "leave it out, or set it to False in the configuration"
         )
     if not getattr(config, "is_causal", True):
         raise ValueError(
@@ -172,13 +180,13 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
     ):
         raise ValueError(
             "output_router_logits: the loss of routers needs whole sequences, and these are cut "
-            "over ranks"
+            "over ranks; leave it out, or set it to False in the configuration"
         )
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ValueError(
             "logits_to_keep counts tokens of whole sequences, and these are cut over ranks: "
-            f"got {keep}"
+            f"expected 0, got {keep}; to skip tokens in the loss, make their labels {IGNORE_INDEX}"
         )
     if unknown := sorted(
         name for name, x in arguments.items() if x is not None and name not in _KNOWN
@@ -243,7 +251,8 @@ def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
     valid = padding.ne(0)
     if (valid[:, 1:] & ~valid[:, :-1]).any():
         raise ValueError(
-            "attention_mask has padding before other tokens: rows must be padded on the right"
+            "attention_mask has padding before other tokens: rows must be padded on the right, as "
+            "by a tokenizer with padding_side='right'"
         )
     if targets is not None and (targets.to(valid.device).ne(IGNORE_INDEX) & ~valid).any():
         raise ValueError(f"labels must be {IGNORE_INDEX} where attention_mask is 0")

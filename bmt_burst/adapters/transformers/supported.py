@@ -46,7 +46,10 @@ def check_model(model: Any) -> None:
         if name in _REFUSED:
             raise TypeError(f"{name} cannot be sequence parallel: {_REFUSED[name]}")
         known = ", ".join(base.__name__ for base in _FAMILIES)
-        raise TypeError(f"expected one of transformers' {known}, got a {name}{_hint(model)}")
+        raise TypeError(
+            f"expected one of transformers' {known}, got a {name}"
+            f"{_hint(model) or ': call burst_attn_func in the attention of other models'}"
+        )
     if not _has_forward_of(base, model):
         raise TypeError(
             f"this {name} has another forward than transformers' {base.__name__}, which would be "
