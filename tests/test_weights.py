@@ -294,7 +294,7 @@ def test_saved_rotary_frequencies_are_those_of_the_config(folder, weights):
         (2, 3, "eos_token_id is 2, but 3 in {}/generation_config.json"),
         ([2, 5], [3, 4], "eos_token_id is [2, 5], but [3, 4] in {}/generation_config.json"),
         (300, None, "eos_token_id is 300, beyond vocab_size 300"),
-        (None, [3, 400], "eos_token_id is 400 in .*, beyond vocab_size"),
+        (None, [3, 400], "eos_token_id is 400 in {}/generation_config.json, beyond vocab_size 300"),
         (2, [3, 2], None),
         (None, 3, None),
     ],
