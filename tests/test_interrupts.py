@@ -20,6 +20,7 @@ import pytest
 from tests.helpers import forkserver, run_as_main, run_script
 from tests.test_train import command, curve, folder, train  # noqa: F401
 from train.base.lock import lock
+from train.base.signals import STOPPING
 from train.checkpoints import checkpoint
 from train.run import launch
 
@@ -40,11 +41,11 @@ def test_a_folder_has_one_run_at_a_time(folder):
 
 @pytest.mark.parametrize(
     ("signum", "processes", "times"),
-    [(signal.SIGINT, 2, 2), (signal.SIGINT, 1, 2)],
+    [(signal.SIGINT, 2, 2), (signal.SIGINT, 1, 2), (signal.SIGUSR1, 2, 1)],
 )
 def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
-    """Once for all, though a terminal sends it to the launcher and to the ranks, and some launchers
-    twice.
+    """Once for all, though a terminal and Slurm send it to the launcher and to the ranks, and some
+    launchers twice.
     """
     name = f"signal-{signum}-{processes}"
     arguments = command(folder, name, processes=processes, sp_size=processes, steps=100_000)
@@ -62,10 +63,11 @@ def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
 
 def test_a_signal_before_training_ends_the_run_too(folder):
     arguments = command(folder, "early", processes=2, sp_size=2, steps=100_000)
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(arguments, **options, process_group=0)
     while len(children(run.pid)) < 2:
         time.sleep(0.02)
-    run.send_signal(signal.SIGTERM)
+    os.killpg(run.pid, signal.SIGUSR2)
     said, _ = run.communicate(timeout=600)
     assert run.returncode == 0, said
     assert "stopped before training began" in said or "to resume" in said
@@ -183,7 +185,7 @@ def _main_of_rank(
     if stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in STOPPING:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
     prepare()
@@ -320,7 +322,7 @@ def kill_rank(run: Started, rank: int) -> str:
     return said
 
 
-def test_ranks_die_with_torchruns_agent(folder):
+def test_ranks_save_and_end_when_torchruns_agent_dies_of_a_signal(folder):
     """And let go of the folder."""
     [python, *line] = command(folder, "agent", sp_size=2, steps=100_000)
     launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -329,9 +331,14 @@ def test_ranks_die_with_torchruns_agent(folder):
     wait_for_steps(folder / "agent", 2, agent)
     ranks = children(agent.pid)
     assert len(ranks) == 2
-    agent.kill()
-    agent.communicate()
+    for pid in (agent.pid, ranks[0]):  # one rank hears only that the agent died
+        os.kill(pid, signal.SIGUSR1)
+    said, _ = agent.communicate(timeout=600)
+    assert agent.returncode == -signal.SIGUSR1
     wait_until_ended(ranks)
+    steps = len(curve(folder, "agent"))
+    assert f"stopped after step {steps}; to resume, run the same command" in said
+    assert checkpoint.newest(folder / "agent") == folder / "agent" / f"step_{steps:08d}"
     lock(folder / "agent").close()
 
 

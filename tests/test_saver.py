@@ -128,7 +128,7 @@ def test_signals_to_stop_do_not_reach_the_process_that_writes(tmp_path, monkeypa
     monkeypatch.setattr(host_copy, "writer", program(tmp_path, text))
     background = saver.Background(8, CPU)
     entry = background.pool.submit(background.copy.result().write, tmp_path / "file").result()
-    assert entry["sha256"] == "1 2 15"  # SIGHUP, SIGINT and SIGTERM
+    assert entry["sha256"] == "1 2 10 12 15"  # SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM
     background.close()
 
 

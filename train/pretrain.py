@@ -5,8 +5,8 @@ r"""Pretrain a CPM, a CPM-Bee or a CPM-Ant on sequences that are cut over ranks.
     torchrun --nnodes 2 --nproc-per-node 8 ... train/pretrain.py --config run.toml
     python train/pretrain.py --processes 8 --stages stages.toml
 
-See --help for all options. On Ctrl-C, SIGTERM or SIGHUP the run finishes the step, saves a
-checkpoint, and every rank exits with code 0. --resume auto continues from there with the same
+See --help for all options. On Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 the run finishes
+the step, saves a checkpoint, and every rank exits with code 0. --resume auto continues from there with the same
 losses as an uninterrupted run. A second Ctrl-C ends the run at once, with code 130.
 """
 
@@ -29,7 +29,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from train.base.signals import die_with_parent, has_launcher
 
-    die_with_parent()  # early, since the parent may die while torch is imported
+    # early, since the parent may die while torch is imported
+    die_with_parent(agent_dies=signal.SIGTERM)
     if not has_launcher():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C prints no traceback
 

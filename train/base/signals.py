@@ -18,6 +18,9 @@ from train.base.files import leave_terminal, terminals
 LAUNCHER = "BMT_BURST_LAUNCHER"  # environment variable of a rank: its launcher's process id
 INTERRUPTED = 128 + signal.SIGINT  # exit code of a run that was ended at once
 NOTED = "stopping after this step; press Ctrl-C again to end the run now"
+# Signals that ask a run to stop, besides Ctrl-C. Slurm sends the last two before a time limit, if
+# --signal says so.
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _PR_SET_PDEATHSIG = 1
 # Seconds within which a second interrupt counts as the first one. A process may get one twice.
@@ -31,7 +34,7 @@ def has_launcher() -> bool:
 
 
 class StopSignal:
-    """A flag that SIGINT, SIGTERM and SIGHUP set instead of ending the process.
+    """A flag that SIGINT and the signals of STOPPING set instead of ending the process.
 
     received   a signal arrived, and `noted` was called
     insisted   a SIGINT arrived after it, and `insist` was called
@@ -49,9 +52,9 @@ class StopSignal:
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        signals = [signal.SIGTERM] if has_launcher() else [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signals.append(signal.SIGHUP)
+        signals = [*STOPPING] if has_launcher() else [signal.SIGINT, *STOPPING]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            signals.remove(signal.SIGHUP)
         for signum in signals:
             signal.signal(signum, lambda *_: None)
         self._signals = signals
@@ -108,16 +111,28 @@ class Interrupts:
         raise KeyboardInterrupt
 
 
-def die_with_parent() -> None:
-    """Let Linux kill this rank if its launcher or torchrun's agent is killed."""
-    launcher = os.environ.get(LAUNCHER)
-    if sys.platform != "linux" or not (launcher or "TORCHELASTIC_RUN_ID" in os.environ):
+def has_agent() -> bool:
+    """Whether torchrun started this process as a rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and not has_launcher()
+
+
+def die_with_parent(agent_dies: signal.Signals = signal.SIGKILL) -> None:
+    """Let Linux kill this rank if its launcher is killed, or send it `agent_dies` if torchrun's
+    agent is.
+
+    A rank that handles this signal can still save. torchrun's own process dies of SIGUSR1, for
+    example, which Slurm may send to all processes of a job.
+    """
+    if sys.platform != "linux":
         return
-    die_with(int(launcher) if launcher else os.getppid())
+    if has_agent():
+        die_with(os.getppid(), agent_dies)
+    elif has_launcher():
+        die_with(int(os.environ[LAUNCHER]))
 
 
-def die_with(parent: int) -> None:
-    """Let Linux kill this process when process `parent`, which started it, ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Let Linux send this process a signal when process `parent`, which started it, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         sys.exit("the process that started this one is gone")

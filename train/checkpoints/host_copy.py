@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from train.base.signals import STOPPING
 from train.checkpoints import writer
 from train.checkpoints.rank_file import RankFile
 
-SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_SIGNALS = {signal.SIGINT, *STOPPING}
 
 
 class HostCopy:
@@ -75,7 +76,7 @@ def ignore_signals() -> None:
     """Block signals to stop in this thread and in the processes that it starts. A terminal or a
     scheduler sends them to all processes, and the file is to be finished.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _allocate(descriptor: int, size: int) -> None:

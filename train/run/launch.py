@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from train.base import ranks
 from train.base.files import print_error
-from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, StopSignal
+from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, STOPPING, StopSignal
 from train.checkpoints import checkpoint
 from train.run.watchdog import EXIT_CODE
 
@@ -105,7 +105,7 @@ def _run_ranks(
     if not any(ended.values()):
         return 0
     # a rank that a signal killed did not handle signals yet
-    if stopping and any(-code in (signal.SIGTERM, signal.SIGHUP) for code in ended.values()):
+    if stopping and any(-code in STOPPING for code in ended.values()):
         print_error("stopped before training began" if outlook else "stopped")
         _kill(started)
         return 0
