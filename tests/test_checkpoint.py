@@ -278,12 +278,10 @@ def small_disk(tmp_path, monkeypatch):
     """A disk with room for `room` checkpoints; `run` is the folder on it."""
 
     def of(room: float):
-        size = checkpoint._count_bytes(save(tmp_path / "measure", 0, 1, 1))
+        size = checkpoint.count_bytes(save(tmp_path / "measure", 0, 1, 1))
 
         def usage(folder):
-            used = sum(
-                checkpoint._count_bytes(path) for path in checkpoint.listed(tmp_path / "run")
-            )
+            used = sum(checkpoint.count_bytes(path) for path in checkpoint.listed(tmp_path / "run"))
             return SimpleNamespace(free=room * size - used)
 
         monkeypatch.setattr(shutil, "disk_usage", usage)

@@ -19,6 +19,7 @@ from train.base import ranks
 from train.checkpoints.checkpoint import Checkpoint
 from train.data import remote, text
 from train.data.folder import Row, TokenFile
+from train.data.skips import Skips
 from train.data.stream import Sizes, Stream
 from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import ByteTokenizer
@@ -403,3 +404,19 @@ def test_a_file_that_cannot_be_opened_is_tried_again_unless_it_is_missing(monkey
     with pytest.raises(OSError, match="FileNotFoundError"):
         remote.open_remote("x://file")
     assert "trying again" not in capsys.readouterr().err and not answers
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_skipped_samples_change_no_row_for_any_number_of_groups(folder, monkeypatch, groups):
+    """A group then reads rows of several lanes. The stream is saved and restored in between."""
+    skips, share, saved = Skips(((13, 24), (24, 90))), 8 // groups, []
+    whole = take(opened(folder), range(130))
+    places = [place for place in range(130) if not 13 <= place < 90]
+    for samples in (range(24), range(24, 48)):
+        streams = [opened(folder) for _ in range(groups)]
+        for group, stream in enumerate(streams):
+            stream.restore(saved[0] if saved else {})
+            mine = [n for n in samples if n % 8 // share == group]
+            read = take(stream, [skips.place(n) for n in mine])
+            assert read == [whole[places[n]] for n in mine]
+        saved = states(monkeypatch, streams, skips.end(samples.stop))

@@ -6,8 +6,8 @@ r"""Pretrain a CPM, a CPM-Bee or a CPM-Ant on sequences that are cut over ranks.
     python train/pretrain.py --processes 8 --stages stages.toml
 
 See --help for all options. On Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 the run finishes
-the step, saves a checkpoint, and every rank exits with code 0. --resume auto continues from there with the same
-losses as an uninterrupted run. A second Ctrl-C ends the run at once, with code 130.
+the step, saves a checkpoint, and every rank exits with code 0. --resume auto continues from there
+with the same losses as an uninterrupted run. A second Ctrl-C ends the run at once, with code 130.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
@@ -44,11 +44,8 @@ from train.base.lock import lock
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
-from train.data.batches import Batches, Dealer, Work
-from train.data.folder import Sequences
+from train.data.batches import Dealer, Work
 from train.data.mixture import epochs, source_names, starting_over
-from train.data.shares import show_sources
-from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
 from train.planning.dry_run import advise, dry_run
 from train.registry import load
 from train.run import ending, resume
@@ -58,24 +55,23 @@ from train.run.clock import Clock
 from train.run.config import TrainConfig
 from train.run.description import describe_run
 from train.run.distributed import init_distributed
-from train.run.inputs import keep_documents_apart, open_inputs
+from train.run.evaluations import Evaluations, EvaluationStopped
+from train.run.inputs import check_same_data, keep_documents_apart, open_inputs
 from train.run.kinds import ModelConfig
 from train.run.launch import Restarts, launch
-from train.run.losses import LossSums, mean_losses, measure_losses
+from train.run.losses import LossSums, mean_losses
 from train.run.measure import count_work, measure_speed
 from train.run.metrics import Metrics, NoMetrics
+from train.run.output_folder import check_room, check_shared
 from train.run.profiling import Profiler
 from train.run.progress import Progress, Start
 from train.run.replacement import replace_process
 from train.run.same_tokenizer import check_folder, check_weights
-from train.run.schedule import learning_rate
+from train.run.schedule import is_due, learning_rate
 from train.run.stages import parse_run
+from train.run.time_limit import TimeLimit
 from train.run.wandb_run import WandbRun, check_installed
 from train.run.watchdog import Watchdog
-
-
-class _EvaluationStopped(Exception):
-    """A signal to stop arrived during an evaluation."""
 
 
 class Trainer:
@@ -90,7 +86,10 @@ class Trainer:
         ranks.together(lambda: machine_line(device))  # a wrong file is refused now, not in a save
         watchdog.alive("opening files and making groups")
         opened = ranks.together(lambda: open_inputs(config, device))
+        check_same_data(opened)
         self.lock = ranks.together(lambda: lock(self.root) if self.rank == 0 else None)
+        if config.needs_shared_output:
+            check_shared(self.root)
         ranks.together(lambda: watchdog.write_to(self.root / "stacks"))
         self.sp = ranks.together(lambda: make_groups(config, opened.training))
         self.batches: Dealer[Work] = ranks.together(
@@ -106,14 +105,16 @@ class Trainer:
         start = ranks.together(lambda: self._load(path) if path else self._start())
         self.progress, self.model, self.longest_row = start.progress, start.model, start.longest_row
         self.beside = start.beside
+        self.skips = self.batches.skips = start.skips
         self.saved_step = self.progress.step
-        self.subject = self._subject()
-        self.grid = Grid((config.seq_len,), seed=config.seed)
-        ranks.together(lambda: check_tasks(config.evaluation_tasks, self.subject, self.grid))
+        self.evaluations = Evaluations(
+            config, self.inputs, self.engine, self.batches, self._before_evaluated_batch
+        )
         self.clock = Clock(device)
         self.profiler = Profiler(config.profiled_steps, self.root / "profile", device)
         self.metrics = ranks.together(self._open_metrics)
         self.saver = make_saver(config, self.engine, self.inputs.tokenizer, watchdog)
+        self.limit, self.save_wanted = TimeLimit(config.time_limit), False
 
     def _load(self, path: Path) -> Start:
         """Load the checkpoint `path` into the engine."""
@@ -128,6 +129,7 @@ class Trainer:
             **{field.name: so_far.get(field.name, 0) for field in dataclasses.fields(Progress)}
         )
         model = resume.keep_length(inputs.model, saved.state)
+        skips = resume.choose_skips(config, so_far, progress)
         resume.print_changes(
             saved.state, self._identity(model), config, progress.step + 1, inputs.tokenizer
         )
@@ -140,7 +142,7 @@ class Trainer:
         saved.restore_rng(self.rank)
         inputs.training.restore(so_far.get("reading", {}))
         longest_row = max(config.seq_len, resume.longest_row(saved.state))
-        return Start(progress, model, longest_row, saved.state.get("beside"))
+        return Start(progress, model, longest_row, saved.state.get("beside"), skips)
 
     def _start(self) -> Start:
         """Load the weights of --init-from, if it is given."""
@@ -164,10 +166,10 @@ class Trainer:
         self.inputs.tokenizer.save(self.root / checkpoint.TOKENIZER)
         config, project = self.config, self.config.wandb
         wandb = WandbRun(project, self.root, self._identity(self.model)) if project else None
-        return Metrics(self.root, self.progress.step, config.steps, config.log_every, wandb)
+        return Metrics(self.root, self.progress.step, config.last_step, config.log_every, wandb)
 
     def run(self) -> bool:
-        """Train to the last step, or until a signal to stop. Return whether nothing is left to do.
+        """Train to the last step, or until the run must stop. Return whether nothing is left to do.
 
         Raises FloatingPointError on every rank if the run ends with several skipped steps. A single
         skipped step may be due to the loss scale.
@@ -185,20 +187,23 @@ class Trainer:
         config, progress = self.config, self.progress
         described = config, self.model, self.engine, self.sp, self.inputs, self.batches
         self._say(describe_run(*described, progress.step))
-        if progress.step >= config.steps:
-            self._say(f"there is nothing to do: step {progress.step} of {config.steps} is done")
+        if self.skips.ranges:
+            self._say(f"these sequences of the data are skipped: {self.skips}")
+        if progress.step >= config.last_step:
+            self._say(self._describe_end())
         stopping = self._is_stopping()
-        if self._evaluation_missing() and not stopping:
+        if self.evaluations.is_missing(progress.step, self.metrics) and not stopping:
             stopping = not self._evaluate()
-        while progress.step < config.steps and not stopping:
+        while progress.step < config.last_step and not stopping:
             stopping = self._train_step()
-            if self._is_last() or (
-                _due(progress.step, config.save_every) and not progress.skips_in_a_row
-            ):
+            saves = self.save_wanted or is_due(progress.step, config.save_every)
+            if self._is_last() or (saves and not progress.skips_in_a_row):
                 self._save()
-            if self._evaluation_due() and not stopping:
+            if self.evaluations.is_due(progress.step) and not stopping:
                 stopping = not self._evaluate()
-        if stopping:
+            if saves and not stopping:  # it may have taken long
+                stopping = self._is_stopping()
+        if stopping or progress.step == config.stop_after:
             self._save()
         self._say_profile(self.profiler.finish(progress.step))
         self._wait_for_save()
@@ -206,14 +211,42 @@ class Trainer:
         self.metrics.close()
         if self._is_last() and progress.skips_in_a_row > 1:
             raise FloatingPointError(progress.describe_skips("the run ended", config.lr))
-        return self._is_last() and not self._evaluation_missing()
+        missing = self.evaluations.is_missing(progress.step, self.metrics)
+        return self._is_last() and not missing
+
+    def _evaluate(self) -> bool:
+        return self.evaluations.run(self.progress.step, self.metrics)
 
     def _is_last(self) -> bool:
         return self.progress.step >= self.config.steps
 
+    def _describe_end(self) -> str:
+        """Return why no step is left."""
+        step, config = self.progress.step, self.config
+        said = f"there is nothing to do: step {step} of {config.steps} is done"
+        if step < config.steps:
+            said += f", and --stop-after is {config.stop_after}"
+        return said
+
     def _is_stopping(self) -> bool:
-        """Whether any rank received a signal to stop."""
-        return self.engine.sum([float(self.stop.received)])[0] > 0
+        """Whether the run must stop. Every rank must call this function."""
+        return self._decide(*self.engine.sum(self._signs()))
+
+    def _signs(self) -> list[float]:
+        """Return whether this rank received a signal to stop, whether it is late for --time-limit,
+        and whether it wants to know how long a save takes.
+        """
+        limit = self.limit
+        writing = self.saver.is_writing
+        wants_a_save = limit.wants_a_save and not writing
+        return [float(self.stop.received), float(limit.is_late(writing)), float(wants_a_save)]
+
+    def _decide(self, received: float, late: float, wants_a_save: float) -> bool:
+        """Return whether the run must stop, given the numbers of ranks with each of the signs."""
+        self.save_wanted = wants_a_save > 0
+        if late and not received:
+            self._say(self.limit.describe())
+        return received + late > 0
 
     def _save(self) -> None:
         """Save this step, unless it is saved already or the run saves nothing."""
@@ -241,15 +274,17 @@ class Trainer:
 
     def _say_saved(self) -> None:
         for saved in self.saver.take_saved():
+            self.limit.note_save(saved.seconds)
             self._say(str(saved))
 
     def _train_step(self) -> bool:
-        """Do one step. Return whether any rank received a signal to stop."""
+        """Do one step. Return whether the run must stop after it."""
         began, config, progress = time.perf_counter(), self.config, self.progress
+        self.limit.begin_step()
         self.watchdog.alive(f"reading for step {progress.step + 1}")
         self.profiler.begin(progress.step + 1)
         with self.clock.phase("data"):
-            last = progress.step + 1 == config.steps
+            last = progress.step + 1 == config.last_step
             micro_batches = self.batches.of_step(self.inputs.training, progress.samples, last)
             work = count_work(micro_batches, self.sp, self.engine, len(self.sources))
         loss, stops, of_sources = self._compute_gradients(micro_batches, max(work.targets, 1))
@@ -265,11 +300,14 @@ class Trainer:
         speed = measure_speed(config, self.model, self.sp, self.device, seconds, work.pairs)
         split = {f"{name}_s": seconds for name, seconds in phases.items()}
         read = {"samples": progress.samples, "tokens": progress.samples * config.seq_len}
-        past = epochs(self.inputs.training, progress.samples)
+        past = epochs(self.inputs.training, self.skips.end(progress.samples))
+        if self.skips.ranges:
+            past["data_skipped"] = self.skips.end(progress.samples) - progress.samples
         counts = {**work.counts, "balance": work.balance}
         self._record(**outcome, lr=lr, **read, **past, **counts, **speed, step_s=seconds, **split)
         self.metrics.progress(progress.step)
         self._say_profile(self.profiler.end(progress.step, seconds, phases))
+        self.limit.end_step()
         self._say_saved()
         return stops
 
@@ -278,17 +316,21 @@ class Trainer:
             self._say(table)
 
     def _take_samples(self) -> None:
-        """Count the samples of a step, and say which sources start over for the first time."""
-        before, data = self.progress.samples, self.inputs.training
-        self.progress.samples += self.config.batch_size
-        for name in starting_over(data, before, self.progress.samples):
-            self._say(f"step {self.progress.step}: {name} starts over, in a new order")
+        """Count the samples of a step. Say which sequences it skipped, and which sources start over
+        for the first time.
+        """
+        step, before, skips = self.progress.step, self.progress.samples, self.skips
+        after = self.progress.samples = before + self.config.batch_size
+        for start, end in skips.passed(before, after):
+            self._say(f"step {step}: skipped sequences {start}:{end} of the data")
+        for name in starting_over(self.inputs.training, skips.end(before), skips.end(after)):
+            self._say(f"step {step}: {name} starts over, in a new order")
 
     def _compute_gradients(
         self, micro_batches: Sequence[Work], targets: float
     ) -> tuple[float, bool, list[float]]:
         """Compute the gradients of the mean loss over `targets` targets of all ranks. Return that
-        loss, whether any rank received a signal to stop, and the summed losses of each source.
+        loss, whether the run must stop, and the summed losses of each source.
         """
         sums = LossSums(len(self.sources))
         for batch in micro_batches:
@@ -298,12 +340,13 @@ class Trainer:
             with self.clock.phase("backward"):
                 self.engine.backward(loss.sum() / targets)
             sums.add(batch, loss)
-        stops, failures, total, *of_sources = self.engine.sum(
-            [float(self.stop.received), float(self.saver.failed), *sums.read()]
+        mine = sums.read()  # waits for the device
+        received, late, wants_a_save, failures, total, *of_sources = self.engine.sum(
+            [*self._signs(), float(self.saver.failed), *mine]
         )
         if failures:
             self.saver.raise_failure()
-        return total / targets, stops > 0, of_sources
+        return total / targets, self._decide(received, late, wants_a_save), of_sources
 
     def _optimize(self, loss: float, lr: float) -> dict[str, float]:
         """Do an optimizer step, unless loss or gradients are not finite. Return values for the
@@ -331,79 +374,12 @@ class Trainer:
         self.progress.skips_in_a_row = 0
         return {"loss": loss, "grad_norm": grad_norm}
 
-    def _evaluation_due(self) -> bool:
-        return bool(self._evaluated_names()) and (
-            self._is_last() or _due(self.progress.step, self.config.eval_every)
-        )
-
-    def _evaluated_names(self) -> list[str]:
-        """Return the names of the numbers that an evaluation records."""
-        names = ["val_loss"] if self.inputs.validation else []
-        return names + [METRICS[task] for task in self.config.evaluation_tasks]
-
-    def _evaluation_missing(self) -> bool:
-        """Whether the current step was saved but not evaluated, because the run ended in
-        between.
-        """
-        if not self.progress.step or not self._evaluation_due():
-            return False
-        step = self.progress.step
-        recorded = all(self.metrics.has(step, name) for name in self._evaluated_names())
-        return not ranks.gather(recorded)[0]
-
-    def _subject(self) -> Subject:
-        """Return what --eval-tasks evaluate: this run's model."""
-        training, batches = self.inputs.training, cast(Batches, self.batches)
-        return Subject(
-            self.engine,
-            lambda length: batches,  # only rows of --seq-len are made
-            self.inputs.tokenizer,
-            training.identity.get("bos"),
-            cast(dict[str, Sequences], self.inputs.validation),
-            self._before_evaluated_batch,
-        )
-
-    def _evaluate(self) -> bool:
-        """Record the numbers of an evaluation. Return False if a signal to stop arrives
-        meanwhile.
-        """
-        try:
-            if self.inputs.validation:
-                self._evaluate_loss()
-            for task in self.config.evaluation_tasks:
-                self._evaluate_task(task)
-        except _EvaluationStopped:
-            self._say(f"step {self.progress.step}: evaluation stopped")
-            return False
-        return True
-
     def _before_evaluated_batch(self, doing: str) -> None:
-        """Give a sign of life. Raises _EvaluationStopped on every rank after a signal to stop."""
+        """Give a sign of life. Raises EvaluationStopped on every rank if the run must stop."""
         self.watchdog.alive(f"evaluation after step {self.progress.step}, {doing}")
         self._say_saved()
         if self._is_stopping():
-            raise _EvaluationStopped
-
-    def _evaluate_loss(self) -> None:
-        """Record the mean token loss over evenly spaced sequences, of all sources and of each."""
-        began, sources = time.perf_counter(), self.inputs.validation
-        self._say(f"step {self.progress.step}: evaluating on {show_sources(self.config.val_data)}")
-        alive = partial(self._before_evaluated_batch, "validation loss")
-        found = measure_losses(sources, self.batches, self.engine, alive)
-        self._record(**found)
-        mean, *others = (f"{name} {value:.4f}" for name, value in found.items())
-        said = ", ".join([mean.replace("val_loss", "validation loss"), *others])
-        seconds = time.perf_counter() - began
-        self._say(f"step {self.progress.step}: {said}, in {seconds:.1f} s")
-
-    def _evaluate_task(self, task: str) -> None:
-        """Record the number of a task of --eval-tasks."""
-        began, name = time.perf_counter(), METRICS[task]
-        result = evaluate(task, self.subject, self.grid)
-        value, by_source = result.value, result.by_source
-        self._record(**{name: value, **{f"{name}/{source}": x for source, x in by_source.items()}})
-        seconds = time.perf_counter() - began
-        self._say(f"step {self.progress.step}: {name} {value:.4f}, in {seconds:.1f} s")
+            raise EvaluationStopped
 
     def _state(self) -> dict[str, Any]:
         """Return the state of a checkpoint."""
@@ -415,7 +391,8 @@ class Trainer:
             "longest_row": self.longest_row,
             "beside": self.beside,
             "machine": machine_line(self.device),
-            "reading": self.inputs.training.state(self.progress.samples),
+            "reading": self.inputs.training.state(self.skips.end(self.progress.samples)),
+            "skip_data": list(self.skips.ranges),
             **self._identity(self.model),
         }
 
@@ -432,10 +409,6 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         self.metrics.say(text)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -457,8 +430,12 @@ def main(argv: Sequence[str]) -> int:
         if stages:
             stages.check(device)
             watchdog.program = stages.program
-        finished = _train(config, device, stop, watchdog)
-        variables = stages.leave(finished, stop) if stages else None
+        later = [stage.config for stage in stages.later] if stages else []
+        trainer = Trainer(config, device, stop, watchdog)
+        check_room(trainer.engine, trainer.progress.step, config, *later)
+        finished = _train(trainer)
+        stopping = stop.received or TimeLimit(config.time_limit).is_late()
+        variables = stages.leave(finished, stopping) if stages else None
         watchdog.alive("leaving the other ranks")
         dist.destroy_process_group()
     except Exception as error:
@@ -473,20 +450,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _train(config: TrainConfig, device: torch.device, stop: StopSignal, watchdog: Watchdog) -> bool:
-    """Train on this rank to the last step, or until a signal to stop. Return whether nothing is
+def _train(trainer: Trainer) -> bool:
+    """Train on this rank to the last step, or until the run must stop. Return whether nothing is
     left to do.
     """
-    trainer = Trainer(config, device, stop, watchdog)
+    config = trainer.config
     finished = trainer.run()
     if trainer.rank == 0 and not finished:
-        how = (
-            "to resume, run the same command with --resume auto"
-            if config.save
-            else "nothing was saved"
-        )
+        step, how = trainer.progress.step, "to resume, run the same command with --resume auto"
+        if config.stop_after is not None and step >= config.stop_after:
+            how += " and without --stop-after, or with a later step"
         with printing():
-            print(f"stopped after step {trainer.progress.step}; {how}")
+            print(f"stopped after step {step}; {how if config.save else 'nothing was saved'}")
     return finished
 
 

@@ -346,7 +346,7 @@ def _make_room(root: Path, keep_last: int) -> None:
     The newest one that is good and whole stays in any case. No more are removed than necessary.
     """
     there = listed(root)
-    wanted = _ROOM * max((_count_bytes(path) for path in there[:1]), default=0)
+    wanted = _ROOM * max((count_bytes(path) for path in there[:1]), default=0)
     if shutil.disk_usage(root).free >= wanted:
         return
     good = next((path for path, skips in _readable(root) if not skips and not damage(path)), None)
@@ -359,7 +359,7 @@ def _make_room(root: Path, keep_last: int) -> None:
             _remove(old)
 
 
-def _count_bytes(path: Path) -> int:
+def count_bytes(path: Path) -> int:
     """Return the bytes of a checkpoint."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 

@@ -80,6 +80,11 @@ class Saver:
         self._tell_outlook()
 
     @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is written in the background, or was since the last `take_saved`."""
+        return self._writing is not None
+
+    @property
     def failed(self) -> bool:
         """Whether this rank knows that saving failed."""
         futures = [self._writing, self._background and self._background.copy]

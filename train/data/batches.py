@@ -22,6 +22,7 @@ from models.config import CPMConfig
 from train.base.wording import counted
 from train.data.folder import Row
 from train.data.mixture import Mixture
+from train.data.skips import Skips
 from train.data.source import Source, Stored
 
 _LARGEST_DEFAULT = 8  # sequences
@@ -74,7 +75,11 @@ SomeWork = TypeVar("SomeWork", bound=Work)
 class Dealer(ABC, Generic[SomeWork]):
     """Deals whole sequences to data parallel groups. Raises ValueError for sizes that do not fit
     the ranks.
+
+    skips  the ranges of training data that are left out
     """
+
+    skips = Skips()
 
     def __init__(self, config: Settings, sp: SequenceParallel, device: torch.device):
         self.config, self.sp, self.device = config, sp, device
@@ -112,10 +117,10 @@ class Dealer(ABC, Generic[SomeWork]):
             yield chosen[start : start + size]
 
     def _of_samples(self, data: Source, samples: Sequence[int]) -> SomeWork:
-        sources = None
+        sources, places = None, [self.skips.place(sample) for sample in samples]
         if isinstance(data, Mixture):
-            sources = tuple(data.number_of(sample) for sample in samples)
-        return self._make(data, [data.of_sample(sample) for sample in samples], sources)
+            sources = tuple(data.number_of(place) for place in places)
+        return self._make(data, [data.of_sample(place) for place in places], sources)
 
     def _shard(self, wholes: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
         """Return this rank's part of each whole row (S,): (B, S_local)."""

@@ -37,7 +37,7 @@ def dry_run(argv: Sequence[str]) -> int:
 def _report(config: TrainConfig) -> str:
     """Return the plan of a run, and what is recommended if it does not fit."""
     planned = _plan(config)
-    tokens = float(config.steps * config.batch_size * config.seq_len)
+    tokens = float(config.last_step * config.batch_size * config.seq_len)
     parts = [describe(planned, Budget(tokens))]
     parts += [f"longest sequence with these options: {find_longest(planned):,} tokens"]
     if not planned.fits:

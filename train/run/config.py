@@ -23,6 +23,7 @@ from models.tensor_files import is_file
 from models.weights import Expected
 from train.base.wording import flag
 from train.data.shares import check_sources
+from train.data.skips import parse_range
 from train.evaluation.tasks import parse_tasks
 from train.registry import KINDS, Kind
 from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
@@ -31,6 +32,7 @@ from train.run.saving import check_saving, make_saving
 from train.run.schedule import SCHEDULES, check_schedule
 from train.run.starting import expected_weights, read_model
 from train.run.strategy import check_groups, check_strategy
+from train.run.time_limit import check_time_limit
 from train.run.wandb_run import check_project
 
 
@@ -53,6 +55,7 @@ _AT_LEAST_ONE = (
     "processes",
     "sp_size",
     "steps",
+    "stop_after",
     "keep_last",
     "inner_size",
     "ulysses_size",
@@ -280,6 +283,13 @@ class TrainConfig:
     )
 
     steps: int = option(1000, OPTIMIZER, "optimizer steps of the whole run")
+    stop_after: int | None = option(
+        None,
+        OPTIMIZER,
+        "save and stop after this step. The schedule is that of --steps, and --resume auto "
+        "continues it",
+        kind=int,
+    )
     lr: float = option(1e-3, OPTIMIZER, "peak learning rate")
     schedule: str = option(
         "wsd", OPTIMIZER, "learning rate after warm-up", choices=tuple(SCHEDULES)
@@ -319,6 +329,13 @@ class TrainConfig:
         "schedule. --resume auto continues a stage",
     )
     seed: int = option(0, RUN, "seed of starting weights and data order")
+    skip_data: str | None = option(
+        None,
+        RUN,
+        "FROM:TO, with --resume: leave out these sequences of the data order, counted from 0 as "
+        "--batch-size counts them, without TO. Steps and schedule stay. Checkpoints remember it",
+        kind=str,
+    )
     save: bool = option(True, RUN, "write checkpoints; otherwise a run leaves only its curves")
     save_every: int = option(
         200, RUN, "steps between checkpoints; the last step is always saved; 0: only the last"
@@ -357,6 +374,13 @@ class TrainConfig:
     timeout: float = option(
         1800.0, RUN, "seconds without a sign of life after which a rank prints its stacks and ends"
     )
+    time_limit: str | None = option(
+        None,
+        RUN,
+        "HH:MM, HH:MM:SS or D-HH:MM: save and stop before so much time is over since the start of "
+        "the command. Restarts and stages count",
+        kind=str,
+    )
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -369,6 +393,7 @@ class TrainConfig:
         self._check_choices()
         self.check_strategy(check_groups(self))
         check_schedule(self)
+        self._check_ends()
         self._check_records()
 
     def _check_ranges(self) -> None:
@@ -410,12 +435,27 @@ class TrainConfig:
             raise ValueError(
                 "--new-stage needs the checkpoint to start from: give --resume CHECKPOINT"
             )
+        if self.skip_data and self.resume == "never":
+            raise ValueError(
+                "--skip-data needs a checkpoint to resume from: give --resume auto or --resume "
+                "CHECKPOINT"
+            )
         if "positions" in self.evaluation_tasks and not self.val_data:
             raise ValueError("--eval-tasks positions needs --val-data, which is not given")
         if self.documents == "ignore" and self.bos not in ("auto", "none"):
             raise ValueError(
                 f"--bos {self.bos} does not go with --documents ignore, which makes rows one text"
             )
+
+    def _check_ends(self) -> None:
+        if self.stop_after is not None and self.stop_after > self.steps:
+            raise ValueError(
+                f"--stop-after {self.stop_after} is beyond --steps {self.steps}, the last step"
+            )
+        if self.skip_data:
+            parse_range(self.skip_data)
+        if self.time_limit:
+            check_time_limit(self.time_limit)
 
     def _check_records(self) -> None:
         if self.profile:
@@ -473,12 +513,22 @@ class TrainConfig:
     @property
     def saves_while_training(self) -> bool:
         """Whether checkpoints are due between steps, and may be written in the background."""
-        return self.save and self.save_in_background and 0 < self.save_every < self.steps
+        return self.save and self.save_in_background and 0 < self.save_every < self.last_step
+
+    @property
+    def needs_shared_output(self) -> bool:
+        """Whether all ranks write to --output or read from it."""
+        return self.save or self.resume != "never"
 
     @property
     def profiled_steps(self) -> range:
         """The steps of --profile."""
         return parse_steps(self.profile, self.steps) if self.profile else range(0)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the command ends: the last one, or that of --stop-after."""
+        return self.steps if self.stop_after is None else self.stop_after
 
     @property
     def warmup(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,26 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     training = _open_training(config, kind, model)
     validation = _open_validation(config, kind, model, training)
     return Inputs(kind, model, training, validation, load_tokenizer(training.folder))
+
+
+def check_same_data(inputs: Inputs) -> None:
+    """Check that all ranks opened the same data. Hosts may have copies on disks of their own. Every
+    rank must call this function.
+
+    Raises RankError on every rank otherwise.
+    """
+    opened = [*parts(inputs.training).values(), *inputs.validation.values()]
+    mine = [(str(data.folder), data.identity) for data in opened]
+    (host, first), *others = ranks.gather((socket.gethostname(), mine))
+    for rank, (other, theirs) in enumerate(others, start=1):
+        for (one, a), (two, b) in itertools.zip_longest(first, theirs, fillvalue=("nothing", {})):
+            for name in sorted({*a, *b}):
+                if a.get(name) != b.get(name):
+                    raise ranks.RankError(
+                        f"{two} of rank {rank} on {other} is other data than {one} of rank 0 on "
+                        f"{host}: expected {name} {a.get(name)}, got {b.get(name)}; give all hosts "
+                        "the same data"
+                    )
 
 
 def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | None) -> Inputs:

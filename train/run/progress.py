@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from train.base.wording import counted
+from train.data.skips import Skips
 from train.run.kinds import ModelConfig
 
 _CALMER = (
@@ -41,9 +42,11 @@ class Start:
     model        the configuration, with the length that resumed weights were made for
     longest_row  the length of the longest row in all stages
     beside       the record of what stood beside the weights of --init-from (train/run/beside.py)
+    skips        the ranges of the training data that are left out
     """
 
     progress: Progress
     model: ModelConfig
     longest_row: int
     beside: dict[str, Any] | None
+    skips: Skips = field(default_factory=Skips)

@@ -25,10 +25,12 @@ from train.base.wording import flag
 from train.checkpoints import checkpoint
 from train.data.mixture import flatten_identities
 from train.data.shares import show_sources
+from train.data.skips import Skips, parse_range
 from train.data.source import Source
 from train.data.tokenizer import Tokenizer
 from train.run.config import TrainConfig
 from train.run.kinds import config_of
+from train.run.progress import Progress
 from train.run.schedule import learning_rate
 
 _TECHNICAL = {
@@ -61,6 +63,8 @@ _TECHNICAL = {
     "log_every",
     "wandb",
     "profile",
+    "stop_after",
+    "time_limit",
 }  # settings that do not affect the result
 
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
@@ -92,6 +96,10 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
     if config.new_stage and path is None:
         raise ranks.RankError(
             f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one"
+        )
+    if path is None and config.skip_data:
+        raise ranks.RankError(
+            f"--skip-data {config.skip_data} needs a checkpoint to resume from, but {root} has none"
         )
     if path is None:
         return None
@@ -128,8 +136,31 @@ def check_state(saved: checkpoint.Checkpoint) -> None:
             raise ValueError(
                 f"expected {name} of {saved.path} to have names and values, got {values!r}"
             )
+    saved_skips(saved.state)
     if missing := [name for name in ("seq_len", "dtype") if name not in saved.state["config"]]:
         raise ValueError(f"expected config of {saved.path} to have {' and '.join(missing)}")
+
+
+def saved_skips(state: dict) -> Skips:
+    """Return the ranges of the data that a checkpoint's run leaves out. Older checkpoints have
+    none. Raises ValueError if the state has no such ranges.
+    """
+    try:
+        return Skips.of(state.get("skip_data", []))
+    except ValueError as error:
+        raise ValueError(f"skip_data of the checkpoint: {error}") from error
+
+
+def choose_skips(config: TrainConfig, state: dict, progress: Progress) -> Skips:
+    """Return the ranges of the data to leave out: those of a checkpoint's state, and --skip-data.
+
+    Raises ValueError if the run cannot leave out the sequences of --skip-data any more.
+    """
+    skips = saved_skips(state)
+    if config.skip_data is None:
+        return skips
+    remaining = max(config.steps - progress.step, 0) * config.batch_size
+    return skips.with_range(parse_range(config.skip_data), progress.samples, remaining)
 
 
 def begins_stage(config: TrainConfig) -> bool:
@@ -307,6 +338,7 @@ def print_changes(
     changed = {
         k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v
     }
+    changed.pop("skip_data", None)  # checkpoints remember it, and the run says so itself
     if changed:
         print("changed since the checkpoint:", _list_changes(changed, tokenizer), file=sys.stderr)
     if next_step <= config.steps:

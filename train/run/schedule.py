@@ -1,4 +1,4 @@
-"""Learning rate schedules, as pure functions of the step."""
+"""Learning rate schedules and other rhythms of a run, as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ def learning_rate(step: int, config: Settings) -> float:
     if step <= config.warmup:
         return config.lr * step / config.warmup
     return config.lr * SCHEDULES[config.schedule](step, config)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps is done after `step`; 0: never."""
+    return every > 0 and step % every == 0
 
 
 def _progress(step: int, config: Settings) -> float:

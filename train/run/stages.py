@@ -33,13 +33,12 @@ import torch
 
 from train.base import ranks
 from train.base.files import printing
-from train.base.signals import StopSignal
 from train.base.wording import counted, flag
 from train.checkpoints import checkpoint
 from train.data.batches import choose_micro_batch_size
 from train.run.config import TrainConfig
 from train.run.distributed import choose_engine
-from train.run.inputs import Inputs, keep_documents_apart, open_inputs
+from train.run.inputs import Inputs, check_same_data, keep_documents_apart, open_inputs
 from train.run.options import make_config, parse_options, read_file, read_values
 from train.run.replacement import agree_on_store
 from train.run.resume import changed_settings
@@ -49,9 +48,12 @@ from train.run.wandb_run import check_installed
 STAGE = "BMT_BURST_STAGE"  # environment variable of a replaced process: the number of its stage
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FOLDER = re.compile(r"\d\d+-.+")
-_COMMON = {"model", "init_from", "allow_other_tokenizer", "untie", "grow_vocabulary"} | {
-    *("processes", "restarts", "output")
+_COMMON = {
+    *("model", "init_from", "allow_other_tokenizer", "untie", "grow_vocabulary"),
+    *("processes", "restarts", "output", "time_limit"),
 }
+# options whose numbers are of one stage
+_OWN = {"skip_data", "stop_after"}
 _REFUSED = {
     "resume": "stages always resume where they stopped; to repeat steps, remove checkpoints",
     "new_stage": "each table of the file is a stage",
@@ -100,7 +102,12 @@ class Stages:
     @property
     def next(self) -> Stage | None:
         """The stage after the current one, if there is one."""
-        return next(iter(self.all[self.current.number :]), None)
+        return next(iter(self.later), None)
+
+    @property
+    def later(self) -> tuple[Stage, ...]:
+        """The stages after the current one."""
+        return self.all[self.current.number :]
 
     @property
     def program(self) -> str:
@@ -122,13 +129,13 @@ class Stages:
         """Return what the run leaves when it ends, as checkpoint.outlook does."""
         return checkpoint.outlook(_last_begun(self.all).folder)
 
-    def leave(self, finished: bool, stop: StopSignal) -> dict[str, str] | None:
+    def leave(self, finished: bool, stopping: bool) -> dict[str, str] | None:
         """Return the environment variables of the process that trains the next stage. Return None
         if there is none, or if this stage is not `finished`. Every rank must call this function.
 
-        After a signal to stop on any rank, the next stage does not begin.
+        If any rank is `stopping`, the next stage does not begin.
         """
-        if not finished or any(ranks.gather(stop.received)):
+        if not finished or any(ranks.gather(stopping)):
             if finished:
                 _say(f"stopped after stage {self.current.name}; to resume, run the same command")
             return None
@@ -149,18 +156,20 @@ class Stages:
                 "expected one file system for all hosts"
             )
         _say(self.describe())
-        ranks.together(lambda: self._check_inputs(device))
+        for inputs in ranks.together(lambda: self._check_inputs(device)):
+            check_same_data(inputs)
 
-    def _check_inputs(self, device: torch.device) -> None:
-        current, *later = self.all[self.current.number - 1 :]
+    def _check_inputs(self, device: torch.device) -> list[Inputs]:
+        """Return the inputs of this stage and of all that follow it."""
         with redirect_stderr(io.StringIO()):  # the stage repeats its warnings
-            first = _check_stage(current, device)
-        for stage in later:
+            opened = [_check_stage(self.current, device)]
+        for stage in self.later:
             warnings = io.StringIO()
             with redirect_stderr(warnings):
-                _check_stage(stage, device, first.folder)
+                opened.append(_check_stage(stage, device, opened[0].folder))
             for line in warnings.getvalue().splitlines():
                 print(f"stage {stage.name}: {line}", file=sys.stderr)
+        return opened
 
 
 def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | None]:
@@ -195,6 +204,10 @@ def read_stages(file: Path, given: Mapping[str, Any]) -> Stages:
     for name, reason in _REFUSED.items():
         if name in common and (name, common[name]) not in (("resume", "auto"), ("save", True)):
             raise ValueError(f"{flag(name)} does not go with --stages: {reason}")
+    if misplaced := sorted(common.keys() & _OWN):
+        raise ValueError(
+            f"{flag(misplaced[0])} is for one stage: give it in its table [[stage]] of {file}"
+        )
     if common.get("output") == "":
         raise ValueError("--output must not be empty")
     stages: list[Stage] = []
@@ -232,7 +245,7 @@ def _make_stage(
     if misplaced := sorted(own.keys() & (_COMMON | _REFUSED.keys())):
         raise ValueError(f"{where}: {misplaced[0]} is the same in all stages: put it at the top")
     root = Path(common.get("output", TrainConfig.output))
-    values = {**common, **own, "output": str(root / f"{number:02d}-{name}")}
+    values = {**common, **own, "output": str(root / f"{number:02d}-{name}"), "resume": "auto"}
     try:
         return Stage(number, name, TrainConfig(**values))
     except ValueError as error:

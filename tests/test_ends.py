@@ -1,0 +1,313 @@
+"""Runs that end before their last step, and runs that leave out data: one rank, in this process."""
+
+# ruff: noqa: F811 - settings is a fixture
+
+import dataclasses
+import json
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from models.cpm_live.config import PRESETS
+from tests.live import changed
+from tests.test_inputs import prepare
+from tests.test_trainer import alone, records, settings, train  # noqa: F401
+from train import make_vocabulary
+from train.base import ranks
+from train.checkpoints import checkpoint
+from train.cpm_live.batches import LiveBatches
+from train.cpm_live.tokenizers import AntGreedyTokenizer
+from train.data.batches import Batches
+from train.data.skips import Skips
+from train.data.stored import make_writer
+from train.data.text import make_reader
+from train.run import resume, time_limit
+from train.run.clock import Clock
+from train.run.config import TrainConfig
+from train.run.stages import parse_run
+from train.run.time_limit import TimeLimit, parse_duration
+
+
+def state_of(folder) -> dict:
+    return checkpoint.Checkpoint(checkpoint.newest(folder)).state
+
+
+def test_stop_after_keeps_the_schedule_and_the_run_resumes(settings, tmp_path, capsys):
+    """Also at a step that no save is due at, and with the same command again."""
+    options = {"steps": 5, "val_data": settings["data"], "eval_every": 2}
+    assert train(settings, **options, output=str(tmp_path / "whole"))
+    options |= {"save_every": 0, "resume": "auto"}
+    assert not train(settings, **options, stop_after=3)
+    assert state_of(tmp_path / "run")["step"] == 3
+    capsys.readouterr()
+    assert not train(settings, **options, stop_after=3)
+    said = capsys.readouterr().out
+    assert "there is nothing to do: step 3 of 5 is done, and --stop-after is 3" in said
+    assert train(settings, **options)
+    for name in ("loss", "lr", "val_loss"):
+        assert records(tmp_path / "run", name) == records(tmp_path / "whole", name)
+
+
+def test_a_step_is_named_once_for_one_stage(tmp_path, capsys):
+    stages = {"stage": [{"name": "a", "stop_after": 3}, {"name": "b", "skip_data": "3:9"}]}
+    (tmp_path / "stages.json").write_text(json.dumps(stages))
+    line = ["--stages", str(tmp_path / "stages.json"), "--output", str(tmp_path / "run")]
+    found = [stage.config for stage in parse_run(line)[1].all]
+    assert [(x.stop_after, x.skip_data) for x in found] == [(3, None), (None, "3:9")]
+    for option in (["--stop-after", "3"], ["--skip-data", "3:9"]):
+        with pytest.raises(SystemExit):
+            parse_run([*line, *option])
+        said = capsys.readouterr().err
+        assert f"{option[0]} is for one stage: give it in its table [[stage]] of {line[1]}" in said
+
+
+SKIP = {"skip_data": "20:30", "resume": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_after": 9, "steps": 8}, "--stop-after 9 is beyond --steps 8, the last step"),
+        ({"stop_after": 0}, "--stop-after must be at least 1, got 0"),
+        ({**SKIP, "skip_data": "30:30"}, "--skip-data must be FROM:TO, two numbers .* got '30:30'"),
+        ({**SKIP, "skip_data": "30"}, "--skip-data must be FROM:TO"),
+        ({**SKIP, "skip_data": "-3:3"}, "--skip-data must be FROM:TO"),
+        ({"skip_data": "20:30"}, "--skip-data needs a checkpoint to resume from: give --resume"),
+        *[({"time_limit": text}, "--time-limit must be") for text in ("90", "0:00", "1:60", "x")],
+    ],
+)
+def test_ends_that_contradict_the_run_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**options)
+
+
+def test_skips_map_samples_to_places():
+    """By brute force over ranges that touch and that do not."""
+    chance = random.Random(0)
+    for _ in range(50):
+        bounds = sorted(chance.sample(range(40), 6))
+        skips = Skips(tuple(zip(bounds[::2], bounds[1::2], strict=True)))
+        left_out = {x for start, end in skips.ranges for x in range(start, end)}
+        places = [x for x in range(100) if x not in left_out]
+        assert [skips.place(n) for n in range(50)] == places[:50]
+        assert [skips.end(n) for n in range(50)] == [0, *(x + 1 for x in places[:49])]
+        parts = [skips.passed(n, n + 7) for n in range(0, 70, 7)]
+        assert [x for part in parts for x in part] == list(skips.ranges)
+        assert Skips.of(json.loads(json.dumps(skips.ranges))) == skips
+    for stored in ([[3, 3]], [[5, 9], [7, 11]], [[1, 2, 3]], [[0, True]], "3:4", None):
+        with pytest.raises(ValueError, match="expected ranges"):
+            Skips.of(stored)
+
+
+def make_ants(tmp_path) -> dict:
+    """Instances of an Ant, and its options."""
+    words = (*make_vocabulary.SPECIAL["cpm-ant"], *"abcdef")
+    (tmp_path / "words.txt").write_text("".join(f"{word}\n" for word in words))
+    tokenizer = AntGreedyTokenizer(tmp_path / "words.txt")
+    writer, chance = make_writer(tmp_path / "ants", tokenizer), random.Random(0)
+    for _ in range(400):
+        text = "".join(chance.choices("abcdef", k=chance.randint(20, 60)))
+        writer.write([make_reader(tokenizer, "text").of_record({"text": text})])
+    writer.finish()
+    shape = {"dim_model": 32, "num_heads": 2, "dim_head": 16, "dim_ff": 48, "num_layers": 1}
+    ant = changed(PRESETS["cpm-ant-tiny"], **shape, vocab_size=40)
+    (tmp_path / "ant.json").write_text(json.dumps(ant.to_dict()))
+    return {"model": str(tmp_path / "ant.json"), "data": str(tmp_path / "ants"), "seq_len": 128}
+
+
+def make_lanes(tmp_path) -> dict:
+    """A stream of two lanes, and its options."""
+    (tmp_path / "in").mkdir()
+    for i in range(9):
+        lines = [json.dumps({"text": f"<{i}.{j}" + "x" * (i * j % 40)}) for j in range(60)]
+        (tmp_path / f"in/{i}.jsonl").write_text("\n".join(lines))
+    inputs = ("--stream", "--input", tmp_path / "in", "--output", tmp_path / "out")
+    prepare(*inputs, "--shuffle-tokens", 600)
+    return {"data": str(tmp_path / "out/train")}
+
+
+def make_mixture(tmp_path) -> dict:
+    return {"data": {"a": f"{tmp_path}/text:0.3", "b": f"{tmp_path}/other:0.7"}}
+
+
+SOURCES = {
+    "folder": lambda tmp_path: {},
+    "mixture": make_mixture,
+    "stream": make_lanes,
+    "ant": make_ants,
+}
+
+
+@pytest.fixture
+def rows_read(monkeypatch) -> list:
+    """The tokens of the rows that are trained on."""
+    rows: list = []
+    for dealer in (Batches, LiveBatches):
+        plain = dealer._make
+
+        def noted(self, data, made, sources=None, plain=plain):
+            rows.extend(
+                tuple(getattr(r, "tokens", getattr(r, "targets", None)).tolist()) for r in made
+            )
+            return plain(self, data, made, sources)
+
+        monkeypatch.setattr(dealer, "_make", noted)
+    return rows
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_skipped_data_is_left_out_once_for_all(name, settings, tmp_path, capsys, rows_read):
+    """The order of the rest is the same, whether the option is typed again or not. A second range
+    is in the same numbers.
+    """
+    settings |= SOURCES[name](tmp_path) | {"save_every": 1, "steps": 9}
+    train(settings, output=str(tmp_path / "whole"), save=False)
+    whole = rows_read[:]
+    assert len({*whole}) > 9
+    train(settings, stop_after=2)
+    first, second = {"skip_data": "5:8"}, {"skip_data": "11:14"}
+    settings |= {"steps": 6, "resume": "auto"}
+    for step, options in ((3, first), (4, {}), (5, second), (6, first)):
+        rows_read.clear()
+        capsys.readouterr()
+        assert train(settings, **options, stop_after=step) == (step == 6)
+        said, state = capsys.readouterr(), state_of(tmp_path / "run")
+        ranges = [[5, 8]] if step < 5 else [[5, 8], [11, 14]]
+        places = [x for x in range(18) if not any(a <= x < b for a, b in ranges)]
+        assert rows_read[:2] == [whole[x] for x in places[2 * step - 2 : 2 * step]]
+        assert (state["samples"], state["skip_data"]) == (2 * step, ranges)
+        shown = ", ".join(f"{a}:{b}" for a, b in ranges)
+        assert f"these sequences of the data are skipped: {shown}\n" in said.out
+        passed = {3: "5:8", 5: "11:14"}.get(step)
+        assert ("skipped sequences" in said.out) == bool(passed)
+        assert not passed or f"step {step}: skipped sequences {passed} of the data" in said.out
+        assert "--skip-data" not in said.err
+    assert records(tmp_path / "run", "data_skipped") == {3: 3, 4: 3, 5: 6, 6: 6}
+    assert records(tmp_path / "run", "samples") == {step: 2 * step for step in range(1, 7)}
+
+
+def test_ranges_that_cannot_be_skipped_any_more_are_refused(settings, tmp_path):
+    settings |= {"resume": "auto", "save_every": 1, "steps": 6}
+    with pytest.raises(ranks.RankError, match=r"--skip-data 3:9 needs a checkpoint .*run has none"):
+        train(settings, skip_data="3:9")
+    train(settings, stop_after=2)
+    for given, message in (
+        ("3:9", "--skip-data 3:9 has sequences that were read already: the checkpoint has read "
+         "the first 4 sequences of the data; .* skip from 4 on"),
+        ("12:13", "--skip-data 12:13 is after the sequences that the run reads, up to 12"),
+    ):  # fmt: skip
+        with pytest.raises(ranks.RankError, match=message):
+            train(settings, skip_data=given)
+    assert not train(settings, skip_data="4:8", stop_after=3)
+    for given, message in (
+        ("5:9", "--skip-data 5:9 has sequences that were read already"),
+        ("4:9", "--skip-data 4:9 has sequences that were read already"),
+    ):
+        with pytest.raises(ranks.RankError, match=message):
+            train(settings, skip_data=given)
+    with pytest.raises(ValueError, match="--skip-data 6:9 overlaps 7:8, which the checkpoint says"):
+        Skips(((7, 8),)).with_range((6, 9), 4, 100)
+
+
+def test_a_new_stage_may_skip_what_the_one_before_has_read(settings, tmp_path, rows_read):
+    train(settings)
+    stage = {"resume": str(checkpoint.newest(tmp_path / "run")), "new_stage": True}
+    read, rows_read[:] = rows_read[:], []
+    train(settings, **stage, output=str(tmp_path / "b"), skip_data=f"0:{len(read)}")
+    assert len(rows_read) == len(read) and not {*rows_read} & {*read}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("12:30", 45000), ("0:05", 300), ("00:00:07", 7), ("100:00", 360000), ("2-0", 172800),
+     ("1-02:03", 93780), ("1-02:03:04", 93784)],
+)  # fmt: skip
+def test_durations_are_written_as_for_slurm(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """A clock that stands still, of a command that started 100 s before."""
+    clock = SimpleNamespace(now=0.0)
+    fake = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr(time_limit, "time", fake)
+    monkeypatch.setattr(time_limit, "running_time", lambda: clock.now + 100.0)
+    return clock
+
+
+def test_a_run_stops_while_two_steps_and_a_save_fit(clock):
+    limit = TimeLimit("0:10")
+    assert not limit.wants_a_save
+    for _ in range(2):
+        limit.begin_step()
+        clock.now += 20
+        limit.end_step()
+    limit.note_save(40)
+    limit.note_save(10)
+    needed = 2 * 20 + 1.25 * 40 + 5
+    for writing, saves in ((False, 0), (True, 1)):
+        clock.now = 500 - needed - saves * 1.25 * 40 - 0.1
+        assert not limit.is_late(writing)
+        clock.now += 0.2
+        assert limit.is_late(writing)
+    limit.begin_step()
+    clock.now = 500 - 45 - 85  # a step of 45 s so far
+    assert not limit.is_late()
+    clock.now += 45
+    assert limit.is_late()
+    clock.now = 480.0
+    assert limit.describe() == "stopping: 20 s of --time-limit 0:10 are left, a save takes 40 s"
+
+
+def test_the_limit_counts_from_the_start_of_the_command(monkeypatch):
+    """Of this process, or of the one that started the ranks."""
+    monkeypatch.delenv("BMT_BURST_LAUNCHER", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    mine = time_limit.running_time()
+    assert time.process_time() < mine < time.process_time() + 3600
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert time_limit.running_time() > mine
+
+
+def test_a_run_saves_once_to_know_its_time_and_stops_in_time(
+    settings, tmp_path, monkeypatch, clock, capsys
+):
+    """Each step takes 50 s of 500, and no save is due before the last one."""
+
+    def read(self):
+        clock.now += 50
+        return {}
+
+    monkeypatch.setattr(Clock, "read", read)
+    settings |= {"steps": 50, "save_every": 0, "resume": "auto", "time_limit": "0:10"}
+    assert not train(settings)
+    assert list(records(tmp_path / "run")) == [*range(1, 10)]
+    steps = [int(path.name[-2:]) for path in checkpoint.listed(tmp_path / "run")]
+    assert steps == [9, 6]
+    assert "stopping: 100 s of --time-limit 0:10 are left, a save" in capsys.readouterr().out
+    clock.now = 496.0
+    assert not train(settings)  # too late for a step
+    assert state_of(tmp_path / "run")["step"] == 9
+
+
+def test_a_limit_stops_an_evaluation(settings, tmp_path, monkeypatch, clock):
+    plain = Batches.of_evaluation
+
+    def slowly(batches, data):
+        for batch in plain(batches, data):
+            clock.now += 300
+            yield batch
+
+    monkeypatch.setattr(Batches, "of_evaluation", slowly)
+    options = {"val_data": settings["data"], "eval_every": 2, "time_limit": "0:10"}
+    assert not train(settings, **options)
+    assert state_of(tmp_path / "run")["step"] == 2
+    assert not records(tmp_path / "run", "val_loss")
+
+
+def test_the_settings_of_an_end_do_not_count_as_changes():
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert {"stop_after", "time_limit"} <= resume._TECHNICAL <= names

@@ -1,0 +1,151 @@
+"""Checks before the first step: one output and one text for all ranks, and room for checkpoints."""
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers import run_ranks
+from tests.test_checkpoint import alone, save  # noqa: F401
+from train.base import ranks
+from train.checkpoints import checkpoint
+from train.checkpoints.rank_file import RankFile
+from train.run import output_folder
+from train.run.config import TrainConfig
+from train.run.inputs import check_same_data
+
+# ruff: noqa: F811 - alone is a fixture
+
+
+class Text:
+    """The facts of a folder that is opened."""
+
+    def __init__(self, folder: str, digest: str):
+        self.folder, self.identity = Path(folder), {"seq_len": 61, "digest": digest}
+
+
+def report(check, *arguments) -> str:
+    try:
+        check(*arguments)
+    except (ranks.RankError, ValueError) as error:
+        return str(error)
+    return "passed"
+
+
+def check_on_a_rank(rank: int, folder: Path) -> list[str]:
+    """What a rank says of an output that both share, of outputs of their own, of an output to which
+    rank 1 cannot write, and of texts that differ or do not.
+    """
+    output_folder._PATIENCE = 0.0
+    (folder / f"own-{rank}").mkdir()
+    said = [report(output_folder.check_shared, folder / "shared")]
+    said.append(report(output_folder.check_shared, folder / f"own-{rank}"))
+    plain = Path.write_text
+
+    def write(path: Path, text: str) -> None:
+        if path.name == "rank_00001":
+            raise PermissionError(13, "Permission denied")
+        plain(path, text)
+
+    Path.write_text = write
+    said.append(report(output_folder.check_shared, folder / "shared"))
+    Path.write_text = plain
+    dist.barrier()
+    for digest in ("a", "ab"[rank]):
+        opened = SimpleNamespace(training=Text("x", "c"), validation={"": Text("y", digest)})
+        said.append(report(check_same_data, opened))
+    return said
+
+
+def test_hosts_that_do_not_share_output_or_data_are_told_before_the_first_step(tmp_path):
+    (tmp_path / "shared").mkdir()
+    said, others = run_ranks(2, check_on_a_rank, tmp_path)
+    assert said == others
+    host = os.uname().nodename
+    assert said[0] == "passed"
+    expected = f"rank 1: {host} does not see in {tmp_path}/own-1 what rank 0 on {host} wrote there"
+    assert said[1].startswith(expected) and "--no-save" in said[1]
+    assert said[2].startswith("rank 1: [Errno 13] Permission denied: ")
+    assert said[3] == "passed"
+    assert said[4] == (
+        f"y of rank 1 on {host} is other data than y of rank 0 on {host}: expected digest a, got "
+        "b; give all hosts the same data"
+    )
+    assert [*tmp_path.glob("*/.*")] == [], "nothing is left"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"steps": 10, "save_every": 4}, [3, 2, 2, 1, 1, 0]),
+        ({"steps": 8, "save_every": 4}, [2, 1, 1, 0, 0, 0]),
+        ({"steps": 10, "save_every": 0}, [1, 1, 1, 1, 1, 0]),
+        ({"steps": 10, "save_every": 4, "stop_after": 5}, [2, 1, 0, 0, 0, 0]),
+        ({"steps": 10, "save_every": 1, "save": False}, [0] * 6),
+    ],
+)
+def test_saves_are_counted(options, expected):
+    config = TrainConfig(warmup_steps=0, **options)
+    found = [output_folder.count_saves(config, step) for step in (0, 4, 5, 8, 9, 10)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 4])
+@pytest.mark.parametrize("there", [0, 1, 3])
+def test_a_disk_without_room_is_told_before_the_first_step(
+    tmp_path, alone, monkeypatch, keep_last, there
+):
+    """If and only if a save would fail, by saving to a disk with room for so many checkpoints."""
+    size = checkpoint.count_bytes(save(tmp_path / "measure", 0, 1, 1))
+    run, plain, room = tmp_path / "run", RankFile.write, 0.0
+
+    def usage(folder):
+        used = sum(map(checkpoint.count_bytes, checkpoint.listed(run)))
+        return SimpleNamespace(free=room * size - used)
+
+    def write(file, path):
+        if usage(run).free < size:
+            raise OSError(28, "No space left on device")
+        return plain(file, path)
+
+    for steps in (1, 2, 5):
+        for room in range(there, 7):
+            shutil.rmtree(run, ignore_errors=True)
+            run.mkdir()
+            for step in range(there):
+                save(run, 0, 1, step, keep_last=9)
+            config = TrainConfig(
+                output=str(run), keep_last=keep_last, save_every=1, steps=steps, warmup_steps=0
+            )
+            with monkeypatch.context() as patch:
+                patch.setattr(shutil, "disk_usage", usage)
+                patch.setattr(RankFile, "write", write)
+                found = report(output_folder._check_room, size, [(config, steps)])
+                try:
+                    for step in range(steps):
+                        save(run, 0, 1, there + step, keep_last=keep_last)
+                    expected = "passed"
+                except checkpoint.CheckpointError as error:
+                    expected = str(error)
+            assert (found == "passed") == (expected == "passed"), (steps, room, found, expected)
+
+
+def test_room_is_for_all_stages(tmp_path, monkeypatch):
+    """On the disk of each. Files of a save that was killed count as free."""
+    usage = SimpleNamespace(free=500)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    stages = [TrainConfig(output=str(tmp_path / name), save_every=1) for name in "ab"]
+    (tmp_path / "a").mkdir()
+    wanted = [(stage, 9) for stage in stages]
+    assert report(output_folder._check_room, 125, wanted) == "passed"
+    message = report(output_folder._check_room, 2**30, wanted)
+    needs = "2 of 1.00 GiB need 2.00 GiB, and 0.00 GiB are free"
+    assert f"{tmp_path}/a has no room for the checkpoints of this run: {needs}" in message
+    usage.free = 499
+    assert "4 of 0.00 GiB" in report(output_folder._check_room, 125, wanted)
+    (tmp_path / "a/.step_00000001.partial").mkdir()
+    (tmp_path / "a/.step_00000001.partial/file").write_bytes(b"1")
+    assert report(output_folder._check_room, 125, wanted) == "passed"

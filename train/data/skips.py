@@ -1,0 +1,103 @@
+"""Ranges of the data order that a run leaves out (--skip-data), after a loss spike for example.
+
+A sample is the n-th sequence that the run reads. Its place is the sequence's number in the order of
+the data. Both are equal until the first range. Places never change, so a second range is given in
+the same numbers, and the order does not depend on when a run was resumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from train.base.wording import counted
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Ranges of places that are left out. They rise and are apart. The end of a range is read."""
+
+    ranges: tuple[Range, ...] = ()
+
+    @classmethod
+    def of(cls, ranges: object) -> Skips:
+        """Return the ranges that a checkpoint stores. Raises ValueError for anything else."""
+        if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
+            raise ValueError(f"expected ranges [FROM, TO], got {ranges!r}")
+        bounds = [place for start, end in ranges for place in (start, end)]
+        if bounds != sorted(bounds):
+            raise ValueError(f"expected ranges that rise and are apart, got {ranges!r}")
+        return cls(tuple((start, end) for start, end in ranges))
+
+    @property
+    def count(self) -> int:
+        """The number of sequences in all ranges."""
+        return sum(end - start for start, end in self.ranges)
+
+    def place(self, sample: int) -> int:
+        """Return the place of a sample."""
+        for start, end in self.ranges:
+            if sample >= start:
+                sample += end - start
+        return sample
+
+    def end(self, samples: int) -> int:
+        """Return the place after the last of the first `samples` samples."""
+        return self.place(samples - 1) + 1 if samples else 0
+
+    def passed(self, before: int, after: int) -> list[Range]:
+        """Return the ranges that are left out between two numbers of samples."""
+        first, last = self.end(before), self.end(after)
+        return [(start, end) for start, end in self.ranges if first <= start and end <= last]
+
+    def with_range(self, given: Range, samples: int, remaining: int) -> Skips:
+        """Return these ranges and the one `given`. The run has read `samples` samples and will read
+        `remaining` others.
+
+        Raises ValueError if the run has read sequences of the range, if it would not reach it, or
+        if it overlaps others.
+        """
+        if given in self.ranges:
+            return self
+        start, end = given
+        named, read, last = (
+            f"--skip-data {start}:{end}",
+            self.end(samples),
+            self.end(samples + remaining),
+        )
+        if start < read:
+            raise ValueError(
+                f"{named} has sequences that were read already: the checkpoint has read the first "
+                f"{counted(read, 'sequence')} of the data; resume from an earlier one, or skip "
+                f"from {read} on"
+            )
+        if others := [f"{a}:{b}" for a, b in self.ranges if a < end and start < b]:
+            raise ValueError(
+                f"{named} overlaps {', '.join(others)}, which the checkpoint says is skipped"
+            )
+        if start >= last:
+            raise ValueError(f"{named} is after the sequences that the run reads, up to {last}")
+        return Skips(tuple(sorted((*self.ranges, given))))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{start}:{end}" for start, end in self.ranges)
+
+
+def parse_range(text: str) -> Range:
+    """Return the range of --skip-data. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise ValueError(
+            "--skip-data must be FROM:TO, two numbers of sequences as in 4000:4800, of which the "
+            f"first is smaller, got {text!r}"
+        )
+    return int(match[1]), int(match[2])
+
+
+def _is_range(value: object) -> bool:
+    return (
+        isinstance(value, Sequence) and len(value) == 2 and all(type(x) is int for x in value)
+    ) and 0 <= value[0] < value[1]

@@ -1,0 +1,114 @@
+"""The end of a run before its --time-limit, with time to save.
+
+The limit counts from the start of the process that started the ranks: torchrun, or pretrain.py
+--processes. So it spans restarts and stages. Each rank compares the time left with the time that it
+needs, by measured steps and saves. The ranks stop together as soon as one of them is late.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from train.base.signals import has_agent, has_launcher
+
+_FORMS = (
+    r"(?P<h>\d+):(?P<m>[0-5]?\d)(:(?P<s>[0-5]?\d))?",
+    r"(?P<d>\d+)-(?P<h>\d+)(:(?P<m>[0-5]?\d)(:(?P<s>[0-5]?\d))?)?",
+)
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_KEPT = 16  # steps and saves of which the longest counts
+_STEPS = 2  # the rest of one, and another one, until the ranks decide again
+_SLOWER = 1.25  # the next save, relative to the longest one
+_LEAVING = 5.0  # seconds in which the ranks leave each other and their processes end
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of --time-limit. Raises ValueError for any other form."""
+    match = next(filter(None, (re.fullmatch(form, text) for form in _FORMS)), None)
+    parts = match.groupdict(default="0") if match else {}
+    seconds = sum(_SECONDS[unit] * int(count) for unit, count in parts.items())
+    if not seconds:
+        raise ValueError(
+            "--time-limit must be hours and minutes as in 12:00, or HH:MM:SS, D-HH, D-HH:MM or "
+            f"D-HH:MM:SS, and more than 0, got {text!r}"
+        )
+    return float(seconds)
+
+
+def check_time_limit(text: str) -> None:
+    """Raise ValueError for a --time-limit that is no duration, or on another system than Linux."""
+    parse_duration(text)
+    if sys.platform != "linux":
+        raise ValueError("--time-limit needs Linux, which says when a process was started")
+
+
+def running_time() -> float:
+    """Return the seconds since the start of the process that started this rank, or of this process
+    if it was started alone.
+    """
+    pid = os.getppid() if has_agent() or has_launcher() else os.getpid()
+    # the command's name, in parentheses, may have spaces
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+class TimeLimit:
+    """The --time-limit of a run, as one rank sees it.
+
+    text      the limit as it was given; None for a run without one
+    save_s    seconds of the longest of the last saves; 0 before the first
+    """
+
+    def __init__(self, text: str | None):
+        self.text, self.save_s = text, 0.0
+        self._end = math.inf
+        if text is not None:
+            self._end = time.monotonic() + parse_duration(text) - running_time()
+            self._half = self._end - parse_duration(text) / 2
+        self._steps, self._saves = (deque[float](maxlen=_KEPT) for _ in range(2))
+        self._step_began: float | None = None
+
+    @property
+    def left(self) -> float:
+        """The seconds until the limit."""
+        return self._end - time.monotonic()
+
+    def begin_step(self) -> None:
+        self._step_began = time.monotonic()
+
+    def end_step(self) -> None:
+        assert self._step_began is not None
+        self._steps.append(time.monotonic() - self._step_began)
+        self._step_began = None
+
+    def note_save(self, seconds: float) -> None:
+        self._saves.append(seconds)
+        self.save_s = max(self._saves)
+
+    def is_late(self, writing: bool = False) -> bool:
+        """Whether the run must stop now, so that it saves in time. While it is `writing` a
+        checkpoint, it needs the time of two saves.
+        """
+        if self.text is None:
+            return False
+        now = 0.0 if self._step_began is None else time.monotonic() - self._step_began
+        step = max(now, *self._steps, 0.0)
+        saves = (1 + writing) * self.save_s
+        return self.left < _STEPS * step + _SLOWER * saves + _LEAVING
+
+    @property
+    def wants_a_save(self) -> bool:
+        """Whether half of the time is over, and it is not known yet how long a save takes."""
+        return self.text is not None and not self._saves and time.monotonic() > self._half
+
+    def describe(self) -> str:
+        """Return why the run stops."""
+        save = f"a save takes {self.save_s:.0f} s" if self._saves else "no save was measured"
+        return f"stopping: {max(self.left, 0.0):.0f} s of --time-limit {self.text} are left, {save}"
