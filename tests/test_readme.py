@@ -151,6 +151,7 @@ def test_every_option_of_pretraining_that_they_name_is_one():
         ours |= {f"--{name}", f"--no-{name}"} if field.default is True else {f"--{name}"}
     launchers = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--nnodes", "--nproc-per-node"}
     launchers |= {"--rdzv-backend", "--rdzv-endpoint", "--max-restarts", "--logdir", "--from"}
+    launchers |= {"--signal", "--time", "--signals-to-handle", "--shutdown-timeout"}
     launchers |= {"--batch", "--metadata"}  # lm-eval's, up to an underscore
     named = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/pretraining.md").read_text()))
     assert (

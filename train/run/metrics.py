@@ -5,6 +5,7 @@ Only rank 0 has a Metrics. Its folder contains
     metrics.jsonl   one record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or
                     {"step", "val_loss"}. "tokens" counts all tokens of the run so far. "balance"
                     is the time of attention relative to equal work on all ranks; 1 is best.
+                    "data_skipped" counts sequences that --skip-data left out before this record.
                     Mixtures have "loss/NAME", "epoch/NAME" and "val_loss/NAME" of each source.
                     When a run resumes, records after its checkpoint move to
                     metrics.jsonl.dropped
