@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Skips:
-    """Ranges of places that are left out. They rise and are apart. The end of a range is read."""
+    """Ranges of places that are left out, from START to END - 1. They rise and do not overlap."""
 
     ranges: tuple[Range, ...] = ()
 
@@ -29,13 +29,8 @@ class Skips:
             raise ValueError(f"expected ranges [FROM, TO], got {ranges!r}")
         bounds = [place for start, end in ranges for place in (start, end)]
         if bounds != sorted(bounds):
-            raise ValueError(f"expected ranges that rise and are apart, got {ranges!r}")
+            raise ValueError(f"expected ranges that rise and do not overlap, got {ranges!r}")
         return cls(tuple((start, end) for start, end in ranges))
-
-    @property
-    def count(self) -> int:
-        """The number of sequences in all ranges."""
-        return sum(end - start for start, end in self.ranges)
 
     def place(self, sample: int) -> int:
         """Return the place of a sample."""

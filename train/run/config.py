@@ -332,8 +332,8 @@ class TrainConfig:
     skip_data: str | None = option(
         None,
         RUN,
-        "FROM:TO, with --resume: leave out these sequences of the data order, counted from 0 as "
-        "--batch-size counts them, without TO. Steps and schedule stay. Checkpoints remember it",
+        "FROM:TO, with --resume: leave out sequences FROM to TO - 1 of the data order, counted "
+        "from 0 as --batch-size counts them. Steps and schedule stay. Checkpoints remember it",
         kind=str,
     )
     save: bool = option(True, RUN, "write checkpoints; otherwise a run leaves only its curves")
@@ -377,8 +377,8 @@ class TrainConfig:
     time_limit: str | None = option(
         None,
         RUN,
-        "HH:MM, HH:MM:SS or D-HH:MM: save and stop before so much time is over since the start of "
-        "the command. Restarts and stages count",
+        "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before this time "
+        "is over. It includes restarts and stages",
         kind=str,
     )
 
