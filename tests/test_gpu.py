@@ -106,7 +106,8 @@ def check_call(
 @pytest.mark.parametrize("kind", [*FEW_CALLS, "full", "causal, more keys"])
 @pytest.mark.parametrize(("head_size", "value_size"), [(192, 128), (96, 64)])
 @pytest.mark.parametrize("kv_heads", [2, 8])
-def test_fa4_leaves_out_zeros_of_values(kind, head_size, value_size, kv_heads):
+def test_fa4_computes_values_with_heads_of_their_own(kind, head_size, value_size, kv_heads):
+    """Without their zeros if there are as many heads of k as of q."""
     call, spec = named_calls(100)[kind], dataclasses.replace(SPEC, value_size=value_size)
     tensors = [x.cuda() for x in call_tensors(call, 2, 8, kv_heads, head_size, torch.bfloat16)]
     for x in tensors[2:]:

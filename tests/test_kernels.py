@@ -679,7 +679,7 @@ def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):
         return written.fa4_forward(q, k, v, *args, **options)
 
     monkeypatch.setattr(fa4, "_functions", lambda: (forward, written.fa4_backward))
-    tensors = call_tensors(CALLS[kind], 2, 4, 2, size)
+    tensors = call_tensors(CALLS[kind], 2, 4, 4 if value_size else 2, size)
     if value_size:
         spec = replace(spec, value_size=value_size)
         for x in tensors[2:]:

@@ -61,7 +61,8 @@ from .triton import table_gradient
 _HEAD_SIZES = (64, 96, 128)
 _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 
-# Head sizes of q and of v that its kernels for Hopper compute without padding.
+# Head sizes of q and of v that its kernels for Hopper compute without padding. Its backward asserts
+# equal sizes if k has fewer heads than q.
 _VALUE_SIZES_HOPPER = ((192, 128), (96, 64))
 
 # The package adds up offsets in 32 bits: its issue 2611 is about a backward that silently computed
@@ -119,7 +120,7 @@ class Fa4Kernel(Kernel):
         function, head_size = _functions()[0], q.shape[-1]
         options = _options(call, q, bias is not None)
         batch, (q, k, v) = len(q), _padded(q, k, v)
-        [v] = _values(spec, q, bias, v)
+        [v] = _values(spec, q, k, bias, v)
         if options.packed:
             q, k, v = pack(q), pack(k), pack(v)
         if bias is None:
@@ -147,7 +148,7 @@ class Fa4Kernel(Kernel):
         if out is None:
             # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
             out, dlse = _zeros(call, q), -delta
-        dout, v, out = _values(spec, q, bias, dout, v, out)
+        dout, v, out = _values(spec, q, k, bias, dout, v, out)
         if options.packed:
             dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
             lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
@@ -232,10 +233,14 @@ def _padded(*tensors: Any) -> tuple[Any, ...]:
     return tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
 
 
-def _values(spec: Spec, q: Tensor, bias: CallBias | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _values(
+    spec: Spec, q: Tensor, k: Tensor, bias: CallBias | None, *tensors: Tensor
+) -> tuple[Tensor, ...]:
     """Return tensors with v's head size without zero columns, if the package computes with that."""
     size = spec.value_size
-    if size is None or bias is not None or (q.shape[-1], size) not in _VALUE_SIZES_HOPPER:
+    if size is None or bias is not None or q.shape[-2] != k.shape[-2]:
+        return tensors
+    if (q.shape[-1], size) not in _VALUE_SIZES_HOPPER:
         return tensors
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
         return tensors
