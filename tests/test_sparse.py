@@ -736,8 +736,9 @@ def sparse_rank(rank: int, tensors) -> list[torch.Tensor]:
     layout = Layout.striped(64, 3)
     q, k, v, dout = (layout.shard(x, rank) for x in tensors)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = burst_attn_func(*leaves, causal=True, layout="striped", sparse=SMALL, group_bytes=4000)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    options = {"layout": "striped", "sparse": SMALL, "group_bytes": 4000, "return_lse": True}
+    out, lse = burst_attn_func(*leaves, causal=True, **options)
+    return [out.detach(), *torch.autograd.grad((out, lse), leaves, (dout, lse_gradient(dout)))]
 
 
 def test_processes_equal_simulated_ranks():
