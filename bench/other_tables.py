@@ -222,12 +222,30 @@ def link_table(rows: list[Row]) -> str:
     return table(["way", "message MiB", "GiB/s received"], lines) if lines else ""
 
 
+def value_heads_table(rows: list[Row]) -> str:
+    """Format the milliseconds of values with a head size of their own, and of padded ones."""
+    cases: dict[tuple, dict[bool, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["kind"] == "value heads":
+            sizes = f"{row['head_dim']}:{row['value_dim']}"
+            cases[row["seq_len"], sizes, row["heads"]][row["padded"]] = row
+    lines = []
+    for (seq_len, sizes, count), by in cases.items():
+        times = [by[padded][name] for name in ("fwd_ms", "fwd_bwd_ms") for padded in (False, True)]
+        gain = f"{100 * (times[3] / times[2] - 1):.0f} %"
+        lines.append([tokens(seq_len), sizes, count, *times, gain])
+    header = ["tokens", "head sizes", "heads", "fwd", "fwd, padded"]
+    header += ["fwd+bwd", "fwd+bwd, padded", "faster"]
+    return table(header, lines) if lines else ""
+
+
 def other_tables(rows: list[Row]) -> str:
     """Format all other kinds of rows, and what could not be measured."""
     tables = {
         "Scores with a bias, beside the same pairs without": bias_table(rows),
         "USP: TFLOP/s of forward and backward": usp_table(rows),
         "Kernels alone: TFLOP/s": kernels_table(rows),
+        "Values with a head size of their own: ms": value_heads_table(rows),
         "One rank with imagined peers: TFLOP/s": one_rank_table(rows),
         "Sparse attention beside dense": sparse_table(rows),
         "Training": training_table(rows),

@@ -45,6 +45,10 @@ SECTIONS = {
     "usp": ("USP: ring degree x Ulysses degree", "`bash bench/bench.sh --usp`"),
     "bias": ("Scores with a bias", "`bench/attention.py --masks bee`"),
     "kernels": ("Kernels alone, on one GPU", "`bench/kernels.py`"),
+    "value-heads": (
+        "Values with a head size of their own, on one GPU",
+        "`bench/value_heads.py`, medians of twelve rounds",
+    ),
     "one-rank": ("One rank of a ring with imagined peers", "`bench/one_rank.py`"),
     "sparse": ("Sparse attention beside dense", "`bench/sparse.py`"),
     "timeline": ("Where the time of a forward and backward goes", "`bench/timeline.py`"),
