@@ -235,6 +235,23 @@ def test_a_run_that_was_told_to_stop_does_not_start_again(tmp_path, monkeypatch)
     assert (tmp_path / "starts").read_text() == "\n"
 
 
+def test_a_signal_that_killed_a_rank_first_is_no_failure(tmp_path, monkeypatch, capsys):
+    """The launcher may notice the rank's end before it has looked at its own signal."""
+    (tmp_path / "rank.py").write_text(RANK)
+    stop = SimpleNamespace(received=False, insisted=False)
+    monkeypatch.setattr(launch, "StopSignal", lambda noted: stop)
+    note = launch._note_ended
+
+    def note_late(started, ended):
+        note(started, ended)
+        stop.received = bool(ended)
+
+    monkeypatch.setattr(launch, "_note_ended", note_late)
+    line = [str(tmp_path / "rank.py"), str(tmp_path), str(-signal.SIGUSR2)]
+    assert launch.launch(line, 1, lambda: "") == 0
+    assert capsys.readouterr().err == "stopped before training began\n"
+
+
 def test_torchrun_restarts_runs_itself(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="--restarts is for --processes; under torchrun give it"):

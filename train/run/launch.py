@@ -104,8 +104,8 @@ def _run_ranks(
         _note_ended(started, ended)
     if not any(ended.values()):
         return 0
-    # a rank that a signal killed did not handle signals yet
-    if stopping and any(-code in STOPPING for code in ended.values()):
+    # a rank that a signal killed did not handle signals yet. It may die before this process looks
+    if stop.received and any(-code in STOPPING for code in ended.values()):
         print_error("stopped before training began" if outlook else "stopped")
         _kill(started)
         return 0
