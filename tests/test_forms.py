@@ -19,7 +19,7 @@ from train.data import forms, text
 from train.data.compressed import BrokenFile
 from train.data.files import TextFile
 from train.data.folder import TokenFile
-from train.data.forms import ARRAY, LINES, OBJECT, PLAIN, recognize, split_array
+from train.data.forms import ARRAY, LINES, OBJECT, PLAIN, has_only_json, recognize, split_array
 from train.data.records import describe_fields, find_value
 from train.data.text import read_pieces
 
@@ -54,6 +54,7 @@ MARK = b"\xef\xbb\xbf"
         (b"[1] a footnote\n[2]", PLAIN),
         (b"[1, 2]\n", PLAIN),
         (b"{\n int x;\n}\n", PLAIN),
+        (b'{"a": 1}\nprint(3)\n', PLAIN),
         (b'"quoted"\n3\n', PLAIN),
         (b"", PLAIN),
         (IN_LINES.decode().encode("utf-16"), PLAIN),
@@ -162,6 +163,31 @@ def test_files_that_contradict_their_names_or_hold_no_records_are_refused(
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        '{"a": f(),\n "b": 2}\n',
+        '[{"a": 1}]\n.map(f)\n',
+        '[{"a": 1},\n {"a": 2}];\n',
+        '{"quote": he said\n',
+        '[{"a": 1}]\nprose\n',
+    ],
+)
+def test_code_and_prose_that_begin_like_json_are_plain_text(code, tmp_path):
+    for name in ("x.txt", "x.js"):
+        (tmp_path / name).write_text(code)
+        out = ("--output", tmp_path / "out", "--overwrite")
+        prepare("--input", tmp_path, "--glob", name, *out)
+        assert texts(tmp_path / "out/train") == [code]
+
+
+def test_json_with_trailing_commas_or_a_cut_end_is_no_plain_text():
+    for content in (PRETTY, IN_ARRAY, PRETTY.replace(b"}", b",}"), IN_ARRAY + b" -1.5e3 NaN"):
+        assert all(has_only_json(MARK + content[:end]) for end in range(len(content) + 1))
+    for code in (b'{"a": 1};', b'{"a": x', b'{"a": nul,', b"{'a': 1}"):
+        assert not has_only_json(code)
+
+
 def test_a_form_may_be_named(tmp_path):
     (tmp_path / "x.txt").write_bytes(IN_LINES)
     (tmp_path / "y.jsonl").write_bytes(ONE_LINE)
@@ -216,7 +242,7 @@ def test_a_stream_with_a_wrong_field_is_refused_when_it_is_prepared(tmp_path):
     said = prepare(*out, tmp_path / "good.jsonl", tmp_path / "wrong.json", code=2)
     assert f"{tmp_path}/wrong.json: {message}" in said
     said = prepare(*out, tmp_path / "wrong.json", "--field", "id", code=2)
-    assert "expected text in field 'id', see --field; the first record has the fields id" in said
+    assert "expected text in field 'id', see --field; the first record has int there." in said
     memory = fsspec.filesystem("memory")
     try:
         memory.pipe("/wrong/a.json.gz", gzip.compress(IN_ARRAY))

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from train.base.wording import counted
 from train.data.compressed import decompressed, read_ahead
-from train.data.forms import ARRAY, AUTO, LINES, OBJECT, PEEKED, PLAIN, recognize
+from train.data.forms import ARRAY, AUTO, LINES, OBJECT, PEEKED, PLAIN, has_only_json, recognize
 from train.data.remote import open_remote
 
 TEXT = ".txt"  # this and the next ones may also be compressed
@@ -174,6 +174,9 @@ def find_form(file: TextFile, raw: io.BufferedReader) -> TextFile:
     start, end = read_ahead(decompressed(raw, file.compression), PEEKED)
     raw.seek(0)
     form = recognize(start, whole=end is not None, by_line=file.kind in RECORDS)
+    named_json = file.kind in (*RECORDS, JSON)
+    if form in (ARRAY, OBJECT) and not named_json and not has_only_json(start):
+        form = PLAIN  # code, for example
     if file.kind == TEXT and form != PLAIN:
         held = {LINES: "lines of JSON", ARRAY: "a JSON array", OBJECT: "a JSON object"}[form]
         records = "" if form == OBJECT else f"--format {form} reads its records, and "
@@ -187,7 +190,7 @@ def find_form(file: TextFile, raw: io.BufferedReader) -> TextFile:
             f"several lines: `jq -c . {file} > NEW.jsonl` writes an object a line, and `jq -c "
             f"'.NAME[]'` the records of a list in it. --format {PLAIN} reads it as plain text"
         )
-    if form == PLAIN and file.kind in (*RECORDS, JSON):
+    if form == PLAIN and named_json:
         form = LINES  # which are bad
     return replace(file, form=form)
 

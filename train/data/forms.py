@@ -26,6 +26,11 @@ _COMPARED = 20  # lines
 _OBJECT = re.compile(rb'\{\s*"[^"\n]*"\s*:')
 _ARRAY = re.compile(rb'\[\s*(\]\s*\Z|(\[\s*)?\{\s*"[^"\n]*"\s*:)')
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_NAMES = (b"true", b"false", b"null", b"NaN", b"Infinity", b"-Infinity")
+_WORDS = re.compile(
+    rb"(?:[\s\[\]{},:]++|" + _STRING + rb"|-?\d[\d.eE+-]*+|" + b"|".join(_NAMES) + rb")*+",
+    re.DOTALL,
+)
 _MARKS = re.compile(_STRING + rb'|[\[\]{},"]', re.DOTALL)
 _READ = 1 << 16  # bytes of an array at once, at least
 
@@ -44,16 +49,25 @@ def recognize(start: bytes, whole: bool, by_line: bool) -> str:
         if _ARRAY.match(text):
             return LINES if by_line else ARRAY
         return LINES if _OBJECT.match(text) else PLAIN
-    if _is_record(record := _parse(line)):
-        alone = isinstance(record, list) and not rest.strip(_BLANK)
+    lines = [line for line in text.split(b"\n")[: None if whole else -1] if line.strip(_BLANK)]
+    values = [_parse(line) for line in lines[:_COMPARED]]
+    if 2 * sum(map(_is_record, values)) > len(values):
+        alone = isinstance(values[0], list) and not rest.strip(_BLANK)
         return ARRAY if alone and not by_line else LINES
     if _ARRAY.match(text):
         return ARRAY
-    lines = [line for line in text.split(b"\n")[: None if whole else -1] if line.strip(_BLANK)]
-    records = sum(_is_record(_parse(line)) for line in lines[:_COMPARED])
-    if 2 * records > len(lines[:_COMPARED]):
-        return LINES
     return OBJECT if _OBJECT.match(text) and _is_open(line) else PLAIN
+
+
+def has_only_json(start: bytes) -> bool:
+    """Whether a text that begins with `start` has only signs and words of JSON, up to a word that
+    `start` may cut. Code and prose that begin like JSON have others.
+    """
+    text = start.removeprefix(codecs.BOM_UTF8)
+    words = _WORDS.match(text)
+    assert words  # it may be empty
+    rest = text[words.end() :]
+    return rest.startswith(b'"') or any(word.startswith(rest) for word in _NAMES)
 
 
 def split_array(text: io.BufferedReader) -> Iterator[bytes]:

@@ -303,19 +303,21 @@ def _check_records(file: TextFile, field: str | None) -> None:
     for line in piece.lines:
         try:
             record = parse_json(line or b"")
-            if isinstance(find_value(record, field), str | None):
+            value = find_value(record, field)
+            if isinstance(value, str | None):
                 return
+            said = f"has {type(value).__name__} there"
         except BadRecord:
             continue  # it is counted when all lines are read
         except KeyError:
-            pass
-        first = first or (record,)
-    if first is not None:
+            said = describe_fields(record)
+            if isinstance(record, list):
+                said += f"; --format {ARRAY} reads a list of records"
+        first = first or said
+    if first:
         raise ValueError(
-            f"{file}: expected text in field {field!r}, see --field; the first record "
-            f"{describe_fields(first[0])}"
-            + (f"; --format {ARRAY} reads a list of records" if isinstance(first[0], list) else "")
-            + ". In a folder, --exclude leaves a file out"
+            f"{file}: expected text in field {field!r}, see --field; the first record {first}. In "
+            "a folder, --exclude leaves a file out"
         )
 
 
