@@ -142,10 +142,10 @@ def test_room_is_for_all_stages(tmp_path, monkeypatch):
     wanted = [(stage, 9) for stage in stages]
     assert report(output_folder._check_room, 125, wanted) == "passed"
     message = report(output_folder._check_room, 2**30, wanted)
-    needs = "2 of 1.00 GiB need 2.00 GiB, and 0.00 GiB are free"
+    needs = "2 of 1 GiB need 2 GiB, and 500 bytes are free"
     assert f"{tmp_path}/a has no room for the checkpoints of this run: {needs}" in message
     usage.free = 499
-    assert "4 of 0.00 GiB" in report(output_folder._check_room, 125, wanted)
+    assert "4 of 125 bytes" in report(output_folder._check_room, 125, wanted)
     (tmp_path / "a/.step_00000001.partial").mkdir()
     (tmp_path / "a/.step_00000001.partial/file").write_bytes(b"1")
     assert report(output_folder._check_room, 125, wanted) == "passed"

@@ -23,6 +23,7 @@ from train.run.config import TrainConfig
 
 _PATIENCE = 10.0  # seconds until a file that one host wrote must be there for the others
 _TICK = 0.1
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def check_shared(root: Path) -> None:
@@ -114,15 +115,18 @@ def _check_room(size: int, wanted: Sequence[tuple[TrainConfig, int]]) -> None:
         if saves and room[device] < needs[device] * size:
             raise ValueError(
                 f"{place.absolute()} has no room for the checkpoints of this run: "
-                f"{needs[device]} of {_gib(size)} need {_gib(needs[device] * size)}, and "
-                f"{_gib(room[device])} are free or used by older ones; --keep-last is "
+                f"{needs[device]} of {_show_bytes(size)} need "
+                f"{_show_bytes(needs[device] * size)}, and {_show_bytes(room[device])} are free or "
+                f"used by older ones; --keep-last is "
                 f"{config.keep_last}, and a save needs 2 at least, since the one before stays "
                 "until the new one is whole"
             )
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _show_bytes(size: int) -> str:
+    """Return a size in the largest unit in which it is at least 1."""
+    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{size / 1024**power:.4g} {_UNITS[power]}"
 
 
 def count_saves(config: TrainConfig, step: int) -> int:
