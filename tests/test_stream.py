@@ -335,7 +335,9 @@ def test_a_run_on_a_stream_resumes_with_the_same_losses(folder, settings, tmp_pa
 def test_a_stream_needs_a_model_of_documents(folder, settings, tmp_path):  # noqa: F811
     with pytest.raises(ranks.RankError, match="is a stream, which only --data of pretrain"):
         train(settings, val_data=str(folder))
-    with pytest.raises(ranks.RankError, match="is a stream of documents, but --model cpm-bee-tiny is a cpm-bee"):
+    with pytest.raises(
+        ranks.RankError, match="is a stream of documents, but --model cpm-bee-tiny is a cpm-bee"
+    ):
         train(settings, data=str(folder), model="cpm-bee-tiny")
     (tmp_path / "model.json").write_text(json.dumps(SMALL.to_dict() | {"vocab_size": 100}))
     with pytest.raises(ranks.RankError, match="has a vocabulary of 257 tokens, but --model"):
