@@ -86,6 +86,9 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     for name in {*_SAME_NAME, *_RENAMED.values(), "head_dim"} & hf.keys() - {"rms_norm_eps"}:
         if type(hf[name]) is not int or hf[name] < 1:
             raise ValueError(f"{name} must be a positive int, got {hf[name]!r}")
+    for name in {"tie_word_embeddings", "attention_bias", "mlp_bias"} & hf.keys():
+        if type(hf[name]) is not bool:
+            raise ValueError(f"{name} must be true or false, got {hf[name]!r}")
     heads, kind = hf["num_attention_heads"], hf["model_type"]
     sizes = {name: hf[name] for name in _SAME_NAME} | {
         name: hf[theirs] for name, theirs in _RENAMED.items() if theirs in hf
@@ -132,7 +135,9 @@ def _refuse_others(hf: dict[str, Any]) -> None:
         "partial_rotary_factor": any(factor != 1 for factor in partial),
     } | {name: bool(hf.get(name)) for name in (*_EXPERTS, *_OF_OTHERS)}
     if refused := [name for name, is_refused in unsupported.items() if is_refused]:
-        values = {name: hf.get(name, partial) for name in refused}
+        values = {name: hf.get(name) for name in refused}
+        if "partial_rotary_factor" in values:
+            values["partial_rotary_factor"] = partial
         raise ValueError(
             f"expected a dense {', '.join(_ARCHITECTURES)}, got unsupported fields {values}"
         )

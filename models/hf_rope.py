@@ -81,6 +81,11 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
     """Make the scaling in `rope`, with transformers' defaults and other fields of config.json."""
     kind = _agreed({name: rope.get(name) for name in ("rope_type", "type")}, "default")
     if kind == "default":
+        if rope.get("factor", 1) not in (None, 1):
+            raise ValueError(
+                f"{rope} has a factor without a kind of scaling: add a rope_type, one of "
+                f"{', '.join(_OF_KIND)}, or remove the factor"
+            )
         return None
     if not isinstance(kind, str) or kind not in _OF_KIND:
         known = ", ".join(_OF_KIND)

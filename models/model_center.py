@@ -47,10 +47,13 @@ def is_model_center(values: Mapping[str, Any]) -> bool:
 def config_from_model_center(values: Mapping[str, Any]) -> CPMConfig:
     """Make a CPMConfig from the config.json of ModelCenter's Llama.
 
-    Raises ValueError if sizes are missing, and for settings that CPM does not compute.
+    Raises ValueError if sizes are missing or no sizes, and for settings that CPM does not compute.
     """
     if missing := [name for name in _SIZES if name not in values]:
         raise ValueError(f"config.json lacks {missing}")
+    for name in _SIZES:
+        if type(values[name]) is not int or values[name] < 1:
+            raise ValueError(f"{name} must be a positive int, got {values[name]!r}")
     if other := {
         name: values[name] for name, ours in _COMPUTED.items() if values.get(name, ours) != ours
     }:

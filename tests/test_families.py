@@ -519,7 +519,7 @@ def test_ranks_tell_each_other_the_longest():
         ),
         ("qwen2", {"mlp_bias": True}, "mlp_bias"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
-        ("llama", {"attention_bias": "yes"}, "qkv_bias must be bool, got 'yes'"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
             "llama",

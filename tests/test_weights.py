@@ -215,6 +215,8 @@ def test_a_head_beside_tied_embeddings_is_not_dropped(folder, weights):
     embeddings = weights["embed_tokens.weight"]
     with_weights(folder, lm_head__weight=embeddings.double())
     assert holds(folder, weights)
+    with_weights(folder, lm_head__weight=embeddings.bfloat16())
+    assert holds(folder, weights)
     head = embeddings.clone()
     head[17, 3] += 0.25
     with_weights(folder, lm_head__weight=head)
@@ -300,6 +302,9 @@ def test_saved_rotary_frequencies_are_those_of_the_config(folder, weights):
     ],
 )
 def test_tokens_of_generation_are_those_of_the_config(folder, weights, config, generation, message):
+    """But for begin tokens: published folders have two, and training uses neither."""
+    edit(folder, bos_token_id=1)
+    edit(folder, "generation_config.json", bos_token_id=4)
     edit(folder, eos_token_id=config)
     edit(folder, "generation_config.json", eos_token_id=generation)
     if message is None:
@@ -416,7 +421,10 @@ def test_a_folder_of_modelcenter_is_told_from_a_bee_by_its_weights(tmp_path):
     engine = Shards(CPM(LLAMA_ALIKE))
     load_weights(str(tmp_path), engine, config.expected_weights())
     assert all(engine.loaded[name].equal(x.flatten()) for name, x in weights.items())
-    edit(tmp_path, ffn_activate_fn="gated_gelu")
+    edit(tmp_path, ffn_activate_fn="gated_silu", dim_model="32")
+    with pytest.raises(ValueError, match="dim_model must be a positive int, got '32'"):
+        config.model_config()
+    edit(tmp_path, ffn_activate_fn="gated_gelu", dim_model=32)
     with pytest.raises(ValueError, match=r"expected .*gated_silu.* computes, got .*gated_gelu"):
         config.model_config()
     with pytest.raises(ValueError, match=r"config.json: expected .*gated_silu"):
@@ -535,7 +543,11 @@ def test_new_tokens_get_the_mean_of_the_others(tmp_path, tied):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"scale_emb": [12]}, "scale_emb must be float, got [12]"),
-        ({"tie_word_embeddings": "yes"}, "tie_embeddings must be bool, got 'yes'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
+        (
+            {"rope_parameters": {"factor": 4.0}},
+            "has a factor without a kind of scaling: add a rope_type",
+        ),
         ({"model_type": ["llama"]}, "model_type"),
     ],
 )
