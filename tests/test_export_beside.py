@@ -237,6 +237,7 @@ def test_a_token_that_the_tokenizer_lacks_is_left_out(source, tmp_path):
             "eos_token_id is 300 in .*generation_config",
         ),
         ("generation_config.json", {"pad_token_id": "<pad>"}, "expected pad_token_id below"),
+        ("generation_config.json", {"suppress_tokens": ["a"]}, "expected suppress_tokens below"),
         ("tokenizer_config.json", {"model_max_length": "4K"}, "model_max_length as a number"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"3": "<x>"}}, "does not name tokens"),
     ],
@@ -247,10 +248,26 @@ def test_folders_that_contradict_themselves_are_refused(source, file, content, m
         read_beside(source, ByteTokenizer())
 
 
+def test_tokens_that_an_export_suppressed_may_get_a_text(source, tmp_path, capsys):
+    """The padding of the folder's vocabulary may be tokens of the run's tokenizer."""
+    size = tokenizer_in(source).vocab_size
+    said = {"suppress_tokens": [7, *range(size, 300)], "bos_token_id": 3}
+    (source / "generation_config.json").write_text(json.dumps(said))
+    (source / "config.json").write_text(
+        json.dumps(json.loads((source / "config.json").read_text()) | {"bos_token_id": 1})
+    )
+    tokenizer = tokenizer_in(tmp_path / "mine", "<new>")
+    carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, 2048, LLAMA)
+    assert carried.generation["suppress_tokens"] == [7]
+    assert "suppress_tokens [" not in carried.describe()
+    said = capsys.readouterr().err
+    assert "has bos_token_id 1 in config.json and 3 in generation_config.json: neither is" in said
+
+
 def test_an_older_checkpoint_says_what_it_does_not_know():
     state = {"config": {"init_from": "weights"}}
     said = carry_over(state, SimpleNamespace(), 1, 77, 77, LLAMA).describe()
     assert "all beside the weights: its run began before checkpoints recorded it" in said
-    assert not carry_over(
-        {"config": {"init_from": "a.pt"}}, SimpleNamespace(), 1, 1, 1, LLAMA
-    ).describe()
+    for file in ("a.pt", "a.safetensors"):
+        state = {"config": {"init_from": file}}
+        assert not carry_over(state, SimpleNamespace(), 1, 1, 1, LLAMA).describe()

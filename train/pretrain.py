@@ -156,7 +156,7 @@ class Trainer:
                 config.grow_vocabulary,
             )
             if Path(source).is_dir():
-                beside = read_beside(Path(source), inputs.tokenizer)
+                beside = read_beside(Path(source), inputs.tokenizer, inputs.kind)
             load_weights(source, self.engine, config.expected_weights(), config.seed)
         return Start(Progress(), inputs.model, config.seq_len, beside)
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from models.huggingface import read_config
 from models.tensor_files import read_json
+from train.base import ranks
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from train.data.tokenizer_base import SPEC
+from train.registry import KINDS, Kind
 from train.run.same_tokenizer import TOKENIZER_FILES
 
 GENERATION, TOKENIZER, SPECIAL = (
@@ -30,10 +33,10 @@ _TEMPLATES = (TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja
 _LICENSE = re.compile("LICEN[CS]E|NOTICE|COPYING|USE_POLICY")
 _MOST_BYTES = 1 << 20  # of a text
 _LARGE = "added_tokens_decoder"  # a field that repeats tokenizer.json
-_STOPS = ("eos_token_id", "pad_token_id")
+_IDS = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
 
-def read_beside(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def read_beside(folder: Path, tokenizer: Tokenizer, kind: Kind = KINDS[0]) -> dict[str, Any]:
     """Return the record of a Hugging Face folder, in JSON's types.
 
     folder   its path
@@ -44,9 +47,13 @@ def read_beside(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     values   the content of its JSON files by name
     texts    chat templates and licences by name
 
+    For other kinds than the dense CPM it has only `folder`: their exports take nothing over.
+
     Raises ValueError if a file is broken, or if the files contradict each other. Raises OSError if
     one cannot be read.
     """
+    if kind is not KINDS[0]:
+        return {"folder": str(folder)}
     values = {name: read_json(folder / name) for name in _JSON if (folder / name).is_file()}
     texts = {
         path.relative_to(folder).as_posix(): path.read_text(errors="surrogateescape")
@@ -61,14 +68,17 @@ def read_beside(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
             f"{folder / TOKENIZER}: expected model_max_length as a number, got {longest!r}"
         )
     shape = read_config(folder).to_dict()
+    _note_begin_tokens(folder, values)
     for name in ("config.json", GENERATION):
-        for field in _STOPS:
+        for field in _IDS:
             _check_ids(folder / name, field, values.get(name, {}).get(field), shape["vocab_size"])
     _check_names(folder, tokenizer_config, values.get(SPECIAL, {}))
     _check_templates(folder, tokenizer_config, texts)
+    found = _find_tokenizers(folder, tokenizer.eos)
+    _leave_out_padding(values.get(GENERATION, {}), found)
     return {
         "folder": str(folder),
-        "foreign": _find_difference(folder, tokenizer),
+        "foreign": _find_difference(found, tokenizer),
         "lacking": _find_lacking(folder, tokenizer, added, _templates(tokenizer_config, texts)),
         "rope": {name: shape[name] for name in ("rope_theta", "rope_scaling")},
         "files": sorted(
@@ -140,16 +150,26 @@ def _find_texts(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _find_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
+def _find_tokenizers(folder: Path, eos: str | None) -> list[Tokenizer | None]:
+    """Return the tokenizers in a folder, with None for a broken one."""
+    found: list[Tokenizer | None] = [load_tokenizer(folder)] if (folder / SPEC).is_file() else []
+    found += [_open(folder / name, eos) for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return found
+
+
+def _leave_out_padding(generation: dict[str, Any], found: list[Tokenizer | None]) -> None:
+    """Leave ids that no tokenizer of the folder has out of suppress_tokens. An export writes those
+    of its own padding, and the run's tokenizer may have made tokens of these.
+    """
+    sizes = [tokenizer.vocab_size for tokenizer in found if tokenizer]
+    if sizes and (suppressed := ids(generation.get("suppress_tokens"))):
+        generation["suppress_tokens"] = [token for token in suppressed if token < max(sizes)]
+
+
+def _find_difference(found: list[Tokenizer | None], tokenizer: Tokenizer) -> str | None:
     """Return why the ids of a folder's tokenizers mean nothing to `tokenizer`, or None if every
     token of one of them has the same id there.
     """
-    found: list[Tokenizer | None] = []
-    if (folder / SPEC).is_file():
-        found.append(load_tokenizer(folder))
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            found.append(_open(folder / name, tokenizer.eos))
     if not found:
         return "it has no tokenizer.json or tokenizer.model to compare with the run's tokenizer"
     if any(_is_part(other, tokenizer) for other in found):
@@ -176,6 +196,19 @@ def _is_part(other: Tokenizer | None, tokenizer: Tokenizer) -> bool:
     return other.identity == tokenizer.identity or all(
         other.name_of(token) == tokenizer.name_of(token) for token in range(other.vocab_size)
     )
+
+
+def _note_begin_tokens(folder: Path, values: dict[str, Any]) -> None:
+    """Print on rank 0 that a folder has two begin tokens, which published folders may have."""
+    [one, other] = (
+        values.get(name, {}).get("bos_token_id") for name in ("config.json", GENERATION)
+    )
+    if None not in (one, other) and one != other and ranks.rank() == 0:
+        print(
+            f"{folder} has bos_token_id {one} in config.json and {other} in {GENERATION}: neither "
+            "is used; --bos says how texts begin",
+            file=sys.stderr,
+        )
 
 
 def _check_ids(file: Path, field: str, value: Any, vocabulary: int) -> None:

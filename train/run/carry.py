@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from models.tensor_files import is_file
 from train.data.tokenizer import Tokenizer
 from train.run.beside import GENERATION, SPECIAL, TOKENIZER, ids, is_template, token_name
 
@@ -113,7 +114,7 @@ def carry_over(
 
 def _without_record(source: str | None) -> Carried:
     """Return what is taken over if a checkpoint says nothing of the folder `source`."""
-    if source is None or source.endswith(".pt"):
+    if source is None or is_file(source):
         return Carried(None)
     carried = Carried(source)
     carried.leave_out("its run began before checkpoints recorded it", "all beside the weights")
