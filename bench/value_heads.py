@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 1 bench/value_heads.py --output bench/results/value-heads.jsonl
 
-Both are burst_attn_func on one GPU, in turns, with the kernel "fa4". Each row has medians of
+Both are burst_attn_func on one GPU, in turns, with the kernel "fa4". Head sizes that are not in
+fa4._VALUE_SIZES_HOPPER are padded in both: add them there to measure them. Each row has medians of
 rounds, in milliseconds: of a forward, and of a forward and backward.
 """
 

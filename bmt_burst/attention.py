@@ -126,7 +126,7 @@ def burst_attn_func(
             attends to kv head h // (H // G). Heads are never repeated.
         v: (B, S_local, G, D_v) values of the same tokens. If D_v is not D, as in multi-head latent
             attention, the smaller one is padded with zeros, which are computed and sent. The
-            kernel "fa4" computes 192:128 and 96:64 without them on Hopper, if G is H.
+            kernel "fa4" computes 192:128 without them on Hopper, if G is H.
         softmax_scale: positive factor of the scores, by default 1 / sqrt(D).
         flash: the block kernel: "auto" for the fastest that can compute the call, or a name from
             `bmt_burst.kernels`. "cuda" is the best kernel of the flash-attn packages.
