@@ -100,10 +100,12 @@ class Origin:
 
 
 def find_origin(names: Collection[str], source: object) -> Origin:
-    """Return who wrote the weights called `names` in `source`.
+    """Find the program that wrote the weights called `names` in `source`.
 
-    Raises ValueError, which says what they look like, if they are not read.
+    Raises ValueError, which says what they look like, if they are not read, or if there are none.
     """
+    if not names:
+        raise ValueError(f"{source} has no weights")
     wrapped = ""
     while wrapper := _common_wrapper(names, wrapped):
         wrapped += wrapper

@@ -215,10 +215,11 @@ class Weights(Mapping[str, Tensor]):
                 )
 
     def _explain_names(self, missing: list[str], surplus: list[str]) -> list[str]:
-        """Return what the configuration says of weights that only it, or only the files have."""
+        """List what the configuration says of weights that only it has, or only the files."""
         model, said = self._model, []
         for part, switch in _SWITCHES.items():
-            if any(name.endswith(part) for name in (*missing, *surplus)):
+            has_switch = hasattr(model.config, switch)  # of the dense CPM alone
+            if has_switch and any(name.endswith(part) for name in (*missing, *surplus)):
                 said.append(f"{model.where} says {model.value(switch).lower()}")
         if HEAD in missing:
             tie = model.name("tie_embeddings")

@@ -459,6 +459,7 @@ def test_the_model_of_an_exported_file_is_named(tmp_path, weights):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
+        ([], "has no weights"),
         (["base_model.model.layers.0.q_proj.lora_A.weight"], "looks like an adapter (LoRA) (bas"),
         (["model.layers.0.mlp.up_proj.qweight"], "looks like quantized weights"),
         (["model.layers.0.mlp.experts.0.up_proj.weight"], "looks like a mixture of experts"),
