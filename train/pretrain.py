@@ -238,7 +238,7 @@ class Trainer:
         """
         limit = self.limit
         writing = self.saver.is_writing
-        wants_a_save = limit.wants_a_save and not writing
+        wants_a_save = self.config.save and limit.wants_a_save and not writing
         return [float(self.stop.received), float(limit.is_late(writing)), float(wants_a_save)]
 
     def _decide(self, received: float, late: float, wants_a_save: float) -> bool:
@@ -434,7 +434,7 @@ def main(argv: Sequence[str]) -> int:
         trainer = Trainer(config, device, stop, watchdog)
         check_room(trainer.engine, trainer.progress.step, config, *later)
         finished = _train(trainer)
-        stopping = stop.received or TimeLimit(config.time_limit).is_late()
+        stopping = stop.received or trainer.limit.is_late()
         variables = stages.leave(finished, stopping) if stages else None
         watchdog.alive("leaving the other ranks")
         dist.destroy_process_group()

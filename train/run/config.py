@@ -561,7 +561,8 @@ class TrainConfig:
     def _check_kind(self, kind: Kind) -> None:
         """Raise ValueError for options that do not go with such a model."""
         for name, reason in kind.refused.items():
-            if getattr(self, name) not in (None, "auto", False):
+            value = getattr(self, name)
+            if value is not False and value not in (None, "auto"):
                 raise ValueError(
                     f"{flag(name)} does not go with {self.model_name}, a {kind.name}: {reason}"
                 )
