@@ -80,6 +80,8 @@ def init_sequence_parallel(
                   this call makes, and of the mesh's, unless that is the group of all ranks. By
                   default the timeout of the earlier call, or else of init_process_group. On BMTrain
                   it is 120. A mesh with a timeout other than torch's default keeps it then.
+                  NCCL counts it from when a host enqueues work, so let it exceed the longest work
+                  that is enqueued ahead.
 
     Raises, on every rank:
 
