@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from bmt_burst import Layout, Mask, SequenceParallel, Slice
+from bmt_burst.calls import autograd
 from bmt_burst.merging import plain
 from bmt_burst.strategies import selected
 from tests.helpers import ROOT
@@ -100,6 +101,42 @@ def gathered_tensors_are_constants(_call, names):
     return attend
 
 
+def unshard_returns_constants(_names, monkeypatch):
+    unshard = SequenceParallel.unshard
+    monkeypatch.setattr(SequenceParallel, "unshard", lambda *x: unshard(*x).detach())
+
+
+def gathered_tensors_have_own_gradients_only(_names, monkeypatch):
+    def naive(sp, mine, seq_len):
+        whole, own = unshard(sp, mine, seq_len).detach().clone(), sp.positions(seq_len)
+        whole[:, own] = mine
+        return whole
+
+    unshard = SequenceParallel.unshard
+    monkeypatch.setattr(SequenceParallel, "unshard", naive)
+
+
+def shards_are_joined_in_the_order_of_ranks(_names, monkeypatch):
+    unshard = SequenceParallel.unshard
+    monkeypatch.setattr(
+        SequenceParallel, "unshard", lambda sp, *x: unshard(sp.with_layout("contiguous"), *x)
+    )
+
+
+@replaced("burst_attn_func")
+def lse_is_a_constant(call, _names):
+    def detached(*qkv, **options):
+        out, lse = call(*qkv, **options)
+        return out, lse.detach()
+
+    return detached
+
+
+def gradients_of_lse_are_added_to_delta(_names, monkeypatch):
+    add = autograd.add_lse_gradient
+    monkeypatch.setattr(autograd, "add_lse_gradient", lambda *x: add(*x[:3], -x[3]))
+
+
 def compressed_keys_cross_borders(_names, monkeypatch):
     cut = selected._cut_spans
 
@@ -113,10 +150,11 @@ def compressed_keys_cross_borders(_names, monkeypatch):
 
 @replaced("burst_attn_func")
 def state_ends_with_a_shard(call, _names):
-    def alone(q, k, v, *, mask, layout, process_group, sinks, sparse):
+    def alone(q, k, v, *, mask, layout, process_group, sparse, return_lse, **_sinks):
         own = set(layout.positions(process_group.rank).tolist())
         ends = [sum(at in own for at in range(s.q[1])) for s in mask.slices]
-        return call(q, k, v, mask=Mask.documents((0, *ends)), sparse=sparse)
+        options = {"sparse": sparse, "return_lse": return_lse}
+        return call(q, k, v, mask=Mask.documents((0, *ends)), **options)
 
     return alone
 
@@ -235,6 +273,11 @@ FAULTS = [
     ("test_padding_is_zero_and_has_finite_gradients", shares_of_nothing_are_nan),
     ("test_padding_is_zero_and_has_finite_gradients", padding_sees_all),
     ("test_keys_and_values_have_the_gradients_of_all_ranks", gathered_tensors_are_constants),
+    ("test_a_loss_of_gathered_tokens_has_its_gradient", unshard_returns_constants),
+    ("test_a_loss_of_gathered_tokens_has_its_gradient", gathered_tensors_have_own_gradients_only),
+    ("test_a_loss_of_gathered_tokens_has_its_gradient", shards_are_joined_in_the_order_of_ranks),
+    ("test_a_loss_of_the_logsumexp_has_its_gradient", lse_is_a_constant),
+    ("test_a_loss_of_the_logsumexp_has_its_gradient", gradients_of_lse_are_added_to_delta),
     ("test_a_packed_document_is_as_it_is_alone", compressed_keys_cross_borders),
     ("test_a_packed_document_is_as_it_is_alone", state_ends_with_a_shard),
     ("test_ranks_share_one_sequence", ranks_have_parts_of_other_rows),
