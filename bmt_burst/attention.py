@@ -370,10 +370,14 @@ def _unpack(
     options: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Return the tensors in `packed`. Wrong options or a wrong tensor raise on all ranks."""
+    """Return the tensors in `packed`. A wrong tensor raises on all ranks.
+
+    Options that do not fit raise TypeError on this rank. `refuse_wrong_arguments` then tells the
+    other ranks, once.
+    """
     signature, args = inspect.signature(burst_attn_func), (None, None, None, *options)
+    bind_arguments(function, signature, args, keywords)
     try:
-        bind_arguments(function, signature, args, keywords)
         return unpack_tensor(name, packed, count)
     except (TypeError, ValueError) as error:
         refuse_arguments(error, signature, args, keywords)

@@ -616,6 +616,7 @@ def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
     }[kind]
     cases = [
         ((*tensors,), {"wrong": 1}, rf"{function.__name__}\(\) .*argument 'wrong'"),
+        ((*tensors,), {"window_size": (3, 0)}, r"argument 'window_size': .*\(left, 0\) is window"),
         (tensors[:-1], {}, rf"{function.__name__}\(\) missing"),
         ((*tensors, 0.5), {"softmax_scale": 0.5}, "multiple values"),
     ]

@@ -20,6 +20,7 @@ ALIBI = (
     "bias=-torch.arange(n, device=slopes.device).unsqueeze(1) * slopes"
 )
 _MASK = "burst_attn_func takes a mask, such as Mask.documents(cu_seqlens, window=window)"
+_LEFT = "where flash-attn's (left, 0) is window=left + 1"
 _VARLEN = "burst_attn_varlen_func takes packed documents, with one cu_seqlens"
 _BIAS = "a bias is a table, for the rows that scores name: see the docstring of burst_attn_func"
 # arguments of other packages' functions, and what to write here
@@ -44,7 +45,7 @@ _INSTEAD = {
     "scale": "write softmax_scale",
     "scores": _BIAS,
     "window": _MASK,
-    "window_size": f"{_MASK}, where flash-attn's (left, 0) is window=left + 1",
+    "window_size": f"{_MASK}, {_LEFT}",
 }
 
 Parameters = ParamSpec("Parameters")
@@ -94,7 +95,10 @@ def refuse_arguments(
     """Raise `error` as `refuse_call` does, in the group that the arguments name."""
     given = {**dict(zip(signature.parameters, args, strict=False)), **named}
     unknown = named.keys() - signature.parameters.keys()
-    if hints := sorted({_INSTEAD[name] for name in unknown & _INSTEAD.keys()}):
+    instead = _INSTEAD
+    if "window" in signature.parameters:
+        instead = {**_INSTEAD, "window_size": f"write window, {_LEFT}"}
+    if hints := sorted({instead[name] for name in unknown & instead.keys()}):
         error = TypeError(f"{error}: {'; '.join(hints)}")
     if "cu_seqlens" in signature.parameters:
         error = find_second_cu_seqlens(given.get("softmax_scale")) or error
