@@ -455,7 +455,7 @@ WRONG_ON_ALL = [
         TypeError,
         "layout must be a Layout or one for each row, got NoneType",
     ),
-    ({"layout": 3}, TypeError, "layout must be a Layout or one for each row, got int"),
+    ({"layout": 3}, TypeError, "layout must be .*, got int: pass its name, such as 'zigzag'"),
     ({"layout": None}, TypeError, "layout must be a Layout or one for each row, got NoneType"),
     (
         {"layout": ["zigzag", "striped"]},
@@ -529,10 +529,14 @@ def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, kind, messa
 @pytest.mark.parametrize(
     ("mine", "theirs", "term"),
     [
-        ({"mask": Mask.causal(12)}, {"mask": Mask.full(12)}, "mask"),
-        ({"mask": Mask.documents((0, 5, 12))}, {"mask": Mask.documents((0, 6, 12))}, "mask"),
-        ({"mask": Mask.causal(12)}, {"causal": True}, "mask"),
-        ({"causal": True}, {}, "mask"),
+        ({"mask": Mask.causal(12)}, {"mask": Mask.full(12)}, "mask or causal"),
+        (
+            {"mask": Mask.documents((0, 5, 12))},
+            {"mask": Mask.documents((0, 6, 12))},
+            "mask or causal",
+        ),
+        ({"mask": Mask.causal(12)}, {"causal": True}, "mask or causal"),
+        ({"causal": True}, {}, "mask or causal"),
         (
             {"mask": Mask.causal(12)},
             {"mask": [Mask.causal(12), Mask.full(12)]},
@@ -612,6 +616,10 @@ def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
                 ValueError, match=rf"cu_seqlens has {wrong[-1]} tokens, the ranks hold 12"
             ):
                 burst_attn_varlen_func(q, k, v, wrong, process_group=ring)
+        with pytest.raises(ValueError, match="ranks differ in cu_seqlens, causal or window: rank"):
+            burst_attn_varlen_func(q, k, v, (0, 5 + ring.rank, 12), process_group=ring)
+        with pytest.raises(ValueError, match="expected q, k and v with tokens, got none on any"):
+            burst_attn_func(*(x[None, :0] for x in (q, k, v)), causal=True, process_group=ring)
         return True
 
     assert simulate(3, work) == [True] * 3

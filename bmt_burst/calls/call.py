@@ -104,7 +104,7 @@ def find_plan(
     plan: Plan | SelectedPlan | None = plans.pop(said, None)
     if plan is None:
         with mark_known_errors():
-            agreed = compare_terms(said)
+            agreed = compare_terms(said, terms.masking.arguments)
             problem = make_problem(rings, terms, agreed.tokens)
             plan = _make_plan(terms.options.strategy, problem, rings.rank, agreed.machine)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)

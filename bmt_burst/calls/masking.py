@@ -20,6 +20,7 @@ _MOST_KEPT = 64  # stacked masks, stacked scores and balanced layouts, each
 
 _HINTS = {
     "mask": ": make one of documents, windows or slices, such as Mask.documents(cu_seqlens)",
+    "layout": ": pass its name, such as 'zigzag', or make one, such as Layout.zigzag(n, size)",
     "scores": ": make them of a mask, such as Scores.by_distance(mask, distances)",
 }
 
@@ -46,6 +47,11 @@ class Masking:
     packed: bool = False
 
     @property
+    def arguments(self) -> str:
+        """The arguments that the mask follows from."""
+        return "cu_seqlens, causal or window" if self.packed else "mask or causal"
+
+    @property
     def fixes_lengths(self) -> bool:
         """Whether mask and layout say how many tokens each rank holds, without the other ranks."""
         return self.mask is not None or isinstance(self.layout, Layout)
@@ -53,6 +59,8 @@ class Masking:
     def mask_of(self, tokens: Sequence[int]) -> Mask:
         """Return the mask. Raises ValueError if it is not as long as the sequence of all ranks."""
         seq_len = sum(tokens)
+        if not seq_len:
+            raise ValueError("expected q, k and v with tokens, got none on any rank")
         mask = self.mask or (Mask.causal if self.causal else Mask.full)(seq_len)
         check_seq_len(mask, tokens, "cu_seqlens" if self.packed else "the mask")
         return mask

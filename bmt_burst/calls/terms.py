@@ -253,8 +253,10 @@ class Agreed(NamedTuple):
     machine: Machine | None
 
 
-def compare_terms(said: Sequence[bytes]) -> Agreed:
+def compare_terms(said: Sequence[bytes], masked_by: str = "mask") -> Agreed:
     """Return what the ranks agreed on.
+
+    masked_by  the arguments that the mask follows from
 
     Raises RanksDisagree on every rank if any other term differs between ranks.
     """
@@ -262,8 +264,9 @@ def compare_terms(said: Sequence[bytes]) -> Agreed:
     for rank, reply in enumerate(replies):
         for term, value in replies[0].items():
             if term not in ("tokens", "machine") and reply[term] != value:
+                name = masked_by if term == "mask" else term
                 raise RanksDisagree(
-                    f"ranks differ in {term}: rank 0 has {value!r}, rank {rank} has {reply[term]!r}"
+                    f"ranks differ in {name}: rank 0 has {value!r}, rank {rank} has {reply[term]!r}"
                 )
     line = replies[0].get("machine")
     machine = None if line is None else parse_machine(line, "rank 0's machine")
