@@ -191,5 +191,5 @@ def _compute(
         out = out.squeeze(0).unflatten(0, (rows, -1))
         lse = lse.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)
     if inputs.value_size < inputs.head_size:
-        out = out[..., : inputs.value_size]
+        out = out[..., : inputs.value_size].contiguous()
     return out, lse
