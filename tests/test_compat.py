@@ -369,6 +369,8 @@ def test_the_refusal_of_alibi_shows_what_to_write():
     ):
         with pytest.raises(TypeError, match=r"unexpected keyword argument .*: .*burst_attn_func"):
             work()
+    with pytest.raises(TypeError, match=r": write group; write window_size=\(window - 1, 0\)$"):
+        compat.ring_flash_attn_func(q, k, v, window=3, process_group=None)
     got = burst_attn_func(q, k, v, 0.3, scores=scores, bias=bias)
     distance = torch.arange(12).unsqueeze(1) - torch.arange(12)
     added = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3 - slopes.view(-1, 1, 1) * distance.abs()

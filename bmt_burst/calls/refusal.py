@@ -41,9 +41,13 @@ _INSTEAD = {
     "max_seqlen": _VARLEN,
     "max_seqlen_k": _VARLEN,
     "max_seqlen_q": _VARLEN,
+    "process_group": "write group",  # unknown only to the functions of compat
     "return_attn_probs": "write return_lse",
+    "return_lse": "write return_attn_probs",
     "scale": "write softmax_scale",
     "scores": _BIAS,
+    "sinks": "burst_attn_func takes them",
+    "softcap": "burst_attn_func takes one",
     "window": _MASK,
     "window_size": f"{_MASK}, {_LEFT}",
 }
@@ -98,6 +102,8 @@ def refuse_arguments(
     instead = _INSTEAD
     if "window" in signature.parameters:
         instead = {**_INSTEAD, "window_size": f"write window, {_LEFT}"}
+    elif "window_size" in signature.parameters:
+        instead = {**_INSTEAD, "window": "write window_size=(window - 1, 0)"}
     if hints := sorted({instead[name] for name in unknown & instead.keys()}):
         error = TypeError(f"{error}: {'; '.join(hints)}")
     if "cu_seqlens" in signature.parameters:
