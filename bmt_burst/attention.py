@@ -183,7 +183,7 @@ def burst_attn_func(
         out (B, S_local, H, D_v), in the dtype of q or of autocast. With return_lse also lse (B, H,
         S_local), fp32 (fp64 for fp64 inputs): the natural logarithm of the softmax denominators,
         with the sinks. A query that sees nothing has out 0, and lse -inf or its sink. In fp16, if
-        out's gradient is far smaller than lse's, v's is off by up to 1e-4 of lse's.
+        out's gradient is far smaller than lse's, v's is off by up to 2e-4 of lse's.
 
     Both results are differentiable once, in q, k, v, bias and sinks. On each rank the gradients of
     bias and sinks are shares, from its own tokens or pairs. Add up the shares of all ranks, as for
