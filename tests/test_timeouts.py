@@ -107,7 +107,9 @@ def test_a_missing_rank_is_reported_after_the_timeout_that_was_asked_for():
         assert said == f"{late} within {limit:g} s", name
         for rank in (0, 2, 3):
             _, said, seconds = everyone[rank][name]
-            assert seconds < limit + SLACK and f"within {limit:g} s" in said, (name, said, seconds)
+            # over gloo, a rank that gave up at the same moment may be noticed first
+            told = f"within {limit:g} s" in said or "has ended or gave up" in said
+            assert seconds < limit + SLACK and told, (name, said, seconds)
 
 
 def settings(rank: int) -> list[str]:
