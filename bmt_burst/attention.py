@@ -148,9 +148,8 @@ def burst_attn_func(
         strategy: "ring"; "all-gather", the ring with all blocks at once; "one-call", which gathers
             first and then computes, for short blocks; "ulysses", where each rank computes some
             heads of the whole sequence; "usp", where the ranks of `intra` share heads and the ranks
-            of `inter` form rings; or "auto", which is the one predicted to be the fastest where
-            the machine's constants are known, and otherwise the ring. "one-call" and Ulysses take
-            no double_group.
+            of `inter` form rings; or "auto", which is "one-call" for short calls on GPUs, and
+            otherwise "ring". "one-call" and Ulysses take no double_group.
         backward: the side that a ring's backward sends: "kv" (keys and values), "q" (queries and
             the output's gradient) or "auto", which sends fewer bytes.
         return_lse: also return the logsumexp.

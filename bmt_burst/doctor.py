@@ -1,7 +1,5 @@
 """The doctor checks what a machine has and whether it works: python -m bmt_burst.doctor
 
-    --measure   also measure how fast it is, for `strategy="auto"`, on two GPUs of this host or more
-
 It checks GPUs and their links, NCCL, every kernel (a forward and a backward against the reference),
 BMTrain, and a ring between two processes. Each has a line, which says what to do if it is missing
 or broken. The exit code is 1 if anything that is installed does not work.
@@ -26,11 +24,10 @@ from .merging.parts import Part
 from .ranks.rings import make_rings
 from .sequence.tile import KernelCall
 from .spec import Spec
-from .strategies.machine import measured_file
 from .transport import ALONE
 
-_IMPORT = "from bmt_burst import doctor; "
-_TIMEOUT, _MEASURING_TIMEOUT = 120, 240  # seconds
+_RING_RANK = "from bmt_burst import doctor; doctor.ring_rank()"
+_TIMEOUT = 120  # seconds
 _SPEC = Spec(scale=0.125)
 _DOCUMENTS = (0, 100), (100, 230)  # then a gap
 _CALLS = {
@@ -48,13 +45,11 @@ class Missing(Exception):
 
 def main(argv: Sequence[str] = ()) -> int:
     """Print a line for each check. Return the exit code."""
-    parser = argparse.ArgumentParser(prog="bmt_burst.doctor", description="Check this machine.")
-    parser.add_argument(
-        "--measure", action="store_true", help='measure constants for strategy="auto", a minute'
+    argparse.ArgumentParser(prog="bmt_burst.doctor", description="Check this machine.").parse_args(
+        argv
     )
-    measures = parser.parse_args(argv).measure
     broken = False
-    for name, check in (*list_checks(), *[("speed", _measure)] * measures):
+    for name, check in list_checks():
         try:
             mark, text = "ok", check()
         except Missing as reason:
@@ -192,41 +187,8 @@ def _check_bmtrain() -> str:
     return found
 
 
-def _measure() -> str:
-    """Measure this machine's constants and write them to their file."""
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        raise Missing("two GPUs: a strategy is chosen only where ranks share a sequence")
-    return _run_ranks(min(gpus, 8), "doctor.measuring_rank()", "speed", _MEASURING_TIMEOUT)
-
-
-def measuring_rank() -> None:
-    """Run one of the processes of `_measure`."""
-    from .measuring import measure
-
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl")
-    size = dist.get_world_size()
-    machine = measure(init_sequence_parallel(inner_size=size), device, tokens=32768)
-    if machine is not None:
-        path = measured_file(machine.gpu)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(f".{os.getpid()}")  # other processes may read the file now
-        whole.write_text(machine.line + "\n")
-        whole.replace(path)
-        print(f"speed: {path} has {machine.line}", flush=True)
-    dist.barrier()
-    os._exit(0)
-
-
 def _check_ring() -> str:
     """Compare the attention of two processes with the attention of one."""
-    return _run_ranks(2, "doctor.ring_rank()", "ring")
-
-
-def _run_ranks(count: int, code: str, name: str, timeout: int = _TIMEOUT) -> str:
-    """Run code in processes of a group. Return the line that begins with the name."""
     gpus = torch.cuda.device_count()
     environment = {
         **os.environ,
@@ -238,10 +200,10 @@ def _run_ranks(count: int, code: str, name: str, timeout: int = _TIMEOUT) -> str
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        str(count),
+        "2",
         "--no-python",
     ]
-    command = [sys.executable, *command, sys.executable, "-c", f"{_IMPORT}{code}"]
+    command = [sys.executable, *command, sys.executable, "-c", _RING_RANK]
     run = subprocess.Popen(
         command,
         env=environment,
@@ -251,14 +213,14 @@ def _run_ranks(count: int, code: str, name: str, timeout: int = _TIMEOUT) -> str
         text=True,
     )
     try:
-        output, _ = run.communicate(timeout=timeout)
+        output, _ = run.communicate(timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)  # the launcher and its processes
         raise
-    reports = [line for line in output.splitlines() if line.startswith(f"{name}: ")]
+    reports = [line for line in output.splitlines() if line.startswith("ring: ")]
     if run.returncode or not reports:
-        raise RuntimeError(f"the {name} of {count} processes failed:\n{output[-4000:]}")
-    return reports[0].removeprefix(f"{name}: ")
+        raise RuntimeError(f"the ring of two processes failed:\n{output[-4000:]}")
+    return reports[0].removeprefix("ring: ")
 
 
 def ring_rank() -> None:

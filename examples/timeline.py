@@ -25,9 +25,8 @@ from matplotlib import pyplot
 from bmt_burst import Layout, Mask, kernels
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
-from bmt_burst.strategies.machine import Rates
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.timeline import Timeline
+from bmt_burst.strategies.ring.timeline import Rates, Timeline
 
 COLOURS = {"compute": "#3b6fb6", "visit": "#e1812c", "return": "#3a923a", "host": "#8c6bb1"}
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bmt_burst import Layout, Mask, burst_attn_func, simulate
-from bmt_burst.strategies import choose, load
+from bmt_burst.strategies import load
 from bmt_burst.strategies import ring as ring_strategy
 from tests.helpers import (
     CPU_KERNELS,
@@ -99,12 +99,6 @@ def test_what_is_reserved_does_for_all_blocks():
     simulate(4, work)
     aligned = ring_strategy._ALIGNED
     assert reserved == {"visit": 3 * block + aligned, "return": 3 * block + aligned}
-
-
-def test_auto_is_the_ring():
-    call = problem(Mask.causal(16), Layout.zigzag(16, 2))
-    assert choose("auto", call).name == "ring"
-    assert choose("all-gather", call).name == "all-gather"
 
 
 def test_ranks_with_unlike_strategies_are_told_so():

@@ -20,7 +20,7 @@ LEVELS = [
     ("ranks",),
     ("strategies",),
     ("calls",),
-    ("attention", "loss", "offload", "nn", "bmtrain", "", "measuring", "doctor"),
+    ("attention", "loss", "offload", "nn", "bmtrain", "", "doctor"),
     ("adapters", "compat"),
 ]
 

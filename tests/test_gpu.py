@@ -17,12 +17,18 @@ import torch.distributed as dist
 
 import bmt_burst.sequence.areas
 from bench import live_rows
-from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, kernels
+from bmt_burst import (
+    Layout,
+    Mask,
+    burst_attn_func,
+    init_sequence_parallel,
+    kernels,
+    strategies,
+)
 from bmt_burst.kernels.bias import CallBias
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import ring as ring_strategy
-from bmt_burst.strategies.machine import use_machine
 from bmt_burst.transport import ALONE
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import (
@@ -278,7 +284,7 @@ def rings(size: int) -> dict[str, dict]:
 
     NCCL may need a GPU for each rank.
     """
-    use_machine(None)
+    strategies._SHORT = 0.0
     sp = init_sequence_parallel(size)
     found = {
         "by copy engines": {"process_group": TorchTransport(sp.process_group, engine_use="always")}

@@ -3,19 +3,15 @@ waits for.
 """
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
-from bench import masks
-from bench.tables import measured, read_rows
 from bmt_burst import Layout, Mask
 from bmt_burst.kernels.reference import visible
-from bmt_burst.strategies.machine import H200, Rates
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.timeline import count_pairs
-from tests.helpers import ROOT, named_calls, problem, run_script
+from bmt_burst.strategies.ring.timeline import Rates, count_pairs
+from tests.helpers import named_calls, problem, run_script
 
 CALLS = named_calls(5)
 SLOW = Rates(operations=1e6, bytes=1e3, host_bytes=1e3)
@@ -65,28 +61,3 @@ def test_the_example_draws_a_double_ring(tmp_path):
     assert code == 0, said
     assert said.count("rank 3") == 2
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-
-
-# By how much predictions may differ from the milliseconds of a forward and backward. The rows of 8
-# GPUs are of an older commit, with more host time in each call.
-NEAR = {
-    "attention-2-nvidia-h200": 0.04,
-    "attention-2-nvidia-h200-masks": 0.08,
-    "attention-4-nvidia-h200": 0.04,
-    "attention-8-nvidia-h200": 0.09,
-}
-
-
-@pytest.mark.parametrize("name", NEAR)
-def test_rates_of_h200_predict_what_was_measured(name):
-    rows = measured(read_rows([Path(ROOT) / f"bench/results/{name}.jsonl"]))
-    rows = [row for row in rows if (row["impl"], row["kernel"]) == ("bmt_burst", "fa4")]
-    assert rows
-    for row in rows:
-        layout = masks.balanced(row["mask"], row["seq_len"], row["gpus"])
-        sizes = {"batch": row["batch"], "heads": row["heads"], "kv_heads": row["kv_heads"]}
-        sizes |= {"head_size": row["head_dim"], "dtype": torch.bfloat16, "partial": torch.bfloat16}
-        mask = masks.mask_of(row["mask"], row["seq_len"])
-        both = RingPlan(problem(mask, layout, **sizes), 0).timelines(H200)
-        predicted = 1e3 * sum(one.seconds for one in both)
-        assert predicted == pytest.approx(row["fwd_bwd_ms"], rel=NEAR[name]), row

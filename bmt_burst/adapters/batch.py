@@ -195,7 +195,7 @@ def agree_on_batch(
 
     replies = gather_terms(make_rings(sp.process_group, sp.double_group), doing, terms)
     [(part, prepared)] = made
-    return part.make_batch(compare_terms(replies).tokens), prepared
+    return part.make_batch(compare_terms(replies)), prepared
 
 
 class _Part:

@@ -28,7 +28,6 @@ from ..ranks.agreement import (
 from ..ranks.rings import Rings
 from ..sparse.choice import find_longest
 from ..strategies import Plan, Problem, Sizes, choose
-from ..strategies.machine import Machine
 from ..strategies.selected import SelectedPlan, window_problem
 from .autograd import BurstAttention
 from .inputs import Given, Inputs
@@ -104,9 +103,9 @@ def find_plan(
     plan: Plan | SelectedPlan | None = plans.pop(said, None)
     if plan is None:
         with mark_known_errors():
-            agreed = compare_terms(said, terms.masking.arguments)
-            problem = make_problem(rings, terms, agreed.tokens)
-            plan = _make_plan(terms.options.strategy, problem, rings.rank, agreed.machine)
+            tokens = compare_terms(said, terms.masking.arguments)
+            problem = make_problem(rings, terms, tokens)
+            plan = _make_plan(_find_strategy(terms), problem, rings.rank)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         _make_room(rings)
         if terms.needs_gradient and terms.masking.fixes_lengths:
@@ -115,12 +114,18 @@ def find_plan(
     return plan
 
 
-def _make_plan(
-    name: str, problem: Problem, rank: int, machine: Machine | None
-) -> Plan | SelectedPlan:
+def _find_strategy(terms: Terms) -> str:
+    """Return the strategy that was asked for. Where "auto" always means the ring, return that."""
+    # Only GPUs compute short calls before the host has enqueued them. Sparse sequences are long.
+    is_long = terms.device_type != "cuda" or terms.options.sparse is not None
+    name = terms.options.strategy
+    return "ring" if name == "auto" and is_long else name
+
+
+def _make_plan(name: str, problem: Problem, rank: int) -> Plan | SelectedPlan:
     """Return the plan of the strategy called `name`. Raises ValueError if it refuses."""
     if problem.sparse is None:
-        return choose(name, problem, machine).plan(problem, rank)
+        return choose(name, problem).plan(problem, rank)
     strategy = choose(name, window_problem(problem))
     span_bytes = sys.maxsize if name == "all-gather" else problem.group_bytes
     return SelectedPlan(problem, rank, strategy, span_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ from ..sequence.layout import Layout
 from ..sparse.choice import find_fault
 from ..sparse.memory import is_recomputing
 from ..spec import Spec
-from ..strategies.machine import Machine, machine_of, parse_machine
 from .inputs import Given, Inputs, check_inputs, prepare_inputs
 from .masking import Masking, find_masking
 from .options import Options, check_options, check_scale
@@ -43,7 +42,6 @@ class Terms:
     bias_rows       the number of rows of the bias, if any
     options         checked options
     biased_kernel   with a bias, the kernel of the pairs outside areas of one row
-    machine         the constants by which "auto" predicts speeds, if it does
     """
 
     shape: torch.Size
@@ -62,12 +60,10 @@ class Terms:
     spec: Spec
     kernel: Kernel
     biased_kernel: Kernel | None
-    machine: Machine | None
 
     @functools.cached_property
     def message(self) -> bytes:
-        """The line that this rank sends to the others. All terms but "tokens" and "machine" must be
-        equal.
+        """The line that this rank sends to the others. All terms but "tokens" must be equal.
 
         Arguments come before the kernels that follow from them: the first difference is reported.
         """
@@ -103,7 +99,6 @@ class Terms:
             "recording of gradients": self.needs_gradient,
             "the kernel of flash": self.kernel.name,
             "the kernel of the bias": self.biased_kernel and self.biased_kernel.name,
-            "machine": self.machine and self.machine.line,
         }
         return format_terms(CALL, terms)
 
@@ -114,20 +109,14 @@ def find_terms(rings: Rings, given: Given, options: Options) -> tuple[Inputs, Te
     Terms are kept by everything that they and the checks follow from. Layers repeat calls, and the
     host has little time for each.
 
-    Raises TypeError or ValueError if a tensor, an option or a file of constants is wrong,
-    RuntimeError inside transforms of torch.func and in forward mode.
+    Raises TypeError or ValueError if a tensor or an option is wrong, RuntimeError inside transforms
+    of torch.func and in forward mode.
     """
-    machine = _find_constants(rings, options, given.q)
     known = rings.history.known
     key: tuple[Any, ...] | None
     terms: Terms | None
     try:
-        key = (
-            given.describe(),
-            *_describe_options(options),
-            is_recomputing(),
-            machine and machine.line,
-        )
+        key = (given.describe(), *_describe_options(options), is_recomputing())
         terms = known.get(key)
     except Exception:  # noqa: BLE001 - an argument is wrong: the checks below say what is wrong
         key = terms = None
@@ -135,7 +124,7 @@ def find_terms(rings: Rings, given: Given, options: Options) -> tuple[Inputs, Te
     tensors = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
     check_transforms("burst_attn_func", *(x for x in tensors if x is not None))
     if terms is None:
-        terms = _make_terms(rings, inputs, options, machine, given.is_packed)
+        terms = _make_terms(rings, inputs, options, given.is_packed)
         if len(known) >= _MOST_TERMS:
             known.clear()
         if key is not None:
@@ -152,9 +141,7 @@ def _describe_options(options: Options) -> tuple[Options, tuple[type, ...]]:
     return options, tuple(map(type, options))
 
 
-def _make_terms(
-    rings: Rings, inputs: Inputs, options: Options, machine: Machine | None, is_packed: bool
-) -> Terms:
+def _make_terms(rings: Rings, inputs: Inputs, options: Options, is_packed: bool) -> Terms:
     q, k, rows = inputs.q, inputs.k, inputs.bias_rows
     if (rows is None) != (options.scores is None):
         got = "scores" if rows is None else "a bias"
@@ -191,17 +178,7 @@ def _make_terms(
         spec=spec,
         kernel=kernel,
         biased_kernel=None if rows is None else pick_biased(kernel, q, k, spec),
-        machine=machine,
     )
-
-
-def _find_constants(rings: Rings, options: Options, q: Any) -> Machine | None:
-    """Return the constants of this rank's machine if a strategy is to be chosen by them.
-
-    Nothing was checked before: q may be no tensor.
-    """
-    by_constants = options.strategy == "auto" and rings.size > 1 and isinstance(q, torch.Tensor)
-    return machine_of(q.device) if by_constants else None
 
 
 def _make_spec(options: Options, inputs: Inputs) -> Spec:
@@ -244,17 +221,8 @@ def _describe_layout(layout: str | Layout) -> str:
     return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
 
 
-class Agreed(NamedTuple):
-    """Terms in which ranks may differ: the number of tokens of each rank, and the constants of rank
-    0's machine, if any.
-    """
-
-    tokens: list[int]
-    machine: Machine | None
-
-
-def compare_terms(said: Sequence[bytes], masked_by: str = "mask") -> Agreed:
-    """Return what the ranks agreed on.
+def compare_terms(said: Sequence[bytes], masked_by: str = "mask") -> list[int]:
+    """Return the number of tokens of each rank, the only term in which ranks may differ.
 
     masked_by  the arguments that the mask follows from
 
@@ -263,11 +231,9 @@ def compare_terms(said: Sequence[bytes], masked_by: str = "mask") -> Agreed:
     replies = read_terms(said)
     for rank, reply in enumerate(replies):
         for term, value in replies[0].items():
-            if term not in ("tokens", "machine") and reply[term] != value:
+            if term != "tokens" and reply[term] != value:
                 name = masked_by if term == "mask" else term
                 raise RanksDisagree(
                     f"ranks differ in {name}: rank 0 has {value!r}, rank {rank} has {reply[term]!r}"
                 )
-    line = replies[0].get("machine")
-    machine = None if line is None else parse_machine(line, "rank 0's machine")
-    return Agreed([reply["tokens"] for reply in replies], machine)
+    return [reply["tokens"] for reply in replies]

@@ -6,11 +6,9 @@ all-gather   the ring with all of a host's keys and values in one stage (arXiv 2
 ulysses      each rank computes some heads of whole sequences (arXiv 2309.14509)
 usp          ulysses within hosts, the ring between them (arXiv 2405.07719)
 one-call     gathers keys and values first, and computes without partial results
-plain-ring   the ring without overlap, to be read first; "auto" never takes it
+plain-ring   the ring without overlap, to be read first
 
-"auto" takes the one with the least predicted time of a forward and backward, if it is 5 % faster
-than the ring, or 15 % with a bias. Without constants of the machine (`machine`) and its kernels,
-with sparse attention, or with a bias of many documents it takes the ring.
+"auto" takes one-call for short work and the ring for all other (`choose`).
 
 The contract is `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and transports
 only by their contracts. `compute` is what strategies share. To add a strategy, write
@@ -36,7 +34,6 @@ from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..sparse.config import InfLLMV2
 from ..spec import Spec
-from .machine import BACKWARD, BIASED_TIMES, Machine
 
 logger = logging.getLogger("bmt_burst")
 
@@ -50,13 +47,7 @@ _STRATEGIES = {
     "one-call": "one_call.OneCall",
     "plain-ring": "plain_ring.PlainRing",
 }
-# Of the time, by which "auto" must expect another strategy to be faster. Where kernels take all of
-# the time, predictions are up to 4 % off (tests/test_automatic.py).
-_CLEARLY = 0.05
-_CLEARLY_BIASED = 0.15  # with a bias, where predictions are up to 12 % off
-_MOST_RANKS = 4  # whose times are predicted
-_MOST_RUNS = 1 << 9  # of positions in a shard. With more, predictions of documents take seconds.
-_MOST_SLICES = 1 << 8  # of a bias. With more, too.
+_SHORT = 0.35e12  # operations of a rank's forward, below which "auto" takes one-call
 _logged: set[str] = set()  # the strategies whose choice was logged
 
 
@@ -192,13 +183,9 @@ class Plan(ABC):
 
 
 class Strategy(ABC):
-    """A way to compute attention over ranks.
-
-    automatic  whether "auto" may take it where nothing is predicted
-    """
+    """A way to compute attention over ranks."""
 
     name: str
-    automatic: bool = True
 
     @abstractmethod
     def refuses(self, problem: Problem) -> str | None:
@@ -213,25 +200,9 @@ class Strategy(ABC):
         than this rank's part.
         """
 
-    def predict(self, problem: Problem, machine: Machine) -> float | None:
-        """Return the seconds of a forward and backward on the slowest rank, or None if "auto" is
-        not to take this strategy: nothing is known, or more than group_bytes would land at once.
-
-        The answer is the same on all ranks.
-        """
-        return None
-
-
-def spread_ranks(size: int) -> list[int]:
-    """Return a few ranks, with the first and the last, by which all are judged."""
-    count = min(size, _MOST_RANKS)
-    return [rank * (size - 1) // max(count - 1, 1) for rank in range(count)]
-
 
 def names() -> list[str]:
-    """List all strategies. Without predictions, "auto" takes the first automatic one that can solve
-    a problem.
-    """
+    """List all strategies."""
     return list(_STRATEGIES)
 
 
@@ -243,93 +214,56 @@ def load(name: str) -> Strategy:
     return loaded
 
 
-def choose(name: str, problem: Problem, machine: Machine | None = None) -> Strategy:
-    """Return the strategy called `name`, or for "auto" the fastest on this machine.
+def choose(name: str, problem: Problem) -> Strategy:
+    """Return the strategy called `name`. For "auto" that is one-call for short work, if it does not
+    refuse the problem and needs no more than `group_bytes`. Otherwise it is the ring.
 
-    Without the machine's constants for the problem's kernels, or with a choice of blocks, "auto"
-    takes the first automatic strategy that can solve the problem. It takes another one if that one
-    is predicted to be faster by 5 %, or 15 % with a bias. It logs each strategy when it first takes
-    it, with the reason.
+    Work is short if a rank's forward has less than 0.35 TFLOP, on average. Kernel launches and the
+    host take longer than an exchange there, so it pays to need few of them. 0.35 was measured on
+    two H200, and on one that computed the part of a rank of two or eight: rows of "ring" and
+    "one-call" in bench/results/attention-2-nvidia-h200-short*.jsonl and one-rank-1-*.jsonl. No
+    other strategy was faster there by more than 7 %, and the same one twice differs by up to 6 %.
+    Calls of less than 8K tokens a GPU are no target: fewer ranks are faster there.
 
-    The answer counts a forward and a backward, also where no gradient is needed. So a forward that
-    checkpointing repeats has the same strategy, and the same bits.
+    The answer follows from the problem alone. So it is the same on all ranks, on each GPU, and with
+    and without gradients: a forward that checkpointing repeats has the same bits. A strategy is
+    logged when "auto" first takes it.
 
-    Raises ValueError with the reasons if no strategy can solve the problem.
+    Raises ValueError with the reason if a strategy that was asked for by name refuses the problem.
     """
-    first = _choose_first(name, problem)
-    if name != "auto":
-        return first
-    if problem.layout.size == 1:
-        return first
-    chosen, why = _choose_fastest(first, problem, machine)
-    if chosen.name not in _logged:
+    if name == "auto":
+        return _choose_automatically(problem)
+    strategy = load(name)
+    if reason := strategy.refuses(problem):
+        raise ValueError(f"strategy {name!r}: {reason}")
+    return strategy
+
+
+def _choose_automatically(problem: Problem) -> Strategy:
+    one_call, work, size = load("one-call"), _count_operations(problem), problem.layout.size
+    is_short = work < _SHORT and _count_gathered_bytes(problem) <= problem.group_bytes
+    takes_one_call = size > 1 and is_short and one_call.refuses(problem) is None
+    chosen = one_call if takes_one_call else load("ring")
+    if size > 1 and chosen.name not in _logged:
         _logged.add(chosen.name)
-        logger.info("strategy='auto' took %r: %s", chosen.name, why)
+        logger.info(
+            "strategy='auto' took %r: a rank's forward has %.3f TFLOP", chosen.name, work / 1e12
+        )
     return chosen
 
 
-def _choose_fastest(
-    first: Strategy, problem: Problem, machine: Machine | None
-) -> tuple[Strategy, str]:
-    """Return the strategy that is predicted to be the fastest, and why. Ties are for the first."""
-    if machine is None:
-        return first, "nothing is known about this machine's speed"
-    if problem.sparse:
-        return first, "no speed is predicted for sparse attention"
-    slices = [len(term.mask.slices) for term in problem.terms]
-    if max(slices, default=0) > 1 and _count_runs(problem.layout) > _MOST_RUNS:
-        return first, f"a {problem.layout.name} layout of documents takes long to predict"
-    if problem.scores and sum(slices) > _MOST_SLICES:
-        return first, "a bias of many documents takes long to predict"
-    for kernel in filter(None, (problem.kernel, problem.biased_kernel)):
-        if kernel.name != machine.kernel:
-            return first, f"the kernel is {kernel.name!r}, speeds are known for {machine.kernel!r}"
-    if problem.biased_kernel and problem.biased_kernel.name not in BIASED_TIMES:
-        return first, f"nothing is known about a bias with the kernel {machine.kernel!r}"
-    seconds = {first.name: first.predict(problem, machine)}
-    if not _is_near_kernel(seconds[first.name], problem, machine):
-        others = [name for name in names() if name != first.name]
-        for strategy in map(load, others):
-            if strategy.refuses(problem) is None:
-                seconds[strategy.name] = strategy.predict(problem, machine)
-    found = {name: time for name, time in seconds.items() if time is not None}
-    best = min(found, key=lambda name: found[name], default=first.name)
-    clearly = _CLEARLY_BIASED if problem.scores else _CLEARLY
-    if first.name in found and found[best] > (1 - clearly) * found[first.name]:
-        best = first.name
-    text = ", ".join(f"{name} {1e3 * time:.2f} ms" for name, time in found.items())
-    tokens, ranks = problem.mask.seq_len, problem.layout.size
-    of = f"of {tokens} tokens over {ranks} ranks"
-    return load(best), f"{text} are predicted for a forward and backward {of}"
+def _count_operations(problem: Problem) -> float:
+    """Count the operations of a rank's forward, on average: two products for each visible pair."""
+    sizes = problem.sizes
+    pairs = problem.mask.area * sizes.batch * sizes.heads / problem.layout.size
+    return 4 * pairs * sizes.head_size
 
 
-def _count_runs(layout: Layout) -> int:
-    """Return the most separate runs of positions in a shard."""
-    return max(sum(len(x) if x.step > 1 else 1 for x in shard) for shard in layout.shards)
-
-
-def _is_near_kernel(seconds: float | None, problem: Problem, machine: Machine) -> bool:
-    """Whether a strategy is predicted to be as fast as if all ranks shared the work equally, in one
-    kernel call each without a bias, and nothing was sent.
+def _count_gathered_bytes(problem: Problem) -> int:
+    """Count the most bytes that land on a rank at once with one-call: twice all keys and values, or
+    their gradients.
     """
-    if seconds is None:
-        return False
-    sizes, rates, ranks = problem.sizes, machine.rates, problem.layout.size
-    keys = (problem.mask.area + rates.call_keys * problem.mask.seq_len) / ranks
-    work = 4 * sizes.batch * sizes.heads * sizes.head_size * keys
-    backward = BACKWARD / (rates.backward_operations or rates.operations)
-    least = work * (1 / rates.operations + backward)
-    return seconds * (1 - _CLEARLY) <= least
-
-
-def _choose_first(name: str, problem: Problem) -> Strategy:
-    """Return the strategy called `name`, or for "auto" the first that can solve the problem."""
-    refusals = []
-    for candidate in names() if name == "auto" else [name]:
-        strategy = load(candidate)
-        if name == "auto" and not strategy.automatic:
-            continue
-        if (reason := strategy.refuses(problem)) is None:
-            return strategy
-        refusals.append(f"strategy {candidate!r}: {reason}")
-    raise ValueError("; ".join(refusals))
+    sizes = problem.sizes
+    tokens = 2 * problem.layout.size * problem.most_tokens
+    width = max(sizes.dtype.itemsize, sizes.partial.itemsize)
+    return tokens * sizes.batch * 2 * sizes.kv_heads * sizes.head_size * width

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 
 from . import Problem
-from .machine import Machine
 from .ring import Ring, RingPlan
 
 
@@ -23,9 +22,6 @@ class AllGather(Ring):
     """
 
     name = "all-gather"
-
-    def predict(self, problem: Problem, machine: Machine) -> None:
-        """Return None: where `group_bytes` has room for all blocks, the ring does the same."""
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
         return RingPlan(problem, rank, stage_bytes=sys.maxsize)

@@ -39,7 +39,7 @@ from ..sequence.tile import TileFields
 from ..sequence.tiling import Tiling
 from ..transport import Delivery, Manifest
 from ..transport.packing import Packing
-from . import Plan, Problem, Saved, Strategy, spread_ranks
+from . import Plan, Problem, Saved, Strategy
 from .compute import (
     Attention,
     AttentionGradient,
@@ -49,9 +49,7 @@ from .compute import (
     compute_gradients,
     compute_outputs,
 )
-from .machine import HostWork, Machine
 from .ring import RingPlan
-from .ring.timeline import kernel_seconds
 
 _MOST_COPIES = 2  # of a rank's tokens that land on a rank, on average
 _ALIGNED = 1 << 12  # bytes by which aligned tensors may be longer than their tokens
@@ -61,7 +59,6 @@ class OneCall(Strategy):
     """A strategy without partial results, for short blocks."""
 
     name = "one-call"
-    automatic = False
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.outer > 1:
@@ -74,14 +71,6 @@ class OneCall(Strategy):
         """Return the part of `rank`. It is the ring's if no rank looks at another's tokens."""
         plan = OneCallPlan(problem, rank)
         return plan if plan.has_traffic else RingPlan(problem, rank)
-
-    def predict(self, problem: Problem, machine: Machine) -> float | None:
-        whole = OneCallPlan(problem, 0)
-        # What each rank looks at takes longer to find.
-        if max(whole.lanes.values()) > problem.group_bytes or not whole.has_traffic:
-            return None
-        plans = [OneCallPlan(problem, r, whole.gathered) for r in spread_ranks(problem.inner)]
-        return max(plan.predict(machine) for plan in plans)
 
 
 class Piece(NamedTuple):
@@ -223,25 +212,6 @@ class OneCallPlan(Plan):
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         rings.reserve(self.lanes if with_backward else {**self.lanes, "return": 0}, device)
 
-    def predict(self, machine: Machine) -> float:
-        """Return the seconds of a forward and backward: those of the GPU, or the host's if these
-        are more. Exchanges and kernels follow one another.
-        """
-        rates, sizes = machine.rates, self.problem.sizes
-        arriving, leaving = (sum(length(p.at) for p in pieces) for pieces in self._exchanged)
-        token = 2 * self.packing.token_bytes() + self.return_packing.token_bytes()
-        seconds = max(arriving, leaving) * token / rates.bytes
-        for returning in (False, True):
-            seconds += kernel_seconds(self.calls, sizes, rates, returning)
-        return max(seconds, machine.host_seconds(self.host_work()))
-
-    def host_work(self) -> HostWork:
-        """Return what the host enqueues for a forward and backward."""
-        arriving, leaving = map(len, self._exchanged)
-        tensors, own = len(self.packing.entries), len(self._mine.of(self.rank))
-        messages = tensors * (2 * (leaving + own) + arriving)  # keys twice, and their gradients
-        return HostWork(2 * len(self.calls), deliveries=3, messages=messages)
-
     def __str__(self) -> str:
         calls = ", ".join(
             f"{c.call.q_tokens} x {c.call.kv_tokens} in {len(c.call.tiles)} tiles"
@@ -256,18 +226,6 @@ class OneCallPlan(Plan):
     @property
     def _mine(self) -> Gathered:
         return self.gathered[self.rank]
-
-    @functools.cached_property
-    def _exchanged(self) -> tuple[list[Piece], list[Piece]]:
-        """The keys that other ranks send to this one, and those that this rank sends."""
-        arriving = [piece for piece in self._mine.pieces if piece.owner != self.rank]
-        leaving = [
-            piece
-            for viewer, gathered in enumerate(self.gathered)
-            for piece in gathered.of(self.rank)
-            if viewer != self.rank
-        ]
-        return arriving, leaving
 
     def _returned(self, owner: int) -> Iterator[tuple[int, Piece, Span]]:
         """Yield (viewer, piece, place) of the gradients that return to an owner."""

@@ -10,8 +10,7 @@ After `size` hops the gradients are complete, and back at the owner of the block
     rank 1  q1 x kv1     q1 x kv0     q1 x kv2
     rank 2  q2 x kv2     q2 x kv1     q2 x kv0
 
-`strategies/ring` computes the same and hides the sends behind the kernels. "auto" never takes this
-strategy.
+`strategies/ring` computes the same and hides the sends behind the kernels.
 
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 """
@@ -48,7 +47,6 @@ class PlainRing(Strategy):
     """A strategy that sends keys and values around one ring, a hop at a time."""
 
     name = "plain-ring"
-    automatic = False
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.outer > 1:

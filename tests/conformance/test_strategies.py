@@ -304,4 +304,3 @@ def test_a_refusal_is_an_error_on_every_rank(name):
 
 def test_the_registry_names_each_strategy_as_it_names_itself():
     assert [load(name).name for name in NAMES] == NAMES
-    assert load(NAMES[0]).automatic

@@ -33,9 +33,8 @@ from ...ranks.rings import Rings
 from ...scores import BY_DISTANCE
 from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
 from ...sequence.tiling import Tiling
-from .. import Plan, Problem, Saved, Sizes, Strategy, spread_ranks
+from .. import Plan, Problem, Saved, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients
-from ..machine import HostWork, Machine, Rates
 from .backward import Backward
 from .events import order_events
 from .forward import Forward
@@ -43,7 +42,7 @@ from .payload import KeysValues, Payload, QueryPayload, backward_payload, select
 from .program import Pass, Program, find_landing_positions
 from .routes import Landings, Routes
 from .schedule import Schedule
-from .timeline import Timeline, timeline
+from .timeline import Rates, Timeline, timeline
 
 # rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM
 _ENOUGH_ROWS = 1 << 18
@@ -61,10 +60,6 @@ class Ring(Strategy):
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
         return RingPlan(problem, rank)
-
-    def predict(self, problem: Problem, machine: Machine) -> float | None:
-        ranks = spread_ranks(problem.layout.size)
-        return max(self.plan(problem, rank).predict(machine) for rank in ranks)
 
 
 class RingPlan(Plan):
@@ -131,19 +126,6 @@ class RingPlan(Plan):
         return timeline(self.forward_program, rates), timeline(
             self.backward_program, rates, returning=True
         )
-
-    def predict(self, machine: Machine) -> float:
-        """Return the seconds of a forward and backward: those of the GPU, or the host's if these
-        are more.
-        """
-        forward, backward = self.timelines(machine.rates)
-        host = machine.host_seconds(forward.work + backward.work)
-        return max(forward.seconds + backward.seconds, host)
-
-    def host_work(self) -> HostWork:
-        """Return what the host enqueues for a forward and backward."""
-        forward, backward = self.timelines()
-        return forward.work + backward.work
 
     def __str__(self) -> str:
         programs = ("forward", self.forward_program), ("backward", self.backward_program)

@@ -1,9 +1,8 @@
 """A timeline of a ring's plan: when one rank computes and when it receives, at assumed rates.
 
 Nothing runs. Kernels run one after the other. Deliveries of a kind (visits and returns) follow one
-another. Both wait for each other as the program's events do. Merging and launching cost nothing
-with the default rates, so a real rank is never faster. With measured rates, such as `H200`, they
-count for each query of a kernel call.
+another. Both wait for each other as the program's events do. Merging and launching cost nothing,
+so a real rank is never faster.
 
 `RingPlan.timelines` returns a timeline of the forward and one of the backward. examples/timeline.py
 draws all ranks.
@@ -12,22 +11,30 @@ draws all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...scores import BY_DISTANCE, is_one_row
 from ...sequence.gathered_calls import GatheredCall
 from ...sequence.mask import Slice
-from ...sequence.span import length
 from ...sequence.tile import KernelCall
-from .. import Problem, Sizes
-from ..machine import BACKWARD, BIASED_TIMES, BiasedTimes, HostWork, Rates
 from .events import Do, Event
 from .program import Program
 
+_BACKWARD = 2.5  # operations of a backward, relative to its forward
 _WIDTH = 72  # characters of a drawing
 # rows of a drawing, and their characters
 _ROWS = {"compute": "#", "visit": "=", "return": "~", "host": "-"}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Assumed rates per second: operations, bytes between ranks of a host, and bytes between
+    hosts.
+    """
+
+    operations: float = 600e12
+    bytes: float = 300e9
+    host_bytes: float = 40e9
 
 
 class Interval(NamedTuple):
@@ -42,13 +49,10 @@ class Interval(NamedTuple):
 class Timeline(NamedTuple):
     """The intervals of one rank. It prints as a drawing with a row for kernels and for each kind of
     delivery.
-
-    work  what the host enqueues
     """
 
     rank: int
     intervals: list[Interval]
-    work: HostWork
 
     @property
     def seconds(self) -> float:
@@ -101,20 +105,15 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
     def at(event: Event, do: Do) -> float:
         return done.get(event._replace(do=do), 0.0)
 
-    sizes, biased = program.problem.sizes, _biased_times(program.problem)
-    calls = deliveries = messages = 0
+    sizes = program.problem.sizes
 
-    def seconds(heads: int, found: Sequence[GatheredCall]) -> float:
-        nonlocal calls
-        calls += len(found) * (biased.calls if biased else 1)
-        return kernel_seconds(found, replace(sizes, heads=heads), rates, returning, biased)
+    def seconds(heads: int, calls: Sequence[GatheredCall]) -> float:
+        pairs = sum(count_pairs(gathered.call) for gathered in calls)
+        work = 4 * sizes.batch * heads * sizes.head_size * pairs
+        return work * (_BACKWARD if returning else 1) / rates.operations
 
     def link_seconds(event: Event) -> float:
-        nonlocal deliveries, messages
-        manifest = program.manifest(event)
-        deliveries += 1
-        messages += len(manifest.messages)
-        return manifest.nbytes / rates.bytes
+        return program.manifest(event).nbytes / rates.bytes
 
     for event in program.events:
         heads = _heads(program, event)
@@ -134,30 +133,8 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
         elif event.do == "cross":
             tokens = program.rounds[event.round].held_tokens
             nbytes = program.passes[event.number].packing.nbytes(tokens)
-            deliveries += 1
             done[event] = occupy("host", event, nbytes / rates.host_bytes)
-    return Timeline(program.rank, intervals, HostWork(calls, deliveries, messages))
-
-
-def kernel_seconds(
-    calls: Sequence[GatheredCall],
-    sizes: Sizes,
-    rates: Rates,
-    returning: bool,
-    biased: BiasedTimes | None = None,
-) -> float:
-    """Compute how long kernel calls take, forward or `returning`, without their host time. `biased`
-    are the `_biased_times` of their problem.
-    """
-    factor, operations = 1.0, rates.operations
-    if returning:
-        factor, operations = BACKWARD, rates.backward_operations or rates.operations
-    work = 4 * sizes.batch * sizes.heads * sizes.head_size * factor / operations
-    pairs = sum(
-        count_pairs(gathered.call) * _relative_time(gathered.row, returning, biased)
-        for gathered in calls
-    )
-    return work * (pairs + rates.call_keys * _queries(calls))
+    return Timeline(program.rank, intervals)
 
 
 def _heads(program: Program, event: Event) -> int:
@@ -166,22 +143,6 @@ def _heads(program: Program, event: Event) -> int:
         return program.problem.sizes.heads
     heads = program.passes[event.number].q
     return len(range(*heads.indices(program.problem.sizes.heads)))
-
-
-def _biased_times(problem: Problem) -> BiasedTimes | None:
-    """Return what the bias of a problem costs, or None without one, or if it is not known."""
-    return BIASED_TIMES.get(problem.biased_kernel.name) if problem.biased_kernel else None
-
-
-def _relative_time(row: int | None, returning: bool, biased: BiasedTimes | None) -> float:
-    """Return the time of a pair of a `Term` with this row, relative to a pair without a bias."""
-    if biased is None or is_one_row(row):
-        return 1.0
-    return (biased.by_distance if row == BY_DISTANCE else biased.by_segments)[returning]
-
-
-def _queries(calls: Sequence[GatheredCall]) -> int:
-    return sum(length(q) for gathered in calls for q, _ in gathered.call.tiles)
 
 
 def count_pairs(call: KernelCall) -> int:
