@@ -4,13 +4,20 @@
     python examples/timeline.py --ranks 8 --inner 4     # two hosts, a double ring
 
 It also prints a drawing of each rank. The default rates are for H200 with NVLink; see --help.
+
+Kernels run one after the other. Deliveries of a kind (blocks that are sent, and gradients) follow
+one another. Both wait for each other as the events of a plan's programs do. Merging and launching
+cost nothing, so a real rank is never faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
@@ -23,12 +30,157 @@ import torch
 from matplotlib import pyplot
 
 from bmt_burst import Layout, Mask, kernels
+from bmt_burst.sequence.gathered_calls import GatheredCall
+from bmt_burst.sequence.mask import Slice
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.timeline import Rates, Timeline
+from bmt_burst.strategies.ring.events import Do, Event
+from bmt_burst.strategies.ring.program import Program
 
+_BACKWARD = 2.5  # operations of a backward, relative to its forward
+_WIDTH = 72  # characters of a drawing
+# rows of a drawing, and their characters
+_ROWS = {"compute": "#", "visit": "=", "return": "~", "host": "-"}
 COLOURS = {"compute": "#3b6fb6", "visit": "#e1812c", "return": "#3a923a", "host": "#8c6bb1"}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Assumed rates per second: operations, bytes between ranks of a host, and bytes between
+    hosts.
+    """
+
+    operations: float = 600e12
+    bytes: float = 300e9
+    host_bytes: float = 40e9
+
+
+class Interval(NamedTuple):
+    """A kernel's work or a delivery, in seconds from the start."""
+
+    row: str
+    event: Event
+    start: float
+    stop: float
+
+
+class Timeline(NamedTuple):
+    """The intervals of one rank. It prints as a drawing with a row for kernels and for each kind of
+    delivery.
+    """
+
+    rank: int
+    intervals: list[Interval]
+
+    @property
+    def seconds(self) -> float:
+        return max((x.stop for x in self.intervals), default=0.0)
+
+    @property
+    def busy(self) -> float:
+        """The share of the time in which kernels run."""
+        return sum(x.stop - x.start for x in self.intervals if x.row == "compute") / (
+            self.seconds or 1.0
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"rank {self.rank}: {self.seconds * 1e3:.2f} ms, kernels run for {self.busy:.0%} of it"
+        ]
+        for row, character in _ROWS.items():
+            mine = [x for x in self.intervals if x.row == row]
+            if mine:
+                lines.append(f"  {row:<8}|{self._draw(mine, character)}|")
+        return "\n".join(lines)
+
+    def _draw(self, intervals: Sequence[Interval], character: str) -> str:
+        cells = [" "] * _WIDTH
+        for x in intervals:
+            first, last = (int(_WIDTH * at / self.seconds) for at in (x.start, x.stop))
+            label = (
+                str(x.event.stage)
+                if x.event.do in ("compute", "fetch", "return")
+                else x.event.do[0]
+            )
+            for cell in range(first, min(max(last, first + 1), _WIDTH)):
+                cells[cell] = label if cell == first else character
+        return "".join(cells)
+
+
+def timeline(program: Program, rates: Rates, returning: bool = False) -> Timeline:
+    """Compute when each event of a program starts and ends. `returning` is for a backward."""
+    intervals: list[Interval] = []
+    free = dict.fromkeys(_ROWS, 0.0)  # when each row is free
+    done: dict[Event, float] = {}  # when what was started ends
+
+    def occupy(row: str, event: Event, seconds: float, after: float = 0.0) -> float:
+        start = max(free[row], after)
+        free[row] = start + seconds
+        if seconds:
+            intervals.append(Interval(row, event, start, free[row]))
+        return free[row]
+
+    def at(event: Event, do: Do) -> float:
+        return done.get(event._replace(do=do), 0.0)
+
+    sizes = program.problem.sizes
+
+    def seconds(heads: int, calls: Sequence[GatheredCall]) -> float:
+        pairs = sum(count_pairs(gathered.call) for gathered in calls)
+        work = 4 * sizes.batch * heads * sizes.head_size * pairs
+        return work * (_BACKWARD if returning else 1) / rates.operations
+
+    def link_seconds(event: Event) -> float:
+        return program.manifest(event).nbytes / rates.bytes
+
+    for event in program.events:
+        heads = _heads(program, event)
+        if event.do == "own":
+            occupy("compute", event, seconds(sizes.heads, program.own))
+        elif event.do in ("open", "compute"):
+            arrived = at(event, "cross") if event.do == "open" else at(event, "fetch")
+            found = program.calls[event.round, event.stage if event.do == "compute" else -1]
+            done[event] = occupy("compute", event, seconds(heads, found), arrived)
+        elif event.do == "fetch":
+            buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # two buffers
+            done[event] = occupy("visit", event, link_seconds(event), buffer_read)
+        elif event.do == "return":
+            done[event] = occupy("return", event, link_seconds(event), at(event, "compute"))
+        elif event.do in ("collect", "end") and event.stage >= 0 and returning:
+            free["compute"] = max(free["compute"], at(event, "return"))
+        elif event.do == "cross":
+            tokens = program.rounds[event.round].held_tokens
+            nbytes = program.passes[event.number].packing.nbytes(tokens)
+            done[event] = occupy("host", event, nbytes / rates.host_bytes)
+    return Timeline(program.rank, intervals)
+
+
+def _heads(program: Program, event: Event) -> int:
+    """Count the query heads of an event's pass."""
+    if not program.passes:
+        return program.problem.sizes.heads
+    heads = program.passes[event.number].q
+    return len(range(*heads.indices(program.problem.sizes.heads)))
+
+
+def count_pairs(call: KernelCall) -> int:
+    """Count the visible pairs of a kernel call."""
+    total = 0
+    for (a, b), (c, d) in call.tiles:
+        # how far the last query is after the last key, from their tile's corner
+        last = (b - a) - (d - c)
+        low = None if call.right is None else last - call.right
+        high = None if call.left is None else last + call.left + 1
+        total += Slice((0, b - a), (0, d - c), low, high).area
+    return total
+
+
+def timelines(plan: RingPlan, rates: Rates) -> tuple[Timeline, Timeline]:
+    """Return when a rank computes and sends, in the forward and in the backward."""
+    forward, backward = plan.forward_program, plan.backward_program
+    return timeline(forward, rates), timeline(backward, rates, returning=True)
 
 
 def plans(arguments: argparse.Namespace) -> list[RingPlan]:
@@ -52,11 +204,11 @@ def plans(arguments: argparse.Namespace) -> list[RingPlan]:
     return [RingPlan(problem, rank) for rank in range(arguments.ranks)]
 
 
-def draw(timelines: list[tuple[Timeline, Timeline]], path: Path) -> None:
+def draw(lines: list[tuple[Timeline, Timeline]], path: Path) -> None:
     """Write a picture: forward and backward side by side, a line for each rank and kind of work."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(14, 0.7 * len(timelines) + 1.5))
+    figure, axes = pyplot.subplots(1, 2, figsize=(14, 0.7 * len(lines) + 1.5))
     for axis, title, column in zip(
-        axes, ("forward", "backward"), zip(*timelines, strict=True), strict=True
+        axes, ("forward", "backward"), zip(*lines, strict=True), strict=True
     ):
         for number, one in enumerate(column):
             for x in one.intervals:
@@ -107,7 +259,7 @@ def main() -> None:
     if arguments.inner and arguments.ranks % arguments.inner:
         parser.error(f"--inner {arguments.inner} does not divide --ranks {arguments.ranks}")
     rates = Rates(arguments.tflops * 1e12, arguments.link * 1e9, arguments.host_link * 1e9)
-    found = [plan.timelines(rates) for plan in plans(arguments)]
+    found = [timelines(plan, rates) for plan in plans(arguments)]
     for forward, backward in found:
         print(f"forward, {forward}\nbackward, {backward}\n")
     draw(found, arguments.output)

@@ -10,7 +10,7 @@ import torch
 from bmt_burst import Layout, Mask
 from bmt_burst.kernels.reference import visible
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.timeline import Rates, count_pairs
+from examples.timeline import Rates, count_pairs, timelines
 from tests.helpers import named_calls, problem, run_script
 
 CALLS = named_calls(5)
@@ -28,12 +28,12 @@ def test_ranks_compute_each_pair_once_and_wait_for_what_they_need(inner, group_b
     mask = Mask.documents((0, 50, 128))
     sizes = {"heads": 2, "kv_heads": 2, "head_size": 8, "group_bytes": group_bytes}
     call = problem(mask, Layout.zigzag(128, 4), inner, **sizes)
-    timelines = [RingPlan(call, rank).timelines(SLOW) for rank in range(4)]
-    for column, factor in zip(zip(*timelines, strict=True), (1.0, 2.5), strict=True):
+    lines = [timelines(RingPlan(call, rank), SLOW) for rank in range(4)]
+    for column, factor in zip(zip(*lines, strict=True), (1.0, 2.5), strict=True):
         kernels = [x for one in column for x in one.intervals if x.row == "compute"]
         seconds = sum(x.stop - x.start for x in kernels)
         assert seconds == pytest.approx(factor * 4 * 8 * 2 * mask.area / SLOW.operations)
-    for forward, backward in timelines:
+    for forward, backward in lines:
         for one in (forward, backward):
             at = {x.event: x for x in one.intervals}
             for event, x in at.items():
@@ -50,7 +50,7 @@ def test_slow_links_show():
     call = problem(
         Mask.causal(4096), Layout.zigzag(4096, 4), heads=4, kv_heads=4, dtype=torch.float16
     )
-    fast, slow = (RingPlan(call, 1).timelines(Rates(1e12, rate, rate))[0] for rate in (1e12, 1e8))
+    fast, slow = (timelines(RingPlan(call, 1), Rates(1e12, rate, rate))[0] for rate in (1e12, 1e8))
     assert fast.busy > 0.99
     assert slow.busy < 0.5
 

@@ -42,7 +42,6 @@ from .payload import KeysValues, Payload, QueryPayload, backward_payload, select
 from .program import Pass, Program, find_landing_positions
 from .routes import Landings, Routes
 from .schedule import Schedule
-from .timeline import Rates, Timeline, timeline
 
 # rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM
 _ENOUGH_ROWS = 1 << 18
@@ -117,15 +116,6 @@ class RingPlan(Plan):
             there, returned = self._most_bytes(self._backward_payload, returning=True)
             visit = max(visit, there)
         rings.reserve({"visit": visit + _ALIGNED, "return": returned + _ALIGNED}, device)
-
-    def timelines(self, rates: Rates | None = None) -> tuple[Timeline, Timeline]:
-        """Return when this rank computes and sends, in the forward and in the backward, at assumed
-        rates.
-        """
-        rates = rates or Rates()
-        return timeline(self.forward_program, rates), timeline(
-            self.backward_program, rates, returning=True
-        )
 
     def __str__(self) -> str:
         programs = ("forward", self.forward_program), ("backward", self.backward_program)
