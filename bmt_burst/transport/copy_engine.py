@@ -6,8 +6,7 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
 
     sender      waits until its receivers have read delivery n - slots (the sender's flags `freed`),
                 copies each put to its place in the receiver's slot, and writes n to the receivers'
-                flags `arrived`. A separate stream does this. Another one makes the copies to the
-                sender's own slot.
+                flags `arrived`. A separate stream does this, also for puts to the sender itself.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
                 `release` lets it write n to every rank's flag `freed`. Or `unload` lets another
                 separate stream copy what is on this rank to tensors, wait, copy what arrived, and
@@ -180,25 +179,23 @@ def _make_manifest(nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival
 class _Shipment:
     """A delivery without its number and the addresses of its tensors.
 
-    away     the copies to peers, by slot. Target i is the slot of peer i.
-    freed    this rank's flags that these peers write
-    there    the flags of these peers that this rank writes
-    own      the copies to this rank itself, None without any
+    copies   the copies, by slot, None without any. Target i is the slot of rank i.
+    freed    this rank's flags that the receivers write
+    there    the flags of the receivers that this rank writes
     memory   what this rank receives into, by slot
     arrived  the flags of the expected senders
     """
 
-    away: Launches | None
+    copies: Launches | None
     freed: Flags
     there: Flags
-    own: Launches | None
     memory: list[Tensor]
     arrived: Flags
 
 
 class _Lane:
-    """One kind of deliveries: its slots and flags in every rank's arena, the stream that fills the
-    peers' slots, the one that fills this rank's with its own, and the one that unloads it.
+    """One kind of deliveries: its slots and flags in every rank's arena, the stream that fills
+    slots, and the one that unloads this rank's.
 
     `parts` are the lane's bytes in the arenas: slots, then the flags "arrived" and "freed" of each
     rank.
@@ -211,14 +208,13 @@ class _Lane:
             [part[slot * slot_bytes : (slot + 1) * slot_bytes] for part in parts]
             for slot in range(slots)
         ]
-        self.stream, self.keeping, self.unloading = (device.stream() for _ in range(3))
+        self.stream, self.unloading = (device.stream() for _ in range(2))
         self.shipments: dict[Any, _Shipment] = {}
         self.landed: dict[Any, list[Tensor]] = {}
         self.unloads: dict[Any, tuple[Launches | None, Launches | None]] = {}
         self.number = 0
         self.releases: list[Event] = []  # the event of the last release, if there was one
-        others = [peer for peer in range(len(parts)) if peer != rank]
-        self.freed_there = self._flags(*((peer, 2 * rank + 1) for peer in others))
+        self.freed_there = self._flags(*((peer, 2 * rank + 1) for peer in range(len(parts))))
 
     def deliver(self, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
         geometry = _geometry(tensors)
@@ -229,16 +225,10 @@ class _Lane:
         slot, stream = self.number % len(self.slots), self.stream
         began = self.device.current().record()  # by then the tensors are ready
         departed = []
-        if shipment.own is not None:
-            self.keeping.follow(began)
-            for event in self.releases:
-                self.keeping.follow(event)  # by then this rank has read the slot
-            self.keeping.copy(shipment.own, self.slots[slot], tensors)
-            departed.append(self.keeping.record())
-        if shipment.away is not None:
+        if shipment.copies is not None:
             stream.follow(began)
             stream.wait(shipment.freed, self.number - len(self.slots))
-            stream.copy(shipment.away, self.slots[slot], tensors)
+            stream.copy(shipment.copies, self.slots[slot], tensors)
             stream.write(shipment.there, self.number)
             departed.append(stream.record())
         ticket = _Arrivals(self, self.number, slot, shipment.arrived, began, departed, tensors)
@@ -299,16 +289,15 @@ class _Lane:
             size = region.entries * geometry[number][1].itemsize
             into = Region.of_bytes(offset, size, region.counts, pitches)
             copies.setdefault(peer, []).append(Copy(peer, into, number, region))
-        own = copies.pop(self.rank, [])
         # The next rank first: where copies follow one another, each rank receives from another one.
-        peers = sorted(copies, key=lambda peer: (peer - self.rank) % len(self.parts))
+        # This rank itself is the last, since others wait for what it sends them.
+        peers = sorted(copies, key=lambda peer: (peer - self.rank - 1) % len(self.parts))
         sources = sorted({arrival.peer for arrival in manifest.arrivals})
         slots = [_BYTES] * len(self.parts)
         return _Shipment(
             self._launches([x for peer in peers for x in copies[peer]], slots, geometry),
             self._flags(*((self.rank, 2 * peer + 1) for peer in peers)),
             self._flags(*((peer, 2 * self.rank) for peer in peers)),
-            self._launches(own, slots, geometry),
             [parts[self.rank][:nbytes] for parts in self.slots],
             self._flags(*((self.rank, 2 * peer) for peer in sources)),
         )
