@@ -43,11 +43,9 @@ from ...merging.merge import Gradients, empty_lse
 from ...ranks.rings import Rings
 from ...sequence.span import length, shifted
 from ...transport import ALONE, LANES, Delivery
-from .. import Plan, Problem, Saved, Strategy, spread_ranks
+from .. import Plan, Problem, Saved, Strategy
 from ..compute import ALL, Keys, QueryGradients
-from ..machine import HostWork, Machine, Rates
 from ..ring import RingPlan
-from ..ring.timeline import Timeline
 from .blocks import Field
 from .exchange import Exchange, Returns, Visits
 from .heads import BIASED, Heads, cut_heads
@@ -70,16 +68,6 @@ class Ulysses(Strategy):
     def plan(self, problem: Problem, rank: int) -> Plan:
         return UlyssesPlan(problem, rank)
 
-    def predict(self, problem: Problem, machine: Machine) -> float | None:
-        """Return the seconds of the rank with the most heads, on the slowest of a few hosts."""
-        inner, heads = problem.inner, problem.sizes.heads
-        place = max(range(inner), key=lambda x: heads * (x + 1) // inner - heads * x // inner)
-        hosts = spread_ranks(problem.outer)
-        plans = [UlyssesPlan(problem, host * inner + place) for host in hosts]
-        if max(plan.most_bytes for plan in plans) > problem.group_bytes:
-            return None
-        return max(plan.predict(machine) for plan in plans)
-
 
 class USP(Ulysses):
     """Heads are shared by the ranks of a host. Hosts form rings."""
@@ -90,10 +78,6 @@ class USP(Ulysses):
         """Return the part of `rank`. Hosts of one rank share no heads, so they are just a ring."""
         is_ring = problem.inner == 1 < problem.outer
         return RingOfHosts(problem, rank) if is_ring else UlyssesPlan(problem, rank)
-
-    def predict(self, problem: Problem, machine: Machine) -> float | None:
-        """Return None where it is only Ulysses or only a ring: these are predicted separately."""
-        return super().predict(problem, machine) if min(problem.inner, problem.outer) > 1 else None
 
     def refuses(self, problem: Problem) -> str | None:
         layout, is_grid = problem.layout, problem.inner > 1 and problem.outer > 1
@@ -194,44 +178,6 @@ class UlyssesPlan(Plan):
         rings.reserve({lane: max(x.nbytes for x in found) for lane, found in lanes.items()}, device)
         for each in self._all_rings():
             each.ring.reserve(_between_hosts(rings), device, with_backward)
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes that land at once."""
-        exchanges = self.inputs, self.results, self.backward_inputs, self.backward_results
-        return max(exchange.nbytes for exchange in exchanges)
-
-    def predict(self, machine: Machine) -> float:
-        """Return the seconds of a forward and backward: those of the GPU, or the host's if these
-        are more.
-        """
-        ways = (self.inputs, self.results), (self.backward_inputs, self.backward_results)
-        between = replace(machine.rates, bytes=machine.rates.host_bytes)
-        rings = self._timelines(between)
-        seconds = 0.0
-        for way, (visits, returns) in enumerate(ways):
-            arrived = computed = returned = 0.0
-            for piece, heads in enumerate(self.rings):
-                arrived += visits.landing_bytes(piece) / machine.rates.bytes
-                lines = [rings[id(each.ring)][way] for each in heads]
-                computed = max(computed, arrived) + sum(line.seconds for line in lines)
-                returned = max(returned, computed)
-                returned += returns.landing_bytes(piece) / machine.rates.bytes
-            seconds += returned
-        return max(seconds, machine.host_seconds(self.host_work()))
-
-    def host_work(self) -> HostWork:
-        """Return what the host enqueues for a forward and backward."""
-        exchanges = self.inputs, self.results, self.backward_inputs, self.backward_results
-        work = sum((exchange.host_work() for exchange in exchanges), HostWork())
-        rings = self._timelines()
-        lines = (line for each in self._all_rings() for line in rings[id(each.ring)])
-        return sum((line.work for line in lines), work)
-
-    def _timelines(self, rates: Rates | None = None) -> dict[int, tuple[Timeline, Timeline]]:
-        """Return the timelines of each ring once, by its id: pieces may share a ring."""
-        rings = {id(each.ring): each.ring for each in self._all_rings()}
-        return {key: ring.timelines(rates) for key, ring in rings.items()}
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None

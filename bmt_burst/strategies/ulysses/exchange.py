@@ -24,7 +24,6 @@ from torch import Tensor
 from ...sequence.span import Span, length
 from ...transport import Arrival, Delivery, Manifest, Message, Place, Transport
 from ...transport.regions import Copies, Copy, Region
-from ..machine import HostWork
 from .blocks import Block, Field, Tokens
 from .heads import Heads
 from .tokens import HostTokens
@@ -58,13 +57,6 @@ class Exchange(ABC):
         ranks, pieces = range(len(self.pieces)), range(self.count)
         return max(self._nbytes(rank, piece) for rank in ranks for piece in pieces)
 
-    def landing_bytes(self, piece: int) -> int:
-        """Return the bytes that this rank receives of a piece from others, if all ranks have
-        equally many tokens.
-        """
-        size = len(self.pieces)
-        return self._nbytes(self.rank, piece) * (size - self.to_itself) // size
-
     @property
     def leaving_bytes(self) -> int:
         """The bytes that this rank sends to others."""
@@ -78,11 +70,6 @@ class Exchange(ABC):
     @functools.cached_property
     def manifests(self) -> list[Manifest]:
         return [self._manifest(piece) for piece in range(self.count)]
-
-    def host_work(self) -> HostWork:
-        """Return what the host enqueues for all pieces."""
-        messages = sum(len(manifest.messages) for manifest in self.manifests)
-        return HostWork(deliveries=self.count, messages=messages)
 
     def with_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors with contiguous rows: a token's heads, or a head's tokens."""
@@ -192,10 +179,6 @@ class Returns(Exchange):
         counts = [length(heads.kv) for pieces in self.pieces for heads in pieces]
         spans = itertools.pairwise(itertools.accumulate(counts, initial=0))
         return [[next(spans) for _ in pieces] for pieces in self.pieces]
-
-    def host_work(self) -> HostWork:
-        unloaded = sum(len(copies.copies) for copies in self._copies)
-        return super().host_work() + HostWork(deliveries=self.count, messages=unloaded)
 
     def _columns(self, field: Field, rank: int, piece: int) -> Span:
         """Return which heads of a result a piece of a rank fills."""
