@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..sequence.span import Span, length
-from . import Arrival, Manifest, Message, Place
+from . import Arrival, Manifest, Message, Place, Put
 from .regions import Region
 
 _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
@@ -42,6 +42,30 @@ class Packing:
             Place(start, dtype, (self.batch, tokens, *shape))
             for start, (shape, dtype) in zip(starts, self.entries, strict=True)
         ]
+
+    def views(self, memory: Tensor, tokens: int) -> list[Tensor]:
+        """Return the tensors (B, tokens, ...) that lie in memory, uint8."""
+        return [place.view(memory) for place in self.places(tokens)]
+
+    def puts(
+        self,
+        tensors: Sequence[Tensor],
+        span: Span,
+        peer: int,
+        at: Span,
+        tokens: int,
+        start: int = 0,
+    ) -> Iterator[Put]:
+        """Yield what sends the tokens `span` of contiguous tensors (B, T, ...) to a rank. They land
+        as the tokens `at` in memory for `tokens`, which begins at byte `start`.
+        """
+        for tensor, row, offset, _ in self._rows(at, tokens):
+            yield Put(tensors[tensor][row, slice(*span)], peer, start + offset)
+
+    def arrivals(self, peer: int, at: Span, tokens: int, start: int = 0) -> Iterator[Arrival]:
+        """Yield where such puts of a rank land."""
+        for _, _, offset, nbytes in self._rows(at, tokens):
+            yield Arrival(peer, start + offset, nbytes)
 
     def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
         """Make new tensors (B, tokens, ...), each in its own memory."""
@@ -73,6 +97,17 @@ class Packing:
                 messages.append(Message(tensor, region, peer, place.offset, place.pitches))
         arrivals = [x for peer, at in sources for x in self._arrivals(tokens, at, peer)]
         return Manifest(self.nbytes(tokens), messages, arrivals, self.places(tokens))
+
+    def _rows(self, at: Span, tokens: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (tensor, batch row, first byte, bytes) of the tokens `at` in memory for `tokens`.
+        Nothing is yielded for no bytes.
+        """
+        for tensor, (start, entry) in enumerate(
+            zip(_starts(self, tokens), self.entries, strict=False)
+        ):
+            size = _entry_bytes(entry)
+            for row in range(self.batch if length(at) * size else 0):
+                yield tensor, row, start + (row * tokens + at[0]) * size, length(at) * size
 
     def _arrivals(self, tokens: int, at: Span, peer: int) -> list[Arrival]:
         """Return the place of the tokens at[0] to at[1] - 1 of each tensor, in memory for `tokens`,
