@@ -19,7 +19,6 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, MESSAGE_BYTES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes
-from bmt_burst.transport.regions import Copies, Copy, Region
 from bmt_burst.transport.simulator import GuardedDelivery, SimulatedRing
 from tests.helpers import (
     dense_attention,
@@ -122,15 +121,10 @@ def spin(ready):
 
 
 class EngineDelivery(GuardedDelivery):
-    """A guarded delivery that copy engines unload."""
+    """A guarded delivery of copy engines."""
 
     def views(self, manifest):
         return self.delivery.views(manifest)
-
-    def unload(self, copies, targets, sources):
-        self._check_places()
-        self._check_order()
-        self.delivery.unload(copies, targets, sources)
 
 
 class EngineRing(SimulatedRing):
@@ -324,36 +318,6 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
             assert seen == {value: [value] * 128 for value in range(11)}
     finally:
         ThreadStream.longest_copy = 2e-3
-
-
-def test_what_is_unloaded_is_ready_and_may_change_after_it():
-    """With a stream that computes late: it fills what it sends and keeps, and spoils both."""
-    arenas = {}
-
-    def work(ring):
-        engine_ring(ring, arenas, one_queue=False)
-        current = ThreadStream(started_queue())
-        engines = late_engines(ring, lambda: current)
-        whole = Region.of_bytes(0, 64)
-        copies = Copies((Copy(0, whole, 0, whole), Copy(1, whole, 1, whole)))
-        seen = []
-        for value in range(12):
-            sent, kept = (torch.full((64,), 255, dtype=torch.uint8) for _ in range(2))
-            results = [torch.full((64,), 253, dtype=torch.uint8) for _ in range(2)]
-            current.work.put(lambda: time.sleep(2e-3))
-            current.work.put(lambda x=sent, v=value: x.fill_(v))
-            current.work.put(lambda x=kept, v=value: x.fill_(100 + v))
-            peer = 1 - ring.rank
-            delivery = engines.deliver("return", 64, [Put(sent, peer, 0)], [Arrival(peer, 0, 64)])
-            delivery.unload(copies, results, [kept])
-            current.work.put(lambda x=sent: x.fill_(254))
-            current.work.put(lambda x=kept: x.fill_(254))
-            current.work.put(lambda r=results: seen.append([x.tolist() for x in r]))
-        spin(current.record().is_set)
-        return seen
-
-    for seen in simulate(2, work):
-        assert seen == [[[value] * 64, [100 + value] * 64] for value in range(12)]
 
 
 @pytest.mark.parametrize("inner", [4, 2])

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankLate
-from .regions import Copies, Region
+from .regions import Region
 
 Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
 # Seconds to wait for a rank that does not make a call, over a group without a timeout of its own.
@@ -161,20 +161,6 @@ class Delivery:
     def views(self, manifest: Manifest) -> Sequence[Tensor]:
         """Return the tensors that lie in `memory`."""
         return [place.view(self.memory) for place in manifest.landed]
-
-    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy, wait, and release. Source 0 is `memory`, and sources[i] is source i + 1.
-
-        The sources were ready when the delivery began, and targets existed. So the copies need not
-        wait for work that was enqueued later on the current stream.
-        """
-        self.wait()
-        tensors = self.memory, *sources
-        for target, into, source, region in copies.copies:
-            place = into.view(targets[target])
-            rows = region.view(tensors[source]).view(place.dtype)
-            place.copy_(rows)
-        self.release()
 
 
 class Posted(NamedTuple):

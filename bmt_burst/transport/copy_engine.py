@@ -8,9 +8,7 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
                 copies each put to its place in the receiver's slot, and writes n to the receivers'
                 flags `arrived`. A separate stream does this, also for puts to the sender itself.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
-                `release` lets it write n to every rank's flag `freed`. Or `unload` lets another
-                separate stream copy what is on this rank to tensors, wait, copy what arrived, and
-                write.
+                `release` lets it write n to every rank's flag `freed`.
 
 Streams wait and write with the driver's stream memory operations. The host never waits, and no
 kernel spins. A stream that waits may block others that share its hardware queue. So the order in
@@ -32,7 +30,7 @@ import torch
 from torch import Tensor
 
 from . import LANES, Arrival, Delivery, Manifest, Message, Put
-from .regions import ByteCopy, Copies, Copy, Geometry, Region, find_bytes
+from .regions import ByteCopy, Copy, Geometry, Region, find_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
 _MOST_KEPT = 1 << 8  # prepared deliveries of a lane
@@ -194,8 +192,8 @@ class _Shipment:
 
 
 class _Lane:
-    """One kind of deliveries: its slots and flags in every rank's arena, the stream that fills
-    slots, and the one that unloads this rank's.
+    """One kind of deliveries: its slots and flags in every rank's arena, and the stream that fills
+    slots.
 
     `parts` are the lane's bytes in the arenas: slots, then the flags "arrived" and "freed" of each
     rank.
@@ -208,10 +206,9 @@ class _Lane:
             [part[slot * slot_bytes : (slot + 1) * slot_bytes] for part in parts]
             for slot in range(slots)
         ]
-        self.stream, self.unloading = (device.stream() for _ in range(2))
+        self.stream = device.stream()
         self.shipments: dict[Any, _Shipment] = {}
         self.landed: dict[Any, list[Tensor]] = {}
-        self.unloads: dict[Any, tuple[Launches | None, Launches | None]] = {}
         self.number = 0
         self.releases: list[Event] = []  # the event of the last release, if there was one
         self.freed_there = self._flags(*((peer, 2 * rank + 1) for peer in range(len(parts))))
@@ -223,53 +220,25 @@ class _Lane:
         )
         self.number += 1
         slot, stream = self.number % len(self.slots), self.stream
-        began = self.device.current().record()  # by then the tensors are ready
         departed = []
         if shipment.copies is not None:
-            stream.follow(began)
+            stream.follow(self.device.current().record())  # by then the tensors are ready
             stream.wait(shipment.freed, self.number - len(self.slots))
             stream.copy(shipment.copies, self.slots[slot], tensors)
             stream.write(shipment.there, self.number)
             departed.append(stream.record())
-        ticket = _Arrivals(self, self.number, slot, shipment.arrived, began, departed, tensors)
+        ticket = _Arrivals(self, self.number, slot, shipment.arrived, departed, tensors)
         return _LaneDelivery(shipment.memory[slot], ticket)
 
-    def release(self, number: int, stream: Stream | None = None) -> None:
-        """Report to all ranks that a stream, by default the current one, has read delivery `number`
-        and all earlier ones.
+    def release(self, number: int) -> None:
+        """Report to all ranks that the current stream has read delivery `number` and all earlier
+        ones.
         """
-        stream = stream or self.device.current()
+        current = self.device.current()
         for event in self.releases:
-            stream.follow(event)  # another stream may have read that delivery
-        stream.write(self.freed_there, number)
-        self.releases = [stream.record()]
-
-    def unload(
-        self,
-        arrivals: _Arrivals,
-        copies: Copies,
-        targets: Sequence[Tensor],
-        sources: Sequence[Tensor],
-    ) -> Event:
-        """Copy from other sources and from a delivery, source 0, and release it, beside the current
-        stream. Return an event after that. Nothing in the delivery is from this rank itself.
-        """
-        stream, to, of = self.unloading, _geometry(targets), _geometry(sources)
-
-        def prepare() -> tuple[Launches | None, Launches | None]:
-            own = [copy for copy in copies.copies if copy.source]
-            received = [copy for copy in copies.copies if not copy.source]
-            return self._launches(own, to, of), self._launches(received, to, of)
-
-        here, arrived = _keep(self.unloads, (copies, to, of), prepare)
-        stream.follow(arrivals.began)
-        if here is not None:
-            stream.copy(here, targets, sources)
-        stream.wait(arrivals.arrived, arrivals.number)
-        if arrived is not None:
-            stream.copy(arrived, targets, sources)
-        self.release(arrivals.number, stream)
-        return self.releases[0]
+            current.follow(event)  # another stream may have read that delivery
+        current.write(self.freed_there, number)
+        self.releases = [current.record()]
 
     def views(self, slot: int, manifest: Manifest) -> list[Tensor]:
         """Return the tensors that lie in a slot."""
@@ -340,22 +309,12 @@ class _Arrivals:
     number: int
     slot: int
     arrived: Flags
-    began: Event
     departed: Sequence[Event]
     sends: Sequence[Tensor]
 
     def wait(self) -> None:
         current = self.lane.device.current()
         current.wait(self.arrived, self.number)
-        self._leave(current)
-
-    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        current = self.lane.device.current()
-        current.follow(self.lane.unload(self, copies, targets, sources))
-        self._leave(current)
-
-    def _leave(self, current: Stream) -> None:
-        """Let the current stream write to what was sent."""
         for event in self.departed:
             current.follow(event)
         self.sends = ()
@@ -371,9 +330,6 @@ class _LaneDelivery(Delivery):
 
     def views(self, manifest: Manifest) -> Sequence[Tensor]:
         return self.ticket.lane.views(self.ticket.slot, manifest)
-
-    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        self.ticket.unload(copies, targets, (self.memory, *sources))
 
 
 _BYTES: Geometry = (1,), torch.uint8  # of memory

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -87,13 +86,6 @@ class Copy(NamedTuple):
     into: Region
     source: int
     region: Region
-
-
-@dataclass(frozen=True, eq=False)
-class Copies:
-    """Copies that calls repeat with other tensors."""
-
-    copies: tuple[Copy, ...]
 
 
 class ByteCopy(NamedTuple):
