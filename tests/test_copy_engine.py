@@ -19,7 +19,7 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, MESSAGE_BYTES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes
-from bmt_burst.transport.simulator import GuardedDelivery, SimulatedRing
+from bmt_burst.transport.simulator import SimulatedRing
 from tests.helpers import (
     dense_attention,
     dense_results,
@@ -120,19 +120,10 @@ def spin(ready):
         time.sleep(1e-5)
 
 
-class EngineDelivery(GuardedDelivery):
-    """A guarded delivery of copy engines."""
-
-    def views(self, manifest):
-        return self.delivery.views(manifest)
-
-
 class EngineRing(SimulatedRing):
     """A simulated ring whose deliveries go by copy engines."""
 
     arenas: dict  # of all ranks
-    guard = EngineDelivery
-    manifest = None  # of the delivery that begins
 
     def _device(self):
         shared = started_queue() if self.one_queue else None
@@ -155,7 +146,7 @@ class EngineRing(SimulatedRing):
         lanes = []
         allocate = partial(torch.empty, dtype=torch.uint8)
         own = ThreadStream(Inline(shared))
-        return Device(stream, lambda: own, synchronize, allocate, connect, list, list)
+        return Device(stream, lambda: own, synchronize, allocate, connect, list)
 
     def reserve(self, lane_bytes, device):
         super().reserve(lane_bytes, device)
@@ -169,16 +160,7 @@ class EngineRing(SimulatedRing):
     def _deliver(self, lane, nbytes, sends, arrivals, device):
         for put in sends:
             self.traffic.append((put.peer, put.tensor.nbytes))
-        if self.manifest:
-            return self.engines.deliver_manifest(lane, *self.manifest)
         return self.engines.deliver(lane, nbytes, sends, arrivals)
-
-    def deliver_manifest(self, lane, manifest, tensors, device):
-        self.manifest = manifest, tensors
-        try:
-            return super().deliver_manifest(lane, manifest, tensors, device)
-        finally:
-            self.manifest = None
 
 
 class AheadRing(EngineRing):

@@ -11,7 +11,7 @@ import torch
 
 from bmt_burst.transport import cuda_stream
 from bmt_burst.transport.copy_engine import _BYTES, _EXAMPLES
-from bmt_burst.transport.cuda_stream import CudaEvents, CudaFlags, CudaStream, make_launches
+from bmt_burst.transport.cuda_stream import CudaEvents, CudaStream, make_launches
 from bmt_burst.transport.regions import Copy, Region, find_bytes
 
 
@@ -225,7 +225,7 @@ def test_what_is_tried_out_is_a_call_of_each_kind(driver):
 
 def test_flags_are_written_and_waited_for_together(driver):
     memory = torch.zeros(8, dtype=torch.int32)
-    flags, stream = CudaFlags([memory[1:2], memory[5:6]]), CudaStream(7, CudaEvents())
+    flags, stream = [memory[1:2], memory[5:6]], CudaStream(7, CudaEvents())
     for value in (3, -1, 4):
         stream.write(flags, value)
         assert memory.tolist() == [0, value, 0, 0, 0, value, 0, 0]
@@ -234,7 +234,7 @@ def test_flags_are_written_and_waited_for_together(driver):
         with pytest.raises(RuntimeError, match="cuStreamBatchMemOp failed with CUDA error 1"):
             stream.wait(flags, value + 1)
     calls = len(driver.calls)
-    stream.write(CudaFlags([]), 1)
+    stream.write([], 1)
     assert len(driver.calls) == calls
 
 

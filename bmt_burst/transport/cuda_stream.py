@@ -1,7 +1,7 @@
 """CUDA streams as the driver's functions see them, for deliveries by copy engines.
 
 Short sequences need many small operations, and the host's time for each of them is what counts. So
-nothing here goes through torch's streams and events, and all arguments that repeat are made once.
+nothing here goes through torch's streams and events.
 
 Layouts of structures, and the functions, are those of CUDA's driver API.
 """
@@ -56,19 +56,6 @@ class CudaEvent:
         self.free.append(self.handle)
 
 
-class CudaFlags:
-    """Flags that streams wait for and write together, at most 255 of them."""
-
-    def __init__(self, flags: Sequence[Tensor]):
-        self.flags, self.count = flags, len(flags)  # the tensors keep the memory
-        self.waits, self.writes = (
-            (_Operation * self.count)(*(_Operation(kind, flag.data_ptr()) for flag in flags))
-            for kind in (_WAIT, _WRITE)
-        )
-        # entries of an array share its memory
-        self.wait_operations, self.write_operations = [*self.waits], [*self.writes]
-
-
 class Launch(NamedTuple):
     """A copy: a function of the driver and its arguments, of which the addresses are set each
     time.
@@ -118,17 +105,11 @@ class CudaStream:
             if status:
                 _check(status, f"a copy of {copies}")
 
-    def write(self, flags: CudaFlags, value: int) -> None:
-        value %= 1 << 32  # compared as a cyclic number: -1 is less than 0
-        for operation in flags.write_operations:
-            operation.value = value
-        self._batch(flags.count, flags.writes)
+    def write(self, flags: Sequence[Tensor], value: int) -> None:
+        self._operate_on(_WRITE, flags, value)
 
-    def wait(self, flags: CudaFlags, value: int) -> None:
-        value %= 1 << 32
-        for operation in flags.wait_operations:
-            operation.value = value
-        self._batch(flags.count, flags.waits)
+    def wait(self, flags: Sequence[Tensor], value: int) -> None:
+        self._operate_on(_WAIT, flags, value)
 
     def record(self) -> CudaEvent:
         event = self.events.take()
@@ -138,9 +119,15 @@ class CudaStream:
     def follow(self, event: CudaEvent) -> None:
         _check(self._wait(self.handle, event.handle, 0), "cuStreamWaitEvent")
 
-    def _batch(self, count: int, operations: Any) -> None:
-        if count:
-            _check(self._operate(self.handle, count, operations, 0), "cuStreamBatchMemOp")
+    def _operate_on(self, operation: int, flags: Sequence[Tensor], value: int) -> None:
+        """Write or wait for flags, at most 255 of them."""
+        if not flags:
+            return
+        value %= 1 << 32  # compared as a cyclic number: -1 is less than 0
+        operations = (_Operation * len(flags))(
+            *(_Operation(operation, flag.data_ptr(), value) for flag in flags)
+        )
+        _check(self._operate(self.handle, len(flags), operations, 0), "cuStreamBatchMemOp")
 
 
 class CudaStreams:
