@@ -42,14 +42,9 @@ class ThreadStream:
     def __init__(self, work):
         self.work = work
 
-    def copy(self, copies, targets, sources):
-        pairs = [
-            (byte_view(targets[copy.target], copy, 0), byte_view(sources[copy.source], copy, 1))
-            for copy in copies
-        ]
-
+    def copy(self, copies):
         def late():
-            for target, source in pairs:
+            for target, source in copies:
                 time.sleep(random.random() * self.longest_copy)
                 half = len(source) // 2  # not at one go
                 target[:half] = source[:half]
@@ -75,15 +70,6 @@ class ThreadStream:
 
     def follow(self, event):
         self.work.put(lambda: spin(event.is_set))
-
-
-def byte_view(x, copy, side):
-    """Return the bytes of a tensor that a ByteCopy writes (side 0) or reads (1)."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-    start = x.storage_offset() * x.element_size() + (copy.target_at, copy.source_at)[side]
-    shape = [count for count, *_ in copy.axes]
-    pitches = [axis[1 + side] for axis in copy.axes]
-    return memory.as_strided((*shape, copy.nbytes), (*pitches, 1), start)
 
 
 def started_queue():
@@ -146,7 +132,7 @@ class EngineRing(SimulatedRing):
         lanes = []
         allocate = partial(torch.empty, dtype=torch.uint8)
         own = ThreadStream(Inline(shared))
-        return Device(stream, lambda: own, synchronize, allocate, connect, list)
+        return Device(stream, lambda: own, synchronize, allocate, connect)
 
     def reserve(self, lane_bytes, device):
         super().reserve(lane_bytes, device)

@@ -26,16 +26,13 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Put
-from .regions import ByteCopy, Copy, Geometry, Region, find_bytes
+from . import LANES, Arrival, Delivery, Put, as_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
 # slots are a multiple of this, so that a little growth needs no new arena
 _SLOT_BYTES = 1 << 21
 
-# of the device's own kinds
-Event: TypeAlias = Any
-Launches: TypeAlias = Any
+Event: TypeAlias = Any  # of the device's own kind
 
 
 class Stream(Protocol):
@@ -43,9 +40,9 @@ class Stream(Protocol):
     on a peer.
     """
 
-    def copy(self, copies: Launches, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Make prepared copies between these tensors. The caller keeps their memory until the
-        copies are done.
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make copies (target, source) between contiguous uint8 tensors of one size. The caller
+        keeps their memory until the copies are done.
         """
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
@@ -71,7 +68,6 @@ class Device:
     allocate     makes a number of bytes that peers will be able to write to
     connect      takes the result of `allocate` and returns every rank's, in rank order. All ranks
                  call it.
-    launches     prepares copies, which streams then make with other tensors of the same numbers
     """
 
     stream: Callable[[], Stream]
@@ -79,7 +75,6 @@ class Device:
     synchronize: Callable[[], None]
     allocate: Callable[[int], Tensor]
     connect: Callable[[Tensor], list[Tensor]]
-    launches: Callable[[Sequence[ByteCopy]], Launches]
 
 
 class CopyEngines:
@@ -188,7 +183,12 @@ class _Lane:
         peers = list(dict.fromkeys(put.peer for put in sends))
         stream.follow(self.device.current().record())  # by then the puts are ready
         stream.wait([self.freed[peer] for peer in peers], self.number - len(self.slots))
-        stream.copy(self._launches(sends), slot, [put.tensor for put in sends])
+        stream.copy(
+            [
+                (slot[peer][offset : offset + tensor.nbytes], as_bytes(tensor))
+                for tensor, peer, offset in sends
+            ]
+        )
         stream.write([self.arrived_there[peer] for peer in peers], self.number)
         return stream.record()
 
@@ -202,17 +202,6 @@ class _Lane:
         current.write(self.freed_there, number)
         self.releases = [current.record()]
 
-    def _launches(self, sends: Sequence[Put]) -> Launches:
-        """Return the copies of puts to the slots of ranks."""
-        copies = []
-        for number, (tensor, peer, offset, pitches) in enumerate(sends):
-            region = Region.whole(tensor.shape, len(pitches))
-            size = region.entries * tensor.element_size()
-            into = Region.of_bytes(offset, size, region.counts, pitches)
-            copies.append(Copy(peer, into, number, region))
-        geometry = [(put.tensor.stride(), put.tensor.dtype) for put in sends]
-        return self.device.launches(find_bytes(copies, [_BYTES] * len(self.parts), geometry))
-
     def try_out(self) -> None:
         """Do once what deliveries do, so that a device that refuses it does so now. Nothing
         changes.
@@ -223,9 +212,9 @@ class _Lane:
         for peer in range(len(self.parts)):
             if self.slot_bytes:
                 there, here = self.slots[0][peer], self.slots[-1][self.rank]
-                for examples in (_EXAMPLES, _EXAMPLES[:1]):
-                    copies = find_bytes(examples, [_BYTES], [_BYTES])
-                    self.stream.copy(self.device.launches(copies), (there,), (here,))
+                # two copies, which are made together, and one
+                self.stream.copy([(there[at : at + 4], here[at : at + 4]) for at in (0, 16)])
+                self.stream.copy([(there[:4], here[:4])])
             self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
 
     def _flag(self, owner: int, index: int) -> Tensor:
@@ -258,20 +247,6 @@ class _LaneDelivery(Delivery):
 
     def release(self) -> None:
         self.ticket.lane.release(self.ticket.number)
-
-
-_BYTES: Geometry = (1,), torch.uint8  # of memory
-# Two copies of bytes, which are made together, one of rows, and one of layers of rows. No places
-# overlap.
-_EXAMPLES = [
-    Copy(0, Region.of_bytes(offset, 4, *there), 0, Region.of_bytes(512 + offset, 4, *here))
-    for offset, there, here in (
-        (0, ((), ()), ((), ())),
-        (16, ((), ()), ((), ())),
-        (64, ((2,), (12,)), ((2,), (16,))),
-        (128, ((2, 2), (36, 12)), ((2, 2), (64, 16))),
-    )
-]
 
 
 def _lane_bytes(lane: str, slot_bytes: int, size: int) -> int:

@@ -11,17 +11,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .regions import ByteCopy
-
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-_ANY_DEVICE = 4  # CU_MEMORYTYPE_UNIFIED
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 # CU_STREAM_MEM_OP_WAIT_VALUE_32 (as flags are 0: until greater or equal), ..._WRITE_VALUE_32
 _WAIT, _WRITE = 1, 2
@@ -56,31 +52,6 @@ class CudaEvent:
         self.free.append(self.handle)
 
 
-class Launch(NamedTuple):
-    """A copy: a function of the driver and its arguments, of which the addresses are set each
-    time.
-    """
-
-    function: Callable[[Any, ctypes.c_void_p], int]
-    arguments: Any
-    passed: Any  # the arguments as the function takes them
-    target: int
-    target_at: int
-    source: int
-    source_at: int
-
-
-class Launches(NamedTuple):
-    """Copies of a delivery.
-
-    together  the copies of contiguous bytes, if the driver can make several in one call
-    single    the others
-    """
-
-    together: _Together | None
-    single: list[Launch]
-
-
 class CudaStream:
     """A CUDA stream, by its handle. `events` are those of its context.
 
@@ -93,17 +64,15 @@ class CudaStream:
         self._operate = driver.cuStreamBatchMemOp_v2
         self._record, self._wait = driver.cuEventRecord, driver.cuStreamWaitEvent
 
-    def copy(self, copies: Launches, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        there, here = [x.data_ptr() for x in targets], [x.data_ptr() for x in sources]
-        stream = self.handle
-        if copies.together is not None:
-            copies.together.launch(there, here, stream)
-        for function, arguments, passed, target, target_at, source, source_at in copies.single:
-            arguments.target = there[target] + target_at
-            arguments.source = here[source] + source_at
-            status = function(passed, stream)
-            if status:
-                _check(status, f"a copy of {copies}")
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        driver = _driver()
+        places = [(to.data_ptr(), of.data_ptr(), of.nbytes) for to, of in copies if of.nbytes]
+        # The driver has it since CUDA 12.8.
+        if len(places) > 1 and hasattr(driver, "cuMemcpyBatchAsync"):
+            _copy_together(places, self.handle)
+        else:
+            for place in places:
+                _check(driver.cuMemcpyDtoDAsync_v2(*place, self.handle), "cuMemcpyDtoDAsync")
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
         self._operate_on(_WRITE, flags, value)
@@ -167,85 +136,31 @@ class _Thread(threading.local):
     has_context = False
 
 
-def make_launches(copies: Sequence[ByteCopy]) -> Launches:
-    """Return copies as `CudaStream.copy` takes them."""
-    contiguous = [copy for copy in copies if not copy.axes]
-    # The driver has it since CUDA 12.8.
-    if len(contiguous) < 2 or not hasattr(_driver(), "cuMemcpyBatchAsync"):
-        return Launches(None, [_make_launch(copy) for copy in copies])
-    return Launches(_Together(contiguous), [_make_launch(copy) for copy in copies if copy.axes])
-
-
-class _Together:
-    """Copies of contiguous bytes in one call of the driver. They may be made in any order.
+def _copy_together(places: Sequence[tuple[int, int, int]], stream: ctypes.c_void_p) -> None:
+    """Make copies (target, source, bytes) in one call of the driver, in any order.
 
     On two H200 eight copies to a peer took the host 18 us in one call, and 63 us in eight calls.
     They arrived after 54 us instead of 116.
     """
-
-    def __init__(self, copies: Sequence[ByteCopy]):
-        self.copy, self.count = _driver().cuMemcpyBatchAsync, len(copies)
-        self.ends = [
-            [(copy.target, copy.target_at) for copy in copies],
-            [(copy.source, copy.source_at) for copy in copies],
-        ]
-        self.targets, self.sources = ((ctypes.c_uint64 * self.count)() for _ in self.ends)
-        self.sizes = (ctypes.c_size_t * self.count)(*(copy.nbytes for copy in copies))
-        self.attributes = (_Attributes * 1)(_Attributes(order=_IN_STREAM_ORDER))
-        self.first_with_attributes = (ctypes.c_size_t * 1)(0)
-        self.failed = (ctypes.c_size_t * 1)()
-
-    def launch(self, there: list[int], here: list[int], stream: ctypes.c_void_p) -> None:
-        """Copy from tensors at the addresses `here` to tensors at the addresses `there`."""
-        into, of = self.ends
-        self.targets[:] = [there[number] + at for number, at in into]
-        self.sources[:] = [here[number] + at for number, at in of]
-        status = self.copy(
-            self.targets,
-            self.sources,
-            self.sizes,
-            self.count,
-            self.attributes,
-            self.first_with_attributes,
-            1,
-            self.failed,
-            stream,
-        )
-        if status:
-            first = self.failed[0]  # beyond all copies if none of them is to blame
-            size = f", number {first} of {self.sizes[first]} bytes" if first < self.count else ""
-            _check(status, f"{self.count} copies together{size}")
-
-
-def _make_launch(copy: ByteCopy) -> Launch:
-    """Return a copy by the simplest function that can do it."""
-    target, target_at, source, source_at, nbytes, axes = copy
-    arguments: Any
-    passed: Any
-    function: Callable[[Any, ctypes.c_void_p], int]
-    if len(axes) == 2:
-        arguments, function = _make_layers(nbytes, *axes), _driver().cuMemcpy3DAsync_v2
-        passed = ctypes.byref(arguments)
-    elif axes:
-        arguments, function = _make_rows(nbytes, *axes), _driver().cuMemcpy2DAsync_v2
-        passed = ctypes.byref(arguments)
-    else:
-        arguments = passed = _BytesCopy(nbytes)
-        function = functools.partial(_copy_bytes, _driver().cuMemcpyDtoDAsync_v2)
-    return Launch(function, arguments, passed, target, target_at, source, source_at)
-
-
-@dataclass(slots=True)
-class _BytesCopy:
-    """A copy of contiguous bytes."""
-
-    nbytes: int
-    target: int = 0
-    source: int = 0
-
-
-def _copy_bytes(call: Callable[..., int], copy: _BytesCopy, stream: ctypes.c_void_p) -> int:
-    return call(copy.target, copy.source, copy.nbytes, stream)
+    count = len(places)
+    targets, sources, sizes = zip(*places, strict=True)
+    attributes = (_Attributes * 1)(_Attributes(order=_IN_STREAM_ORDER))
+    first_with_attributes, failed = (ctypes.c_size_t * 1)(0), (ctypes.c_size_t * 1)()
+    status = _driver().cuMemcpyBatchAsync(
+        (ctypes.c_uint64 * count)(*targets),
+        (ctypes.c_uint64 * count)(*sources),
+        (ctypes.c_size_t * count)(*sizes),
+        count,
+        attributes,
+        first_with_attributes,
+        1,
+        failed,
+        stream,
+    )
+    if status:
+        first = failed[0]  # beyond all copies if none of them is to blame
+        size = f", number {first} of {sizes[first]} bytes" if first < count else ""
+        _check(status, f"{count} copies together{size}")
 
 
 class _Attributes(ctypes.Structure):
@@ -257,89 +172,6 @@ class _Attributes(ctypes.Structure):
         ("target_hint", ctypes.c_uint32 * 2),
         ("flags", ctypes.c_uint32),
     ]
-
-
-class _RowsCopy(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_: ClassVar = [
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", ctypes.c_uint32),
-        ("source_on_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_type", ctypes.c_uint32),
-        ("target_on_host", ctypes.c_void_p),
-        ("target", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("nbytes", ctypes.c_size_t),
-        ("rows", ctypes.c_size_t),
-    ]
-
-
-def _make_rows(nbytes: int, rows: tuple[int, int, int]) -> _RowsCopy:
-    count, target_pitch, source_pitch = rows
-    return _RowsCopy(
-        source_type=_ANY_DEVICE,
-        source_pitch=source_pitch,
-        target_type=_ANY_DEVICE,
-        target_pitch=target_pitch,
-        nbytes=nbytes,
-        rows=count,
-    )
-
-
-class _LayersCopy(ctypes.Structure):
-    """CUDA_MEMCPY3D. The distance of layers is a number of rows: `source_rows`, `target_rows`."""
-
-    _fields_: ClassVar = [
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_z", ctypes.c_size_t),
-        ("source_level", ctypes.c_size_t),
-        ("source_type", ctypes.c_uint32),
-        ("source_on_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_reserved", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("source_rows", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_z", ctypes.c_size_t),
-        ("target_level", ctypes.c_size_t),
-        ("target_type", ctypes.c_uint32),
-        ("target_on_host", ctypes.c_void_p),
-        ("target", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_reserved", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("target_rows", ctypes.c_size_t),
-        ("nbytes", ctypes.c_size_t),
-        ("rows", ctypes.c_size_t),
-        ("layers", ctypes.c_size_t),
-    ]
-
-
-def _make_layers(
-    nbytes: int, layers: tuple[int, int, int], rows: tuple[int, int, int]
-) -> _LayersCopy:
-    return _LayersCopy(
-        source_type=_ANY_DEVICE,
-        source_pitch=rows[2],
-        source_rows=layers[2] // rows[2],
-        target_type=_ANY_DEVICE,
-        target_pitch=rows[1],
-        target_rows=layers[1] // rows[1],
-        nbytes=nbytes,
-        rows=rows[0],
-        layers=layers[0],
-    )
 
 
 class _Operation(ctypes.Structure):

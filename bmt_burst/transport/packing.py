@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..sequence.span import Span, length
 from . import Arrival, Manifest, Message, Place, Put
-from .regions import Region
 
 _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
 
@@ -87,15 +86,13 @@ class Packing:
         sends    (rank, span, place there, tokens that land there) of what it sends: tokens of the
                  same tensors or, if each send has tensors of its own, `apart`, of the next ones
         """
-        messages = []
+        messages, size = [], len(self.entries)
         for number, (peer, (start, stop), at, total) in enumerate(sends):
-            places = self._arrivals(total, (at, at + stop - start), peer)
-            for index, (place, (shape, _)) in enumerate(zip(places, self.entries, strict=True)):
-                axes = tuple((0, 1, count) for count in place.counts)
-                region = Region((0, start, *[0] * len(shape)), (1, stop - start, *shape), axes)
-                tensor = index + number * len(self.entries) * apart
-                messages.append(Message(tensor, region, peer, place.offset, place.pitches))
-        arrivals = [x for peer, at in sources for x in self._arrivals(tokens, at, peer)]
+            place = at, at + stop - start
+            for tensor, row, offset, _ in self._rows(place, total):
+                index = tensor + number * size * apart
+                messages.append(Message(index, row, (start, stop), peer, offset))
+        arrivals = [x for peer, at in sources for x in self.arrivals(peer, at, tokens)]
         return Manifest(self.nbytes(tokens), messages, arrivals, self.places(tokens))
 
     def _rows(self, at: Span, tokens: int) -> Iterator[tuple[int, int, int, int]]:
@@ -108,18 +105,6 @@ class Packing:
             size = _entry_bytes(entry)
             for row in range(self.batch if length(at) * size else 0):
                 yield tensor, row, start + (row * tokens + at[0]) * size, length(at) * size
-
-    def _arrivals(self, tokens: int, at: Span, peer: int) -> list[Arrival]:
-        """Return the place of the tokens at[0] to at[1] - 1 of each tensor, in memory for `tokens`,
-        which `peer` fills.
-        """
-        found = []
-        for start, entry in zip(_starts(self, tokens), self.entries, strict=False):
-            size = _entry_bytes(entry)
-            # a batch of one needs no pitch
-            counts, pitches = ((self.batch,), (tokens * size,)) if self.batch > 1 else ((), ())
-            found.append(Arrival(peer, start + at[0] * size, length(at) * size, counts, pitches))
-        return found
 
 
 @functools.lru_cache(maxsize=1024)  # messages of one delivery lie in the same tensors

@@ -28,7 +28,7 @@ from . import (
     Transport,
 )
 from .copy_engine import CopyEngines, Device
-from .cuda_stream import CudaStreams, make_launches
+from .cuda_stream import CudaStreams
 from .host_memory import HostMemory, open_host_memory
 from .mail import Mail, RemoteMail, UnopenedMail
 from .watch import Watch
@@ -222,7 +222,6 @@ class ProcessTransport(Transport):
             torch.cuda.synchronize,
             allocate,
             connect,
-            make_launches,
         )
 
     def _describe_hosts(self) -> str:

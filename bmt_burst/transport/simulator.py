@@ -210,12 +210,9 @@ class SimulatedRing(Transport):
             f"{nbytes} bytes on lane {lane} exceed the reserved {self.reserved[lane]}"
         )
         for put in sends:
-            assert put.pitches or put.tensor.is_contiguous(), "a put must be contiguous"
+            assert put.tensor.is_contiguous(), "a put must be contiguous"
             if put.peer != self.rank:
-                rows = put.row_bytes()  # it raises if rows are not contiguous
-                counts = tuple(rows.shape[:-1]) if put.pitches else ()
-                place = put.offset, rows.shape[-1], counts, put.pitches
-                self.put(put.peer, place, "place", lane)
+                self.put(put.peer, (put.offset, put.tensor.nbytes), "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
         guarded = self.guard(
             delivery.memory,
@@ -239,8 +236,8 @@ class SimulatedRing(Transport):
         device: torch.device,
     ) -> Delivery:
         delivery = super().deliver(lane, nbytes, sends, arrivals, device)
-        for arrival in arrivals:
-            arrival.row_bytes(delivery.memory).fill_(0xFF)
+        for _, offset, nbytes in arrivals:
+            delivery.memory[offset : offset + nbytes].fill_(0xFF)
         return delivery
 
 
