@@ -3,13 +3,15 @@ memory stands for CUDA's.
 """
 
 import ctypes
-import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bmt_burst.transport import cuda_stream
-from bmt_burst.transport.cuda_stream import CudaEvents, CudaStream
+from bmt_burst.transport.cuda_stream import CudaStream
+
+STREAM = SimpleNamespace(cuda_stream=7)
 
 
 class Driver:
@@ -17,7 +19,6 @@ class Driver:
 
     def __init__(self):
         self.calls = []
-        self.events = itertools.count(1)
         self.refused = None  # bytes of copies that fail
 
     def cuMemcpyDtoDAsync_v2(self, target, source, nbytes, stream):
@@ -57,20 +58,6 @@ class Driver:
                     return 1  # this driver cannot wait
         return 0
 
-    def cuEventCreate(self, pointer, flags):
-        self.calls.append("create")
-        assert flags == 2
-        pointer._obj.value = next(self.events)
-        return 0
-
-    def cuEventRecord(self, event, stream):
-        self.calls.append(f"record {event.value} on {stream.value}")
-        return 0
-
-    def cuStreamWaitEvent(self, stream, event, flags):
-        self.calls.append(f"{stream.value} follows {event.value}")
-        return flags
-
 
 def read_words(pointer, count):
     address = ctypes.addressof(getattr(pointer, "_obj", pointer))
@@ -86,7 +73,7 @@ def driver(monkeypatch):
 
 def test_flags_are_written_and_waited_for_together(driver):
     memory = torch.zeros(8, dtype=torch.int32)
-    flags, stream = [memory[1:2], memory[5:6]], CudaStream(7, CudaEvents())
+    flags, stream = [memory[1:2], memory[5:6]], CudaStream(STREAM)
     for value in (3, -1, 4):
         stream.write(flags, value)
         assert memory.tolist() == [0, value, 0, 0, 0, value, 0, 0]
@@ -99,22 +86,6 @@ def test_flags_are_written_and_waited_for_together(driver):
     assert len(driver.calls) == calls
 
 
-def test_events_are_used_again_once_nobody_holds_them(driver):
-    events = CudaEvents()
-    first, second = CudaStream(7, events), CudaStream(8, events)
-    kept = first.record()
-    for _ in range(3):
-        second.follow(first.record())
-    second.follow(kept)
-    assert driver.calls == [
-        "create",
-        "record 1 on 7",
-        "create",
-        *["record 2 on 7", "8 follows 2"] * 3,
-        "8 follows 1",
-    ]
-
-
 def random_copies():
     """Return copies of three runs of bytes to another tensor, and of nothing."""
     source, target = torch.randint(256, (2, 64), dtype=torch.uint8)
@@ -125,7 +96,7 @@ def random_copies():
 def test_copies_are_made_together_if_the_driver_can(has_batches, driver, monkeypatch):
     if not has_batches:
         monkeypatch.delattr(Driver, "cuMemcpyBatchAsync")
-    copies, stream = random_copies(), CudaStream(7, CudaEvents())
+    copies, stream = random_copies(), CudaStream(STREAM)
     stream.copy(copies)
     assert all(target.equal(source) for target, source in copies)
     stream.copy(copies[:2])
@@ -135,7 +106,7 @@ def test_copies_are_made_together_if_the_driver_can(has_batches, driver, monkeyp
 def test_a_copy_that_the_driver_refuses_raises(driver):
     driver.cuMemcpyDtoDAsync_v2 = lambda *_: 700
     with pytest.raises(RuntimeError, match="failed with CUDA error 700"):
-        CudaStream(7, CudaEvents()).copy(random_copies()[:1])
+        CudaStream(STREAM).copy(random_copies()[:1])
     driver.refused = 10
     with pytest.raises(RuntimeError, match="3 copies together, number 1 of 10 bytes failed"):
-        CudaStream(7, CudaEvents()).copy(random_copies())
+        CudaStream(STREAM).copy(random_copies())

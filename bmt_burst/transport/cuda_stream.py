@@ -1,7 +1,4 @@
-"""CUDA streams as the driver's functions see them, for deliveries by copy engines.
-
-Short sequences need many small operations, and the host's time for each of them is what counts. So
-nothing here goes through torch's streams and events.
+"""CUDA streams that wait for flags and write them, for deliveries by copy engines.
 
 Layouts of structures, and the functions, are those of CUDA's driver API.
 """
@@ -17,62 +14,27 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 # CU_STREAM_MEM_OP_WAIT_VALUE_32 (as flags are 0: until greater or equal), ..._WRITE_VALUE_32
 _WAIT, _WRITE = 1, 2
 
 
-class CudaEvents:
-    """CUDA events that are used again. Waiting streams are not affected by that, because they wait
-    for the work that an event had recorded when their wait was enqueued.
-    """
-
-    def __init__(self) -> None:
-        self.free: list[ctypes.c_void_p] = []
-
-    def take(self) -> CudaEvent:
-        """Return an event that no other object holds."""
-        if self.free:
-            return CudaEvent(self.free.pop(), self.free)
-        handle = ctypes.c_void_p()
-        _check(_driver().cuEventCreate(ctypes.byref(handle), _NO_TIMING), "cuEventCreate")
-        return CudaEvent(handle, self.free)
-
-
-class CudaEvent:
-    """An event after some work of a stream. It is used again once nobody holds this object."""
-
-    __slots__ = ("free", "handle")
-
-    def __init__(self, handle: ctypes.c_void_p, free: list[ctypes.c_void_p]):
-        self.handle, self.free = handle, free
-
-    def __del__(self) -> None:
-        self.free.append(self.handle)
-
-
 class CudaStream:
-    """A CUDA stream, by its handle. `events` are those of its context.
+    """A CUDA stream. Operations that the driver refuses raise RuntimeError."""
 
-    Operations that the driver refuses raise RuntimeError.
-    """
-
-    def __init__(self, handle: int, events: CudaEvents, owner: torch.cuda.Stream | None = None):
-        self.handle, self.events, self.owner = ctypes.c_void_p(handle), events, owner
-        driver = _driver()
-        self._operate = driver.cuStreamBatchMemOp_v2
-        self._record, self._wait = driver.cuEventRecord, driver.cuStreamWaitEvent
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream = stream
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         driver = _driver()
         places = [(to.data_ptr(), of.data_ptr(), of.nbytes) for to, of in copies if of.nbytes]
         # The driver has it since CUDA 12.8.
         if len(places) > 1 and hasattr(driver, "cuMemcpyBatchAsync"):
-            _copy_together(places, self.handle)
+            _copy_together(places, self.stream.cuda_stream)
         else:
             for place in places:
-                _check(driver.cuMemcpyDtoDAsync_v2(*place, self.handle), "cuMemcpyDtoDAsync")
+                status = driver.cuMemcpyDtoDAsync_v2(*place, self.stream.cuda_stream)
+                _check(status, "cuMemcpyDtoDAsync")
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
         self._operate_on(_WRITE, flags, value)
@@ -80,13 +42,13 @@ class CudaStream:
     def wait(self, flags: Sequence[Tensor], value: int) -> None:
         self._operate_on(_WAIT, flags, value)
 
-    def record(self) -> CudaEvent:
-        event = self.events.take()
-        _check(self._record(event.handle, self.handle), "cuEventRecord")
-        return event
+    def record(self) -> torch.cuda.Event:
+        # A new event each time: one that is recorded again would mean later work to those who wait
+        # for it from then on.
+        return self.stream.record_event()
 
-    def follow(self, event: CudaEvent) -> None:
-        _check(self._wait(self.handle, event.handle, 0), "cuStreamWaitEvent")
+    def follow(self, event: torch.cuda.Event) -> None:
+        self.stream.wait_event(event)
 
     def _operate_on(self, operation: int, flags: Sequence[Tensor], value: int) -> None:
         """Write or wait for flags, at most 255 of them."""
@@ -96,7 +58,9 @@ class CudaStream:
         operations = (_Operation * len(flags))(
             *(_Operation(operation, flag.data_ptr(), value) for flag in flags)
         )
-        _check(self._operate(self.handle, len(flags), operations, 0), "cuStreamBatchMemOp")
+        handle = ctypes.c_void_p(self.stream.cuda_stream)
+        status = _driver().cuStreamBatchMemOp_v2(handle, len(flags), operations, 0)
+        _check(status, "cuStreamBatchMemOp")
 
 
 class CudaStreams:
@@ -104,28 +68,20 @@ class CudaStreams:
 
     def __init__(self) -> None:
         self.index = torch.cuda.current_device()
-        self.events = CudaEvents()
-        self.known: dict[int, CudaStream] = {}  # by handle, which is all that matters of a stream
         self.thread = _Thread()
-        self._find_handle = torch._C._cuda_getCurrentRawStream
 
     def make(self) -> CudaStream:
         """Make a new stream. Copies of a GPU to itself are kernels: without a higher priority they
         would wait until all blocks of the kernel that is running have begun.
         """
-        owner = torch.cuda.Stream(self.index, priority=-1)
-        return CudaStream(owner.cuda_stream, self.events, owner)
+        return CudaStream(torch.cuda.Stream(self.index, priority=-1))
 
     def current(self) -> CudaStream:
         """Return the stream that computes."""
         if not self.thread.has_context:
             torch.cuda.Event().record()  # CUDA makes the context of the GPU the thread's own
             self.thread.has_context = True
-        handle = self._find_handle(self.index)
-        found = self.known.get(handle)
-        if found is None:
-            found = self.known[handle] = CudaStream(handle, self.events)
-        return found
+        return CudaStream(torch.cuda.current_stream(self.index))
 
 
 class _Thread(threading.local):
@@ -136,7 +92,7 @@ class _Thread(threading.local):
     has_context = False
 
 
-def _copy_together(places: Sequence[tuple[int, int, int]], stream: ctypes.c_void_p) -> None:
+def _copy_together(places: Sequence[tuple[int, int, int]], stream: int) -> None:
     """Make copies (target, source, bytes) in one call of the driver, in any order.
 
     On two H200 eight copies to a peer took the host 18 us in one call, and 63 us in eight calls.
