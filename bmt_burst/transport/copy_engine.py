@@ -212,8 +212,6 @@ class _Lane:
         for peer in range(len(self.parts)):
             if self.slot_bytes:
                 there, here = self.slots[0][peer], self.slots[-1][self.rank]
-                # two copies, which are made together, and one
-                self.stream.copy([(there[at : at + 4], here[at : at + 4]) for at in (0, 16)])
                 self.stream.copy([(there[:4], here[:4])])
             self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
 
