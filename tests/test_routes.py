@@ -296,18 +296,20 @@ def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batc
     )
     tokens, span = 11, (4, 9)
     memory = torch.zeros(packing.nbytes(tokens), dtype=torch.uint8)
-    manifest = packing.manifest(tokens, [(1, span)], [(1, (2, 7), 4, tokens)])
-    views, messages = packing.views(memory, tokens), iter(manifest.messages)
-    arrivals = iter(manifest.arrivals)
-    for index, (view, (shape, dtype)) in enumerate(zip(views, packing.entries, strict=True)):
+    tensors = [torch.rand(batch, 8, *shape).to(dtype) for shape, dtype in packing.entries]
+    puts = packing.puts(tensors, (2, 7), 1, 4, tokens, start=512)
+    arrivals = packing.arrivals(1, span, tokens, start=512)
+    views = packing.views(memory, tokens)
+    for x, view, (shape, dtype) in zip(tensors, views, packing.entries, strict=True):
         assert view.shape == (batch, tokens, *shape)
         assert view.dtype == dtype
         assert (view.data_ptr() - memory.data_ptr()) % 256 == 0
         for row in range(batch):
             peer, offset, nbytes = next(arrivals)
-            assert next(messages) == (index, row, (2, 7), 1, offset)
-            assert peer == 1
-            place = memory[offset : offset + nbytes]
+            put = next(puts)
+            assert put[1:] == (peer, offset) == (1, offset)
+            assert put.tensor.equal(x[row, 2:7])
+            place = memory[offset - 512 :][:nbytes]
             assert not place.any()
             place.fill_(1)
             part = view[row, slice(*span)]

@@ -16,7 +16,6 @@ To add one, subclass `Transport` and list it in tests/conformance/test_transport
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor
 
 from ..errors import RankLate
-from ..sequence.span import Span
 
 Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
 # Seconds to wait for a rank that does not make a call, over a group without a timeout of its own.
@@ -68,50 +66,6 @@ class Arrival(NamedTuple):
     nbytes: int
 
 
-class Place(NamedTuple):
-    """A contiguous tensor in memory, from byte `start` on."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, memory: Tensor) -> Tensor:
-        """Return the tensor in `memory`, uint8."""
-        return memory[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
-
-
-class Message(NamedTuple):
-    """A Put without its tensor: tokens of a batch row of a tensor (B, T, ...), which has a
-    number.
-    """
-
-    tensor: int
-    row: int
-    tokens: Span
-    peer: int
-    offset: int
-
-
-@dataclass(frozen=True, eq=False)
-class Manifest:
-    """The messages of a delivery, which calls repeat with other tensors.
-
-    nbytes    the memory that this rank receives into
-    messages  what this rank sends
-    arrivals  where other ranks' messages land
-    landed    the tensors that lie in the memory
-    """
-
-    nbytes: int
-    messages: Sequence[Message]
-    arrivals: Sequence[Arrival]
-    landed: Sequence[Place] = ()
-
-
 @dataclass(frozen=True)
 class Delivery:
     """An exchange of puts. They are received into `memory` (bytes, uint8).
@@ -132,10 +86,6 @@ class Delivery:
         """Promise, once, that work enqueued on the current stream from now on does not read
         `memory`.
         """
-
-    def views(self, manifest: Manifest) -> Sequence[Tensor]:
-        """Return the tensors that lie in `memory`."""
-        return [place.view(self.memory) for place in manifest.landed]
 
 
 class Posted(NamedTuple):
@@ -229,18 +179,6 @@ class Transport(ABC):
         leaving = [(as_bytes(put.tensor), put.peer) for put in sends if put.peer != self.rank]
         landing = [(memory[offset : offset + nbytes], peer) for peer, offset, nbytes in arrivals]
         return Delivery(memory, self.exchange(leaving, landing))
-
-    def deliver_manifest(
-        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor], device: torch.device
-    ) -> Delivery:
-        """Deliver the messages of a manifest, parts of `tensors`, as `deliver` does. Each batch row
-        of a tensor is contiguous.
-        """
-        puts = [
-            Put(tensors[number][row, slice(*tokens)], peer, offset)
-            for number, row, tokens, peer, offset in manifest.messages
-        ]
-        return self.deliver(lane, manifest.nbytes, puts, manifest.arrivals, device)
 
     def all_gather(
         self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]

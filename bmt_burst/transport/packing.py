@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..sequence.span import Span, length
-from . import Arrival, Manifest, Message, Place, Put
+from . import Arrival, Put
 
 _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
 
@@ -34,35 +34,33 @@ class Packing:
     def nbytes(self, tokens: int) -> int:
         return _starts(self, tokens)[-1]
 
-    def places(self, tokens: int) -> list[Place]:
-        """Return where the tensors (B, tokens, ...) lie in memory."""
-        starts = _starts(self, tokens)[:-1]
-        return [
-            Place(start, dtype, (self.batch, tokens, *shape))
-            for start, (shape, dtype) in zip(starts, self.entries, strict=True)
-        ]
-
     def views(self, memory: Tensor, tokens: int) -> list[Tensor]:
         """Return the tensors (B, tokens, ...) that lie in memory, uint8."""
-        return [place.view(memory) for place in self.places(tokens)]
+        return [
+            memory[start : start + self.batch * tokens * _entry_bytes((shape, dtype))]
+            .view(dtype)
+            .view(self.batch, tokens, *shape)
+            for start, (shape, dtype) in zip(_starts(self, tokens), self.entries, strict=False)
+        ]
 
     def puts(
         self,
         tensors: Sequence[Tensor],
         span: Span,
         peer: int,
-        at: Span,
+        at: int,
         tokens: int,
         start: int = 0,
     ) -> Iterator[Put]:
-        """Yield what sends the tokens `span` of contiguous tensors (B, T, ...) to a rank. They land
-        as the tokens `at` in memory for `tokens`, which begins at byte `start`.
+        """Yield what sends the tokens `span` of tensors (B, T, ...) to a rank. They land from token
+        `at` on in memory for `tokens`, which begins at byte `start`. Each batch row of the tensors
+        is contiguous.
         """
-        for tensor, row, offset, _ in self._rows(at, tokens):
+        for tensor, row, offset, _ in self._rows((at, at + length(span)), tokens):
             yield Put(tensors[tensor][row, slice(*span)], peer, start + offset)
 
     def arrivals(self, peer: int, at: Span, tokens: int, start: int = 0) -> Iterator[Arrival]:
-        """Yield where such puts of a rank land."""
+        """Yield where such puts of a rank land, as the tokens `at`."""
         for _, _, offset, nbytes in self._rows(at, tokens):
             yield Arrival(peer, start + offset, nbytes)
 
@@ -72,28 +70,6 @@ class Packing:
             torch.empty(self.batch, tokens, *shape, dtype=dtype, device=device)
             for shape, dtype in self.entries
         )
-
-    def manifest(
-        self,
-        tokens: int,
-        sources: Iterable[tuple[int, Span]],
-        sends: Iterable[tuple[int, Span, int, int]],
-        apart: bool = False,
-    ) -> Manifest:
-        """Return the manifest of a delivery in which `tokens` land.
-
-        sources  (rank, place) of what this rank receives
-        sends    (rank, span, place there, tokens that land there) of what it sends: tokens of the
-                 same tensors or, if each send has tensors of its own, `apart`, of the next ones
-        """
-        messages, size = [], len(self.entries)
-        for number, (peer, (start, stop), at, total) in enumerate(sends):
-            place = at, at + stop - start
-            for tensor, row, offset, _ in self._rows(place, total):
-                index = tensor + number * size * apart
-                messages.append(Message(index, row, (start, stop), peer, offset))
-        arrivals = [x for peer, at in sources for x in self.arrivals(peer, at, tokens)]
-        return Manifest(self.nbytes(tokens), messages, arrivals, self.places(tokens))
 
     def _rows(self, at: Span, tokens: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (tensor, batch row, first byte, bytes) of the tokens `at` in memory for `tokens`.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailed
-from . import LANES, Arrival, Delivery, Manifest, Messages, Put, Ticket, Transport, as_bytes
+from . import LANES, Arrival, Delivery, Messages, Put, Ticket, Transport, as_bytes
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -245,7 +245,7 @@ class SimulatedRing(Transport):
 class _Imagined:
     """The ticket of an imagined delivery. It holds the tensors as if they were sent."""
 
-    sent: Sequence[Tensor]
+    sent: Sequence[Put]
 
     def wait(self) -> None:
         self.sent = ()
@@ -289,17 +289,9 @@ class ImaginedRing(Transport):
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:
-        return self._land(lane, nbytes, [put.tensor for put in sends])
-
-    def deliver_manifest(
-        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor], device: torch.device
-    ) -> Delivery:
-        return self._land(lane, manifest.nbytes, tensors)
-
-    def _land(self, lane: str, nbytes: int, sent: Sequence[Tensor]) -> Delivery:
         slots = self.slots[lane]
         slots.append(slots.pop(0))
-        return Delivery(slots[0][:nbytes], _Imagined(sent), recycled=True)
+        return Delivery(slots[0][:nbytes], _Imagined(sends), recycled=True)
 
     def _gather(self, message: bytes) -> list[bytes]:
         return [message] * self.size

@@ -111,10 +111,13 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
 
     def link_seconds(event: Event) -> float:
         nonlocal deliveries, messages
-        manifest = program.manifest(event)
+        stage, pass_ = program.rounds[event.round].stages[event.stage], program.passes[event.number]
+        is_fetch = event.do == "fetch"
+        packing = pass_.packing if is_fetch else pass_.return_packing
+        tokens = stage.tokens if is_fetch else stage.gradient_tokens
         deliveries += 1
-        messages += len(manifest.messages)
-        return manifest.nbytes / rates.bytes
+        messages += len(stage.sends if is_fetch else stage.returns) * len(packing.entries)
+        return packing.nbytes(tokens) / rates.bytes
 
     for event in program.events:
         heads = _heads(program, event)

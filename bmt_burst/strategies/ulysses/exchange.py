@@ -112,7 +112,7 @@ class Visits(Exchange):
         for peer in self.ranks:
             tensors = self._pack(inputs, self.pieces[peer][piece])
             for span, at in self._runs(self.rank):
-                puts += self.packing(peer, piece).puts(tensors, span, peer, at, tokens)
+                puts += self.packing(peer, piece).puts(tensors, span, peer, at[0], tokens)
             if peer != self.rank:
                 for _, at in self._runs(peer):
                     arrivals += self.packing(self.rank, piece).arrivals(peer, at, tokens)
@@ -168,7 +168,7 @@ class Returns(Exchange):
         for peer in self.ranks:
             start = self._starts(peer, piece)[self.rank]
             for span, at in self._runs(peer):
-                puts += packing.puts(tensors, at, peer, span, counts[peer], start)
+                puts += packing.puts(tensors, at, peer, span[0], counts[peer], start)
             if peer != self.rank:
                 start, count = self._starts(self.rank, piece)[peer], counts[self.rank]
                 for span, _ in self._runs(self.rank):
