@@ -290,7 +290,7 @@ class UlyssesPlan(Plan):
         delivery.release()
 
     def __str__(self) -> str:
-        """Show which rank gets which heads, and how many bytes this rank sends."""
+        """Show which rank gets which heads."""
         layout, rank, rings = self.problem.layout, self.ranks[self.place], [*self._all_rings()]
         lines = [
             f"rank {rank} of {layout.size}: {self.tokens.total} tokens, "
@@ -304,13 +304,6 @@ class UlyssesPlan(Plan):
                 else "no heads"
             )
             lines.append(f"  rank {rank} computes {some}")
-        moves = {
-            "inputs": self.inputs,
-            "results": self.results,
-            "backward inputs": self.backward_inputs,
-            "backward results": self.backward_results,
-        }
-        lines += [f"  {move.leaving_bytes:,} bytes leave: {name}" for name, move in moves.items()]
         if self.hosts.size > 1:
             for number, each in enumerate(rings):
                 lines += [f"between hosts, of head ring {number}:", *str(each.ring).splitlines()]

@@ -96,14 +96,6 @@ class Visits(Exchange):
         found = itertools.product(self.ranks, range(self.count))
         return max(self.packing(*each).nbytes(self.tokens.total) for each in found)
 
-    @property
-    def leaving_bytes(self) -> int:
-        """The bytes that this rank sends to others."""
-        others = (rank for rank in self.ranks if rank != self.rank)
-        found = itertools.product(others, range(self.count))
-        tokens = self.tokens.counts[self.rank]
-        return sum(self.packing(*each).token_bytes() * tokens for each in found)
-
     def start(
         self, transport: Transport, piece: int, inputs: Sequence[Tensor], device: torch.device
     ) -> Delivery:
@@ -144,14 +136,6 @@ class Returns(Exchange):
         """The most bytes that any rank receives at once."""
         found = itertools.product(self.ranks, range(self.count))
         return max(self._starts(rank, piece)[-1] for rank, piece in found)
-
-    @property
-    def leaving_bytes(self) -> int:
-        """The bytes that this rank sends to others."""
-        tokens = self.tokens.total - self.tokens.counts[self.rank]
-        return sum(
-            self.packing(self.rank, piece).token_bytes() * tokens for piece in range(self.count)
-        )
 
     def start(
         self,
