@@ -19,8 +19,7 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, MESSAGE_BYTES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.host_memory import HostMemory, _place_bytes
-from bmt_burst.transport.regions import Copies, Copy, Region
-from bmt_burst.transport.simulator import GuardedDelivery, SimulatedRing
+from bmt_burst.transport.simulator import SimulatedRing
 from tests.helpers import (
     dense_attention,
     dense_results,
@@ -43,14 +42,9 @@ class ThreadStream:
     def __init__(self, work):
         self.work = work
 
-    def copy(self, copies, targets, sources):
-        pairs = [
-            (byte_view(targets[copy.target], copy, 0), byte_view(sources[copy.source], copy, 1))
-            for copy in copies
-        ]
-
+    def copy(self, copies):
         def late():
-            for target, source in pairs:
+            for target, source in copies:
                 time.sleep(random.random() * self.longest_copy)
                 half = len(source) // 2  # not at one go
                 target[:half] = source[:half]
@@ -76,15 +70,6 @@ class ThreadStream:
 
     def follow(self, event):
         self.work.put(lambda: spin(event.is_set))
-
-
-def byte_view(x, copy, side):
-    """Return the bytes of a tensor that a ByteCopy writes (side 0) or reads (1)."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-    start = x.storage_offset() * x.element_size() + (copy.target_at, copy.source_at)[side]
-    shape = [count for count, *_ in copy.axes]
-    pitches = [axis[1 + side] for axis in copy.axes]
-    return memory.as_strided((*shape, copy.nbytes), (*pitches, 1), start)
 
 
 def started_queue():
@@ -121,24 +106,10 @@ def spin(ready):
         time.sleep(1e-5)
 
 
-class EngineDelivery(GuardedDelivery):
-    """A guarded delivery that copy engines unload."""
-
-    def views(self, manifest):
-        return self.delivery.views(manifest)
-
-    def unload(self, copies, targets, sources):
-        self._check_places()
-        self._check_order()
-        self.delivery.unload(copies, targets, sources)
-
-
 class EngineRing(SimulatedRing):
     """A simulated ring whose deliveries go by copy engines."""
 
     arenas: dict  # of all ranks
-    guard = EngineDelivery
-    manifest = None  # of the delivery that begins
 
     def _device(self):
         shared = started_queue() if self.one_queue else None
@@ -161,7 +132,7 @@ class EngineRing(SimulatedRing):
         lanes = []
         allocate = partial(torch.empty, dtype=torch.uint8)
         own = ThreadStream(Inline(shared))
-        return Device(stream, lambda: own, synchronize, allocate, connect, list, list)
+        return Device(stream, lambda: own, synchronize, allocate, connect)
 
     def reserve(self, lane_bytes, device):
         super().reserve(lane_bytes, device)
@@ -175,16 +146,7 @@ class EngineRing(SimulatedRing):
     def _deliver(self, lane, nbytes, sends, arrivals, device):
         for put in sends:
             self.traffic.append((put.peer, put.tensor.nbytes))
-        if self.manifest:
-            return self.engines.deliver_manifest(lane, *self.manifest)
         return self.engines.deliver(lane, nbytes, sends, arrivals)
-
-    def deliver_manifest(self, lane, manifest, tensors, device):
-        self.manifest = manifest, tensors
-        try:
-            return super().deliver_manifest(lane, manifest, tensors, device)
-        finally:
-            self.manifest = None
 
 
 class AheadRing(EngineRing):
@@ -324,36 +286,6 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
             assert seen == {value: [value] * 128 for value in range(11)}
     finally:
         ThreadStream.longest_copy = 2e-3
-
-
-def test_what_is_unloaded_is_ready_and_may_change_after_it():
-    """With a stream that computes late: it fills what it sends and keeps, and spoils both."""
-    arenas = {}
-
-    def work(ring):
-        engine_ring(ring, arenas, one_queue=False)
-        current = ThreadStream(started_queue())
-        engines = late_engines(ring, lambda: current)
-        whole = Region.of_bytes(0, 64)
-        copies = Copies((Copy(0, whole, 0, whole), Copy(1, whole, 1, whole)))
-        seen = []
-        for value in range(12):
-            sent, kept = (torch.full((64,), 255, dtype=torch.uint8) for _ in range(2))
-            results = [torch.full((64,), 253, dtype=torch.uint8) for _ in range(2)]
-            current.work.put(lambda: time.sleep(2e-3))
-            current.work.put(lambda x=sent, v=value: x.fill_(v))
-            current.work.put(lambda x=kept, v=value: x.fill_(100 + v))
-            peer = 1 - ring.rank
-            delivery = engines.deliver("return", 64, [Put(sent, peer, 0)], [Arrival(peer, 0, 64)])
-            delivery.unload(copies, results, [kept])
-            current.work.put(lambda x=sent: x.fill_(254))
-            current.work.put(lambda x=kept: x.fill_(254))
-            current.work.put(lambda r=results: seen.append([x.tolist() for x in r]))
-        spin(current.record().is_set)
-        return seen
-
-    for seen in simulate(2, work):
-        assert seen == [[[value] * 64, [100 + value] * 64] for value in range(12)]
 
 
 @pytest.mark.parametrize("inner", [4, 2])

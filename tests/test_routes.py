@@ -296,23 +296,24 @@ def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batc
     )
     tokens, span = 11, (4, 9)
     memory = torch.zeros(packing.nbytes(tokens), dtype=torch.uint8)
-    manifest = packing.manifest(tokens, [(1, span)], [(1, (2, 7), 4, tokens)])
-    views = [place.view(memory) for place in manifest.landed]
-    for view, (shape, dtype) in zip(views, packing.entries, strict=True):
+    tensors = [torch.rand(batch, 8, *shape).to(dtype) for shape, dtype in packing.entries]
+    puts = packing.puts(tensors, (2, 7), 1, 4, tokens, start=512)
+    arrivals = packing.arrivals(1, span, tokens, start=512)
+    views = packing.views(memory, tokens)
+    for x, view, (shape, dtype) in zip(tensors, views, packing.entries, strict=True):
         assert view.shape == (batch, tokens, *shape)
         assert view.dtype == dtype
         assert (view.data_ptr() - memory.data_ptr()) % 256 == 0
-    for view, arrival, message in zip(views, manifest.arrivals, manifest.messages, strict=True):
-        assert (arrival.peer, arrival.offset) == (1, message.offset)
-        assert (message.peer, message.pitches) == (1, arrival.pitches)
-        assert message.region.counts == arrival.counts == (batch,) * (batch > 1)
-        place = arrival.row_bytes(memory)
-        assert not place.any()
-        place.fill_(1)
-        part = view[:, slice(*span)]
-        assert part.view(torch.uint8).eq(1).all()
-        assert part.nbytes == place.numel()
-        values = torch.rand(batch, 8, *view.shape[2:])
-        assert message.region.view(values).flatten().equal(values[:, 2:7].flatten())
+        for row in range(batch):
+            peer, offset, nbytes = next(arrivals)
+            put = next(puts)
+            assert put[1:] == (peer, offset) == (1, offset)
+            assert put.tensor.equal(x[row, 2:7])
+            place = memory[offset - 512 :][:nbytes]
+            assert not place.any()
+            place.fill_(1)
+            part = view[row, slice(*span)]
+            assert part.view(torch.uint8).eq(1).all()
+            assert part.nbytes == nbytes
     assert packing.token_bytes() == batch * (15 * 2 + 7 * 4 + 15 * 2)
     assert memory.sum() == packing.token_bytes() * 5

@@ -10,7 +10,6 @@ import torch
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, simulate
 from bmt_burst.sequence.layout import LAYOUTS, Stacked
 from bmt_burst.strategies import load
-from bmt_burst.strategies.ulysses.blocks import Field
 from bmt_burst.strategies.ulysses.tokens import HostLayout, HostTokens
 from tests.helpers import (
     CPU_KERNELS,
@@ -30,7 +29,6 @@ from tests.helpers import (
 from tests.test_scores import random_scores
 from tests.test_ulysses import BF16, HEADS, SCALE, assert_equal, layouts, masks, worst_error
 
-BY_TOKEN = Field(kv=False, head_size=1, dtype=torch.int64)
 # ranks, and how many of them are a host
 GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]
 
@@ -140,9 +138,9 @@ def test_hosts_have_the_tokens_of_their_ranks_in_rising_order(size, name):
             assert tokens.is_sorted == (name != "striped" or inner == 1)
             for rank, spans in zip(ranks, tokens.spans, strict=True):
                 places = [torch.arange(b - a) + at for (a, b), at in spans]
-                [x] = tokens.sort([BY_TOKEN], [torch.arange(tokens.total).view(1, -1, 1, 1)])
+                [x] = tokens.sort([torch.arange(tokens.total).view(1, -1, 1, 1)])
                 assert x.flatten()[hosts.places(rank)].equal(torch.cat(places))
-                [y] = tokens.unsort([BY_TOKEN], [x])
+                [y] = tokens.unsort([x])
                 assert y.flatten().equal(torch.arange(tokens.total))
 
 

@@ -37,7 +37,7 @@ from ..sequence.gathered_calls import GatheredCall, kernel_calls
 from ..sequence.span import Span, in_turn, length, shifted
 from ..sequence.tile import TileFields
 from ..sequence.tiling import Tiling
-from ..transport import Delivery, Manifest
+from ..transport import Arrival, Put
 from ..transport.packing import Packing
 from . import Plan, Problem, Saved, Strategy
 from .compute import (
@@ -139,38 +139,6 @@ class OneCallPlan(Plan):
         """The kernel calls on this rank's queries and the gathered keys."""
         return kernel_calls(self._mine.tiles)
 
-    @functools.cached_property
-    def gathering(self) -> Manifest:
-        """The messages that gather keys and values."""
-        ranks = range(self.problem.inner)
-        return self.packing.manifest(
-            self._mine.tokens,
-            [(p.owner, p.at) for p in self._mine.pieces if p.owner != self.rank],
-            [
-                (viewer, piece.span, piece.at[0], self.gathered[viewer].tokens)
-                for viewer in ranks
-                for piece in self.gathered[viewer].of(self.rank)
-            ],
-        )
-
-    @functools.cached_property
-    def returning(self) -> Manifest:
-        """The messages that return gradients to the owners of the keys."""
-        others = [rank for rank in range(self.problem.inner) if rank != self.rank]
-        received = list(self._returned(self.rank))
-        departures = []
-        for owner in others:
-            returned = list(self._returned(owner))
-            tokens = sum(length(at) for *_, at in returned)
-            departures += [
-                (owner, piece.at, at[0], tokens)
-                for viewer, piece, at in returned
-                if viewer == self.rank
-            ]
-        tokens = sum(length(at) for *_, at in received)
-        sources = [(viewer, at) for viewer, _, at in received]
-        return self.return_packing.manifest(tokens, sources, departures)
-
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
     ) -> tuple[Tensor, Tensor, None]:
@@ -241,10 +209,19 @@ class OneCallPlan(Plan):
     @contextmanager
     def gather_keys(self, rings: Rings, k: Tensor, v: Tensor) -> Iterator[Keys]:
         """Gather the keys and values that this rank looks at, to be read in this context."""
-        delivery = _deliver(rings, "visit", self.gathering, (k.contiguous(), v.contiguous()))
+        packing, tensors = self.packing, (k.contiguous(), v.contiguous())
+        tokens, puts, arrivals = self._mine.tokens, list[Put](), list[Arrival]()
+        for viewer, gathered in enumerate(self.gathered):
+            for piece in gathered.of(self.rank):
+                puts += packing.puts(tensors, piece.span, viewer, piece.at[0], gathered.tokens)
+        for piece in self._mine.pieces:
+            if piece.owner != self.rank:
+                arrivals += packing.arrivals(piece.owner, piece.at, tokens)
+        nbytes = packing.nbytes(tokens)
+        delivery = rings.inner.deliver("visit", nbytes, puts, arrivals, k.device)
         delivery.wait()
         try:
-            yield Keys(*delivery.views(self.gathering))
+            yield Keys(*packing.views(delivery.memory, tokens))
         finally:
             delivery.release()
 
@@ -257,16 +234,30 @@ class OneCallPlan(Plan):
             sum_parts(parts, (0, tokens), packing.batch, *entry, k.device).contiguous()
             for parts, entry in zip(of_keys, packing.entries, strict=True)
         ]
-        delivery = _deliver(rings, "return", self.returning, computed)
+        returned, arrivals = sum(length(at) for *_, at in self._returned(self.rank)), []
+        for viewer, _, at in self._returned(self.rank):
+            arrivals += packing.arrivals(viewer, at, returned)
+        puts = list(self._returning_puts(computed))
+        nbytes = packing.nbytes(returned)
+        delivery = rings.inner.deliver("return", nbytes, puts, arrivals, k.device)
         delivery.wait()
         try:
-            received = delivery.views(self.returning)
+            received = packing.views(delivery.memory, returned)
             return [
                 self._sum_gradients(k, own, theirs)
                 for own, theirs in zip(computed, received, strict=True)
             ]
         finally:
             delivery.release()
+
+    def _returning_puts(self, computed: Sequence[Tensor]) -> Iterator[Put]:
+        """Yield what returns the gradients of gathered tokens to their owners."""
+        for owner in range(self.problem.inner):
+            returned = list(self._returned(owner)) if owner != self.rank else []
+            tokens = sum(length(at) for *_, at in returned)
+            for viewer, piece, at in returned:
+                if viewer == self.rank:
+                    yield from self.return_packing.puts(computed, piece.at, owner, at[0], tokens)
 
     def _sum_gradients(self, x: Tensor, own: Tensor, received: Tensor) -> Tensor:
         """Return the gradient of x (B, S, G, D) from those of the tokens that this rank gathered
@@ -348,11 +339,6 @@ def _gather_tiles(tiling: Tiling, owners: _Owners, rank: int) -> Gathered:
             else:
                 pieces.append(piece)
     return Gathered(pieces, landed)
-
-
-def _deliver(rings: Rings, lane: str, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
-    """Start a delivery of tokens of the tensors (B, S, G, D)."""
-    return rings.inner.deliver_manifest(lane, manifest, tensors, tensors[0].device)
 
 
 def _rising(places: Iterable[tuple[Span, Span]]) -> list[tuple[list[Span], Span]]:

@@ -150,7 +150,7 @@ class Spans:
         delivery = rings.inner.deliver(lane, nbytes, puts, arrivals, outgoing[0].device)
         delivery.wait()
         received = list(outgoing)
-        for peer, at, size, *_ in arrivals:
+        for peer, at, size in arrivals:
             received[peer] = delivery.memory[at : at + size].view(dtype)
         for peer in others:
             if not count(peer, self.place):

@@ -8,7 +8,7 @@ processes     the base of these two. Ranks of one host exchange messages through
 simulator     ranks as threads of one process, for tests
 Alone (here)  a ring of one rank, which never communicates
 
-`regions` says which parts of tensors are sent, and `packing` where whole tensors lie in memory.
+`packing` says where tensors that are sent together lie in memory.
 
 To add one, subclass `Transport` and list it in tests/conformance/test_transports.py.
 """
@@ -16,12 +16,10 @@ To add one, subclass `Transport` and list it in tests/conformance/test_transport
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -29,15 +27,12 @@ import torch
 from torch import Tensor
 
 from ..errors import RankLate
-from .regions import Copies, Region
 
 Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
 # Seconds to wait for a rank that does not make a call, over a group without a timeout of its own.
 # init_sequence_parallel takes another number.
 DEFAULT_TIMEOUT: Final = 120.0
 MESSAGE_BYTES: Final = 4096  # the longest message that `gather` carries
-# Exchanges send each row of a put with so few rows by itself, and pack more rows.
-_FEW_ROWS: Final = 16
 # Kinds of deliveries. A number of each may be received before the first is released.
 LANES: Final = {"visit": 2, "return": 1}
 
@@ -54,87 +49,21 @@ class Ticket(Protocol):
 
 
 class Put(NamedTuple):
-    """A tensor for a rank, this one or another, and its place: bytes from the start of the memory
-    that the rank receives into.
-
-    With n pitches, each tensor[i, j, ...] of n indices is contiguous. There it begins i *
-    pitches[0] + j * pitches[1] + ... bytes after `offset`. Without pitches, the tensor is
-    contiguous, here and there.
+    """A contiguous tensor for a rank, this one or another, and its place: bytes from the start of
+    the memory that the rank receives into.
     """
 
     tensor: Tensor
     peer: int
     offset: int
-    pitches: tuple[int, ...] = ()
-
-    def row_bytes(self) -> Tensor:
-        """Return a view of the tensor's memory, (..., bytes) uint8, with a dimension for each
-        pitch.
-        """
-        x = self.tensor
-        if not self.pitches:
-            return as_bytes(x)
-        return Region.whole(x.shape, len(self.pitches)).view(x).view(torch.uint8)
 
 
 class Arrival(NamedTuple):
-    """A place, in bytes, in the memory that this rank receives into. Rank `peer` fills it.
-
-    With n pitches, these are counts[0] x counts[1] x ... rows of `nbytes` bytes, which lie as those
-    of a Put.
-    """
+    """A place, in bytes, in the memory that this rank receives into. Rank `peer` fills it."""
 
     peer: int
     offset: int
     nbytes: int
-    counts: tuple[int, ...] = ()
-    pitches: tuple[int, ...] = ()
-
-    def row_bytes(self, memory: Tensor) -> Tensor:
-        """Return a view of the place, (*counts, bytes) uint8."""
-        return Region.of_bytes(*self[1:]).view(memory)
-
-
-class Place(NamedTuple):
-    """A contiguous tensor in memory, from byte `start` on."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, memory: Tensor) -> Tensor:
-        """Return the tensor in `memory`, uint8."""
-        return memory[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
-
-
-class Message(NamedTuple):
-    """A Put without its tensor: a region of a tensor, which has a number."""
-
-    tensor: int
-    region: Region
-    peer: int
-    offset: int
-    pitches: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Manifest:
-    """The messages of a delivery, which calls repeat with other tensors.
-
-    nbytes    the memory that this rank receives into
-    messages  what this rank sends
-    arrivals  where other ranks' messages land
-    landed    the tensors that lie in the memory
-    """
-
-    nbytes: int
-    messages: Sequence[Message]
-    arrivals: Sequence[Arrival]
-    landed: Sequence[Place] = ()
 
 
 @dataclass(frozen=True)
@@ -157,24 +86,6 @@ class Delivery:
         """Promise, once, that work enqueued on the current stream from now on does not read
         `memory`.
         """
-
-    def views(self, manifest: Manifest) -> Sequence[Tensor]:
-        """Return the tensors that lie in `memory`."""
-        return [place.view(self.memory) for place in manifest.landed]
-
-    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy, wait, and release. Source 0 is `memory`, and sources[i] is source i + 1.
-
-        The sources were ready when the delivery began, and targets existed. So the copies need not
-        wait for work that was enqueued later on the current stream.
-        """
-        self.wait()
-        tensors = self.memory, *sources
-        for target, into, source, region in copies.copies:
-            place = into.view(targets[target])
-            rows = region.view(tensors[source]).view(place.dtype)
-            place.copy_(rows)
-        self.release()
 
 
 class Posted(NamedTuple):
@@ -262,37 +173,12 @@ class Transport(ABC):
         began. At most the lane's number of them are unreleased at a time.
         """
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        for put in sends:
-            if put.peer == self.rank:
-                rows = put.row_bytes()
-                counts = tuple(rows.shape[:-1])
-                place = Arrival(put.peer, put.offset, rows.shape[-1], counts, put.pitches)
-                place.row_bytes(memory).copy_(rows)
-        leaving = [(put.row_bytes(), put.peer) for put in sends if put.peer != self.rank]
-        landing = [(arrival.row_bytes(memory), arrival.peer) for arrival in arrivals]
-        messages, recvs = ([*_single_rows(rows)] for rows in (leaving, landing))
-        packed = {peer: _pack(rows) for peer, rows in _many_rows(leaving).items()}
-        places = _many_rows(landing)
-        landed = {peer: _empty_pack(rows) for peer, rows in places.items()}
-        ticket = self.exchange(
-            [*messages, *((flat, peer) for peer, flat in packed.items())],
-            [*recvs, *((flat, peer) for peer, flat in landed.items())],
-        )
-        if not landed:
-            return Delivery(memory, ticket)
-        return Delivery(
-            memory, _PackedTicket(ticket, [(landed[peer], places[peer]) for peer in landed])
-        )
-
-    def deliver_manifest(
-        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor], device: torch.device
-    ) -> Delivery:
-        """Deliver the messages of a manifest, regions of `tensors`, as `deliver` does."""
-        puts = [
-            Put(region.view(tensors[number]), peer, offset, pitches)
-            for number, region, peer, offset, pitches in manifest.messages
-        ]
-        return self.deliver(lane, manifest.nbytes, puts, manifest.arrivals, device)
+        for tensor, peer, offset in sends:
+            if peer == self.rank:
+                memory[offset : offset + tensor.nbytes] = as_bytes(tensor)
+        leaving = [(as_bytes(put.tensor), put.peer) for put in sends if put.peer != self.rank]
+        landing = [(memory[offset : offset + nbytes], peer) for peer, offset, nbytes in arrivals]
+        return Delivery(memory, self.exchange(leaving, landing))
 
     def all_gather(
         self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]
@@ -394,59 +280,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
     A plain view would refuse some strides of dimensions of one entry.
     """
+    assert x.is_contiguous(), f"expected contiguous memory, got strides {x.stride()}"
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
-@dataclass
-class _PackedTicket:
-    """The ticket of an exchange of packed rows, and the places of the rows in each message."""
-
-    ticket: Ticket
-    messages: Sequence[tuple[Tensor, Sequence[Tensor]]]
-
-    def wait(self) -> None:
-        self.ticket.wait()
-        for flat, places in self.messages:
-            for place, rows in zip(places, _split_pack(flat, places), strict=True):
-                place.copy_(rows)
-        self.messages = ()
-
-
-def _single_rows(rows: Iterable[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
-    """Yield the rows (..., bytes) for each rank, or of each rank, that are messages themselves:
-    those of tensors with a few rows.
-    """
-    for x, peer in rows:
-        if x.shape[:-1].numel() <= _FEW_ROWS:
-            for index in itertools.product(*map(range, x.shape[:-1])):
-                yield x[index], peer
-
-
-def _many_rows(rows: Iterable[tuple[Tensor, int]]) -> dict[int, list[Tensor]]:
-    """Return the other tensors for each rank, or of each rank, which are packed."""
-    found: dict[int, list[Tensor]] = {}
-    for x, peer in rows:
-        if x.shape[:-1].numel() > _FEW_ROWS:
-            found.setdefault(peer, []).append(x)
-    return found
-
-
-def _pack(rows: Sequence[Tensor]) -> Tensor:
-    """Return rows of bytes, (..., bytes) each, as one message."""
-    flat = _empty_pack(rows)
-    for place, x in zip(_split_pack(flat, rows), rows, strict=True):
-        place.copy_(x)
-    return flat
-
-
-def _empty_pack(rows: Sequence[Tensor]) -> Tensor:
-    return rows[0].new_empty(sum(x.numel() for x in rows))
-
-
-def _split_pack(flat: Tensor, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the part of a message for each of `rows`, in its shape."""
-    parts = flat.split([x.numel() for x in rows])
-    return (part.view(x.shape) for part, x in zip(parts, rows, strict=True))
 
 
 class Alone(Transport):

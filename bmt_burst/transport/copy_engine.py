@@ -6,59 +6,49 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
 
     sender      waits until its receivers have read delivery n - slots (the sender's flags `freed`),
                 copies each put to its place in the receiver's slot, and writes n to the receivers'
-                flags `arrived`. A separate stream does this. Another one makes the copies to the
-                sender's own slot.
+                flags `arrived`. A separate stream does this, also for puts to the sender itself.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
-                `release` lets it write n to every rank's flag `freed`. Or `unload` lets another
-                separate stream copy what is on this rank to tensors, wait, copy what arrived, and
-                write.
+                `release` lets it write n to every rank's flag `freed`.
 
 Streams wait and write with the driver's stream memory operations. The host never waits, and no
 kernel spins. A stream that waits may block others that share its hardware queue. So the order in
 which the host enqueues must also work on a single queue: before a rank waits for a later event, it
 enqueues all that its peers wait for. The ring's order has that property. Deliveries begin before
 the computation that they overlap with, and slots are released as soon as they are read.
-
-Calls repeat deliveries with other tensors. What does not depend on their addresses is prepared
-once: which bytes are copied from where to where, the operations on flags, and views of slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Manifest, Message, Put
-from .regions import ByteCopy, Copies, Copy, Geometry, Region, find_bytes
+from . import LANES, Arrival, Delivery, Put, as_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
-_MOST_KEPT = 1 << 8  # prepared deliveries of a lane
 # slots are a multiple of this, so that a little growth needs no new arena
 _SLOT_BYTES = 1 << 21
 
-# of the device's own kinds
-Event: TypeAlias = Any
-Launches: TypeAlias = Any
-Flags: TypeAlias = Any
-Made = TypeVar("Made")
+Event: TypeAlias = Any  # of the device's own kind
 
 
 class Stream(Protocol):
-    """A queue of work on this rank's device."""
+    """A queue of work on this rank's device. Flags are int32 tensors of one entry, on this rank or
+    on a peer.
+    """
 
-    def copy(self, copies: Launches, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Make prepared copies between these tensors. The caller keeps their memory until the
-        copies are done.
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make copies (target, source) between contiguous uint8 tensors of one size. The caller
+        keeps their memory until the copies are done.
         """
 
-    def write(self, flags: Flags, value: int) -> None:
+    def write(self, flags: Sequence[Tensor], value: int) -> None:
         """Set the flags once all earlier work is done and visible to all devices."""
 
-    def wait(self, flags: Flags, value: int) -> None:
+    def wait(self, flags: Sequence[Tensor], value: int) -> None:
         """Wait until each flag is `value` or more."""
 
     def record(self) -> Event:
@@ -78,9 +68,6 @@ class Device:
     allocate     makes a number of bytes that peers will be able to write to
     connect      takes the result of `allocate` and returns every rank's, in rank order. All ranks
                  call it.
-    launches     prepares copies, which streams then make with other tensors of the same numbers
-    flags        prepares flags, which streams wait for and write: int32 tensors of one entry, on
-                 this rank or on a peer
     """
 
     stream: Callable[[], Stream]
@@ -88,8 +75,6 @@ class Device:
     synchronize: Callable[[], None]
     allocate: Callable[[int], Tensor]
     connect: Callable[[Tensor], list[Tensor]]
-    launches: Callable[[Sequence[ByteCopy]], Launches]
-    flags: Callable[[Sequence[Tensor]], Flags]
 
 
 class CopyEngines:
@@ -99,7 +84,6 @@ class CopyEngines:
         self.rank, self.size, self.device = rank, size, device
         self.slot_bytes = dict.fromkeys(LANES, 0)
         self.lanes: dict[str, _Lane] = {}
-        self.manifests: dict[Any, Manifest] = {}  # of puts, which calls repeat
         self.arena = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -152,53 +136,12 @@ class CopyEngines:
         self, lane: str, nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival]
     ) -> Delivery:
         """Deliver as Transport.deliver does."""
-        shapes = [(tensor.shape, *place) for tensor, *place in sends]
-        manifest = _keep(
-            self.manifests,
-            (nbytes, *shapes, *arrivals),
-            lambda: _make_manifest(nbytes, sends, arrivals),
-        )
-        return self.deliver_manifest(lane, manifest, [put.tensor for put in sends])
-
-    def deliver_manifest(
-        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor]
-    ) -> Delivery:
-        """Deliver as Transport.deliver_manifest does."""
-        return self.lanes[lane].deliver(manifest, tensors)
-
-
-def _make_manifest(nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival]) -> Manifest:
-    """Return a manifest in which each put has a number of its own."""
-    messages = [
-        Message(number, Region.whole(tensor.shape, len(pitches)), peer, offset, pitches)
-        for number, (tensor, peer, offset, pitches) in enumerate(sends)
-    ]
-    return Manifest(nbytes, messages, arrivals)
-
-
-@dataclass(frozen=True)
-class _Shipment:
-    """A delivery without its number and the addresses of its tensors.
-
-    away     the copies to peers, by slot. Target i is the slot of peer i.
-    freed    this rank's flags that these peers write
-    there    the flags of these peers that this rank writes
-    own      the copies to this rank itself, None without any
-    memory   what this rank receives into, by slot
-    arrived  the flags of the expected senders
-    """
-
-    away: Launches | None
-    freed: Flags
-    there: Flags
-    own: Launches | None
-    memory: list[Tensor]
-    arrived: Flags
+        return self.lanes[lane].deliver(nbytes, sends, sorted({each.peer for each in arrivals}))
 
 
 class _Lane:
-    """One kind of deliveries: its slots and flags in every rank's arena, the stream that fills the
-    peers' slots, the one that fills this rank's with its own, and the one that unloads it.
+    """One kind of deliveries: its slots and flags in every rank's arena, and the stream that fills
+    slots.
 
     `parts` are the lane's bytes in the arenas: slots, then the flags "arrived" and "freed" of each
     rank.
@@ -206,141 +149,75 @@ class _Lane:
 
     def __init__(self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: Device):
         self.rank, self.parts, self.device = rank, parts, device
-        self.slot_bytes, self.flags_at = slot_bytes, slots * slot_bytes
+        self.slot_bytes = slot_bytes
         self.slots = [  # by slot, then by rank
             [part[slot * slot_bytes : (slot + 1) * slot_bytes] for part in parts]
             for slot in range(slots)
         ]
-        self.stream, self.keeping, self.unloading = (device.stream() for _ in range(3))
-        self.shipments: dict[Any, _Shipment] = {}
-        self.landed: dict[Any, list[Tensor]] = {}
-        self.unloads: dict[Any, tuple[Launches | None, Launches | None]] = {}
+        self.stream = device.stream()
         self.number = 0
         self.releases: list[Event] = []  # the event of the last release, if there was one
-        others = [peer for peer in range(len(parts)) if peer != rank]
-        self.freed_there = self._flags(*((peer, 2 * rank + 1) for peer in others))
+        peers = range(len(parts))
+        self.arrived = [self._flag(rank, 2 * peer) for peer in peers]  # here, written by peer
+        self.freed = [self._flag(rank, 2 * peer + 1) for peer in peers]
+        # there, written by this rank
+        self.arrived_there = [self._flag(peer, 2 * rank) for peer in peers]
+        self.freed_there = [self._flag(peer, 2 * rank + 1) for peer in peers]
 
-    def deliver(self, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
-        geometry = _geometry(tensors)
-        shipment = _keep(
-            self.shipments, (manifest, geometry), lambda: self._prepare(manifest, geometry)
-        )
-        self.number += 1
-        slot, stream = self.number % len(self.slots), self.stream
-        began = self.device.current().record()  # by then the tensors are ready
-        departed = []
-        if shipment.own is not None:
-            self.keeping.follow(began)
-            for event in self.releases:
-                self.keeping.follow(event)  # by then this rank has read the slot
-            self.keeping.copy(shipment.own, self.slots[slot], tensors)
-            departed.append(self.keeping.record())
-        if shipment.away is not None:
-            stream.follow(began)
-            stream.wait(shipment.freed, self.number - len(self.slots))
-            stream.copy(shipment.away, self.slots[slot], tensors)
-            stream.write(shipment.there, self.number)
-            departed.append(stream.record())
-        ticket = _Arrivals(self, self.number, slot, shipment.arrived, began, departed, tensors)
-        return _LaneDelivery(shipment.memory[slot], ticket)
-
-    def release(self, number: int, stream: Stream | None = None) -> None:
-        """Report to all ranks that a stream, by default the current one, has read delivery `number`
-        and all earlier ones.
-        """
-        stream = stream or self.device.current()
-        for event in self.releases:
-            stream.follow(event)  # another stream may have read that delivery
-        stream.write(self.freed_there, number)
-        self.releases = [stream.record()]
-
-    def unload(
-        self,
-        arrivals: _Arrivals,
-        copies: Copies,
-        targets: Sequence[Tensor],
-        sources: Sequence[Tensor],
-    ) -> Event:
-        """Copy from other sources and from a delivery, source 0, and release it, beside the current
-        stream. Return an event after that. Nothing in the delivery is from this rank itself.
-        """
-        stream, to, of = self.unloading, _geometry(targets), _geometry(sources)
-
-        def prepare() -> tuple[Launches | None, Launches | None]:
-            own = [copy for copy in copies.copies if copy.source]
-            received = [copy for copy in copies.copies if not copy.source]
-            return self._launches(own, to, of), self._launches(received, to, of)
-
-        here, arrived = _keep(self.unloads, (copies, to, of), prepare)
-        stream.follow(arrivals.began)
-        if here is not None:
-            stream.copy(here, targets, sources)
-        stream.wait(arrivals.arrived, arrivals.number)
-        if arrived is not None:
-            stream.copy(arrived, targets, sources)
-        self.release(arrivals.number, stream)
-        return self.releases[0]
-
-    def views(self, slot: int, manifest: Manifest) -> list[Tensor]:
-        """Return the tensors that lie in a slot."""
-        own = self.slots[slot][self.rank]
-        return _keep(
-            self.landed,
-            (slot, manifest),
-            lambda: [place.view(own) for place in manifest.landed],
-        )
-
-    def _prepare(self, manifest: Manifest, geometry: Sequence[Geometry]) -> _Shipment:
-        """Prepare a delivery of tensors of known geometry."""
-        nbytes = manifest.nbytes
+    def deliver(self, nbytes: int, sends: Sequence[Put], sources: Sequence[int]) -> Delivery:
         assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
-        copies: dict[int, list[Copy]] = {}
-        for number, region, peer, offset, pitches in manifest.messages:
-            size = region.entries * geometry[number][1].itemsize
-            into = Region.of_bytes(offset, size, region.counts, pitches)
-            copies.setdefault(peer, []).append(Copy(peer, into, number, region))
-        own = copies.pop(self.rank, [])
-        # The next rank first: where copies follow one another, each rank receives from another one.
-        peers = sorted(copies, key=lambda peer: (peer - self.rank) % len(self.parts))
-        sources = sorted({arrival.peer for arrival in manifest.arrivals})
-        slots = [_BYTES] * len(self.parts)
-        return _Shipment(
-            self._launches([x for peer in peers for x in copies[peer]], slots, geometry),
-            self._flags(*((self.rank, 2 * peer + 1) for peer in peers)),
-            self._flags(*((peer, 2 * self.rank) for peer in peers)),
-            self._launches(own, slots, geometry),
-            [parts[self.rank][:nbytes] for parts in self.slots],
-            self._flags(*((self.rank, 2 * peer) for peer in sources)),
-        )
+        self.number += 1
+        slot, departed = self.slots[self.number % len(self.slots)], []
+        if sends:
+            departed.append(self._send(slot, sends))
+        arrived = [self.arrived[peer] for peer in sources]
+        ticket = _Arrivals(self, self.number, arrived, departed, sends)
+        return _LaneDelivery(slot[self.rank][:nbytes], ticket)
 
-    def _launches(
-        self, copies: Sequence[Copy], targets: Sequence[Geometry], sources: Sequence[Geometry]
-    ) -> Launches | None:
-        """Prepare copies between tensors of known geometry, or return None without any."""
-        return self.device.launches(find_bytes(copies, targets, sources)) if copies else None
+    def _send(self, slot: Sequence[Tensor], sends: Sequence[Put]) -> Event:
+        """Copy puts to the ranks' memory for this delivery. Return an event after that."""
+        stream = self.stream
+        # The next rank first: where copies follow one another, each rank receives from another one.
+        # This rank itself is the last, since others wait for what it sends them.
+        sends = sorted(sends, key=lambda put: (put.peer - self.rank - 1) % len(self.parts))
+        peers = list(dict.fromkeys(put.peer for put in sends))
+        stream.follow(self.device.current().record())  # by then the puts are ready
+        stream.wait([self.freed[peer] for peer in peers], self.number - len(self.slots))
+        stream.copy(
+            [
+                (slot[peer][offset : offset + tensor.nbytes], as_bytes(tensor))
+                for tensor, peer, offset in sends
+            ]
+        )
+        stream.write([self.arrived_there[peer] for peer in peers], self.number)
+        return stream.record()
+
+    def release(self, number: int) -> None:
+        """Report to all ranks that the current stream has read delivery `number` and all earlier
+        ones.
+        """
+        current = self.device.current()
+        for event in self.releases:
+            current.follow(event)  # another stream may have read that delivery
+        current.write(self.freed_there, number)
+        self.releases = [current.record()]
 
     def try_out(self) -> None:
         """Do once what deliveries do, so that a device that refuses it does so now. Nothing
         changes.
         """
-        arrived = self._flags((self.rank, 2 * self.rank))
-        self.stream.write(arrived, 1)
-        self.stream.wait(arrived, 1)
+        self.stream.write([self.arrived[self.rank]], 1)
+        self.stream.wait([self.arrived[self.rank]], 1)
         self.device.current().follow(self.stream.record())
         for peer in range(len(self.parts)):
             if self.slot_bytes:
                 there, here = self.slots[0][peer], self.slots[-1][self.rank]
-                for examples in (_EXAMPLES, _EXAMPLES[:1]):
-                    copies = find_bytes(examples, [_BYTES], [_BYTES])
-                    self.stream.copy(self.device.launches(copies), (there,), (here,))
-            self.stream.write(self._flags((peer, 2 * self.rank)), int(peer == self.rank))
+                self.stream.copy([(there[:4], here[:4])])
+            self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
 
-    def _flags(self, *places: tuple[int, int]) -> Flags:
-        """Prepare flags (owner, index) together."""
-        starts = [(owner, self.flags_at + index * _FLAG_BYTES) for owner, index in places]
-        return self.device.flags(
-            [self.parts[owner][at : at + 4].view(torch.int32) for owner, at in starts]
-        )
+    def _flag(self, owner: int, index: int) -> Tensor:
+        at = len(self.slots) * self.slot_bytes + index * _FLAG_BYTES
+        return self.parts[owner][at : at + 4].view(torch.int32)
 
 
 @dataclass
@@ -349,24 +226,13 @@ class _Arrivals:
 
     lane: _Lane
     number: int
-    slot: int
-    arrived: Flags
-    began: Event
+    arrived: Sequence[Tensor]
     departed: Sequence[Event]
-    sends: Sequence[Tensor]
+    sends: Sequence[Put]
 
     def wait(self) -> None:
         current = self.lane.device.current()
         current.wait(self.arrived, self.number)
-        self._leave(current)
-
-    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        current = self.lane.device.current()
-        current.follow(self.lane.unload(self, copies, targets, sources))
-        self._leave(current)
-
-    def _leave(self, current: Stream) -> None:
-        """Let the current stream write to what was sent."""
         for event in self.departed:
             current.follow(event)
         self.sends = ()
@@ -379,40 +245,6 @@ class _LaneDelivery(Delivery):
 
     def release(self) -> None:
         self.ticket.lane.release(self.ticket.number)
-
-    def views(self, manifest: Manifest) -> Sequence[Tensor]:
-        return self.ticket.lane.views(self.ticket.slot, manifest)
-
-    def unload(self, copies: Copies, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        self.ticket.unload(copies, targets, (self.memory, *sources))
-
-
-_BYTES: Geometry = (1,), torch.uint8  # of memory
-# Two copies of bytes, which are made together, one of rows, and one of layers of rows. No places
-# overlap.
-_EXAMPLES = [
-    Copy(0, Region.of_bytes(offset, 4, *there), 0, Region.of_bytes(512 + offset, 4, *here))
-    for offset, there, here in (
-        (0, ((), ()), ((), ())),
-        (16, ((), ()), ((), ())),
-        (64, ((2,), (12,)), ((2,), (16,))),
-        (128, ((2, 2), (36, 12)), ((2, 2), (64, 16))),
-    )
-]
-
-
-def _geometry(tensors: Sequence[Tensor]) -> tuple[Geometry, ...]:
-    return tuple([(x.stride(), x.dtype) for x in tensors])
-
-
-def _keep(kept: dict[Any, Made], key: Any, make: Callable[[], Made]) -> Made:
-    """Return what was made for a key before, or make it. Only some of what was made is kept."""
-    found = kept.get(key)
-    if found is None:
-        if len(kept) == _MOST_KEPT:
-            kept.clear()
-        found = kept[key] = make()
-    return found
 
 
 def _lane_bytes(lane: str, slot_bytes: int, size: int) -> int:

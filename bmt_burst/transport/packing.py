@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..sequence.span import Span, length
-from . import Arrival, Manifest, Message, Place
-from .regions import Region
+from . import Arrival, Put
 
 _ALIGNMENT = 256  # bytes; what GPU allocators give and kernels may expect
 
@@ -35,13 +34,35 @@ class Packing:
     def nbytes(self, tokens: int) -> int:
         return _starts(self, tokens)[-1]
 
-    def places(self, tokens: int) -> list[Place]:
-        """Return where the tensors (B, tokens, ...) lie in memory."""
-        starts = _starts(self, tokens)[:-1]
+    def views(self, memory: Tensor, tokens: int) -> list[Tensor]:
+        """Return the tensors (B, tokens, ...) that lie in memory, uint8."""
         return [
-            Place(start, dtype, (self.batch, tokens, *shape))
-            for start, (shape, dtype) in zip(starts, self.entries, strict=True)
+            memory[start : start + self.batch * tokens * _entry_bytes((shape, dtype))]
+            .view(dtype)
+            .view(self.batch, tokens, *shape)
+            for start, (shape, dtype) in zip(_starts(self, tokens), self.entries, strict=False)
         ]
+
+    def puts(
+        self,
+        tensors: Sequence[Tensor],
+        span: Span,
+        peer: int,
+        at: int,
+        tokens: int,
+        start: int = 0,
+    ) -> Iterator[Put]:
+        """Yield what sends the tokens `span` of tensors (B, T, ...) to a rank. They land from token
+        `at` on in memory for `tokens`, which begins at byte `start`. Each batch row of the tensors
+        is contiguous.
+        """
+        for tensor, row, offset, _ in self._rows((at, at + length(span)), tokens):
+            yield Put(tensors[tensor][row, slice(*span)], peer, start + offset)
+
+    def arrivals(self, peer: int, at: Span, tokens: int, start: int = 0) -> Iterator[Arrival]:
+        """Yield where such puts of a rank land, as the tokens `at`."""
+        for _, _, offset, nbytes in self._rows(at, tokens):
+            yield Arrival(peer, start + offset, nbytes)
 
     def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
         """Make new tensors (B, tokens, ...), each in its own memory."""
@@ -50,41 +71,16 @@ class Packing:
             for shape, dtype in self.entries
         )
 
-    def manifest(
-        self,
-        tokens: int,
-        sources: Iterable[tuple[int, Span]],
-        sends: Iterable[tuple[int, Span, int, int]],
-        apart: bool = False,
-    ) -> Manifest:
-        """Return the manifest of a delivery in which `tokens` land.
-
-        sources  (rank, place) of what this rank receives
-        sends    (rank, span, place there, tokens that land there) of what it sends: tokens of the
-                 same tensors or, if each send has tensors of its own, `apart`, of the next ones
+    def _rows(self, at: Span, tokens: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (tensor, batch row, first byte, bytes) of the tokens `at` in memory for `tokens`.
+        Nothing is yielded for no bytes.
         """
-        messages = []
-        for number, (peer, (start, stop), at, total) in enumerate(sends):
-            places = self._arrivals(total, (at, at + stop - start), peer)
-            for index, (place, (shape, _)) in enumerate(zip(places, self.entries, strict=True)):
-                axes = tuple((0, 1, count) for count in place.counts)
-                region = Region((0, start, *[0] * len(shape)), (1, stop - start, *shape), axes)
-                tensor = index + number * len(self.entries) * apart
-                messages.append(Message(tensor, region, peer, place.offset, place.pitches))
-        arrivals = [x for peer, at in sources for x in self._arrivals(tokens, at, peer)]
-        return Manifest(self.nbytes(tokens), messages, arrivals, self.places(tokens))
-
-    def _arrivals(self, tokens: int, at: Span, peer: int) -> list[Arrival]:
-        """Return the place of the tokens at[0] to at[1] - 1 of each tensor, in memory for `tokens`,
-        which `peer` fills.
-        """
-        found = []
-        for start, entry in zip(_starts(self, tokens), self.entries, strict=False):
+        for tensor, (start, entry) in enumerate(
+            zip(_starts(self, tokens), self.entries, strict=False)
+        ):
             size = _entry_bytes(entry)
-            # a batch of one needs no pitch
-            counts, pitches = ((self.batch,), (tokens * size,)) if self.batch > 1 else ((), ())
-            found.append(Arrival(peer, start + at[0] * size, length(at) * size, counts, pitches))
-        return found
+            for row in range(self.batch if length(at) * size else 0):
+                yield tensor, row, start + (row * tokens + at[0]) * size, length(at) * size
 
 
 @functools.lru_cache(maxsize=1024)  # messages of one delivery lie in the same tensors

@@ -23,13 +23,12 @@ from . import (
     MESSAGE_BYTES,
     Arrival,
     Delivery,
-    Manifest,
     Posted,
     Put,
     Transport,
 )
 from .copy_engine import CopyEngines, Device
-from .cuda_stream import CudaFlags, CudaStreams, make_launches
+from .cuda_stream import CudaStreams
 from .host_memory import HostMemory, open_host_memory
 from .mail import Mail, RemoteMail, UnopenedMail
 from .watch import Watch
@@ -198,14 +197,6 @@ class ProcessTransport(Transport):
             return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
         return super().deliver(lane, nbytes, sends, arrivals, device)
 
-    def deliver_manifest(
-        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor], device: torch.device
-    ) -> Delivery:
-        if self.copy_engines and device.type == "cuda":
-            self.begun[lane] += 1
-            return self.copy_engines.deliver_manifest(lane, manifest, tensors)
-        return super().deliver_manifest(lane, manifest, tensors, device)
-
     def _device(self) -> Device:
         """Return this rank's current GPU."""
         memory = torch._C._distributed_c10d._SymmetricMemory
@@ -231,8 +222,6 @@ class ProcessTransport(Transport):
             torch.cuda.synchronize,
             allocate,
             connect,
-            make_launches,
-            CudaFlags,
         )
 
     def _describe_hosts(self) -> str:

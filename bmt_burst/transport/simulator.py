@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailed
-from . import LANES, Arrival, Delivery, Manifest, Messages, Put, Ticket, Transport, as_bytes
+from . import LANES, Arrival, Delivery, Messages, Put, Ticket, Transport, as_bytes
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -210,12 +210,9 @@ class SimulatedRing(Transport):
             f"{nbytes} bytes on lane {lane} exceed the reserved {self.reserved[lane]}"
         )
         for put in sends:
-            assert put.pitches or put.tensor.is_contiguous(), "a put must be contiguous"
+            assert put.tensor.is_contiguous(), "a put must be contiguous"
             if put.peer != self.rank:
-                rows = put.row_bytes()  # it raises if rows are not contiguous
-                counts = tuple(rows.shape[:-1]) if put.pitches else ()
-                place = put.offset, rows.shape[-1], counts, put.pitches
-                self.put(put.peer, place, "place", lane)
+                self.put(put.peer, (put.offset, put.tensor.nbytes), "place", lane)
         delivery = self._deliver(lane, nbytes, sends, arrivals, device)
         guarded = self.guard(
             delivery.memory,
@@ -239,8 +236,8 @@ class SimulatedRing(Transport):
         device: torch.device,
     ) -> Delivery:
         delivery = super().deliver(lane, nbytes, sends, arrivals, device)
-        for arrival in arrivals:
-            arrival.row_bytes(delivery.memory).fill_(0xFF)
+        for _, offset, nbytes in arrivals:
+            delivery.memory[offset : offset + nbytes].fill_(0xFF)
         return delivery
 
 
@@ -248,7 +245,7 @@ class SimulatedRing(Transport):
 class _Imagined:
     """The ticket of an imagined delivery. It holds the tensors as if they were sent."""
 
-    sent: Sequence[Tensor]
+    sent: Sequence[Put]
 
     def wait(self) -> None:
         self.sent = ()
@@ -292,17 +289,9 @@ class ImaginedRing(Transport):
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:
-        return self._land(lane, nbytes, [put.tensor for put in sends])
-
-    def deliver_manifest(
-        self, lane: str, manifest: Manifest, tensors: Sequence[Tensor], device: torch.device
-    ) -> Delivery:
-        return self._land(lane, manifest.nbytes, tensors)
-
-    def _land(self, lane: str, nbytes: int, sent: Sequence[Tensor]) -> Delivery:
         slots = self.slots[lane]
         slots.append(slots.pop(0))
-        return Delivery(slots[0][:nbytes], _Imagined(sent), recycled=True)
+        return Delivery(slots[0][:nbytes], _Imagined(sends), recycled=True)
 
     def _gather(self, message: bytes) -> list[bytes]:
         return [message] * self.size

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...merging.merge import Gradients, sum_parts
 from ...merging.parts import Part, is_whole, tokens_at
 from ...ranks.rings import Rings
-from ...sequence.span import Span, shifted
-from ...transport import Delivery, Ticket
+from ...sequence.span import Span, length, shifted
+from ...transport import Delivery, Put, Ticket
 from ..compute import ALL, AttentionGradient, Keys, QueryGradients, compute_gradients
 from .events import Event
 from .execution import Execution
@@ -171,15 +171,20 @@ class Backward(Execution):
             yield sent
 
     def _return(self, event: Event) -> None:
-        manifest, packing = self.program.manifest(event), self._pass(event).return_packing
-        grads = [
-            sum_parts(parts, out.span, packing.batch, *row, self.device)
-            for out in self._stage(event).returns
-            for parts, row in zip(self.computed, packing.entries, strict=True)
-        ]
-        grads = [x if x[0].is_contiguous() else x.contiguous() for x in grads]
+        stage, packing = self._stage(event), self._pass(event).return_packing
+        puts: list[Put] = []
+        for out in stage.returns:
+            grads = [
+                sum_parts(parts, out.span, packing.batch, *row, self.device)
+                for parts, row in zip(self.computed, packing.entries, strict=True)
+            ]
+            grads = [x if x[0].is_contiguous() else x.contiguous() for x in grads]
+            puts += packing.puts(grads, (0, length(out.span)), out.peer, out.at, out.total)
         self.computed = []
-        self.returning.append(self._deliver("return", manifest, grads))
+        sources = [(entry.peer, entry.at) for entry in stage.incoming_gradients]
+        self.returning.append(
+            self._deliver("return", packing, stage.gradient_tokens, puts, sources)
+        )
 
     def _collect(self, event: Event) -> None:
         sums = self._add_returned(event)
@@ -202,7 +207,8 @@ class Backward(Execution):
         self.returning[-1].wait()
         sums = self._sums_of_root(event) if event.round else self._sent_sums(event.number)
         first = 0 if event.round else round_.held[0][0]
-        views = self.returning[-1].views(self.program.manifest(event._replace(do="return")))
+        packing = self._pass(event).return_packing
+        views = packing.views(self.returning[-1].memory, stage.gradient_tokens)
         for entry in stage.incoming_gradients:
             for total, grad in zip(sums, views, strict=True):
                 total.add([shifted(entry.span, first)], tokens_at(grad, entry.at))

@@ -11,7 +11,7 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...ranks.rings import Rings
 from ...sequence.span import Span, length
-from ...transport import Delivery, Manifest, Ticket
+from ...transport import Delivery, Put, Ticket
+from ...transport.packing import Packing
 from ..compute import ALL, Side
 from .events import Event
 from .program import Pass, Program
@@ -139,8 +140,11 @@ class Execution(ABC):
         ticket.wait()
 
     def _fetch(self, event: Event) -> None:
-        manifest, root = self.program.manifest(event), self.roots[event.number, event.round]
-        self.fetched.append(self._deliver("visit", manifest, root))
+        stage, packing = self._stage(event), self._pass(event).packing
+        root, puts = self.roots[event.number, event.round], list[Put]()
+        for peer, span, at, total in stage.sends:
+            puts += packing.puts(root, span, peer, at, total)
+        self.fetched.append(self._deliver("visit", packing, stage.tokens, puts, stage.sources))
 
     def _land(self, event: Event) -> None:
         self.landed.append(self.fetched.pop(0))
@@ -150,7 +154,7 @@ class Execution(ABC):
 
     def _landed_tensors(self, event: Event) -> Sequence[Tensor]:
         """Return the tensors that landed. They are valid until they are freed."""
-        return self.landed[-1].views(self.program.manifest(event._replace(do="fetch")))
+        return self._pass(event).packing.views(self.landed[-1].memory, self._stage(event).tokens)
 
     def _root_tensors(self, event: Event) -> tuple[Tensor, ...]:
         """Return the tensors of a round's root, or none if this rank looks at nothing of it."""
@@ -163,5 +167,14 @@ class Execution(ABC):
         """Start an exchange between hosts."""
         return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
 
-    def _deliver(self, lane: str, manifest: Manifest, tensors: Sequence[Tensor]) -> Delivery:
-        return self.rings.inner.deliver_manifest(lane, manifest, tensors, self.device)
+    def _deliver(
+        self,
+        lane: str,
+        packing: Packing,
+        tokens: int,
+        puts: Sequence[Put],
+        sources: Iterable[tuple[int, Span]],
+    ) -> Delivery:
+        """Start a delivery of which `tokens` land here: those of each (rank, place)."""
+        arrivals = [x for peer, at in sources for x in packing.arrivals(peer, at, tokens)]
+        return self.rings.inner.deliver(lane, packing.nbytes(tokens), puts, arrivals, self.device)

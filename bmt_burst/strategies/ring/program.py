@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from ...kernels.packed import current_stream, send_to_device
 from ...scores import Scores
 from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import length
-from ...transport import Manifest
 from ...transport.packing import Packing
 from .. import Problem
 from .events import Event
@@ -49,25 +48,6 @@ class Program:
     rounds: Sequence[Round]
     calls: Mapping[tuple[int, int], Sequence[GatheredCall]]
     events: Sequence[Event]
-    # of fetches and returns, each made when it is first needed
-    manifests: dict[Event, Manifest] = field(default_factory=dict)
-
-    def manifest(self, event: Event) -> Manifest:
-        """Return the messages of a fetch or a return."""
-        found = self.manifests.get(event)
-        if found is None:
-            stage, pass_ = self.rounds[event.round].stages[event.stage], self.passes[event.number]
-            if event.do == "fetch":
-                found = pass_.packing.manifest(stage.tokens, stage.sources, stage.sends)
-            else:
-                sources = [(entry.peer, entry.at) for entry in stage.incoming_gradients]
-                # each part that is returned has tensors of its own
-                sends = [(o.peer, (0, length(o.span)), o.at, o.total) for o in stage.returns]
-                found = pass_.return_packing.manifest(
-                    stage.gradient_tokens, sources, sends, apart=True
-                )
-            self.manifests[event] = found
-        return found
 
     def tokens(self, key: tuple[int, int] | None, device: torch.device) -> Tensor | None:
         """Return `Scores.tokens` of a stage or a root, by the key of its calls, or of the own

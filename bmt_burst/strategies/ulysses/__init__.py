@@ -7,7 +7,6 @@
 
     heads       which rank computes which heads, and how many at a time
     tokens      the tokens of a host, and where they lie in memory
-    blocks      the tensors that are exchanged, one after the other in memory
     exchange    the messages between ranks
 
 Rank r of n computes query heads H r // n to H (r + 1) // n - 1. With fewer heads than ranks, some
@@ -15,8 +14,7 @@ ranks have none. A kv head is sent to every rank that has one of its query heads
 up the gradients from all of them. `print(plan)` shows which rank gets which heads.
 
 A rank computes its heads in pieces. While it computes one piece, it receives the next one and
-returns the one before. On GPUs of one host, copy engines move all of them, and no kernel packs them
-or puts them in order.
+returns the one before.
 
 "usp" is Ulysses around the ring (USP, arXiv 2405.07719). The ranks of each host share the heads in
 this way, so each has some heads of its host's tokens. The attention of these to the tokens of other
@@ -39,15 +37,14 @@ import torch
 from torch import Tensor
 
 from ...base.dtypes import accumulator_dtype
-from ...merging.merge import Gradients, empty_lse
+from ...merging.merge import empty_lse
 from ...ranks.rings import Rings
-from ...sequence.span import length, shifted
+from ...sequence.span import length
 from ...transport import ALONE, LANES, Delivery
 from .. import Plan, Problem, Saved, Strategy
 from ..compute import ALL, Keys, QueryGradients
 from ..ring import RingPlan
-from .blocks import Field
-from .exchange import Exchange, Returns, Visits
+from .exchange import Field, Returns, Visits
 from .heads import BIASED, Heads, cut_heads
 from .tokens import HostLayout, HostTokens
 
@@ -130,9 +127,10 @@ class UlyssesPlan(Plan):
     """The part of one rank: pieces of its heads, each with an exchange before and after its rings,
     in each direction.
 
-    heads   the heads of each rank of the host
-    pieces  the heads of each piece, by rank
-    rings   the rings of each piece of this rank
+    heads      the heads of each rank of the host
+    pieces     the heads of each piece, by rank
+    rings      the rings of each piece of this rank
+    shares_kv  whether several pieces have query heads of one kv head
     """
 
     def __init__(self, problem: Problem, rank: int):
@@ -155,6 +153,8 @@ class UlyssesPlan(Plan):
             [self._head_ring(at, kv_at, rings) for at, kv_at in heads.split(ratio)]
             for heads in self.pieces[self.place]
         ]
+        in_pieces = sum(length(piece.kv) for pieces in self.pieces for piece in pieces)
+        self.shares_kv = in_pieces > sizes.kv_heads
         self.sends_delta = problem.takes_delta
         q, kv = (
             Field(False, sizes.head_size, sizes.dtype),
@@ -169,13 +169,11 @@ class UlyssesPlan(Plan):
         self.backward_results = Returns(self.place, (q, kv, kv), *facts)
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        there: list[Exchange] = [self.inputs]
-        back: list[Exchange] = [self.results]
+        visit, back = self.inputs.nbytes, self.results.nbytes
         if with_backward:
-            there.append(self.backward_inputs)
-            back.append(self.backward_results)
-        lanes = {"visit": there, "return": back}
-        rings.reserve({lane: max(x.nbytes for x in found) for lane, found in lanes.items()}, device)
+            visit = max(visit, self.backward_inputs.nbytes)
+            back = max(back, self.backward_results.nbytes)
+        rings.reserve({"visit": visit, "return": back}, device)
         for each in self._all_rings():
             each.ring.reserve(_between_hosts(rings), device, with_backward)
 
@@ -184,9 +182,9 @@ class UlyssesPlan(Plan):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         row_lses: list[Tensor] = []
 
-        def attend(piece: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        def attend(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
             q, k, v = tensors
-            parts = []
+            parts: list[tuple[Tensor, ...]] = []
             for at, kv_at, ring in self.rings[piece]:
                 inputs = q[:, :, at], k[:, :, kv_at], v[:, :, kv_at]
                 own = self._own_heads(table, piece, at)
@@ -194,7 +192,7 @@ class UlyssesPlan(Plan):
                 parts.append((out, lse))
                 if row_lse is not None:
                     row_lses.append(row_lse.flatten())
-            return _join_heads(parts, self.results)
+            return parts
 
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_lse(q)
         self._run(rings, self.inputs, (q, k, v), attend, self.results, (out, lse))
@@ -208,14 +206,14 @@ class UlyssesPlan(Plan):
         row_lses = self._row_lses(row_lse, len(q))
         dtable = None if table is None else torch.zeros_like(table)
 
-        def differentiate(piece: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        def differentiate(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
             q, k, v, dout, lse, delta_or_out = tensors
             queries = (
                 QueryGradients(q, dout, lse, delta=delta_or_out)
                 if self.sends_delta
                 else QueryGradients(q, dout, lse, delta_or_out)
             )
-            parts = []
+            parts: list[tuple[Tensor, ...]] = []
             for at, kv_at, ring in self.rings[piece]:
                 sides = queries.part(ALL, at), Keys(k[:, :, kv_at], v[:, :, kv_at])
                 own, share_here = (self._own_heads(x, piece, at) for x in (table, dtable))
@@ -225,24 +223,28 @@ class UlyssesPlan(Plan):
                 parts.append(tuple(grads))
                 if share_here is not None and share is not None:
                     share_here.copy_(share)
-            return _join_heads(parts, self.backward_results)
+            return parts
 
         delta = QueryGradients(q, dout, lse, out).get_delta() if self.sends_delta else None
         inputs = (q, k, v, dout, lse, out if delta is None else delta)
-        columns = self.backward_results.kv_columns[-1][-1][1]
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk, dv = (dq.new_empty(*k.shape[:2], columns, k.shape[3]) for _ in range(2))
+        dk, dv = (
+            torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
+            if self.shares_kv
+            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            for x in (k, v)
+        )
         self._run(
             rings, self.backward_inputs, inputs, differentiate, self.backward_results, (dq, dk, dv)
         )
-        return dq, self._sum_columns(dk, k), self._sum_columns(dv, v), dtable
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dtable
 
     def _run(
         self,
         rings: Rings,
         visits: Visits,
         inputs: Sequence[Tensor],
-        compute: Callable[[int, Sequence[Tensor]], list[Tensor]],
+        compute: Callable[[int, Sequence[Tensor]], Sequence[tuple[Tensor, ...]]],
         returns: Returns,
         results: Sequence[Tensor],
     ) -> None:
@@ -251,10 +253,9 @@ class UlyssesPlan(Plan):
         While a piece is computed, the next one's inputs are received and the results of the one
         before are returned. See docs/design.md for the reason why streams do not deadlock.
         """
-        ring, tokens, device = rings.inner, self.tokens, inputs[0].device
-        inputs = visits.with_rows(inputs)
+        ring, device = rings.inner, inputs[0].device
         there = [visits.start(ring, 0, inputs, device)]
-        back: list[tuple[Delivery, int, list[Tensor]]] = []
+        back: list[Delivery] = []
         try:
             for piece in range(visits.count):
                 if piece + 1 < visits.count:
@@ -262,22 +263,34 @@ class UlyssesPlan(Plan):
                 visit = there.pop(0)
                 try:
                     visit.wait()
-                    views = visits.views(piece, visit)
-                    computed = compute(piece, tokens.sort(visits.fields, views))
+                    parts = compute(piece, visits.received(piece, visit))
                 finally:
                     visit.release()
-                computed = returns.with_rows(tokens.unsort(returns.fields, computed))
                 if back:
-                    returns.unload(*back.pop(), results)
-                back.append((returns.start(ring, piece, computed, device), piece, computed))
-            returns.unload(*back.pop(), results)
+                    self._unload(returns, piece - 1, back.pop(), results)
+                back.append(returns.start(ring, piece, parts, device))
+            self._unload(returns, visits.count - 1, back.pop(), results)
         finally:
-            for delivery in (*there, *(delivery for delivery, *_ in back)):
+            for delivery in (*there, *back):
                 delivery.wait()
                 delivery.release()
 
+    def _unload(
+        self, returns: Returns, piece: int, delivery: Delivery, results: Sequence[Tensor]
+    ) -> None:
+        """Copy the results of a piece to their heads, or add them up where ranks share kv heads."""
+        delivery.wait()
+        for heads, tensors in returns.received(piece, delivery):
+            for field, x, result in zip(returns.fields, tensors, results, strict=True):
+                into = field.by_token(result)[:, :, slice(*field.heads(heads))]
+                if field.kv and self.shares_kv:
+                    into.add_(x)
+                else:
+                    into.copy_(x)
+        delivery.release()
+
     def __str__(self) -> str:
-        """Show which rank gets which heads, and how many bytes this rank sends."""
+        """Show which rank gets which heads."""
         layout, rank, rings = self.problem.layout, self.ranks[self.place], [*self._all_rings()]
         lines = [
             f"rank {rank} of {layout.size}: {self.tokens.total} tokens, "
@@ -291,13 +304,6 @@ class UlyssesPlan(Plan):
                 else "no heads"
             )
             lines.append(f"  rank {rank} computes {some}")
-        moves = {
-            "inputs": self.inputs,
-            "results": self.results,
-            "backward inputs": self.backward_inputs,
-            "backward results": self.backward_results,
-        }
-        lines += [f"  {move.leaving_bytes:,} bytes leave: {name}" for name, move in moves.items()]
         if self.hosts.size > 1:
             for number, each in enumerate(rings):
                 lines += [f"between hosts, of head ring {number}:", *str(each.ring).splitlines()]
@@ -335,34 +341,6 @@ class UlyssesPlan(Plan):
         ]
         parts = torch.split(flat, [math.prod(shape) for shape in shapes])
         return iter([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
-
-    def _sum_columns(self, columns: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x (B, S, G, D) from `Returns.kv_columns` (B, S, C, D)."""
-        if columns.shape == x.shape:
-            return columns
-        grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        found = [
-            (heads.kv, column)
-            for theirs, spans in zip(self.pieces, self.backward_results.kv_columns, strict=True)
-            for heads, column in zip(theirs, spans, strict=True)
-        ]
-        for a, b in itertools.pairwise(sorted({end for kv, _ in found for end in kv})):
-            into = grad[:, :, a:b]
-            parts = [
-                ([(0, x.shape[1])], columns[:, :, slice(*shifted((a, b), at - first))])
-                for (first, last), (at, _) in found
-                if first <= a and b <= last
-            ]
-            Gradients(into.shape, into.dtype, into.device, into=into, parts=parts).result()
-        return grad
-
-
-def _join_heads(parts: Sequence[Sequence[Tensor]], exchange: Exchange) -> list[Tensor]:
-    """Concatenate the heads of parts, each with the tensors of an exchange. No parts have none."""
-    if len(parts) == 1:
-        return list(parts[0])
-    fields = zip(exchange.fields, zip(*parts, strict=True), strict=False)
-    return [torch.cat(same, field.head_dim) for field, same in fields]
 
 
 def _between_hosts(rings: Rings) -> Rings:

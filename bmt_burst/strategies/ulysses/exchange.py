@@ -3,34 +3,59 @@
 Visits    each rank sends its tokens to the ranks of the heads
 Returns   these send what they computed back to the ranks of the tokens
 
-Every message lands where it is used, and is read where it was computed. So nothing is packed: a
-message is a region of a tensor, with equal distances at both ends (see `bmt_burst.transport`).
+A message is a run of tokens of one tensor, with the heads of the piece. Both ends hold these heads
+in one tensor, so its bytes are contiguous. Before the visits each rank packs the heads of each
+receiver. The results of a piece are sent as a kernel leaves them, and copied to their heads.
 
-Letters: B batch, S tokens of a rank or a host, D head size.
+Letters: B batch, S tokens of a rank, N tokens of a host, D head size, h some heads.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...sequence.span import Span, length
-from ...transport import Arrival, Delivery, Manifest, Message, Place, Transport
-from ...transport.regions import Copies, Copy, Region
-from .blocks import Block, Field, Tokens
+from ...transport import Delivery, Transport
+from ...transport.packing import Packing
 from .heads import Heads
 from .tokens import HostTokens
 
 
+class Field(NamedTuple):
+    """A tensor that is exchanged: (B, S, heads, D), or (B, heads, S) for a `head_size` of 0.
+
+    kv  whether its heads are kv heads
+    """
+
+    kv: bool
+    head_size: int
+    dtype: torch.dtype
+
+    def heads(self, heads: Heads) -> Span:
+        """Return the heads of this tensor among some heads."""
+        return heads.kv if self.kv else heads.q
+
+    def entry(self, heads: Heads) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape and dtype of a token's entry for some heads."""
+        count = length(self.heads(heads))
+        return ((count, self.head_size) if self.head_size else (count,)), self.dtype
+
+    def by_token(self, x: Tensor) -> Tensor:
+        """Return the tensor with its tokens before its heads, as it is sent: (B, S, heads, ...).
+
+        The same function undoes it.
+        """
+        return x if self.head_size else x.transpose(1, 2)
+
+
 @dataclass(frozen=True)
-class Exchange(ABC):
+class Exchange:
     """The exchanges of all pieces, between ranks 0, 1, ... of a host.
 
     rank    this one
@@ -43,226 +68,116 @@ class Exchange(ABC):
     tokens: HostTokens
     pieces: Sequence[Sequence[Heads]]
 
-    lane = ""
-    to_itself = False  # whether a rank also sends to itself
-
     @property
     def count(self) -> int:
         """The number of pieces."""
         return len(self.pieces[0])
 
     @property
-    def nbytes(self) -> int:
-        """The most bytes that any rank receives at once."""
-        ranks, pieces = range(len(self.pieces)), range(self.count)
-        return max(self._nbytes(rank, piece) for rank in ranks for piece in pieces)
+    def ranks(self) -> range:
+        return range(len(self.pieces))
 
-    @property
-    def leaving_bytes(self) -> int:
-        """The bytes that this rank sends to others."""
-        return sum(
-            arrival.nbytes * math.prod(arrival.counts)
-            for piece in range(self.count)
-            for peer in self._others
-            for *_, arrival in self._messages(piece, self.rank, peer)
-        )
+    def packing(self, rank: int, piece: int) -> Packing:
+        """Return how the tensors lie in memory with the heads of a rank's piece."""
+        heads = self.pieces[rank][piece]
+        return Packing(self.batch, tuple(field.entry(heads) for field in self.fields))
 
-    @functools.cached_property
-    def manifests(self) -> list[Manifest]:
-        return [self._manifest(piece) for piece in range(self.count)]
-
-    def with_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors with contiguous rows: a token's heads, or a head's tokens."""
-        return [x if x.is_contiguous() or _has_rows(x) else x.contiguous() for x in tensors]
-
-    def start(
-        self, transport: Transport, piece: int, tensors: Sequence[Tensor], device: torch.device
-    ) -> Delivery:
-        """Start the exchange of a piece. The tensors are those of `with_rows`."""
-        return transport.deliver_manifest(self.lane, self.manifests[piece], tensors, device)
-
-    def _manifest(self, piece: int) -> Manifest:
-        messages = [
-            Message(field, region, peer, arrival.offset, arrival.pitches)
-            for peer in (*self._others, *[self.rank] * self.to_itself)
-            for field, region, arrival in self._messages(piece, self.rank, peer)
-        ]
-        arrivals = [
-            arrival
-            for peer in self._others
-            for *_, arrival in self._messages(piece, peer, self.rank)
-        ]
-        return Manifest(self._nbytes(self.rank, piece), messages, arrivals, self._landed(piece))
-
-    @property
-    def _others(self) -> list[int]:
-        return [peer for peer in range(len(self.pieces)) if peer != self.rank]
-
-    def _runs(self, block: Block, rank: int) -> Iterator[tuple[int, Tokens, Tokens]]:
-        """Yield (field, tokens, place) of the tokens of a rank in each field of a block that has
-        heads: tokens of its shard, and where they lie among the tokens of the host.
-        """
-        for number, field in enumerate(self.fields):
-            if length(field.heads(block.heads)):
-                for tokens, at in find_runs(self.tokens.spans[rank]):
-                    yield number, tokens, at
-
-    def _landed(self, piece: int) -> Sequence[Place]:
-        """Return the tensors that this rank receives whole."""
-        return ()
-
-    @abstractmethod
-    def _nbytes(self, rank: int, piece: int) -> int:
-        """Return the bytes that a rank receives into."""
-
-    @abstractmethod
-    def _messages(
-        self, piece: int, source: int, target: int
-    ) -> Iterator[tuple[int, Region, Arrival]]:
-        """Yield the field of each message between two ranks, its region at the source and its place
-        at the target. There are no empty ones.
-        """
+    def _runs(self, rank: int) -> Iterator[tuple[Span, Span]]:
+        """Yield spans of a rank's tokens, and where they lie among the tokens of the host."""
+        return ((span, (at, at + length(span))) for span, at in self.tokens.spans[rank])
 
 
 class Visits(Exchange):
-    """Every rank sends tokens to the ranks that compute their heads, itself among them."""
+    """Each rank sends its tokens to the ranks that compute their heads, itself among them."""
 
-    lane = "visit"
-    to_itself = True
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that any rank receives at once."""
+        found = itertools.product(self.ranks, range(self.count))
+        return max(self.packing(*each).nbytes(self.tokens.total) for each in found)
 
-    def views(self, piece: int, delivery: Delivery) -> Sequence[Tensor]:
-        """Return the fields of this rank's heads: all tokens of the host, as they lie in memory."""
-        return delivery.views(self.manifests[piece])
+    def start(
+        self, transport: Transport, piece: int, inputs: Sequence[Tensor], device: torch.device
+    ) -> Delivery:
+        """Send this rank's tokens of a piece. The inputs have all heads."""
+        tokens, puts, arrivals = self.tokens.total, [], []
+        for peer in self.ranks:
+            tensors = self._pack(inputs, self.pieces[peer][piece])
+            for span, at in self._runs(self.rank):
+                puts += self.packing(peer, piece).puts(tensors, span, peer, at[0], tokens)
+            if peer != self.rank:
+                for _, at in self._runs(peer):
+                    arrivals += self.packing(self.rank, piece).arrivals(peer, at, tokens)
+        nbytes = self.packing(self.rank, piece).nbytes(tokens)
+        return transport.deliver("visit", nbytes, puts, arrivals, device)
 
-    def _landed(self, piece: int) -> Sequence[Place]:
-        return self._block(self.rank, piece).parts
+    def received(self, piece: int, delivery: Delivery) -> list[Tensor]:
+        """Return the fields of this rank's heads, for all tokens of the host in the order of their
+        positions. They are valid until the delivery is released.
+        """
+        packing = self.packing(self.rank, piece)
+        views = self.tokens.sort(packing.views(delivery.memory, self.tokens.total))
+        pairs = zip(self.fields, views, strict=True)
+        return [field.by_token(x).contiguous() for field, x in pairs]
 
-    def _nbytes(self, rank: int, piece: int) -> int:
-        return self._block(rank, piece).stop
-
-    def _messages(
-        self, piece: int, source: int, target: int
-    ) -> Iterator[tuple[int, Region, Arrival]]:
-        block = self._block(target, piece)
-        for number, tokens, at in self._runs(block, source):
-            field = self.fields[number]
-            region = field.region(self.batch, tokens, field.heads(block.heads))
-            yield number, region, block.arrival(source, number, at)
-
-    def _block(self, rank: int, piece: int) -> Block:
-        return Block(self.fields, self.batch, self.tokens.total, self.pieces[rank][piece])
+    def _pack(self, inputs: Sequence[Tensor], heads: Heads) -> list[Tensor]:
+        """Return some heads of the inputs, each contiguous: (B, S, h, ...)."""
+        pairs = zip(self.fields, inputs, strict=True)
+        return [
+            field.by_token(x)[:, :, slice(*field.heads(heads))].contiguous() for field, x in pairs
+        ]
 
 
 class Returns(Exchange):
-    """Every rank sends its results back to the ranks of their tokens."""
+    """The ranks of the heads send results to the ranks of the tokens, themselves among them."""
 
-    lane = "return"
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that any rank receives at once."""
+        found = itertools.product(self.ranks, range(self.count))
+        return max(self._starts(rank, piece)[-1] for rank, piece in found)
 
-    def unload(
+    def start(
         self,
-        delivery: Delivery,
+        transport: Transport,
         piece: int,
-        computed: Sequence[Tensor],
-        results: Sequence[Tensor],
-    ) -> None:
-        """Copy what was received, and what this rank `computed` for itself, to the results. These
-        have this rank's tokens, all query heads, and `kv_columns`.
+        parts: Sequence[Sequence[Tensor]],
+        device: torch.device,
+    ) -> Delivery:
+        """Send the results of a piece. The parts have some of its heads each, in their order, and
+        all tokens of the host in the order of their positions.
         """
-        delivery.unload(self._copies[piece], results, computed)
+        tensors, counts = self._join(parts), self.tokens.counts
+        packing, puts, arrivals = self.packing(self.rank, piece), [], []
+        for peer in self.ranks:
+            start = self._starts(peer, piece)[self.rank]
+            for span, at in self._runs(peer):
+                puts += packing.puts(tensors, at, peer, span[0], counts[peer], start)
+            if peer != self.rank:
+                start, count = self._starts(self.rank, piece)[peer], counts[self.rank]
+                for span, _ in self._runs(self.rank):
+                    arrivals += self.packing(peer, piece).arrivals(peer, span, count, start)
+        nbytes = self._starts(self.rank, piece)[-1]
+        return transport.deliver("return", nbytes, puts, arrivals, device)
 
-    @functools.cached_property
-    def kv_columns(self) -> list[list[Span]]:
-        """The columns of a result that each piece's kv heads fill, by rank.
-
-        A kv head has a column for each piece that has some of its query heads.
+    def received(self, piece: int, delivery: Delivery) -> Iterator[tuple[Heads, Iterable[Tensor]]]:
+        """Yield the heads that each rank computed, and the fields of this rank's tokens, tokens
+        before heads. They are valid until the delivery is released.
         """
-        counts = [length(heads.kv) for pieces in self.pieces for heads in pieces]
-        spans = itertools.pairwise(itertools.accumulate(counts, initial=0))
-        return [[next(spans) for _ in pieces] for pieces in self.pieces]
+        for peer, start in zip(self.ranks, self._starts(self.rank, piece), strict=False):
+            views = self.packing(peer, piece).views(
+                delivery.memory[start:], self.tokens.counts[self.rank]
+            )
+            yield self.pieces[peer][piece], views
 
-    def _columns(self, field: Field, rank: int, piece: int) -> Span:
-        """Return which heads of a result a piece of a rank fills."""
-        return self.kv_columns[rank][piece] if field.kv else self.pieces[rank][piece].q
+    def _join(self, parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return the fields of all parts as they are sent. Without any part there are none."""
+        by_field = zip(self.fields, zip(*parts, strict=True), strict=False)
+        joined = [torch.cat([field.by_token(x) for x in same], 2) for field, same in by_field]
+        return [x.contiguous() for x in self.tokens.unsort(joined)]
 
-    @functools.cached_property
-    def _copies(self) -> list[Copies]:
-        """The copies of `unload` for each piece. Source 0 is memory; others are `computed`."""
-        return [Copies((*self._received(piece), *self._kept(piece))) for piece in range(self.count)]
-
-    def _received(self, piece: int) -> Iterator[Copy]:
-        """Yield the copies of what is received."""
-        count = self.tokens.counts[self.rank]
-        for peer, block in self._blocks(self.rank, piece).items():
-            for number, field in enumerate(self.fields):
-                columns = self._columns(field, peer, piece)
-                if length(columns) and count:
-                    tokens = Tokens(0, count)
-                    into = field.region(self.batch, tokens, columns)
-                    here = Region.of_bytes(*block.arrival(peer, number, tokens)[1:])
-                    yield Copy(number, into, 0, here)
-
-    def _kept(self, piece: int) -> Iterator[Copy]:
-        """Yield the copies of what this rank computes for itself."""
-        count = self.tokens.counts[self.rank]
-        block = Block(self.fields, self.batch, count, self.pieces[self.rank][piece])
-        for number, tokens, at in self._runs(block, self.rank):
-            field = self.fields[number]
-            here = field.region(self.batch, at, (0, length(field.heads(block.heads))))
-            into = field.region(self.batch, tokens, self._columns(field, self.rank, piece))
-            yield Copy(number, into, number + 1, here)
-
-    def _nbytes(self, rank: int, piece: int) -> int:
-        return max((block.stop for block in self._blocks(rank, piece).values()), default=0)
-
-    def _messages(
-        self, piece: int, source: int, target: int
-    ) -> Iterator[tuple[int, Region, Arrival]]:
-        block = self._blocks(target, piece)[source]
-        for number, tokens, at in self._runs(block, target):
-            field = self.fields[number]
-            region = field.region(self.batch, at, (0, length(field.heads(block.heads))))
-            yield number, region, block.arrival(source, number, tokens)
-
-    def _blocks(self, rank: int, piece: int) -> dict[int, Block]:
-        """Return the blocks that a rank receives, by their sender, one after the other."""
-        blocks: dict[int, Block] = {}
-        start, count = 0, self.tokens.counts[rank]
-        for peer, pieces in enumerate(self.pieces):
-            if peer != rank:
-                blocks[peer] = Block(self.fields, self.batch, count, pieces[piece], start)
-                start = blocks[peer].stop
-        return blocks
-
-
-def find_runs(spans: Sequence[tuple[Span, int]]) -> Iterator[tuple[Tokens, Tokens]]:
-    """Yield the tokens of (span, place) pairs, and where they lie. Spans of one length at equal
-    distances, here and there, are yielded together.
-    """
-    found: list[list[tuple[Span, int]]] = []
-    for span, at in spans:
-        if found and _is_next(found[-1], span, at):
-            found[-1].append((span, at))
-        elif length(span):
-            found.append([(span, at)])
-    for equal in found:
-        (span, at), (last, last_at), gaps = equal[0], equal[-1], max(len(equal) - 1, 1)
-        steps = (last[0] - span[0]) // gaps, (last_at - at) // gaps
-        here, there = (
-            Tokens(start, length(span), step, len(equal))
-            for start, step in zip((span[0], at), steps, strict=True)
-        )
-        yield here, there
-
-
-def _is_next(equal: Sequence[tuple[Span, int]], span: Span, at: int) -> bool:
-    """Whether a span is as long as those before, and follows at their distance, here and there."""
-    (before, before_at), first = equal[-1], equal[-min(len(equal), 2)]
-    steps = span[0] - before[0], at - before_at
-    is_equal = len(equal) == 1 or steps == (before[0] - first[0][0], before_at - first[1])
-    return is_equal and length(span) == length(before) and min(steps) > 0
-
-
-def _has_rows(x: Tensor) -> bool:
-    """Whether each x[i, j] is contiguous and does not overlap with the next one."""
-    row = x[0, 0]
-    return row.is_contiguous() and x.stride(1) >= row.numel()
+    def _starts(self, rank: int, piece: int) -> list[int]:
+        """Return the first byte of what a rank receives from each rank, and the end."""
+        tokens = self.tokens.counts[rank]
+        sizes = (self.packing(peer, piece).nbytes(tokens) for peer in self.ranks)
+        return list(itertools.accumulate(sizes, initial=0))

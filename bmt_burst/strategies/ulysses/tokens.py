@@ -13,9 +13,8 @@ from torch import Tensor
 from ...kernels.packed import current_stream, send_to_device
 from ...sequence.layout import Layout
 from ...sequence.span import Span
-from .blocks import Field
 
-# runs of a rank's positions; more copies take longer to enqueue than kernels that sort
+# runs of a rank's positions; more messages take longer to enqueue than kernels that sort
 _MOST_COPIED_RUNS = 4
 
 
@@ -88,13 +87,17 @@ class HostTokens:
         steps = (run.step for run in itertools.chain.from_iterable(runs) if run.length > 1)
         return all(step == 1 for step in steps) and max(map(len, runs)) <= _MOST_COPIED_RUNS
 
-    def sort(self, fields: Sequence[Field], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return tensors with tokens in the order of their positions, from those in memory."""
-        return tensors if self.is_sorted else self._permute(fields, tensors, 0)
+    def sort(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return tensors (B, N, ...) with tokens in the order of their positions, from those in
+        memory.
+        """
+        return tensors if self.is_sorted else self._permute(tensors, 0)
 
-    def unsort(self, fields: Sequence[Field], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return tensors as they lie in memory, from those in the order of their positions."""
-        return tensors if self.is_sorted else self._permute(fields, tensors, 1)
+    def unsort(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return tensors (B, N, ...) as they lie in memory, from those in the order of their
+        positions.
+        """
+        return tensors if self.is_sorted else self._permute(tensors, 1)
 
     @property
     def _sorted_spans(self) -> list[list[tuple[Span, int]]]:
@@ -113,17 +116,13 @@ class HostTokens:
             for runs in map(self.hosts.layout.runs, self.ranks)
         ]
 
-    def _permute(
-        self, fields: Sequence[Field], tensors: Sequence[Tensor], way: int
-    ) -> list[Tensor]:
+    def _permute(self, tensors: Sequence[Tensor], way: int) -> list[Tensor]:
         """Return tensors in the order of their positions (`way` 0) or of memory (1)."""
         if not tensors:
             return []
         device, hosts = tensors[0].device, self.hosts
         order = _orders(hosts.layout, hosts.inner, self.host, device, current_stream(device))[way]
-        return [
-            x.index_select(field.token_dim, order) for field, x in zip(fields, tensors, strict=True)
-        ]
+        return [x.index_select(1, order) for x in tensors]
 
 
 @functools.lru_cache(maxsize=4)  # large on GPUs where every step has a layout of its own
