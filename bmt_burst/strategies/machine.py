@@ -135,9 +135,8 @@ _in_use: list[Machine | None] = []  # that of `use_machine`, if it was called
 def use_machine(machine: Machine | None) -> None:
     """Use these constants on this rank from now on, or none: then "auto" predicts nothing.
 
-    Call it on all ranks, before the first call of attention: ranks that run ahead rely on what the
-    others said earlier. A run that resumes calls it, because with other constants "auto" could take
-    other strategies, and these compute other bits.
+    Call it on all ranks. A run that resumes calls it, because with other constants "auto" could
+    take other strategies, and these compute other bits.
     """
     _in_use[:] = [machine]
 
