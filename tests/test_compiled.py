@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from bmt_burst import init_sequence_parallel, loss, nn
-from bmt_burst.base.compiled import in_compiled_backward, not_compiled
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
 from tests.helpers import ROOT, relative_error, run_ranks
@@ -66,29 +65,6 @@ def test_compiled_equals_written(name, dtype):
             assert torch.allclose(
                 mine.float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5
             )
-
-
-class Seen(torch.autograd.Function):
-    """Notes in the list `seen` whether its backward is compiled."""
-
-    @staticmethod
-    def forward(ctx, x, seen):
-        ctx.seen = seen
-        return 2 * x
-
-    @staticmethod
-    @not_compiled
-    def backward(ctx, dout):
-        ctx.seen.append(in_compiled_backward())
-        return 2 * dout, None
-
-
-def test_a_backward_knows_whether_it_is_compiled():
-    x, seen = torch.ones(3, requires_grad=True), []
-    Seen.apply(x, seen).sum().backward()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        Seen.apply(x, seen).sum().backward()
-    assert seen == [False, True]
 
 
 def test_a_program_that_compiles_nothing_does_not_load_the_compiler():

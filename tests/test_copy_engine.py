@@ -2,7 +2,6 @@
 like.
 """
 
-import mmap
 import queue
 import random
 import threading
@@ -14,11 +13,9 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
-from bmt_burst.errors import RanksDisagree
 from bmt_burst.strategies import ring as ring_strategy
-from bmt_burst.transport import LANES, MESSAGE_BYTES, Arrival, Put
+from bmt_burst.transport import LANES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines, Device
-from bmt_burst.transport.host_memory import HostMemory, _place_bytes
 from bmt_burst.transport.simulator import SimulatedRing
 from tests.helpers import (
     dense_attention,
@@ -147,49 +144,6 @@ class EngineRing(SimulatedRing):
         for put in sends:
             self.traffic.append((put.peer, put.tensor.nbytes))
         return self.engines.deliver(lane, nbytes, sends, arrivals)
-
-
-class AheadRing(EngineRing):
-    """A ring whose ranks run ahead: their messages go through memory of a host."""
-
-    mail: HostMemory
-
-    def runs_ahead(self, device):
-        return True
-
-    @property
-    def posted(self):
-        return self.mail.posted
-
-    @property
-    def broken(self):
-        return self.mail.broken is not None
-
-    def post(self, message, expected, doing):
-        self.begun.append(doing)
-        self.mail.post(message, expected, doing)
-
-    def collect(self):
-        return self.mail.collect()
-
-    def leave(self, words):
-        self.mail.leave(words)
-
-    def give_up(self, words):
-        return self.mail.give_up(words)
-
-    def _gather(self, message):
-        return self.mail.gather(message)
-
-
-def ahead_ring(ring, arenas, memory):
-    engine_ring(ring, arenas, one_queue=False).__class__ = AheadRing
-    ring.mail, ring.begun = HostMemory(ring.rank, ring.size, memory, MESSAGE_BYTES), []
-    return ring
-
-
-def host_memory_of(size):
-    return mmap.mmap(-1, 3 * size * _place_bytes(MESSAGE_BYTES))
 
 
 def engine_ring(ring, arenas, one_queue):
@@ -330,98 +284,3 @@ def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
     results = simulate(4, work)
     for i, expected in enumerate(exact):
         assert relative_error(layout.unshard([grads[i] for grads in results]), expected) < 1e-13
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("strategy", ["ring", "all-gather", "ulysses"])
-def test_ranks_that_run_ahead_get_the_same_results(size, strategy):
-    """From the second call on. Ranks are late here and there, by more than a call."""
-    tokens, arenas, memory = 12 * size, {}, host_memory_of(size)
-    mask, whole = Mask.causal(tokens), Layout.zigzag(tokens, size)
-    q, k, v, dout = random_qkv(1, tokens, 6, 6, 8)
-    _, _, *exact = dense_results(mask, [q, k, v, dout], 0.3)
-
-    def work(ring):
-        ahead_ring(ring, arenas, memory)
-        chance, errors = random.Random(ring.rank), []
-        shards = [whole.shard(x, ring.rank).requires_grad_() for x in (q, k, v)]
-        for _ in range(6):
-            time.sleep(chance.choice((0.0, 0.05)))
-            options = {"mask": mask, "strategy": strategy, "process_group": ring}
-            out = burst_attn_func(*shards, 0.3, **options)
-            time.sleep(chance.choice((0.0, 0.05)))
-            grads = torch.autograd.grad(out, shards, whole.shard(dout, ring.rank))
-            errors += [
-                relative_error(a, whole.shard(b, ring.rank), size_of_terms(dout, 0.3))
-                for a, b in zip(grads, exact, strict=True)
-            ]
-        return max(errors), ring.begun, ring.posted
-
-    later = [(f"call {n}", f"the backward of call {n}") for n in range(2, 7)]
-    for error, begun, posted in simulate(size, work):
-        assert error < 1e-13
-        assert begun == ["the backward of call 1", *(name for pair in later for name in pair)]
-        assert posted is None
-
-
-def test_ranks_run_ahead_only_where_no_other_lengths_fit_theirs():
-    """Without a mask, rank 1 holds 6 tokens of 12 as of 13. Without gradients nothing would be read
-    later.
-    """
-    arenas, memory = {}, host_memory_of(2)
-
-    def work(ring):
-        ahead_ring(ring, arenas, memory)
-        for tokens in (12, 12, 13, 12):
-            shards = [
-                Layout.zigzag(tokens, 2).shard(x, ring.rank) for x in random_qkv(1, tokens, 2, 2, 8)
-            ]
-            inputs = [x.requires_grad_() for x in shards[:3]]
-            out = burst_attn_func(*inputs, causal=True, process_group=ring)
-            torch.autograd.grad(out, inputs, shards[3])
-            with torch.no_grad():
-                for _ in range(2):
-                    burst_attn_func(*inputs, mask=Mask.causal(tokens), process_group=ring)
-        return ring.begun
-
-    for begun in simulate(2, work):
-        assert begun == [f"the backward of call {n}" for n in (1, 4, 7, 10)]
-
-
-UNLIKE = {
-    "other options": ("ranks differ in softmax_scale: expected rank", "call 2"),
-    "another backward": ("rank 1 begins the backward of call 1", "the backward of call 2"),
-    "wrong arguments": ("rank 1 of the group failed before a call of burst_attn_func", "call 2"),
-}
-
-
-@pytest.mark.parametrize("what", UNLIKE)
-def test_what_ranks_do_not_do_together_raises_before_their_backward_returns(what):
-    arenas, memory = {}, host_memory_of(2)
-
-    def work(ring):
-        ahead_ring(ring, arenas, memory)
-        inputs = [torch.ones(1, 6, 2, 8).requires_grad_() for _ in range(3)]
-
-        def call(*given, scale=0.3):
-            return burst_attn_func(*given, scale, mask=Mask.causal(12), process_group=ring)
-
-        first = call(*inputs)
-        first.sum().backward(retain_graph=True)
-        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-            if what == "wrong arguments" and ring.rank:
-                call(inputs[0], inputs[1], "v")
-            options = {"scale": 0.4} if what == "other options" and ring.rank else {}
-            out = call(*inputs, **options)
-            (first if what == "another backward" and ring.rank else out).sum().backward()
-        with pytest.raises(RuntimeError, match="gave up") as then:
-            call(*inputs).sum().backward()
-        return caught.value, then.value
-
-    (error, then), (other, _) = simulate(2, work)
-    text, call = UNLIKE[what]
-    assert isinstance(error, RanksDisagree)
-    assert text in str(error)
-    assert f"this rank had begun {call}, so its group is unusable" in str(error)
-    assert isinstance(other, TypeError if what == "wrong arguments" else ValueError)
-    assert "is unusable" in str(then)

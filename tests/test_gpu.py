@@ -569,7 +569,7 @@ def late_ranks(rank: int, size: int) -> None:
 
 
 def repeats(rank: int, size: int) -> None:
-    """The same bits every time, and no memory that grows. With a mask, ranks run ahead."""
+    """The same bits every time, and no memory that grows."""
     mask = Mask.causal(700 * size)
     *inputs, dout = cuda_qkv(1, 700, 8, 2, 128, seed=rank)
     inputs = [x.requires_grad_() for x in inputs]

@@ -5,7 +5,6 @@ not make Triton compile a kernel again.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,14 +40,6 @@ def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters,
     # torch.compiler.disable sets it too: no caller is compiled together with this function
     call.__dict__["_torchdynamo_disable"] = True
     return call
-
-
-def in_compiled_backward() -> bool:
-    """Whether compiled autograd runs this backward. It drops callbacks that autograd would run at
-    the end.
-    """
-    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region
 
 
 def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

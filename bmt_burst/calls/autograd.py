@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from ..base.autocast import without_autocast
 from ..base.autograd import check_first_derivative, check_transforms
-from ..base.compiled import in_compiled_backward, not_compiled
+from ..base.compiled import not_compiled
 from ..merging.sinks import sinks_gradient, with_sinks
 from ..merging.surrogate import add_lse_gradient
-from ..ranks.agreement import admit_one_thread, report_failure, run_together, settle
+from ..ranks.agreement import admit_one_thread, report_failure, run_together
 from ..ranks.rings import Rings
 from ..strategies import Plan, Saved
 
@@ -41,16 +40,12 @@ class BurstAttention(torch.autograd.Function):
         ctx.save_for_backward(*Saved(q, k, v, out, lse, bias, row_lse), sinks)
         ctx.rings, ctx.plan, ctx.number = rings, plan, number
         ctx.set_materialize_grads(False)  # most backwards have no gradient of lse
-        ctx.device = out.device
         return out, lse
 
     @staticmethod
     @not_compiled  # not by compiled autograd either
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of forward's arguments, once all ranks are in this backward.
-
-        Ranks that run ahead do not wait for that. They check it at the end of autograd's backward.
-        """
+        """Return the gradients of forward's arguments, once all ranks are in this backward."""
         doing = f"the backward of call {ctx.number}"
         rings: Rings = ctx.rings
         plan: Plan = ctx.plan
@@ -66,10 +61,7 @@ class BurstAttention(torch.autograd.Function):
             return dout, saved, sinks
 
         with admit_one_thread(rings, doing):
-            runs_ahead = rings.runs_ahead(ctx.device) and not in_compiled_backward()
-            dout, saved, sinks = run_together(rings, doing, begin, runs_ahead)
-            if runs_ahead:
-                Variable._execution_engine.queue_callback(lambda: settle(rings))
+            dout, saved, sinks = run_together(rings, doing, begin)
             dsinks, dlse = None, grads[1]
             with without_autocast(dout), report_failure(rings, doing):
                 if dlse is not None:

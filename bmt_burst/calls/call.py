@@ -65,13 +65,7 @@ def attend(
             refuse_in_rings(rings, error)
         number = rings.history.calls + 1
         call, device = f"call {number}", inputs.q.device
-        said = gather_lines(
-            rings,
-            CALL,
-            lambda: terms.message,
-            lambda mine: expect_lines(rings, device, mine),
-            call,
-        )
+        said = gather_lines(rings, CALL, lambda: terms.message)
         with report_failure(rings, call):
             plan = find_plan(rings, terms, said, device)
             rings.history.calls = number
@@ -83,13 +77,6 @@ def _on_device_of(x: Any) -> AbstractContextManager[Any]:
     if not isinstance(x, Tensor) or not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _UNCHANGED
     return torch.cuda.device(x.device)
-
-
-def expect_lines(rings: Rings, device: torch.device, mine: bytes) -> tuple[bytes, ...] | None:
-    """Return all ranks' lines about a call, if they must be those of an earlier call with this
-    rank's line.
-    """
-    return rings.history.agreed.get(mine) if rings.runs_ahead(device) else None
 
 
 def find_plan(
@@ -108,8 +95,6 @@ def find_plan(
             plan = _make_plan(_find_strategy(terms), problem, rings.rank)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         _make_room(rings)
-        if terms.needs_gradient and terms.masking.fixes_lengths:
-            rings.history.agreed[terms.message] = said
     plans[said] = plan  # last in order: just used
     return plan
 
@@ -136,10 +121,9 @@ def _make_room(rings: Rings) -> None:
 
     Several threads without a group may do this at once. So the keys are copied, which is atomic.
     """
-    plans, agreed = rings.history.plans, rings.history.agreed
+    plans = rings.history.plans
     for said in list(plans)[: max(len(plans) - _MOST_PLANS + 1, 0)]:
         plans.pop(said, None)
-        agreed.pop(said[rings.rank], None)
 
 
 def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:

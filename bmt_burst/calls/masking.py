@@ -51,11 +51,6 @@ class Masking:
         """The arguments that the mask follows from."""
         return "cu_seqlens, causal or window" if self.packed else "mask or causal"
 
-    @property
-    def fixes_lengths(self) -> bool:
-        """Whether mask and layout say how many tokens each rank holds, without the other ranks."""
-        return self.mask is not None or isinstance(self.layout, Layout)
-
     def mask_of(self, tokens: Sequence[int]) -> Mask:
         """Return the mask. Raises ValueError if it is not as long as the sequence of all ranks."""
         seq_len = sum(tokens)

@@ -5,10 +5,7 @@ that prevents it. All ranks read the same lines, so all go on or all raise. Rank
 and also agree on the backward of each call. Otherwise ranks in different backwards would silently
 add up wrong gradients.
 
-A rank that knows what the others must say may run ahead: it posts its line, begins, and reads the
-others' lines later (`settle`), before it sends its next line and before autograd's backward
-returns. If they do not fit, every rank raises, and the group is unusable. The section "Ranks that
-run ahead" of docs/design.md says when a rank does so, and what is promised.
+The section "What ranks agree on" of docs/design.md tells what is promised.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ..base.autograd import stops_recomputation
 from ..base.capture import refuse_capture
@@ -54,23 +51,12 @@ def format_terms(doing: str, terms: dict[str, Any]) -> bytes:
     return line
 
 
-def gather_lines(
-    rings: Rings,
-    doing: str,
-    line: Callable[[], bytes],
-    expect: Callable[[bytes], tuple[bytes, ...] | None] = lambda mine: None,
-    call: str = "",
-) -> tuple[bytes, ...]:
+def gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[bytes, ...]:
     """Return the lines of all ranks in rank order, for `read_terms`.
 
-    line    returns this rank's line, from `format_terms`
-    expect  returns the only lines of all ranks that can fit this rank's, if this rank knows them
-            and its rings run ahead. Then it does not wait: `settle` reads the lines later.
-    call    names what this rank then begins, by default `doing`
-
-    If `line` fails, this rank sends its failure to the others, and then raises it. A failure that
-    a call inside `line` raised is known to them: a backward may compute its forward again, which
-    calls attention.
+    `line` returns this rank's line, from `format_terms`. If it fails, this rank sends its failure
+    to the others, and then raises it. A failure that a call inside `line` raised is known to them:
+    a backward may compute its forward again, which calls attention.
 
     Several ranks raise RuntimeError at once, before they send anything, while a CUDA graph is
     captured.
@@ -78,16 +64,10 @@ def gather_lines(
     if rings.size > 1:
         refuse_capture(doing, _CAPTURED)
     with admit_one_thread(rings, doing):
-        return _gather_lines(rings, doing, line, expect, call or doing)
+        return _gather_lines(rings, doing, line)
 
 
-def _gather_lines(
-    rings: Rings,
-    doing: str,
-    line: Callable[[], bytes],
-    expect: Callable[[bytes], tuple[bytes, ...] | None],
-    call: str,
-) -> tuple[bytes, ...]:
+def _gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[bytes, ...]:
     failure = None
     try:
         mine = line()
@@ -95,11 +75,7 @@ def _gather_lines(
         if hasattr(caught, _KNOWN):
             raise  # the others do not wait for a second line about it
         failure, mine = caught, _format_failure(doing, caught)
-    _settle(rings)
     try:
-        if not failure and (expected := expect(mine)):
-            rings.inner.post(mine, expected, call)
-            return expected
         lines = tuple(rings.gather(mine))
     except RankLate as late:
         raise _mark_known(RankLate(f"{doing}: {late}")) from late
@@ -130,60 +106,11 @@ def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     return replies
 
 
-def settle(rings: Rings) -> None:
-    """Read what the others sent when this rank ran ahead, if it has not done so.
-
-    Raises RanksDisagree if they did not do the same, RankFailed, RankGone or RankLate if a rank is
-    lost. This rank has begun the call, so the group is unusable then.
-    """
-    posted = rings.inner.posted or rings.outer.posted
-    if posted:
-        with admit_one_thread(rings, posted.doing):
-            _settle(rings)
-
-
-def _settle(rings: Rings) -> None:
-    for ring in (rings.inner, rings.outer):
-        if (posted := ring.posted) is None:
-            continue
-        try:
-            lines = ring.collect()
-            if tuple(lines) != posted.expected:
-                _compare_lines(lines, posted.expected)
-        except BaseException as error:
-            words = f"{posted.doing}: {_format_reason(error)}".encode()
-            if not ring.broken:
-                ring.leave(words)
-            rings.leave_if_broken(words)
-            if isinstance(error, RanksDisagree | RankLate):
-                text = f"{error}; this rank had begun {posted.doing}, so its group is unusable"
-                raise _mark_known(type(error)(text)) from error
-            _mark_known(error)
-            raise
-
-
-def _compare_lines(lines: Sequence[bytes], expected: Sequence[bytes]) -> NoReturn:
-    """Raise RanksDisagree with the first difference."""
-    replies = read_terms(lines)
-    for rank, (reply, fitting) in enumerate(zip(replies, read_terms(expected), strict=True)):
-        for term, value in fitting.items():
-            if reply.get(term) != value:
-                raise RanksDisagree(
-                    f"ranks differ in {term}: expected rank {rank} to have {value!r}, "
-                    f"got {reply.get(term)!r}"
-                )
-    raise RanksDisagree(f"expected the ranks to send {expected}, got {lines}")
-
-
-def run_together(
-    rings: Rings, doing: str, work: Callable[[], Result], ahead: bool = False
-) -> Result:
+def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
     """Return the result of `work` on this rank, once it has succeeded on all ranks.
 
     If it fails, its error is raised on this rank and RanksDisagree on the others. Raises
     RanksDisagree on every rank if one is doing something else.
-
-    ahead  whether not to wait for the others: then `settle` raises what concerns them
     """
     results = []
 
@@ -191,9 +118,8 @@ def run_together(
         results.append(work())
         return format_terms(doing, {})
 
-    size = rings.size
-    lines = gather_lines(rings, doing, line, lambda mine: (mine,) * size if ahead else None)
-    if lines.count(lines[0]) < size:
+    lines = gather_lines(rings, doing, line)
+    if lines.count(lines[0]) < rings.size:
         read_terms(lines)
     return results[0]
 

@@ -36,14 +36,12 @@ class History:
     calls    the number of calls. It is equal on all ranks, since all agree on each call.
     known    calls that this rank has checked, by their arguments
     plans    plans of calls, by all ranks' lines about them
-    agreed   all ranks' lines about a call, by this rank's, if no others can fit it
     is_grid  whether a double ring is known to be a grid of ranks
     """
 
     calls: int = 0
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     plans: dict[tuple[bytes, ...], Any] = field(default_factory=dict)
-    agreed: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     is_grid: bool = False
 
 
@@ -91,12 +89,6 @@ class Rings:
         except BaseException:
             self.leave_if_broken(b"waiting for the ranks of its other group")
             raise
-
-    def runs_ahead(self, device: torch.device) -> bool:
-        """Whether this rank may begin calls on `device` before it has read the others' messages,
-        see Transport. Over double rings it never does.
-        """
-        return not self.double and self.inner.runs_ahead(device)
 
     def _gather_over_both(self, message: bytes) -> list[bytes]:
         here = zlib.compress(b"\n".join(self.inner.gather(message)), 1)

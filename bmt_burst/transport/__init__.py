@@ -88,21 +88,6 @@ class Delivery:
         """
 
 
-class Posted(NamedTuple):
-    """A message of this rank, while the other ranks' messages are unread.
-
-    doing     what this rank has begun with it
-    expected  the messages of all ranks that fit it, in rank order
-    number    the message's number
-    since     the time when it was posted
-    """
-
-    doing: str
-    expected: tuple[bytes, ...]
-    number: int
-    since: float
-
-
 class Transport(ABC):
     """The ranks of one ring, 0 to size - 1. This one is `rank`.
 
@@ -205,27 +190,6 @@ class Transport(ABC):
                 f"expected a message of at most {MESSAGE_BYTES} bytes, got one of {len(message)}"
             )
         return self._gather(message)
-
-    def runs_ahead(self, device: torch.device) -> bool:
-        """Whether a rank may begin a call on `device` before it has read the others' messages:
-        whether it can `post`, and no mismatch lets a host or a GPU wait forever.
-        """
-        return False
-
-    @property
-    def posted(self) -> Posted | None:
-        """The message of this rank to which the others' messages are unread, if there is one."""
-        return None
-
-    def post(self, message: bytes, expected: Sequence[bytes], doing: str) -> None:
-        """Send a message like `gather`, but do not wait for the others' messages. `collect` reads
-        them, before the next message of this rank.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not run ahead")
-
-    def collect(self) -> list[bytes]:
-        """Return the messages of all ranks after `post`, in rank order. Raises as `gather`."""
-        raise NotImplementedError(f"{type(self).__name__} does not run ahead")
 
     def set_timeout(self, seconds: float | None) -> None:  # noqa: B027 - nothing to wait for here
         """Set how many seconds this rank waits for other ranks. None: the group's own timeout."""

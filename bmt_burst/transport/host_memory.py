@@ -6,9 +6,6 @@ a checksum of all, and the message. A rank overwrites a place only after every r
 next message, and so has read this one. A processor may show the parts of a place in any order. The
 checksum makes a message count only once it is complete.
 
-A rank may `post` a message and `collect` the others' messages only before its next one. That keeps
-the rule: no place is overwritten before every rank has read it.
-
 A third place holds a rank's last words, which it writes when it breaks off a call that all ranks
 had begun. A rank notices at once if a rank that it waits for has written last words, or if its
 process has ended.
@@ -16,20 +13,17 @@ process has ended.
 
 from __future__ import annotations
 
-import atexit
 import mmap
 import os
 import struct
-import sys
 import tempfile
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..errors import RankFailed, RankGone, RankLate, RanksDisagree
-from . import DEFAULT_TIMEOUT, Posted, make_late_error
+from ..errors import RankFailed, RankGone, RankLate
+from . import DEFAULT_TIMEOUT, make_late_error
 from .mail import Mail
 
 _HEAD = struct.Struct("<qqq")  # number, length, checksum
@@ -39,7 +33,6 @@ _PLACES = 3  # of a rank: two for messages, one for its last words
 _CHECKED = 0.5  # seconds between two checks whether the rank that is waited for has ended
 _TENTATIVE, _FINAL = 1, 2  # kinds of last words: a rank may take back the first kind
 _GIVING_UP = 5.0  # seconds in which all ranks must give up for their memory to stay in use
-_QUOTED = 200  # characters of another rank's message in an error
 
 
 class HostMemory(Mail):
@@ -74,24 +67,6 @@ class HostMemory(Mail):
         self.fail_if_broken()
         return self._exchange(message, _TENTATIVE)
 
-    def post(self, message: bytes, expected: Sequence[bytes], doing: str) -> None:
-        self.fail_if_broken()
-        self._send(message)
-        self.posted = Posted(doing, tuple(expected), self.number, time.monotonic())
-        _posting.add(self)
-
-    def collect(self) -> list[bytes]:
-        """Return the messages of all ranks. A rank may take `timeout` seconds from `post` on.
-
-        Raises as `gather`. No rank can go on after RankLate, since this one did not wait.
-        """
-        assert self.posted, "a message is posted before the others are collected"
-        posted = self.posted
-        try:
-            return self._receive(posted.expected[self.rank], _TENTATIVE, posted.since)
-        finally:
-            self.posted = None
-
     def give_up(self, words: bytes, place: bytes = b"") -> RuntimeError | None:
         """Write last words. If all ranks do within some seconds, at the same `place` of the same
         call, take them back: all may go on together.
@@ -110,8 +85,6 @@ class HostMemory(Mail):
                 return reason
             time.sleep(_PAUSE)
         try:
-            if (posted := self.posted) and tuple(self.collect()) != posted.expected:
-                raise RankFailed("ranks gave up different calls")
             self._exchange_same(b"all words are read " + place)
             self._write(self._find_words(self.rank), 0, b"")
             self._exchange_same(b"all words are taken back")
@@ -123,38 +96,12 @@ class HostMemory(Mail):
     def leave(self, words: bytes) -> None:
         """Write last words that are not taken back."""
         super().leave(words)
-        self.posted = None
         self._write(self._find_words(self.rank), _FINAL, words)
 
     def find_lost_rank(self) -> RankFailed | RankGone | None:
         """Return the error of the first rank that is known to take no further part."""
         losses = (self._find_loss(peer, _FINAL) for peer in range(self.size) if peer != self.rank)
         return next((loss for loss in losses if loss), None)
-
-    def find_obstacle(self) -> Exception | None:
-        return self.find_lost_rank() or self.find_mismatch() or self.broken
-
-    def find_mismatch(self) -> RanksDisagree | RankLate | None:
-        """Return the error of a rank that did not send what is expected after `post`, or not in
-        time. Another thread may ask.
-        """
-        posted = self.posted
-        found: RanksDisagree | RankLate | None = None
-        if posted is None:
-            return None
-        for peer in range(self.size):
-            at = self._find_place(peer, posted.number)
-            number, *_ = _HEAD.unpack_from(self.memory, at)
-            message = self._read_message(at) if number == posted.number else None
-            if message is not None and message != posted.expected[peer]:
-                said = message.decode(errors="replace")[:_QUOTED]
-                found = RanksDisagree(
-                    f"ranks do not do the same: this one begins {posted.doing}, rank {peer} of the "
-                    f"group says {said}"
-                )
-            elif number < posted.number and time.monotonic() - posted.since > self.timeout:
-                found = make_late_error([peer], self.timeout)
-        return found if posted is self.posted else None  # places may have been used again
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout = seconds
@@ -185,7 +132,6 @@ class HostMemory(Mail):
             raise RankFailed("ranks gave up at different places")
 
     def _send(self, message: bytes) -> None:
-        assert self.posted is None, "messages are collected before the next one is sent"
         self.number += 1
         self._write(self._find_place(self.rank, self.number), self.number, message)
 
@@ -243,19 +189,6 @@ class HostMemory(Mail):
 
     def _find_words(self, rank: int) -> int:
         return (_PLACES * rank + 2) * self.place_bytes
-
-
-_posting: weakref.WeakSet[HostMemory] = weakref.WeakSet()  # those with a message that was posted
-
-
-@atexit.register
-def report_unread() -> None:
-    """Print what other ranks did instead of this process's last calls, if it never collected their
-    messages.
-    """
-    for memory in _posting:
-        if (posted := memory.posted) and (mismatch := memory.find_mismatch()):
-            print(f"bmt_burst: {posted.doing} has wrong results: {mismatch}", file=sys.stderr)
 
 
 def open_host_memory(

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-
-from . import Posted
+from collections.abc import Callable
 
 
 class Mail(ABC):
     """The messages of rank `rank`. By default it learns nothing about the other ranks.
 
     broken  why this rank cannot go on with the others, once that is known
-    posted  the message of this rank to which the others' messages are unread, if there is one
     """
 
     def __init__(self, rank: int):
         self.rank = rank
         self.broken: RuntimeError | None = None
-        self.posted: Posted | None = None
 
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, in rank order."""
-
-    def post(self, message: bytes, expected: Sequence[bytes], doing: str) -> None:
-        """Send a message as Transport.post does."""
-        raise NotImplementedError(f"{type(self).__name__} does not run ahead")
-
-    def collect(self) -> list[bytes]:
-        """Return the messages of all ranks as Transport.collect does."""
-        raise NotImplementedError(f"{type(self).__name__} does not run ahead")
 
     def fail_if_broken(self) -> None:
         """Raise the error that made these messages unusable, if any."""

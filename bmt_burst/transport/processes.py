@@ -23,7 +23,6 @@ from . import (
     MESSAGE_BYTES,
     Arrival,
     Delivery,
-    Posted,
     Put,
     Transport,
 )
@@ -110,25 +109,6 @@ class ProcessTransport(Transport):
         carry = self._gather_remotely
         memory = open_host_memory(self.rank, self.size, MESSAGE_BYTES, carry, self.timeout)
         return memory or RemoteMail(self.rank, carry)
-
-    def runs_ahead(self, device: torch.device) -> bool:
-        """Whether deliveries on `device` go by copy engines under a watch.
-
-        NCCL and gloo could wait for other bytes than a rank sends, or crash.
-        """
-        return device.type == "cuda" and self.copy_engines is not None and self.watch is not None
-
-    @property
-    def posted(self) -> Posted | None:
-        return self.mail.posted
-
-    def post(self, message: bytes, expected: Sequence[bytes], doing: str) -> None:
-        assert self.watch, "a rank that runs ahead has a watch"
-        self.mail.post(message, expected, doing)
-        self.watch.note_begun(doing)
-
-    def collect(self) -> list[bytes]:
-        return self.mail.collect()
 
     def give_up(self, words: bytes) -> RuntimeError | None:
         if self.watch:
