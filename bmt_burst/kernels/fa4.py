@@ -14,9 +14,6 @@ The source of 4.0.0b36 for Hopper shows:
 - A softcap bounds scores before they are masked. P (dP - delta) is multiplied by its derivative,
   for dense and for packed tensors. tanh is the GPU's instruction, accurate to 11 bits.
 
-Short calls without a bias go to the compiled kernels directly, if `fa4_bound` knows them. Otherwise
-they go through the package's Python functions.
-
 On Hopper a bias is a function of scores. The gradient of its table is computed by our own Triton
 kernel.
 """
@@ -39,9 +36,8 @@ from ..base.dtypes import accumulator_dtype
 from ..sequence.span import length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import NOT_BOTH, Kernel, fa4_bound, import_failure, installed, refuses_half
+from . import NOT_BOTH, Kernel, import_failure, installed, refuses_half
 from .bias import CallBias, Segments
-from .fa4_programs import Options
 from .packed import (
     effective_band,
     pack,
@@ -119,18 +115,14 @@ class Fa4Kernel(Kernel):
         if self.cuts(q, bias):
             return self.forward_in_parts(q, k, v, call, spec)
         function, head_size = _functions()[0], q.shape[-1]
-        options = _options(call, q, bias is not None)
+        pairs, packed = _pair_arguments(call, q, bias is not None)
         batch, (q, k, v) = len(q), _padded(q, k, v)
         [v] = _values(spec, q, k, bias, v)
-        if options.packed:
+        if packed:
             q, k, v = pack(q), pack(k), pack(v)
-        if bias is None:
-            out, lse = fa4_bound.forward(function, q, k, v, options, spec)
-        else:
-            added = _bias_options(bias, call, batch)
-            scores = {"softmax_scale": spec.scale, "return_lse": True, **added}
-            out, lse, *_ = function(q, k, v, **scores, **options.arguments())
-        if options.packed:
+        scores = _score_arguments(spec, bias, call, batch)
+        out, lse, *_ = function(q, k, v, return_lse=True, **scores, **pairs)
+        if packed:
             out, lse = unpack(out, batch), unpack_rows(lse, batch)
         return _fit_heads(out, head_size), lse
 
@@ -143,26 +135,22 @@ class Fa4Kernel(Kernel):
             else (table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias),)
         )
         function, head_size = _functions()[1], q.shape[-1]
-        options = _options(call, q, bias is not None)
+        pairs, packed = _pair_arguments(call, q, bias is not None)
         batch, (dout, q, k, v, out) = len(q), _padded(dout, q, k, v, out)
         dlse = None
         if out is None:
             # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
             out, dlse = _zeros(call, q), -delta
         dout, v, out = _values(spec, q, k, bias, dout, v, out)
-        if options.packed:
+        if packed:
             dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
             lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
-        inputs = q, k, v, out, dout, lse.contiguous()
-        if bias is None:
-            grads = fa4_bound.backward(function, inputs, dlse, options, spec)
-        else:
-            scores = {"softmax_scale": spec.scale, "deterministic": spec.deterministic}
-            scores |= _bias_options(bias, call, batch)
-            scores |= {"score_mod_bwd": _scores().gradient_of_sum}
-            scores |= {} if dlse is None else {"dlse": dlse}
-            grads = function(*inputs, **scores, **options.arguments())[:3]
-        if options.packed:
+        scores = _score_arguments(spec, bias, call, batch)
+        scores |= {"deterministic": spec.deterministic}
+        scores |= {} if bias is None else {"score_mod_bwd": _scores().gradient_of_sum}
+        scores |= {} if dlse is None else {"dlse": dlse}
+        grads = function(q, k, v, out, dout, lse.contiguous(), **scores, **pairs)[:3]
+        if packed:
             grads = (unpack(grad, batch) for grad in grads)
         return *(_fit_heads(grad, head_size) for grad in grads), *table
 
@@ -276,6 +264,16 @@ def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | 
     )
 
 
+def _score_arguments(
+    spec: Spec, bias: CallBias | None, call: KernelCall, batch: int
+) -> dict[str, Any]:
+    """Return the package's arguments for the scale, the softcap and the bias."""
+    scores: dict[str, Any] = {"softmax_scale": spec.scale}
+    if spec.softcap is not None:
+        scores["softcap"] = spec.softcap
+    return scores if bias is None else scores | _bias_options(bias, call, batch)
+
+
 def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:
     """Return the options for the function of scores, which `fa4_scores` defines.
 
@@ -343,38 +341,35 @@ def _one_segment(call: KernelCall, device: torch.device) -> Segments:
     return Segments(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
 
 
-def _options(call: KernelCall, q: Tensor, packed: bool) -> Options:
-    """Return how a call is passed to the package, with dense tokens if that is possible and not
-    `packed`.
+def _pair_arguments(call: KernelCall, q: Tensor, packed: bool) -> tuple[dict[str, Any], bool]:
+    """Return the package's arguments for the visible pairs, and whether it takes packed tokens.
+
+    Tokens are dense if that is possible and not `packed`: then there are no tables, so a CUDA graph
+    may capture the call.
     """
-    if not packed and _is_dense(call):  # no tables, so a CUDA graph may capture it
-        return _dense_options(call)
-    return prepare_once(
-        call,
-        ("fa4", len(q), packed),
-        q.device,
-        lambda: _make_options(call, len(q), q.device),
-    )
+    if not packed and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
+        return _band_arguments(call), False
+    make = functools.partial(_packed_arguments, call, len(q), q.device)
+    return prepare_once(call, ("fa4", len(q)), q.device, make), True
 
 
-def _is_dense(call: KernelCall) -> bool:
-    return call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),)
-
-
-def _dense_options(call: KernelCall) -> Options:
-    found: Options | None = call.prepared.get("fa4 dense")
-    if found is None:
-        left, right = effective_band(call)
-        found = call.prepared["fa4 dense"] = Options(left is None and right == 0, left, right)
-    return found
-
-
-def _make_options(call: KernelCall, batch: int, device: torch.device) -> Options:
+def _band_arguments(call: KernelCall) -> dict[str, Any]:
     left, right = effective_band(call)
-    causal = left is None and right == 0
+    if left is None and right == 0:
+        return {"causal": True}
+    return {"causal": False, "window_size_left": left, "window_size_right": right}
+
+
+def _packed_arguments(call: KernelCall, batch: int, device: torch.device) -> dict[str, Any]:
     of = sequences(call, batch, device)
     longest = max(of.longest, _LONGEST_AT_LEAST)
-    return Options(causal, left, right, of.cu_seqlens_q, of.cu_seqlens_k, longest)
+    return {
+        **_band_arguments(call),
+        "cu_seqlens_q": of.cu_seqlens_q,
+        "cu_seqlens_k": of.cu_seqlens_k,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def _zeros(call: KernelCall, q: Tensor) -> Tensor:
