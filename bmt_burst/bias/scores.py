@@ -31,12 +31,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .base.arguments import as_int
-from .sequence.areas import BY_DISTANCE as BY_DISTANCE
-from .sequence.areas import Areas
-from .sequence.areas import Term as Term
-from .sequence.areas import is_one_row as is_one_row
-from .sequence.mask import Mask
+from ..base.arguments import as_int
+from ..sequence.mask import Mask
+from .areas import BY_DISTANCE, Areas, Term
 
 Class = TypeVar("Class")
 

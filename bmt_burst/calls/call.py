@@ -11,7 +11,6 @@ Terms and plans are kept, so a call that repeats another one only checks, sends 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,13 +25,12 @@ from ..ranks.agreement import (
     report_failure,
 )
 from ..ranks.rings import Rings
-from ..sparse.choice import find_longest
 from ..strategies import Plan, Problem, Sizes, choose
+from ..strategies.extension import Extension, Tensors
 from ..strategies.machine import Machine
-from ..strategies.selected import SelectedPlan, window_problem
-from .autograd import BurstAttention
+from .autograd import PlannedAttention
 from .inputs import Given, Inputs
-from .masking import check_lengths, resolve_layout
+from .masking import Masking, check_lengths, resolve_layout
 from .options import Options
 from .refusal import CALL, refuse_in_rings
 from .terms import Terms, compare_terms, find_terms
@@ -46,22 +44,22 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
     sinks: Tensor | None,
     options: Options,
-    choose_by: tuple[Tensor, Tensor] | None = None,
+    extend: Callable[[], tuple[Extension | None, tuple[Any, ...]]] = lambda: (None, ()),
     is_packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, S, H, D of v) and lse (B, H, S) of a call that all ranks of `rings` make.
 
+    extend     returns the extension of the call, if any, and its tensors
     is_packed  whether q, k and v have no batch dimension; out and lse still have one
 
     Raises on every rank if arguments are wrong on any rank.
     """
     with _on_device_of(q), admit_one_thread(rings, CALL):
         try:
-            given = Given(q, k, v, bias, sinks, choose_by, is_packed)
-            inputs, terms = find_terms(rings, given, options)
+            given = Given(q, k, v, sinks, is_packed)
+            inputs, tensors, terms = find_terms(rings, given, options, *extend())
         except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
             refuse_in_rings(rings, error)
         number = rings.history.calls + 1
@@ -76,7 +74,7 @@ def attend(
         with report_failure(rings, call):
             plan = find_plan(rings, terms, said, device)
             rings.history.calls = number
-            return _compute(rings, plan, number, inputs, terms.masking.rows)
+            return _compute(rings, plan, number, inputs, tensors, terms.masking)
 
 
 def _on_device_of(x: Any) -> AbstractContextManager[Any]:
@@ -93,20 +91,18 @@ def expect_lines(rings: Rings, device: torch.device, mine: bytes) -> tuple[bytes
     return rings.history.agreed.get(mine) if rings.runs_ahead(device) else None
 
 
-def find_plan(
-    rings: Rings, terms: Terms, said: tuple[bytes, ...], device: torch.device
-) -> Plan | SelectedPlan:
+def find_plan(rings: Rings, terms: Terms, said: tuple[bytes, ...], device: torch.device) -> Plan:
     """Return the plan that follows from the terms of all ranks, `said`. Plans are kept.
 
     Raises ValueError on all ranks if the terms do not agree or no strategy can compute the problem.
     """
     plans = rings.history.plans
-    plan: Plan | SelectedPlan | None = plans.pop(said, None)
+    plan: Plan | None = plans.pop(said, None)
     if plan is None:
         with mark_known_errors():
             agreed = compare_terms(said, terms.masking.arguments)
             problem = make_problem(rings, terms, agreed.tokens)
-            plan = _make_plan(terms.options.strategy, problem, rings.rank, agreed.machine)
+            plan = _make_plan(terms, problem, rings.rank, agreed.machine)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         _make_room(rings)
         if terms.needs_gradient and terms.masking.fixes_lengths:
@@ -115,15 +111,12 @@ def find_plan(
     return plan
 
 
-def _make_plan(
-    name: str, problem: Problem, rank: int, machine: Machine | None
-) -> Plan | SelectedPlan:
-    """Return the plan of the strategy called `name`. Raises ValueError if it refuses."""
-    if problem.sparse is None:
-        return choose(name, problem, machine).plan(problem, rank)
-    strategy = choose(name, window_problem(problem))
-    span_bytes = sys.maxsize if name == "all-gather" else problem.group_bytes
-    return SelectedPlan(problem, rank, strategy, span_bytes)
+def _make_plan(terms: Terms, problem: Problem, rank: int, machine: Machine | None) -> Plan:
+    """Return the plan of a rank. Raises ValueError if the strategy refuses."""
+    name, extension = terms.options.strategy, terms.masking.extension
+    if extension:
+        return extension.plan(problem, rank, name)
+    return choose(name, problem, machine).plan(problem, rank)
 
 
 def _make_room(rings: Rings) -> None:
@@ -146,9 +139,6 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
     mask = masking.mask_of(tokens)
     layout = resolve_layout(masking.layout, mask, len(tokens))
     check_lengths(layout, tokens)
-    sparse = options.sparse
-    if sparse is not None and sparse.is_dense(find_longest(mask)):
-        sparse = None
     batch, _, heads, head_size = terms.shape
     return Problem(
         mask=mask,
@@ -168,25 +158,19 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
         backward=options.backward,
         send_out=not options.optimize_bwd_comm,
         group_bytes=options.group_bytes,
-        scores=masking.scores,
-        biased_kernel=terms.biased_kernel,
-        sparse=sparse,
     )
 
 
 def _compute(
-    rings: Rings, plan: Plan | SelectedPlan, number: int, inputs: Inputs, rows: int
+    rings: Rings, plan: Plan, number: int, inputs: Inputs, tensors: Tensors, masking: Masking
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse. If `rows` is not 0, all rows are computed as one sequence."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    choose_by = inputs.choose_by or (q, k)
+    """Return out and lse. If rows differ, all are computed as one sequence."""
+    q, k, v, rows = inputs.q, inputs.k, inputs.v, masking.rows
     if rows:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-        choose_by = choose_by[0].flatten(0, 1).unsqueeze(0), choose_by[1].flatten(0, 1).unsqueeze(0)
-    if isinstance(plan, SelectedPlan):
-        plan = plan.choose(rings, *choose_by)
-    run: Callable[..., tuple[Tensor, Tensor]] = BurstAttention.apply
-    out, lse = run(q, k, v, inputs.bias, inputs.sinks, rings, plan, number)
+        tensors = masking.extension.join_rows(tensors) if masking.extension else tensors
+    run: Callable[..., tuple[Tensor, Tensor]] = PlannedAttention.apply
+    out, lse = run(q, k, v, inputs.sinks, rings, plan, number, *tensors)
     if rows:
         out = out.squeeze(0).unflatten(0, (rows, -1))
         lse = lse.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.compiled import multiply_by_16
-from ..kernels.packed import current_stream, send_to_device
+from ..base.streams import current_stream, send_to_device
 from ..sequence.span import Span, length
 from .parts import (
     OutputPart,
