@@ -1,21 +1,31 @@
 """The functions of attention: burst_attn_func, its packed variants, and burst_attn_varlen_func.
 
-Each takes its options one by one and hands them to `calls.call.attend` as one `Options`. Overloads
-tell type checkers what return_lse returns.
+Each takes its options one by one and passes them to `calls.call.attend` as one `Options`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from torch import Tensor
 
 from .base.compiled import not_compiled
 from .calls.call import attend
 from .calls.inputs import unpack_tensor
-from .calls.options import AllScores, Keywords, Layouts, Masks, Options, VarlenKeywords
+from .calls.options import Layouts, Masks, Options
 from .calls.refusal import (
     bind_arguments,
     find_second_cu_seqlens,
@@ -23,6 +33,7 @@ from .calls.refusal import (
     refuse_call,
     refuse_wrong_arguments,
 )
+from .extensions import AllScores, find_extension
 from .ranks.rings import Group, make_rings
 from .sequence.layout import Layout
 from .sequence.mask import Mask
@@ -33,60 +44,55 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-@overload
-def burst_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **keywords: Unpack[Keywords],
-) -> Tensor: ...
+class Keywords(TypedDict, total=False):
+    """Keyword arguments of the functions here, beside return_lse, for type checkers."""
+
+    softmax_scale: float | None
+    flash: str
+    causal: bool
+    window: int | None
+    optimize_bwd_comm: bool
+    deterministic: bool
+    process_group: Group | None
+    double_group: Sequence[Group | None]
+    mask: Masks | None
+    layout: Layouts
+    strategy: str
+    backward: str
+    group_bytes: int
+    scores: AllScores | None
+    bias: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    sparse: InfLLMV2 | None
+    choose_by: tuple[Tensor, Tensor] | None
 
 
-@overload
-def burst_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: Literal[True],
-    **keywords: Unpack[Keywords],
-) -> tuple[Tensor, Tensor]: ...
+class AttentionFunction(Protocol):
+    """The functions here as type checkers see them: return_lse says what they return."""
+
+    @overload
+    def __call__(
+        self, *args: Any, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords]
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self, *args: Any, return_lse: Literal[True], **keywords: Unpack[Keywords]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def __call__(
+        self, *args: Any, return_lse: bool, **keywords: Unpack[Keywords]
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@overload
-def burst_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: bool,
-    **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+def _typed(function: Callable[..., Any]) -> AttentionFunction:
+    """Return `function`, with types by return_lse."""
+    return cast(AttentionFunction, function)
 
 
+@_typed
 @not_compiled
 @refuse_wrong_arguments
 def burst_attn_func(
@@ -212,13 +218,11 @@ def burst_attn_func(
         backward=backward,
         return_lse=return_lse,
         group_bytes=group_bytes,
-        scores=scores,
         softcap=softcap,
-        sparse=sparse,
     )
-    out, lse = attend(
-        make_rings(process_group, double_group), q, k, v, bias, sinks, options, choose_by
-    )
+    extend = functools.partial(find_extension, scores, bias, sparse, choose_by)
+    rings = make_rings(process_group, double_group)
+    out, lse = attend(rings, q, k, v, sinks, options, extend)
     return (out, lse) if return_lse else out
 
 
@@ -231,57 +235,7 @@ def _show_options(function: Callable[Parameters, Result]) -> Callable[Parameters
     return function
 
 
-@overload
-def burst_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **keywords: Unpack[Keywords],
-) -> Tensor: ...
-
-
-@overload
-def burst_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: Literal[True],
-    **keywords: Unpack[Keywords],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def burst_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: bool,
-    **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
+@_typed
 @not_compiled
 @refuse_wrong_arguments
 @_show_options
@@ -297,54 +251,7 @@ def burst_attn_kvpacked_func(
     return result
 
 
-@overload
-def burst_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **keywords: Unpack[Keywords],
-) -> Tensor: ...
-
-
-@overload
-def burst_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: Literal[True],
-    **keywords: Unpack[Keywords],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def burst_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    optimize_bwd_comm: bool = ...,
-    deterministic: bool = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: bool,
-    **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
+@_typed
 @not_compiled
 @refuse_wrong_arguments
 @_show_options
@@ -382,60 +289,7 @@ def _unpack(
         refuse_arguments(error, signature, args, keywords)
 
 
-@overload
-def burst_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Sequence[int] | Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    window: int | None = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **keywords: Unpack[VarlenKeywords],
-) -> Tensor: ...
-
-
-@overload
-def burst_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Sequence[int] | Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    window: int | None = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: Literal[True],
-    **keywords: Unpack[VarlenKeywords],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def burst_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Sequence[int] | Tensor,
-    softmax_scale: float | None = ...,
-    flash: str = ...,
-    causal: bool = ...,
-    window: int | None = ...,
-    process_group: Group | None = ...,
-    double_group: Sequence[Group | None] = ...,
-    *,
-    return_lse: bool,
-    **keywords: Unpack[VarlenKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
+@_typed
 @not_compiled
 @refuse_wrong_arguments
 def burst_attn_varlen_func(
@@ -499,10 +353,9 @@ def burst_attn_varlen_func(
         backward=backward,
         return_lse=return_lse,
         group_bytes=group_bytes,
-        scores=None,
         softcap=softcap,
-        sparse=sparse,
     )
+    extend = functools.partial(find_extension, None, None, sparse, choose_by)
     rings = make_rings(process_group, double_group)
-    out, lse = attend(rings, q, k, v, None, sinks, options, choose_by, is_packed=True)
+    out, lse = attend(rings, q, k, v, sinks, options, extend, is_packed=True)
     return (out[0], lse[0]) if return_lse else out[0]

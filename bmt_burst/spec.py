@@ -12,13 +12,11 @@ from dataclasses import dataclass
 class Spec:
     """The formula of attention.
 
-    It is softmax(softcap tanh(scale q k^T / softcap)) v, or without a softcap softmax(scale q k^T +
-    bias) v.
+    It is softmax(softcap tanh(scale q k^T / softcap)) v, or without a softcap softmax(scale q k^T)
+    v.
 
     scale          positive factor of the scores
     deterministic  results are equal bit for bit between runs
-    biased         kernel calls may have a `CallBias`, which is added to the scores; never with a
-                   softcap
     softcap        positive bound of the scores before they are masked, or None
     value_size     the first columns of v and dout that may differ from 0, if fewer than q has.
                    A kernel may compute with these alone, and return zeros in the others of out and
@@ -27,6 +25,5 @@ class Spec:
 
     scale: float
     deterministic: bool = False
-    biased: bool = False
     softcap: float | None = None
     value_size: int | None = None

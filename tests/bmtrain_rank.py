@@ -166,11 +166,11 @@ def block(folder: Path) -> dict:
     from bmt_burst.bmtrain import BurstAttention
     from bmt_burst.nn import rope_tables
     from bmt_burst.sparse import Choices
-    from bmt_burst.strategies.selected import SelectedPlan
+    from bmt_burst.sparse.plan import SparsePlan
     from tests.sparse import record_choices
 
     sparse = InfLLMV2(4, 4, 2, 1, 4, 2, -1)
-    sp, asked, choose = init_sequence_parallel(), [], SelectedPlan.choose
+    sp, asked, choose = init_sequence_parallel(), [], SparsePlan.choose
     chosen = record_choices(pytest.MonkeyPatch())
 
     class Layer(bmtrain.DistributedModule):
@@ -182,7 +182,7 @@ def block(folder: Path) -> dict:
             with choices.of(self):
                 return x + self.attention(x, cos, sin)
 
-    SelectedPlan.choose = lambda *args: asked.append(None) or choose(*args)
+    SparsePlan.choose = lambda *args: asked.append(None) or choose(*args)
     layers = bmtrain.TransformerBlockList([bmtrain.Block(Layer()) for _ in range(2)])
     bmtrain.init_parameters(layers)
     x = torch.randn(1, 30, 16, generator=torch.Generator().manual_seed(0))

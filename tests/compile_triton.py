@@ -17,6 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmt_burst import kernels
+from bmt_burst.bias import kernels as bias_kernels
+from bmt_burst.bias.kernels import triton as with_bias
+from bmt_burst.bias.kernels import triton_table
 from bmt_burst.kernels import triton as backend
 from bmt_burst.kernels import triton_blocks
 from bmt_burst.sequence.tile import KernelCall
@@ -76,12 +79,14 @@ def kind(x, path, values):
 
 
 def main():
-    names = "forward", "backward_kv", "backward_q", "backward_table", "delta_of"
+    names = "forward", "backward_kv", "backward_q", "delta_of"
     compilers = {name: Compiler(getattr(triton_blocks, name)) for name in names}
     backend._kernel_module = lambda: SimpleNamespace(
         **{**vars(triton_blocks), **compilers, "KERNELS": compilers}
     )
-    backend._shape = lambda name, *_: backend._INTERPRETED[name]
+    triton_table.backward_table = Compiler(triton_table.backward_table)
+    for module in (backend, with_bias):
+        module.shape_of = lambda name, *_: backend._INTERPRETED[name]
     for tokens in (40, 48, 41):  # compiled once for all of them
         call = KernelCall(tokens, tokens, (((0, tokens), (0, tokens)),), 30, 0)
         *qkv, dout = call_tensors(call, 1, 4, 2, 24, torch.bfloat16)
@@ -89,12 +94,11 @@ def main():
         by_segments = replace(by_segments, segments=replace(by_segments.segments, other=3))
         by_distance = replace(by_segments, segments=None)
         for bias, softcap in ((None, None), (None, 20.0), (by_segments, None), (by_distance, None)):
-            spec = Spec(0.3, biased=bias is not None, softcap=softcap)
-            out, lse = kernels.load("triton").forward(*qkv, call, spec, bias)
-            kernels.load("triton").backward(dout, *qkv, out, lse, None, call, spec, bias)
-        backend.table_gradient(
-            dout, *qkv, out, lse, None, call, Spec(0.3, biased=True), by_segments
-        )
+            spec, added = Spec(0.3, softcap=softcap), () if bias is None else (bias,)
+            kernel = (kernels if bias is None else bias_kernels).load("triton")
+            out, lse = kernel.forward(*qkv, call, spec, *added)
+            kernel.backward(dout, *qkv, out, lse, None, call, spec, *added)
+        with_bias.table_gradient(dout, *qkv, out, lse, None, call, Spec(0.3), by_segments)
     compile_fused.main()
 
 

@@ -30,8 +30,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate
+from bmt_burst.bias import kernels as bias_kernels
+from bmt_burst.bias.call_bias import CallBias, Segments
+from bmt_burst.bias.kernels import TableKernel
 from bmt_burst.kernels import Kernel, load, names
-from bmt_burst.kernels.bias import CallBias, Segments
 from bmt_burst.kernels.reference import visible
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
@@ -242,7 +244,7 @@ def _some_tokens(chance: random.Random, count: int, tokens: int) -> list[int]:
 
 
 def kernel_errors(
-    kernel: Kernel,
+    kernel: Kernel | TableKernel,
     call: KernelCall,
     tensors: Sequence[Tensor],
     spec: Spec,
@@ -257,15 +259,19 @@ def kernel_errors(
     """
     *qkv, dout = tensors
     exact = [x.double() for x in tensors]
-    exact_bias = None if bias is None else replace(bias, table=bias.table.double())
-    expected = load("reference").forward(*exact[:3], call, spec, exact_bias)
-    expected_grads = load("reference").backward(
-        exact[3], *exact[:3], *expected, None, call, spec, exact_bias
+    reference = load("reference") if bias is None else bias_kernels.load("reference")
+    added = () if bias is None else (bias,)
+    exact_added = tuple(replace(x, table=x.table.double()) for x in added)
+    expected = reference.forward(*exact[:3], call, spec, *exact_added)
+    expected_grads = reference.backward(
+        exact[3], *exact[:3], *expected, None, call, spec, *exact_added
     )
-    out, lse = kernel.forward(*qkv, call, spec, bias)
+    out, lse = kernel.forward(*qkv, call, spec, *added)
     delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2) if with_delta else None
-    grads = kernel.backward(dout, *qkv, None if with_delta else out, lse, delta, call, spec, bias)
-    assert all(x.dtype == kernel.partial_dtype(qkv[0].dtype) for x in (out, *grads[:3]))
+    softmax = None if with_delta else out, lse, delta
+    grads = kernel.backward(dout, *qkv, *softmax, call, spec, *added)
+    dtype = load(kernel.name).partial_dtype(qkv[0].dtype)
+    assert all(x.dtype == dtype for x in (out, *grads[:3]))
     assert bias is None or grads[3].dtype == bias.table.dtype
     got, whole = [out, lse, *grads], [*expected, *expected_grads]
     assert all(mine.shape == other.shape for mine, other in zip(got, whole, strict=True))

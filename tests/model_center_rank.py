@@ -297,7 +297,7 @@ def equality(folder: Path, dtype: str, models: dict[str, list[str] | None]) -> d
 
     from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
-    from bmt_burst.sequence import areas
+    from bmt_burst.bias import areas
 
     areas._LONG = 6  # so that there are large areas of one row in short sequences
     sp, found = init_sequence_parallel(), {}

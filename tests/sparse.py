@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from bmt_burst import InfLLMV2
-from bmt_burst.strategies.selected import SelectedPlan
+from bmt_burst.sparse.plan import SparsePlan
 
 
 def record_choices(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Return a list that gets an entry for each row of queries whose blocks are chosen."""
     found: list[None] = []
-    choose_row = SelectedPlan._choose_row
+    choose_row = SparsePlan._choose_row
     monkeypatch.setattr(
-        SelectedPlan, "_choose_row", lambda *args: found.append(None) or choose_row(*args)
+        SparsePlan, "_choose_row", lambda *args: found.append(None) or choose_row(*args)
     )
     return found
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import bmt_burst.sequence.areas
+import bmt_burst.bias.areas
 from bmt_burst import Layout, Mask, SequenceParallel, simulate
 from models import cpm_bee
 from models.blocks import Saving
@@ -129,7 +129,7 @@ def test_areas_of_one_row_are_computed_without_the_table(name, layout, monkeypat
     """With segments of 4 tokens already counted as long, most pairs are in kernel calls without a
     bias.
     """
-    monkeypatch.setattr(bmt_burst.sequence.areas, "_LONG", 4)
+    monkeypatch.setattr(bmt_burst.bias.areas, "_LONG", 4)
     case = golden(name)
     assert all(any(term.row is not None for term in scores.terms) for scores in case.scores())
     test_several_ranks_equal_cpm_live(name, 2, layout, "ring")

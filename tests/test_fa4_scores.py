@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.kernels import fa4
-from bmt_burst.kernels.bias import CallBias, Segments
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import KernelCall
 from tests.helpers import named_calls, random_bias
@@ -62,7 +62,7 @@ def score_functions(monkeypatch) -> ModuleType:
     cute.make_rmem_tensor = lambda size, dtype: Registers([0.0] * size)
     monkeypatch.setitem(sys.modules, "cutlass", cutlass)
     monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
-    spec = importlib.util.find_spec("bmt_burst.kernels.fa4_scores")
+    spec = importlib.util.find_spec("bmt_burst.bias.kernels.fa4_scores")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

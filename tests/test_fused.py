@@ -4,14 +4,10 @@ interpreter.
 The interpreter accepts more than the compiler, so without GPUs test_triton.py compiles them, too.
 """
 
-import ctypes
-import logging
-
 import pytest
 import torch
 
 from bmt_burst.merging import fused, plain
-from bmt_burst.merging.launches import Launches
 from bmt_burst.sequence.span import length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,127 +108,3 @@ def test_fused_merge_does_not_hide_nan():
     assert out[0, 0].eq(1).all()
     assert out[0, 1].isnan().all()
     assert lse.isnan().tolist() == [[[False, True]]]
-
-
-class Compiled:
-    """A kernel that was launched once: it runs again in the interpreter, for addresses."""
-
-    def __init__(self, kernel, args):
-        self.kernel, self.args, self.launches = kernel, args, 0
-
-    def __getitem__(self, grid):
-        assert len(grid) == 3
-
-        def launch(*args, stream):
-            assert stream == 7
-            self.launches += 1
-            self.kernel[grid](*map(at_addresses, args, self.args))
-
-        return launch
-
-
-def at_addresses(given, like):
-    """Return tensors of one entry where the numbers in `given` say, if `like` has tensors there."""
-    if isinstance(like, tuple):
-        return tuple(map(at_addresses, given, like))
-    if not isinstance(like, torch.Tensor):
-        assert given == like
-        return given
-    entry = (ctypes.c_byte * like.element_size()).from_address(given)
-    return torch.frombuffer(entry, dtype=like.dtype)
-
-
-class Kernel:
-    """In place of a Triton kernel: its launches return what was compiled, as on GPUs."""
-
-    def __init__(self, kernel):
-        self.kernel, self.compiled = kernel, []
-
-    def __getitem__(self, grid):
-        def launch(*args):
-            self.kernel[grid](*args)
-            self.compiled.append(Compiled(self.kernel, args))
-            return self.compiled[-1]
-
-        return launch
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """The three kernels, whose launches are repeated although there is no GPU."""
-    if DEVICE == "cuda":
-        pytest.skip("on GPUs launches are repeated anyway")
-    monkeypatch.setattr(fused, "_are_repeated", lambda x: True)
-    monkeypatch.setattr(fused, "current_raw_stream", lambda x: 7)
-    monkeypatch.setattr(fused, "_launches", Launches())
-    names = "_merge_outputs", "_sum_gradients", "_fill_lse_delta"
-    found = [Kernel(getattr(fused, name)) for name in names]
-    for name, kernel in zip(names, found, strict=True):
-        monkeypatch.setattr(fused, name, kernel)
-    return found
-
-
-def merge_in_place(module, seed, spans=((0, 40), (7, 12), (30, 33)), dtype=torch.bfloat16):
-    """Merge and add up parts of new memory: the first lies where the sums go."""
-    torch.manual_seed(seed)
-    outs = [torch.randn(2, 50, 3, 16, dtype=dtype)[:, 4 : 4 + length(span)] for span in spans]
-    lses = [torch.randn(2, 3, 50)[:, :, 5 : 5 + length(span)] for span in spans]
-    lse, total = lses[0].clone(), torch.randn(2, 40, 3, 16)
-    parts = [([span], x, y) for span, x, y in zip(spans, outs, lses, strict=True)]
-    module.merge_outputs(outs[0], lse, parts)
-    module.sum_gradients(total, [([(0, 40)], total), *((at, x) for at, x, _ in parts[1:])])
-    rows = torch.empty(2, 40, 3, 2)
-    module.fill_lse_delta(rows, outs[0], total, lse)
-    return outs[0], lse, total, rows
-
-
-def test_launches_are_repeated_for_other_addresses(kernels):
-    for seed in range(4):
-        results = merge_in_place(fused, seed), merge_in_place(plain, seed)
-        for mine, exact in zip(*results, strict=True):
-            assert torch.allclose(mine, exact, rtol=2e-2, atol=5e-2)
-    for kernel in kernels:
-        assert [compiled.launches for compiled in kernel.compiled] == [3]
-
-
-def test_launches_are_repeated_only_if_nothing_but_addresses_differs(kernels):
-    def launched():
-        return [len(kernel.compiled) for kernel in kernels]
-
-    merge_in_place(fused, 0)
-    assert launched() == [1, 1, 1]
-    merge_in_place(fused, 0, spans=((0, 40), (7, 12), (30, 34)))
-    assert launched() == [2, 2, 1]
-    merge_in_place(fused, 0, dtype=torch.float16)
-    assert launched() == [3, 3, 2]
-    part, total = torch.randn(1, 4, 2, 8), torch.empty(1, 4, 2, 8)
-    memory = bytearray(4 * 64 + 16)
-    at = (4 - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % 16
-    unaligned = torch.frombuffer(memory, dtype=torch.float32, count=64, offset=at).view(1, 4, 2, 8)
-    assert unaligned.data_ptr() % 16 == 4
-    whole = [(0, 4)]
-    for parts in ([(whole, part)], [(whole, unaligned)], [(whole, total), (whole, part)]):
-        before = launched()[1]
-        for _ in range(2):
-            fused.sum_gradients(total, parts)
-        assert launched()[1] == before + 1
-    for _ in range(2):  # a copy of the part's rows, and a map of its spans: at new addresses
-        fused.sum_gradients(total, [(whole, part.transpose(2, 3).contiguous().transpose(2, 3))])
-        fused.sum_gradients(total, [([(0, 1), (2, 4)], part[:, 1:])])
-    assert launched()[1] == before + 5
-
-
-def test_refused_repetitions_are_reported_once(kernels, caplog, monkeypatch):
-    def refuse(*args, stream):
-        raise TypeError("function takes exactly 31 arguments")
-
-    monkeypatch.setattr(Compiled, "__getitem__", lambda self, grid: refuse)
-    with caplog.at_level(logging.WARNING, "bmt_burst"):
-        for seed in range(3):
-            results = merge_in_place(fused, seed), merge_in_place(plain, seed)
-            for mine, exact in zip(*results, strict=True):
-                assert torch.allclose(mine, exact, rtol=2e-2, atol=5e-2)
-    assert [record.message for record in caplog.records] == [
-        "sums take the host more time: this Triton cannot repeat launches: "
-        "function takes exactly 31 arguments"
-    ]

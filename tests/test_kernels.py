@@ -14,6 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bmt_burst import doctor, kernels
+from bmt_burst.bias import kernels as bias_kernels
+from bmt_burst.bias.kernels import fa4 as bias_fa4
 from bmt_burst.kernels import fa2, fa4, packed
 from bmt_burst.kernels.reference import visible
 from bmt_burst.kernels.tile_by_tile import BlockKind, blocks_of
@@ -108,10 +110,10 @@ def test_kernels_that_know_no_softcap_refuse_it(name):
     assert kernels.pick("auto", q, k, CAPPED).name == "reference"
 
 
-@pytest.mark.parametrize("name", kernels.names())
+@pytest.mark.parametrize("name", bias_kernels.names())
 def test_no_kernel_caps_scores_with_a_bias(name):
     q, k, _, _ = random_qkv(1, 4, 2, 2, 8)
-    assert kernels.load(name).refuses(replace(CAPPED, biased=True), q, k)
+    assert bias_kernels.load(name).refuses(CAPPED, q, k) == bias_kernels.NOT_BOTH
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_rows_of_a_bias():
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
 def test_a_bias_against_autograd(kind, heads, kv_heads):
-    kernel, call, spec = kernels.load("reference"), CALLS[kind], Spec(0.3, biased=True)
+    kernel, call, spec = bias_kernels.load("reference"), CALLS[kind], Spec(0.3)
     q, k, v, dout = call_tensors(call, 2, heads, kv_heads, 8)
     bias = random_bias(call, heads, seed=sum(map(ord, kind)))
     inputs = [x.clone().requires_grad_() for x in (q, k, v, bias.table)]
@@ -200,20 +202,17 @@ def test_a_bias_in_fp32():
         random_bias(call, 4, dtype=torch.float32),
         call_tensors(call, 2, 4, 2, 8, torch.float32),
     )
-    errors = kernel_errors(
-        kernels.load("reference"), call, tensors, Spec(0.3, biased=True), bias=bias
-    )
+    errors = kernel_errors(bias_kernels.load("reference"), call, tensors, Spec(0.3), bias=bias)
     assert max(errors.values()) < 1e-5  # fp32 rounds at 6e-8; sums have up to 1,000 terms
     assert "dtable" in errors
 
 
-@pytest.mark.parametrize("name", ["cudnn", "fa2", "aten", "cpu"])
-def test_kernels_that_know_no_bias_refuse_it(name, monkeypatch):
-    monkeypatch.setattr(fa2, "installed", lambda package: True)
+def test_a_bias_is_computed_by_the_same_kernel_or_the_fastest_that_can():
     q, k, _, _ = random_qkv(1, 4, 2, 2, 8, torch.bfloat16)
-    assert kernels.load(name).refuses(Spec(0.3, biased=True), q, k) == kernels.NO_BIAS
-    assert kernels.load(name).refuses(SPEC, q, k) != kernels.NO_BIAS
-    assert kernels.pick("auto", q, k, Spec(0.3, biased=True)).name == "reference"
+    for name in ("cpu", "aten", "reference"):
+        assert bias_kernels.pick(kernels.load(name), q, k, SPEC).name == "reference"
+    with pytest.raises(ValueError, match=r"fa4: .*; triton: .*; reference: .* no values"):
+        bias_kernels.pick(kernels.load("cpu"), q.to("meta"), k.to("meta"), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -232,13 +231,14 @@ def test_which_biases_fa4_adds(
     monkeypatch, capability, kv_heads, head_size, deterministic, refusal
 ):
     monkeypatch.setattr(fa4, "installed", lambda package: True)
+    monkeypatch.setattr(bias_fa4, "installed", lambda package: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
         q, k = (
             torch.empty(1, 2, heads, head_size, dtype=torch.bfloat16, device="cuda")
             for heads in (4, kv_heads)
         )
-        reason = kernels.load("fa4").refuses(Spec(0.3, deterministic, biased=True), q, k)
+        reason = bias_kernels.load("fa4").refuses(Spec(0.3, deterministic), q, k)
     assert (reason is None) if refusal is None else (refusal in reason)
 
 
@@ -247,12 +247,13 @@ def test_fa4_adds_biases_if_its_package_hands_them_on(monkeypatch, version, refu
     """An older one has no such argument: there triton adds them."""
     functions = {"new": lambda q, aux_scalars=None: None, "old": lambda q, aux_tensors=None: None}
     monkeypatch.setattr(fa4, "installed", lambda package: True)
-    monkeypatch.setattr(fa4, "_functions", lambda: (functions["new"], functions[version]))
+    monkeypatch.setattr(bias_fa4, "installed", lambda package: True)
+    monkeypatch.setattr(bias_fa4, "functions", lambda: (functions["new"], functions[version]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with FakeTensorMode():
         q = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="cuda")
         assert kernels.load("fa4").refuses(Spec(0.3), q, q) is None
-        reason = kernels.load("fa4").refuses(Spec(0.3, biased=True), q, q)
+        reason = bias_kernels.load("fa4").refuses(Spec(0.3), q, q)
     assert (reason is None) if refusal is None else (refusal in reason)
 
 
@@ -607,7 +608,7 @@ def flash_attention(request, monkeypatch):
     """A kernel of a FlashAttention package, which is written out."""
     written = FlashAttention(request.param == "fa2 of 2.8")
     if request.param == "fa4":
-        monkeypatch.setattr(fa4, "_functions", lambda: (written.fa4_forward, written.fa4_backward))
+        monkeypatch.setattr(fa4, "functions", lambda: (written.fa4_forward, written.fa4_backward))
     else:
         functions = [written.fa2_forward, written.fa2_backward] * 2
         monkeypatch.setattr(
@@ -650,7 +651,7 @@ def test_fa4_cuts_large_calls(monkeypatch):
         sizes.append(q.numel())
         return written.fa4_forward(q, *args, **options)
 
-    monkeypatch.setattr(fa4, "_functions", lambda: (forward, written.fa4_backward))
+    monkeypatch.setattr(fa4, "functions", lambda: (forward, written.fa4_backward))
     calls = [*named_calls(4).values(), *(random_call(chance) for _ in range(50))]
     for seed, call in enumerate(calls):
         tensors = call_tensors(call, 2, 2, 1, 64, seed=seed)
@@ -678,7 +679,7 @@ def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):
         computed.append((q.shape[-1], v.shape[-1]))
         return written.fa4_forward(q, k, v, *args, **options)
 
-    monkeypatch.setattr(fa4, "_functions", lambda: (forward, written.fa4_backward))
+    monkeypatch.setattr(fa4, "functions", lambda: (forward, written.fa4_backward))
     tensors = call_tensors(CALLS[kind], 2, 4, 4 if value_size else 2, size)
     if value_size:
         spec = replace(spec, value_size=value_size)
@@ -744,14 +745,14 @@ def half_installed(monkeypatch, tmp_path, request):
     monkeypatch.syspath_prepend(tmp_path)
     for module in (fa4, fa2):
         monkeypatch.setattr(module, "refuses_half", lambda *args, **options: None)
-    for forget in (kernels.installed, kernels.import_failure, fa4._functions, fa2._package):
+    for forget in (kernels.installed, kernels.import_failure, fa4.functions, fa2._package):
         forget.cache_clear()
     loaded = set(sys.modules)
     yield
     for name in set(sys.modules) - loaded:
         if name.split(".")[0].startswith("flash_attn"):
             del sys.modules[name]
-    for forget in (kernels.installed, kernels.import_failure, fa4._functions, fa2._package):
+    for forget in (kernels.installed, kernels.import_failure, fa4.functions, fa2._package):
         forget.cache_clear()
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel
-from bmt_burst.calls.masking import stack_scores
+from bmt_burst.bias.extension import stack_scores
 from models.cpm_live import scores as live_scores
 from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import bee_scores

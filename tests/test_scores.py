@@ -9,17 +9,19 @@ import pickle
 import random
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, scores, simulate
-from bmt_burst.calls import terms
+from bmt_burst.bias import areas, extension
+from bmt_burst.bias import kernels as bias_kernels
+from bmt_burst.bias.call_bias import dscores_bound
+from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.kernels import load
-from bmt_burst.kernels.bias import dscores_bound
 from bmt_burst.scores import BY_DISTANCE, Scores
-from bmt_burst.sequence import areas
 from bmt_burst.sequence.gathered_calls import GatheredCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -187,7 +189,7 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
     `apart` is exact.
     """
     monkeypatch.setattr(areas, "_LONG", 1)
-    kernel, evens = load("reference"), set()
+    evens = set()
     sizes = Sizes(1, 2, 2, 8, torch.float32, torch.float32)
     for seed in range(60):
         chance = random.Random(seed)
@@ -196,23 +198,26 @@ def test_positions_rise_in_tiles_that_go_by_distance(monkeypatch):
         reach = chance.randint(1, 60)
         added = Scores.by_distance(mask, torch.zeros(2 * reach + 1, dtype=torch.int32))
         layout = chance.choice((Layout.striped, Layout.striped, Layout.zigzag))(mask.seq_len, size)
-        problem = Problem(
-            mask, layout, Spec(1.0), kernel, sizes, inner, size // inner, scores=added
-        )
-        problem = replace(problem, backward=chance.choice(("q", "kv")), biased_kernel=kernel)
+        problem = Problem(mask, layout, Spec(1.0), load("reference"), sizes, inner, size // inner)
+        scoring = TableScoring(added, bias_kernels.load("reference"))
+        problem = replace(problem, backward=chance.choice(("q", "kv")), scoring=scoring)
         for program in (program for rank in range(size) for program in programs(problem, rank)):
-            own = program.tokens(None, torch.device("cpu"))
+            own = program.numbers(None, torch.device("cpu"))
             for key, cuts in {None: program.own, **program.calls}.items():
-                sides = own, program.tokens(key, torch.device("cpu"))
-                for cut in (cut for cut in cuts if cut.row == BY_DISTANCE):
+                sides = own, program.numbers(key, torch.device("cpu"))
+                for cut in (cut for cut in cuts if cut.label.row == BY_DISTANCE):
                     tiles = positions(
                         cut, *(sides[::-1] if program.payload.sends_queries else sides)
                     )
                     steps = torch.cat([x.diff() for tile in tiles for x in tile])
                     assert (steps > 0).all(), (seed, key, cut)
                     apart = tuple(int(kv[0] - q[0]) for q, kv in tiles)
-                    assert cut.apart == (apart if (steps == 1).all() else None), (seed, key, cut)
-                    evens.add(cut.apart is not None)
+                    assert cut.label.apart == (apart if (steps == 1).all() else None), (
+                        seed,
+                        key,
+                        cut,
+                    )
+                    evens.add(cut.label.apart is not None)
     assert evens == {True, False}
 
 
@@ -221,9 +226,9 @@ def test_what_biased_calls_share(backward, monkeypatch):
     """A bound that holds for each, of which padding has no say, and for each heads what kernels
     keep for a table.
     """
-    kernel, found = type(load("reference")), []
+    kernel, found = type(bias_kernels.load("reference")), []
 
-    def watched(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
+    def watched(self, dout, q, k, v, out, lse, delta, call, spec, bias):
         own = dscores_bound(dout, v, lse, delta)
         assert bias.bound.isfinite().all()
         assert (bias.bound >= own).all()
@@ -469,7 +474,7 @@ def test_who_sees_rows_of_minus_infinity_alone_has_no_lse_and_no_gradient(flash,
 def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
     """Which they find by what is installed, whatever `flash` says."""
     monkeypatch.setattr(
-        terms, "pick_biased", lambda kernel, q, *_: load("cpu" if q.sum() else "reference")
+        extension, "pick", lambda kernel, q, *_: SimpleNamespace(name=f"k{int(q.sum() > 0)}")
     )
 
     def work(ring):
@@ -477,7 +482,7 @@ def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
         added = Scores.by_distance(Mask.causal(6), integers([0]))
         with pytest.raises(
             ValueError,
-            match="differ in the kernel of the bias: rank 0 has 'reference', rank 1 has 'cpu'",
+            match="differ in the kernel of the bias: rank 0 has 'k0', rank 1 has 'k1'",
         ):
             burst_attn_func(q, q, q, scores=added, bias=torch.zeros(1, 2), process_group=ring)
 

@@ -39,8 +39,8 @@ from bmt_burst.sparse import Choices, choose, keep_choices, memory, torch_far
 from bmt_burst.sparse import cache as cache_module
 from bmt_burst.sparse.blocks import FarBlocks, pack_blocks, unpack_blocks
 from bmt_burst.sparse.compressed import compress, sum_strides
+from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
-from bmt_burst.strategies.selected import SelectedPlan
 from bmt_burst.transport import ALONE
 from tests.helpers import attention_errors, random_qkv, ring_arguments, run_ranks
 from tests.sparse import Case, chosen_blocks, oracle, random_case, record_choices
@@ -270,7 +270,7 @@ def choose_on_a_rank(ring, layout, q, k, mask):
     q, k = (layout.shard(x, ring.rank) for x in (q, k))
     rings, found = Rings(ring, ALONE), []
     for span_bytes in (0, 5000, 1 << 30):
-        plan = SelectedPlan(problem, ring.rank, strategies.load("ring"), span_bytes)
+        plan = SparsePlan(problem, ring.rank, strategies.load("ring"), span_bytes)
         plan.reserve(rings, q.device, with_backward=False)
         found.append(unpack_blocks(plan.choose(rings, q, k).chosen))
     assert found[0].equal(found[1])

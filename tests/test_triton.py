@@ -19,8 +19,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bmt_burst import kernels
+from bmt_burst.bias import kernels as bias_kernels
+from bmt_burst.bias.call_bias import CallBias, Segments, dscores_bound
+from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.kernels import triton as backend
-from bmt_burst.kernels.bias import CallBias, Segments, dscores_bound
 from bmt_burst.kernels.reference import visible
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import KernelCall
@@ -45,8 +47,8 @@ pytestmark = [
 ]
 if DEVICE == "cuda":
     pytestmark.append(pytest.mark.gpu)
-KERNEL = kernels.load("triton")
-SPEC, BIASED = Spec(0.3, deterministic=True), Spec(0.3, deterministic=True, biased=True)
+KERNEL, BIAS_KERNEL = kernels.load("triton"), bias_kernels.load("triton")
+SPEC = Spec(0.3, deterministic=True)
 CAPPED = Spec(0.3, deterministic=True, softcap=1.5)
 if DEVICE == "cuda":
     CALLS = named_calls(100)
@@ -74,7 +76,8 @@ def bias_of(call, heads, seed=0):
 
 
 def check(call, tensors, spec=SPEC, with_delta=False, bias=None):
-    errors = kernel_errors(KERNEL, call, tensors, spec, with_delta, bias)
+    kernel = KERNEL if bias is None else BIAS_KERNEL
+    errors = kernel_errors(kernel, call, tensors, spec, with_delta, bias)
     assert errors.pop("lse") < 1e-5  # what P is rounded to does not count
     assert max(errors.values()) < BOUNDS[tensors[0].dtype], errors
 
@@ -88,18 +91,18 @@ def test_calls(kind):
 def test_calls_with_a_bias(kind):
     """Each with queries and keys of a contiguous, zigzag or striped rank, or of no order."""
     bias = bias_of(CALLS[kind], 1, seed=sum(map(ord, kind)))
-    check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), BIASED, len(kind) % 2 == 0, bias)
+    check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), SPEC, len(kind) % 2 == 0, bias)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="Triton's interpreter finds overflows")
 @pytest.mark.parametrize(
-    ("spec", "by_segments"), [(SPEC, False), (CAPPED, False), (BIASED, True), (BIASED, False)]
+    ("spec", "by"), [(SPEC, None), (CAPPED, None), (SPEC, "segments"), (SPEC, "distance")]
 )
-def test_no_integer_overflows(spec, by_segments, find_overflows):
+def test_no_integer_overflows(spec, by, find_overflows):
     call, bias = CALLS["tiles apart"], None
-    if spec.biased:
+    if by:
         bias = bias_of(call, 2)
-        bias = bias if by_segments else replace(bias, segments=None)
+        bias = bias if by == "segments" else replace(bias, segments=None)
     check(call, tensors_of(call, 1, 2, 1, 8), spec, bias=bias)
 
 
@@ -147,23 +150,26 @@ def test_head_sizes(head_size, dtype):
 @pytest.mark.parametrize("kind", ["documents", "full documents"])
 def test_the_gradient_of_a_table_alone(kind, monkeypatch):
     """What kernels without one ask for."""
-    monkeypatch.setattr(backend, "_MOST_KEYS", 7)
+    monkeypatch.setattr(with_bias, "_MOST_KEYS", 7)
     call = CALLS[kind]
     q, k, v, dout = tensors_of(call, 1, 2, 1, 8)
     for bias in (bias_of(call, 2, seed=1), replace(bias_of(call, 2), segments=None)):
-        out, lse = KERNEL.forward(q, k, v, call, BIASED, bias)
+        out, lse = BIAS_KERNEL.forward(q, k, v, call, SPEC, bias)
         delta = (out * dout).sum(-1).transpose(1, 2)
-        inputs = dout, q, k, v, None, lse, delta, call, BIASED, bias
-        assert relative_error(backend.table_gradient(*inputs), KERNEL.backward(*inputs)[3]) < 1e-6
+        inputs = dout, q, k, v, None, lse, delta, call, SPEC, bias
+        assert (
+            relative_error(with_bias.table_gradient(*inputs), BIAS_KERNEL.backward(*inputs)[3])
+            < 1e-6
+        )
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_where_tokens_are_known_to_be_neighbours_no_others_are_looked_for(known, monkeypatch):
-    call, launched, launch = CALLS["documents"], [], backend._launch
+    call, launched, start = CALLS["documents"], [], with_bias.start
     monkeypatch.setattr(
-        backend,
-        "_launch",
-        lambda *args, **options: launched.append(args[0]) or launch(*args, **options),
+        with_bias,
+        "start",
+        lambda *args, **options: launched.append(options) or start(*args, **options),
     )
     positions = (
         torch.arange(count, dtype=torch.int32, device=DEVICE)
@@ -171,13 +177,9 @@ def test_where_tokens_are_known_to_be_neighbours_no_others_are_looked_for(known,
     )
     fields = dict(zip(("q_position", "kv_position"), positions, strict=True), segments=None)
     apart = tuple(kv[0] - q[0] for q, kv in call.tiles) if known else None
-    check(
-        call,
-        tensors_of(call, 2, 2, 1, 8),
-        BIASED,
-        bias=replace(bias_of(call, 2), **fields, apart=apart),
-    )
-    assert launched.count("backward_table") == launched.count("backward_q") * (1 if known else 2)
+    bias = replace(bias_of(call, 2), **fields, apart=apart)
+    check(call, tensors_of(call, 2, 2, 1, 8), SPEC, bias=bias)
+    assert [x["EVEN"] for x in launched] == ([True] if known else [True, False])
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_where_tokens_are_known_to_be_neighbours_no_others_are_looked_for(known,
 )
 def test_shared_keys_and_a_bias(heads, kv_heads, dtype):
     call = CALLS["tiles apart"]
-    check(call, tensors_of(call, 2, heads, kv_heads, 8, dtype), BIASED, bias=bias_of(call, heads))
+    check(call, tensors_of(call, 2, heads, kv_heads, 8, dtype), SPEC, bias=bias_of(call, heads))
 
 
 @pytest.mark.parametrize("kind", list(CALLS)[:: 1 if DEVICE == "cuda" else 3])
@@ -199,7 +201,7 @@ def test_calls_whose_bias_goes_by_distance(kind):
         torch.arange(n, dtype=torch.int32, device=DEVICE) for n in (call.q_tokens, call.kv_tokens)
     )
     for each in (bias, replace(bias, q_position=q + 11, kv_position=kv)):
-        check(call, tensors_of(call, 1, heads, 1, 8), BIASED, len(kind) % 4 < 2, each)
+        check(call, tensors_of(call, 1, heads, 1, 8), SPEC, len(kind) % 4 < 2, each)
 
 
 def test_walks_are_each_pair_once():
@@ -209,9 +211,9 @@ def test_walks_are_each_pair_once():
         found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
         for queries, keys in ((8, 4), (4, 4)):
             found.zero_()
-            walks = backend._walks_on_host(call, queries, keys).tolist()
+            walks = with_bias._walks_on_host(call, queries, keys).tolist()
             for start, steps, ahead, q_start, q_count, kv_start, kv_count in walks:
-                assert 0 < steps <= backend._MOST_STEPS
+                assert 0 < steps <= with_bias._MOST_STEPS
                 for first in range(start, start + steps * queries, queries):
                     rows = range(first, min(first + queries, q_count))
                     columns = range(max(first + ahead, 0), min(first + ahead + keys, kv_count))
@@ -242,7 +244,7 @@ def test_one_segment_goes_by_distance_alone(kind, step):
         check(
             call,
             tensors_of(call, 1, 1, 1, 8),
-            BIASED,
+            SPEC,
             bias=replace(bias, segments=replace(segments, **changes)),
         )
 
@@ -253,7 +255,7 @@ def test_tables_of_any_strides():
     check(
         call,
         tensors_of(call, 1, 2, 2, 8),
-        BIASED,
+        SPEC,
         bias=replace(bias, table=bias.table.T.contiguous().T),
     )
 
@@ -263,13 +265,13 @@ def test_the_gradient_of_a_table_is_as_exact_for_gradients_of_any_size(factor):
     call = CALLS["a window"]
     *qkv, dout = tensors_of(call, 1, 1, 1, 8)
     bias = bias_of(call, 1)
-    out, lse = KERNEL.forward(*qkv, call, BIASED, bias)
-    expected = KERNEL.backward(dout, *qkv, out, lse, None, call, BIASED, bias)[3]
-    grad = KERNEL.backward(dout * factor, *qkv, out, lse, None, call, BIASED, bias)[3]
+    out, lse = BIAS_KERNEL.forward(*qkv, call, SPEC, bias)
+    expected = BIAS_KERNEL.backward(dout, *qkv, out, lse, None, call, SPEC, bias)[3]
+    grad = BIAS_KERNEL.backward(dout * factor, *qkv, out, lse, None, call, SPEC, bias)[3]
     assert (
         float((grad.double() / factor - expected).norm() / expected.norm()) < BOUNDS[torch.float32]
     )
-    assert KERNEL.backward(dout * 0, *qkv, out, lse, None, call, BIASED, bias)[3].eq(0).all()
+    assert BIAS_KERNEL.backward(dout * 0, *qkv, out, lse, None, call, SPEC, bias)[3].eq(0).all()
 
 
 def test_the_gradient_of_a_table_is_as_exact_beside_other_heads_and_tokens():
@@ -280,8 +282,8 @@ def test_the_gradient_of_a_table_is_as_exact_beside_other_heads_and_tokens():
     for factor in (1.0, 1e6):
         v[:, :, 1] *= factor
         dout[:, :, 1] *= factor
-        out, lse = KERNEL.forward(q, k, v, call, BIASED, bias)
-        grads.append(KERNEL.backward(dout, q, k, v, out, lse, None, call, BIASED, bias)[3])
+        out, lse = BIAS_KERNEL.forward(q, k, v, call, SPEC, bias)
+        grads.append(BIAS_KERNEL.backward(dout, q, k, v, out, lse, None, call, SPEC, bias)[3])
     assert torch.allclose(grads[1][:, 0], grads[0][:, 0], rtol=1e-6, atol=1e-7)
 
 
@@ -294,10 +296,10 @@ def test_the_gradient_of_a_table_needs_no_tight_bound():
     grads = []
     for loose, table in ((1, bias.table), (1000, bias.table.clone()), (1, bias.table * 2)):
         added = replace(bias, table=table)
-        out, lse = KERNEL.forward(*qkv, call, BIASED, added)
+        out, lse = BIAS_KERNEL.forward(*qkv, call, SPEC, added)
         delta = (out * dout).sum(-1).transpose(1, 2).contiguous()
         added = replace(added, bound=loose * dscores_bound(dout, qkv[2], lse, delta))
-        grads.append(KERNEL.backward(dout, *qkv, None, lse, delta, call, BIASED, added)[3])
+        grads.append(BIAS_KERNEL.backward(dout, *qkv, None, lse, delta, call, SPEC, added)[3])
     assert torch.allclose(grads[1], grads[0], rtol=1e-6, atol=1e-6)
     assert not torch.allclose(grads[2], grads[0], rtol=1e-3, atol=1e-3)
 
@@ -308,8 +310,8 @@ def test_the_gradient_of_a_table_does_not_hide_nan(spoilt):
     tensors = tensors_of(call, 1, 1, 1, 8)
     tensors[spoilt][0, 20, 0, 3] = torch.nan
     *qkv, dout = tensors
-    out, lse = KERNEL.forward(*qkv, call, BIASED, bias)
-    assert KERNEL.backward(dout, *qkv, out, lse, None, call, BIASED, bias)[3].isnan().all()
+    out, lse = BIAS_KERNEL.forward(*qkv, call, SPEC, bias)
+    assert BIAS_KERNEL.backward(dout, *qkv, out, lse, None, call, SPEC, bias)[3].isnan().all()
 
 
 @pytest.mark.parametrize("entries", [None, (2,), (-1,), (2, -1)])
@@ -331,10 +333,10 @@ def test_the_gradient_of_a_table_knows_no_queries_that_are_not_there(entries):
         pairs = torch.tensor(entries, dtype=torch.int32)
         segments = Segments(nothing, nothing, nothing, position % len(entries), pairs, 4)
     bias = moved(CallBias(torch.randn(5, 1), position, position, distances, segments), DEVICE)
-    out, lse = KERNEL.forward(q, k, v, KernelCall.whole(count), BIASED, bias)
+    out, lse = BIAS_KERNEL.forward(q, k, v, KernelCall.whole(count), SPEC, bias)
     assert lse.isfinite().all()
-    inputs = dout, q, k, v, out, lse, None, KernelCall.whole(count), BIASED, bias
-    mine, exact = (kernels.load(name).backward(*inputs)[3] for name in ("triton", "reference"))
+    inputs = dout, q, k, v, out, lse, None, KernelCall.whole(count), SPEC, bias
+    mine, exact = (bias_kernels.load(name).backward(*inputs)[3] for name in ("triton", "reference"))
     assert torch.allclose(mine, exact, rtol=1e-4, atol=1e-4)
 
 
@@ -344,8 +346,10 @@ def test_results_are_equal_in_every_bit(kind):
     *qkv, dout = tensors_of(call, 1, 2, 1, 16, torch.float16)
     bias, results = bias_of(call, 2), []
     for _ in range(2):
-        out, lse = KERNEL.forward(*qkv, call, BIASED, bias)
-        results.append((out, lse, *KERNEL.backward(dout, *qkv, out, lse, None, call, BIASED, bias)))
+        out, lse = BIAS_KERNEL.forward(*qkv, call, SPEC, bias)
+        results.append(
+            (out, lse, *BIAS_KERNEL.backward(dout, *qkv, out, lse, None, call, SPEC, bias))
+        )
     assert all(a.equal(b) for a, b in zip(*results, strict=True))
 
 
@@ -492,10 +496,10 @@ def test_what_it_refuses(monkeypatch, capability, shape, dtype, refusal):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "this GPU")
     with FakeTensorMode():
         q = torch.empty(shape, dtype=dtype, device="cuda")
-        for spec in (SPEC, BIASED, CAPPED):
+        for spec in (SPEC, CAPPED):
             reason = KERNEL.refuses(spec, q, q)
             assert (reason is None) if refusal is None else (refusal in reason)
-        assert KERNEL.refuses(replace(BIASED, softcap=2.0), q, q) == kernels.NOT_BOTH
+        assert BIAS_KERNEL.refuses(CAPPED, q, q) == bias_kernels.NOT_BOTH
 
 
 def test_without_a_gpu_nobody_gets_it():

@@ -106,7 +106,7 @@ def test_any_mask_equals_dense():
 )
 def test_with_a_bias(grid, heads, monkeypatch):
     """Heads of a rank may be a part of a kv head's, which have terms of their own."""
-    monkeypatch.setattr("bmt_burst.sequence.areas._LONG", 4)
+    monkeypatch.setattr("bmt_burst.bias.areas._LONG", 4)
     size, inner = grid
     scores, tensors = (
         random_scores(random.Random(1), Mask.window(61, 40), 9),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import check_tensor
-from ..calls.masking import check_lengths, check_seq_len, expand_rows
+from ..calls.masking import check_lengths, check_seq_len, layouts_of_rows, masks_of_rows
 from ..calls.options import Layouts, Masks
 from ..calls.terms import compare_terms
 from ..ranks.agreement import gather_terms
@@ -208,11 +208,11 @@ class _Part:
             _check_padding(inputs.attention_mask, (self.size, self.tokens))
         _check_exclusive(inputs)
         self.lengths = None if inputs.length is None else _read_lengths(inputs.length, self.size)
-        self.masks = expand_rows("mask", inputs.mask, (Mask,), self.size) or (None,) * self.size
+        self.masks = masks_of_rows(inputs.mask, self.size) or (None,) * self.size
         layouts: str | Layout | Sequence[str | Layout] = (
             sp.layout if inputs.layout is None else inputs.layout
         )
-        self.layouts = expand_rows("layout", layouts, (str, Layout), self.size)
+        self.layouts = layouts_of_rows(layouts, self.size)
         self.placed = {row: sp.with_layout(row) for row in self.layouts}
         self.marks = {name: self._check_mark(name, x) for name, x in inputs.marks.items()}
         if self.marks and len(self.placed) > 1:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Item = TypeVar("Item")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of inputs
 
@@ -112,3 +115,32 @@ def _shown(value: Any) -> str:
     return (
         repr(value) if isinstance(value, str | bool | float | int | None) else type(value).__name__
     )
+
+
+def expand_rows(
+    name: str,
+    given: Item | Sequence[Item] | None,
+    kinds: tuple[type[Any], ...],
+    batch: int,
+    hint: str = "",
+) -> tuple[Item, ...]:
+    """Return one item for each row of the batch, or none if none was passed.
+
+    hint  ends the error about an item of another type
+
+    Raises TypeError if an item is not of `kinds`, ValueError if their number is not `batch`.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, kinds):
+        return (given,) * batch
+    rows = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for row in rows:
+        if not isinstance(row, kinds) or row is given:
+            raise TypeError(
+                f"{name} must be a {name.capitalize()} or one for each row, "
+                f"got {type(row).__name__}{hint}"
+            )
+    if len(rows) != batch:
+        raise ValueError(f"{name} has {len(rows)} entries for a batch of {batch} rows")
+    return rows

@@ -17,8 +17,10 @@ from ..ranks.rings import Rings
 from ..strategies import Plan, Saved
 
 
-class BurstAttention(torch.autograd.Function):
-    """Attention of one rank by its plan; differentiable once in q, k, v, bias and sinks."""
+class PlannedAttention(torch.autograd.Function):
+    """Attention of one rank by its plan. It is differentiable once in q, k, v, sinks and the inputs
+    of an extension.
+    """
 
     @staticmethod
     def forward(
@@ -26,19 +28,19 @@ class BurstAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        bias: Tensor | None,
         sinks: Tensor | None,
         rings: Rings,
         plan: Plan,
         number: int,
+        *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse of the call with this number."""
         with without_autocast(q):
-            out, lse, row_lse = plan.forward(rings, q, k, v, bias)
+            out, lse, kept = plan.forward(rings, q, k, v, inputs)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
-        ctx.save_for_backward(*Saved(q, k, v, out, lse, bias, row_lse), sinks)
-        ctx.rings, ctx.plan, ctx.number = rings, plan, number
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *inputs, *kept)
+        ctx.rings, ctx.plan, ctx.number, ctx.input_count = rings, plan, number, len(inputs)
         ctx.set_materialize_grads(False)  # most backwards have no gradient of lse
         return out, lse
 
@@ -52,8 +54,9 @@ class BurstAttention(torch.autograd.Function):
 
         def begin() -> tuple[Tensor, Saved, Tensor | None]:
             check_first_derivative("burst_attn_func")
-            *tensors, sinks = ctx.saved_tensors
-            saved, dout = Saved(*tensors), grads[0]
+            q, k, v, out, lse, sinks, *others = ctx.saved_tensors
+            inputs, kept = others[: ctx.input_count], others[ctx.input_count :]
+            saved, dout = Saved(q, k, v, out, lse, tuple(inputs), tuple(kept)), grads[0]
             given = (x for x in grads if x is not None)
             check_transforms("the backward of burst_attn_func", *given)
             if dout is None:  # nothing that used `out` returned a gradient for it
@@ -67,7 +70,7 @@ class BurstAttention(torch.autograd.Function):
                 if dlse is not None:
                     out, dout = add_lse_gradient(saved.out, dout, saved.lse, dlse)
                     saved = saved._replace(out=out)
-                dq, dk, dv, dbias = plan.backward(rings, dout, saved)
-                if sinks is not None and ctx.needs_input_grad[4]:
+                dq, dk, dv, of_inputs = plan.backward(rings, dout, saved)
+                if sinks is not None and ctx.needs_input_grad[3]:
                     dsinks = sinks_gradient(dout, saved.out, saved.lse, sinks)
-        return dq, dk, dv, dbias, dsinks, None, None, None
+        return dq, dk, dv, dsinks, None, None, None, *of_inputs

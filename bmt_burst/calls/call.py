@@ -11,7 +11,6 @@ Terms and plans are kept, so a call that repeats another one only checks, sends 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,12 +25,11 @@ from ..ranks.agreement import (
     report_failure,
 )
 from ..ranks.rings import Rings
-from ..sparse.choice import find_longest
 from ..strategies import Plan, Problem, Sizes, choose
-from ..strategies.selected import SelectedPlan, window_problem
-from .autograd import BurstAttention
+from ..strategies.extension import Extension, Tensors
+from .autograd import PlannedAttention
 from .inputs import Given, Inputs
-from .masking import check_lengths, resolve_layout
+from .masking import Masking, check_lengths, resolve_layout
 from .options import Options
 from .refusal import CALL, refuse_in_rings
 from .terms import Terms, compare_terms, find_terms
@@ -45,22 +43,22 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
     sinks: Tensor | None,
     options: Options,
-    choose_by: tuple[Tensor, Tensor] | None = None,
+    extend: Callable[[], tuple[Extension | None, tuple[Any, ...]]] = lambda: (None, ()),
     is_packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, S, H, D of v) and lse (B, H, S) of a call that all ranks of `rings` make.
 
+    extend     returns the extension of the call, if any, and its tensors
     is_packed  whether q, k and v have no batch dimension; out and lse still have one
 
     Raises on every rank if arguments are wrong on any rank.
     """
     with _on_device_of(q), admit_one_thread(rings, CALL):
         try:
-            given = Given(q, k, v, bias, sinks, choose_by, is_packed)
-            inputs, terms = find_terms(rings, given, options)
+            given = Given(q, k, v, sinks, is_packed)
+            inputs, tensors, terms = find_terms(rings, given, options, *extend())
         except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
             refuse_in_rings(rings, error)
         number = rings.history.calls + 1
@@ -69,7 +67,7 @@ def attend(
         with report_failure(rings, call):
             plan = find_plan(rings, terms, said, device)
             rings.history.calls = number
-            return _compute(rings, plan, number, inputs, terms.masking.rows)
+            return _compute(rings, plan, number, inputs, tensors, terms.masking)
 
 
 def _on_device_of(x: Any) -> AbstractContextManager[Any]:
@@ -79,41 +77,32 @@ def _on_device_of(x: Any) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def find_plan(
-    rings: Rings, terms: Terms, said: tuple[bytes, ...], device: torch.device
-) -> Plan | SelectedPlan:
+def find_plan(rings: Rings, terms: Terms, said: tuple[bytes, ...], device: torch.device) -> Plan:
     """Return the plan that follows from the terms of all ranks, `said`. Plans are kept.
 
     Raises ValueError on all ranks if the terms do not agree or no strategy can compute the problem.
     """
     plans = rings.history.plans
-    plan: Plan | SelectedPlan | None = plans.pop(said, None)
+    plan: Plan | None = plans.pop(said, None)
     if plan is None:
         with mark_known_errors():
             tokens = compare_terms(said, terms.masking.arguments)
             problem = make_problem(rings, terms, tokens)
-            plan = _make_plan(_find_strategy(terms), problem, rings.rank)
+            plan = _make_plan(terms, problem, rings.rank)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         _make_room(rings)
     plans[said] = plan  # last in order: just used
     return plan
 
 
-def _find_strategy(terms: Terms) -> str:
-    """Return the strategy that was asked for. Where "auto" always means the ring, return that."""
-    # Only GPUs compute short calls before the host has enqueued them. Sparse sequences are long.
-    is_long = terms.device_type != "cuda" or terms.options.sparse is not None
-    name = terms.options.strategy
-    return "ring" if name == "auto" and is_long else name
-
-
-def _make_plan(name: str, problem: Problem, rank: int) -> Plan | SelectedPlan:
-    """Return the plan of the strategy called `name`. Raises ValueError if it refuses."""
-    if problem.sparse is None:
-        return choose(name, problem).plan(problem, rank)
-    strategy = choose(name, window_problem(problem))
-    span_bytes = sys.maxsize if name == "all-gather" else problem.group_bytes
-    return SelectedPlan(problem, rank, strategy, span_bytes)
+def _make_plan(terms: Terms, problem: Problem, rank: int) -> Plan:
+    """Return the plan of a rank. Raises ValueError if the strategy refuses."""
+    name, extension = terms.options.strategy, terms.masking.extension
+    if name == "auto" and terms.device_type != "cuda":
+        name = "ring"  # only GPUs compute short calls before the host has enqueued them
+    if extension:
+        return extension.plan(problem, rank, name)
+    return choose(name, problem).plan(problem, rank)
 
 
 def _make_room(rings: Rings) -> None:
@@ -135,9 +124,6 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
     mask = masking.mask_of(tokens)
     layout = resolve_layout(masking.layout, mask, len(tokens))
     check_lengths(layout, tokens)
-    sparse = options.sparse
-    if sparse is not None and sparse.is_dense(find_longest(mask)):
-        sparse = None
     batch, _, heads, head_size = terms.shape
     return Problem(
         mask=mask,
@@ -157,25 +143,19 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
         backward=options.backward,
         send_out=not options.optimize_bwd_comm,
         group_bytes=options.group_bytes,
-        scores=masking.scores,
-        biased_kernel=terms.biased_kernel,
-        sparse=sparse,
     )
 
 
 def _compute(
-    rings: Rings, plan: Plan | SelectedPlan, number: int, inputs: Inputs, rows: int
+    rings: Rings, plan: Plan, number: int, inputs: Inputs, tensors: Tensors, masking: Masking
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse. If `rows` is not 0, all rows are computed as one sequence."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    choose_by = inputs.choose_by or (q, k)
+    """Return out and lse. If rows differ, all are computed as one sequence."""
+    q, k, v, rows = inputs.q, inputs.k, inputs.v, masking.rows
     if rows:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-        choose_by = choose_by[0].flatten(0, 1).unsqueeze(0), choose_by[1].flatten(0, 1).unsqueeze(0)
-    if isinstance(plan, SelectedPlan):
-        plan = plan.choose(rings, *choose_by)
-    run: Callable[..., tuple[Tensor, Tensor]] = BurstAttention.apply
-    out, lse = run(q, k, v, inputs.bias, inputs.sinks, rings, plan, number)
+        tensors = masking.extension.join_rows(tensors) if masking.extension else tensors
+    run: Callable[..., tuple[Tensor, Tensor]] = PlannedAttention.apply
+    out, lse = run(q, k, v, inputs.sinks, rings, plan, number, *tensors)
     if rows:
         out = out.squeeze(0).unflatten(0, (rows, -1))
         lse = lse.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)

@@ -4,7 +4,7 @@ Values may have another head size than queries and keys, as in multi-head latent
 smaller one is padded with zeros, which changes no score and no output: so kernels and strategies
 know one size.
 
-Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, R rows of a table.
+Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Given(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None
     sinks: Tensor | None
-    choose_by: tuple[Tensor, Tensor] | None
     is_packed: bool
 
     def describe(self) -> tuple[Hashable, ...]:
@@ -40,12 +38,11 @@ class Given(NamedTuple):
 
         Calls of equal descriptions all pass the checks, or none does. Raises for some wrong inputs.
         """
-        q, k, v, bias, sinks, choose_by, is_packed = self
+        q, k, v, sinks, is_packed = self
         needs_gradient = torch.is_grad_enabled() and (
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
-            or (bias is not None and bias.requires_grad)
             or (sinks is not None and sinks.requires_grad)
         )
         return (
@@ -55,9 +52,7 @@ class Given(NamedTuple):
             _describe(q),
             _describe(k),
             _describe(v),
-            None if bias is None else _describe(bias),
             None if sinks is None else _describe(sinks),
-            None if choose_by is None else (type(choose_by), *map(_describe, choose_by)),
         )
 
 
@@ -70,10 +65,7 @@ class Inputs(NamedTuple):
 
     q           (B, S, H, D)
     k, v        (B, S, G, D) in q's dtype; G divides H
-    bias        (R, H) fp32 (fp64 for fp64 inputs), or None
     sinks       (H,) fp32 (fp64 for fp64 inputs), or None
-    choose_by   the queries and keys by which sparse attention chooses blocks, of the shapes of q
-                and k, without gradients, or None
     autocast    the dtype that autocast cast q, k and v to, or None if it is off
     head_size   the head size of q and k as they were passed. D is the larger one of these two.
     value_size  the head size of v as it was passed, and so of out
@@ -82,23 +74,16 @@ class Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None
     sinks: Tensor | None
-    choose_by: tuple[Tensor, Tensor] | None
     autocast: torch.dtype | None
     head_size: int
     value_size: int
 
     @property
-    def need_gradient(self) -> bool:
-        """Whether autograd records the call."""
-        tensors = (self.q, self.k, self.v, self.bias, self.sinks)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-    @property
-    def bias_rows(self) -> int | None:
-        """The number of rows of the bias, or None without a bias."""
-        return None if self.bias is None else len(self.bias)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        tensors = (self.q, self.k, self.v, self.sinks)
+        return tuple(x for x in tensors if x is not None)
 
 
 def prepare_inputs(given: Given) -> Inputs:
@@ -113,17 +98,12 @@ def _cast(given: Given) -> Inputs:
 
     Autocast matters because a norm or a rotary embedding may leave some of q, k and v in fp32.
     """
-    q, k, v, bias, sinks, choose_by, is_packed = given
+    q, k, v, sinks, is_packed = given
     if is_packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     if autocast := autocast_dtype(q):
         q, k, v = cast(q, autocast), cast(k, autocast), cast(v, autocast)
-    if choose_by is not None:
-        queries, keys = (
-            (x.detach().unsqueeze(0) if is_packed else x.detach()).to(q.dtype) for x in choose_by
-        )
-        choose_by = queries, keys
-    return Inputs(q, k, v, bias, sinks, choose_by, autocast, q.shape[-1], v.shape[-1])
+    return Inputs(q, k, v, sinks, autocast, q.shape[-1], v.shape[-1])
 
 
 def _pad_heads(inputs: Inputs) -> Inputs:
@@ -133,11 +113,8 @@ def _pad_heads(inputs: Inputs) -> Inputs:
         return inputs
     if missing < 0:
         return inputs._replace(v=functional.pad(inputs.v, (0, -missing)))
-    q, k, *others = (
-        functional.pad(x, (0, missing)) for x in (inputs.q, inputs.k, *(inputs.choose_by or ()))
-    )
-    choose_by = (others[0], others[1]) if others else None
-    return inputs._replace(q=q, k=k, choose_by=choose_by)
+    q, k = (functional.pad(x, (0, missing)) for x in (inputs.q, inputs.k))
+    return inputs._replace(q=q, k=k)
 
 
 def check_inputs(given: Given) -> Inputs:
@@ -147,10 +124,8 @@ def check_inputs(given: Given) -> Inputs:
     """
     for name, x in (("q", given.q), ("k", given.k), ("v", given.v)):
         _check_one(name, x, given.is_packed)
-    _check_choose_by(given.choose_by, given.q, given.k)
     inputs = _cast(given)
     _check_together(inputs.q, inputs.k, inputs.v)
-    _check_bias(inputs.bias, inputs.q)
     _check_sinks(inputs.sinks, inputs.q)
     return _pad_heads(inputs)
 
@@ -199,15 +174,6 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k has {k.shape[2]} heads, which does not divide q's {q.shape[2]}")
 
 
-def _check_bias(bias: Tensor | None, q: Tensor) -> None:
-    if bias is None:
-        return
-    check_tensor("bias", bias)
-    if bias.dim() != 2 or bias.shape[1] != q.shape[2]:
-        raise ValueError(f"bias must be (rows, {q.shape[2]} heads), got shape {tuple(bias.shape)}")
-    _check_like_lse("bias", bias, q)
-
-
 def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
@@ -218,24 +184,6 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
             f"got shape {tuple(sinks.shape)}"
         )
     _check_like_lse("sinks", sinks, q)
-
-
-def _check_choose_by(choose_by: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor) -> None:
-    if choose_by is None:
-        return
-    if not isinstance(choose_by, list | tuple) or len(choose_by) != 2:
-        raise TypeError(
-            f"choose_by must be a pair of queries and keys, got {type(choose_by).__name__}"
-        )
-    for name, x, like in zip(("queries", "keys"), choose_by, (q, k), strict=True):
-        check_tensor(f"{name} of choose_by", x)
-        if x.shape != like.shape or x.device != like.device:
-            raise ValueError(
-                f"expected {name} of choose_by of shape {tuple(like.shape)} on {like.device}, "
-                f"got {tuple(x.shape)} on {x.device}"
-            )
-        if x.dtype not in DTYPES:
-            raise ValueError(f"{name} of choose_by must be floating point, got {x.dtype}")
 
 
 def _check_like_lse(name: str, x: Tensor, q: Tensor) -> None:

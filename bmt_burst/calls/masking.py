@@ -1,6 +1,6 @@
-"""Masks, layouts and scores of a call: one for the whole batch, or one for each of its rows.
+"""Masks and layouts of a call: one for the whole batch, or one for each of its rows.
 
-If rows differ in masks, layouts or scores, all rows are computed as one sequence. No token sees
+If rows differ in these, or in an extension, all rows are computed as one sequence. No token sees
 another row.
 """
 
@@ -9,22 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from ..scores import Scores
+from ..base.arguments import expand_rows
 from ..sequence.layout import Balanced, Layout, Stacked
 from ..sequence.mask import Mask
-from .options import Options
+from ..strategies.extension import Extension
+from .options import Layouts, Masks, Options
 
-_MOST_KEPT = 64  # stacked masks, stacked scores and balanced layouts, each
-
-_HINTS = {
-    "mask": ": make one of documents, windows or slices, such as Mask.documents(cu_seqlens)",
-    "layout": ": pass its name, such as 'zigzag', or make one, such as Layout.zigzag(n, size)",
-    "scores": ": make them of a mask, such as Scores.by_distance(mask, distances)",
-}
-
-Item = TypeVar("Item", Mask, Scores, str | Layout)
+_MOST_KEPT = 64  # stacked masks and balanced layouts, each
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,8 @@ class Masking:
     mask    the mask, or None for sequences of any length: then all pairs are visible, or with
             `causal` the pairs of Mask.causal
     layout  a layout, or the name of one
-    scores  the scores, if any; `mask` is then their mask
+    extension
+            the extension, if any. It may have brought the mask.
     rows    the batch size if the rows were stacked as one sequence, otherwise 0
     packed  whether the mask was made of the cu_seqlens that the user passed
     """
@@ -42,7 +35,7 @@ class Masking:
     mask: Mask | None
     causal: bool
     layout: str | Layout
-    scores: Scores | None
+    extension: Extension | None
     rows: int
     packed: bool = False
 
@@ -74,58 +67,52 @@ def check_seq_len(mask: Mask, tokens: Sequence[int], name: str = "the mask") -> 
         )
 
 
-def find_masking(options: Options, batch: int, size: int, packed: bool = False) -> Masking:
+def find_masking(
+    options: Options, extension: Extension | None, batch: int, size: int, packed: bool = False
+) -> Masking:
     """Return the masking of a call with `batch` rows on `size` ranks.
 
     packed  whether the mask was made of the cu_seqlens that the user passed
 
-    Raises TypeError or ValueError for a mask, layout or scores that do not fit together.
+    Raises TypeError or ValueError for a mask, layout or extension that do not fit together.
     """
     causal = options.causal
-    masks = expand_rows("mask", options.mask, (Mask,), batch)
-    layouts = expand_rows("layout", options.layout, (str, Layout), batch)
-    scores = expand_rows("scores", options.scores, (Scores,), batch)
+    masks = masks_of_rows(options.mask, batch)
+    layouts = layouts_of_rows(options.layout, batch)
+    extensions = extension.of_rows(batch) if extension else ()
     if masks and causal:
         raise ValueError(
             "expected mask or causal, got both: use Mask.documents(..., causal=True) or the like"
         )
-    if scores and (causal or masks):
-        raise ValueError("expected scores alone, got mask or causal too: scores have a mask")
+    brought = tuple(row.mask for row in extensions if row.mask is not None)
+    if brought and (causal or masks):
+        raise ValueError(
+            f"expected {extensions[0].brings} alone, got mask or causal too: "
+            f"{extensions[0].brings} have a mask"
+        )
     for layout in layouts:
         if isinstance(layout, Layout) and layout.size != size:
             raise ValueError(f"expected a layout on {size} ranks, got one on {layout.size}")
-    masks = masks or tuple(row.mask for row in scores)
-    if all(len(set(rows)) <= 1 for rows in (masks, layouts, scores)):
+    masks = masks or brought
+    if all(len(set(rows)) <= 1 for rows in (masks, layouts, extensions)):
         mask = masks[0] if masks else None
-        return Masking(mask, causal, layouts[0], scores[0] if scores else None, 0, packed)
+        same = extensions[0] if extensions else None
+        return Masking(mask, causal, layouts[0], same, 0, packed)
     mask, layout = _stack_rows(masks or _masks_of(layouts, causal), layouts, size)
-    return Masking(mask, causal, layout, stack_scores(scores) if scores else None, rows=batch)
+    joined = extension.join(extensions) if extension else None
+    return Masking(mask, causal, layout, joined, rows=batch)
 
 
-def expand_rows(
-    name: str,
-    given: Item | Sequence[Item] | None,
-    kinds: tuple[type[Item], ...],
-    batch: int,
-) -> tuple[Item, ...]:
-    """Return one item for each row of the batch, or none if none was passed.
+def masks_of_rows(masks: Masks | None, batch: int) -> tuple[Mask, ...]:
+    """Return a mask for each row, or none for None. Raises TypeError or ValueError."""
+    hint = ": make one of documents, windows or slices, such as Mask.documents(cu_seqlens)"
+    return expand_rows("mask", masks, (Mask,), batch, hint)
 
-    Raises TypeError if an item is not of `kinds`, ValueError if their number is not `batch`.
-    """
-    if given is None:
-        return ()
-    if isinstance(given, kinds):
-        return (given,) * batch
-    rows = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for row in rows:
-        if not isinstance(row, kinds) or row is given:
-            raise TypeError(
-                f"{name} must be a {name.capitalize()} or one for each row, "
-                f"got {type(row).__name__}{_HINTS.get(name, '')}"
-            )
-    if len(rows) != batch:
-        raise ValueError(f"{name} has {len(rows)} entries for a batch of {batch} rows")
-    return rows
+
+def layouts_of_rows(layouts: Layouts, batch: int) -> tuple[str | Layout, ...]:
+    """Return a layout or the name of one for each row. Raises TypeError or ValueError."""
+    hint = ": pass its name, such as 'zigzag', or make one, such as Layout.zigzag(n, size)"
+    return expand_rows("layout", layouts, (str, Layout), batch, hint)
 
 
 def _masks_of(layouts: Sequence[str | Layout], causal: bool) -> tuple[Mask, ...]:
@@ -159,15 +146,6 @@ def _stack_rows(
                 f"{lengths} for rank {rank}"
             )
     return Mask.stacked(masks), Stacked(of_rows)
-
-
-@functools.lru_cache(maxsize=_MOST_KEPT)
-def stack_scores(scores: tuple[Scores, ...]) -> Scores:
-    """Return the scores of all rows as one sequence.
-
-    Results are kept, with all that they computed. So a loader can prepare them before the call.
-    """
-    return Scores.stacked(scores)
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from .. import strategies
 from ..base.arguments import as_bool, as_int, as_positive
 from ..base.dtypes import accumulator_dtype
-from ..scores import Scores
 from ..sequence.layout import LAYOUTS, Balanced, Layout
 from ..sequence.mask import Mask
-from ..sparse.config import InfLLMV2
 
 # Each is one for the whole batch, or one for each of its rows.
 Masks: TypeAlias = Mask | Sequence[Mask]
 Layouts: TypeAlias = str | Layout | Sequence[str | Layout]
-AllScores: TypeAlias = Scores | Sequence[Scores]
 
 _BACKWARDS = ("auto", "q", "kv")
 
@@ -42,38 +38,7 @@ class Options(NamedTuple):
     backward: str
     return_lse: bool
     group_bytes: int
-    scores: AllScores | None
     softcap: float | None
-    sparse: InfLLMV2 | None
-
-
-class SharedKeywords(TypedDict, total=False):
-    """Keyword arguments that all functions of attention take, beside return_lse."""
-
-    strategy: str
-    backward: str
-    group_bytes: int
-    softcap: float | None
-    sinks: Tensor | None
-    sparse: InfLLMV2 | None
-    choose_by: tuple[Tensor, Tensor] | None
-
-
-class Keywords(SharedKeywords, total=False):
-    """Keyword arguments of burst_attn_func and its packed variants, beside return_lse."""
-
-    mask: Masks | None
-    layout: Layouts
-    scores: AllScores | None
-    bias: Tensor | None
-
-
-class VarlenKeywords(SharedKeywords, total=False):
-    """Keyword arguments of burst_attn_varlen_func, beside return_lse."""
-
-    layout: str | Layout
-    optimize_bwd_comm: bool
-    deterministic: bool
 
 
 def check_options(options: Options) -> Options:
@@ -87,8 +52,6 @@ def check_options(options: Options) -> Options:
         _check_choice("layout", options.layout, (*LAYOUTS, Balanced.name))
     if options.layout is None:
         raise TypeError("layout must be a Layout or one for each row, got NoneType")
-    if options.sparse is not None:
-        _check_sparse(options.sparse, options.softcap)
     if not isinstance(options.flash, str):
         raise TypeError(f"flash must be the name of a kernel, got {options.flash!r}")
     return options._replace(
@@ -107,13 +70,6 @@ def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
         raise TypeError(f"{name} must be one of {sorted(choices)}, got {type(value).__name__}")
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}; expected one of {sorted(choices)}")
-
-
-def _check_sparse(sparse: Any, softcap: Any) -> None:
-    if not isinstance(sparse, InfLLMV2):
-        raise TypeError(f"sparse must be an InfLLMV2, got {type(sparse).__name__}")
-    if softcap is not None:
-        raise ValueError("expected sparse or softcap, got both: sparse attention caps no scores")
 
 
 def _check_positive(name: str, value: Any) -> float | None:

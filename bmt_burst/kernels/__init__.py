@@ -16,7 +16,6 @@ import importlib.util
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from .bias import CallBias
 
 logger = logging.getLogger("bmt_burst")
 
@@ -68,7 +66,7 @@ class Kernel(ABC):
         """Return why this kernel cannot compute such inputs on this machine, or None if it can.
 
         The answer holds for any `KernelCall`. Refuse tensors without values (meta), and return
-        NO_BIAS, NO_SOFTCAP or NOT_BOTH for a spec that the kernel does not support.
+        NO_SOFTCAP for a spec that the kernel does not support.
         """
 
     def broken(self) -> str | None:
@@ -87,15 +85,13 @@ class Kernel(ABC):
         v: Tensor,
         call: KernelCall,
         spec: Spec,
-        bias: CallBias | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute out (B, S, H, D) = softmax(scores) v and lse (B, H, S) = logsumexp(scores).
 
         No later call writes to the memory of the results.
 
-        scores = scale q k^T. With a bias + table[row of the pair, head]; the caller passes a bias
-        only if `spec.biased`. With a softcap scores = softcap tanh(scale q k^T / softcap), computed
-        before pairs are hidden. The logarithm is natural.
+        scores = scale q k^T, with a softcap = softcap tanh(scale q k^T / softcap), computed before
+        pairs are hidden. The logarithm is natural.
 
         lse is fp32 (fp64 for fp64 inputs).
 
@@ -119,8 +115,7 @@ class Kernel(ABC):
         delta: Tensor | None,
         call: KernelCall,
         spec: Spec,
-        bias: CallBias | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute this call's share of dq, dk and dv.
 
         dout is the gradient of the output over *all* keys of the sequence. `lse` is the logsumexp
@@ -139,9 +134,6 @@ class Kernel(ABC):
             dq = scale dS k, dk = scale dS^T q, dv = P^T dout
 
         A query that sees nothing and a key that nothing sees have gradients of 0.
-
-        With a bias return a fourth tensor, dtable (R, H) in the table's dtype. It is the sum of dS
-        for each row and head, over the visible pairs with that row and over B.
         """
 
 
@@ -180,18 +172,7 @@ def pick(name: str, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
     )
 
 
-def pick_biased(kernel: Kernel, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
-    """Return the kernel for calls with a `CallBias`, where `kernel` computes those without.
-
-    It is the same kernel if that knows biases, otherwise the fastest that does.
-    """
-    biased = replace(spec, biased=True)
-    return pick("auto", q, k, biased) if kernel.refuses(biased, q, k) else kernel
-
-
-NO_BIAS = "it does not support a bias"
 NO_SOFTCAP = "it does not support a softcap"
-NOT_BOTH = "it does not support a softcap together with a bias"
 
 
 def refuses_half(
@@ -201,12 +182,10 @@ def refuses_half(
     head_sizes: Collection[int],
     caps: bool = False,
 ) -> str | None:
-    """Return why a 16-bit kernel for NVIDIA GPUs, without biases, cannot compute q, or None.
+    """Return why a 16-bit kernel for NVIDIA GPUs cannot compute q, or None.
 
     The kernel needs a compute `capability` or above. `caps` says whether it knows a softcap.
     """
-    if spec.biased:
-        return NO_BIAS
     if spec.softcap is not None and not caps:
         return NO_SOFTCAP
     if q.device.type != "cuda":

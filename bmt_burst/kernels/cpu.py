@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Spec
-from . import NO_BIAS, NO_SOFTCAP
+from . import NO_SOFTCAP
 from .reference import grouped
 from .tile_by_tile import PlainKernel
 
@@ -25,8 +25,6 @@ class CpuKernel(PlainKernel):
     name = "cpu"
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        if spec.biased:
-            return NO_BIAS
         if spec.softcap is not None:
             return NO_SOFTCAP
         return None if q.device.type == "cpu" else f"inputs are on {q.device}, not on the CPU"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import NO_BIAS, Kernel, import_failure, installed, refuses_half
+from . import Kernel, import_failure, installed, refuses_half
 from .packed import blind_queries, effective_band, pack, pack_rows, sequences, unpack, unpack_rows
 
 
@@ -40,8 +40,7 @@ class Fa2Kernel(Kernel):
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def forward(self, q, k, v, call, spec, bias=None):
-        assert bias is None, NO_BIAS
+    def forward(self, q, k, v, call, spec):
         package = _package()
         options = {**package.options(call, spec), "dropout_p": 0.0, "return_softmax": False}
         if call.is_whole:
@@ -57,8 +56,7 @@ class Fa2Kernel(Kernel):
             )
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
-        assert bias is None, NO_BIAS
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         package = _package()
         options = {
             **package.options(call, spec),

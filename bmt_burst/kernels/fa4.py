@@ -1,7 +1,7 @@
 """FlashAttention-4: the `flash-attn-4` package (CuTe DSL), for Hopper and Blackwell.
 
 A process compiles a kernel, in seconds, when it first uses a combination of dtype, head size, mask,
-packing, softcap and kind of bias. The package keeps kernels on disk if the environment variable
+packing and softcap. The package keeps kernels on disk if the environment variable
 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 
 The source of 4.0.0b36 for Hopper shows:
@@ -13,22 +13,13 @@ The source of 4.0.0b36 for Hopper shows:
   Therefore the backward in a fixed order waits for no block that is never computed.
 - A softcap bounds scores before they are masked. P (dP - delta) is multiplied by its derivative,
   for dense and for packed tensors. tanh is the GPU's instruction, accurate to 11 bits.
-
-Short calls without a bias go to the compiled kernels directly, if `fa4_bound` knows them. Otherwise
-they go through the package's Python functions.
-
-On Hopper a bias is a function of scores. The gradient of its table is computed by our own Triton
-kernel.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,24 +27,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..base.dtypes import accumulator_dtype
-from ..sequence.span import length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import NOT_BOTH, Kernel, fa4_bound, import_failure, installed, refuses_half
-from .bias import CallBias, Segments
-from .fa4_programs import Options
-from .packed import (
-    effective_band,
-    pack,
-    pack_rows,
-    prepare_once,
-    send_to_device,
-    sequences,
-    unpack,
-    unpack_rows,
-)
+from . import Kernel, import_failure, installed, refuses_half
+from .packed import effective_band, pack, pack_rows, prepare_once, sequences, unpack, unpack_rows
 from .rows import Rows, cut_rows
-from .triton import table_gradient
 
 # 4.0.0b36 silently computes wrong gradients for other sizes, 80 among them. They are padded to the
 # next of these. On Blackwell it lacks 192, and for 256 the gradient of lse, through which delta is
@@ -91,80 +69,24 @@ class Fa4Kernel(Kernel):
         generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
         if spec.deterministic and generation == 12:
             return "its backward is not deterministic on GPUs of compute capability 12"
-        if spec.biased and (reason := _refuses_biases(spec, q, k, generation)):
-            return reason
         largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
-        plain = replace(spec, biased=False)
-        reason = refuses_half(plain, q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
-        if (
-            reason is None
-            and spec.biased
-            and not self.broken()
-            and not all(map(_takes_scalars, _functions()))
-        ):
-            return "this version of flash-attn-4 lacks aux_scalars, which a bias needs: update it"
-        return reason
+        return refuses_half(spec, q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
 
     def broken(self) -> str | None:
-        return import_failure("flash-attn-4", _functions)
+        return import_failure("flash-attn-4", functions)
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def cuts(self, q: Tensor, bias: CallBias | None) -> bool:
-        """Return whether a call is computed in parts."""
-        return bias is None and q.numel() > _MOST_ENTRIES
-
-    def forward(self, q, k, v, call, spec, bias=None):
-        if self.cuts(q, bias):
+    def forward(self, q, k, v, call, spec):
+        if q.numel() > _MOST_ENTRIES:
             return self.forward_in_parts(q, k, v, call, spec)
-        function, head_size = _functions()[0], q.shape[-1]
-        options = _options(call, q, bias is not None)
-        batch, (q, k, v) = len(q), _padded(q, k, v)
-        [v] = _values(spec, q, k, bias, v)
-        if options.packed:
-            q, k, v = pack(q), pack(k), pack(v)
-        if bias is None:
-            out, lse = fa4_bound.forward(function, q, k, v, options, spec)
-        else:
-            added = _bias_options(bias, call, batch)
-            scores = {"softmax_scale": spec.scale, "return_lse": True, **added}
-            out, lse, *_ = function(q, k, v, **scores, **options.arguments())
-        if options.packed:
-            out, lse = unpack(out, batch), unpack_rows(lse, batch)
-        return _fit_heads(out, head_size), lse
+        return forward(q, k, v, call, spec)
 
-    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
-        if self.cuts(q, bias):
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        if q.numel() > _MOST_ENTRIES:
             return self.backward_in_parts(dout, q, k, v, out, lse, delta, call, spec)
-        table = (
-            ()
-            if bias is None
-            else (table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias),)
-        )
-        function, head_size = _functions()[1], q.shape[-1]
-        options = _options(call, q, bias is not None)
-        batch, (dout, q, k, v, out) = len(q), _padded(dout, q, k, v, out)
-        dlse = None
-        if out is None:
-            # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
-            out, dlse = _zeros(call, q), -delta
-        dout, v, out = _values(spec, q, k, bias, dout, v, out)
-        if options.packed:
-            dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
-            lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
-        inputs = q, k, v, out, dout, lse.contiguous()
-        if bias is None:
-            grads = fa4_bound.backward(function, inputs, dlse, options, spec)
-        else:
-            scores = {"softmax_scale": spec.scale, "deterministic": spec.deterministic}
-            scores |= _bias_options(bias, call, batch)
-            scores |= {"score_mod_bwd": _scores().gradient_of_sum}
-            scores |= {} if dlse is None else {"dlse": dlse}
-            grads = function(*inputs, **scores, **options.arguments())[:3]
-        if options.packed:
-            grads = (unpack(grad, batch) for grad in grads)
-        return *(_fit_heads(grad, head_size) for grad in grads), *table
+        return backward(dout, q, k, v, out, lse, delta, call, spec)
 
     def forward_in_parts(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec
@@ -214,6 +136,67 @@ class Fa4Kernel(Kernel):
         return dq, *(total.to(k.dtype) for total in sums)
 
 
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: KernelCall,
+    spec: Spec,
+    added: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `Kernel.forward` in one call of the package.
+
+    added  the package's arguments for what an extension adds to scores. Tokens are packed then.
+    """
+    head_size, batch = q.shape[-1], len(q)
+    pairs, packed = _pair_arguments(call, q, added is not None)
+    q, k, v = _padded(q, k, v)
+    if added is None:
+        [v] = _values(spec, q, k, v)
+    if packed:
+        q, k, v = pack(q), pack(k), pack(v)
+    scores = _score_arguments(spec) | (added or {})
+    out, lse, *_ = functions()[0](q, k, v, return_lse=True, **scores, **pairs)
+    if packed:
+        out, lse = unpack(out, batch), unpack_rows(lse, batch)
+    return _fit_heads(out, head_size), lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor | None,
+    call: KernelCall,
+    spec: Spec,
+    added: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `Kernel.backward` in one call of the package. `added` is as for `forward`."""
+    head_size, batch = q.shape[-1], len(q)
+    pairs, packed = _pair_arguments(call, q, added is not None)
+    dout, q, k, v, out = _padded(dout, q, k, v, out)
+    dlse = None
+    if out is None:
+        assert delta is not None, "a backward has out or delta"
+        # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
+        out, dlse = _zeros(call, q), -delta
+    if added is None:
+        dout, v, out = _values(spec, q, k, dout, v, out)
+    if packed:
+        dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
+        lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
+    scores = _score_arguments(spec) | {"deterministic": spec.deterministic} | (added or {})
+    scores |= {} if dlse is None else {"dlse": dlse}
+    grads = functions()[1](q, k, v, out, dout, lse.contiguous(), **scores, **pairs)[:3]
+    if packed:
+        grads = (unpack(grad, batch) for grad in grads)
+    dq, dk, dv = (_fit_heads(grad, head_size) for grad in grads)
+    return dq, dk, dv
+
+
 def _cut_call(q: Tensor, call: KernelCall) -> tuple[Rows, ...]:
     """Cut a call on q into parts of at most _MOST_ENTRIES that have keys."""
     most = max(_MOST_ENTRIES // (len(q) * q.shape[2] * q.shape[3]), 1)
@@ -234,12 +217,10 @@ def _padded(*tensors: Any) -> tuple[Any, ...]:
     return tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
 
 
-def _values(
-    spec: Spec, q: Tensor, k: Tensor, bias: CallBias | None, *tensors: Tensor
-) -> tuple[Tensor, ...]:
+def _values(spec: Spec, q: Tensor, k: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors with v's head size without zero columns, if the package computes with that."""
     size = spec.value_size
-    if size is None or bias is not None or q.shape[-2] != k.shape[-2]:
+    if size is None or q.shape[-2] != k.shape[-2]:
         return tensors
     if (q.shape[-1], size) not in _VALUE_SIZES_HOPPER:
         return tensors
@@ -256,125 +237,41 @@ def _fit_heads(x: Tensor, head_size: int) -> Tensor:
     return functional.pad(x, (0, missing)) if missing > 0 else x[..., :head_size] if missing else x
 
 
-def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:
-    """Return why the package cannot add a bias to these inputs, or None if it can."""
-    if spec.softcap is not None:
-        return NOT_BOTH
-    if generation != 9:
-        return "it supports a bias only on GPUs of compute capability 9"
-    if spec.deterministic:
-        return "its backward with a bias is not deterministic"
-    if q.shape[2] != k.shape[2]:
-        return (
-            "with a bias it needs as many kv heads as query heads, "
-            f"got {k.shape[2]} and {q.shape[2]}"
-        )
-    if q.shape[-1] > _HEAD_SIZES[-1]:
-        return f"with a bias it supports head sizes up to {_HEAD_SIZES[-1]}, got {q.shape[-1]}"
-    return (
-        None if installed("triton") else "the gradient of a bias's table needs the package triton"
-    )
+def _score_arguments(spec: Spec) -> dict[str, Any]:
+    """Return the package's arguments for the scale and the softcap."""
+    scale = {"softmax_scale": spec.scale}
+    return scale if spec.softcap is None else {**scale, "softcap": spec.softcap}
 
 
-def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:
-    """Return the options for the function of scores, which `fa4_scores` defines.
+def _pair_arguments(call: KernelCall, q: Tensor, packed: bool) -> tuple[dict[str, Any], bool]:
+    """Return the package's arguments for the visible pairs, and whether it takes packed tokens.
 
-    It gets addresses of tensors. The bias and the call keep these tensors alive.
+    Tokens are dense if that is possible and not `packed`: then there are no tables, so a CUDA graph
+    may capture the call.
     """
-    table, distances, biases = bias.prepared.get("fa4", (None, None, None))
-    if table is not bias.table or distances is not bias.distances:
-        biases = torch.cat((bias.table[bias.distances], bias.table)).float().T.contiguous()
-        bias.prepared["fa4"] = bias.table, bias.distances, biases
-    device, width = biases.device, biases.shape[1]
-    if bias.apart is not None and bias.segments is None:
-        name = "distances", batch, bias.reach, bias.apart
-        places = prepare_once(
-            call, name, device, lambda: send_to_device(_distances(bias, call, batch), device)
-        )
-        return {
-            "score_mod": _scores().add_by_distance,
-            "aux_scalars": _scores().scalars(biases, width, places),
-        }
-    places = prepare_once(
-        call, ("ends", batch), device, lambda: send_to_device(_ends(call, batch), device)
-    )
-    of = bias.segments or prepare_once(
-        call, ("one segment",), device, lambda: _one_segment(call, device)
-    )
-    pairs = of.pairs if len(of.pairs) else bias.distances  # if no groups are equal
-    numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
-    tensors = (
-        of.q_group,
-        of.q_base,
-        bias.q_position,
-        of.kv_group,
-        of.kv_segment,
-        bias.kv_position,
-        pairs,
-    )
-    return {
-        "score_mod": _scores().add_by_segments,
-        "aux_scalars": _scores().scalars(*numbers, *tensors),
-    }
+    if not packed and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
+        return _band_arguments(call), False
+    make = functools.partial(_packed_arguments, call, len(q), q.device)
+    return prepare_once(call, ("fa4", len(q)), q.device, make), True
 
 
-def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
-    """Compute `places` of `fa4_scores.add_by_distance`. Values between tiles are arbitrary."""
-    assert bias.apart is not None, "only calls whose tokens are neighbours need distances"
-    apart = iter(bias.apart)
-    first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
-    return torch.tensor(
-        [(x + bias.reach, 2 * bias.reach) for x in first] * batch, dtype=torch.int32
-    )
-
-
-def _ends(call: KernelCall, batch: int) -> Tensor:
-    """Compute `places` of `fa4_scores.add_by_segments`."""
-    spans = call.sequences() * batch
-    return torch.tensor([(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans], dtype=torch.int32)
-
-
-def _one_segment(call: KernelCall, device: torch.device) -> Segments:
-    """Return the segments of a call whose pairs all go by distance."""
-    queries, keys = (
-        torch.zeros(count, dtype=torch.int32, device=device)
-        for count in (call.q_tokens, call.kv_tokens)
-    )
-    return Segments(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
-
-
-def _options(call: KernelCall, q: Tensor, packed: bool) -> Options:
-    """Return how a call is passed to the package, with dense tokens if that is possible and not
-    `packed`.
-    """
-    if not packed and _is_dense(call):  # no tables, so a CUDA graph may capture it
-        return _dense_options(call)
-    return prepare_once(
-        call,
-        ("fa4", len(q), packed),
-        q.device,
-        lambda: _make_options(call, len(q), q.device),
-    )
-
-
-def _is_dense(call: KernelCall) -> bool:
-    return call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),)
-
-
-def _dense_options(call: KernelCall) -> Options:
-    found: Options | None = call.prepared.get("fa4 dense")
-    if found is None:
-        left, right = effective_band(call)
-        found = call.prepared["fa4 dense"] = Options(left is None and right == 0, left, right)
-    return found
-
-
-def _make_options(call: KernelCall, batch: int, device: torch.device) -> Options:
+def _band_arguments(call: KernelCall) -> dict[str, Any]:
     left, right = effective_band(call)
-    causal = left is None and right == 0
+    if left is None and right == 0:
+        return {"causal": True}
+    return {"causal": False, "window_size_left": left, "window_size_right": right}
+
+
+def _packed_arguments(call: KernelCall, batch: int, device: torch.device) -> dict[str, Any]:
     of = sequences(call, batch, device)
     longest = max(of.longest, _LONGEST_AT_LEAST)
-    return Options(causal, left, right, of.cu_seqlens_q, of.cu_seqlens_k, longest)
+    return {
+        **_band_arguments(call),
+        "cu_seqlens_q": of.cu_seqlens_q,
+        "cu_seqlens_k": of.cu_seqlens_k,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def _zeros(call: KernelCall, q: Tensor) -> Tensor:
@@ -386,21 +283,7 @@ def _zeros(call: KernelCall, q: Tensor) -> Tensor:
 
 
 @functools.cache
-def _takes_scalars(function: Callable) -> bool:
-    """Return whether it passes numbers to a function of scores, as 4.0.0b36 does."""
-    return "aux_scalars" in inspect.signature(function).parameters
-
-
-@functools.cache
-def _scores() -> ModuleType:
-    """Import the functions of scores."""
-    from . import fa4_scores
-
-    return fa4_scores
-
-
-@functools.cache
-def _functions() -> tuple[Callable, Callable]:
+def functions() -> tuple[Callable, Callable]:
     """Import the package's forward and backward."""
     from flash_attn.cute import interface
 

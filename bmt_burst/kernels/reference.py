@@ -12,8 +12,7 @@ from ..base.dtypes import accumulator_dtype
 from ..sequence.span import length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import NOT_BOTH, Kernel
-from .bias import CallBias
+from . import Kernel
 
 
 class ReferenceKernel(Kernel):
@@ -23,61 +22,73 @@ class ReferenceKernel(Kernel):
     takes_delta = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        if spec.biased and spec.softcap is not None:
-            return NOT_BOTH
         return "meta tensors have no values" if q.is_meta else None
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulator_dtype(dtype)
 
-    def forward(self, q, k, v, call, spec, bias=None):
-        hidden = ~visible(call, q.device)
-        q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
-        scores = _scores(q, k, spec, bias).masked_fill(hidden, -torch.inf)
-        lse = scores.logsumexp(-1)
-        # softmax is NaN if a score is inf
-        lse.masked_fill_(lse == torch.inf, torch.nan)
-        probs = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
-        return _ungrouped(probs @ v), lse.flatten(1, 2)
+    def forward(self, q, k, v, call, spec):
+        return forward(q, k, v, call, spec)
 
-    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
-        groups = k.shape[2]
-        if delta is None:
-            delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
-        dout, q, k, v = (grouped(x, groups) for x in (dout, q, k, v))
-        lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
-        scores = _scores(q, k, spec, bias)
-        probs = (scores - lse).exp().masked_fill(~visible(call, q.device), 0.0)
-        dprobs = dout @ v.mT
-        dscores = probs * (dprobs - delta)
-        if spec.softcap is not None:
-            dscores = dscores * (1 - (scores / spec.softcap).square())  # the derivative of tanh
-        dq = dscores @ k * spec.scale
-        dk = (dscores.mT @ q).sum(2, keepdim=True) * spec.scale
-        dv = (probs.mT @ dout).sum(2, keepdim=True)
-        grads = _ungrouped(dq), _ungrouped(dk), _ungrouped(dv)
-        return grads if bias is None else (*grads, _table_gradient(dscores, bias))
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        return backward(dout, q, k, v, out, lse, delta, call, spec)[:3]
 
 
-def _scores(q: Tensor, k: Tensor, spec: Spec, bias: CallBias | None) -> Tensor:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec, added: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `Kernel.forward`. `added` (S, T, H) are added to the scores."""
+    hidden = ~visible(call, q.device)
+    q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
+    scores = _scores(q, k, spec, added).masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    # softmax is NaN if a score is inf
+    lse.masked_fill_(lse == torch.inf, torch.nan)
+    probs = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
+    return _ungrouped(probs @ v), lse.flatten(1, 2)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor | None,
+    call: KernelCall,
+    spec: Spec,
+    added: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `Kernel.backward`, and dS (B, H, S, T), which is 0 for hidden pairs. `added` are as
+    for `forward`.
+    """
+    groups = k.shape[2]
+    if delta is None:
+        assert out is not None, "a backward needs out or delta"
+        delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
+    dout, q, k, v = (grouped(x, groups) for x in (dout, q, k, v))
+    lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
+    scores = _scores(q, k, spec, added)
+    probs = (scores - lse).exp().masked_fill(~visible(call, q.device), 0.0)
+    dprobs = dout @ v.mT
+    dscores = probs * (dprobs - delta)
+    if spec.softcap is not None:
+        dscores = dscores * (1 - (scores / spec.softcap).square())  # the derivative of tanh
+    dq = dscores @ k * spec.scale
+    dk = (dscores.mT @ q).sum(2, keepdim=True) * spec.scale
+    dv = (probs.mT @ dout).sum(2, keepdim=True)
+    return _ungrouped(dq), _ungrouped(dk), _ungrouped(dv), dscores.flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, spec: Spec, added: Tensor | None) -> Tensor:
     """Compute the scores (B, G, H / G, S, T) of grouped q and k, hidden pairs included."""
     scores = q @ k.mT * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if bias is None:
+    if added is None:
         return scores
-    return scores + bias.table.to(q.dtype)[bias.rows()].permute(2, 0, 1).unflatten(
-        0, scores.shape[1:3]
-    )
-
-
-def _table_gradient(dscores: Tensor, bias: CallBias) -> Tensor:
-    """Sum dscores (B, G, H / G, S, T), which are 0 for hidden pairs, by rows: (R, H)."""
-    by_pairs = dscores.sum(0).flatten(0, 1).flatten(1).T
-    total = by_pairs.new_zeros(bias.table.shape)
-    # On GPUs index_put_ sorts and so sums in the same order each time. index_add_ does not.
-    total.index_put_((bias.rows().flatten(),), by_pairs, accumulate=True)
-    return total.to(bias.table.dtype)
+    return scores + added.to(q.dtype).permute(2, 0, 1).unflatten(0, scores.shape[1:3])
 
 
 def visible(call: KernelCall, device: torch.device | str | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from ..merging.merge import Outputs
 from ..sequence.span import Span, length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import NO_BIAS, Kernel
+from . import Kernel
 
 _MOST_BLOCKS = 4096  # blocks of one call: kernels limit the batch
 
@@ -79,8 +79,7 @@ class PlainKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute `Kernel.backward` of such a block."""
 
-    def forward(self, q, k, v, call, spec, bias=None):
-        assert bias is None, NO_BIAS
+    def forward(self, q, k, v, call, spec):
         if call.is_whole:
             return self.block_forward(q, k, v, call.is_causal, spec)
         out = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
@@ -99,8 +98,7 @@ class PlainKernel(Kernel):
             _merge(out, lse, blocks, part, part_lse)
         return out.to(self.partial_dtype(q.dtype)), lse
 
-    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
-        assert bias is None, NO_BIAS
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         if call.is_whole:
             return self.block_backward(dout, q, k, v, out, lse, call.is_causal, spec)
         sums = [

@@ -5,9 +5,8 @@ blocks of the other side that share visible pairs with its block. The band split
 three parts: blocks that its first edge cuts, blocks that are completely visible, and blocks that
 its last edge or the end of the sequence cuts. Only the first and the last part are masked.
 
-All four attention kernels compute a pair of blocks with `_scores_of`. The three of the backward
-continue with `_probs_of` and `_dscores_of`. Exponents are to base 2. Therefore the terms of a bias
-are to base 2, too: see `triton_bias.py`.
+All attention kernels compute a pair of blocks with `scores_of`. Those of the backward continue with
+`probs_of` and `dscores_of`. Exponents are to base 2, and so are the terms of a bias.
 
 Letters: D is the head size, WIDTH the power of two that it is padded to. M and N are the numbers of
 queries and keys of a block. CAP is the softcap of the scores, or None. `first` is the first token
@@ -20,11 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_bias import (
+# The seam: what an extension adds to scores, in the branches of the constant BIAS. Without one it
+# is NONE, and Triton compiles none of it.
+from ..bias.kernels.triton_terms import (
     BY_DISTANCE,
     BY_SEGMENTS,
     NONE,
-    add_by_distance,
     add_by_segments,
     add_near,
     add_waiting,
@@ -33,7 +33,6 @@ from .triton_bias import (
     distances_of,
     kv_fields,
     q_fields,
-    uneven,
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -42,11 +41,11 @@ _INFINITY = tl.constexpr(float("inf"))
 
 # These numbers differ from call to call. Triton must not specialize on them: compiling a kernel
 # again takes seconds. Strides of lse and delta differ, too, so they pass through `multiply_by_16`.
-_NUMBERS = ["left", "right"]
-_ROWS = ["lse", "delta"]  # (B, H, S) tensors that may begin at any address
+NUMBERS = ["left", "right"]
+ROWS = ["lse", "delta"]  # (B, H, S) tensors that may begin at any address
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
 def forward(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_strides,
     blocks, scale, left, right, bias,
@@ -58,11 +57,11 @@ def forward(
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
-    q_block = _load(
-        _token(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True
+    q_block = read(
+        token_at(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True
     )
-    k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
-    v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
+    k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
+    v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == NONE:
         own = None
     if BIAS == BY_SEGMENTS:
@@ -82,10 +81,8 @@ def forward(
             own = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
-            k_block = _load(
-                _ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1
-            )
-            scores, _ = _scores_of(
+            k_block = read(skip(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
+            scores, _ = scores_of(
                 q_block, k_block, own, bias, head, kv_start + at, columns, scale,
                 N, BIAS, False, PRECISION, CAP, SCALED,
             )  # fmt: skip
@@ -93,16 +90,14 @@ def forward(
             if BIAS == BY_DISTANCE:  # loads the next block's terms while this one is computed
                 own = by_distance(bias, head, places, first, at + N, M, N, False)
             if part != 1:
-                seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
+                seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
                 scores = tl.where(seen, scores, -_INFINITY)
             now = tl.maximum(largest, tl.max(scores, 1) * factor)
             shift = tl.where(now == -_INFINITY, 0.0, now)
             probs = tl.exp2(scores * factor - shift[:, None])
             decay = tl.exp2(largest - shift)
             weights = weights * decay + tl.sum(probs, 1)
-            v_block = _load(
-                _ahead(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1
-            )
+            v_block = read(skip(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1)
             sums = tl.dot(
                 probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
             )
@@ -110,14 +105,14 @@ def forward(
 
     # If all scores of a query are -inf, its weights are 0, and its out is NaN, as softmax's.
     seeing = _seeing(first, more, left, right, kv_count, M, LEFT, RIGHT)
-    out_rows = _token(out, out_strides, batch, head, q_start + first)
+    out_rows = token_at(out, out_strides, batch, head, q_start + first)
     _store(out_rows, out_strides, sums / tl.where(seeing, weights, 1.0)[:, None], rows, D, WIDTH, M)
     row = tl.arange(0, M)
-    places = _row(lse, lse_strides, batch, head, q_start + first) + row
+    places = row_at(lse, lse_strides, batch, head, q_start + first) + row
     tl.store(places, (largest + tl.log2(weights)) * _LN_2, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
 def backward_kv(
     q, k, v, dout, lse, delta, dk, dv,
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
@@ -133,8 +128,8 @@ def backward_kv(
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first, kv_start, kv_count, q_start, q_count = _block(blocks)
     columns, more = tl.minimum(kv_count - first, N), q_count - kv_count
-    k_block = _load(
-        _token(k, k_strides, batch, kv_head, kv_start + first),
+    k_block = read(
+        token_at(k, k_strides, batch, kv_head, kv_start + first),
         k_strides,
         columns,
         D,
@@ -142,8 +137,8 @@ def backward_kv(
         N,
         True,
     )
-    v_block = _load(
-        _token(v, v_strides, batch, kv_head, kv_start + first),
+    v_block = read(
+        token_at(v, v_strides, batch, kv_head, kv_start + first),
         v_strides,
         columns,
         D,
@@ -163,49 +158,53 @@ def backward_kv(
     FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if RIGHT else 1)
     edges = _edges(first, columns, more, right, left, q_count, M, RIGHT, LEFT, BIAS == BY_SEGMENTS)
     for head in tl.range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        q_rows = _token(q, q_strides, batch, head, q_start)
-        dout_rows = _token(dout, dout_strides, batch, head, q_start)
-        lse_rows = _row(lse, lse_strides, batch, head, q_start)
-        delta_rows = _row(delta, delta_strides, batch, head, q_start)
+        q_rows = token_at(q, q_strides, batch, head, q_start)
+        dout_rows = token_at(dout, dout_strides, batch, head, q_start)
+        lse_rows = row_at(lse, lse_strides, batch, head, q_start)
+        delta_rows = row_at(delta, delta_strides, batch, head, q_start)
         for part in tl.static_range(FIRST_PART, 3):
             if BIAS == BY_DISTANCE:
                 own = by_distance(bias, head, places, edges[part], first, M, N, True)
             for at in tl.range(edges[part], edges[part + 1], M):
                 rows = q_count - at
-                q_block = _load(
-                    _ahead(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1
-                )
-                scores, _ = _scores_of(
+                q_block = read(skip(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1)
+                scores, _ = scores_of(
                     k_block, q_block, own, bias, head, q_start + at, rows, scale,
                     M, BIAS, True, PRECISION, CAP, True,
                 )  # fmt: skip
                 if BIAS == BY_DISTANCE:
                     own = by_distance(bias, head, places, at + M, first, M, N, True)
-                probs = _probs_of(
-                    scores, _load_lse(lse_rows, at, rows, M)[None, :],
+                probs = probs_of(
+                    scores, load_lse(lse_rows, at, rows, M)[None, :],
                     first, at, more, right, left, rows, N, M, RIGHT, LEFT, part != 1,
                 )  # fmt: skip
-                dout_block = _load(
-                    _ahead(dout_rows, dout_strides, at), dout_strides, rows, D, WIDTH, M, part != 1
+                dout_block = read(
+                    skip(dout_rows, dout_strides, at),
+                    dout_strides,
+                    rows,
+                    D,
+                    WIDTH,
+                    M,
+                    part != 1,
                 )
                 dv_sums = tl.dot(
                     probs.to(q_block.dtype), dout_block, dv_sums, input_precision=PRECISION
                 )
                 dprobs = tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION)
-                dscores = _dscores_of(
-                    scores, probs, dprobs, _load_row(delta_rows, at, rows, M)[None, :], CAP
+                dscores = dscores_of(
+                    scores, probs, dprobs, load_row(delta_rows, at, rows, M)[None, :], CAP
                 )
                 dk_sums = tl.dot(
                     dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION
                 )
 
-    dk_rows = _token(dk, dk_strides, batch, kv_head, kv_start + first)
-    dv_rows = _token(dv, dv_strides, batch, kv_head, kv_start + first)
+    dk_rows = token_at(dk, dk_strides, batch, kv_head, kv_start + first)
+    dv_rows = token_at(dv, dv_strides, batch, kv_head, kv_start + first)
     _store(dk_rows, dk_strides, dk_sums * scale, columns, D, WIDTH, N)
     _store(dv_rows, dv_strides, dv_sums, columns, D, WIDTH, N)
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
 def backward_q(
     q, k, v, dout, lse, delta, dq,
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
@@ -221,15 +220,15 @@ def backward_q(
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
-    q_block = _load(
-        _token(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True
+    q_block = read(
+        token_at(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True
     )
-    dout_rows = _token(dout, dout_strides, batch, head, q_start + first)
-    dout_block = _load(dout_rows, dout_strides, rows, D, WIDTH, M, True)
-    row_lse = _load_lse(_row(lse, lse_strides, batch, head, q_start + first), 0, rows, M)
-    row_delta = _load_row(_row(delta, delta_strides, batch, head, q_start + first), 0, rows, M)
-    k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
-    v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
+    dout_rows = token_at(dout, dout_strides, batch, head, q_start + first)
+    dout_block = read(dout_rows, dout_strides, rows, D, WIDTH, M, True)
+    row_lse = load_lse(row_at(lse, lse_strides, batch, head, q_start + first), 0, rows, M)
+    row_delta = load_row(row_at(delta, delta_strides, batch, head, q_start + first), 0, rows, M)
+    k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
+    v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == NONE:
         own = None
     if BIAS == BY_SEGMENTS:
@@ -246,24 +245,20 @@ def backward_q(
             own = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
-            k_block = _load(
-                _ahead(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1
-            )
-            scores, keys = _scores_of(
+            k_block = read(skip(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
+            scores, keys = scores_of(
                 q_block, k_block, own, bias, head, kv_start + at, columns, scale,
                 N, BIAS, False, PRECISION, CAP, True,
             )  # fmt: skip
             if BIAS == BY_DISTANCE:
                 own = by_distance(bias, head, places, first, at + N, M, N, False)
-            probs = _probs_of(
+            probs = probs_of(
                 scores, row_lse[:, None],
                 first, at, more, left, right, columns, M, N, LEFT, RIGHT, part != 1,
             )  # fmt: skip
-            v_block = _load(
-                _ahead(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1
-            )
+            v_block = read(skip(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1)
             dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
-            dscores = _dscores_of(scores, probs, dprobs, row_delta[:, None], CAP)
+            dscores = dscores_of(scores, probs, dprobs, row_delta[:, None], CAP)
             if dq is not None:
                 dq_sums = tl.dot(
                     dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION
@@ -281,75 +276,8 @@ def backward_q(
         add_waiting(bias, head, waiting, own, group, segment, M)
 
     if dq is not None:
-        dq_rows = _token(dq, dq_strides, batch, head, q_start + first)
+        dq_rows = token_at(dq, dq_strides, batch, head, q_start + first)
         _store(dq_rows, dq_strides, dq_sums * scale, rows, D, WIDTH, M)
-
-
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
-def backward_table(
-    q, k, v, dout, lse, delta,
-    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
-    walks, scale, left, right, bias,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
-
-    If positions are EVEN, all blocks of a diagonal have the same distances. Then dscores are summed
-    over the blocks, and the sums are added once. The program skips sequences for which EVEN is
-    wrong.
-    """
-    head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
-    start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
-    q_start, q_count = tl.load(walk + 3), tl.load(walk + 4)
-    kv_start, kv_count = tl.load(walk + 5), tl.load(walk + 6)
-    more = kv_count - q_count
-    q_rows = _token(q, q_strides, batch, head, q_start)
-    dout_rows = _token(dout, dout_strides, batch, head, q_start)
-    k_rows = _token(k, k_strides, batch, head // GROUP, kv_start)
-    v_rows = _token(v, v_strides, batch, head // GROUP, kv_start)
-    lse_rows = _row(lse, lse_strides, batch, head, q_start)
-    delta_rows = _row(delta, delta_strides, batch, head, q_start)
-    places = distances_of(bias, q_start, q_count, kv_start, kv_count)
-    steps = tl.where(places.even == EVEN, steps, 0)
-    added = by_distance(bias, head, places, start, start + ahead, M, N, False)
-    sums = tl.zeros((M, N), tl.float32)
-    for first in tl.range(start, start + steps * M, M):
-        at = first + ahead  # the first key, which may be before the sequence
-        rows, columns = q_count - first, kv_count - at
-        q_block = _load(_ahead(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
-        k_block = _load_between(_ahead(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
-        scores, _ = _scores_of(
-            q_block, k_block, added, bias, head, kv_start + at, columns, scale,
-            N, BIAS if EVEN else NONE, False, PRECISION, None, True,
-        )  # fmt: skip
-        if not EVEN:
-            distances = uneven(places, first, at, M, N, False)
-            scores += by_distance(bias, head, places, first, at, M, N, False)
-        probs = _probs_of(
-            scores, _load_lse(lse_rows, first, rows, M)[:, None],
-            first, at, more, left, right, columns, M, N, LEFT, RIGHT, False,
-        )  # fmt: skip
-        dout_block = _load(
-            _ahead(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True
-        )
-        v_block = _load_between(_ahead(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
-        dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
-        dscores = _dscores_of(
-            scores, probs, dprobs, _load_row(delta_rows, first, rows, M)[:, None], None
-        )
-        seen = _visible(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (
-            tl.arange(0, N)[None, :] >= -at
-        )
-        dscores = tl.where(seen & (tl.arange(0, M)[:, None] < rows), dscores, 0.0)
-        if EVEN:
-            sums += dscores
-        else:
-            add_by_distance(bias, head, dscores, distances)
-    if EVEN:
-        between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
-        add_by_distance(bias, head, sums, places.apart + ahead + between)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -360,18 +288,18 @@ def delta_of(
     """Fill delta (B, H, S) with rowsum(out * dout) of M tokens of one head."""
     first, head, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     rows, row = tokens - first, tl.arange(0, M)
-    out_block = _load(
-        _token(out, out_strides, batch, head, first), out_strides, rows, D, WIDTH, M, True
+    out_block = read(
+        token_at(out, out_strides, batch, head, first), out_strides, rows, D, WIDTH, M, True
     )
-    dout_block = _load(
-        _token(dout, dout_strides, batch, head, first), dout_strides, rows, D, WIDTH, M, True
+    dout_block = read(
+        token_at(dout, dout_strides, batch, head, first), dout_strides, rows, D, WIDTH, M, True
     )
     result = tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1)
-    tl.store(_row(delta, delta_strides, batch, head, first) + row, result, mask=row < rows)
+    tl.store(row_at(delta, delta_strides, batch, head, first) + row, result, mask=row < rows)
 
 
 @triton.jit
-def _scores_of(
+def scores_of(
     own_block, other_block, own, bias, head, other_first, others, scale, OTHER: tl.constexpr,
     BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
     SCALED: tl.constexpr,
@@ -407,23 +335,23 @@ def _scores_of(
 
 
 @triton.jit
-def _probs_of(
+def probs_of(
     scores, lse, first, at, more, low, high, others, OWN: tl.constexpr, OTHER: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Compute the probabilities of scores (OWN, OTHER) from lse, which broadcasts.
 
-    If MASKED, hidden pairs are 0; see `_visible`.
+    If MASKED, hidden pairs are 0; see `visible_pairs`.
     """
     probs = tl.exp2(scores - lse)
     if MASKED:
-        seen = _visible(first, at, more, low, high, others, OWN, OTHER, LOW, HIGH)
+        seen = visible_pairs(first, at, more, low, high, others, OWN, OTHER, LOW, HIGH)
         probs = tl.where(seen, probs, 0.0)
     return probs
 
 
 @triton.jit
-def _dscores_of(scores, probs, dprobs, delta, CAP: tl.constexpr):
+def dscores_of(scores, probs, dprobs, delta, CAP: tl.constexpr):
     """Compute the gradient of scores without their cap from the gradient of the probabilities."""
     dscores = probs * (dprobs - delta)
     if CAP is not None:
@@ -491,7 +419,7 @@ def _edges(
 
 
 @triton.jit
-def _visible(
+def visible_pairs(
     first, at, more, low, high, others,
     OWN: tl.constexpr, OTHER: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
@@ -526,13 +454,13 @@ def _seeing(
 
 
 @triton.jit
-def _token(x, strides, batch, head, token):
+def token_at(x, strides, batch, head, token):
     """Return the address of a token of x (B, S, H, D)."""
     return x + _wide(batch) * strides[0] + _wide(token) * strides[1] + _wide(head) * strides[2]
 
 
 @triton.jit
-def _row(x, strides, batch, head, token):
+def row_at(x, strides, batch, head, token):
     """Return the address of a token in x (B, H, S).
 
     Strides were passed through `multiply_by_16`. Tokens are neighbours in memory.
@@ -547,13 +475,13 @@ def _wide(number):
 
 
 @triton.jit
-def _ahead(at, strides, tokens):
+def skip(at, strides, tokens):
     """Return the address some tokens after `at`."""
     return at + _wide(tokens) * strides[1]
 
 
 @triton.jit
-def _load(
+def read(
     at, strides, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr
 ):
     """Load the tokens from `at` on: (SIZE, WIDTH).
@@ -574,9 +502,7 @@ def _load(
 
 
 @triton.jit
-def _load_between(
-    at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
-):
+def load_between(at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """Load the tokens `at` + begin to `at` + end - 1: (SIZE, WIDTH) from `at` on.
 
     Tokens before and after these and columns after D are 0.
@@ -598,14 +524,14 @@ def _store(at, strides, x, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl
 
 
 @triton.jit
-def _load_row(at, first, count, SIZE: tl.constexpr):
+def load_row(at, first, count, SIZE: tl.constexpr):
     """Load (SIZE,) numbers of tokens first .. of a (B, H, S) tensor, 0 after `count` of them."""
     token = tl.arange(0, SIZE)
     return tl.load(at + first + token, mask=token < count, other=0.0)
 
 
 @triton.jit
-def _load_lse(at, first, count, SIZE: tl.constexpr):
+def load_lse(at, first, count, SIZE: tl.constexpr):
     """Load (SIZE,) lse of tokens first .., to base 2.
 
     It is inf after `count` tokens and for tokens that see nothing. This makes probabilities 0.
@@ -620,5 +546,4 @@ KERNELS = {
     "forward": forward,
     "backward_kv": backward_kv,
     "backward_q": backward_q,
-    "backward_table": backward_table,
 }

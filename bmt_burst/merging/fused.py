@@ -1,14 +1,13 @@
 """Triton kernels that add up in one pass. `bmt_burst.merging.plain` specifies them.
 
 Tensors may have any strides. Spans, lengths and the strides of lse differ from call to call, so
-kernels take them times 16 (see `multiply_by_16`). Kernels take tensors first, so that `launches`
-can repeat a launch for other tensors.
+kernels take them times 16 (see `multiply_by_16`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.compiled import multiply_by_16
-from ..kernels.packed import current_stream, send_to_device
+from ..base.streams import current_stream, send_to_device
 from ..sequence.span import Span, length
-from .launches import ALIGNMENT, Launches, current_raw_stream
 from .parts import (
     OutputPart,
     Part,
@@ -29,21 +27,22 @@ from .parts import (
 )
 
 _BLOCK = 2048  # entries that a program handles
-_launches = Launches()
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, see `plain`."""
-    tensors = [out, lse, *(part[1] for part in parts), *(part[2] for part in parts)]
-    addresses, stream, key = _describe("merge", tensors, parts)
-    if key and _launches.repeat(key, addresses, stream):
-        return
     if (found := find_unfinished_outputs(out, lse, parts)) is None:
         return
     total, total_lse, parts = found
     grid, sizes, constants = _by_rows(total)
     outs, lses = [_dense_rows(part[1]) for part in parts], [part[2] for part in parts]
-    others = (
+    # where memory begins, at multiples of 16 too
+    starts = tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses)
+    _merge_outputs[grid](
+        total,
+        total_lse,
+        tuple(outs),
+        starts,
         _places(parts, total),
         total.stride(),
         multiply_by_16(total_lse.stride()),
@@ -55,25 +54,18 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
         *constants,
         lies_in(parts[0], total),
     )
-    # where memory begins, at multiples of 16 too
-    starts = tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses)
-    _launches.launch(
-        _merge_outputs, grid, (total, total_lse, tuple(outs), starts), others, key, tensors
-    )
 
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
     """Fill total (B, S, H, D) with the sum of `parts`, see `plain`."""
-    tensors = [total, *(part[1] for part in parts)]
-    addresses, stream, key = _describe("sum", tensors, parts)
-    if key and _launches.repeat(key, addresses, stream):
-        return
     if (found := find_unfinished_gradients(total, parts)) is None:
         return
     total, parts = found
     grid, sizes, constants = _by_rows(total)
     grads = [_dense_rows(part[1]) for part in parts]
-    others = (
+    _sum_gradients[grid](
+        total,
+        tuple(grads),
         _places(parts, total),
         total.stride(),
         _row_strides(grads),
@@ -82,48 +74,13 @@ def sum_gradients(total: Tensor, parts: list[Part]) -> None:
         *constants,
         lies_in(parts[0], total),
     )
-    _launches.launch(_sum_gradients, grid, (total, tuple(grads)), others, key, tensors)
 
 
 def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
     """Fill rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout), both (B, S, H, D)."""
-    tensors = rows, out, dout, lse
-    addresses, stream, key = _describe("fill", tensors)
-    if key and _launches.repeat(key, addresses, stream):
-        return
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), multiply_by_16(lse.stride())
-    others = (*strides, *sizes, *constants)
-    _launches.launch(_fill_lse_delta, grid, tensors, others, key, tensors)
-
-
-def _describe(
-    name: str, tensors: Sequence[Tensor], parts: Parts = ()
-) -> tuple[list[int], int, Hashable | None]:
-    """Return the tensors' addresses, the current stream, and a key.
-
-    The key is equal for launches that differ only in addresses. It is None where launches are not
-    repeated: in the interpreter, and with parts that need maps (see `_places`), which take memory.
-    """
-    first = tensors[0]
-    if not _are_repeated(first) or any(len(part[0]) > 1 for part in parts):
-        return [], 0, None
-    addresses = [x.data_ptr() for x in tensors]
-    stream = current_raw_stream(first)
-    key: list[Hashable] = [name, first.get_device(), stream]
-    for x, address in zip(tensors, addresses, strict=True):
-        key += x.shape, x.stride(), x.dtype, address % ALIGNMENT, x.storage_offset()
-    if parts:
-        key.append(parts[0][1].data_ptr() == addresses[0])
-        key += [part[0][0] for part in parts]
-    return addresses, stream, tuple(key)
-
-
-def _are_repeated(x: Tensor) -> bool:
-    """Whether launches on x's device may be repeated. On AMD's GPUs a kernel also depends on the
-    sizes of memory.
-    """
-    return x.is_cuda and torch.version.hip is None
+    _fill_lse_delta[grid](rows, out, dout, lse, *strides, *sizes, *constants)
 
 
 def _row_strides(parts: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:

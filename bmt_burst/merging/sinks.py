@@ -1,4 +1,4 @@
-"""Attention sinks: a learned logit for each head. It takes part in the softmax's divisor and has no
+"""Attention sinks: a trained logit for each head. It takes part in the softmax's divisor and has no
 value.
 
 A sink is one more key that every query sees, with score s and value 0. Let o and l be out and lse

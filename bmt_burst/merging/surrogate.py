@@ -5,7 +5,7 @@ A backward reads out only for delta = rowsum(out * dout). Any tensor with the sa
 - for kernels that need out, where only delta was sent (`surrogate_out`);
 - for the gradient of lse (`add_lse_gradient`). With P_ij = exp(score_ij - lse_i), the derivative of
   lse_i by score_ij is P_ij. So with a gradient dlse of lse, dS = P (dP - delta + dlse): only delta
-  changes. Strategies, kernels, biases and sinks need not know it.
+  changes. Strategies, kernels and sinks need not know it.
 """
 
 from __future__ import annotations

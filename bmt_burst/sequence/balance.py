@@ -7,14 +7,14 @@ number of visible pairs. Its density is its work divided by its tokens.
    of similar lengths. (Kernels take longer for many short documents than for a few long ones with
    as many pairs.) Keep some of them for step 2.
 2. Fill the ranks one after the other, each with the tokens and the work that it still lacks. Take
-   the densest documents that fit, and then the sparsest ones for the tokens that are left. Make up
+   the densest documents that fit, and then the thinnest ones for the tokens that are left. Make up
    the rest by swapping documents of just the right lengths, or by peeling a document: tokens off
    its start, which see little, and off its end, which see much. The next rank begins with the rest
    of the peeled document.
 
 Each rank gets exactly its share, so the remaining documents always have the mean density. They
-always include denser and sparser ones to mix, and the last rank is as balanced as the first. A rank
-leaves at most two documents unfinished: the peeled one, and a sparse one if the peeled one is so
+always include denser and thinner ones to mix, and the last rank is as balanced as the first. A rank
+leaves at most two documents unfinished: the peeled one, and a thin one if the peeled one is so
 dense that it fits no rank. One causal document becomes the zigzag layout, nearly, and a window or a
 full mask the contiguous one.
 
@@ -46,7 +46,7 @@ from .span import Span, merged
 # rank makes up for it. A smaller value cuts more documents, a larger one unbalances the ranks.
 _SLACK = 0.005
 # How far the work of a piece of a long document may be from the mean of as many of its tokens,
-# relative to the work of the piece. A larger value leaves a rest much denser or sparser than the
+# relative to the work of the piece. A larger value leaves a rest much denser or thinner than the
 # document was.
 _MOST_DEVIATION = 0.2
 # How many of its documents a rank tries to swap before it cuts one. It bounds the time.
@@ -84,7 +84,7 @@ def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
 def _deal_documents(documents: list[_Document], ranks: Sequence[_Rank]) -> list[_Document]:
     """Deal short documents to the ranks, and return the others.
 
-    Each dense document goes to the rank that lacks the most work, and then each sparse one to the
+    Each dense document goes to the rank that lacks the most work, and then each thin one to the
     rank that lacks the most tokens. Some of all lengths are kept, to match tokens or work exactly
     later.
     """
@@ -110,13 +110,13 @@ def _deal_documents(documents: list[_Document], ranks: Sequence[_Rank]) -> list[
     tokens, work = (
         sum(amount(document) for document in dealt) for amount in (_tokens_of, _work_of)
     )
-    sparse = bisect_left(
+    thin = bisect_left(
         dealt, True, key=lambda document: document.work * tokens <= work * document.tokens
     )
     return (
         others
-        + _hand_out(dealt[:sparse], ranks, _work_of)
-        + _hand_out(dealt[sparse:], ranks, _tokens_of)
+        + _hand_out(dealt[:thin], ranks, _work_of)
+        + _hand_out(dealt[thin:], ranks, _tokens_of)
     )
 
 
@@ -162,7 +162,7 @@ class _Document:
     def reach(self, tokens: int) -> tuple[int, int]:
         """Return the least and the most work of `tokens` tokens off its ends.
 
-        This is right for documents that are sparser at one end.
+        This is right for documents that are thinner at one end.
         """
         first, last = (
             self.seen(self.start + tokens) - self.before,
@@ -214,7 +214,7 @@ class _Rank:
 
 
 class _Pool:
-    """The documents that no rank has, the sparsest first.
+    """The documents that no rank has, the thinnest first.
 
     tokens, work  sums over the first 0, 1, 2, ... documents, all plus what was there before the
                   first one
@@ -241,16 +241,16 @@ class _Pool:
         self.work[index + 1 :] = [x - document.work for x in self.work[index + 2 :]]
         return document
 
-    def give_sparsest(self, count: int, rank: _Rank) -> None:
+    def give_thinnest(self, count: int, rank: _Rank) -> None:
         for document in self.documents[:count]:
             rank.take(document)
         del self.documents[:count], self.tokens[:count], self.work[:count]
 
-    def peel_sparsest(self, tokens: int, rank: _Rank) -> None:
-        """Give a rank `tokens` tokens of the sparsest document, or all of it if it has no more."""
+    def peel_thinnest(self, tokens: int, rank: _Rank) -> None:
+        """Give a rank `tokens` tokens of the thinnest document, or all of it if it has no more."""
         document = self.documents[0]
         if tokens >= document.tokens:
-            self.give_sparsest(1, rank)
+            self.give_thinnest(1, rank)
         else:
             self.peel(
                 document,
@@ -260,7 +260,7 @@ class _Pool:
             )
 
     def peel(self, document: _Document, rank: _Rank, tokens: int, early: int) -> None:
-        """Give a rank tokens off the ends of the sparsest document, or of the one that was cut."""
+        """Give a rank tokens off the ends of the thinnest document, or of the one that was cut."""
         lacked = rank.work
         rank.peel(document, tokens, early)
         if document is not self.cut:
@@ -271,17 +271,17 @@ class _Pool:
         return self.documents if self.cut is None else [*self.documents, self.cut]
 
     def room(self, rank: _Rank) -> int:
-        """Count the sparsest documents that a rank has room for."""
+        """Count the thinnest documents that a rank has room for."""
         return bisect_right(self.tokens, self.tokens[0] + rank.tokens) - 1
 
     def lacking(self, rank: _Rank, count: int) -> tuple[int, int]:
-        """Return the tokens and the work that a rank lacks after the `count` sparsest documents."""
+        """Return the tokens and the work that a rank lacks after the `count` thinnest documents."""
         return rank.tokens + self.tokens[0] - self.tokens[count], rank.work + self.work[
             0
         ] - self.work[count]
 
-    def sparsest(self, tokens: int) -> float:
-        """Return the work of the `tokens` sparsest tokens, or of all if there are fewer."""
+    def thinnest(self, tokens: int) -> float:
+        """Return the work of the `tokens` thinnest tokens, or of all if there are fewer."""
         stop = self.tokens[0] + tokens
         count = bisect_right(self.tokens, stop) - 1
         work = self.work[count] - self.work[0]
@@ -294,12 +294,12 @@ class _Pool:
     def densest(self, tokens: int) -> float:
         """Return the work of the `tokens` densest tokens, or of all if there are fewer."""
         others = max(self.tokens[-1] - self.tokens[0] - tokens, 0)
-        return self.work[-1] - self.work[0] - self.sparsest(others)
+        return self.work[-1] - self.work[0] - self.thinnest(others)
 
     def fits(self, document: _Document, rank: _Rank) -> bool:
-        """Whether a rank can have all of it and sparse documents for the tokens that are left."""
+        """Whether a rank can have all of it and thin documents for the tokens that are left."""
         left = rank.tokens - document.tokens
-        return left >= 0 and document.work + self.sparsest(left) <= rank.work + rank.slack // 16
+        return left >= 0 and document.work + self.thinnest(left) <= rank.work + rank.slack // 16
 
     def is_enough(self, document: _Document, rank: _Rank) -> bool:
         """Whether a rank that has all of it can get the work that is left from dense documents."""
@@ -329,7 +329,7 @@ def _fill_rank(rank: _Rank, pool: _Pool) -> None:
         elif document.density * rank.tokens >= rank.work - rank.slack:
             _split_document(document, rank, pool)
             return
-        else:  # too sparse to begin with
+        else:  # too thin to begin with
             pool.insert(document)
     _take_dense(rank, pool)
     if rank.tokens and not (_end_whole(rank, pool) or _end_cutting(rank, pool)):
@@ -337,9 +337,9 @@ def _fill_rank(rank: _Rank, pool: _Pool) -> None:
 
 
 def _take_dense(rank: _Rank, pool: _Pool) -> None:
-    """Give a rank the densest documents that fit, until sparse ones have the work it lacks."""
+    """Give a rank the densest documents that fit, until thin ones have the work it lacks."""
     documents, index = pool.documents, len(pool.documents) - 1
-    while index >= 0 and rank.work - pool.sparsest(rank.tokens) > rank.slack:
+    while index >= 0 and rank.work - pool.thinnest(rank.tokens) > rank.slack:
         if not pool.fits(documents[index], rank):
             index = bisect_left(documents, True, 0, index, key=lambda d: not pool.fits(d, rank)) - 1
         if index < 0 or documents[index].density * rank.tokens < rank.work - rank.slack:
@@ -349,14 +349,14 @@ def _take_dense(rank: _Rank, pool: _Pool) -> None:
 
 
 def _end_whole(rank: _Rank, pool: _Pool) -> bool:
-    """Give a rank the sparse documents that it has room for, if that is just what it lacks.
+    """Give a rank the thin documents that it has room for, if that is just what it lacks.
 
     One document may be swapped for another one to make it so.
     """
     documents, room = pool.documents, pool.room(rank)
     tokens, work = pool.lacking(rank, room)
     if tokens == 0 and abs(work) <= rank.slack:
-        pool.give_sparsest(room, rank)
+        pool.give_thinnest(room, rank)
         return True
     if room == len(documents):
         return False
@@ -369,7 +369,7 @@ def _end_whole(rank: _Rank, pool: _Pool) -> bool:
         new = documents[min(index, len(documents) - 1)]
         if new.tokens == old.tokens + tokens and abs(old.work + work - new.work) <= rank.slack:
             rank.take(pool.pop(index))
-            pool.give_sparsest(room, rank)
+            pool.give_thinnest(room, rank)
             rank.give_back(old)
             pool.insert(old)
             return True
@@ -377,9 +377,9 @@ def _end_whole(rank: _Rank, pool: _Pool) -> bool:
 
 
 def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
-    """Give a rank sparse documents and a piece of another one, with just what it then lacks.
+    """Give a rank thin documents and a piece of another one, with just what it then lacks.
 
-    It gets as many sparse documents as it has room for, or 1, 2, 4, ... fewer.
+    It gets as many thin documents as it has room for, or 1, 2, 4, ... fewer.
     """
     room, fewer = pool.room(rank), 0
     while True:
@@ -388,7 +388,7 @@ def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
         index = _find_cuttable(pool, count, tokens, work, rank.slack) if tokens else None
         if index is not None:
             document = pool.pop(index)
-            pool.give_sparsest(count, rank)
+            pool.give_thinnest(count, rank)
             _cut_document(document, rank, pool)
             return True
         if not count:
@@ -410,10 +410,10 @@ def _find_cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) 
 
 
 def _split_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
-    """Give a rank a piece of a long document, about as dense as that is, and sparse documents."""
+    """Give a rank a piece of a long document, about as dense as that is, and thin documents."""
 
     def excess(count: int, work_of: Callable[[int], float]) -> float:
-        """Return the excess work if a rank gets `count` sparse documents and a piece."""
+        """Return the excess work if a rank gets `count` thin documents and a piece."""
         tokens, work = pool.lacking(rank, count)
         return work_of(tokens) - work
 
@@ -429,19 +429,15 @@ def _split_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
         for k in (count, count + 1)
         if k <= room and _leaves_similar_rest(document, rank, *pool.lacking(rank, k))
     ]
-    # its ends are sparser than it is
+    # its ends are thinner than it is
     while not whole and count and excess(count, document.fair) < 0:
         count -= 1
-    pool.give_sparsest(min(whole, key=lambda k: abs(excess(k, linear)), default=count), rank)
-    if (
-        not whole
-        and pool.documents
-        and (tokens := _sparse_share(document, rank, pool.documents[0]))
-    ):
-        pool.peel_sparsest(tokens, rank)
+    pool.give_thinnest(min(whole, key=lambda k: abs(excess(k, linear)), default=count), rank)
+    if not whole and pool.documents and (tokens := _thin_share(document, rank, pool.documents[0])):
+        pool.peel_thinnest(tokens, rank)
     _cut_document(document, rank, pool)
-    while rank.tokens:  # all of a document with sparse ends was not enough
-        pool.peel_sparsest(rank.tokens, rank)
+    while rank.tokens:  # all of a document with thin ends was not enough
+        pool.peel_thinnest(rank.tokens, rank)
 
 
 def _leaves_similar_rest(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
@@ -455,14 +451,14 @@ def _leaves_similar_rest(document: _Document, rank: _Rank, tokens: int, work: in
     )
 
 
-def _sparse_share(document: _Document, rank: _Rank, sparse: _Document) -> int:
-    """Count the tokens of the sparsest document that a rank needs beside a piece of the long one,
+def _thin_share(document: _Document, rank: _Rank, thin: _Document) -> int:
+    """Count the tokens of the thinnest document that a rank needs beside a piece of the long one,
     so that it has no excess work.
 
     """
-    least, most = max(rank.tokens - document.tokens, 0), min(rank.tokens, sparse.tokens)
+    least, most = max(rank.tokens - document.tokens, 0), min(rank.tokens, thin.tokens)
     at_none = document.fair(rank.tokens) - rank.work
-    at_most = document.fair(rank.tokens - most) + most * sparse.density - rank.work
+    at_most = document.fair(rank.tokens - most) + most * thin.density - rank.work
     share = round(most * at_none / (at_none - at_most)) if at_none > max(at_most, rank.slack) else 0
     return min(max(share, least), most)
 

@@ -7,7 +7,7 @@ apart are copied together for a call. Short gaps between tiles are included inst
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .span import Span, length, merged, shifted
@@ -15,11 +15,6 @@ from .tile import KernelCall, Tile, TileFields
 
 # The most tokens between two tiles that a kernel call includes, instead of copying tiles together.
 _GAP = 256
-# A call with a bias includes all gaps if they have at most this share of the tiles' tokens. Copying
-# tiles takes longer than writing zeros for gaps. With gaps in all calls, attention of CPM-Bee at
-# 64K tokens took 118.6 ms instead of 123.5 for forward and backward, on one H200. Without a bias
-# there was no gain.
-_MOST_BIASED_GAPS = 0.75
 # A rectangle with at most this many queries is joined with others that see the same keys, and one
 # with at most this many keys with others that are seen by the same queries.
 _NARROW = 256
@@ -32,17 +27,13 @@ _Band = tuple[int | None, int | None]  # left and right of a kernel call
 class GatheredCall(NamedTuple):
     """A kernel call and its tokens: the queries of q_spans and the keys of kv_spans.
 
-    row    the row of the `Term` that the call is part of. None without a bias, and where kernels
-           cannot compute the bias from distances.
-    apart  how far the first key of each tile is ahead of its first query. It is given only for
-           biases by distance, and only if neighbours in a tile are neighbours in the sequence.
+    label  tells who computes the call which pairs it has, or None; nobody else reads it
     """
 
     q_spans: tuple[Span, ...]
     kv_spans: tuple[Span, ...]
     call: KernelCall
-    row: int | None = None
-    apart: tuple[int, ...] | None = None
+    label: Hashable | None = None
 
 
 def flipped(tile: TileFields) -> TileFields:
@@ -74,15 +65,22 @@ def by_columns(tiles: Sequence[TileFields]) -> list[TileFields]:
     return [*(t for t in tiles if t[2:] != (None, None)), *joined.values()]
 
 
-def kernel_calls(tiles: Iterable[TileFields], row: int | None = None) -> list[GatheredCall]:
-    """Group tiles into few kernel calls. The tiles of a call share neither queries nor keys."""
+def kernel_calls(
+    tiles: Iterable[TileFields], label: Hashable | None = None, most_gaps: float = 0.0
+) -> list[GatheredCall]:
+    """Group tiles into few kernel calls. The tiles of a call share neither queries nor keys.
+
+    label      the label of the calls
+    most_gaps  a call includes all gaps between its tiles if they have at most this share of the
+               tiles' tokens. Otherwise it includes only short ones.
+    """
     kinds: dict[_Band, list[tuple[Span, Span]]] = {}
     for tile in tiles:
         for q, kv, left, right in _align(tile):
             kinds.setdefault((left, right), []).append((q, kv))
     _join_kinds(kinds)
     return [
-        _gather_call(group, *kind, row)
+        _gather_call(group, *kind, label, most_gaps)
         for kind, entries in kinds.items()
         for group in _group_disjoint(
             _join_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries))
@@ -182,14 +180,17 @@ def _group_disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
 
 
 def _gather_call(
-    tiles: Sequence[_Sides], left: int | None, right: int | None, row: int | None
+    tiles: Sequence[_Sides],
+    left: int | None,
+    right: int | None,
+    label: Hashable | None,
+    most_gaps: float,
 ) -> GatheredCall:
-    most_gaps = 0.0 if row is None else _MOST_BIASED_GAPS
     rows, q_places = _gather_spans([q for q, _ in tiles], most_gaps)
     columns, kv_places = _gather_spans([kv for _, kv in tiles], most_gaps)
     tokens, kv_tokens = (sum(map(length, spans)) for spans in (rows, columns))
     places = tuple(zip(q_places, kv_places, strict=True))
-    return GatheredCall(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), row)
+    return GatheredCall(rows, columns, KernelCall(tokens, kv_tokens, places, left, right), label)
 
 
 def _gather_spans(

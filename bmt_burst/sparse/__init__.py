@@ -10,12 +10,14 @@ far         attention to them, by `torch_far`, or on GPUs `triton_far`
 tiles       the blocks of neighbouring queries, and the queries of each block, for GPUs
 cache       attention of new tokens to a cache of keys and values
 memory      choices that outlive activation checkpointing
+spans       gathers tokens of the sequence from all ranks, and returns gradients to their owners
+plan        the part of a rank in a call
+extension   the seam to a call of attention
 
 `choose` returns the choice of whole sequences on one process, for inspection. `burst_attn_func` and
 `nn.BurstAttention` take `sparse=InfLLMV2()`. `keep_choices` and `Choices` are for activation
 checkpointing.
 
-This folder knows no ranks. `strategies/selected.py` brings the keys and values to the queries.
 """
 
 from .choice import choose

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import DTYPES, as_positive, check_tensor
-from ..kernels.packed import send_to_device
+from ..base.streams import send_to_device
 from ..sequence.mask import Mask
 from ..sequence.span import Span, length
 from . import torch_choice

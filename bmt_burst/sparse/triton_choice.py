@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.packed import send_to_device
+from ..base.streams import send_to_device
 from .compressed import CompressedKeys
 from .config import InfLLMV2
 from .triton_far import (

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ..base.compiled import multiply_by_16
-from ..kernels.packed import current_stream
+from ..base.streams import current_stream
 from .blocks import FarBlocks
 from .tiles import MOST_QUERIES, NONE, KeyLists, QueryTiles
 

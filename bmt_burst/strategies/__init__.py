@@ -29,11 +29,10 @@ from torch import Tensor
 
 from ..kernels import Kernel
 from ..ranks.rings import Rings
-from ..scores import Scores, Term, is_one_row
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
-from ..sparse.config import InfLLMV2
 from ..spec import Spec
+from .compute import DENSE, Part, Scoring
 
 logger = logging.getLogger("bmt_burst")
 
@@ -75,11 +74,7 @@ class Problem:
     send_out       whether a backward that sends queries sends out with them instead of
                    delta = rowsum(out * dout)
     group_bytes    the most bytes of a ring's blocks in one stage, unless a single block is larger
-    scores         the row of a bias's table that each pair adds to its scores, if there is a bias.
-                   They have the same mask.
-    biased_kernel  the kernel for pairs that do not share one row, if there is a bias
-    sparse         the choice of blocks that narrows the mask, if the call is sparse. The mask has
-                   causal documents then.
+    scoring        how pairs are computed: by the kernel, unless an extension computes them
     """
 
     mask: Mask
@@ -92,35 +87,19 @@ class Problem:
     backward: str = "auto"
     send_out: bool = False
     group_bytes: int = GROUP_BYTES
-    scores: Scores | None = None
-    biased_kernel: Kernel | None = None
-    sparse: InfLLMV2 | None = None
+    scoring: Scoring = DENSE
 
     @functools.cached_property
-    def terms(self) -> tuple[Term, ...]:
-        """The mask in parts, each with the row of the bias's table that all its pairs share.
-
-        The row is None where pairs have different rows, or none. Shared rows are used only with as
-        many kv heads as query heads, because their gradient is found per kv head (see `compute`).
-        """
-        if self.scores is None or self.sizes.heads != self.sizes.kv_heads:
-            return (Term(None, self.mask),)
-        return self.scores.terms
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The rows of the table that all pairs of some part of the mask share."""
-        return tuple(
-            term.row for term in self.terms if term.row is not None and is_one_row(term.row)
-        )
+    def parts(self) -> tuple[Part, ...]:
+        """The visible pairs in parts, which kernel calls do not mix."""
+        return self.scoring.parts(self)
 
     @property
     def takes_delta(self) -> bool:
         """Whether kernels get delta = rowsum(out * dout) instead of out: all can take it, and
         `send_out` does not forbid it.
         """
-        kernels = [kernel for kernel in (self.kernel, self.biased_kernel) if kernel]
-        return not self.send_out and all(kernel.takes_delta for kernel in kernels)
+        return not self.send_out and self.scoring.takes_delta(self)
 
     @functools.cached_property
     def most_tokens(self) -> int:
@@ -131,9 +110,10 @@ class Problem:
 class Saved(NamedTuple):
     """The tensors that a forward saves for its backward.
 
-    q, k, v, table  its inputs
-    out, lse        its results. With attention sinks, those that include the sinks.
-    row_lse         what it found about the table, None without one
+    q, k, v   its inputs
+    out, lse  its results. With attention sinks, those that include the sinks.
+    inputs    its other inputs, which an extension of attention has
+    kept      what else the forward keeps
     """
 
     q: Tensor
@@ -141,8 +121,8 @@ class Saved(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
-    table: Tensor | None = None
-    row_lse: Tensor | None = None
+    inputs: tuple[Tensor, ...] = ()
+    kept: tuple[Tensor, ...] = ()
 
 
 class Plan(ABC):
@@ -162,12 +142,12 @@ class Plan(ABC):
 
     @abstractmethod
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Compute the attention of this rank's queries.
 
-        Return out (B, S, H, D) in q's dtype and lse (B, H, S) in fp32 (fp64 for fp64 inputs). With
-        the table (R, H) of a bias, in lse's dtype, also return the row_lse of `Saved`.
+        Return out (B, S, H, D) in q's dtype, lse (B, H, S) in fp32 (fp64 for fp64 inputs), and what
+        the backward needs beside that. `inputs` are those of an extension.
 
         Queries that see nothing yield 0 and -inf. Inputs are not written to. The caller may write
         to the results if the kernel `writes_new_memory`.
@@ -176,9 +156,9 @@ class Plan(ABC):
     @abstractmethod
     def backward(
         self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk and dv of this rank's tokens, in the inputs' dtype, and this rank's share
-        of the table's gradient.
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+        """Return dq, dk and dv of this rank's tokens, in the inputs' dtype, and this rank's shares
+        of the gradients of the other inputs.
         """
 
 

@@ -41,8 +41,7 @@ from ..transport import Arrival, Put
 from ..transport.packing import Packing
 from . import Plan, Problem, Saved, Strategy
 from .compute import (
-    Attention,
-    AttentionGradient,
+    DENSE,
     Keys,
     Queries,
     QueryGradients,
@@ -65,7 +64,9 @@ class OneCall(Strategy):
             return (
                 f"expected a single group, got a double_group of {problem.outer} x {problem.inner}"
             )
-        return "it does not support a bias" if problem.scores else None
+        if problem.scoring is not DENSE:
+            return f"it supports dense attention only, not {problem.scoring.name}"
+        return None
 
     def plan(self, problem: Problem, rank: int) -> Plan:
         """Return the part of `rank`. It is the ring's if no rank looks at another's tokens."""
@@ -140,23 +141,23 @@ class OneCallPlan(Plan):
         return kernel_calls(self._mine.tiles)
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, None]:
-        attention = Attention(self.problem.kernel, self.problem.spec)
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        attention = DENSE.forward(self.problem, q, ())
         with self.gather_keys(rings, k, v) as keys:
             parts = list(compute_outputs(attention, self.calls, Queries(q), keys))
         if is_whole(parts, q.shape[1]) and parts[0][1].dtype == q.dtype:
-            return parts[0][1], parts[0][2], None
+            return parts[0][1], parts[0][2], ()
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_lse(q)
         Outputs(out, lse, parts=parts).result()
-        return out, lse, None
+        return out, lse, ()
 
     def backward(
         self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         q, k, v = saved.q, saved.k, saved.v
         queries = QueryGradients(q, dout, saved.lse, saved.out)
-        attention = AttentionGradient(self.problem.kernel, self.problem.spec)
+        attention = DENSE.backward(self.problem, queries, (), ())
         of_queries: list[Part] = []
         of_keys: tuple[list[Part], list[Part]] = [], []
         with self.gather_keys(rings, k, v) as keys:
@@ -167,7 +168,7 @@ class OneCallPlan(Plan):
                 for parts, grad in zip(of_keys, grads, strict=True):
                     parts.append((columns, grad))
         dk, dv = self._return_gradients(rings, of_keys, k)
-        return Gradients(q.shape, q.dtype, q.device, parts=of_queries).result(), dk, dv, None
+        return Gradients(q.shape, q.dtype, q.device, parts=of_queries).result(), dk, dv, ()
 
     @property
     def lanes(self) -> dict[str, int]:

@@ -33,8 +33,7 @@ from ..sequence.tiling import Tiling
 from ..transport import LANES
 from . import Plan, Problem, Saved, Strategy
 from .compute import (
-    Attention,
-    AttentionGradient,
+    DENSE,
     Keys,
     Queries,
     QueryGradients,
@@ -53,7 +52,9 @@ class PlainRing(Strategy):
             return (
                 f"expected a single group, got a double_group of {problem.outer} x {problem.inner}"
             )
-        return "it does not support a bias" if problem.scores else None
+        if problem.scoring is not DENSE:
+            return f"it supports dense attention only, not {problem.scoring.name}"
+        return None
 
     def plan(self, problem: Problem, rank: int) -> PlainRingPlan:
         return PlainRingPlan(problem, rank)
@@ -69,10 +70,10 @@ class PlainRingPlan(Plan):
         rings.reserve(dict.fromkeys(LANES, 0), device)  # `exchange` receives into new tensors
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, None]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         queries = Queries(q)
-        attention = Attention.begin(self.problem, q, table)
+        attention = DENSE.forward(self.problem, q, inputs)
         out, lse = torch.empty_like(q), empty_lse(q)
         merged = Outputs(out, lse)
         block = [k.contiguous(), v.contiguous()]
@@ -84,14 +85,14 @@ class PlainRingPlan(Plan):
             if hop + 1 < self.size:
                 block = self._pass_on(rings, block, hop)
         merged.result()
-        return out, lse, None
+        return out, lse, ()
 
     def backward(
         self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         q, k, v = saved.q, saved.k, saved.v
         queries = QueryGradients(q, dout, saved.lse, saved.out)
-        attention = AttentionGradient.begin(self.problem, queries, saved.table, saved.row_lse)
+        attention = DENSE.backward(self.problem, queries, saved.inputs, saved.kept)
         wide = accumulator_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
         block = [k.contiguous(), v.contiguous()]
@@ -106,7 +107,7 @@ class PlainRingPlan(Plan):
                 ):
                     _add_gradient(total, spans, part)
             block = self._pass_on(rings, block, hop)
-        return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), None
+        return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), ()
 
     def __str__(self) -> str:
         hops = (f"  hop {hop}: {len(self._calls[hop])} kernel calls" for hop in range(self.size))

@@ -36,47 +36,37 @@ class Faulty(ReferenceKernel):
     ):
         self.before, self.after_forward, self.after_backward = before, forward, backward
 
-    def forward(self, q, k, v, call, spec, bias=None):
+    def forward(self, q, k, v, call, spec):
         call, spec = self.before(call, spec) if self.before else (call, spec)
-        result = super().forward(q, k, v, call, spec, bias)
+        result = super().forward(q, k, v, call, spec)
         return self.after_forward(*result, q) if self.after_forward else result
 
-    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         changed = self.before(call, spec) if self.before else (call, spec)
-        result = super().backward(dout, q, k, v, out, lse, delta, *changed, bias)
+        result = super().backward(dout, q, k, v, out, lse, delta, *changed)
         if self.after_backward:
-            result = self.after_backward(
-                self, result, dout, q, k, v, out, lse, delta, call, spec, bias
-            )
+            result = self.after_backward(self, result, dout, q, k, v, out, lse, delta, call, spec)
         return result
 
 
-def own_lse(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+def own_lse(self, result, dout, q, k, v, out, lse, delta, call, spec):
     """Use the lse of the call alone, as if it had all keys."""
-    own = RIGHT.forward(q, k, v, call, spec, bias)[1]
-    return RIGHT.backward(dout, q, k, v, out, own, delta, call, spec, bias)
+    own = RIGHT.forward(q, k, v, call, spec)[1]
+    return RIGHT.backward(dout, q, k, v, out, own, delta, call, spec)
 
 
-def repeated_heads(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+def repeated_heads(self, result, dout, q, k, v, out, lse, delta, call, spec):
     """Give the gradients of kv heads to the wrong ones: h % G, not h // (H // G)."""
-    dq, dk, dv, *table = result
-    return dq, dk.flip(2), dv, *table
+    dq, dk, dv = result
+    return dq, dk.flip(2), dv
 
 
-def no_tanh(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+def no_tanh(self, result, dout, q, k, v, out, lse, delta, call, spec):
     """Forget the derivative of the soft cap."""
     if spec.softcap is None:
         return result
     dq, *others = result
     return dq * 1.01, *others
-
-
-def one_row(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
-    """Compute the table's gradient from the first row of the batch."""
-    if bias is None:
-        return result
-    first = (None if x is None else x[:1] for x in (dout, q, k, v, out, lse, delta))
-    return *result[:3], RIGHT.backward(*first, call, spec, bias)[3]
 
 
 def aligned_to_the_first_key(call, spec):
@@ -100,15 +90,15 @@ def reused_memory(out, lse, q):
     return buffer.copy_(out), lse
 
 
-def cached_delta(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+def cached_delta(self, result, dout, q, k, v, out, lse, delta, call, spec):
     """Keep for a call what depends on its tensors."""
     delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2) if delta is None else delta
     known = call.prepared.setdefault(("delta", delta.dtype), delta)
     known = known if known.shape == delta.shape else delta
-    return RIGHT.backward(dout, q, k, v, None, lse, known, call, spec, bias)
+    return RIGHT.backward(dout, q, k, v, None, lse, known, call, spec)
 
 
-def first_columns(self, result, dout, q, k, v, out, lse, delta, call, spec, bias):
+def first_columns(self, result, dout, q, k, v, out, lse, delta, call, spec):
     """Compute 64 entries of a head at most."""
     for grad in result[:3]:
         grad[..., 64:] = 0
@@ -148,7 +138,6 @@ FAULTS = {
     "the backward uses the call's own lse": Faulty(backward=own_lse),
     "gradients go to the wrong kv head": Faulty(backward=repeated_heads),
     "dk lacks the scale": Faulty(backward=lambda self, r, *given: (r[0], r[1] / 0.3, *r[2:])),
-    "the table's gradient has one row of the batch": Faulty(backward=one_row),
     "a gradient is in memory of the inputs": Faulty(
         backward=lambda self, r, dout, q, *given: (q.copy_(r[0]), *r[1:])
     ),

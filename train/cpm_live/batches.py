@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel
-from bmt_burst.calls.masking import stack_scores
+from bmt_burst.bias.extension import stack_scores
 from models.cpm_bee import check_subs
 from models.cpm_live.config import BeeConfig, LiveConfig
 from train.cpm_live.instances import MOST_SUBS

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import Scores
-from bmt_burst.kernels.bias import CallBias, Segments
+from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.sparse.cache import KeySums
 from models.config import CPMConfig
 from models.cpm_ant import CPMAnt, ant_scores

@@ -24,17 +24,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...ranks.rings import Rings
-from ...scores import BY_DISTANCE
 from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
 from ...sequence.tiling import Tiling
 from .. import Plan, Problem, Saved, Sizes, Strategy
-from ..compute import ALL, Keys, Queries, QueryGradients
+from ..compute import ALL, Keys, Part, Queries, QueryGradients
 from .backward import Backward
 from .events import order_events
 from .forward import Forward
@@ -81,34 +79,32 @@ class RingPlan(Plan):
         return self._make_program(self._backward_payload, returning=True)
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         return Forward(
-            self.forward_program, KeysValues(), rings, Queries(q), Keys(k, v), table
+            self.forward_program, KeysValues(), rings, Queries(q), Keys(k, v), inputs
         ).result()
 
     def backward(
         self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         queries = QueryGradients(saved.q, dout, saved.lse, saved.out)
         keys = Keys(saved.k, saved.v)
-        return self.differentiate(rings, queries, keys, saved.table, saved.row_lse)
+        return self.differentiate(rings, queries, keys, saved.inputs, saved.kept)
 
     def differentiate(
         self,
         rings: Rings,
         queries: QueryGradients,
         keys: Keys,
-        table: Tensor | None,
-        row_lse: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        inputs: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """Return what `backward` returns. Queries have delta only if the problem `takes_delta`,
         otherwise out.
         """
         payload = self._backward_payload
-        return Backward(
-            self.backward_program, payload, rings, queries, keys, table, row_lse
-        ).result()
+        return Backward(self.backward_program, payload, rings, queries, keys, inputs, kept).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         visit, returned = self._most_bytes(KeysValues(), returning=False)[0], 0
@@ -131,22 +127,22 @@ class RingPlan(Plan):
         return Tiling(self.problem.mask, self.problem.layout)
 
     @functools.cached_property
-    def _terms(self) -> list[tuple[int | None, Tiling]]:
-        """The row of each term of the problem, and a tiling of the term."""
+    def _parts(self) -> list[tuple[Part, Tiling]]:
+        """The parts of the problem, each with its tiling."""
         tiling = self._tiling
         return [
-            (t.row, tiling if t.mask is tiling.mask else tiling.with_mask(t.mask))
-            for t in self.problem.terms
+            (part, tiling if part.mask is tiling.mask else tiling.with_mask(part.mask))
+            for part in self.problem.parts
         ]
 
     @functools.cached_property
     def _own_calls(self) -> list[GatheredCall]:
         calls = [
             gathered
-            for row, tiling in self._terms
-            for gathered in kernel_calls(tiling.own_tiles(self.rank), row)
+            for part, tiling in self._parts
+            for gathered in kernel_calls(tiling.own_tiles(self.rank), part.label, part.most_gaps)
         ]
-        return _add_positions(calls, lambda: (self._positions, self._positions))
+        return self.problem.scoring.refine(calls, lambda: (self._positions, self._positions))
 
     @functools.cached_property
     def _positions(self) -> Tensor:
@@ -167,22 +163,23 @@ class RingPlan(Plan):
         passes = self._make_passes(payload, routes, returning)
         rounds = routes.rounds(*self._find_limits(payload, passes, returning)) if passes else ()
 
-        terms = [
-            (row, tiling.transposed if sends_queries else tiling) for row, tiling in self._terms
+        parts = [
+            (part, tiling.transposed if sends_queries else tiling) for part, tiling in self._parts
         ]
 
         def find_calls(landings: Landings, tokens: int) -> list[GatheredCall]:
             found: list[GatheredCall] = []
-            for row, tiling in terms if landings else ():
+            for part, tiling in parts if landings else ():
                 tiles = tiling.tiles(self.rank, landings.runs, landings.places)
                 tiles = by_columns(tiles) if returning else tiles
-                found += kernel_calls(map(flipped, tiles) if sends_queries else tiles, row)
+                tiles = [*map(flipped, tiles)] if sends_queries else tiles
+                found += kernel_calls(tiles, part.label, part.most_gaps)
 
             def sides() -> tuple[Tensor, Tensor]:
                 here, landed = self._positions, find_landing_positions(landings, tokens)
                 return (landed, here) if sends_queries else (here, landed)
 
-            return _add_positions(found, sides)
+            return problem.scoring.refine(found, sides)
 
         calls = {
             (n, -1): find_calls(round_.landings, round_.held_tokens)
@@ -279,40 +276,3 @@ class RingPlan(Plan):
 def _make_pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
     sizes = select_heads(sizes, len(range(sizes.kv_heads)[kv_at]))
     return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))
-
-
-def _add_positions(
-    calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
-) -> list[GatheredCall]:
-    """Return the calls. Those that go by distance get what `_with_positions` adds.
-
-    `sides` makes the positions of queries (S,) and of keys (T,). It is called only if needed.
-    """
-    if all(gathered.row != BY_DISTANCE for gathered in calls):
-        return calls
-    queries, keys = sides()
-    return [
-        _with_positions(gathered, queries, keys) if gathered.row == BY_DISTANCE else gathered
-        for gathered in calls
-    ]
-
-
-def _with_positions(gathered: GatheredCall, queries: Tensor, keys: Tensor) -> GatheredCall:
-    """Return a call that goes by distance, with its `apart`.
-
-    Kernels that go by distance rely on positions that rise in a tile. Where several runs with steps
-    are one tile they do not, and such pairs get the row None.
-    """
-    pairs = (queries, gathered.q_spans), (keys, gathered.kv_spans)
-    sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
-    runs = [
-        [x[slice(*span)] for x, span in zip(sides, tile, strict=True)]
-        for tile in gathered.call.tiles
-    ]
-    steps = [run[1:] - run[:-1] for tile in runs for run in tile]
-    if any((step < 1).any() for step in steps):
-        return gathered._replace(row=None)
-    neighbours = all((step == 1).all() for step in steps)
-    return gathered._replace(
-        apart=tuple(int(kv[0] - q[0]) for q, kv in runs) if neighbours else None
-    )

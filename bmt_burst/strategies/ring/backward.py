@@ -17,7 +17,7 @@ from ...merging.parts import Part, is_whole, tokens_at
 from ...ranks.rings import Rings
 from ...sequence.span import Span, length, shifted
 from ...transport import Delivery, Put, Ticket
-from ..compute import ALL, AttentionGradient, Keys, QueryGradients, compute_gradients
+from ..compute import ALL, Keys, QueryGradients, compute_gradients
 from .events import Event
 from .execution import Execution
 from .payload import KeysValues, QueryPayload
@@ -48,18 +48,17 @@ class Backward(Execution):
         rings: Rings,
         queries: QueryGradients,
         keys: Keys,
-        table: Tensor | None,
-        row_lse: Tensor | None,
+        inputs: tuple[Tensor, ...],
+        kept: tuple[Tensor, ...],
     ):
-        device = queries.q.device
-        if (tokens := program.tokens(None, device)) is not None:
-            queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
-        if table is not None and program.problem.takes_delta:
-            # the table's gradient needs delta, and then calls need not gather out
-            queries = queries.with_delta()
+        device, problem = queries.q.device, program.problem
+        if (numbers := program.numbers(None, device)) is not None:
+            queries, keys = replace(queries, numbers=numbers), replace(keys, numbers=numbers)
+        if problem.scoring.prefers_delta and problem.takes_delta:
+            queries = queries.with_delta()  # then calls need not gather out
         super().__init__(program, rings, queries if payload.sends_queries else keys, device)
         self.payload, self.queries, self.keys = payload, queries, keys
-        self.attention = AttentionGradient.begin(program.problem, queries, table, row_lse)
+        self.attention = problem.scoring.backward(problem, queries, inputs, kept)
         self.inputs = queries.q, keys.k, keys.v
         self.own_parts: tuple[list[Part], ...] = ([], [], [])
         self.grads: list[Tensor] = []
@@ -69,13 +68,13 @@ class Backward(Execution):
         self.returning: list[Delivery] = []
         self.leaving_host: list[tuple[Ticket, tuple[Tensor, ...]]] = []
 
-    def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Run. Return dq, dk and dv in the inputs' dtype and, with a bias, this rank's share of
-        dtable.
+    def result(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """Run. Return dq, dk and dv in the inputs' dtype, and this rank's shares of the gradients
+        of the scoring's inputs.
         """
         self.run()
         dq, dk, dv = self.grads
-        return dq, dk, dv, self.attention.dtable
+        return dq, dk, dv, self.attention.gradients
 
     def _perform(self, event: Event) -> None:
         match event.do:
@@ -153,12 +152,12 @@ class Backward(Execution):
         its spans.
         """
         program, pass_, payload = self.program, self._pass(event), self.payload
-        tokens = program.tokens(key, self.device)
+        numbers = program.numbers(key, self.device)
         if isinstance(payload, QueryPayload):
-            queries = payload.arrive(tensors, tokens, program.problem.takes_delta)
+            queries = payload.arrive(tensors, numbers, program.problem.takes_delta)
             keys = self.keys.part(ALL, pass_.kv)
         else:
-            queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors, tokens)
+            queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors, numbers)
         attention = self.attention.of_heads(pass_.q)
         for rows, columns, (dq, dk, dv) in compute_gradients(
             attention, program.calls[key], queries, keys

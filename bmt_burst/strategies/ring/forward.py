@@ -15,8 +15,7 @@ from torch import Tensor
 from ...merging.merge import Outputs, empty_lse
 from ...merging.parts import OutputPart, is_whole
 from ...ranks.rings import Rings
-from ...scores import is_one_row
-from ..compute import ALL, Attention, Keys, Queries, compute_outputs
+from ..compute import ALL, Keys, Queries, compute_outputs
 from .events import Event
 from .execution import Execution
 from .payload import KeysValues
@@ -46,21 +45,21 @@ class Forward(Execution):
         rings: Rings,
         queries: Queries,
         keys: Keys,
-        table: Tensor | None,
+        inputs: tuple[Tensor, ...],
     ):
         device = queries.q.device
-        if (tokens := program.tokens(None, device)) is not None:
-            queries, keys = replace(queries, tokens=tokens), replace(keys, tokens=tokens)
+        if (numbers := program.numbers(None, device)) is not None:
+            queries, keys = replace(queries, numbers=numbers), replace(keys, numbers=numbers)
         self.queries, self.keys = queries, keys
         super().__init__(program, rings, self.keys, device)
         self.payload = payload
-        self.attention = Attention.begin(program.problem, queries.q, table)
+        self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
         self.parts: list[OutputPart] = []
 
-    def result(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run. Return out (B, S, H, D), lse (B, H, S) and, with a bias, its row_lse."""
+    def result(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Run. Return out (B, S, H, D), lse (B, H, S) and what the scoring keeps."""
         self.run()
-        return self.out, self.lse, self.attention.row_lse
+        return self.out, self.lse, self.attention.kept
 
     def _own(self) -> None:
         q = self.queries.q
@@ -69,8 +68,7 @@ class Forward(Execution):
         )
         if (
             is_whole(self.parts, q.shape[1])
-            # such a call's out does not include the bias, only the merged one does
-            and not is_one_row(self.program.own[0].row)
+            and self.attention.is_complete(self.program.own[0])
             and self.parts[0][1].dtype == q.dtype
             and (self.attention.writes_new_memory or not self.program.passes)
         ):
@@ -108,7 +106,7 @@ class Forward(Execution):
 
     def _attend(self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]) -> None:
         heads = self._pass(event).q
-        block = self.payload.arrive(tensors, self.program.tokens(key, self.device))
+        block = self.payload.arrive(tensors, self.program.numbers(key, self.device))
         queries = self.queries.part(ALL, heads)
         for part in compute_outputs(
             self.attention.of_heads(heads), self.program.calls[key], queries, block

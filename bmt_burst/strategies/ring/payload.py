@@ -72,10 +72,10 @@ class KeysValues(Payload):
         assert isinstance(block, Keys)
         return block.k.contiguous(), block.v.contiguous()
 
-    def arrive(self, tensors: Sequence[Tensor], tokens: Tensor | None) -> Keys:
-        """Return the block from the tensors of `depart`. `tokens` are `Scores.tokens`."""
+    def arrive(self, tensors: Sequence[Tensor], numbers: Tensor | None) -> Keys:
+        """Return the block from the tensors of `depart`. `numbers` are `Scoring.numbers`."""
         k, v = tensors
-        return Keys(k, v, tokens)
+        return Keys(k, v, numbers)
 
     def _entries(self, sizes: Sizes) -> Entries:
         return (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2
@@ -91,9 +91,9 @@ class QueryPayload(Payload):
 
     @abstractmethod
     def arrive(
-        self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool
+        self, tensors: Sequence[Tensor], numbers: Tensor | None, takes_delta: bool
     ) -> QueryGradients:
-        """Return the block from the tensors of `depart`. `tokens` are `Scores.tokens`.
+        """Return the block from the tensors of `depart`. `numbers` are `Scoring.numbers`.
 
         takes_delta  whether kernels can take delta instead of out
         """
@@ -112,13 +112,13 @@ class QueriesDelta(QueryPayload):
         return block.q.contiguous(), block.dout.contiguous(), rows
 
     def arrive(
-        self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool
+        self, tensors: Sequence[Tensor], numbers: Tensor | None, takes_delta: bool
     ) -> QueryGradients:
         q, dout, rows = tensors
         lse, delta = split_lse_delta(rows)
         if takes_delta:
-            return QueryGradients(q, dout, lse, delta=delta, tokens=tokens)
-        return QueryGradients(q, dout, lse, surrogate_out(dout, delta), tokens=tokens)
+            return QueryGradients(q, dout, lse, delta=delta, numbers=numbers)
+        return QueryGradients(q, dout, lse, surrogate_out(dout, delta), numbers=numbers)
 
     def _entries(self, sizes: Sizes) -> Entries:
         row = (sizes.heads, sizes.head_size), sizes.dtype
@@ -135,10 +135,10 @@ class QueriesOut(QueryPayload):
         return tuple(x.contiguous() for x in (block.q, block.dout, lse, block.out))
 
     def arrive(
-        self, tensors: Sequence[Tensor], tokens: Tensor | None, takes_delta: bool
+        self, tensors: Sequence[Tensor], numbers: Tensor | None, takes_delta: bool
     ) -> QueryGradients:
         q, dout, lse, out = tensors
-        return QueryGradients(q, dout, lse.transpose(1, 2), out, tokens=tokens)
+        return QueryGradients(q, dout, lse.transpose(1, 2), out, numbers=numbers)
 
     def _entries(self, sizes: Sizes) -> Entries:
         row = (sizes.heads, sizes.head_size), sizes.dtype

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.packed import current_stream, send_to_device
-from ...scores import Scores
+from ...base.streams import current_stream, send_to_device
 from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import length
 from ...transport.packing import Packing
 from .. import Problem
+from ..compute import DENSE, Scoring
 from .events import Event
 from .payload import Payload
 from .routes import Landings, Round
@@ -49,15 +49,16 @@ class Program:
     calls: Mapping[tuple[int, int], Sequence[GatheredCall]]
     events: Sequence[Event]
 
-    def tokens(self, key: tuple[int, int] | None, device: torch.device) -> Tensor | None:
-        """Return `Scores.tokens` of a stage or a root, by the key of its calls, or of the own
+    def numbers(self, key: tuple[int, int] | None, device: torch.device) -> Tensor | None:
+        """Return `Scoring.numbers` of a stage or a root, by the key of its calls, or of the own
         tokens for None.
 
-        Return None if there are no scores, or no calls.
+        Return None if there are none, or no calls.
         """
-        if self.problem.scores is None:
+        scoring = self.problem.scoring
+        if scoring is DENSE:
             return None
-        return _all_tokens(self, self.problem.scores, device, current_stream(device)).get(key)
+        return _all_numbers(self, scoring, device, current_stream(device)).get(key)
 
     def __str__(self) -> str:
         """Show the events with the tokens that they move and the kernel calls that they make."""
@@ -82,11 +83,11 @@ class Program:
         return ""
 
 
-@functools.lru_cache(maxsize=8)  # large on GPUs where every step has scores of its own
-def _all_tokens(
-    program: Program, scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
+@functools.lru_cache(maxsize=8)  # large on GPUs where every step has numbers of its own
+def _all_numbers(
+    program: Program, scoring: Scoring, device: torch.device, stream: torch.cuda.Stream | None
 ) -> dict[tuple[int, int] | None, Tensor]:
-    """Return the result of `Program.tokens` for each key, in one allocation, for work on
+    """Return the result of `Program.numbers` for each key, in one allocation, for work on
     `stream`.
     """
     positions: dict[tuple[int, int] | None, Tensor] = {
@@ -95,8 +96,10 @@ def _all_tokens(
     positions |= {
         key: _find_positions(program, *key) for key, calls in program.calls.items() if calls
     }
-    tokens = send_to_device(scores.tokens(torch.cat([*positions.values()])), device)
-    parts = torch.split(tokens, [len(x) for x in positions.values()], 1)
+    found = scoring.numbers(torch.cat([*positions.values()]))
+    if found is None:
+        return {}
+    parts = torch.split(send_to_device(found, device), [len(x) for x in positions.values()], 1)
     return dict(zip(positions, parts, strict=True))
 
 

@@ -28,7 +28,6 @@ of a rank, D head size.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -45,7 +44,7 @@ from .. import Plan, Problem, Saved, Strategy
 from ..compute import ALL, Keys, QueryGradients
 from ..ring import RingPlan
 from .exchange import Field, Returns, Visits
-from .heads import BIASED, Heads, cut_heads
+from .heads import Heads, cut_heads
 from .tokens import HostLayout, HostTokens
 
 _MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
@@ -100,13 +99,13 @@ class RingOfHosts(Plan):
         self.ring.reserve(_between_hosts(rings), device, with_backward)
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.ring.forward(_between_hosts(rings), q, k, v, table)
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        return self.ring.forward(_between_hosts(rings), q, k, v, inputs)
 
     def backward(
         self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         return self.ring.backward(_between_hosts(rings), dout, saved)
 
     def __str__(self) -> str:
@@ -145,7 +144,7 @@ class UlyssesPlan(Plan):
         ]
         most, pairs = -(-sizes.heads // inner), sizes.batch * problem.mask.area // problem.outer
         rows = sizes.batch * max(map(self.hosts.length, range(problem.outer)))
-        work = most * pairs * sizes.head_size // (BIASED if problem.scores else 1)
+        work = most * pairs * sizes.head_size // problem.scoring.host_work
         cuts = cut_heads(most, ratio, rows, work)
         self.pieces = [heads.cut(cuts, ratio) for heads in self.heads]
         rings: dict[tuple[int, int], RingPlan] = {}
@@ -178,33 +177,32 @@ class UlyssesPlan(Plan):
             each.ring.reserve(_between_hosts(rings), device, with_backward)
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        row_lses: list[Tensor] = []
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        kept: list[Tensor] = []  # by the rings of all pieces, equally many each
 
         def attend(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
             q, k, v = tensors
             parts: list[tuple[Tensor, ...]] = []
             for at, kv_at, ring in self.rings[piece]:
-                inputs = q[:, :, at], k[:, :, kv_at], v[:, :, kv_at]
-                own = self._own_heads(table, piece, at)
-                out, lse, row_lse = ring.forward(_between_hosts(rings), *inputs, own)
+                tensors = q[:, :, at], k[:, :, kv_at], v[:, :, kv_at]
+                own = self._own_heads(inputs, piece, at)
+                out, lse, found = ring.forward(_between_hosts(rings), *tensors, own)
                 parts.append((out, lse))
-                if row_lse is not None:
-                    row_lses.append(row_lse.flatten())
+                kept.extend(found)
             return parts
 
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_lse(q)
         self._run(rings, self.inputs, (q, k, v), attend, self.results, (out, lse))
-        flat = None if table is None else torch.cat([table.new_empty(0), *row_lses])
-        return out, lse, flat
+        return out, lse, tuple(kept)
 
     def backward(
         self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        q, k, v, out, lse, table, row_lse = saved
-        row_lses = self._row_lses(row_lse, len(q))
-        dtable = None if table is None else torch.zeros_like(table)
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        q, k, v, out, lse, inputs, kept = saved
+        count = len(kept) // max(len([*self._all_rings()]), 1)
+        of_rings = iter([kept[i : i + count] for i in range(0, len(kept), count or 1)])
+        gradients = tuple(map(torch.zeros_like, inputs))
 
         def differentiate(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
             q, k, v, dout, lse, delta_or_out = tensors
@@ -216,17 +214,17 @@ class UlyssesPlan(Plan):
             parts: list[tuple[Tensor, ...]] = []
             for at, kv_at, ring in self.rings[piece]:
                 sides = queries.part(ALL, at), Keys(k[:, :, kv_at], v[:, :, kv_at])
-                own, share_here = (self._own_heads(x, piece, at) for x in (table, dtable))
-                *grads, share = ring.differentiate(
-                    _between_hosts(rings), *sides, own, next(row_lses)
+                own = self._own_heads(inputs, piece, at)
+                *grads, shares = ring.differentiate(
+                    _between_hosts(rings), *sides, own, next(of_rings, ())
                 )
                 parts.append(tuple(grads))
-                if share_here is not None and share is not None:
-                    share_here.copy_(share)
+                for into, share in zip(self._own_heads(gradients, piece, at), shares, strict=True):
+                    into.copy_(share)
             return parts
 
         delta = QueryGradients(q, dout, lse, out).get_delta() if self.sends_delta else None
-        inputs = (q, k, v, dout, lse, out if delta is None else delta)
+        sides = (q, k, v, dout, lse, out if delta is None else delta)
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (
             torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
@@ -235,9 +233,9 @@ class UlyssesPlan(Plan):
             for x in (k, v)
         )
         self._run(
-            rings, self.backward_inputs, inputs, differentiate, self.backward_results, (dq, dk, dv)
+            rings, self.backward_inputs, sides, differentiate, self.backward_results, (dq, dk, dv)
         )
-        return dq, dk.to(k.dtype), dv.to(v.dtype), dtable
+        return dq, dk.to(k.dtype), dv.to(v.dtype), gradients
 
     def _run(
         self,
@@ -325,22 +323,11 @@ class UlyssesPlan(Plan):
             known[heads, kv_heads] = RingPlan(ring, self.host)
         return HeadRing(at, kv_at, known[heads, kv_heads])
 
-    def _own_heads(self, table: Tensor | None, piece: int, at: slice) -> Tensor | None:
-        """Return a view of the table (R, H) of a bias: some heads of a piece."""
-        if table is None:
-            return None
-        return table[:, slice(*self.pieces[self.place][piece].q)][:, at]
-
-    def _row_lses(self, flat: Tensor | None, batch: int) -> Iterator[Tensor | None]:
-        """Return the row_lse of each ring's forward, in turn."""
-        if flat is None:
-            return itertools.repeat(None)
-        shapes = [
-            (len(ring.problem.rows), batch, ring.problem.sizes.heads, self.tokens.total)
-            for _, _, ring in self._all_rings()
-        ]
-        parts = torch.split(flat, [math.prod(shape) for shape in shapes])
-        return iter([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
+    def _own_heads(self, inputs: tuple[Tensor, ...], piece: int, at: slice) -> tuple[Tensor, ...]:
+        """Return views of a scoring's inputs, or of their gradients, for some heads of a piece."""
+        first = self.pieces[self.place][piece].q[0]
+        heads = slice(first + at.start, first + at.stop)
+        return self.problem.scoring.select_heads(inputs, heads)
 
 
 def _between_hosts(rings: Rings) -> Rings:

@@ -13,8 +13,6 @@ _ENOUGH_ROWS = 1 << 18
 # Visible pairs, over all heads, times the head size: with less, the host takes longer to enqueue
 # three pieces than an H200 takes to compute them, 5 ms for a forward and backward.
 _ENOUGH_WORK = 3 << 36
-# A bias takes the host about so many times as long: each term of it has calls of its own.
-BIASED = 16
 _ENDS = 8  # the first piece has one of so many heads, and so has the last
 _ENOUGH_KV_HEADS = 4
 
@@ -63,7 +61,8 @@ def cut_heads(heads: int, ratio: int, rows: int, work: int) -> tuple[int, ...]:
     heads  the most query heads of a rank
     ratio  the query heads of a kv head
     rows   the rows of queries of a head: the tokens of the host with the most, over the batch
-    work   the visible pairs of all these heads, times the head size; with a bias over `BIASED`
+    work   the visible pairs of all these heads, times the head size, over
+           `Scoring.host_work`
 
     Only two exchanges have no kernel to hide behind: the first that a rank receives, and the last
     that it returns. So the first and the last piece have an eighth of the heads. Pieces between

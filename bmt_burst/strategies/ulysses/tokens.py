@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.packed import current_stream, send_to_device
+from ...base.streams import current_stream, send_to_device
 from ...sequence.layout import Layout
 from ...sequence.span import Span
 

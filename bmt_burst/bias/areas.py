@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .mask import Mask, Slice
-from .span import Span, length, overlap
+from ..sequence.mask import Mask, Slice
+from ..sequence.span import Span, length, overlap
 
 BY_DISTANCE = -1  # instead of a row: the distance says which
 _LONG = 256  # tokens of a segment that is worth separate kernel calls

@@ -22,42 +22,47 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..kernels.packed import send_to_device
+from ..base.streams import send_to_device
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span
-from ..sparse.blocks import FarBlocks, pack_blocks, unpack_blocks
-from ..sparse.choice import choose_in_document, documents, documents_in, find_longest
-from ..sparse.compressed import CompressedKeys, compress, sum_strides
-from ..sparse.far import add_far_gradients, add_far_outputs
-from ..sparse.memory import keep_choice, take_choice
-from . import Plan, Problem, Saved, Strategy
+from ..strategies import Plan, Problem, Saved, Strategy
+from .blocks import FarBlocks, pack_blocks, unpack_blocks
+from .choice import choose_in_document, documents, documents_in, find_longest
+from .compressed import CompressedKeys, compress, sum_strides
+from .config import InfLLMV2
+from .far import add_far_gradients, add_far_outputs
+from .memory import keep_choice, take_choice
 from .spans import Spans
 
 
-def window_problem(problem: Problem) -> Problem:
+def window_problem(problem: Problem, sparse: InfLLMV2) -> Problem:
     """Return the dense problem of the windows of a sparse one."""
-    assert problem.sparse is not None
-    mask = problem.mask.windowed(problem.sparse.window_size + 1)
-    return replace(problem, mask=mask, sparse=None)
+    return replace(problem, mask=problem.mask.windowed(sparse.window_size + 1))
 
 
-class SelectedPlan:
-    """The part of one rank in sparse calls of one problem, before their blocks are chosen.
+class SparsePlan(Plan):
+    """The part of one rank in sparse calls of one problem.
 
+    Its forward takes the queries and keys by which blocks are chosen, or none to choose by q and k.
+    It keeps the choice (B, S, G, topk): the first blocks of this rank's queries, with all that are
+    far, as `pack_blocks` returns them.
+
+    strategy    computes the windows
     window      the plan of `window_problem`
     span_bytes  the most bytes of keys and values in a span, unless a stride of tokens is larger
     """
 
-    def __init__(self, problem: Problem, rank: int, strategy: Strategy, span_bytes: int):
-        assert problem.sparse is not None
-        self.problem, self.rank, self.sparse = problem, rank, problem.sparse
-        self.window = strategy.plan(window_problem(problem), rank)
+    def __init__(
+        self, problem: Problem, sparse: InfLLMV2, rank: int, strategy: Strategy, span_bytes: int
+    ):
+        self.problem, self.rank, self.sparse = problem, rank, sparse
+        self.window = strategy.plan(window_problem(problem, sparse), rank)
         self.span_bytes = span_bytes
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
@@ -69,7 +74,7 @@ class SelectedPlan:
         most = self.spans.most_bytes(self._most_tokens, entries * width)
         rings.reserve(most if with_backward else {**most, "return": 0}, device)
 
-    def choose(self, rings: Rings, q: Tensor, k: Tensor) -> ChosenPlan:
+    def choose(self, rings: Rings, q: Tensor, k: Tensor) -> Tensor:
         """Choose blocks for this rank's q (B, S, H, D), by the k (B, S, G, D) of all ranks.
 
         A recomputation takes the choice of the first run.
@@ -81,7 +86,49 @@ class SelectedPlan:
                 rows = [self._pack(self._choose_row(*row)) for row in zip(q, keys, strict=True)]
                 chosen = torch.stack(rows)
             keep_choice(chosen)
-        return ChosenPlan(self, chosen)
+        return chosen
+
+    def forward(
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        chosen = self.choose(rings, *(inputs or (q, k)))
+        near, near_lse, _ = self.window.forward(rings, q, k, v)
+        blocks, scale = self.far_blocks(chosen), self.problem.spec.scale
+        spans = self.spans.spans
+        # One span is rounded once. Sums of several are kept wide.
+        dtype = q.dtype if len(spans) == 1 else near_lse.dtype
+        copy = not self.problem.kernel.writes_new_memory
+        out, lse = near.to(dtype, copy=copy), near_lse.to(near_lse.dtype, copy=copy)
+        del near, near_lse
+        for number, (first, _) in enumerate(spans):
+            keys, values = self.spans.gather(rings, [k, v], number)
+            for row, of_row in enumerate(blocks):
+                inputs = q[row], keys[row], values[row], of_row, first, scale
+                add_far_outputs(*inputs, out[row], lse[row])
+        return out.to(q.dtype), lse, (chosen,)
+
+    def backward(
+        self, rings: Rings, dout: Tensor, saved: Saved
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
+        [chosen] = saved.kept
+        *near, _ = self.window.backward(rings, dout, saved._replace(inputs=(), kept=()))
+        dq, dk, dv = (x.to(saved.lse.dtype) for x in near)
+        del near
+        lse_delta = stack_lse_delta(saved.out, dout, saved.lse)
+        blocks, scale = self.far_blocks(chosen), self.problem.spec.scale
+        for number, (first, _) in enumerate(self.spans.spans):
+            keys, values = self.spans.gather(rings, [saved.k, saved.v], number)
+            far = []
+            for row, of_row in enumerate(blocks):
+                inputs = dout[row], saved.q[row], keys[row], values[row], lse_delta[row]
+                far.append(add_far_gradients(*inputs, of_row, first, scale, dq[row]))
+            grads = [torch.stack(x) for x in zip(*far, strict=True)]
+            own = self.spans.own_tokens(number)
+            given = self.spans.give_back(rings, grads, number, self.problem.sizes.partial)
+            for total, part in zip((dk, dv), given, strict=True):
+                total[:, own] += part
+        none = (None,) * len(saved.inputs)  # no gradient flows through the choice
+        return dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), none
 
     def _compress(self, rings: Rings, k: Tensor) -> list[dict[int, CompressedKeys]]:
         """Return the compressed keys of each row's documents, by the documents' starts."""
@@ -127,7 +174,7 @@ class SelectedPlan:
         return max(self.span_bytes // bytes_of_token, self.sparse.kernel_stride)
 
     def far_blocks(self, chosen: Tensor) -> list[FarBlocks]:
-        """Return the far blocks of each row of a `ChosenPlan.chosen`."""
+        """Return the far blocks of each row of a choice."""
         starts, stops = (send_to_device(x, chosen.device) for x in self._ends)
         return [
             FarBlocks.of_choice(unpack_blocks(row), starts, stops, self.sparse.block_size)
@@ -151,63 +198,6 @@ class SelectedPlan:
         positions = self.spans.positions[self.rank]
         starts = positions - self.problem.mask.positions()[positions]
         return starts, positions - self.sparse.window_size
-
-
-@dataclass(frozen=True)
-class ChosenPlan(Plan):
-    """The plan of one call whose blocks are chosen.
-
-    chosen  (B, S, G, topk): the first blocks of this rank's queries, with all that are far, as
-            `pack_blocks` returns them
-    """
-
-    selected: SelectedPlan
-    chosen: Tensor
-
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        self.selected.reserve(rings, device, with_backward)
-
-    def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, None]:
-        assert table is None, "sparse attention has no bias"
-        selected = self.selected
-        near, near_lse, _ = selected.window.forward(rings, q, k, v)
-        blocks, scale = selected.far_blocks(self.chosen), selected.problem.spec.scale
-        spans = selected.spans.spans
-        # One span is rounded once. Sums of several are kept wide.
-        dtype = q.dtype if len(spans) == 1 else near_lse.dtype
-        copy = not selected.problem.kernel.writes_new_memory
-        out, lse = near.to(dtype, copy=copy), near_lse.to(near_lse.dtype, copy=copy)
-        del near, near_lse
-        for number, (first, _) in enumerate(spans):
-            keys, values = selected.spans.gather(rings, [k, v], number)
-            for row, of_row in enumerate(blocks):
-                inputs = q[row], keys[row], values[row], of_row, first, scale
-                add_far_outputs(*inputs, out[row], lse[row])
-        return out.to(q.dtype), lse, None
-
-    def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
-        selected = self.selected
-        *near, _ = selected.window.backward(rings, dout, saved)
-        dq, dk, dv = (x.to(saved.lse.dtype) for x in near)
-        del near
-        lse_delta = stack_lse_delta(saved.out, dout, saved.lse)
-        blocks, scale = selected.far_blocks(self.chosen), selected.problem.spec.scale
-        for number, (first, _) in enumerate(selected.spans.spans):
-            keys, values = selected.spans.gather(rings, [saved.k, saved.v], number)
-            far = []
-            for row, of_row in enumerate(blocks):
-                inputs = dout[row], saved.q[row], keys[row], values[row], lse_delta[row]
-                far.append(add_far_gradients(*inputs, of_row, first, scale, dq[row]))
-            grads = [torch.stack(x) for x in zip(*far, strict=True)]
-            own = selected.spans.own_tokens(number)
-            given = selected.spans.give_back(rings, grads, number, selected.problem.sizes.partial)
-            for total, part in zip((dk, dv), given, strict=True):
-                total[:, own] += part
-        return dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), None
 
 
 def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, ...]:

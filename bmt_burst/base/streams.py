@@ -1,0 +1,46 @@
+"""CUDA streams, and tables that are copied to them from host memory."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .capture import refuse_capture
+
+_CAPTURED = (
+    "its mask, bias or layout needs tables that are copied from host memory, which a replay would "
+    "read again. One rank alone can capture whole causal or full sequences"
+)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the current stream of a device, or None if it has no streams.
+
+    A device's index is known here. torch.cuda.current_stream looks for it, which takes the host
+    several times as long.
+
+    Tables that are copied from the host are kept by it. So this raises RuntimeError while a CUDA
+    graph is captured: a kept table may be dropped before the graph is replayed.
+    """
+    if device.type != "cuda":
+        return None
+    refuse_capture("attention with tables", _CAPTURED)
+    return _find_stream(*torch._C._cuda_getCurrentStream(device.index))
+
+
+@functools.lru_cache(maxsize=64)
+def _find_stream(stream: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream, device_index=device_index, device_type=device_type)
+
+
+def send_to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device, on its current stream. The host does not wait.
+
+    Raises RuntimeError while a CUDA graph is captured.
+    """
+    if device.type != "cuda":
+        return x
+    refuse_capture("attention with tables", _CAPTURED)
+    return x.pin_memory().to(device, non_blocking=True)

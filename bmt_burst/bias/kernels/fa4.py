@@ -1,0 +1,167 @@
+"""FlashAttention-4 with a bias, on Hopper: a function of scores adds it.
+
+The gradient of the table is computed by our own Triton kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.streams import send_to_device
+from ...kernels import installed, load
+from ...kernels.fa4 import backward, forward, functions
+from ...kernels.packed import prepare_once
+from ...sequence.span import length
+from ...sequence.tile import KernelCall
+from ...spec import Spec
+from ..call_bias import CallBias, Segments
+from . import NOT_BOTH, TableKernel
+from .triton import table_gradient
+
+_LARGEST_HEAD = 128
+
+
+class Fa4TableKernel(TableKernel):
+    """FlashAttention-4's functions of variable length, with a function of scores."""
+
+    name = "fa4"
+    takes_delta = True
+    writes_new_memory = True
+
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
+        if spec.softcap is not None:
+            return NOT_BOTH
+        if not installed("flash_attn.cute"):
+            return "the package flash-attn-4 is not installed"
+        generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
+        reason = _refuses_biases(spec, q, k, generation) or load("fa4").refuses(spec, q, k)
+        if reason is None and not self.broken() and not all(map(_takes_scalars, functions())):
+            return "this version of flash-attn-4 lacks aux_scalars, which a bias needs: update it"
+        return reason
+
+    def broken(self) -> str | None:
+        return load("fa4").broken()
+
+    def forward(self, q, k, v, call, spec, bias):
+        return forward(q, k, v, call, spec, _bias_options(bias, call, len(q)))
+
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
+        inputs = dout, q, k, v, out, lse, delta, call, spec
+        table = table_gradient(*inputs, bias)
+        added = _bias_options(bias, call, len(q))
+        added["score_mod_bwd"] = _scores().gradient_of_sum
+        return *backward(*inputs, added), table
+
+
+def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:
+    """Return why the package cannot add a bias to these inputs, or None if it can."""
+    if generation != 9:
+        return "it supports a bias only on GPUs of compute capability 9"
+    if spec.deterministic:
+        return "its backward with a bias is not deterministic"
+    if q.shape[2] != k.shape[2]:
+        return (
+            "with a bias it needs as many kv heads as query heads, "
+            f"got {k.shape[2]} and {q.shape[2]}"
+        )
+    if q.shape[-1] > _LARGEST_HEAD:
+        return f"with a bias it supports head sizes up to {_LARGEST_HEAD}, got {q.shape[-1]}"
+    return (
+        None if installed("triton") else "the gradient of a bias's table needs the package triton"
+    )
+
+
+def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:
+    """Return the options for the function of scores, which `fa4_scores` defines.
+
+    It gets addresses of tensors. The bias and the call keep these tensors alive.
+    """
+    table, distances, biases = bias.prepared.get("fa4", (None, None, None))
+    if table is not bias.table or distances is not bias.distances:
+        biases = torch.cat((bias.table[bias.distances], bias.table)).float().T.contiguous()
+        bias.prepared["fa4"] = bias.table, bias.distances, biases
+    device, width = biases.device, biases.shape[1]
+    if bias.apart is not None and bias.segments is None:
+        name = "distances", batch, bias.reach, bias.apart
+        places = prepare_once(
+            call, name, device, lambda: send_to_device(_distances(bias, call, batch), device)
+        )
+        return {
+            "score_mod": _scores().add_by_distance,
+            "aux_scalars": _scores().scalars(biases, width, places),
+        }
+    places = prepare_once(
+        call, ("ends", batch), device, lambda: send_to_device(_ends(call, batch), device)
+    )
+    of = bias.segments or prepare_once(
+        call, ("one segment",), device, lambda: _one_segment(call, device)
+    )
+    pairs = of.pairs if len(of.pairs) else bias.distances  # if no groups are equal
+    numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
+    tensors = (
+        of.q_group,
+        of.q_base,
+        bias.q_position,
+        of.kv_group,
+        of.kv_segment,
+        bias.kv_position,
+        pairs,
+    )
+    return {
+        "score_mod": _scores().add_by_segments,
+        "aux_scalars": _scores().scalars(*numbers, *tensors),
+    }
+
+
+def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
+    """Compute `places` of `fa4_scores.add_by_distance`. Values between tiles are arbitrary."""
+    assert bias.apart is not None, "only calls whose tokens are neighbours need distances"
+    apart = iter(bias.apart)
+    first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
+    return torch.tensor(
+        [(x + bias.reach, 2 * bias.reach) for x in first] * batch, dtype=torch.int32
+    )
+
+
+def _ends(call: KernelCall, batch: int) -> Tensor:
+    """Compute `places` of `fa4_scores.add_by_segments`."""
+    spans = call.sequences() * batch
+    return torch.tensor([(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans], dtype=torch.int32)
+
+
+def _one_segment(call: KernelCall, device: torch.device) -> Segments:
+    """Return the segments of a call whose pairs all go by distance."""
+    queries, keys = (
+        torch.zeros(count, dtype=torch.int32, device=device)
+        for count in (call.q_tokens, call.kv_tokens)
+    )
+    return Segments(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
+
+
+@functools.cache
+def _takes_scalars(function: Callable) -> bool:
+    """Return whether it passes numbers to a function of scores, as 4.0.0b36 does."""
+    return "aux_scalars" in inspect.signature(function).parameters
+
+
+@functools.cache
+def _scores() -> ModuleType:
+    """Import the functions of scores."""
+    from . import fa4_scores
+
+    return fa4_scores
+
+
+@functools.cache
+def _scores() -> ModuleType:
+    """Import the functions of scores."""
+    from . import fa4_scores
+
+    return fa4_scores

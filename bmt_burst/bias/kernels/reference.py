@@ -1,0 +1,41 @@
+"""The specification of all kernels with a bias: attention written out."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...kernels import load
+from ...kernels.reference import backward, forward
+from ...spec import Spec
+from ..call_bias import CallBias
+from . import NOT_BOTH, TableKernel
+
+
+class ReferenceTableKernel(TableKernel):
+    """Attention with a bias written out. It computes and returns fp32, or fp64 for fp64 inputs."""
+
+    name = "reference"
+    takes_delta = True
+
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
+        return NOT_BOTH if spec.softcap is not None else load("reference").refuses(spec, q, k)
+
+    def broken(self) -> str | None:
+        return None
+
+    def forward(self, q, k, v, call, spec, bias):
+        return forward(q, k, v, call, spec, bias.table[bias.rows()])
+
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
+        added = bias.table[bias.rows()]
+        *grads, dscores = backward(dout, q, k, v, out, lse, delta, call, spec, added)
+        return *grads, _table_gradient(dscores, bias)
+
+
+def _table_gradient(dscores: Tensor, bias: CallBias) -> Tensor:
+    """Sum dscores (B, H, S, T), which are 0 for hidden pairs, by rows: (R, H)."""
+    by_pairs = dscores.sum(0).flatten(1).T
+    total = by_pairs.new_zeros(bias.table.shape)
+    # On GPUs index_put_ sorts and so sums in the same order each time. index_add_ does not.
+    total.index_put_((bias.rows().flatten(),), by_pairs, accumulate=True)
+    return total.to(bias.table.dtype)

@@ -1,0 +1,195 @@
+"""The library's own Triton kernel with a bias.
+
+Several programs add to one sum of the gradient of the table, and they add integers. So results are
+bit-identical between runs. A separate kernel (`triton_table`) computes the gradient of a bias by
+distance.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...kernels import load
+from ...kernels.packed import prepare_once, send_to_device
+from ...kernels.triton import (
+    Terms,
+    backward,
+    backward_inputs,
+    forward,
+    launch,
+    number_groups,
+    shape_of,
+    start,
+)
+from ...sequence.tile import KernelCall
+from ...spec import Spec
+from ..call_bias import CallBias, dscores_bound
+from . import NOT_BOTH, TableKernel
+
+_LOG2_E = math.log2(math.e)
+_LARGEST_SUM = 2.0**61  # of 64-bit integers, with room for rounding
+_PADDING = 256  # distances beyond reach that a block may read: its queries and keys
+_MOST_STEPS = 256  # blocks that one program computes along a diagonal
+_MOST_KEYS = 2048  # keys of a program that computes only the gradient of a table
+
+
+class TritonTableKernel(TableKernel):
+    """The Triton kernel with a bias."""
+
+    name = "triton"
+    takes_delta = True
+    writes_new_memory = True
+    runs_interpreted = True
+
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
+        return NOT_BOTH if spec.softcap is not None else load("triton").refuses(spec, q, k)
+
+    def broken(self) -> str | None:
+        return load("triton").broken()
+
+    def forward(self, q, k, v, call, spec, bias):
+        return forward(q, k, v, call, spec, _make_terms(bias))
+
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
+        inputs = backward_inputs(dout, q, k, v, out, lse, delta)
+        terms = _add_sums(_make_terms(bias), bias, inputs)
+        grads = backward(inputs, call, spec, terms)
+        if bias.segments is None:
+            _add_along_diagonals(inputs, call, spec, bias, terms)
+        return *grads, _gradient_of_sums(terms, bias)
+
+
+def table_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    delta: Tensor | None,
+    call: KernelCall,
+    spec: Spec,
+    bias: CallBias,
+) -> Tensor:
+    """Compute only dtable (R, H) of what `TableKernel.backward` returns."""
+    inputs = backward_inputs(dout, q, k, v, out, lse, delta)
+    terms = _add_sums(_make_terms(bias), bias, inputs)
+    if bias.segments is None:
+        _add_along_diagonals(inputs, call, spec, bias, terms)
+    else:
+        launch("backward_q", (*inputs, None), call, spec, terms, most=_MOST_KEYS)
+    return _gradient_of_sums(terms, bias)
+
+
+def _add_along_diagonals(
+    inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, terms: Terms
+) -> None:
+    """Launch the kernel that adds to the gradient of a bias by distance.
+
+    If the host does not know which sequences have even positions, launch it for both kinds.
+    """
+    from .triton_table import backward_table
+
+    shape = shape_of("backward_table", inputs[0], terms)
+    walks = _list_walks(call, inputs[0].device, shape.M, shape.N)
+    for even in (True, False) if bias.apart is None else (True,):
+        start(backward_table, shape, walks, False, inputs, call, spec, terms, EVEN=even)
+
+
+def _gradient_of_sums(terms: Terms, bias: CallBias) -> Tensor:
+    """Return the gradient of the table (R, H) from the integer sums."""
+    added = terms.arguments
+    return (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
+
+
+def _list_walks(call: KernelCall, device: torch.device, queries: int, keys: int) -> Tensor:
+    """List the programs that follow diagonals, the longest first.
+
+    Return (programs, 7) int32: the first query of the first block, counted in its sequence; the
+    number of blocks; the first key of each block minus its first query; then start and number of
+    the sequence's queries, and of its keys.
+    """
+    name = "triton walks", queries, keys
+    return prepare_once(
+        call, name, device, lambda: send_to_device(_walks_on_host(call, queries, keys), device)
+    )
+
+
+def _walks_on_host(call: KernelCall, queries: int, keys: int) -> Tensor:
+    tiles = torch.tensor([(*q, *kv) for q, kv in call.tiles], dtype=torch.int64).view(-1, 4)
+    q_at, q_end, kv_at, kv_end = tiles.unbind(1)
+    q_count, kv_count = q_end - q_at, kv_end - kv_at
+    # Query i sees keys i + lowest .. i + highest.
+    lowest, highest = 1 - q_count, kv_count - 1
+    if call.left is not None:
+        lowest = torch.maximum(lowest, kv_count - q_count - call.left)
+    if call.right is not None:
+        highest = torch.minimum(highest, kv_count - q_count + call.right)
+    at, nth = number_groups(((highest - lowest + queries - 1) // keys + 1).clamp_min(0))
+    ahead = lowest[at] + nth * keys
+    # the blocks that have at least one query and one key
+    first = ((-ahead - keys) // queries + 1).clamp_min(0)
+    stop = (torch.minimum(q_count[at], kv_count[at] - ahead) + queries - 1) // queries
+    part, nth = number_groups(((stop - first + _MOST_STEPS - 1) // _MOST_STEPS).clamp_min(0))
+    at, start = at[part], first[part] + nth * _MOST_STEPS
+    steps = (stop[part] - start).clamp_max(_MOST_STEPS)
+    fields = start * queries, steps, ahead[part], q_at[at], q_count[at], kv_at[at], kv_count[at]
+    return torch.stack(fields, 1)[steps.argsort(descending=True, stable=True)].to(torch.int32)
+
+
+def _make_terms(bias: CallBias) -> Terms:
+    """Return the bias as the kernels take it, without the sums of its gradient."""
+    table, of, found = bias.prepared.get("triton", (None, None, None))
+    if table is not bias.table or of is not bias.distances:
+        found = _padded_biases(bias)
+        bias.prepared["triton"] = bias.table, bias.distances, found
+    distances, biases = found
+    positions = map(_align, (bias.q_position, bias.kv_position))
+    found = _terms_module().BiasArguments(
+        *positions, distances, biases, len(bias.table), bias.reach + _PADDING
+    )
+    if bias.segments is None:
+        return Terms(_terms_module().BY_DISTANCE.value, found)
+    numbers = {name: _align(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
+    found = found._replace(**numbers, other=bias.segments.other)
+    return Terms(_terms_module().BY_SEGMENTS.value, found)
+
+
+def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
+    """Compute `BiasArguments.distances` and `BiasArguments.biases`."""
+    ends = bias.distances[:1].expand(_PADDING), bias.distances[-1:].expand(_PADDING)
+    distances = torch.cat([ends[0], bias.distances, ends[1]])
+    table = (bias.table.float() * _LOG2_E).T
+    return distances, torch.cat([table, table.index_select(1, distances)], 1)
+
+
+def _align(x: Tensor) -> Tensor:
+    """Return x in aligned memory. Triton would compile the kernel again for other addresses."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _add_sums(terms: Terms, bias: CallBias, inputs: tuple[Tensor, ...]) -> Terms:
+    """Return the terms of a bias with zeroed sums, and with units in which none overflows.
+
+    The host waits for no GPU. If the bound of a head's sums is not finite, its unit is NaN, and so
+    is its gradient.
+    """
+    added, (_, _, v, dout, lse, delta) = terms.arguments, inputs
+    bound = dscores_bound(dout, v, lse, delta) if bias.bound is None else bias.bound
+    unit = (_LARGEST_SUM / (lse.shape[0] * lse.shape[2]) / bound).clamp_max(2.0**126)
+    sums = torch.zeros(len(added.biases), added.rows, dtype=torch.int64, device=v.device)
+    arguments = added._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))
+    return Terms(terms.kind, arguments)
+
+
+@functools.cache
+def _terms_module() -> ModuleType:
+    """Import what the kernels add to scores when it is first used. CPUs do not need Triton."""
+    from . import triton_terms
+
+    return triton_terms

@@ -1,0 +1,95 @@
+"""The Triton kernel that computes the gradient of a bias by distance.
+
+Its programs follow diagonals, along which distances are equal.
+
+`kernels/triton_blocks.py` explains the letters, and has what this kernel shares with others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.triton_blocks import (
+    NUMBERS,
+    ROWS,
+    dscores_of,
+    load_between,
+    load_lse,
+    load_row,
+    probs_of,
+    read,
+    row_at,
+    scores_of,
+    skip,
+    token_at,
+    visible_pairs,
+)
+from .triton_terms import NONE, add_by_distance, by_distance, distances_of, uneven
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
+def backward_table(
+    q, k, v, dout, lse, delta,
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
+    walks, scale, left, right, bias,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
+
+    If positions are EVEN, all blocks of a diagonal have the same distances. Then dscores are summed
+    over the blocks, and the sums are added once. The program skips sequences for which EVEN is
+    wrong.
+    """
+    head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
+    start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
+    q_start, q_count = tl.load(walk + 3), tl.load(walk + 4)
+    kv_start, kv_count = tl.load(walk + 5), tl.load(walk + 6)
+    more = kv_count - q_count
+    q_rows = token_at(q, q_strides, batch, head, q_start)
+    dout_rows = token_at(dout, dout_strides, batch, head, q_start)
+    k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
+    v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
+    lse_rows = row_at(lse, lse_strides, batch, head, q_start)
+    delta_rows = row_at(delta, delta_strides, batch, head, q_start)
+    places = distances_of(bias, q_start, q_count, kv_start, kv_count)
+    steps = tl.where(places.even == EVEN, steps, 0)
+    added = by_distance(bias, head, places, start, start + ahead, M, N, False)
+    sums = tl.zeros((M, N), tl.float32)
+    for first in tl.range(start, start + steps * M, M):
+        at = first + ahead  # the first key, which may be before the sequence
+        rows, columns = q_count - first, kv_count - at
+        q_block = read(skip(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
+        k_block = load_between(skip(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
+        scores, _ = scores_of(
+            q_block, k_block, added, bias, head, kv_start + at, columns, scale,
+            N, BIAS if EVEN else NONE, False, PRECISION, None, True,
+        )  # fmt: skip
+        if not EVEN:
+            distances = uneven(places, first, at, M, N, False)
+            scores += by_distance(bias, head, places, first, at, M, N, False)
+        probs = probs_of(
+            scores, load_lse(lse_rows, first, rows, M)[:, None],
+            first, at, more, left, right, columns, M, N, LEFT, RIGHT, False,
+        )  # fmt: skip
+        dout_block = read(
+            skip(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True
+        )
+        v_block = load_between(skip(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
+        dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
+        dscores = dscores_of(
+            scores, probs, dprobs, load_row(delta_rows, first, rows, M)[:, None], None
+        )
+        seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (
+            tl.arange(0, N)[None, :] >= -at
+        )
+        dscores = tl.where(seen & (tl.arange(0, M)[:, None] < rows), dscores, 0.0)
+        if EVEN:
+            sums += dscores
+        else:
+            add_by_distance(bias, head, dscores, distances)
+    if EVEN:
+        between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
+        add_by_distance(bias, head, sums, places.apart + ahead + between)

@@ -1,0 +1,329 @@
+"""Scores: learned numbers that attention adds to scale q k^T.
+
+For each pair of tokens a few integers of both choose a row of a table, which has a number for each
+head. CPM-Live's models have such a bias, and masks that fit it. T5's relative positions are
+another.
+
+A token has a group, a segment of the group, and a position. Groups and segments are runs of the
+sequence. A pair of tokens gets its row as follows:
+- in one segment: by its distance, which is clamped at `reach`
+- in two segments of one group: by the two segments
+- in two groups: one row for all such pairs
+
+So nearly all pairs of a long sequence lie in large areas of one row each. Attention with a constant
+added is plain attention with the constant added to its lse, and the fastest kernels compute plain
+attention. `terms` are those areas. A kernel that knows the table computes the other pairs: near
+pairs of a long segment, which have their rows by distance alone, and pairs of short segments,
+except pairs of two long groups.
+
+Nothing here knows ranks, layouts or GPUs. All of it is O(sequence), and the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import as_int
+from ..sequence.mask import Mask
+from .areas import BY_DISTANCE, Areas, Term
+
+Class = TypeVar("Class")
+
+
+class _Numbers(NamedTuple):
+    """The tensors of `Scores`, without a copy. Nothing writes to them."""
+
+    group: Tensor
+    base: Tensor
+    segment: Tensor
+    pairs: Tensor
+    distances: Tensor
+
+
+class _CopiedTensor:
+    """A field (N,) int32 that is copied when it is set and when it is read.
+
+    So nobody can change it. The tensor itself is in the object's __dict__.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, scores: Any, owner: type) -> Any:
+        """Return a copy, or on the class this descriptor."""
+        return self if scores is None else vars(scores)[self.name].clone()
+
+    def __set__(self, scores: Any, x: Tensor) -> None:
+        """Keep a copy. Raises TypeError for anything but int32 of one dimension on the CPU."""
+        _check_integers(self.name, x)
+        vars(scores)[self.name] = x.clone(memory_format=torch.contiguous_format)
+
+
+def _copy_tensors(scores: type[Class]) -> type[Class]:
+    """Return the class, which copies its tensors from now on."""
+    for name in _Numbers._fields:
+        setattr(scores, name, _CopiedTensor(name))
+    return scores
+
+
+@_copy_tensors
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The visible pairs of a sequence, and the row of a table (rows, H) that each pair adds.
+
+    Query i and key j have the row
+        other                                     if group[i] != group[j], otherwise
+        pairs[base[i] + segment[j]]               if it is not BY_DISTANCE (-1), otherwise
+        distances[clamp(j - i, -reach, reach) + reach]
+
+    mask       the visible pairs
+    group      (seq_len,) int32 on the CPU, as all tensors here: the group of each token
+    base       (seq_len,) int32: the index in `pairs` at which a query's segment begins
+    segment    (seq_len,) int32: the number of a key's segment in its group
+    pairs      (P,) int32: rows, or BY_DISTANCE
+    distances  (2 reach + 1,) int32: rows
+    other      a row
+
+    Tensors are copied when they are passed and when they are read, so nothing can change the
+    Scores. Raises TypeError for tensors of another kind, ValueError for tensors of another length
+    or indices out of range.
+    """
+
+    mask: Mask
+    group: Tensor
+    base: Tensor
+    segment: Tensor
+    pairs: Tensor
+    distances: Tensor
+    other: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"mask must be a Mask, got {type(self.mask).__name__}")
+        numbers = self._numbers
+        for name, x in zip(_Numbers._fields[:3], numbers[:3], strict=True):
+            if (tokens := len(x)) != self.seq_len:
+                raise ValueError(f"{name} has {tokens} numbers for a mask of {self.seq_len} tokens")
+        object.__setattr__(self, "other", as_int("other", self.other))
+        if len(numbers.distances) % 2 == 0:
+            raise ValueError(
+                f"distances must be 2 reach + 1 rows, an odd number, got {len(numbers.distances)}"
+            )
+        self._check_rows()
+        self._check_entries()
+
+    @staticmethod
+    def by_distance(mask: Mask, distances: Tensor) -> Scores:
+        """Return scores with rows by distance alone, as in T5."""
+        nothing = torch.zeros(mask.seq_len, dtype=torch.int32)
+        return Scores(
+            mask,
+            nothing,
+            nothing,
+            nothing,
+            torch.tensor([BY_DISTANCE], dtype=torch.int32),
+            distances,
+            0,
+        )
+
+    @staticmethod
+    def stacked(scores: Sequence[Scores]) -> Scores:
+        """Return the scores of several sequences as one sequence.
+
+        No token sees another sequence. Raises ValueError for no scores or if their `distances` or
+        `other` differ, TypeError for anything but Scores.
+        """
+        for each in scores:
+            if not isinstance(each, Scores):
+                raise TypeError(
+                    f"scores of several sequences must be Scores, got {type(each).__name__}"
+                )
+        mask = Mask.stacked([each.mask for each in scores])
+        distances, other = scores[0]._numbers.distances, scores[0].other
+        groups = pairs = 0
+        parts: list[tuple[Tensor, ...]] = []
+        for each in scores:
+            own = each._numbers
+            if not own.distances.equal(distances) or each.other != other:
+                raise ValueError(
+                    "scores of several sequences must have the same distances and the same other "
+                    "row"
+                )
+            start, stop, group, _, _ = each._runs
+            # groups of two sequences must differ, whatever their numbers are
+            numbers, index = group.unique(return_inverse=True)
+            group = (index + groups).int().repeat_interleave(stop - start)
+            parts.append((group, own.base + pairs, own.segment, own.pairs))
+            groups, pairs = groups + len(numbers), pairs + len(own.pairs)
+        group, base, segment, pairs_of_all = (torch.cat(same) for same in zip(*parts, strict=True))
+        return Scores(mask, group, base, segment, pairs_of_all, distances, other)
+
+    @functools.cached_property
+    def _numbers(self) -> _Numbers:
+        return _Numbers(*(vars(self)[name] for name in _Numbers._fields))
+
+    @property
+    def seq_len(self) -> int:
+        """The length of the sequence."""
+        return self.mask.seq_len
+
+    @property
+    def reach(self) -> int:
+        """The distance from which on all pairs have the same row."""
+        return len(self._numbers.distances) // 2
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """The number of rows that a table must have at least."""
+        rows = torch.cat((self._numbers.pairs, self._numbers.distances))
+        return max(int(rows.max()), self.other) + 1
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A string that is equal for equal scores, in every process."""
+        numbers = self._runs, self._numbers.pairs, self._numbers.distances
+        sizes = [x.numel() for x in numbers]
+        found = hashlib.blake2b(f"{self.mask.digest} {self.other} {sizes}".encode(), digest_size=16)
+        for x in numbers:
+            found.update(x.contiguous().numpy().data)
+        return found.hexdigest()
+
+    def tokens(self, positions: Tensor) -> Tensor:
+        """Return group, base, segment and position of the tokens at `positions` (T,), for kernels.
+
+        The result is (4, T) int32.
+        """
+        chosen = (x[positions] for x in self._numbers[:3])
+        return torch.stack((*chosen, positions.int()))
+
+    def dense(self) -> Tensor:
+        """Return (seq_len, seq_len) int64, the table's row of each query (row) and key (column).
+
+        Pairs that are not visible have one too. For tests: it takes O(n^2) memory.
+        """
+        ahead = torch.arange(self.seq_len) - torch.arange(self.seq_len).unsqueeze(1)
+        group, base, segment, pairs, distances = self._numbers
+        by_distance = distances[ahead.clamp(-self.reach, self.reach) + self.reach]
+        same = group.unsqueeze(1) == group
+        rows = pairs[(base.unsqueeze(1) + segment).where(same, 0)]
+        rows = rows.where(rows != BY_DISTANCE, by_distance)
+        return rows.where(same, self.other).long()
+
+    @functools.cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """The visible pairs in parts. The part without a row, if any, is the first."""
+        numbers = self._numbers
+        areas = Areas(self.mask, self._runs, numbers.pairs, numbers.distances, self.other)
+        return areas.terms()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scores) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        segments = self._runs.shape[1]
+        return f"<scores of {self.seq_len} tokens in {segments} segments, {self.num_rows} rows>"
+
+    def _check_rows(self) -> None:
+        """Raise ValueError unless all rows can be rows of a table."""
+        pairs = self._numbers.pairs
+        rows = torch.cat((pairs[pairs != BY_DISTANCE], self._numbers.distances))
+        if (least := min(int(rows.min()), self.other)) < 0:
+            raise ValueError(
+                f"pairs, distances and other must be rows of a table, 0 or more, got {least}"
+            )
+        if self.other >= 1 << 31:
+            raise ValueError(
+                "other must be a row of a table, below 2^31; "
+                f"got a number of {self.other.bit_length()} bits"
+            )
+
+    def _check_entries(self) -> None:
+        """Raise ValueError if a pair of segments has no entry in `pairs`."""
+        _, _, group, *entries = self._runs
+        groups, index = group.unique(return_inverse=True)
+        empty = torch.zeros_like(groups)
+        (least, most), (first, last) = (
+            [
+                empty.scatter_reduce(0, index, x, reduce, include_self=False)
+                for reduce in ("amin", "amax")
+            ]
+            for x in entries
+        )
+        lowest, highest = int((least + first).min()), int((most + last).max())
+        if lowest < 0 or highest >= len(self._numbers.pairs):
+            raise ValueError(
+                f"pairs must have entries {lowest} to {highest}, for each base + segment, "
+                f"got {len(self._numbers.pairs)} entries"
+            )
+
+    @functools.cached_property
+    def _runs(self) -> Tensor:
+        """(5, runs) int64: start, stop, group, base and segment of each run of equal tokens.
+
+        There are far fewer runs than tokens, so other methods look at these.
+        """
+        numbers = torch.stack(self._numbers[:3])
+        ends = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
+        bounds = torch.cat((torch.tensor([0]), ends, torch.tensor([self.seq_len])))
+        return torch.cat(
+            (bounds[:-1].unsqueeze(0), bounds[1:].unsqueeze(0), numbers[:, bounds[:-1]])
+        )
+
+
+def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
+    """Return the bucket of each distance, key - query, from -reach to reach.
+
+    The result is (2 reach + 1,) int32, for `Scores.distances`. These are T5's bidirectional buckets
+    (arXiv 1910.10683), as CPM-Live has them. With half = num_buckets // 2, exact = half // 2 and
+    a = |key - query|, the bucket is g(a), plus half where the key is ahead of the query:
+
+        g(a) = a                                                                  if a < exact
+        g(a) = min(half - 1, exact + trunc(ln(a / exact) / ln(max_distance / exact) (half - exact)))
+
+    From reach on g is half - 1. Logarithm and quotient are fp32, as when the models were trained.
+
+    Raises ValueError for fewer than 4 buckets or a max_distance of at most exact, TypeError for
+    anything but whole numbers.
+    """
+    num_buckets, max_distance = (
+        as_int("num_buckets", num_buckets),
+        as_int("max_distance", max_distance),
+    )
+    half = num_buckets // 2
+    exact = half // 2
+    if num_buckets < 4 or max_distance <= exact:
+        raise ValueError(
+            f"expected 4 buckets or more and a max_distance above {exact}, "
+            f"got {num_buckets} and {max_distance}"
+        )
+    away = torch.arange(max_distance + 1)
+    quotient = (
+        torch.log(away.clamp(min=1).float() / exact)
+        / math.log(max_distance / exact)
+        * (half - exact)
+    )
+    bucket = torch.where(away < exact, away, (exact + quotient.long()).clamp(max=half - 1))
+    reach = int((bucket == half - 1).nonzero()[0])
+    bucket = bucket[: reach + 1].int()
+    return torch.cat((bucket.flip(0), bucket[1:] + half))
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dim() != 1 or x.dtype != torch.int32 or x.device.type != "cpu":
+        raise TypeError(
+            f"{name} must be int32 of one dimension on the CPU, "
+            f"got {tuple(x.shape)} {x.dtype} on {x.device}"
+        )

@@ -1,0 +1,40 @@
+"""The extensions of attention that the public functions take. Nothing else names both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from .bias.extension import Bias
+from .bias.scores import Scores
+from .sparse.config import InfLLMV2
+from .sparse.extension import Sparse
+from .strategies.extension import Extension
+
+AllScores: TypeAlias = Scores | Sequence[Scores]  # one for the batch, or one for each row
+
+
+def find_extension(
+    scores: AllScores | None,
+    bias: Tensor | None,
+    sparse: InfLLMV2 | None,
+    choose_by: tuple[Tensor, Tensor] | None,
+) -> tuple[Extension | None, tuple[Any, ...]]:
+    """Return the extension that a call's arguments ask for, and its tensors, unchecked.
+
+    Raises ValueError if they ask for two, TypeError for a choose_by that is no pair.
+    """
+    by_table = scores is not None or bias is not None
+    if sparse is None and choose_by is None:
+        if not by_table:
+            return None, ()
+        return Bias(tuple(scores) if isinstance(scores, list) else scores), (bias,)
+    if by_table:
+        raise ValueError("expected sparse or a bias, got both: sparse attention adds no bias")
+    if choose_by is not None and not isinstance(choose_by, list | tuple):
+        raise TypeError(
+            f"choose_by must be a pair of queries and keys, got {type(choose_by).__name__}"
+        )
+    return Sparse(sparse), tuple(choose_by or ())

@@ -1,0 +1,102 @@
+"""Sparse attention as a call sees it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+from torch.nn import functional
+
+from ..base.arguments import DTYPES, check_tensor
+from ..kernels import Kernel
+from ..sequence.mask import Mask
+from ..spec import Spec
+from ..strategies import Plan, Problem, choose
+from ..strategies.extension import Extension, Tensors
+from .choice import find_fault, find_longest
+from .config import InfLLMV2
+from .memory import is_recomputing
+from .plan import SparsePlan, window_problem
+
+
+@dataclass(frozen=True)
+class Sparse(Extension):
+    """A choice of blocks by the data. With `use_nope`, its tensors are the queries and keys by
+    which blocks are chosen.
+    """
+
+    config: InfLLMV2
+
+    name = "sparse attention"
+
+    def describe(self, tensors: Tensors) -> Hashable:
+        return super().describe(tensors), is_recomputing()
+
+    def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
+        if self.config is not None and not isinstance(self.config, InfLLMV2):
+            raise TypeError(f"sparse must be an InfLLMV2, got {type(self.config).__name__}")
+        _check_choose_by(tensors, q, k)
+        if bool(tensors) != (self.config is not None and self.config.use_nope):
+            got = f"choose_by and sparse={self.config}" if tensors else f"{self.config} alone"
+            raise ValueError(f"expected choose_by together with use_nope=True, got {got}")
+
+    def prepare(self, tensors: Tensors, q: Tensor, is_packed: bool) -> Tensors:
+        found = (x.detach().unsqueeze(0) if is_packed else x.detach() for x in tensors)
+        return tuple(functional.pad(x.to(q.dtype), (0, q.shape[-1] - x.shape[-1])) for x in found)
+
+    def join_rows(self, tensors: Tensors) -> Tensors:
+        return tuple(x.flatten(0, 1).unsqueeze(0) for x in tensors)
+
+    def bind(
+        self,
+        tensors: Tensors,
+        q: Tensor,
+        k: Tensor,
+        *,
+        mask: Mask | None,
+        causal: bool,
+        kernel: Kernel,
+        spec: Spec,
+    ) -> Self:
+        if spec.softcap is not None:
+            raise ValueError(
+                "expected sparse or softcap, got both: sparse attention caps no scores"
+            )
+        if mask is None and not causal:
+            raise ValueError(
+                "expected causal=True or a mask of causal documents with sparse, got none"
+            )
+        if mask is not None and (fault := find_fault(mask)):
+            raise ValueError(fault)
+        return self
+
+    def terms(self, tensors: Tensors) -> dict[str, Any]:
+        return {"sparse": str(self.config), "kept choices": is_recomputing()}
+
+    def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
+        if self.config.is_dense(find_longest(problem.mask)):
+            return super().plan(problem, rank, strategy)
+        # sparse sequences are long, and so "auto" takes the ring for their windows
+        near = "ring" if strategy == "auto" else strategy
+        windows = choose(near, window_problem(problem, self.config))
+        span_bytes = sys.maxsize if strategy == "all-gather" else problem.group_bytes
+        return SparsePlan(problem, self.config, rank, windows, span_bytes)
+
+
+def _check_choose_by(tensors: Tensors, q: Tensor, k: Tensor) -> None:
+    if not tensors:
+        return
+    if len(tensors) != 2:
+        raise TypeError(f"choose_by must be a pair of queries and keys, got {len(tensors)} items")
+    for name, x, like in zip(("queries", "keys"), tensors, (q, k), strict=True):
+        check_tensor(f"{name} of choose_by", x)
+        if x.shape != like.shape or x.device != like.device:
+            raise ValueError(
+                f"expected {name} of choose_by of shape {tuple(like.shape)} on {like.device}, "
+                f"got {tuple(x.shape)} on {x.device}"
+            )
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} of choose_by must be floating point, got {x.dtype}")

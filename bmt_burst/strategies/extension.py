@@ -1,0 +1,110 @@
+"""The seam between a call of attention and an extension of it.
+
+An extension narrows what queries attend to, or adds to their scores, by tensors and facts of its
+own. A call knows nothing else of it than this contract:
+
+    check     raise if its tensors are wrong
+    prepare   bring them into the form of q, k and v
+    of_rows   tell the rows of a batch apart, and `join` them as one sequence
+    bind      check it against the call, and settle what follows from the call
+    terms     name what the ranks must agree on
+    plan      make the plan of a rank
+
+An extension that only computes pairs in another way returns the plan of a strategy, with a
+`Scoring` in its problem. An extension that moves tensors of its own has a `Plan` of its own, which
+may contain a strategy's. Either may have inputs with gradients: `Plan.forward` and `Plan.backward`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+from ..kernels import Kernel
+from ..sequence.mask import Mask
+from ..spec import Spec
+from . import Plan, Problem, choose
+
+Tensors = tuple[Tensor, ...]
+
+
+class Extension(ABC):
+    """An extension of attention, as a call asks for it. Its tensors are passed beside it.
+
+    It is immutable, and equal extensions have equal hashes.
+
+    name    what messages call it
+    brings  the argument that brings a mask, if any
+    """
+
+    name: str
+    brings: str = "nothing"
+
+    @property
+    def mask(self) -> Mask | None:
+        """The visible pairs, if the extension brings a mask."""
+        return None
+
+    def describe(self, tensors: Tensors) -> Hashable:
+        """Return all that `check`, `bind` and `terms` depend on, beside this object and the call.
+
+        It may raise anything if the tensors are wrong.
+        """
+        return tuple((type(x), x.shape, x.dtype, x.device, x.requires_grad) for x in tensors)
+
+    @abstractmethod
+    def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
+        """Raise TypeError or ValueError if tensors are wrong. q and k are those of the user."""
+
+    def prepare(self, tensors: Tensors, q: Tensor, is_packed: bool) -> Tensors:
+        """Return the plan's inputs. q (B, S, H, D) is prepared.
+
+        is_packed  whether the user's tensors have no batch dimension
+        """
+        return tensors
+
+    def of_rows(self, batch: int) -> Sequence[Self]:
+        """Return the extension of each row of the batch."""
+        return (self,) * batch
+
+    @classmethod
+    def join(cls, rows: Sequence[Self]) -> Self:
+        """Return one extension for all rows as one sequence, in which no token sees another row."""
+        return rows[0]
+
+    def join_rows(self, tensors: Tensors) -> Tensors:
+        """Return the plan's inputs if all rows of the batch are computed as one sequence."""
+        return tensors
+
+    @abstractmethod
+    def bind(
+        self,
+        tensors: Tensors,
+        q: Tensor,
+        k: Tensor,
+        *,
+        mask: Mask | None,
+        causal: bool,
+        kernel: Kernel,
+        spec: Spec,
+    ) -> Self:
+        """Return the extension for a call with these inputs, on this rank.
+
+        mask  the mask of the call, or None for one of any length, `causal` or full
+
+        Raises ValueError if it does not fit the call.
+        """
+
+    @abstractmethod
+    def terms(self, tensors: Tensors) -> dict[str, Any]:
+        """Return what must be equal on all ranks, as JSON takes it."""
+
+    def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
+        """Return the plan of a rank. `problem` is the dense one.
+
+        Raises ValueError if the strategy refuses.
+        """
+        return choose(strategy, problem).plan(problem, rank)
