@@ -33,6 +33,7 @@ from bmt_burst import Layout, Mask, Slice, burst_attn_func, simulate
 from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.bias.kernels import TableKernel
+from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.kernels import Kernel, load, names
 from bmt_burst.kernels.reference import visible
 from bmt_burst.sequence.tile import KernelCall
@@ -409,7 +410,7 @@ def ring_results(
 
 def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> Problem:
     """A call of attention over the layout's ranks, `inner` of them a host; fields of Problem or of
-    Sizes may change.
+    Sizes may change, and `scores` stand for a scoring.
     """
     sizes = {
         "batch": 1,
@@ -420,6 +421,8 @@ def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> 
         "partial": torch.float32,
     }
     sizes = Sizes(**{name: changes.pop(name, default) for name, default in sizes.items()})
+    if scores := changes.pop("scores", None):
+        changes["scoring"] = TableScoring(scores, bias_kernels.load("reference"))
     inner = inner or layout.size
     ranks = {"inner": inner, "outer": layout.size // inner}
     return Problem(

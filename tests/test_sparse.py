@@ -265,14 +265,13 @@ def choose_on_a_rank(ring, layout, q, k, mask):
         sizes=strategies.Sizes(1, q.shape[2], k.shape[2], q.shape[3], q.dtype, partial=q.dtype),
         inner=ring.size,
         outer=1,
-        sparse=SMALL,
     )
     q, k = (layout.shard(x, ring.rank) for x in (q, k))
     rings, found = Rings(ring, ALONE), []
     for span_bytes in (0, 5000, 1 << 30):
-        plan = SparsePlan(problem, ring.rank, strategies.load("ring"), span_bytes)
+        plan = SparsePlan(problem, SMALL, ring.rank, strategies.load("ring"), span_bytes)
         plan.reserve(rings, q.device, with_backward=False)
-        found.append(unpack_blocks(plan.choose(rings, q, k).chosen))
+        found.append(unpack_blocks(plan.choose(rings, q, k)))
     assert found[0].equal(found[1])
     assert found[0].equal(found[2])
     return found[0]

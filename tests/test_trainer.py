@@ -12,11 +12,11 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
+from bmt_burst.strategies.machine import Machine, Rates, machine_of, use_machine, use_own_machine
 from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels
 from bmt_burst.strategies import machine
-from bmt_burst.strategies.machine import Machine, Rates, machine_of, use_machine, use_own_machine
 from models.cpm import CPM
 from models.cpm_live.config import PRESETS
 from models.huggingface import load_cpm, save_weights

@@ -22,6 +22,8 @@ from bmt_burst import (
     kernels,
     simulate,
 )
+from bmt_burst.bias import kernels as bias_kernels
+from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.spec import Spec
@@ -236,7 +238,8 @@ def test_short_work_is_one_piece(batch, tokens, has_bias, count, monkeypatch):
     if has_bias:
         none = torch.zeros(tokens, dtype=torch.int32)
         pairs, rows = torch.full((1,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        call = replace(call, scores=Scores(call.mask, none, none, none, pairs, rows, 0))
+        scores = Scores(call.mask, none, none, none, pairs, rows, 0)
+        call = replace(call, scoring=TableScoring(scores, bias_kernels.load("reference")))
     plan = UlyssesPlan(replace(call, sizes=replace(call.sizes, batch=batch, head_size=128)), 0)
     assert len(plan.pieces[0]) == count
 

@@ -78,7 +78,6 @@ class Terms:
             "softmax_scale": self.spec.scale,
             "softcap": self.spec.softcap,
             "sinks": self.has_sinks,
-            "extension": masking.extension and masking.extension.name,
             "mask": _describe_mask(masking),
             "layout": _describe_layout(masking.layout),
             "deterministic": options.deterministic,
@@ -211,8 +210,8 @@ def compare_terms(said: Sequence[bytes], masked_by: str = "mask") -> list[int]:
     """
     replies = read_terms(said)
     for rank, reply in enumerate(replies):
-        for term, value in replies[0].items():
-            theirs = reply.get(term)
+        for term in replies[0] | reply:  # some terms are those of an extension
+            value, theirs = replies[0].get(term), reply.get(term)
             if term != "tokens" and theirs != value:
                 name = masked_by if term == "mask" else term
                 raise RanksDisagree(
