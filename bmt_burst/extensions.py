@@ -30,7 +30,8 @@ def find_extension(
     if sparse is None and choose_by is None:
         if not by_table:
             return None, ()
-        return Bias(tuple(scores) if isinstance(scores, list) else scores), (bias,)
+        rows = scores if scores is None or isinstance(scores, Scores) else tuple(scores)
+        return Bias(rows), (bias,)
     if by_table:
         raise ValueError("expected sparse or a bias, got both: sparse attention adds no bias")
     if choose_by is not None and not isinstance(choose_by, list | tuple):

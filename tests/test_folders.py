@@ -5,6 +5,7 @@ above.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +14,23 @@ from tests.helpers import ROOT
 # From the lowest up; folders of one line may import each other.
 LEVELS = [
     ("base", "errors"),
-    ("sequence", "scores", "spec"),
-    ("kernels", "merging"),
-    ("sparse",),
+    ("sequence", "spec"),
+    ("merging",),
+    ("kernels",),
     ("transport",),
     ("ranks",),
     ("strategies",),
     ("calls",),
+    ("bias", "sparse", "scores"),
+    ("extensions",),
     ("attention", "loss", "offload", "nn", "bmtrain", "", "doctor"),
     ("adapters", "compat"),
 ]
+# The terms that an extension adds to scores are compiled into the Triton kernels.
+SEAM = ("kernels.triton_blocks", "bias.kernels.triton_terms")
+# The core, and words of its extensions.
+CORE = ("sequence", "merging", "transport", "ranks", "strategies")
+WORDS = re.compile(r"\b(?i:bias|learned|sparse|selected)\b|\bScores\b")
 
 
 def modules() -> dict[str, Path]:
@@ -78,7 +86,17 @@ def test_no_folder_imports_one_above():
         for target, is_early in imported(name)
         if is_early and level(target) > level(name)
     }
-    assert not upwards
+    assert upwards == {SEAM}
+
+
+def test_the_core_knows_no_extension():
+    """No import of one, and no word."""
+    for name, path in MODULES.items():
+        if name.split(".")[0] in CORE:
+            found = WORDS.findall(path.read_text())
+            assert not found, f"{name} has {found}"
+            extensions = {target for target, _ in imported(name) if level(target) == level("bias")}
+            assert not extensions, f"{name} imports {extensions}"
 
 
 def test_no_circle_of_imports():

@@ -36,8 +36,8 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
-
 from bmt_burst.strategies.machine import machine_line
+
 from train.base import ranks
 from train.base.files import printing
 from train.base.lock import lock

@@ -33,15 +33,8 @@ from ..sequence.gathered_calls import GatheredCall
 from ..sequence.span import Span, hull, in_turn
 from ..spec import Spec
 from ..strategies import Problem
-from ..strategies.compute import (
-    Attention,
-    AttentionGradient,
-    Keys,
-    Part,
-    Queries,
-    QueryGradients,
-    Scoring,
-)
+from ..strategies.compute import Attention, AttentionGradient, Keys, Queries, QueryGradients
+from ..strategies.problem import Part, Scoring
 from .areas import BY_DISTANCE, is_one_row
 from .call_bias import CallBias, Segments, dscores_bound
 from .kernels import TableKernel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .span import Span, length, merged, shifted
 from .tile import KernelCall, Tile, TileFields
@@ -33,7 +33,7 @@ class GatheredCall(NamedTuple):
     q_spans: tuple[Span, ...]
     kv_spans: tuple[Span, ...]
     call: KernelCall
-    label: Hashable | None = None
+    label: Any = None
 
 
 def flipped(tile: TileFields) -> TileFields:

@@ -28,7 +28,7 @@ class Sparse(Extension):
     which blocks are chosen.
     """
 
-    config: InfLLMV2
+    config: InfLLMV2 | None
 
     name = "sparse attention"
 
@@ -77,6 +77,7 @@ class Sparse(Extension):
         return {"sparse": str(self.config), "kept choices": is_recomputing()}
 
     def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
+        assert self.config, "a checked extension has constants"
         if self.config.is_dense(find_longest(problem.mask)):
             return super().plan(problem, rank, strategy)
         # sparse sequences are long, and so "auto" takes the ring for their windows

@@ -103,8 +103,8 @@ class SparsePlan(Plan):
         for number, (first, _) in enumerate(spans):
             keys, values = self.spans.gather(rings, [k, v], number)
             for row, of_row in enumerate(blocks):
-                inputs = q[row], keys[row], values[row], of_row, first, scale
-                add_far_outputs(*inputs, out[row], lse[row])
+                far = q[row], keys[row], values[row], of_row, first, scale
+                add_far_outputs(*far, out[row], lse[row])
         return out.to(q.dtype), lse, (chosen,)
 
     def backward(

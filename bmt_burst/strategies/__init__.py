@@ -21,22 +21,20 @@ import functools
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels import Kernel
 from ..ranks.rings import Rings
-from ..sequence.layout import Layout
-from ..sequence.mask import Mask
-from ..spec import Spec
-from .compute import DENSE, Part, Scoring
+from .problem import DENSE as DENSE
+from .problem import GROUP_BYTES as GROUP_BYTES
+from .problem import Part as Part
+from .problem import Problem as Problem
+from .problem import Scoring as Scoring
+from .problem import Sizes as Sizes
 
 logger = logging.getLogger("bmt_burst")
-
-GROUP_BYTES = 5 << 26  # by default
 
 _STRATEGIES = {
     "ring": "ring.Ring",
@@ -48,63 +46,6 @@ _STRATEGIES = {
 }
 _SHORT = 0.35e12  # operations of a rank's forward, below which "auto" takes one-call
 _logged: set[str] = set()  # the strategies whose choice was logged
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes and dtypes of q (B, S, H, D) and k, v (B, S, G, D).
-
-    `partial` is the dtype of the kernel's gradients.
-    """
-
-    batch: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    partial: torch.dtype
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A call of attention as the ranks agreed on it. It is identical on all ranks.
-
-    inner, outer   the number of ranks of a host, and of hosts
-    backward       the side that a ring's backward sends: "q", "kv" or "auto"
-    send_out       whether a backward that sends queries sends out with them instead of
-                   delta = rowsum(out * dout)
-    group_bytes    the most bytes of a ring's blocks in one stage, unless a single block is larger
-    scoring        how pairs are computed: by the kernel, unless an extension computes them
-    """
-
-    mask: Mask
-    layout: Layout
-    spec: Spec
-    kernel: Kernel
-    sizes: Sizes
-    inner: int
-    outer: int
-    backward: str = "auto"
-    send_out: bool = False
-    group_bytes: int = GROUP_BYTES
-    scoring: Scoring = DENSE
-
-    @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """The visible pairs in parts, which kernel calls do not mix."""
-        return self.scoring.parts(self)
-
-    @property
-    def takes_delta(self) -> bool:
-        """Whether kernels get delta = rowsum(out * dout) instead of out: all can take it, and
-        `send_out` does not forbid it.
-        """
-        return not self.send_out and self.scoring.takes_delta(self)
-
-    @functools.cached_property
-    def most_tokens(self) -> int:
-        """The number of tokens of the longest shard."""
-        return max(map(self.layout.length, range(self.layout.size)))
 
 
 class Saved(NamedTuple):

@@ -1,17 +1,13 @@
 """The computations that strategies share: kernel calls on tokens of queries and of keys.
 
-`Scoring` says how a call's pairs are computed. An extension that computes them in another way, or
-adds something to their scores, is a subclass of it, and of `Attention` and `AttentionGradient`.
-Strategies, programs and executions handle all of them alike.
-
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size, N numbers of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,12 +16,8 @@ from ..kernels import Kernel
 from ..merging.merge import stack_lse_delta
 from ..merging.parts import OutputPart
 from ..sequence.gathered_calls import GatheredCall
-from ..sequence.mask import Mask
 from ..sequence.span import Span, length
 from ..spec import Spec
-
-if TYPE_CHECKING:
-    from . import Problem
 
 ALL = slice(None)  # all tokens, or all heads
 
@@ -153,79 +145,6 @@ def _gather_optional(x: Tensor | None, spans: Sequence[Span], dim: int) -> Tenso
 
 def _slice_tokens(x: Tensor | None, tokens: slice) -> Tensor | None:
     return None if x is None else x[:, tokens]
-
-
-class Part(NamedTuple):
-    """Some of the visible pairs. Kernel calls have the pairs of one part.
-
-    label     tells a `Scoring` which part it is; strategies do not read it
-    most_gaps as `kernel_calls` takes it
-    """
-
-    mask: Mask
-    label: Hashable | None = None
-    most_gaps: float = 0.0
-
-
-class Scoring:
-    """The computation of a call's pairs: that of the problem's kernel. Extensions subclass it.
-
-    A scoring is immutable and hashable, and equal on all ranks. Its `inputs` are tensors beside q,
-    k and v that all ranks have, which it may find gradients for.
-
-    name           what messages call it
-    prefers_delta  whether a backward should compute delta first if kernels take it
-    host_work      how many times the host's work of dense attention calls need: short ones are not
-                   worth being cut further
-    """
-
-    name: str = "dense attention"
-    prefers_delta: bool = False
-    host_work: int = 1
-
-    def parts(self, problem: Problem) -> tuple[Part, ...]:
-        """Return the visible pairs in parts, disjoint and complete."""
-        return (Part(problem.mask),)
-
-    def takes_delta(self, problem: Problem) -> bool:
-        """Whether all kernels accept delta = rowsum(out * dout) instead of out."""
-        return problem.kernel.takes_delta
-
-    def numbers(self, positions: Tensor) -> Tensor | None:
-        """Return the integers that calls need for the tokens at some positions (S,): (N, S) int32,
-        or None. Each rank finds those of received tokens by their positions.
-        """
-        return None
-
-    def refine(
-        self, calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
-    ) -> list[GatheredCall]:
-        """Return the calls, with labels that may tell more.
-
-        sides  returns the positions of queries (S,) and of keys (T,), as they lie in memory
-        """
-        return calls
-
-    def select_heads(self, inputs: tuple[Tensor, ...], heads: slice) -> tuple[Tensor, ...]:
-        """Return views of the inputs, or of their gradients, for some query heads."""
-        return inputs
-
-    def forward(self, problem: Problem, q: Tensor, inputs: tuple[Tensor, ...]) -> Attention:
-        """Begin a forward with queries q (B, S, H, D)."""
-        return Attention(problem.kernel, problem.spec)
-
-    def backward(
-        self,
-        problem: Problem,
-        queries: QueryGradients,
-        inputs: tuple[Tensor, ...],
-        kept: tuple[Tensor, ...],
-    ) -> AttentionGradient:
-        """Begin a backward. `kept` are the `Attention.kept` of its forward."""
-        return AttentionGradient(problem.kernel, problem.spec)
-
-
-DENSE = Scoring()
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,8 @@ from ..sequence.tile import TileFields
 from ..sequence.tiling import Tiling
 from ..transport import Arrival, Put
 from ..transport.packing import Packing
-from . import Plan, Problem, Saved, Strategy
+from . import DENSE, Plan, Problem, Saved, Strategy
 from .compute import (
-    DENSE,
     Keys,
     Queries,
     QueryGradients,

@@ -31,9 +31,8 @@ from ..sequence.gathered_calls import GatheredCall, kernel_calls
 from ..sequence.span import Span, in_turn
 from ..sequence.tiling import Tiling
 from ..transport import LANES
-from . import Plan, Problem, Saved, Strategy
+from . import DENSE, Plan, Problem, Saved, Strategy
 from .compute import (
-    DENSE,
     Keys,
     Queries,
     QueryGradients,

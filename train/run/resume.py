@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from bmt_burst.strategies.machine import machine_line, parse_machine, use_machine
+
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 from train.base import ranks

@@ -32,7 +32,8 @@ from ...ranks.rings import Rings
 from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
 from ...sequence.tiling import Tiling
 from .. import Plan, Problem, Saved, Sizes, Strategy
-from ..compute import ALL, Keys, Part, Queries, QueryGradients
+from ..compute import ALL, Keys, Queries, QueryGradients
+from ..problem import Part
 from .backward import Backward
 from .events import order_events
 from .forward import Forward

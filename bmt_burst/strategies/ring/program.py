@@ -14,7 +14,7 @@ from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import length
 from ...transport.packing import Packing
 from .. import Problem
-from ..compute import DENSE, Scoring
+from ..problem import DENSE, Scoring
 from .events import Event
 from .payload import Payload
 from .routes import Landings, Round

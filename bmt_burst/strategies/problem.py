@@ -1,0 +1,155 @@
+"""The problem that a strategy solves: a call of attention, as its ranks agreed on it.
+
+`Scoring` says how the pairs of a call are computed. An extension that computes them in another way,
+or adds something to their scores, is a subclass of it, and of `Attention` and `AttentionGradient`.
+Strategies, programs and executions treat all of them equally.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import Kernel
+from ..sequence.gathered_calls import GatheredCall
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask
+from ..spec import Spec
+from .compute import Attention, AttentionGradient, QueryGradients
+
+GROUP_BYTES = 5 << 26  # by default
+
+
+class Part(NamedTuple):
+    """Some of the visible pairs. Kernel calls have the pairs of one part.
+
+    label      tells a `Scoring` which part it is; strategies do not read it
+    most_gaps  as `kernel_calls` takes it
+    """
+
+    mask: Mask
+    label: Any = None
+    most_gaps: float = 0.0
+
+
+class Scoring:
+    """The computation of a call's pairs: that of the problem's kernel. Extensions subclass it.
+
+    A scoring is immutable and hashable, and equal on all ranks. Its `inputs` are tensors beside q,
+    k and v that all ranks have, which it may find gradients for.
+
+    name           what messages call it
+    prefers_delta  whether a backward should compute delta first if kernels take it
+    host_work      how many times the host's work of dense attention calls need: short ones are not
+                   worth being cut further
+    """
+
+    name: str = "dense attention"
+    prefers_delta: bool = False
+    host_work: int = 1
+
+    def parts(self, problem: Problem) -> tuple[Part, ...]:
+        """Return the visible pairs in parts, disjoint and complete."""
+        return (Part(problem.mask),)
+
+    def takes_delta(self, problem: Problem) -> bool:
+        """Whether all kernels accept delta = rowsum(out * dout) instead of out."""
+        return problem.kernel.takes_delta
+
+    def numbers(self, positions: Tensor) -> Tensor | None:
+        """Return the integers that calls need for the tokens at some positions (S,): (N, S) int32,
+        or None. Each rank finds those of received tokens by their positions.
+        """
+        return None
+
+    def refine(
+        self, calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
+    ) -> list[GatheredCall]:
+        """Return the calls, with labels that may tell more.
+
+        sides  returns the positions of queries (S,) and of keys (T,), as they lie in memory
+        """
+        return calls
+
+    def select_heads(self, inputs: tuple[Tensor, ...], heads: slice) -> tuple[Tensor, ...]:
+        """Return views of the inputs, or of their gradients, for some query heads."""
+        return inputs
+
+    def forward(self, problem: Problem, q: Tensor, inputs: tuple[Tensor, ...]) -> Attention:
+        """Begin a forward with queries q (B, S, H, D)."""
+        return Attention(problem.kernel, problem.spec)
+
+    def backward(
+        self,
+        problem: Problem,
+        queries: QueryGradients,
+        inputs: tuple[Tensor, ...],
+        kept: tuple[Tensor, ...],
+    ) -> AttentionGradient:
+        """Begin a backward. `kept` are the `Attention.kept` of its forward."""
+        return AttentionGradient(problem.kernel, problem.spec)
+
+
+DENSE = Scoring()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes and dtypes of q (B, S, H, D) and k, v (B, S, G, D).
+
+    `partial` is the dtype of the kernel's gradients.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    partial: torch.dtype
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call of attention as the ranks agreed on it. It is identical on all ranks.
+
+    inner, outer   the number of ranks of a host, and of hosts
+    backward       the side that a ring's backward sends: "q", "kv" or "auto"
+    send_out       whether a backward that sends queries sends out with them instead of
+                   delta = rowsum(out * dout)
+    group_bytes    the most bytes of a ring's blocks in one stage, unless a single block is larger
+    scoring        how pairs are computed: by the kernel, unless an extension computes them
+    """
+
+    mask: Mask
+    layout: Layout
+    spec: Spec
+    kernel: Kernel
+    sizes: Sizes
+    inner: int
+    outer: int
+    backward: str = "auto"
+    send_out: bool = False
+    group_bytes: int = GROUP_BYTES
+    scoring: Scoring = DENSE
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The visible pairs in parts, which kernel calls do not mix."""
+        return self.scoring.parts(self)
+
+    @property
+    def takes_delta(self) -> bool:
+        """Whether kernels get delta = rowsum(out * dout) instead of out: all can take it, and
+        `send_out` does not forbid it.
+        """
+        return not self.send_out and self.scoring.takes_delta(self)
+
+    @functools.cached_property
+    def most_tokens(self) -> int:
+        """The number of tokens of the longest shard."""
+        return max(map(self.layout.length, range(self.layout.size)))
