@@ -36,7 +36,7 @@ from ..ranks.rings import Rings
 from ..sequence.gathered_calls import GatheredCall, kernel_calls
 from ..sequence.span import Span, in_turn, length, shifted
 from ..sequence.tile import TileFields
-from ..sequence.tiling import Tiling
+from ..sequence.tiling import ShardRun, Tiling
 from ..transport import Delivery, Manifest
 from ..transport.packing import Packing
 from . import Plan, Problem, Saved, Strategy
@@ -323,7 +323,7 @@ def gather(tiling: Tiling, owners: _Owners, rank: int, most: int) -> Gathered:
         copies = [sum(length(p.span) for p in gathered.of(owner)) for owner in owners.ranks]
         if max(copies) <= most:
             return gathered
-    runs = sorted(tiling.seen(rank) + tiling.shard(rank))
+    runs = sorted([*(ShardRun(*run) for run in tiling.seen(rank)), *tiling.shard(rank)])
     places = [at for _, at in in_turn(run.span for run in runs)]
     pieces = [Piece(run.owner, run.span, at) for run, at in zip(runs, places, strict=True)]
     return Gathered(pieces, tiling.tiles(rank, runs, places))

@@ -183,6 +183,8 @@ class Backward(Execution):
 
     def _collect(self, event: Event) -> None:
         sums = self._add_returned(event)
+        # The sums have views of the delivery's memory. Once it is released, other ranks write the
+        # gradients of the next stage there. So the sums must read it now.
         if self.returning[-1].recycled:
             for total in sums:
                 total.fold()

@@ -38,7 +38,8 @@ class Program:
     """A rank's part in a call or its backward, without tensors.
 
     own    kernel calls of the own block
-    calls  kernel calls of each stage by (round, stage), and of each root by (round, -1)
+    calls  kernel calls of each stage by (round, stage). Stage -1 is the root of a round: it was
+           received from another host, before the stages, and lies in memory of its own.
     """
 
     problem: Problem
