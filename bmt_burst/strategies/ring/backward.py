@@ -128,7 +128,11 @@ class Backward(Execution):
             if heads != ALL:
                 grad = grad[:, :, heads]
                 own = [(spans, part[:, :, heads]) for spans, part in own]
-            sums.append(Gradients(grad.shape, grad.dtype, grad.device, self._limit(), grad, own))
+            # Without partial results of the own block, a single dq may be the result itself. Not so
+            # dk and dv: their parts lie in memory that is received into.
+            is_free = self.program.has_one_stage and grad is self.grads[0]
+            into = None if is_free else grad
+            sums.append(Gradients(grad.shape, grad.dtype, grad.device, self._limit(), into, own))
         return sums
 
     def _limit(self) -> int:
@@ -193,8 +197,10 @@ class Backward(Execution):
     def _end(self, event: Event) -> None:
         if event.stage >= 0:
             self._add_returned(event)
-        for total in self.sums.pop(event.number):
-            total.result()
+        sums = self.sums.pop(event.number)
+        grads = [total.result() for total in sums]
+        if self.program.has_one_stage:
+            self.grads = grads
         if event.stage >= 0:
             self.returning.pop().release()
 

@@ -37,9 +37,11 @@ class Pass:
 class Program:
     """A rank's part in a call or its backward, without tensors.
 
-    own    kernel calls of the own block
-    calls  kernel calls of each stage by (round, stage). Stage -1 is the root of a round: it was
-           received from another host, before the stages, and lies in memory of its own.
+    own            kernel calls of the own block
+    calls          kernel calls of each stage by (round, stage). Stage -1 is the root of a round: it
+                   was received from another host, before the stages, and lies in memory of its own.
+    has_one_stage  whether all is computed in one stage, the own block too. A single partial result
+                   is the result then.
     """
 
     problem: Problem
@@ -50,6 +52,7 @@ class Program:
     rounds: Sequence[Round]
     calls: Mapping[tuple[int, int], Sequence[GatheredCall]]
     events: Sequence[Event]
+    has_one_stage: bool = False
     # of fetches and returns, each made when it is first needed
     manifests: dict[Event, Manifest] = field(default_factory=dict)
 
@@ -61,11 +64,10 @@ class Program:
             if event.do == "fetch":
                 found = pass_.packing.manifest(stage.tokens, stage.sources, stage.sends)
             else:
-                sources = [(entry.peer, entry.at) for entry in stage.incoming_gradients]
                 # each part that is returned has tensors of its own
                 sends = [(o.peer, (0, length(o.span)), o.at, o.total) for o in stage.returns]
                 found = pass_.return_packing.manifest(
-                    stage.gradient_tokens, sources, sends, apart=True
+                    stage.gradient_tokens, stage.gradient_sources, sends, apart=True
                 )
             self.manifests[event] = found
         return found

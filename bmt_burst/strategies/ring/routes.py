@@ -114,8 +114,20 @@ class Stage:
 
     @property
     def sources(self) -> list[tuple[int, Span]]:
-        """Return the place of the host that sends each part of the tokens, and the part."""
-        return list(zip(self.landings.peers, self.landings.places, strict=True))
+        """Return the place of the host that sends each part of the tokens, and the part.
+
+        A rank waits for no message from itself: it copies those tokens when it sends.
+        """
+        return [(peer, at) for peer, at in self._parts if peer != self._place]
+
+    @property
+    def gradient_sources(self) -> list[tuple[int, Span]]:
+        """Return the same for gradients that return."""
+        return [(x.peer, x.at) for x in self.incoming_gradients if x.peer != self._place]
+
+    @property
+    def _parts(self) -> Iterator[tuple[int, Span]]:
+        return zip(self.landings.peers, self.landings.places, strict=True)
 
     @functools.cached_property
     def sends(self) -> tuple[Outgoing, ...]:
@@ -129,7 +141,7 @@ class Stage:
     def returns(self) -> tuple[Outgoing, ...]:
         """Send back what landed. At each peer, what nearer places return lies first."""
         of_peer: dict[int, list[Span]] = {}
-        for peer, at in self.sources:
+        for peer, at in self._parts:
             of_peer.setdefault(peer, []).append(at)
         found: list[Outgoing] = []
         for hop in self.hops:
