@@ -133,7 +133,10 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
         return work * (_BACKWARD if returning else 1) / rates.operations
 
     def link_seconds(event: Event) -> float:
-        return program.manifest(event).nbytes / rates.bytes
+        stage, pass_ = program.rounds[event.round].stages[event.stage], program.passes[event.number]
+        if event.do == "fetch":
+            return pass_.packing.nbytes(stage.tokens) / rates.bytes
+        return pass_.return_packing.nbytes(stage.gradient_tokens) / rates.bytes
 
     for event in program.events:
         heads = _heads(program, event)

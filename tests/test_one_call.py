@@ -3,16 +3,15 @@ simulator.
 """
 
 import random
-import threading
 
 import pytest
-import torch
 
-from bmt_burst import Layout, Mask, burst_attn_func, simulate
+from bmt_burst import Layout, Mask, kernels, simulate
+from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.span import length
-from bmt_burst.strategies import load, one_call
+from bmt_burst.strategies import Saved, load, one_call
 from bmt_burst.strategies.one_call import OneCallPlan
-from bmt_burst.strategies.ring import RingPlan
+from bmt_burst.strategies.ring.routes import Stage
 from tests.helpers import (
     CPU_KERNELS,
     dense_results,
@@ -25,6 +24,15 @@ from tests.helpers import (
 from tests.test_ulysses import assert_equal
 
 SCALE = 0.31
+
+
+def stage_of(plan: OneCallPlan) -> Stage:
+    """Return the only stage of a plan."""
+    [round_] = plan.forward_program.rounds
+    [stage] = round_.stages
+    return stage
+
+
 HEADS = [(8, 8), (8, 2), (6, 3), (3, 1)]
 
 
@@ -65,18 +73,20 @@ def test_any_mask_and_layout_equals_dense(part, monkeypatch):
 def test_a_rank_makes_a_single_call(mask, size):
     """Its queries are all in it, and each key that lands is seen by one."""
     for plan in plans(mask, Layout.zigzag(96, size)):
-        [gathered] = plan.calls
-        assert gathered.q_spans == ((0, 96 // size),)
-        assert gathered.kv_spans == ((0, plan.gathered[plan.rank].tokens),)
+        for program in (plan.forward_program, plan.backward_program):
+            assert not program.own
+            [gathered] = program.calls[0, 0]
+            assert gathered.q_spans == ((0, 96 // size),)
+            assert gathered.kv_spans == ((0, stage_of(plan).tokens),)
 
 
 def test_each_rank_of_a_causal_zigzag_gathers_equally_much():
     everyone = plans(Mask.causal(128), Layout.zigzag(128, 4))
     chunk = 128 // 8
     for plan in everyone:
-        assert plan.gathered[plan.rank].tokens == 9 * chunk
-        pieces = plan.gathered[plan.rank].pieces
-        assert sum(at[1] - at[0] for owner, _, at in pieces if owner != plan.rank) == 6 * chunk
+        stage = stage_of(plan)
+        assert stage.tokens == 9 * chunk
+        assert sum(length(at) for _, at in stage.sources) == 6 * chunk
 
 
 class Runs(Layout):
@@ -91,60 +101,55 @@ class Runs(Layout):
 
 def test_a_window_gathers_only_what_it_sees():
     for plan in plans(Mask.window(1024, 17), Layout.zigzag(1024, 4)):
-        others = [p for p in plan.gathered[plan.rank].pieces if p.owner != plan.rank]
-        assert sum(length(p.span) for p in others) <= 2 * 16
+        assert sum(length(at) for _, at in stage_of(plan).sources) <= 2 * 16
 
 
-def test_a_token_that_would_land_too_often_lands_once():
-    """Each short run of queries sees all earlier keys."""
-    for plan in plans(Mask.causal(128), Runs(128, 2)):
-        pieces = plan.gathered[plan.rank].pieces
-        assert sum(length(p.span) for p in pieces) <= 128
-
-
-def test_without_traffic_the_plan_is_the_rings():
-    layout = Layout.contiguous(64, 2)
-    assert all(isinstance(p, RingPlan) for p in plans(Mask.documents([0, 32, 64]), layout))
-    assert all(
-        isinstance(p, OneCallPlan) for p in plans(Mask.documents([0, 31, 64], causal=False), layout)
-    )
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [
+        (Mask.documents([0, 32, 64]), Layout.contiguous(64, 2)),
+        (Mask.causal(128), Runs(128, 2)),
+        (Mask.causal(64), Layout.striped(64, 2)),
+    ],
+    ids=["nothing is sent", "each short run of queries sees all earlier keys", "striped"],
+)
+def test_where_one_call_gains_nothing_the_plan_is_all_gathers(mask, layout):
+    found = plans(mask, layout)
+    expected = [load("all-gather").plan(plan.problem, plan.rank) for plan in found]
+    assert [*map(str, found)] == [*map(str, expected)]
+    assert isinstance(plans(mask, Layout.zigzag(mask.seq_len, 4))[0], OneCallPlan)
 
 
 def test_a_plan_prints_what_lands():
     plan = plans(Mask.causal(64), Layout.zigzag(64, 2))[1]
-    assert str(plan) == (
-        "rank 1, forward and backward: 80 tokens land, 48 of them its own; 1 kernel calls: "
-        "32 x 80 in 2 tiles"
-    )
+    assert str(plan).splitlines()[:7] == [
+        "rank 1, forward: KeysValues in 1 pass; pass, round, stage:",
+        "  pack     0 0 0",
+        "  fetch    0 0 0  16 to 1, 32 to 1, 32 to 0; 80 tokens land",
+        "  own      0 0 0  nothing",
+        "  begin    0 0 0",
+        "  land     0 0 0",
+        "  compute  0 0 0  1 kernel calls: 32 x 80 in 2 tiles",
+    ]
 
 
-def test_a_backward_that_fails_on_all_ranks_leaves_the_group_usable(monkeypatch):
-    """What was returned is released, so that the next gradients find their place free."""
-    tensors = random_qkv(1, 32, 4, 2, 8)
-    layout, failing = Layout.zigzag(32, 2), threading.local()
-    sum_gradients = OneCallPlan._sum_gradients
-
-    def fail_once(*arguments):
-        if failing.now:
-            failing.now = False
-            raise MemoryError("no memory for the sums")
-        return sum_gradients(*arguments)
-
-    monkeypatch.setattr(OneCallPlan, "_sum_gradients", fail_once)
+def test_a_whole_result_is_not_copied(monkeypatch):
+    """Neither out nor dq, which are those of the kernel's only call."""
+    kernel, made = kernels.load("cpu"), []
+    for name in ("forward", "backward"):
+        compute = getattr(kernel, name)
+        keep = lambda *inputs, compute=compute: made.append(compute(*inputs)) or made[-1]  # noqa: E731
+        monkeypatch.setattr(kernel, name, keep)
+    layout, tensors = Layout.zigzag(32, 2), random_qkv(1, 32, 4, 2, 8)
+    everyone = plans(Mask.causal(32), layout, heads=4, kv_heads=2, dtype=tensors[0].dtype)
 
     def work(ring):
         q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        grads = []
-        for failing.now in (False, True, False):
-            out = burst_attn_func(
-                *inputs, causal=True, layout=layout, strategy="one-call", process_group=ring
-            )
-            if failing.now:
-                with pytest.raises(MemoryError, match="no memory for the sums"):
-                    torch.autograd.grad(out, inputs, dout)
-            else:
-                grads.append(torch.autograd.grad(out, inputs, dout))
-        return all(a.equal(b) for a, b in zip(*grads, strict=True))
+        plan, rings = everyone[ring.rank], make_rings(ring, (None, None))
+        plan.reserve(rings, q.device, with_backward=True)
+        out, lse, _ = plan.forward(rings, q, k, v)
+        dq, *_ = plan.backward(rings, dout, Saved(q, k, v, out, lse))
+        return [x.data_ptr() for x in (out, lse, dq)]
 
-    assert all(simulate(2, work))
+    first, second = simulate(2, work)
+    assert {*first, *second} <= {x.data_ptr() for results in made for x in results}

@@ -14,7 +14,6 @@ from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import Tiling
-from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring.routes import Landings, Round, Routes, Stage
 from bmt_burst.strategies.ring.schedule import Schedule
 from bmt_burst.transport.packing import Packing
@@ -276,17 +275,6 @@ def test_only_what_is_looked_at_travels():
     for [round_] in ring_of(Mask.documents(range(0, 65, 8)), layout, 4, 1).rounds:
         assert round_.stages == ()
         assert round_.held_tokens == 0
-
-
-@pytest.mark.parametrize(("inner", "outer"), GRIDS)
-def test_columns_of_numbers_give_the_same_routes(inner, outer, monkeypatch):
-    """Few runs are objects, and many are columns."""
-
-    def found(few):
-        monkeypatch.setattr(ring_strategy.routes, "_FEW_SPANS", few)
-        return [repr(ring.rounds) for ring in rings(inner, outer)]
-
-    assert found(-1) == found(1 << 30)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

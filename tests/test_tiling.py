@@ -12,9 +12,9 @@ from bmt_burst import Layout, Mask, Slice
 from bmt_burst.sequence import gathered_calls
 from bmt_burst.sequence.gathered_calls import by_columns, flipped, kernel_calls
 from bmt_burst.sequence.layout import LAYOUTS
-from bmt_burst.sequence.span import length, merged
+from bmt_burst.sequence.span import in_turn, length, merged
 from bmt_burst.sequence.tile import Tile
-from bmt_burst.sequence.tiling import Tiling
+from bmt_burst.sequence.tiling import ShardRun, Tiling
 from tests.helpers import random_layout, random_mask
 
 CASES = 480
@@ -82,8 +82,7 @@ def assert_tiles_are(tiles, pairs):
 
 def in_a_row(runs):
     """Where runs lie one after the other."""
-    ends = list(itertools.accumulate((length(run.span) for run in runs), initial=0))
-    return list(itertools.pairwise(ends))
+    return [at for _, at in in_turn(span for *_, span in runs)]
 
 
 def check(mask: Mask, layout: Layout):
@@ -91,7 +90,7 @@ def check(mask: Mask, layout: Layout):
     positions = [layout.positions(rank) for rank in range(layout.size)]
     for rank, mine in enumerate(positions):
         assert_tiles_are(cut.own_tiles(rank), pairs[mine][:, mine])
-        runs = cut.seen(rank)
+        runs = [ShardRun(*run) for run in cut.seen(rank)]
         assert runs == sorted(runs)
         for run in runs:
             expected = torch.arange(run.start, run.stop, run.step)
@@ -179,8 +178,8 @@ def test_only_what_is_looked_at_comes(name):
         mask = Mask.documents(cuts, window=chance.choice((None, 3, 9)))
         layout = Layout.named(name, 40, 4)
         for rank in range(4):
-            for run in Tiling(mask, layout).seen(rank):
-                keys = layout.positions(run.owner)[slice(*run.span)]
+            for _, _, owner, span in Tiling(mask, layout).seen(rank):
+                keys = layout.positions(owner)[slice(*span)]
                 assert mask.dense()[layout.positions(rank)][:, keys].any(0).all()
 
 
@@ -243,7 +242,7 @@ def test_a_layout_with_ranges_of_two_steps_is_refused():
     with pytest.raises(
         AssertionError, match="expected one step for all ranges of a layout, got 1 and 2"
     ):
-        tiling.tiles(1, runs, [run.span for run in runs])
+        tiling.tiles(1, runs, [span for *_, span in runs])
 
 
 def test_what_is_known_of_a_layout_is_shared_between_masks():

@@ -3,8 +3,6 @@
 `seen` finds which tokens of which ranks a rank's queries look at. `tiles` finds how they look at
 tokens that lie somewhere in memory. The work grows with what the asked ranks look at, not with the
 whole mask. To find which queries look at a rank's keys, take the tiling of the transposed mask.
-
-Numbers are plain, except that `seen_table` returns columns of them as a tensor on the CPU.
 """
 
 from __future__ import annotations
@@ -15,9 +13,6 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from .layout import Layout
 from .mask import Mask, Slice
@@ -64,22 +59,9 @@ class _Sorted:
         self.starts = [start for start, _ in spans]
         self.reach = list(itertools.accumulate((stop for _, stop in spans), max))
 
-    @functools.cached_property
-    def _columns(self) -> tuple[Tensor, Tensor]:
-        return column(self.starts), column(self.reach)
-
     def around(self, start: int, stop: int) -> range:
         """Return indices of a few ranges, which include all that overlap start..stop."""
         return range(bisect.bisect_right(self.reach, start), bisect.bisect_left(self.starts, stop))
-
-    def pairs_around(self, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `around` does for many ranges, as two columns: pairs (which range, index)."""
-        starts, reach = self._columns
-        first = torch.searchsorted(reach, start, right=True)
-        count = (torch.searchsorted(starts, stop) - first).clamp_(min=0)
-        asked = torch.repeat_interleave(count)
-        shift = first - (count.cumsum(0) - count)
-        return asked, torch.arange(len(asked), device="cpu") + shift[asked]
 
 
 class _Owners:
@@ -88,12 +70,6 @@ class _Owners:
     def __init__(self, runs: Iterable[ShardRun]):
         self.runs = sorted(runs)
         self.order = _Sorted([(run.start, run.stop) for run in self.runs])
-
-    @functools.cached_property
-    def table(self) -> Tensor:
-        """(runs, 5) int64: start, step, owner, and the span's first and stop."""
-        fields = [(start, step, owner, *span) for start, step, owner, span in self.runs]
-        return column(list(itertools.chain(*fields))).view(-1, 5)
 
 
 class Tiling:
@@ -116,40 +92,34 @@ class Tiling:
         other._owners = self._owners
         return other
 
-    def seen(self, rank: int) -> list[ShardRun]:
+    def seen(self, rank: int) -> list[RunFields]:
         """Return the tokens of other ranks that queries of `rank` look at, in order of position.
 
         Each is part of one run of a shard. With steps, it may include tokens that no query looks
         at.
         """
-        runs, order = self._owners.runs, self._owners.order
-        found: list[ShardRun] = []
-        for start, stop in self.looks_at(rank):
-            near = order.around(start, stop)
-            for run in runs[near.start : near.stop]:
-                span = _within(run, start, stop)
-                if length(span) and run.owner != rank:
-                    first, step, owner, (offset, _) = run
-                    found.append(ShardRun(first + step * (span[0] - offset), step, owner, span))
-        return sorted(found)
+        spans = self.looks_at(rank)
+        return [run for span in spans for run in self.runs_at(span) if run[2] != rank]
 
-    def seen_table(self, ranks: Sequence[int]) -> Tensor:
-        """Return `seen` of several ranks as one table, (runs, 6) int64, in no order.
+    def runs_at(self, positions: Span) -> list[RunFields]:
+        """Return the tokens of all ranks at some positions: parts of runs, in order of position.
 
-        Its columns are viewer, start, step, owner, and where the span starts and stops. For
-        thousands of runs this is far quicker than `seen`, for a few it is slower.
+        Documents of a striped layout have ranks x ranks of these each, and each rank plans with
+        all of them. So this is one loop with plain tuples.
         """
-        spans = [self.looks_at(rank) for rank in ranks]
-        viewer = column([rank for rank, found in zip(ranks, spans, strict=True) for _ in found])
-        start = column([start for found in spans for start, _ in found])
-        stop = column([stop for found in spans for _, stop in found])
-        asked, index = self._owners.order.pairs_around(start, stop)
-        viewer, start, stop = viewer[asked], start[asked], stop[asked]
-        position, step, owner, offset, end = self._owners.table[index].unbind(1)
-        first = (-((position - start) // step)).clamp_(min=0)  # as `_inside` does
-        last = torch.minimum(-((position - stop) // step), end - offset)
-        columns = viewer, position + step * first, step, owner, offset + first, offset + last
-        return torch.stack(columns, 1)[(first < last) & (owner != viewer)]
+        start, stop = positions
+        near = self._owners.order.around(start, stop)
+        found: list[RunFields] = []
+        for position, step, owner, (offset, end) in self._owners.runs[near.start : near.stop]:
+            # as in _inside
+            first, last = -((position - start) // step), -((position - stop) // step)
+            first = first if first > 0 else 0
+            last = last if last < end - offset else end - offset
+            if first < last:
+                span = offset + first, offset + last
+                found.append((position + step * first, step, owner, span))
+        found.sort()
+        return found
 
     def shard(self, rank: int) -> list[ShardRun]:
         """Return all tokens of a rank's shard, in the order of their positions.
@@ -289,11 +259,6 @@ def _inside(position: int, step: int, tokens: int, start: int, stop: int) -> Spa
     """
     first, last = -((position - start) // step), -((position - stop) // step)
     return first if first > 0 else 0, last if last < tokens else tokens
-
-
-def column(numbers: Sequence[int]) -> Tensor:
-    """Return numbers as (numbers,) int64 on the CPU, whatever the default device is."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _tiles(

@@ -1,9 +1,8 @@
-"""One call: gather all keys and values that a rank looks at, its own among them, and compute with
-them at once.
+"""One call: the ring in one stage, which has the own block too.
 
 The ring computes the own block while others arrive, and merges partial results. Where blocks are
 short, kernel launches and the host take longer than the exchange. So here each rank first gathers
-all it looks at, and then needs one kernel call for each kind of band: for causal documents or a
+all it attends to, and then needs one kernel call for each kind of band: for causal documents or a
 window, a single one. The backward gathers again, and returns the gradients.
 
             gather                          compute
@@ -11,50 +10,39 @@ window, a single one. The backward gathers again, and returns the gradients.
     rank 1  k0 k1 | k0 k1 k2                q1 x (k0 k1),  q2 x (k0 k1 k2)
 
 The picture shows two ranks with a causal mask and layout zigzag. The tiles of a kernel call share
-no keys, so some keys land twice. With a causal mask all ranks still receive equally much. If a mask
-would let tokens land more often, or if a layout has steps, each token lands once, and there are
-several calls with partial results.
+no keys, so some keys land twice. With a causal mask all ranks still receive equally much. Only the
+routes differ from those of the ring: `SeenRuns` gets the runs in the order in which they land.
 
-Letters: B batch, S tokens of a rank, T tokens that land, H query heads, G kv heads, D head size.
+A layout with steps has no neighbours that could lie in one tile. There, if tokens would land more
+than twice on average, and if no rank needs another one's tokens, nothing is gained. The plan is
+all-gather's then, which computes the own block while others arrive.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from ..merging.merge import Gradients, Outputs, empty_lse, sum_parts
-from ..merging.parts import Part, is_whole, tokens_at
-from ..ranks.rings import Rings
-from ..sequence.gathered_calls import GatheredCall, kernel_calls
-from ..sequence.span import Span, in_turn, length, shifted
+from ..sequence.gathered_calls import kernel_calls
+from ..sequence.span import in_turn, length
 from ..sequence.tile import TileFields
-from ..sequence.tiling import Tiling
-from ..transport import Arrival, Put
-from ..transport.packing import Packing
-from . import DENSE, Plan, Problem, Saved, Strategy
-from .compute import (
-    Keys,
-    Queries,
-    QueryGradients,
-    compute_gradients,
-    compute_outputs,
-)
-from .ring import RingPlan
+from ..sequence.tiling import RunFields, Tiling
+from . import DENSE, Problem, Strategy
+from .all_gather import AllGather
+from .compute import ALL
+from .ring import RingPlan, make_pass
+from .ring.events import order_events
+from .ring.payload import Payload
+from .ring.program import Program
+from .ring.routes import Held, Landings, Round, SeenRuns, Stage
 
 _MOST_COPIES = 2  # of a rank's tokens that land on a rank, on average
-_ALIGNED = 1 << 12  # bytes by which aligned tensors may be longer than their tokens
 
 
 class OneCall(Strategy):
-    """A strategy without partial results, for short blocks."""
+    """A strategy without partial results, for short blocks. It always sends keys and values."""
 
     name = "one-call"
 
@@ -67,287 +55,97 @@ class OneCall(Strategy):
             return f"it supports dense attention only, not {problem.scoring.name}"
         return None
 
-    def plan(self, problem: Problem, rank: int) -> Plan:
-        """Return the part of `rank`. It is the ring's if no rank looks at another's tokens."""
-        plan = OneCallPlan(problem, rank)
-        return plan if plan.has_traffic else RingPlan(problem, rank)
+    def plan(self, problem: Problem, rank: int) -> RingPlan:
+        gathered = gather(problem)
+        if gathered is None:
+            return AllGather().plan(problem, rank)
+        return OneCallPlan(problem, rank, gathered)
 
 
-class Piece(NamedTuple):
-    """Tokens `span` of the shard of `owner`, which land at tokens `at`."""
-
-    owner: int
-    span: Span
-    at: Span
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The keys that a rank gathers, and how its queries look at them.
-
-    pieces  in the order in which they land, without gaps
-    tiles   the rank's queries and the gathered keys
+class Gathered(NamedTuple):
+    """The keys that a rank gathers, as runs in the order in which they land, and the tiles of its
+    queries with these keys.
     """
 
-    pieces: Sequence[Piece]
+    runs: Sequence[RunFields]
     tiles: Sequence[TileFields]
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that land."""
-        return self.pieces[-1].at[1] if self.pieces else 0
 
-    def of(self, owner: int) -> list[Piece]:
-        """Return the pieces of an owner."""
-        return [piece for piece in self.pieces if piece.owner == owner]
+class OneCallPlan(RingPlan):
+    """The programs of one rank. `gathered` is what each rank gathers."""
 
+    def __init__(self, problem: Problem, rank: int, gathered: Sequence[Gathered]):
+        super().__init__(replace(problem, backward="kv"), rank)
+        self.gathered = gathered
 
-class OneCallPlan(Plan):
-    """The exchanges and the kernel calls of one rank.
-
-    gathered  the keys that each rank gathers, if they are known
-    """
-
-    def __init__(self, problem: Problem, rank: int, gathered: list[Gathered] | None = None):
-        self.problem, self.rank = problem, rank
-        if gathered is not None:
-            self.gathered = gathered
-        sizes = problem.sizes
-        entry = (sizes.kv_heads, sizes.head_size)
-        self.packing = Packing(sizes.batch, ((entry, sizes.dtype),) * 2)
-        self.return_packing = Packing(sizes.batch, ((entry, sizes.partial),) * 2)
-
-    @functools.cached_property
-    def gathered(self) -> list[Gathered]:
-        """The keys that each rank gathers."""
-        problem = self.problem
-        tiling, most = Tiling(problem.mask, problem.layout), _MOST_COPIES * problem.most_tokens
-        owners = _Owners(tiling)
-        return [gather(tiling, owners, rank, most) for rank in owners.ranks]
-
-    @property
-    def has_traffic(self) -> bool:
-        """Whether any rank looks at another's tokens."""
-        return any(
-            piece.owner != rank
-            for rank, gathered in enumerate(self.gathered)
-            for piece in gathered.pieces
+    def _make_program(self, payload: Payload, returning: bool) -> Program:
+        return Program(
+            problem=self.problem,
+            rank=self.rank,
+            payload=payload,
+            own=(),
+            passes=[make_pass(payload, self.problem.sizes, ALL, ALL)],
+            rounds=(self._round,),
+            calls={(0, -1): (), (0, 0): kernel_calls(self.gathered[self.rank].tiles)},
+            events=tuple(order_events(1, [1], returning)),
+            has_one_stage=True,
         )
 
     @functools.cached_property
-    def calls(self) -> list[GatheredCall]:
-        """The kernel calls on this rank's queries and the gathered keys."""
-        return kernel_calls(self._mine.tiles)
-
-    def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        attention = DENSE.forward(self.problem, q, ())
-        with self.gather_keys(rings, k, v) as keys:
-            parts = list(compute_outputs(attention, self.calls, Queries(q), keys))
-        if is_whole(parts, q.shape[1]) and parts[0][1].dtype == q.dtype:
-            return parts[0][1], parts[0][2], ()
-        out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_lse(q)
-        Outputs(out, lse, parts=parts).result()
-        return out, lse, ()
-
-    def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        q, k, v = saved.q, saved.k, saved.v
-        queries = QueryGradients(q, dout, saved.lse, saved.out)
-        attention = DENSE.backward(self.problem, queries, (), ())
-        of_queries: list[Part] = []
-        of_keys: tuple[list[Part], list[Part]] = [], []
-        with self.gather_keys(rings, k, v) as keys:
-            for rows, columns, (dq, *grads) in compute_gradients(
-                attention, self.calls, queries, keys
-            ):
-                of_queries.append((rows, dq))
-                for parts, grad in zip(of_keys, grads, strict=True):
-                    parts.append((columns, grad))
-        dk, dv = self._return_gradients(rings, of_keys, k)
-        return Gradients(q.shape, q.dtype, q.device, parts=of_queries).result(), dk, dv, ()
-
-    @property
-    def lanes(self) -> dict[str, int]:
-        """The most bytes that land at once in each lane."""
-        problem = self.problem
-        others, most = problem.inner - 1, _MOST_COPIES * problem.most_tokens
-        visit, returned = (p.token_bytes() * most for p in (self.packing, self.return_packing))
-        return {"visit": (others + 1) * visit + _ALIGNED, "return": others * returned + _ALIGNED}
-
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        rings.reserve(self.lanes if with_backward else {**self.lanes, "return": 0}, device)
-
-    def __str__(self) -> str:
-        calls = ", ".join(
-            f"{c.call.q_tokens} x {c.call.kv_tokens} in {len(c.call.tiles)} tiles"
-            for c in self.calls
-        )
-        own = sum(length(piece.at) for piece in self._mine.of(self.rank))
-        return (
-            f"rank {self.rank}, forward and backward: {self._mine.tokens} tokens land, {own} of "
-            f"them its own; {len(self.calls)} kernel calls: {calls}"
-        )
-
-    @property
-    def _mine(self) -> Gathered:
-        return self.gathered[self.rank]
-
-    def _returned(self, owner: int) -> Iterator[tuple[int, Piece, Span]]:
-        """Yield (viewer, piece, place) of the gradients that return to an owner."""
-        pieces = [
-            (viewer, piece)
-            for viewer, gathered in enumerate(self.gathered)
-            for piece in gathered.of(owner)
-            if viewer != owner
-        ]
-        places = in_turn(piece.at for _, piece in pieces)
-        return ((*pair, at) for pair, (_, at) in zip(pieces, places, strict=True))
-
-    @contextmanager
-    def gather_keys(self, rings: Rings, k: Tensor, v: Tensor) -> Iterator[Keys]:
-        """Gather the keys and values that this rank looks at, to be read in this context."""
-        packing, tensors = self.packing, (k.contiguous(), v.contiguous())
-        tokens, puts, arrivals = self._mine.tokens, list[Put](), list[Arrival]()
+    def _round(self) -> Round:
+        inner, held = self.problem.inner, Held([(0, self.problem.layout.length(self.rank))])
+        seen = SeenRuns(inner, self.rank)
         for viewer, gathered in enumerate(self.gathered):
-            for piece in gathered.of(self.rank):
-                puts += packing.puts(tensors, piece.span, viewer, piece.at[0], gathered.tokens)
-        for piece in self._mine.pieces:
-            if piece.owner != self.rank:
-                arrivals += packing.arrivals(piece.owner, piece.at, tokens)
-        nbytes = packing.nbytes(tokens)
-        delivery = rings.inner.deliver("visit", nbytes, puts, arrivals, k.device)
-        delivery.wait()
-        try:
-            yield Keys(*packing.views(delivery.memory, tokens))
-        finally:
-            delivery.release()
+            seen.add(viewer, gathered.runs)
+        return Round(self.rank, held.spans, Landings(), (Stage(seen, held, tuple(range(inner))),))
 
-    def _return_gradients(
-        self, rings: Rings, of_keys: tuple[list[Part], list[Part]], k: Tensor
-    ) -> list[Tensor]:
-        """Return dk and dv of this rank's tokens, from the gradients of all gathered tokens."""
-        packing, tokens = self.return_packing, self._mine.tokens
-        computed = [
-            sum_parts(parts, (0, tokens), packing.batch, *entry, k.device).contiguous()
-            for parts, entry in zip(of_keys, packing.entries, strict=True)
-        ]
-        returned, arrivals = sum(length(at) for *_, at in self._returned(self.rank)), []
-        for viewer, _, at in self._returned(self.rank):
-            arrivals += packing.arrivals(viewer, at, returned)
-        puts = list(self._returning_puts(computed))
-        nbytes = packing.nbytes(returned)
-        delivery = rings.inner.deliver("return", nbytes, puts, arrivals, k.device)
-        delivery.wait()
-        try:
-            received = packing.views(delivery.memory, returned)
-            return [
-                self._sum_gradients(k, own, theirs)
-                for own, theirs in zip(computed, received, strict=True)
-            ]
-        finally:
-            delivery.release()
-
-    def _returning_puts(self, computed: Sequence[Tensor]) -> Iterator[Put]:
-        """Yield what returns the gradients of gathered tokens to their owners."""
-        for owner in range(self.problem.inner):
-            returned = list(self._returned(owner)) if owner != self.rank else []
-            tokens = sum(length(at) for *_, at in returned)
-            for viewer, piece, at in returned:
-                if viewer == self.rank:
-                    yield from self.return_packing.puts(computed, piece.at, owner, at[0], tokens)
-
-    def _sum_gradients(self, x: Tensor, own: Tensor, received: Tensor) -> Tensor:
-        """Return the gradient of x (B, S, G, D) from those of the tokens that this rank gathered
-        and of those that other ranks returned. It is new memory.
-        """
-        parts = [
-            (spans, tokens_at(grad, at))
-            for grad, found in ((own, self._own_spans), (received, self._returned_spans))
-            for spans, at in found
-        ]
-        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return Gradients(x.shape, x.dtype, x.device, into=total, parts=parts).result()
-
-    @functools.cached_property
-    def _own_spans(self) -> list[tuple[list[Span], Span]]:
-        return _rising((p.span, p.at) for p in self._mine.of(self.rank))
-
-    @functools.cached_property
-    def _returned_spans(self) -> list[tuple[list[Span], Span]]:
-        return _rising((piece.span, at) for _, piece, at in self._returned(self.rank))
+    def _most_bytes(self, payload: Payload, returning: bool) -> tuple[int, int]:
+        sizes, tokens = self.problem.sizes, _MOST_COPIES * self.problem.most_tokens
+        packings = payload.packing(sizes), payload.return_packing(sizes)
+        there, back = (p.token_bytes() * tokens * self.problem.inner for p in packings)
+        return there, back
 
 
-class _Owners:
-    """The ranks that own positions.
-
-    neighbours  whether the tokens of each run of a shard are neighbours in the sequence
-    """
-
-    def __init__(self, tiling: Tiling):
-        self.ranks = range(tiling.layout.size)
-        self.runs = sorted(run for rank in self.ranks for run in tiling.shard(rank))
-        self.neighbours = all(run.step == 1 for run in self.runs)
-        self.starts = [run.start for run in self.runs]
-
-    def pieces(self, positions: Span, at: int) -> Iterator[Piece]:
-        """Yield the pieces of neighbouring positions that land from token `at` on."""
-        start, stop = positions
-        for index in range(bisect.bisect_right(self.starts, start) - 1, len(self.runs)):
-            run = self.runs[index]
-            if run.start >= stop:
-                return
-            part = max(start, run.start), min(stop, run.stop)
-            yield Piece(
-                run.owner, shifted(part, run.span[0] - run.start), shifted(part, at - start)
-            )
+def gather(problem: Problem) -> list[Gathered] | None:
+    """Return what each rank gathers, or None if one call is not possible or of no use."""
+    layout = problem.layout
+    if any(positions.step > 1 for shard in layout.shards for positions in shard):
+        return None
+    tiling = Tiling(problem.mask, layout)
+    found = [_gather_tiles(tiling, rank) for rank in range(layout.size)]
+    is_sent = any(run[2] != rank for rank, gathered in enumerate(found) for run in gathered.runs)
+    most = max(_count_most_copies(gathered, layout.size) for gathered in found)
+    return found if is_sent and most <= _MOST_COPIES * problem.most_tokens else None
 
 
-def gather(tiling: Tiling, owners: _Owners, rank: int, most: int) -> Gathered:
-    """Return what a rank gathers. If at most `most` tokens of each rank land then, some land
-    several times, so that few kernel calls are needed.
-    """
-    if owners.neighbours:
-        gathered = _gather_tiles(tiling, owners, rank)
-        copies = [sum(length(p.span) for p in gathered.of(owner)) for owner in owners.ranks]
-        if max(copies) <= most:
-            return gathered
-    runs = sorted(tiling.seen(rank) + tiling.shard(rank))
-    places = [at for _, at in in_turn(run.span for run in runs)]
-    pieces = [Piece(run.owner, run.span, at) for run, at in zip(runs, places, strict=True)]
-    return Gathered(pieces, tiling.tiles(rank, runs, places))
+def _count_most_copies(gathered: Gathered, size: int) -> int:
+    """Count the most tokens of one owner that land, each as often as it lands."""
+    tokens = [0] * size
+    for _, _, owner, span in gathered.runs:
+        tokens[owner] += length(span)
+    return max(tokens)
 
 
-def _gather_tiles(tiling: Tiling, owners: _Owners, rank: int) -> Gathered:
+def _gather_tiles(tiling: Tiling, rank: int) -> Gathered:
     """Return the keys of each tile after those of the tile before."""
     tokens = tiling.mask.seq_len
-    tiles = tiling.tiles(rank, [(0, 1, rank, (0, tokens))], [(0, tokens)])  # keys by position
-    tiles.sort(key=lambda tile: tile[0])  # the tiles of a call rise on both sides
-    pieces: list[Piece] = []
-    landed: list[TileFields] = []
-    for (q, _, low, high), (keys, at) in zip(
-        tiles, in_turn(kv for _, kv, *_ in tiles), strict=True
+    by_position = tiling.tiles(rank, [(0, 1, rank, (0, tokens))], [(0, tokens)])
+    by_position.sort(key=lambda tile: tile[0])  # the tiles of a call rise on both sides
+    runs: list[RunFields] = []
+    tiles: list[TileFields] = []
+    for (q, keys, low, high), (_, at) in zip(
+        by_position, in_turn(keys for _, keys, *_ in by_position), strict=True
     ):
-        landed.append((q, at, low, high))
-        for piece in owners.pieces(keys, at[0]):
-            before = pieces[-1] if pieces else None
-            if before and before.owner == piece.owner and before.span[1] == piece.span[0]:
-                whole = (before.span[0], piece.span[1]), (before.at[0], piece.at[1])
-                pieces[-1] = Piece(piece.owner, *whole)
-            else:
-                pieces.append(piece)
-    return Gathered(pieces, landed)
+        tiles.append((q, at, low, high))
+        for run in tiling.runs_at(keys):
+            _add_run(runs, run)
+    return Gathered(runs, tiles)
 
 
-def _rising(places: Iterable[tuple[Span, Span]]) -> list[tuple[list[Span], Span]]:
-    """Return rising spans of a shard that lie one after the other in memory, and where they lie."""
-    found: list[tuple[list[Span], Span]] = []
-    for span, at in places:
-        if found and found[-1][1][1] == at[0] and found[-1][0][-1][1] <= span[0]:
-            spans, before = found[-1]
-            found[-1] = [*spans, span], (before[0], at[1])
-        else:
-            found.append(([span], at))
-    return found
+def _add_run(runs: list[RunFields], run: RunFields) -> None:
+    """Add a run. Neighbours in a shard that land one after the other are one message."""
+    start, step, owner, span = runs[-1] if runs else run
+    if runs and owner == run[2] and span[1] == run[3][0]:
+        runs[-1] = start, step, owner, (span[0], run[3][1])
+    else:
+        runs.append(run)

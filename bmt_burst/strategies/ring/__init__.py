@@ -17,7 +17,8 @@ pass has some of the heads. A stage has as many blocks as `group_bytes` allows. 
 stage that this rank looks at lie one after the other, so queries that see the same keys share a
 kernel call. While a stage is computed, the rank receives the next one and sends the gradients of
 the previous one, also across passes. One block of one kv head per stage needs the least memory. All
-blocks in one stage is another strategy (all_gather.py). `print(plan)` shows the order.
+blocks in one stage is another strategy (all_gather.py), and with the own block a third
+(one_call.py). `print(plan)` shows the order.
 """
 
 from __future__ import annotations
@@ -216,11 +217,11 @@ class RingPlan(Plan):
         nbytes, _ = self._most_bytes(payload, returning)
         count = self._count_passes(payload, nbytes, *self._count_landing(routes))
         if count == 1:
-            return [_make_pass(payload, sizes, ALL, ALL)]
+            return [make_pass(payload, sizes, ALL, ALL)]
         ratio = sizes.heads // sizes.kv_heads
         bounds = itertools.pairwise(sizes.kv_heads * i // count for i in range(count + 1))
         return [
-            _make_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in bounds
+            make_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in bounds
         ]
 
     def _count_passes(self, payload: Payload, nbytes: int, block: int, ring: int) -> int:
@@ -274,6 +275,7 @@ class RingPlan(Plan):
         return width * there, width * back
 
 
-def _make_pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
+def make_pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
+    """Return the pass of some query heads and their kv heads."""
     sizes = select_heads(sizes, len(range(sizes.kv_heads)[kv_at]))
     return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))

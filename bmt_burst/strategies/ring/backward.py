@@ -127,7 +127,11 @@ class Backward(Execution):
             if heads != ALL:
                 grad = grad[:, :, heads]
                 own = [(spans, part[:, :, heads]) for spans, part in own]
-            sums.append(Gradients(grad.shape, grad.dtype, grad.device, self._limit(), grad, own))
+            # Without partial results of the own block, a single dq may be the result itself. Not so
+            # dk and dv: their parts lie in memory that is received into.
+            is_free = self.program.has_one_stage and grad is self.grads[0]
+            into = None if is_free else grad
+            sums.append(Gradients(grad.shape, grad.dtype, grad.device, self._limit(), into, own))
         return sums
 
     def _limit(self) -> int:
@@ -180,13 +184,14 @@ class Backward(Execution):
             grads = [x if x[0].is_contiguous() else x.contiguous() for x in grads]
             puts += packing.puts(grads, (0, length(out.span)), out.peer, out.at, out.total)
         self.computed = []
-        sources = [(entry.peer, entry.at) for entry in stage.incoming_gradients]
         self.returning.append(
-            self._deliver("return", packing, stage.gradient_tokens, puts, sources)
+            self._deliver("return", packing, stage.gradient_tokens, puts, stage.gradient_sources)
         )
 
     def _collect(self, event: Event) -> None:
         sums = self._add_returned(event)
+        # The sums have views of the delivery's memory. Once it is released, other ranks write the
+        # gradients of the next stage there. So the sums must read it now.
         if self.returning[-1].recycled:
             for total in sums:
                 total.fold()
@@ -195,8 +200,10 @@ class Backward(Execution):
     def _end(self, event: Event) -> None:
         if event.stage >= 0:
             self._add_returned(event)
-        for total in self.sums.pop(event.number):
-            total.result()
+        sums = self.sums.pop(event.number)
+        grads = [total.result() for total in sums]
+        if self.program.has_one_stage:
+            self.grads = grads
         if event.stage >= 0:
             self.returning.pop().release()
 

@@ -147,10 +147,12 @@ class Execution(ABC):
         self.fetched.append(self._deliver("visit", packing, stage.tokens, puts, stage.sources))
 
     def _land(self, event: Event) -> None:
+        # Two stages may be fetched at once. They land in the order in which they were fetched.
         self.landed.append(self.fetched.pop(0))
         self.landed[-1].wait()
         if event.stage + 1 == len(self._round(event).stages):
-            del self.roots[event.number, event.round]  # all of it was sent
+            # The wait was for what this rank sent, too: nothing reads the root any more.
+            del self.roots[event.number, event.round]
 
     def _landed_tensors(self, event: Event) -> Sequence[Tensor]:
         """Return the tensors that landed. They are valid until they are freed."""

@@ -92,7 +92,12 @@ class Forward(Execution):
         self._attend(event, (event.round, event.stage), self._landed_tensors(event))
 
     def _end(self, event: Event) -> None:
-        self.merged.result()
+        parts, q = self.merged.parts, self.queries.q
+        is_only = is_whole(parts, q.shape[1]) and parts[0][1].dtype == q.dtype
+        if self.program.has_one_stage and is_only:
+            _, self.out, self.lse = parts[0]
+        else:
+            self.merged.result()
         del self.merged
 
     def _merge_from_own(self, heads: slice) -> Outputs:

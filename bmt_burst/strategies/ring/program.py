@@ -36,8 +36,11 @@ class Pass:
 class Program:
     """A rank's part in a call or its backward, without tensors.
 
-    own    kernel calls of the own block
-    calls  kernel calls of each stage by (round, stage), and of each root by (round, -1)
+    own            kernel calls of the own block
+    calls          kernel calls of each stage by (round, stage). Stage -1 is the root of a round: it
+                   was received from another host, before the stages, and lies in memory of its own.
+    has_one_stage  whether all is computed in one stage, the own block too. A single partial result
+                   is the result then.
     """
 
     problem: Problem
@@ -48,6 +51,7 @@ class Program:
     rounds: Sequence[Round]
     calls: Mapping[tuple[int, int], Sequence[GatheredCall]]
     events: Sequence[Event]
+    has_one_stage: bool = False
 
     def numbers(self, key: tuple[int, int] | None, device: torch.device) -> Tensor | None:
         """Return `Scoring.numbers` of a stage or a root, by the key of its calls, or of the own

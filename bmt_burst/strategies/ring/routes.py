@@ -6,6 +6,11 @@ kernel call. Gradients of a stage return to the owners of its tokens. There they
 Both ends of a message compute its place from the same data, so a transport may write it there
 without asking.
 
+The memory where tokens land may hold those of an earlier stage. A sender overwrites them, also
+without asking: there are two buffers for tokens and one for gradients, and all ranks of a host have
+the same stages. So the receiver has freed the buffer before it begins the stage that lands there,
+and the transport holds back messages until then (`Transport.deliver`).
+
 A rank knows only two things: what the ranks of its host look at, and which of its tokens each other
 host looks at. No tensors are sent here. Try
 `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).rounds())`.
@@ -16,21 +21,13 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from ...sequence.span import Span, hull, in_turn, length, merged
 from ...sequence.tiling import RunFields, ShardRun, Tiling
 from .schedule import Schedule
-
-# Spans of positions that the ranks of a host look at, each of which may be cut over all ranks. Up
-# to this number, an object for each run is quicker than columns of numbers. At 64 spans over 8
-# ranks both take half a millisecond.
-_FEW_SPANS = 64
 
 
 class Outgoing(NamedTuple):
@@ -102,7 +99,7 @@ class Stage:
     they are first asked for.
     """
 
-    def __init__(self, seen_runs: _SeenRuns, held: _Held, hops: tuple[int, ...]):
+    def __init__(self, seen_runs: SeenRuns, held: Held, hops: tuple[int, ...]):
         self._seen, self._held, self.hops = seen_runs, held, hops
         self._inner, self._place = len(seen_runs.tokens), seen_runs.place
         self._landing, self._home = seen_runs.sizes(hops)  # by place
@@ -117,8 +114,20 @@ class Stage:
 
     @property
     def sources(self) -> list[tuple[int, Span]]:
-        """Return the place of the host that sends each part of the tokens, and the part."""
-        return list(zip(self.landings.peers, self.landings.places, strict=True))
+        """Return the place of the host that sends each part of the tokens, and the part.
+
+        A rank waits for no message from itself: it copies those tokens when it sends.
+        """
+        return [(peer, at) for peer, at in self._parts if peer != self._place]
+
+    @property
+    def gradient_sources(self) -> list[tuple[int, Span]]:
+        """Return the same for gradients that return."""
+        return [(x.peer, x.at) for x in self.incoming_gradients if x.peer != self._place]
+
+    @property
+    def _parts(self) -> Iterator[tuple[int, Span]]:
+        return zip(self.landings.peers, self.landings.places, strict=True)
 
     @functools.cached_property
     def sends(self) -> tuple[Outgoing, ...]:
@@ -132,7 +141,7 @@ class Stage:
     def returns(self) -> tuple[Outgoing, ...]:
         """Send back what landed. At each peer, what nearer places return lies first."""
         of_peer: dict[int, list[Span]] = {}
-        for peer, at in self.sources:
+        for peer, at in self._parts:
             of_peer.setdefault(peer, []).append(at)
         found: list[Outgoing] = []
         for hop in self.hops:
@@ -236,9 +245,9 @@ class Routes:
     def _round(self, number: int, limit: int | None, return_limit: int | None) -> Round:
         root = self.schedule.block(self.rank, number, 0)
         host = root // self.schedule.inner
-        seen_runs = self._seen.get(host) or _SeenRuns(self.schedule.inner, root)
+        seen_runs = self._seen.get(host) or SeenRuns(self.schedule.inner, root)
         seen = list(itertools.chain(*seen_runs.spans))
-        held = _Held(merged(seen) if number else [hull(seen)])
+        held = Held(merged(seen) if number else [hull(seen)])
         hops = seen_runs.split_hops(limit, return_limit)
         stages = tuple(self._known_stage(seen_runs, held, tuple(part)) for part in hops)
         if not number:  # the root is the own block, held from the first to the last token in use
@@ -249,7 +258,7 @@ class Routes:
         lent_to = self.schedule.host_of_round(self.host, -number)
         return Round(root, held.spans, landings, stages, self._lent.get(lent_to, ()), lent_to)
 
-    def _known_stage(self, seen_runs: _SeenRuns, held: _Held, hops: tuple[int, ...]) -> Stage:
+    def _known_stage(self, seen_runs: SeenRuns, held: Held, hops: tuple[int, ...]) -> Stage:
         """Return a stage, made only once: forward and backward often share their stages."""
         key = seen_runs.root, hops
         if key not in self._stages:
@@ -257,7 +266,7 @@ class Routes:
         return self._stages[key]
 
 
-class _SeenRuns:
+class SeenRuns:
     """All runs of one host that the ranks of this host look at, as far as one rank needs them.
 
     The rank is the one at the place of `root`, which is its root in the round with that host.
@@ -275,17 +284,18 @@ class _SeenRuns:
         self.spans: list[list[Span]] = [[] for _ in range(inner)]
         self.earlier: list[list[tuple[int, ...]]] = [[] for _ in range(inner)]
 
-    def add(self, viewer: int, run: RunFields) -> None:
-        """Add a run that a rank looks at. Its runs of lower positions come before."""
-        inner = len(self.tokens)
-        _, _, owner, span = run
-        tokens, hop = self.tokens[viewer % inner], (viewer - owner) % inner
-        if viewer % inner == self.place:
-            self.own.append(run)
-        if owner == self.root:
-            self.spans[hop].append(span)
-            self.earlier[hop].append(tuple(tokens))
-        tokens[hop] += length(span)
+    def add(self, viewer: int, runs: Sequence[RunFields]) -> None:
+        """Add the runs that a rank looks at, in the order in which they land there."""
+        place, inner, root = viewer % len(self.tokens), len(self.tokens), self.root
+        tokens = self.tokens[place]
+        for _, _, owner, span in runs:
+            hop = (place - owner) % inner
+            if owner == root:
+                self.spans[hop].append(span)
+                self.earlier[hop].append(tuple(tokens))
+            tokens[hop] += span[1] - span[0]
+        if place == self.place:
+            self.own += runs
 
     def own_runs(self, hops: Sequence[int]) -> list[RunFields]:
         """Return the runs of some hops that the rank itself looks at."""
@@ -317,6 +327,8 @@ class _SeenRuns:
             )
 
         for count in range(1, len(hops) + 1):
+            # Rounded down, the bounds of 5 hops in 2 stages are 2 + 3: only the own block hides the
+            # first stage. Rounded up, they are 3 + 2: nothing hides the gradients of the last one.
             up = count - 1 if return_limit else 0
             bounds = [(len(hops) * i + up) // count for i in range(count + 1)]
             parts = [hops[a:b] for a, b in itertools.pairwise(bounds)]
@@ -325,69 +337,22 @@ class _SeenRuns:
         return []
 
 
-def _find_seen(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _SeenRuns]:
-    """Return what the ranks of a rank's host look at, by the host that it is of."""
-    host, place = divmod(rank, schedule.inner)
-    viewers = schedule.ranks(host)
-    if sum(len(tiling.looks_at(viewer)) for viewer in viewers) > _FEW_SPANS:
-        return _find_seen_by_columns(tiling, schedule, rank)
-    seen: dict[int, _SeenRuns] = {}
-    for viewer in viewers:
-        for run in tiling.seen(viewer):
-            of = run.owner // schedule.inner
-            if of not in seen:
-                seen[of] = _SeenRuns(schedule.inner, of * schedule.inner + place)
-            seen[of].add(viewer, run)
-    return seen
-
-
-def _find_seen_by_columns(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, _SeenRuns]:
-    """Return `_find_seen`, computed with columns of numbers instead of an object for each run.
-
-    A rank needs the runs that it looks at, and the runs of its roots. Of all others it needs
-    only counts of tokens, and these are `inner` times as many: a striped layout has documents x
-    ranks x ranks runs.
-    """
+def _find_seen(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, SeenRuns]:
+    """Return what the ranks of a rank's host look at, by the host of the owners."""
     inner, place = schedule.inner, rank % schedule.inner
-    table = tiling.seen_table(schedule.ranks(rank // inner))
-    viewer, start, _, owner, _, _ = table.unbind(1)
-    group = owner // inner * inner + viewer % inner  # a host and a viewer
-    order = (group * tiling.mask.seq_len + start).argsort()
-    table, group = table[order], group[order]
-    viewer, start, step, owner, first, stop = table.unbind(1)
-    hop, tokens = (viewer - owner) % inner, stop - first
-
-    counts = torch.zeros(schedule.size * inner, dtype=torch.int64, device="cpu")
-    counts = counts.index_add_(0, group * inner + hop, tokens).view(-1, inner, inner)
-    seen: dict[int, _SeenRuns] = {}
-    for of in set((owner // inner).tolist()):
-        seen[of] = _SeenRuns(inner, of * inner + place)
-        seen[of].tokens = counts[of].tolist()
-
-    mine = viewer == rank
-    for at, by, of, a, b in _iterate_rows(x[mine] for x in (start, step, owner, first, stop)):
-        seen[of // inner].own.append((at, by, of, (a, b)))
-
-    of_root = (owner % inner == place).nonzero().squeeze(1)
-    group_start = torch.searchsorted(group, group[of_root])
-    earlier = []
-    for each in range(inner):
-        of_hop = tokens * (hop == each)
-        before = of_hop.cumsum(0) - of_hop
-        earlier.append(before[of_root] - before[group_start])
-    columns = [x[of_root] for x in (hop, owner, first, stop)]
-    for (h, of, a, b), counted in zip(_iterate_rows(columns), _iterate_rows(earlier), strict=True):
-        seen[of // inner].spans[h].append((a, b))
-        seen[of // inner].earlier[h].append(counted)
+    seen: dict[int, SeenRuns] = {}
+    for viewer in schedule.ranks(rank // inner):
+        by_host: dict[int, list[RunFields]] = {}
+        for run in tiling.seen(viewer):
+            by_host.setdefault(run[2] // inner, []).append(run)
+        for host, runs in by_host.items():
+            if host not in seen:
+                seen[host] = SeenRuns(inner, host * inner + place)
+            seen[host].add(viewer, runs)
     return seen
 
 
-def _iterate_rows(columns: Iterable[Tensor]) -> Iterator[tuple[int, ...]]:
-    """Iterate over the rows of a table, given by columns."""
-    return zip(*(column.tolist() for column in columns), strict=True)
-
-
-class _Held:
+class Held:
     """The rising spans of a shard that a rank has, one after the other in its memory."""
 
     def __init__(self, spans: Sequence[Span]):
