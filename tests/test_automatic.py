@@ -12,7 +12,9 @@ from bench.tables import read_rows
 from bmt_burst import InfLLMV2, Layout, Mask, strategies
 from bmt_burst.calls import call as calls
 from bmt_burst.calls.call import _find_strategy
+from bmt_burst.sparse.extension import Sparse
 from bmt_burst.strategies import choose
+from bmt_burst.strategies.ring import RingPlan
 from tests.helpers import ROOT, dense_results, problem, random_qkv, ring_results
 from tests.test_ulysses import assert_equal
 
@@ -88,14 +90,20 @@ def test_choices_are_near_the_best_that_was_measured():
         assert times[chosen] <= 1.07 * min(times.values()), (mask, tokens, gpus, numbers, chosen)
 
 
-def test_only_dense_calls_on_gpus_may_be_short():
-    def find(strategy, device, sparse=None):
-        options = SimpleNamespace(strategy=strategy, sparse=sparse)
+def test_only_calls_on_gpus_may_be_short():
+    def find(strategy, device):
+        options = SimpleNamespace(strategy=strategy)
         return _find_strategy(SimpleNamespace(device_type=device, options=options))
 
     assert find("auto", "cuda") == "auto"
-    assert find("auto", "cpu") == find("auto", "cuda", InfLLMV2()) == "ring"
+    assert find("auto", "cpu") == "ring"
     assert find("one-call", "cpu") == "one-call"
+
+
+def test_windows_of_sparse_calls_take_the_ring():
+    short = problem(Mask.causal(64), Layout.zigzag(64, 2))
+    sparse = InfLLMV2(block_size=2, kernel_size=2, kernel_stride=1, window_size=4, dense_len=-1)
+    assert isinstance(Sparse(sparse).plan(short, 0, "auto").window, RingPlan)
 
 
 def test_a_short_call_gets_one_call(monkeypatch, caplog):

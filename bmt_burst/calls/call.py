@@ -97,12 +97,17 @@ def find_plan(rings: Rings, terms: Terms, said: tuple[bytes, ...], device: torch
 
 def _make_plan(terms: Terms, problem: Problem, rank: int) -> Plan:
     """Return the plan of a rank. Raises ValueError if the strategy refuses."""
-    name, extension = terms.options.strategy, terms.masking.extension
-    if name == "auto" and terms.device_type != "cuda":
-        name = "ring"  # only GPUs compute short calls before the host has enqueued them
+    name, extension = _find_strategy(terms), terms.masking.extension
     if extension:
         return extension.plan(problem, rank, name)
     return choose(name, problem).plan(problem, rank)
+
+
+def _find_strategy(terms: Terms) -> str:
+    """Return the strategy that was asked for. Where "auto" always means the ring, return that."""
+    name = terms.options.strategy
+    # only GPUs compute short calls before the host has enqueued them
+    return "ring" if name == "auto" and terms.device_type != "cuda" else name
 
 
 def _make_room(rings: Rings) -> None:
