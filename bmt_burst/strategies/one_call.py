@@ -276,7 +276,8 @@ class OneCallPlan(Plan):
             sum_parts(parts, (0, tokens), packing.batch, *entry, k.device).contiguous()
             for parts, entry in zip(of_keys, packing.entries, strict=True)
         ]
-        returned, arrivals = sum(length(at) for *_, at in self._returned(self.rank)), []
+        returned = sum(length(at) for *_, at in self._returned(self.rank))
+        arrivals: list[Arrival] = []
         for viewer, _, at in self._returned(self.rank):
             arrivals += packing.arrivals(viewer, at, returned)
         puts = list(self._returning_puts(computed))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...sequence.span import Span, length
-from ...transport import Delivery, Transport
+from ...transport import Arrival, Delivery, Put, Transport
 from ...transport.packing import Packing
 from .heads import Heads
 from .tokens import HostTokens
@@ -100,7 +100,7 @@ class Visits(Exchange):
         self, transport: Transport, piece: int, inputs: Sequence[Tensor], device: torch.device
     ) -> Delivery:
         """Send this rank's tokens of a piece. The inputs have all heads."""
-        tokens, puts, arrivals = self.tokens.total, [], []
+        tokens, puts, arrivals = self.tokens.total, list[Put](), list[Arrival]()
         for peer in self.ranks:
             tensors = self._pack(inputs, self.pieces[peer][piece])
             for span, at in self._runs(self.rank):
@@ -148,7 +148,7 @@ class Returns(Exchange):
         all tokens of the host in the order of their positions.
         """
         tensors, counts = self._join(parts), self.tokens.counts
-        packing, puts, arrivals = self.packing(self.rank, piece), [], []
+        packing, puts, arrivals = self.packing(self.rank, piece), list[Put](), list[Arrival]()
         for peer in self.ranks:
             start = self._starts(peer, piece)[self.rank]
             for span, at in self._runs(peer):
