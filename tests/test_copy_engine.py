@@ -271,7 +271,7 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
                 delivery, sent = under_way.pop(0)
                 delivery.wait()
                 current.work.put(lambda sent=sent: sent.fill_(254))
-                current.work.put(lambda late=value % 2: time.sleep(0.04 * late * ring.rank))
+                current.work.put(lambda late=value % 2: time.sleep(0.1 * late * ring.rank))
                 current.work.put(
                     lambda v=value, d=delivery: seen.update({v - 1: d.memory.tolist()})
                 )
