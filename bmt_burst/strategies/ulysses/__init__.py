@@ -232,11 +232,12 @@ class UlyssesPlan(Plan):
         back: list[Delivery] = []
         try:
             for piece in range(visits.count):
-                if piece + 1 < visits.count:
-                    there.append(visits.start(ring, piece + 1, inputs, device))
                 visit = there.pop(0)
+                visit.wait()
                 try:
-                    visit.wait()
+                    # after the wait, so that the inputs of one piece at a time are packed in memory
+                    if piece + 1 < visits.count:
+                        there.append(visits.start(ring, piece + 1, inputs, device))
                     parts = compute(piece, visits.received(piece, visit))
                 finally:
                     visit.release()

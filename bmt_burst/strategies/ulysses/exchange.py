@@ -173,7 +173,8 @@ class Returns(Exchange):
     def _join(self, parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the fields of all parts as they are sent. Without any part there are none."""
         by_field = zip(self.fields, zip(*parts, strict=True), strict=False)
-        joined = [torch.cat([field.by_token(x) for x in same], 2) for field, same in by_field]
+        sent = [[field.by_token(x) for x in same] for field, same in by_field]
+        joined = [same[0] if len(same) == 1 else torch.cat(same, 2) for same in sent]
         return [x.contiguous() for x in self.tokens.unsort(joined)]
 
     def _starts(self, rank: int, piece: int) -> list[int]:
