@@ -17,7 +17,6 @@ from bmt_burst import (
     Mask,
     Scores,
     burst_attn_func,
-    burst_attn_varlen_func,
     init_sequence_parallel,
     kernels,
     simulate,
@@ -37,8 +36,6 @@ from tests.helpers import (
     attention_errors,
     dense_results,
     needs_ranks,
-    random_layout,
-    random_mask,
     random_qkv,
     random_slices,
     relative_error,
@@ -102,29 +99,6 @@ def test_equals_dense(size, heads, kv_heads):
         )
 
 
-def test_any_mask_equals_dense():
-    """Also with heads that the ranks do not divide; tests/conformance has other random cases."""
-    for seed in range(12):
-        chance = random.Random(seed)
-        size = chance.choice(SIZES)
-        mask = random_mask(chance, chance.randint(size, 70))
-        layout = random_layout(chance, mask, size)
-        tensors = random_qkv(
-            chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed
-        )
-        options = {
-            "flash": chance.choice(CPU_KERNELS),
-            "group_bytes": chance.choice((0, 1 << 30)),
-        }
-        got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
-        assert_equal(
-            got,
-            dense_results(mask, tensors, SCALE),
-            tensors[3],
-            where=(seed, mask, layout, options),
-        )
-
-
 @pytest.fixture(autouse=True)
 def short_work_in_pieces(monkeypatch):
     """As of long sequences."""
@@ -151,35 +125,6 @@ def test_some_heads_at_a_time_equal_dense(at, size):
         options = {"flash": CPU_KERNELS[i % len(CPU_KERNELS)], "optimize_bwd_comm": i % 2 > 0}
         got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
         assert_equal(got, dense_results(mask, tensors, SCALE), tensors[3], where=(mask, layout))
-
-
-def test_equals_the_ring():
-    mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
-    layout = Layout.balanced(mask, 4)
-    by_name = [
-        ring_results(layout, tensors, SCALE, 4, mask=mask, strategy=name)
-        for name in ("ulysses", "ring")
-    ]
-    assert_equal(*by_name, tensors[3], bound=1e-13)
-
-
-def test_rows_with_masks_of_their_own_and_packed_documents():
-    tensors, own = random_qkv(2, 24, 4, 2, 8), [Mask.documents((0, 9, 24)), Mask.full(24)]
-    rows = [
-        dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(own)
-    ]
-    expected = [torch.cat(same) for same in zip(*rows, strict=True)]
-    got = ring_results(Layout.zigzag(24, 3), tensors, SCALE, 3, mask=own, strategy="ulysses")
-    assert_equal(got, expected, tensors[3])
-
-    def packed(ring):
-        q, k, v = (Layout.zigzag(24, 3).shard(x[0], ring.rank, 0) for x in tensors[:3])
-        return burst_attn_varlen_func(
-            q, k, v, (0, 9, 24), SCALE, causal=True, process_group=ring, strategy="ulysses"
-        )
-
-    out = Layout.zigzag(24, 3).unshard(simulate(3, packed), 0)
-    assert relative_error(out, expected[0][0]) < 1e-13
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 14, 1 << 16, 1 << 18, 1 << 20])
@@ -272,42 +217,14 @@ def test_results_have_the_error_of_the_kernel_alone(size):
         assert mine < 1.15 * alone, (name, mine, alone)
 
 
-def test_inputs_of_any_strides_are_left_alone():
-    layout, tensors = Layout.striped(23, 2), random_qkv(2, 23, 4, 2, 8)
-    expected = dense_results(Mask.causal(23), [*tensors[:3], torch.ones_like(tensors[3])], SCALE)
-
-    def work(ring):
-        shards = [
-            layout.shard(x, ring.rank).transpose(1, 2).contiguous().transpose(1, 2)
-            for x in tensors[:3]
-        ]
-        before = [x.clone() for x in shards]
-        shards = [x.requires_grad_() for x in shards]
-        out, lse = burst_attn_func(
-            *shards,
-            SCALE,
-            causal=True,
-            layout="striped",
-            strategy="ulysses",
-            return_lse=True,
-            process_group=ring,
-        )
-        grads = torch.autograd.grad(out.sum(), shards)  # the gradient of out has strides of 0
-        assert all(x.equal(y) for x, y in zip(shards, before, strict=True))
-        return out.detach(), lse, *grads
-
-    results = simulate(2, work)
-    got = [layout.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
-    assert_equal(got, expected, torch.ones_like(tensors[3]))
-
-
 def test_in_inference_mode_and_after_it():
-    layout, (q, k, v, _) = Layout.zigzag(23, 2), random_qkv(1, 23, 4, 2, 8)
+    """With tokens in the order of ranks, whose indices on a device are kept."""
+    layout, (q, k, v, _) = Layout.striped(23, 2), random_qkv(1, 23, 4, 2, 8)
     expected = dense_results(Mask.full(23), [q, k, v, v.new_zeros(q.shape)], SCALE)[0]
 
     def work(ring):
         shards = [layout.shard(x, ring.rank) for x in (q, k, v)]
-        options = {"strategy": "ulysses", "process_group": ring}
+        options = {"layout": layout, "strategy": "ulysses", "process_group": ring}
         with torch.inference_mode():
             first = burst_attn_func(*shards, SCALE, **options).clone()
         return first, burst_attn_func(*shards, SCALE, **options)
@@ -360,19 +277,6 @@ def test_a_double_ring_is_refused_on_every_rank():
         return make_rings(ring, (None, None)).size
 
     assert simulate(4, work) == [4] * 4
-
-
-def test_ranks_with_unlike_strategies_are_told_so():
-    q, k, v, _ = random_qkv(1, 4, 2, 2, 8)
-
-    def work(ring):
-        with pytest.raises(
-            ValueError, match="ranks differ in strategy: rank 0 has 'ring', rank 1 has 'ulysses'"
-        ):
-            burst_attn_func(q, k, v, strategy=("ring", "ulysses")[ring.rank], process_group=ring)
-        return burst_attn_func(q, k, v, strategy="ulysses", process_group=ring).shape
-
-    assert simulate(2, work) == [q.shape] * 2
 
 
 @functools.cache
@@ -480,40 +384,50 @@ def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
 BF16 = 1.2 * 3.6e-3
 
 
+GPU_SCALE = 0.1
+
+
+def gpu_error(rank: int, mask, layout, tensors, exact, **options) -> float:
+    """The worst error of this rank's results, after several calls: slots are taken in turn."""
+    *shards, dout = (layout.shard(x, rank) for x in tensors)
+    shards = [x.requires_grad_() for x in shards]
+    options |= {"mask": mask, "layout": layout, "return_lse": True}
+    for _ in range(3):
+        out, lse = burst_attn_func(*shards, GPU_SCALE, **options)
+        got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
+    own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
+    return max(relative_error(a, b) for a, b in zip(got, own, strict=True))
+
+
+def gpu_cases(size: int, all_heads):
+    """Yield (mask, layout, tensors, dense results)."""
+    for heads, tokens in all_heads:
+        tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
+        for mask in (Mask.causal(tokens), Mask.documents((0, 100, 700, tokens), window=64)):
+            exact = dense_results(mask, tensors, GPU_SCALE)
+            for layout in layouts(mask, size):
+                yield mask, layout, tensors, exact
+
+
 def on_gpus(rank: int, size: int) -> dict[str, float]:
     """The worst error of each case; the host waits for no GPU."""
-    sp, errors, scale = init_sequence_parallel(size), {}, 0.1
+    sp, errors = init_sequence_parallel(size), {}
     transports = [
         TorchTransport(sp.process_group, engine_use=engines) for engines in ("never", "always")
     ]
-    for heads, tokens in (((4, 4), 1024), ((6, 2), 1031), ((3, 1), 1024), ((1, 1), 1031)):
-        tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
-        for mask in (
-            Mask.causal(tokens),
-            Mask.full(tokens),
-            Mask.documents((0, 100, 700, tokens), window=64),
-        ):
-            exact = dense_results(mask, tensors, scale)
-            for layout, transport in itertools.product(layouts(mask, size), transports):
-                *shards, dout = (layout.shard(x, rank) for x in tensors)
-                shards = [x.requires_grad_() for x in shards]
-                options = {
-                    "mask": mask,
-                    "layout": layout,
-                    "strategy": "ulysses",
-                    "process_group": transport,
-                }
-                for _ in range(3):  # slots are taken in turn
-                    out, lse = burst_attn_func(*shards, scale, return_lse=True, **options)
-                    got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
-                own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
-                worst = max(relative_error(a, b) for a, b in zip(got, own, strict=True))
-                errors[f"{heads} {mask!r} {layout!r} engines={transport.engine_use}"] = worst
+    all_heads = ((4, 4), 1024), ((6, 2), 1031), ((3, 1), 1024), ((1, 1), 1031)
+    for case, transport in itertools.product(gpu_cases(size, all_heads), transports):
+        name = f"{case[0]!r} {case[1]!r} {case[2][0].shape} engines={transport.engine_use}"
+        options = {"strategy": "ulysses", "process_group": transport}
+        errors[name] = gpu_error(rank, *case, **options)
+    mask, layout, tensors, _ = case
+    *shards, dout = (layout.shard(x, rank).requires_grad_() for x in tensors)
+    options |= {"mask": mask, "layout": layout}
     for transport in transports:
         options["process_group"] = transport
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)
-        out = burst_attn_func(*shards, scale, **options)
+        out = burst_attn_func(*shards, GPU_SCALE, **options)
         torch.autograd.grad(out, shards, dout)
         done = torch.cuda.Event()
         done.record()

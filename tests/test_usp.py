@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel, simulate
+from bmt_burst import Layout, Mask, init_sequence_parallel
 from bmt_burst.sequence.layout import LAYOUTS, Stacked
 from bmt_burst.strategies import load
 from bmt_burst.strategies.ulysses.tokens import HostLayout, HostTokens
@@ -18,16 +18,22 @@ from tests.helpers import (
     dense_results,
     needs_ranks,
     problem,
-    random_layout,
-    random_mask,
     random_qkv,
-    relative_error,
-    ring_arguments,
     ring_results,
     run_ranks,
 )
 from tests.test_scores import random_scores
-from tests.test_ulysses import BF16, HEADS, SCALE, assert_equal, layouts, masks, worst_error
+from tests.test_ulysses import (
+    BF16,
+    HEADS,
+    SCALE,
+    assert_equal,
+    gpu_cases,
+    gpu_error,
+    layouts,
+    masks,
+    worst_error,
+)
 
 # ranks, and how many of them are a host
 GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]
@@ -78,29 +84,6 @@ def test_hosts_of_unequal_tokens_cut_heads_alike(grid, tokens, monkeypatch):
         assert_equal(got, expected, tensors[3], where=(tokens, name))
 
 
-def test_any_mask_equals_dense():
-    """tests/conformance has other random cases."""
-    for seed in range(10):
-        chance = random.Random(seed)
-        size, inner = chance.choice(GRIDS)
-        mask = random_mask(chance, chance.randint(size, 70))
-        layout = random_layout(chance, mask, size)
-        tensors = random_qkv(
-            chance.choice((1, 2)), mask.seq_len, *chance.choice(HEADS), 8, seed=seed
-        )
-        options = {
-            "flash": chance.choice(CPU_KERNELS),
-            "group_bytes": chance.choice((0, 1 << 30)),
-        }
-        got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", **options)
-        assert_equal(
-            got,
-            dense_results(mask, tensors, SCALE),
-            tensors[3],
-            where=(seed, mask, layout, options),
-        )
-
-
 @pytest.mark.parametrize(
     ("grid", "heads"), [((4, 2), (4, 4)), ((6, 3), (4, 4)), ((4, 2), (4, 2)), ((6, 3), (4, 2))]
 )
@@ -135,7 +118,7 @@ def test_hosts_have_the_tokens_of_their_ranks_in_rising_order(size, name):
             for rank in ranks:
                 assert expected[hosts.places(rank)].equal(layout.positions(rank))
             tokens = HostTokens(hosts, host)
-            assert tokens.is_sorted == (name != "striped" or inner == 1)
+            assert tokens.is_sorted == (name != "striped")
             for rank, spans in zip(ranks, tokens.spans, strict=True):
                 places = [torch.arange(b - a) + at for (a, b), at in spans]
                 [x] = tokens.sort([torch.arange(tokens.total).view(1, -1, 1, 1)])
@@ -158,12 +141,10 @@ def test_hosts_of_one_rank_are_a_ring():
     mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
     layout = Layout.balanced(mask, 4)
     by_name = [
-        ring_results(layout, tensors, SCALE, inner, mask=mask, strategy=name)
-        for name, inner in (("ring", 4), ("usp", 1))
+        ring_results(layout, tensors, SCALE, 1, mask=mask, strategy=name)
+        for name in ("ring", "usp")
     ]
     assert all(a.equal(b) for a, b in zip(*by_name, strict=True))
-    said = str(load("usp").plan(problem(mask, layout, 1), 3))
-    assert said.startswith("between hosts:\nrank 3, forward:")
 
 
 def test_a_striped_layout_of_many_tokens_is_refused():
@@ -207,51 +188,15 @@ def test_real_processes():
     assert max(run_ranks(4, grid_over_gloo)) < 1e-10
 
 
-def test_in_rows_with_masks_of_their_own():
-    tensors, own = random_qkv(2, 24, 4, 2, 8), [Mask.documents((0, 9, 24)), Mask.full(24)]
-    rows = [
-        dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(own)
-    ]
-    expected = [torch.cat(same) for same in zip(*rows, strict=True)]
-    assert_equal(
-        ring_results(Layout.zigzag(24, 4), tensors, SCALE, 2, mask=own, strategy="usp"),
-        expected,
-        tensors[3],
-    )
-
-
-def test_a_failing_rank_is_heard_of_everywhere():
-    q, k, v, _ = random_qkv(1, 8, 2, 2, 8)
-
-    def work(ring):
-        bad = q.float() if ring.rank == 3 else q
-        with pytest.raises((ValueError, TypeError), match=r"rank 3|dtype"):
-            burst_attn_func(bad, k, v, strategy="usp", **ring_arguments(ring, 2))
-        return True
-
-    assert all(simulate(4, work))
-
-
 def on_gpus(rank: int, size: int) -> dict[str, float]:
     """The worst error of each case, for each grid of the ranks."""
-    errors, scale = {}, 0.1
+    errors = {}
     for ulysses_size in (u for u in (1, 2, size) if size % u == 0):
         sp = init_sequence_parallel(size, ulysses_size=ulysses_size)
         groups = {"process_group": sp.process_group, "double_group": sp.double_group}
-        for heads, tokens in (((4, 4), 1024), ((6, 2), 1031)):
-            tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
-            for mask in (Mask.causal(tokens), Mask.documents((0, 100, 700, tokens), window=64)):
-                exact = dense_results(mask, tensors, scale)
-                for layout in layouts(mask, size):
-                    *shards, dout = (layout.shard(x, rank) for x in tensors)
-                    shards = [x.requires_grad_() for x in shards]
-                    options = {"mask": mask, "layout": layout, "strategy": "usp", **groups}
-                    for _ in range(2):  # slots are taken in turn
-                        out, lse = burst_attn_func(*shards, scale, return_lse=True, **options)
-                        got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
-                    own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
-                    worst = max(relative_error(a, b) for a, b in zip(got, own, strict=True))
-                    errors[f"{ulysses_size} {heads} {mask!r} {layout!r}"] = worst
+        for case in gpu_cases(size, (((4, 4), 1024), ((6, 2), 1031))):
+            name = f"{ulysses_size} {case[0]!r} {case[1]!r} {case[2][0].shape}"
+            errors[name] = gpu_error(rank, *case, strategy="usp", **groups)
     return errors
 
 

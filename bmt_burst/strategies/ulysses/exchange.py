@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...sequence.span import Span, length
-from ...transport import Delivery, Transport
+from ...transport import Arrival, Delivery, Put, Transport
 from ...transport.packing import Packing
 from .heads import Heads
 from .tokens import HostTokens
@@ -100,7 +100,7 @@ class Visits(Exchange):
         self, transport: Transport, piece: int, inputs: Sequence[Tensor], device: torch.device
     ) -> Delivery:
         """Send this rank's tokens of a piece. The inputs have all heads."""
-        tokens, puts, arrivals = self.tokens.total, [], []
+        tokens, puts, arrivals = self.tokens.total, list[Put](), list[Arrival]()
         for peer in self.ranks:
             tensors = self._pack(inputs, self.pieces[peer][piece])
             for span, at in self._runs(self.rank):
@@ -148,7 +148,7 @@ class Returns(Exchange):
         all tokens of the host in the order of their positions.
         """
         tensors, counts = self._join(parts), self.tokens.counts
-        packing, puts, arrivals = self.packing(self.rank, piece), [], []
+        packing, puts, arrivals = self.packing(self.rank, piece), list[Put](), list[Arrival]()
         for peer in self.ranks:
             start = self._starts(peer, piece)[self.rank]
             for span, at in self._runs(peer):
@@ -173,7 +173,8 @@ class Returns(Exchange):
     def _join(self, parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the fields of all parts as they are sent. Without any part there are none."""
         by_field = zip(self.fields, zip(*parts, strict=True), strict=False)
-        joined = [torch.cat([field.by_token(x) for x in same], 2) for field, same in by_field]
+        sent = [[field.by_token(x) for x in same] for field, same in by_field]
+        joined = [same[0] if len(same) == 1 else torch.cat(same, 2) for same in sent]
         return [x.contiguous() for x in self.tokens.unsort(joined)]
 
     def _starts(self, rank: int, piece: int) -> list[int]:

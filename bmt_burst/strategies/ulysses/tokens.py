@@ -35,8 +35,6 @@ class HostLayout(Layout):
             return [range(self.seq_len)]
         shards = self.layout.shards[rank * self.inner : (rank + 1) * self.inner]
         ranges = sorted(itertools.chain.from_iterable(shards), key=lambda r: r.start)
-        if self.inner == 1:
-            return ranges
         if any(r.step > 1 for r in ranges):
             ranges = [range(i, i + 1) for i in sorted(itertools.chain.from_iterable(ranges))]
         found: list[range] = []
@@ -71,21 +69,29 @@ class HostTokens:
         self.total = sum(self.counts)
 
     @functools.cached_property
-    def spans(self) -> list[list[tuple[Span, int]]]:
-        """For each rank, spans of its tokens, and where each begins in memory."""
-        if self.is_sorted:
-            return self._sorted_spans
-        starts = itertools.accumulate(self.counts, initial=0)
-        return [[((0, count), at)] for count, at in zip(self.counts, starts, strict=False)]
-
-    @functools.cached_property
     def is_sorted(self) -> bool:
         """Whether tokens lie in the order of their positions."""
-        if len(self.ranks) == 1:
-            return True
         runs = [self.hosts.layout.runs(rank) for rank in self.ranks]
         steps = (run.step for run in itertools.chain.from_iterable(runs) if run.length > 1)
         return all(step == 1 for step in steps) and max(map(len, runs)) <= _MOST_COPIED_RUNS
+
+    @functools.cached_property
+    def spans(self) -> list[list[tuple[Span, int]]]:
+        """For each rank, spans of its tokens, and where each begins in memory."""
+        if not self.is_sorted:
+            starts = itertools.accumulate(self.counts, initial=0)
+            return [[((0, count), at)] for count, at in zip(self.counts, starts, strict=False)]
+        whole = self.hosts.runs(self.host)
+        firsts = [run.start for run in whole]
+
+        def place(position: int) -> int:
+            run = whole[bisect.bisect(firsts, position) - 1]
+            return run.offset + position - run.start
+
+        return [
+            [((run.offset, run.offset + run.length), place(run.start)) for run in runs]
+            for runs in map(self.hosts.layout.runs, self.ranks)
+        ]
 
     def sort(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return tensors (B, N, ...) with tokens in the order of their positions, from those in
@@ -98,23 +104,6 @@ class HostTokens:
         positions.
         """
         return tensors if self.is_sorted else self._permute(tensors, 1)
-
-    @property
-    def _sorted_spans(self) -> list[list[tuple[Span, int]]]:
-        """The spans of tokens that lie in the order of their positions."""
-        if len(self.ranks) == 1:
-            return [[((0, self.total), 0)]]
-        whole = self.hosts.runs(self.host)
-        starts = [run.start for run in whole]
-
-        def place(position: int) -> int:
-            run = whole[bisect.bisect(starts, position) - 1]
-            return run.offset + position - run.start
-
-        return [
-            [((run.offset, run.offset + run.length), place(run.start)) for run in runs]
-            for runs in map(self.hosts.layout.runs, self.ranks)
-        ]
 
     def _permute(self, tensors: Sequence[Tensor], way: int) -> list[Tensor]:
         """Return tensors in the order of their positions (`way` 0) or of memory (1)."""
