@@ -12,14 +12,7 @@ import torch
 import bmt_burst.compat.ring_flash_attn as compat
 from bmt_burst import Mask, Scores, Slice, burst_attn_func, simulate
 from bmt_burst.compat.flash import read_cu_seqlens
-from tests.helpers import (
-    attention_errors,
-    dense_results,
-    random_qkv,
-    relative_error,
-    run_ranks,
-    size_of_terms,
-)
+from tests.helpers import attention_errors, dense_results, random_qkv, relative_error
 
 TAIL = (
     "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) alibi_slopes=None "
@@ -159,41 +152,15 @@ def test_documents_in_sequence_equal_dense_attention(bounds, form, size, causal)
     assert error < ROUNDING
 
 
-def over_gloo(rank, size):
-    """As that package's own scripts call it: over the default group, with tensors that every rank
-    has as a whole.
-    """
-    bounds, tensors = (0, 5, 6, 16, 24), random_qkv(1, 24, 4, 2, 8)
-    q, k, v, dout = (x[0].chunk(size)[rank].clone() for x in tensors)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    *made, keys = compat.llama3_flash_attn_prepare_cu_seqlens(
-        torch.tensor(bounds), True, rank, size
-    )
-    out = compat.llama3_flash_attn_varlen_func(
-        *inputs, *made, heads_k_stride=1, local_k_slice=keys, causal=True
-    )
-    out.backward(dout)
-    exact = dense_results(Mask.documents(bounds), tensors, 8**-0.5)
-    pairs = zip([out, *(x.grad for x in inputs)], [exact[0], *exact[2:]], strict=True)
-    least = size_of_terms(tensors[3], 8**-0.5)
-    return [relative_error(mine, whole[0].chunk(size)[rank], least) for mine, whole in pairs]
-
-
-def test_documents_in_sequence_over_gloo():
-    assert max(itertools.chain(*run_ranks(3, over_gloo, 3))) < ROUNDING
-
-
 def test_compiled_programs_may_call_them():
     """With breaks of the graph, as around burst_attn_func."""
     q, k, v, _ = random_qkv(1, 8, 2, 2, 8)
     whole = torch.tensor([0, 3, 8])
 
     def program(q, k, v):
-        out = compat.ring_flash_attn_func(q + 1, k, v, causal=True)
-        arguments = prepared(whole, True, 0, 1)
-        return out[0] + compat.llama3_flash_attn_varlen_func(
-            q[0], k[0], v[0], *arguments, causal=True
-        )
+        packed, arguments = (q[0], k[0], v[0]), prepared(whole, True, 0, 1)
+        out = compat.llama3_flash_attn_varlen_func(*packed, *arguments, causal=True)
+        return compat.ring_flash_attn_func(q + 1, k, v, causal=True)[0] + out
 
     assert torch.compile(program, backend="eager")(q, k, v).equal(program(q, k, v))
 
@@ -225,36 +192,20 @@ def test_windows_are_those_of_flash_attn(window, causal, low, high):
 
 
 @pytest.mark.parametrize(
-    ("cu_seqlens", "causal", "expected"),
+    ("rank", "causal", "cu_seqlens_q", "cu_seqlens_k", "longest", "keys"),
     [
-        (
-            (0, 5, 6, 16, 24),
-            True,
-            [
-                ((0, 5, 6, 8), (0, 5, 6, 8), 5, 5, slice(0, 8)),
-                ((0, 8), (0, 10), 8, 10, slice(6, 16)),
-                ((0, 8), (0, 8), 8, 8, slice(16, 24)),
-            ],
-        ),
-        (
-            (0, 5, 6, 16, 24),
-            False,
-            [
-                ((0, 5, 6, 8), (0, 5, 6, 16), 5, 10, slice(0, 16)),
-                ((0, 8), (0, 10), 8, 10, slice(6, 16)),
-                ((0, 8), (0, 8), 8, 8, slice(16, 24)),
-            ],
-        ),
+        (0, True, (0, 5, 6, 8), (0, 5, 6, 8), (5, 5), slice(0, 8)),
+        (0, False, (0, 5, 6, 8), (0, 5, 6, 16), (5, 10), slice(0, 16)),
+        (1, True, (0, 8), (0, 10), (8, 10), slice(6, 16)),
+        (2, False, (0, 8), (0, 8), (8, 8), slice(16, 24)),
     ],
 )
-def test_prepared_cu_seqlens(cu_seqlens, causal, expected):
-    for rank, (of_q, of_k, *rest) in enumerate(expected):
-        whole = torch.tensor(cu_seqlens, dtype=torch.int32)
-        made_q, made_k, *others = compat.llama3_flash_attn_prepare_cu_seqlens(
-            whole, causal, rank, 3
-        )
-        assert (made_q.dtype, made_k.dtype) == (torch.int32, torch.int32)
-        assert (tuple(made_q.tolist()), tuple(made_k.tolist()), *others) == (of_q, of_k, *rest)
+def test_prepared_cu_seqlens(rank, causal, cu_seqlens_q, cu_seqlens_k, longest, keys):
+    whole = torch.tensor((0, 5, 6, 16, 24), dtype=torch.int32)
+    of_q, of_k, *others = compat.llama3_flash_attn_prepare_cu_seqlens(whole, causal, rank, 3)
+    assert (of_q.dtype, of_k.dtype) == (torch.int32, torch.int32)
+    assert (tuple(of_q.tolist()), tuple(of_k.tolist())) == (cu_seqlens_q, cu_seqlens_k)
+    assert others == [*longest, keys]
 
 
 def test_functions_have_the_names_and_arguments_of_that_package():
