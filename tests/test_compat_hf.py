@@ -5,12 +5,10 @@ over gloo.
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from bmt_burst.compat.ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params
 from tests.helpers import relative_error, run_ranks
-from tests.sparse import llama_config
-from tests.test_sparse import SMALL as SPARSE
 
 BOUND = 1e-5  # rounding of fp32, through two layers
 LENGTHS = (7, 1, 8)  # of documents, that two ranks share
@@ -62,45 +60,9 @@ def test_logits_and_gradients_are_those_of_each_document_alone():
         assert max(found) < BOUND
 
 
-def two_forwards_before_backwards(rank):
-    """Errors of the gradients of two forwards of a sparse model with checkpointing. Both have the
-    documents of one update, or each has an update of its own.
-    """
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config(SPARSE, attn_implementation="eager")).train()
-    model.config._attn_implementation = "flash_attention_2"
-    group = dist.new_group([0])
-    substitute_hf_flash_attn(group, heads_k_stride=1)
-    bounds, positions = torch.tensor([0, 64], dtype=torch.int32), torch.arange(64)[None]
-    tokens = torch.randint(1, 40, (2, 1, 64))
-
-    def gradients(updates):
-        sums = []
-        for row in tokens:
-            if updates or not sums:
-                update_ring_flash_attn_params(bounds, group)
-            sums.append(model(input_ids=row, position_ids=positions, use_cache=False).logits.sum())
-        return [torch.autograd.grad(x, list(model.parameters())) for x in sums]
-
-    exact = gradients(updates=True)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return [
-        relative_error(mine, theirs)
-        for updates in (True, False)
-        for pair in zip(gradients(updates), exact, strict=True)
-        for mine, theirs in zip(*pair, strict=True)
-    ]
-
-
-def test_forwards_of_sparse_models_keep_their_own_choices():
-    [errors] = run_ranks(1, two_forwards_before_backwards)
-    assert max(errors) < BOUND
-
-
 def misuse(rank):
     model, tokens = made(), torch.ones(1, 8, dtype=torch.long)
     model.config._attn_implementation = "flash_attention_2"
-    alone = [dist.new_group([member]) for member in range(2)][rank]
     said = []
 
     def fails(call, *args, **named):
@@ -108,31 +70,33 @@ def misuse(rank):
             call(*args, **named)
         said.append(str(error.value))
 
-    fails(update_ring_flash_attn_params, BOUNDS, None)
     substitute_hf_flash_attn(None, 1)
     fails(model, tokens)
-    fails(update_ring_flash_attn_params, BOUNDS, alone)
-    fails(update_ring_flash_attn_params, BOUNDS[:2], None)
     fails(update_ring_flash_attn_params, BOUNDS.flip(0), None)
     update_ring_flash_attn_params(BOUNDS, None)
     fails(model, tokens.expand(2, -1))
     fails(model, tokens, attention_mask=(tokens.cumsum(1) < 8).long())
     fails(model, tokens[:, :5])
     fails(model, tokens, is_causal=False)
+    fails(model, tokens, s_aux=torch.ones(4))
+    model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.1
+    fails(model.train(), tokens)
+    model.config.sparse_config = {"topk": 4}
+    fails(model.eval(), tokens)
     return said
 
 
 def test_what_is_wrong_is_said():
     expected = [
-        "call substitute_hf_flash_attn first",
         "call update_ring_flash_attn_params before a model",
-        "got one where it is rank 0 of 1",
-        "the 7 tokens of cu_seqlens do not divide by 2 ranks",
-        "cu_seqlens must rise",
-        "packed in one row, (1, tokens), got 2 rows",
-        "attention_mask has padding",
-        "ends at 16, which is 8 tokens for each of 2 ranks: this rank has 5",
-        "attention to both sides is not substituted",
+        "cu_seqlens must be (0, ",
+        "expected the 16 tokens of cu_seqlens in a row, got 2 rows of 8 tokens on this rank of 2",
+        "does not support padding in attention_mask",
+        "got 1 rows of 5 tokens on this rank of 2",
+        "does not support is_causal=False",
+        "does not support sinks",
+        "expected dropout_p=0",
+        "does not support a sparse_config",
     ]
     for said in run_ranks(2, misuse):
         for line, part in zip(said, expected, strict=True):

@@ -2,7 +2,6 @@
 Layouts.
 """
 
-import importlib.util
 import inspect
 import itertools
 
@@ -16,24 +15,19 @@ from bmt_burst.compat import yunchang
 from bmt_burst.compat.yunchang import (
     EXTRACT_FUNC_DICT,
     PROCESS_GROUP,
-    RING_IMPL_QKVPACKED_DICT,
     AttnType,
     LongContextAttention,
+    LongContextAttentionQKVPacked,
     UlyssesAttention,
+    make_extracted,
     set_seq_parallel_pg,
 )
-from bmt_burst.compat.yunchang.comm import extracted_layout
-from bmt_burst.compat.yunchang.hybrid.utils import RING_IMPL_DICT
 from tests.helpers import dense_results, random_qkv, relative_error, run_ranks, size_of_terms
 
 KINDS = ("basic", "strip", "zigzag")
-OPTIONS = (
-    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 "
-    "alibi_slopes=None deterministic=False return_attn_probs=False"
-)
-TOKENS = 48
+TOKENS = 24
 ROUNDING = 1e-12  # of fp64, relative to the whole tensor
-DEGREES = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(4, 1), (2, 2), (1, 4)]}
+DEGREES = {3: [(3, 1), (1, 3)], 4: [(4, 1), (2, 2), (1, 4)]}
 
 
 def own_tokens(kind, tokens, ulysses, ring, rank, low):
@@ -48,18 +42,16 @@ def own_tokens(kind, tokens, ulysses, ring, rank, low):
     return torch.cat([chunks[r], chunks[2 * ring - 1 - r]]).chunk(ulysses)[u]
 
 
-def cases(size):
-    return itertools.product(DEGREES[size], KINDS, (True, False))
-
-
 def error(layer, mask, extract, **options):
     """The largest relative error of this rank's out, dq, dk, dv; `extract` cuts tensors (B, S,
     ...).
     """
-    tensors = random_qkv(2, mask.seq_len, 4, 2, 8)
+    is_packed = isinstance(layer, LongContextAttentionQKVPacked)
+    tensors = random_qkv(2, mask.seq_len, 4, 4 if is_packed else 2, 8)
     local = [extract(x).detach() for x in tensors]
     inputs = [x.requires_grad_() for x in local[:3]]
-    out = layer(*inputs, softmax_scale=0.3, return_attn_probs=True, **options)
+    args = [torch.stack(inputs, 2)] if is_packed else inputs
+    out = layer(*args, softmax_scale=0.3, return_attn_probs=True, **options)
     grads = torch.autograd.grad(out, inputs, local[3])
     whole, _, *dense = dense_results(mask, tensors, 0.3, softcap=options.get("softcap"))
     pairs = zip([out, *grads], [whole, *dense], strict=True)
@@ -69,8 +61,8 @@ def error(layer, mask, extract, **options):
 
 def hybrid(rank, size):
     """Errors in every case; what is extracted is looked at too."""
-    found = []
-    for (ulysses, ring), kind, low in cases(size):
+    found, causal, full = [alone(rank, size)], Mask.causal(TOKENS), Mask.full(TOKENS)
+    for (ulysses, ring), kind, low in itertools.product(DEGREES[size], KINDS, (True, False)):
         set_seq_parallel_pg(ulysses, ring, rank, size, low)
         assert (PROCESS_GROUP.ULYSSES_PG.size(), PROCESS_GROUP.RING_PG.size()) == (ulysses, ring)
         own = own_tokens(kind, TOKENS, ulysses, ring, rank, low)
@@ -78,16 +70,16 @@ def hybrid(rank, size):
         def extract(x, kind=kind, ring=ring, ulysses=ulysses):
             return EXTRACT_FUNC_DICT[kind](x, rank, world_size=size, rd=ring, ud=ulysses)
 
-        assert extract(torch.arange(2 * TOKENS).view(2, TOKENS)).equal(
-            torch.stack([own, own + TOKENS])
-        )
-        causal, layer = Mask.causal(TOKENS), LongContextAttention(ring_impl_type=kind)
+        assert extract(torch.arange(2 * TOKENS).view(2, -1)).equal(torch.stack([own, own + TOKENS]))
+        layer = LongContextAttention(ring_impl_type=kind)
         found.append(error(layer, causal, extract, causal=True))
-        if kind == "basic":
-            found.append(error(layer, Mask.full(TOKENS), extract, softcap=0.7))
+        if ulysses == ring or kind == "basic":
+            packed = LongContextAttentionQKVPacked(ring_impl_type=kind, attn_type=AttnType.TORCH)
+            found.append(error(packed, causal, extract, causal=True))
+        if kind == "basic" and low:
+            found.append(error(layer, full, extract, softcap=0.7))
             banded = Mask(TOKENS, (Slice((0, TOKENS), (0, TOKENS), -2, 8),))
             found.append(error(layer, banded, extract, window_size=(7, 2), deterministic=True))
-    found.append(alone(rank, size))
     return found
 
 
@@ -98,17 +90,15 @@ def alone(rank, size):
         error(layer, mask, lambda x: x.chunk(size, 1)[rank], **options)
         for mask, options in (
             (Mask.causal(TOKENS), {"causal": True, "dropout_p": 0}),
-            (Mask.full(TOKENS), {}),
             (Mask.full(TOKENS), {"softcap": 0.7}),
             (Mask.window(TOKENS, 6), {"causal": True, "window_size": (5, 0)}),
         )
     )
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", DEGREES)
 def test_layers_equal_dense_attention(size):
     for found in run_ranks(size, hybrid, size):
-        assert len(found) == len(DEGREES[size]) * 2 * 5 + 1
         assert max(found) < ROUNDING
 
 
@@ -121,17 +111,13 @@ def of_two_sequences(rank):
     set_seq_parallel_pg(1, 2, rank, 4)
     members = dist.get_process_group_ranks(PROCESS_GROUP.SEQUENCE_PG)
     assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
-    tensors = [x + rank // 2 for x in random_qkv(1, 8, 2, 2, 8)]
-    local = [EXTRACT_FUNC_DICT["zigzag"](x, rank % 2, world_size=2, rd=2, ud=1) for x in tensors]
-    out = LongContextAttention(ring_impl_type="zigzag")(*local[:3], causal=True)
-    exact = dense_results(Mask.causal(8), tensors, 8**-0.5)[0]
-    found = relative_error(
-        out, EXTRACT_FUNC_DICT["zigzag"](exact, rank % 2, world_size=2, rd=2, ud=1)
-    )
-    tensors = random_qkv(1, 8, 2, 2, 8)
-    out = before(*(x.chunk(4, 1)[rank] for x in tensors[:3]))
-    return found, relative_error(
-        out, dense_results(Mask.full(8), tensors, 8**-0.5)[0].chunk(4, 1)[rank]
+
+    def extract(x):
+        return EXTRACT_FUNC_DICT["zigzag"](x, rank % 2, world_size=2, rd=2, ud=1)
+
+    layer = LongContextAttention(ring_impl_type="zigzag")
+    return error(layer, Mask.causal(8), extract, causal=True), error(
+        before, Mask.full(8), lambda x: x.chunk(4, 1)[rank]
     )
 
 
@@ -146,46 +132,44 @@ def caught(call, *args, **options):
     return str(error.value)
 
 
+WRONG_GROUPS = [  # arguments of set_seq_parallel_pg on each of two ranks, and what rank 1 says
+    ((2, 1, 0, 3), (2, 1, 1, 3), "expected rank 1 of 2, got 1 of 3"),
+    ((2, 2, 0, 2), (2, 2, 1, 2), "2 x 2 ranks do not divide the world of 2"),
+    ((1.0, 2, 0, 2), (1.0, 2, 1, 2), "sp_ulysses_degree must be a whole number"),
+    ((1, 2, 0, 2), (2, 1, 1, 2), "ranks differ in set_seq_parallel_pg: [(1, 2, True), (2, 1,"),
+    ((2, 1, 0, 2, True), (2, 1, 1, 2, False), "set_seq_parallel_pg: [(2, 1, False), (2, 1, True"),
+    ((2, 1, 0, 2), (2, 1, 1, 3), "expected rank 1 of 2, got 1 of 3"),
+]
+
+
 def misuse(rank):
     q, k, v, _ = random_qkv(1, 5, 2, 2, 8)
-    said = [
-        caught(LongContextAttention),
-        caught(EXTRACT_FUNC_DICT["zigzag"], q, rank, 2, rd=1, ud=2),
-    ]
-    said += [
-        caught(set_seq_parallel_pg, 2, 1, rank, 3),
-        caught(set_seq_parallel_pg, 2, 2, rank, 2),
-        caught(set_seq_parallel_pg, 1.0, 2, rank, 2),
-        caught(set_seq_parallel_pg, 1 + rank, 2 - rank, rank, 2),
-        caught(set_seq_parallel_pg, 2, 1, rank, 2, rank == 0),
-        caught(set_seq_parallel_pg, 2, 1, rank, 2 + rank),
-    ]
+    extract = EXTRACT_FUNC_DICT
+    said = [caught(LongContextAttention), caught(extract["zigzag"], q, rank, 2, rd=1, ud=2)]
+    said += [caught(set_seq_parallel_pg, *wrong[rank]) for wrong in WRONG_GROUPS]
     set_seq_parallel_pg(1, 2, rank, 2)
-    zigzag, strip = (
-        LongContextAttention(ring_impl_type="zigzag"),
-        LongContextAttention(ring_impl_type="strip"),
-    )
+    layers = {kind: LongContextAttention(ring_impl_type=kind) for kind in KINDS}
+    qkv = LongContextAttentionQKVPacked()
     said += [
-        caught(EXTRACT_FUNC_DICT["strip"], q, rank, 2, rd=1, ud=2),
-        caught(EXTRACT_FUNC_DICT["basic"], q, rank, 2),
-        caught(EXTRACT_FUNC_DICT["zigzag"], torch.ones(1, 6), rank, 2, rd=2, ud=1),
-        caught(zigzag, q, k, v),
-        caught(strip, q, k, v),
-        caught(zigzag, q, k, v, causal=True),
-        caught(strip, q, k, v, causal=True, softcap=-0.5 * rank),
+        caught(extract["strip"], q, rank, 2, rd=1, ud=2),
+        caught(extract["basic"], q, rank, 2),
+        caught(extract["zigzag"], torch.ones(1, 6), rank, 2, rd=2, ud=1),
+        caught(layers["zigzag"], q, k, v),
+        caught(layers["strip"], q, k, v),
+        caught(layers["zigzag"], q, k, v, causal=True),
+        caught(layers["basic"], q, k if rank else k[0], v),
+        caught(qkv, q),
         caught(LongContextAttention, ring_impl_type="stripe"),
         caught(LongContextAttention, scatter_idx=1),
+        caught(LongContextAttentionQKVPacked, 2),
         caught(LongContextAttention, attn_processor=torch.nn.Identity()),
         caught(LongContextAttention, attn_type="fa"),
         caught(UlyssesAttention, None, attn_type=AttnType.SAGE_FP8),
         caught(UlyssesAttention(), q, k, v, dropout_p=0.1),
+        caught(UlyssesAttention(), q, k, v, scale=0.1),
+        caught(layers["strip"], q, k, v, causal=True, softcap=-0.5 * rank),
     ]
     return said
-
-
-def test_groups_are_of_torch_distributeds_ranks():
-    with pytest.raises(RuntimeError, match="before set_seq_parallel_pg"):
-        set_seq_parallel_pg(1, 1, 0, 1)
 
 
 def test_what_is_wrong_is_said():
@@ -193,102 +177,85 @@ def test_what_is_wrong_is_said():
     expected = [
         "call set_seq_parallel_pg first",
         "call set_seq_parallel_pg first",
-        "as torch.distributed has it, got rank 1 of 3",
-        "the world of 2 ranks does not divide by 2 x 2 ranks",
-        "sp_ulysses_degree must be a whole number",
-        "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 1, "
-        "'sp_ring_degree': 2,",
-        "ranks differ in set_seq_parallel_pg: rank 0 has {'sp_ulysses_degree': 2, "
-        "'sp_ring_degree': 1,",
-        "expected rank 1 of 2, as torch.distributed has it, got rank 1 of 3",
+        *(message for _, _, message in WRONG_GROUPS),
         "expected rd=2, ud=1 and their product as world_size",
-        "basic: 5 tokens cannot be cut in 2 equal parts",
-        "zigzag: 6 tokens cannot be cut in 2 equal parts, or 4",
+        "basic: expected a multiple of 2 tokens, got 5",
+        "zigzag: expected a multiple of 4 tokens, got 6",
         "zigzag attention is causal",
         "strip attention is causal",
-        "zigzag: 10 tokens cannot be cut",
-        "softcap must be positive",
-        "expected a ring_impl_type of ['basic', 'strip', 'zigzag'], got 'stripe'",
+        "zigzag: expected a multiple of 4 tokens, got 10",
+        "ValueError: key must be (batch, tokens, heads, head size), got shape (5, 2, 8)",
+        "qkv must be (batch, tokens, 3, heads, head size), got shape (1, 5, 2, 8)",
+        "ring_impl_type must be in ['basic', 'strip', 'zigzag'], got 'stripe'",
         "must be (2, 1), got (1, 1)",
+        "must be (3, 1), got (2, 1)",
         "attn_processor must be None",
-        "attn_type must be an AttnType, got 'fa'",
-        "approximates attention",
+        "attn_type must be an AttnType that is exact, got 'fa'",
+        "attn_type must be an AttnType that is exact, got <AttnType.SAGE_FP8",
         "expected dropout_p=0",
+        "UlyssesAttention() got an unexpected keyword argument 'scale'; its arguments are query, ",
+        "softcap must be positive",
     ]
     for said, part in zip(second, expected, strict=True):
         assert part in said
-    assert (
-        "rank 1 of the group failed"
-        in first[
-            expected.index("expected rank 1 of 2, as torch.distributed has it, got rank 1 of 3")
-        ]
-    )
-    assert "rank 1 of the group failed" in first[expected.index("softcap must be positive")]
+    for place in (1 + len(WRONG_GROUPS), -1):  # wrong on rank 1 only
+        assert "rank 1 of the group failed" in first[place]
+
+
+def test_groups_are_of_torch_distributeds_ranks():
+    with pytest.raises(RuntimeError, match="before set_seq_parallel_pg"):
+        set_seq_parallel_pg(1, 1, 0, 1)
 
 
 def test_arguments_have_the_names_order_and_defaults_of_that_package():
     def shown(function):
-        parameters = list(inspect.signature(function).parameters.values())[1:]
+        parameters = inspect.signature(function).parameters.values()
         return " ".join(str(p.replace(annotation=p.empty)).replace(" ", "") for p in parameters)
 
-    forwards = {
-        LongContextAttention: f"query key value {OPTIONS}",
-        UlyssesAttention: f"query key value {OPTIONS}",
-    }
-    assert {layer: shown(layer.forward) for layer in forwards} == forwards
     attn_type = f"attn_type={AttnType.FA!r}".replace(" ", "")
     made = {
         LongContextAttention: "scatter_idx=2 gather_idx=1 ring_impl_type='basic' "
         f"use_pack_qkv=False use_sync=False {attn_type} attn_processor=None",
+        LongContextAttentionQKVPacked: "scatter_idx=3 gather_idx=1 ring_impl_type='basic' "
+        f"use_sync=False {attn_type}",
         UlyssesAttention: "sequence_process_group=None scatter_idx=2 gather_idx=1 use_sync=False "
         f"{attn_type}",
+        UlyssesAttention().attend: "query key value dropout_p=0.0 softmax_scale=None causal=False "
+        "window_size=(-1,-1) softcap=0.0 alibi_slopes=None deterministic=False "
+        "return_attn_probs=False",
+        set_seq_parallel_pg: "sp_ulysses_degree sp_ring_degree rank world_size "
+        "use_ulysses_low=True",
     }
-    assert {layer: shown(layer.__init__) for layer in made} == made
-    groups = inspect.signature(set_seq_parallel_pg).parameters.values()
-    assert [p.name for p in groups] == [
-        "sp_ulysses_degree",
-        "sp_ring_degree",
-        "rank",
-        "world_size",
-        "use_ulysses_low",
-    ]
+    assert {function: shown(function) for function in made} == made
 
 
 def test_names_are_where_that_package_has_them():
     from bmt_burst.compat.yunchang import comm, globals, hybrid, kernels, ring, ulysses
+    from bmt_burst.compat.yunchang.hybrid import utils
 
-    assert comm.EXTRACT_FUNC_DICT is yunchang.EXTRACT_FUNC_DICT
-    assert set(EXTRACT_FUNC_DICT) == set(KINDS)
+    assert comm.EXTRACT_FUNC_DICT is EXTRACT_FUNC_DICT
+    assert tuple(EXTRACT_FUNC_DICT) == KINDS
+    assert yunchang.stripe_extract_local is EXTRACT_FUNC_DICT["strip"]
     assert globals.PROCESS_GROUP is PROCESS_GROUP
-    assert globals.HAS_FLASH_ATTN is (importlib.util.find_spec("flash_attn") is not None)
-    assert hybrid.LongContextAttention is LongContextAttention
-    assert hybrid.RING_IMPL_QKVPACKED_DICT is RING_IMPL_QKVPACKED_DICT
-    assert all(getattr(yunchang, name) is getattr(ring, name) for name in ring.__all__)
+    assert hybrid.LongContextAttentionQKVPacked is LongContextAttentionQKVPacked
     assert kernels.AttnType is AttnType
+    assert AttnType("fa3") is AttnType.FA3
     assert ulysses.UlyssesAttention is UlyssesAttention
-
-
-def test_functions_of_a_ring_are_those_of_ring_flash_attention():
-    assert {name for name in ring_flash_attn.__all__ if name.endswith("_func")} - set(
-        yunchang.ring.__all__
-    ) == {f"llama3_flash_attn_varlen{form}_func" for form in ("", "_kvpacked", "_qkvpacked")}
-    for name in yunchang.ring.__all__:
-        assert getattr(yunchang, name) is getattr(ring_flash_attn, name)
-    names = {"basic": "ring", "zigzag": "zigzag_ring", "strip": "stripe"}
-    for form, functions in (("", RING_IMPL_DICT), ("_qkvpacked", RING_IMPL_QKVPACKED_DICT)):
-        assert functions == {
-            kind: getattr(ring_flash_attn, f"{name}_flash_attn{form}_func")
-            for kind, name in names.items()
-        }
+    names = {"basic": "ring", "strip": "stripe", "zigzag": "zigzag_ring"}
+    for kind, name in names.items():
+        function = getattr(ring_flash_attn, f"{name}_flash_attn_func")
+        assert utils.RING_IMPL_DICT[kind] is function
+        assert getattr(ring, f"{name}_flash_attn_func") is function
+        packed = getattr(yunchang, f"{name}_flash_attn_qkvpacked_func")
+        assert yunchang.RING_IMPL_QKVPACKED_DICT[kind] is packed
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (2, 3), (6, 4), (1, 5)])
 @pytest.mark.parametrize("low", [True, False])
 def test_layouts_of_more_ranks(ulysses, ring, low):
     for kind in KINDS:
-        layout = extracted_layout(kind, 4 * ulysses * ring, ulysses, ring, low)
+        layout = make_extracted(kind, 4 * ulysses * ring, ulysses, ring, low)
         for rank in range(ulysses * ring):
             assert layout.positions(rank).equal(
                 own_tokens(kind, layout.seq_len, ulysses, ring, rank, low)
             )
-    assert repr(layout) == f"<zigzag of {4 * ulysses * ring} tokens on {ulysses} x {ring} ranks>"

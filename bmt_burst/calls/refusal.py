@@ -20,7 +20,6 @@ ALIBI = (
     "bias=-torch.arange(n, device=slopes.device).unsqueeze(1) * slopes"
 )
 _MASK = "burst_attn_func takes a mask, such as Mask.documents(cu_seqlens, window=window)"
-_LEFT = "where flash-attn's (left, 0) is window=left + 1"
 _VARLEN = "burst_attn_varlen_func takes packed documents, with one cu_seqlens"
 _BIAS = "a bias is a table, for the rows that scores name: see the docstring of burst_attn_func"
 # arguments of other packages' functions, and what to write here
@@ -41,15 +40,11 @@ _INSTEAD = {
     "max_seqlen": _VARLEN,
     "max_seqlen_k": _VARLEN,
     "max_seqlen_q": _VARLEN,
-    "process_group": "write group",  # unknown only to the functions of compat
     "return_attn_probs": "write return_lse",
-    "return_lse": "write return_attn_probs",
     "scale": "write softmax_scale",
     "scores": _BIAS,
-    "sinks": "burst_attn_func takes them",
-    "softcap": "burst_attn_func takes one",
     "window": _MASK,
-    "window_size": f"{_MASK}, {_LEFT}",
+    "window_size": "flash-attn's (left, 0) is window=left + 1, of a Mask or burst_attn_varlen_func",
 }
 
 Parameters = ParamSpec("Parameters")
@@ -99,18 +94,11 @@ def refuse_arguments(
     """Raise `error` as `refuse_call` does, in the group that the arguments name."""
     given = {**dict(zip(signature.parameters, args, strict=False)), **named}
     unknown = named.keys() - signature.parameters.keys()
-    instead = _INSTEAD
-    if "window" in signature.parameters:
-        instead = {**_INSTEAD, "window_size": f"write window, {_LEFT}"}
-    elif "window_size" in signature.parameters:
-        instead = {**_INSTEAD, "window": "write window_size=(window - 1, 0)"}
-    if hints := sorted({instead[name] for name in unknown & instead.keys()}):
+    if hints := sorted({_INSTEAD[name] for name in unknown & _INSTEAD.keys()}):
         error = TypeError(f"{error}: {'; '.join(hints)}")
     if "cu_seqlens" in signature.parameters:
         error = find_second_cu_seqlens(given.get("softmax_scale")) or error
-    # the functions of compat call it group
-    group = given.get("process_group", given.get("group"))
-    refuse_call(error, group, given.get("double_group", (None, None)))
+    refuse_call(error, given.get("process_group"), given.get("double_group", (None, None)))
 
 
 def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:

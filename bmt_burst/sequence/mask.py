@@ -104,7 +104,7 @@ class Mask:
         Raises ValueError for cu_seqlens that do not start at 0, decrease or end at 0, and for a
         window below 1. Raises TypeError for anything but whole numbers.
         """
-        bounds = _read_bounds(cu_seqlens)
+        bounds = read_bounds("cu_seqlens", cu_seqlens)
         high = None if window is None else _positive("window", window)
         low = 0 if as_bool("causal", causal) else None if high is None else 1 - high
         spans = itertools.pairwise(bounds)
@@ -373,7 +373,8 @@ def _positive(name: str, value: Any) -> int:
     return number
 
 
-def _read_bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
+def read_bounds(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
+    """Return the bounds of documents, without empty documents. `name` is for errors."""
     if isinstance(cu_seqlens, Tensor):
         if (
             cu_seqlens.dim() != 1
@@ -381,27 +382,27 @@ def _read_bounds(cu_seqlens: Sequence[int] | Tensor) -> list[int]:
             or cu_seqlens.dtype == torch.bool
         ):
             got = f"shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}"
-            raise TypeError(f"cu_seqlens must be a tensor of integers of one dimension, got {got}")
+            raise TypeError(f"{name} must be a tensor of integers of one dimension, got {got}")
         if cu_seqlens.device.type != "cpu":
             raise ValueError(
-                "cu_seqlens must be on the CPU, where its numbers are read, "
-                f"got {cu_seqlens.device}: make it there, or pass cu_seqlens.tolist()"
+                f"{name} must be on the CPU, where its numbers are read, "
+                f"got {cu_seqlens.device}: make it there, or pass {name}.tolist()"
             )
         cu_seqlens = cu_seqlens.tolist()
     if isinstance(cu_seqlens, str | bytes) or not hasattr(cu_seqlens, "__iter__"):
         raise TypeError(
-            f"cu_seqlens must be a sequence of whole numbers, got {type(cu_seqlens).__name__}"
+            f"{name} must be a sequence of whole numbers, got {type(cu_seqlens).__name__}"
         )
-    bounds = [as_int("cu_seqlens", x) for x in cu_seqlens]
+    bounds = [as_int(name, x) for x in cu_seqlens]
     if len(bounds) < 2 or bounds[0] != 0:
-        raise ValueError(f"cu_seqlens must be (0, ..., tokens), got {_shorten(bounds)}")
+        raise ValueError(f"{name} must be (0, ..., tokens), got {_shorten(bounds)}")
     for before, after in itertools.pairwise(bounds):
         if after < before:
-            raise ValueError(f"cu_seqlens must not decrease, got {after} after {before}")
-    _number("cu_seqlens", bounds[-1])
+            raise ValueError(f"{name} must not decrease, got {after} after {before}")
+    _number(name, bounds[-1])
     if not bounds[-1]:
         raise ValueError(
-            f"cu_seqlens must be (0, ..., tokens) with at least one token, got {_shorten(bounds)}"
+            f"{name} must be (0, ..., tokens) with at least one token, got {_shorten(bounds)}"
         )
     return list(dict.fromkeys(bounds))  # without empty documents
 
