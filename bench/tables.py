@@ -16,9 +16,10 @@ YARDSTICKS = ("kernel alone", "FA4 varlen")  # on one GPU
 UNBIASED = "bmt_burst without a bias"
 
 
-def fill(text: str) -> str:
-    """Wrap a paragraph to lines of 100 columns."""
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+def fill(text: str, indent: int = 0) -> str:
+    """Wrap a paragraph to lines of 100 columns, with later lines indented."""
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, 100, subsequent_indent=" " * indent, **options)
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:

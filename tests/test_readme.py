@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from bench.report import DOCS, MARKED, RESULTS, known, page, with_tables
+from bench.report import DOCS, HEADLINES, MARKED, RESULTS, pages, section_of, with_tables
 from tests.helpers import ROOT, run_script
 from train.run.config import TrainConfig
 
@@ -92,20 +92,25 @@ def test_its_tables_are_those_of_the_results():
     assert len(MARKED.findall(text)) == text.count("<!-- results:") == text.count("<!-- end") > 0
 
 
-def test_the_page_of_results_is_what_the_results_say():
-    text = (DOCS / "results.md").read_text()
-    assert page() == text, "python bench/report.py --readme writes it anew"
-    for folder, written in ((DOCS, text), (ROOT, README.read_text())):
-        assert all(
-            (folder / plot).read_text().count("<svg") == 1
-            for plot in re.findall(r"!\[.*?\]\((.*?)\)", written)
-        )
-    with pytest.raises(ValueError, match=r"begins with one of .*, got guessed-8\.jsonl"):
-        known(RESULTS / "guessed-8.jsonl")
+def test_the_pages_of_results_are_what_the_results_say():
+    texts = pages()
+    for name, text in texts.items():
+        assert (DOCS / name).read_text() == text, "python bench/report.py --readme writes it anew"
+    assert len(texts["results.md"].splitlines()) <= 200
+    whole = "".join(texts.values())
+    stems = {file.stem for file in RESULTS.glob("*.jsonl")}
+    assert stems >= {*HEADLINES}
+    assert all(whole.count(f"`{stem}.jsonl`") == 1 for stem in stems)
+    for folder, written in ((DOCS, whole), (ROOT, README.read_text())):
+        plots = re.findall(r"!\[.*?\]\((.*?)\)", written)
+        assert all((folder / plot).read_text().count("<svg") == 1 for plot in plots)
+    with pytest.raises(ValueError, match=r"fits one of .*, got guessed-8\.jsonl"):
+        section_of(RESULTS / "guessed-8.jsonl")
 
 
 def test_what_is_generated_has_lines_of_100_columns_but_for_tables_and_pictures():
-    lines = "\n".join([page(), *(m[0] for m in MARKED.finditer(README.read_text()))]).splitlines()
+    texts = [*pages().values(), *(m[0] for m in MARKED.finditer(README.read_text()))]
+    lines = "\n".join(texts).splitlines()
     assert not [x for x in lines if len(x) > 100 and not x.startswith(("| ", "!["))]
 
 
