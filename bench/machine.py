@@ -49,11 +49,8 @@ class Machine:
     def say(self, what: str) -> None:
         """Tell the user about progress."""
         if self.rank == 0:
-            print(
-                f"[{(time.monotonic() - self.began) / 60:.1f} min] {self.at}: {what}",
-                file=sys.stderr,
-                flush=True,
-            )
+            seconds = time.monotonic() - self.began
+            print(f"[{seconds:.0f} s] {self.at}: {what}", file=sys.stderr, flush=True)
 
     def once_ms(self, work: Callable[[], object]) -> float:
         """Measure one call of `work` on the slowest rank, in ms. It must not be the first call."""
