@@ -8,7 +8,6 @@ Unevenness is the most work of a rank beside the mean, less 1. No layout can hav
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
@@ -22,6 +21,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import cpu_name, record
+from bench.options import make_parser
 from bmt_burst import Layout, Mask
 
 _TOKENS = 8192  # of each rank, nearly: a multiple of 12 times as many ranks
@@ -100,13 +100,7 @@ def rows() -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
-    record(rows(), parser.parse_args().output, cpu_name())
+    record(rows(), make_parser(__doc__).parse_args().output, cpu_name())
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ else
         ranks 1 bench/one_rank.py --output "$output" "${one_rank[@]}"
     elif [ -z "$quick" ] || [ -n "$all" ]; then
         ranks "$gpus" bench/attention.py --output "$output" --masks "${masks[@]}" --no-links \
-            --implementations bmt_burst "bmt_burst contiguous" ulysses "${packed[@]}"
+            --implementations bmt_burst ulysses "${packed[@]}"
     fi
 fi
 [ ! -f "$output" ] || python3 bench/report.py "$output"

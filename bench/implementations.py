@@ -35,7 +35,8 @@ class Unavailable(RuntimeError):
 class Case:
     """One measurement: global sequence length, sizes, names of the mask and the block kernel.
 
-    share_of  number of ranks, if this is one rank's share of a longer sequence, for a yardstick
+    share_of   number of ranks, if this is one rank's share of a longer sequence, for a yardstick
+    value_dim  head size of v, if it is not that of q and k
     """
 
     seq_len: int
@@ -46,6 +47,7 @@ class Case:
     mask: str
     kernel: str
     share_of: int = 1
+    value_dim: int | None = None
 
     @property
     def visible(self) -> Mask:
@@ -63,7 +65,8 @@ class Case:
 
         The backward has 2.5 times as many.
         """
-        return 4.0 * self.batch * self.visible.area * self.heads * self.head_dim
+        sizes = self.head_dim + (self.value_dim or self.head_dim)
+        return 2.0 * self.batch * self.visible.area * self.heads * sizes
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,11 @@ class Implementation:
         if self.layout == "balanced":
             return masks.balanced(case.mask, case.seq_len, size)
         return Layout.named(self.layout, case.seq_len, size)
+
+    def measures(self, case: Case, size: int) -> bool:
+        """Return whether it is measured with a case on `size` ranks."""
+        tokens = case.seq_len // size
+        return tokens <= (self.most_tokens or tokens) and masks.kind(case.mask) in self.kinds
 
     def on(self, case: Case, sp: SequenceParallel) -> Attention:
         """Make it on this rank, for a case."""
@@ -268,7 +276,6 @@ IMPLEMENTATIONS = {
     "bmt_burst no overlap": Implementation(
         "balanced", partial(Burst, transport=_Waiting), _VARIANTS
     ),
-    "bmt_burst contiguous": Implementation("contiguous", Burst, kinds=("window",)),
     "ring": Implementation("balanced", partial(Burst, strategy="ring"), _VARIANTS),
     "all-gather": Implementation("balanced", partial(Burst, strategy="all-gather"), _VARIANTS),
     "one-call": Implementation(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import os
 import statistics
 import sys
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 # As a script: Python put this folder first in the path, but imports begin at the repository.
@@ -34,7 +34,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import live_rows
-from bench.machine import GIB, Machine, record
+from bench.machine import GIB, Machine
+from bench.options import make_parser
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel, init_sequence_parallel
 from bmt_burst.ranks.rings import make_rings
 from models.blocks import CHECKPOINTING, Saving
@@ -143,40 +144,35 @@ def _join_bmtrain() -> None:
 
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
+    """Measure all settings. Yield their rows."""
     if args.engine == "bmtrain":
         _join_bmtrain()
     sp = init_sequence_parallel()
-    for name in args.models:
+    for name, seq_len in itertools.product(args.models, args.seq_len):
         config = PRESETS[name]
         config = dataclasses.replace(config, num_layers=args.layers or config.num_layers)
-        for seq_len in args.seq_len:
-            row = Row(config, seq_len, sp)
-            for checkpointing in args.checkpointing:
-                facts = {
-                    "kind": "train",
-                    "model": name,
-                    "layers": config.num_layers,
-                    "engine": args.engine,
-                }
-                facts |= {"gpus": machine.size, "sp": sp.size, "seq_len": seq_len, "batch_size": 1}
-                facts |= {
-                    "dtype": str(machine.dtype).removeprefix("torch."),
-                    "checkpointing": checkpointing,
-                }
-                facts |= {
-                    "mask": "packed instances",
-                    "visible_pairs": row.scores.mask.area,
-                    "targets": row.targets,
-                }
-                facts |= {
-                    "parameters": config.num_parameters,
-                    "measured_steps": args.steps - args.warm_up,
-                }
-                machine.at = (
-                    f"{name}, {config.num_layers} layers, {seq_len:,} tokens, {checkpointing}"
-                )
-                machine.say("training")
-                yield facts | _outcome(config, row, args, checkpointing, machine)
+        row = Row(config, seq_len, sp)
+        for checkpointing in args.checkpointing:
+            facts = {
+                "kind": "train",
+                "model": name,
+                "layers": config.num_layers,
+                "engine": args.engine,
+                "gpus": machine.size,
+                "sp": sp.size,
+                "seq_len": seq_len,
+                "batch_size": 1,
+                "dtype": str(machine.dtype).removeprefix("torch."),
+                "checkpointing": checkpointing,
+                "mask": "packed instances",
+                "visible_pairs": row.scores.mask.area,
+                "targets": row.targets,
+                "parameters": config.num_parameters,
+                "measured_steps": args.steps - args.warm_up,
+            }
+            machine.at = f"{name}, {config.num_layers} layers, {seq_len:,} tokens, {checkpointing}"
+            machine.say("training")
+            yield facts | _outcome(config, row, args, checkpointing, machine)
 
 
 def _outcome(
@@ -197,9 +193,7 @@ def _outcome(
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     models = ["cpm-bee-3b"] if cuda else ["cpm-bee-tiny", "cpm-ant-tiny"]
     parser.add_argument(
         "--models", nargs="+", choices=list(PRESETS), default=models, metavar="NAME"
@@ -213,17 +207,11 @@ def main() -> None:
     parser.add_argument(
         "--warm-up", type=int, default=2, help="steps before those that are measured"
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
     args = parser.parse_args()
     if not 0 <= args.warm_up < args.steps:
         parser.error(f"--warm-up must be less than --steps, {args.steps}, and not negative")
     machine = Machine()
-    good = record(run(args, machine), args.output, machine.name, machine.rank)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(not good)  # as bench/attention.py does, for the same reason
+    machine.record(run(args, machine), args.output)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from bench.implementations import Unavailable
 from bmt_burst.transport.processes import host_name
 
+ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
 _SERIES_MS = 200.0  # of measured calls; as many precede them
 _MOST_CALLS = 50
@@ -133,6 +135,19 @@ class Machine:
         torch.cuda.synchronize()
         return self.slowest((torch.cuda.max_memory_allocated() - before + held) / GIB)
 
+    def record(self, rows: Iterable[dict], file: Path) -> NoReturn:
+        """Record rows, and end this process: with 1 if there was an error."""
+        try:
+            good = record(rows, file, self.name, self.rank)
+        except BaseException:  # noqa: BLE001 - Ctrl-C too
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # streams may wait for ranks that have ended
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        # In torch 2.13 a gloo thread may abort a process that shuts down.
+        os._exit(not good)
+
 
 def cpu_name() -> str:
     return platform.processor() or "CPU"
@@ -177,6 +192,19 @@ def record(rows: Iterable[dict], file: Path, gpu_name: str, rank: int = 0) -> bo
             append(file, row | common)
             show(row)
     return good
+
+
+def pretrain(gpus: int, options: dict[str, Any], more: Iterable[str]) -> list[str]:
+    """Return the command that runs train/pretrain.py on some GPUs.
+
+    options  values by the names of the options, with "_" for "-"; without those that are None
+    """
+    pairs = [
+        ("--" + name.replace("_", "-"), str(x)) for name, x in options.items() if x is not None
+    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    script = str(ROOT / "train/pretrain.py")
+    return [sys.executable, *launcher, script, *(word for pair in pairs for word in pair), *more]
 
 
 def append(file: Path, row: dict) -> None:

@@ -64,7 +64,7 @@ SECTIONS = {
     "value-heads-*": Section(
         "time",
         "Values with a smaller head size, on one GPU",
-        "`bench/value_heads.py`, medians of twelve rounds",
+        "`bench/kernels.py --value-dim`, medians of twelve rounds",
     ),
     "one-rank-*": Section("time", "One rank of a ring with imagined peers", "`bench/one_rank.py`"),
     "timeline-*": Section(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+Column = str | Callable[[Row], Any]  # a field of a row, or what is computed from the row
 CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "mask")
 YARDSTICKS = ("kernel alone", "FA4 varlen")  # on one GPU
 UNBIASED = "bmt_burst without a bias"
@@ -32,12 +33,31 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
-    """Format a Markdown table, floats with three significant digits."""
+    """Format a Markdown table, floats with three significant digits. Without rows it is empty."""
+    if not rows:
+        return ""
     cells = [
         [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
     ]
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def list_rows(
+    rows: list[Row], kind: str, columns: dict[str, Column], needs: str | None = None
+) -> str:
+    """Format a line for each row of a kind, or for each that has the field `needs`."""
+    lines = [
+        [row[column] if isinstance(column, str) else column(row) for column in columns.values()]
+        for row in rows
+        if row["kind"] == kind and (needs is None or needs in row)
+    ]
+    return table(list(columns), lines)
+
+
+def or_dash(value: Any) -> Any:
+    """Return a value, or "-" for None."""
+    return "-" if value is None else value
 
 
 def measured(rows: list[Row]) -> list[Row]:
@@ -123,7 +143,7 @@ def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
         bwd_rate(shown),
         shown["fwd_bwd_tflops_per_gpu"],
         100 * shown["fwd_bwd_tflops_per_gpu"] / limit["fwd_bwd_tflops_per_gpu"] if limit else "-",
-        "-" if shown["peak_extra_gib"] is None else shown["peak_extra_gib"],
+        or_dash(shown["peak_extra_gib"]),
     ]
 
 
@@ -206,54 +226,52 @@ def one_rank_table(rows: list[Row]) -> str:
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
         rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
         rates += [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
-        case = [
-            row["gpus"],
-            row["batch"],
-            heads(row),
-            row["mask"],
-            row["kernel"],
-            tokens(row["seq_len"]),
-            row["impl"],
-        ]
+        case = [row["gpus"], row["batch"], heads(row), row["mask"], row["kernel"]]
+        case += [tokens(row["seq_len"]), row["impl"]]
         lines.append([*case, *rates, *shares, gib])
-    return table(header, lines) if lines else ""
+    return table(header, lines)
 
 
 def sparse_table(rows: list[Row]) -> str:
-    """Format sparse attention beside dense, and beside the same work without communication."""
+    """Format sparse and dense attention, and the same work without communication."""
     found = [row for row in rows if row["kind"] == "sparse" and "fwd_ms" in row]
     facts = ("gpus", "peers", "batch", "heads", "kv_heads", "head_dim", "seq_len", "impl", "commit")
 
-    def beside(row: Row, **other: str) -> Row | None:
+    def find(row: Row, **other: str) -> Row | None:
         wanted = [(row | other).get(fact) for fact in facts]
         return next((r for r in found if [r.get(fact) for fact in facts] == wanted), None)
 
-    lines = []
-    for row in found:
-        dense, silent = beside(row, impl="dense"), beside(row, peers="imagined")
+    def gain(row: Row) -> Any:
+        dense = find(row, impl="dense")
+        return dense["fwd_bwd_ms"] / row["fwd_bwd_ms"] if dense else "-"
+
+    def share(row: Row) -> str:
+        silent = find(row, peers="imagined") if row["peers"] == "real" else None
+        return f"{100 * silent['fwd_bwd_ms'] / row['fwd_bwd_ms']:.1f}" if silent else "-"
+
+    def beyond(row: Row) -> Any:
+        dense = find(row, impl="dense")
         gib, dense_gib = row["peak_extra_gib"], dense and dense["peak_extra_gib"]
-        overlap = row.get("overlap")
-        lines.append(
-            [
-                _place(row),
-                row["batch"],
-                tokens(row["seq_len"]),
-                heads(row),
-                row["impl"],
-                "-" if overlap is None else f"{100 * overlap:.1f}",
-                *(row[name] for name in ("fwd_ms", "bwd_ms", "fwd_bwd_ms")),
-                dense["fwd_bwd_ms"] / row["fwd_bwd_ms"] if dense else "-",
-                f"{100 * silent['fwd_bwd_ms'] / row['fwd_bwd_ms']:.1f}"
-                if silent and row["peers"] == "real"
-                else "-",
-                "-" if gib is None else gib,
-                "-" if gib is None or dense_gib is None else gib - dense_gib,
-            ]
-        )
-    header = ["where", "batch", "tokens", "heads", "attention", "overlap %", "fwd ms", "bwd ms"]
-    header += ["fwd+bwd ms", "times as fast as dense", "% of no communication", "GiB"]
-    header += ["GiB beyond dense"]
-    return table(header, lines) if lines else ""
+        return "-" if gib is None or dense_gib is None else gib - dense_gib
+
+    columns: dict[str, Column] = {
+        "where": _place,
+        "batch": "batch",
+        "tokens": lambda row: tokens(row["seq_len"]),
+        "heads": heads,
+        "attention": "impl",
+        "overlap %": lambda row: (
+            "-" if row.get("overlap") is None else f"{100 * row['overlap']:.1f}"
+        ),
+        "fwd ms": "fwd_ms",
+        "bwd ms": "bwd_ms",
+        "fwd+bwd ms": "fwd_bwd_ms",
+        "times as fast as dense": gain,
+        "% of no communication": share,
+        "GiB": lambda row: or_dash(row["peak_extra_gib"]),
+        "GiB beyond dense": beyond,
+    }
+    return list_rows(found, "sparse", columns)
 
 
 def _place(row: Row) -> str:
@@ -294,13 +312,13 @@ def bias_table(rows: list[Row]) -> str:
             f"{100 * row[name] / row['visible_pairs']:.1f}"
             for name in ("own_row_pairs", "segment_pairs")
         ]
-        gib = ["-" if r["peak_extra_gib"] is None else r["peak_extra_gib"] for r in (row, plain)]
+        gib = [or_dash(r["peak_extra_gib"]) for r in (row, plain)]
         kernels = f"{row['kernel']}, {row['biased_kernel']}"
         lines.append([*case, kernels, *pairs, *percents(row, plain), *gib, row["dense_bias_gib"]])
     header = ["GPUs", "tokens", "heads", "mask", "implementation", "kernels"]
     header += ["% of pairs by table", "% by segments"]
     header += ["fwd %", "bwd %", "fwd+bwd %", "GiB", "GiB without", "GiB of a dense bias"]
-    return table(header, lines) if lines else ""
+    return table(header, lines)
 
 
 def _same_work(row: Row, other: Row) -> bool:
@@ -323,39 +341,24 @@ def kernels_table(rows: list[Row]) -> str:
             rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
             case = [tokens(row["seq_len"]), heads(row), row["mask"], row["kernel"]]
             lines.append([*case, *rates, *percents(row, limit), limit["kernel"]])
-    header = [
-        "tokens",
-        "heads",
-        "mask",
-        "kernel",
-        "fwd",
-        "bwd",
-        "fwd+bwd",
-        "fwd %",
-        "bwd %",
-        "fwd+bwd %",
-        "of",
-    ]
-    return table(header, lines) if lines else ""
+    header = ["tokens", "heads", "mask", "kernel", "fwd", "bwd", "fwd+bwd"]
+    header += ["fwd %", "bwd %", "fwd+bwd %", "of"]
+    return table(header, lines)
 
 
 def error_table(rows: list[Row]) -> str:
     """Format errors against float64."""
-    names = ["out", "dq", "dk", "dv", *(["dtable"] if any("dtable" in row for row in rows) else [])]
-    lines = [
-        [
-            r["impl"],
-            f"{r['heads']}:{r['kv_heads']}",
-            r["kernel"],
-            r["mask"],
-            tokens(r["seq_len"]),
-            *(f"{r[n]:.2e}" if n in r else "-" for n in names),
-        ]
-        for r in rows
-        if r["kind"] == "errors" and "dq" in r
-    ]
-    return (
-        table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines)
-        if lines
-        else ""
-    )
+
+    def error(name: str) -> Column:
+        return lambda row: f"{row[name]:.2e}" if name in row else "-"
+
+    names = ["out", "dq", "dk", "dv", *["dtable"] * any("dtable" in row for row in rows)]
+    columns: dict[str, Column] = {
+        "implementation": "impl",
+        "heads": lambda row: f"{row['heads']}:{row['kv_heads']}",
+        "kernel": "kernel",
+        "mask": "mask",
+        "tokens": lambda row: tokens(row["seq_len"]),
+        **{name: error(name) for name in names},
+    }
+    return list_rows(rows, "errors", columns, needs="dq")
