@@ -21,7 +21,6 @@ from torch import Tensor
 from bench import live_rows, masks
 from bmt_burst import Layout, Mask, Scores, SequenceParallel, Transport, burst_attn_func, kernels
 from bmt_burst.spec import Spec
-from bmt_burst.transport import Delivery, Done
 from bmt_burst.transport.torch_dist import TorchTransport
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -130,10 +129,11 @@ class Burst:
         else:
             self.transport = groups["process_group"] = transport(sp.process_group)
         scores = case.scores if biased else None
-        self.table = (
-            None if scores is None else random_table(live_rows.BEE.num_bias_rows, case.heads)
-        )
-        shown = {"mask": case.visible} if scores is None else {"scores": scores, "bias": self.table}
+        self.table = None
+        shown: dict[str, Any] = {"mask": case.visible}
+        if scores is not None:
+            self.table = random_table(live_rows.BEE.num_bias_rows, case.heads)
+            shown = {"scores": scores, "bias": self.table}
         self.options = {**shown, "flash": case.kernel, **groups, "layout": layout, **options}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,25 +147,6 @@ def random_table(rows: int, heads: int) -> Tensor:
     """
     table = torch.randn(rows, heads, generator=torch.Generator().manual_seed(0))
     return table.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_()
-
-
-class _Waiting(TorchTransport):
-    """A ring that waits for each delivery at once. It shows the gain of overlap."""
-
-    def deliver(self, *args) -> Delivery:
-        delivery = super().deliver(*args)
-        delivery.wait()
-        return _Arrived(delivery.memory, Done(), delivery.recycled, original=delivery)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Arrived(Delivery):
-    """A delivery that has arrived."""
-
-    original: Delivery
-
-    def release(self) -> None:
-        self.original.release()
 
 
 def held_bytes(attention: Attention) -> int:
@@ -199,10 +180,7 @@ def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.Proc
 def _ring_flash_attn(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
     if case.mask not in ("causal", "full"):
         raise Unavailable("ring-flash-attn's zigzag ring is for causal and full masks")
-    if (
-        importlib.util.find_spec("ring_flash_attn") is None
-        or importlib.util.find_spec("flash_attn_2_cuda") is None
-    ):
+    if not all(map(importlib.util.find_spec, ("ring_flash_attn", "flash_attn_2_cuda"))):
         raise Unavailable("needs the packages ring-flash-attn and flash-attn 2")
     try:
         from ring_flash_attn import zigzag_ring_flash_attn_func
@@ -220,10 +198,7 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -
     if not torch.cuda.is_available():
         raise Unavailable("torch's context parallel attention needs GPUs")
     if case.mask != "causal":
-        raise Unavailable(
-            "torch's context parallel attention is measured with a causal mask, for which it is "
-            "balanced"
-        )
+        raise Unavailable("torch's context parallel attention is balanced only for causal masks")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _replace_torch_attention(_single_ring(sp, case, chunks=2))
@@ -256,27 +231,19 @@ def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
 
 
 _VARIANTS = 1 << 15
+_ring = partial(Burst, strategy="ring")
 _over_nccl = partial(TorchTransport, engine_use="never")
 
 IMPLEMENTATIONS = {
     "bmt_burst": Implementation("balanced", Burst),
-    "bmt_burst q": Implementation(
-        "balanced", partial(Burst, backward="q", strategy="ring"), _VARIANTS
-    ),
-    "bmt_burst kv": Implementation(
-        "balanced", partial(Burst, backward="kv", strategy="ring"), _VARIANTS
-    ),
+    "bmt_burst q": Implementation("balanced", partial(_ring, backward="q"), _VARIANTS),
+    "bmt_burst kv": Implementation("balanced", partial(_ring, backward="kv"), _VARIANTS),
     "bmt_burst without a bias": Implementation(
         "balanced", partial(Burst, biased=False), kinds=("bee",)
     ),
-    "bmt_burst low memory": Implementation(
-        "balanced", partial(Burst, group_bytes=9 << 24, strategy="ring")
-    ),
+    "bmt_burst low memory": Implementation("balanced", partial(_ring, group_bytes=9 << 24)),
     "bmt_burst nccl": Implementation("balanced", partial(Burst, transport=_over_nccl), _VARIANTS),
-    "bmt_burst no overlap": Implementation(
-        "balanced", partial(Burst, transport=_Waiting), _VARIANTS
-    ),
-    "ring": Implementation("balanced", partial(Burst, strategy="ring"), _VARIANTS),
+    "ring": Implementation("balanced", _ring, _VARIANTS),
     "all-gather": Implementation("balanced", partial(Burst, strategy="all-gather"), _VARIANTS),
     "one-call": Implementation(
         "balanced",
@@ -302,11 +269,8 @@ def fa4_varlen(case: Case) -> Attention:
     Raises Unavailable if the package is not installed, for other kernels, and for masks of one
     dense call.
     """
-    if (
-        case.kernel not in ("auto", "fa4")
-        or not kernels.installed("flash_attn.cute")
-        or not torch.cuda.is_available()
-    ):
+    usable = torch.cuda.is_available() and kernels.installed("flash_attn.cute")
+    if case.kernel not in ("auto", "fa4") or not usable:
         raise Unavailable("needs GPUs, the package flash-attn-4 and the kernel 'fa4'")
     if masks.kind(case.mask) not in ("documents", "window"):
         raise Unavailable("is for documents and windows")
@@ -334,10 +298,8 @@ YARDSTICKS = {"kernel alone": kernel_alone, "FA4 varlen": fa4_varlen}
 
 def kernel_name(case: Case, device: torch.device, dtype: torch.dtype, biased: bool = False) -> str:
     """Return the name of a case's kernel or, if biased, of the kernel for its biases."""
-    q, spec = (
-        torch.empty(1, 1, case.heads, case.head_dim, device=device, dtype=dtype),
-        Spec(case.head_dim**-0.5),
-    )
+    q = torch.empty(1, 1, case.heads, case.head_dim, device=device, dtype=dtype)
+    spec = Spec(case.head_dim**-0.5)
     k = q[:, :, : case.kv_heads]
     kernel = kernels.pick(case.kernel, q, k, spec)
     return (kernels.pick_biased(kernel, q, k, spec) if biased else kernel).name

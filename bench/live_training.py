@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ class Row:
         self.scores: Scores = live_rows.scores_of(config, seq_len)
         self.layout = Layout.balanced(self.scores.mask, sp.size)
         self.is_ant = isinstance(config, AntConfig)
-        self.fields = (
-            live_rows.ant_fields(config, seq_len) if self.is_ant else live_rows.bee_fields(seq_len)
-        )
+        self.fields = live_rows.bee_fields(seq_len)
+        if self.is_ant:
+            self.fields = live_rows.ant_fields(config, seq_len)
         self.predicted = ~self.fields["context"]
         self.predicted[self.fields["length"] :] = False
 
@@ -81,10 +82,8 @@ class Row:
             seen = [self._part(x, device) for x in words]
         else:
             extended = torch.arange(_EXTENDED, device=device)
-            seen = [self._part(x, device) for x in (tokens, torch.zeros_like(tokens))] + [
-                extended,
-                extended,
-            ]
+            seen = [self._part(x, device) for x in (tokens, torch.zeros_like(tokens))]
+            seen += [extended, extended]
         return *seen, self.scores, self._part(labels, device), self.layout
 
     def _part(self, x: Tensor, device: torch.device) -> Tensor:
@@ -96,10 +95,9 @@ def train(
     config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
 ) -> dict:
     """Run some steps. Return medians of their times, their losses, and the peak of memory."""
-    kind, options = CPMAnt if row.is_ant else CPMBee, {"flash": args.kernel}
-    engine = _engine(
-        args.engine, lambda: kind(config, row.sp, Saving(checkpointing), **options), machine
-    )
+    kind = CPMAnt if row.is_ant else CPMBee
+    build = partial(kind, config, row.sp, Saving(checkpointing), flash=args.kernel)
+    engine = _engine(args.engine, build, machine)
     seconds, losses, norms = [], [], []
     for step in range(args.steps):
         arguments = row.arguments(step, machine.device)
@@ -114,11 +112,8 @@ def train(
     mask = row.scores.mask
     flops = step_flops(config, mask.seq_len, mask.area * config.num_attentions)
     found = {"step_s": step_s, "tokens_per_s_per_gpu": mask.seq_len / step_s / machine.size}
-    found |= {
-        "tflops_per_rank": flops / machine.size / step_s / 1e12,
-        "losses": losses,
-        "grad_norms": norms,
-    }
+    found["tflops_per_rank"] = flops / machine.size / step_s / 1e12
+    found |= {"losses": losses, "grad_norms": norms}
     if peak := peak_tflops(machine.device, machine.dtype):
         found["mfu"] = found["tflops_per_rank"] / peak
     if machine.cuda:

@@ -33,12 +33,10 @@ class Machine:
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cpu")
         if self.cuda:  # ranks may share a GPU, to compute errors only
-            self.device = torch.device(
-                "cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-            )
-        self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        if self.cuda:
+            number = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+            self.device = torch.device("cuda", number)
             torch.cuda.set_device(self.device)
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.name = torch.cuda.get_device_name() if self.cuda else cpu_name()
@@ -166,12 +164,8 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     if "BENCH_COMMIT" in os.environ:
         return os.environ["BENCH_COMMIT"]
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.stdout.strip() or "unknown"
 
 
@@ -186,11 +180,15 @@ def record(rows: Iterable[dict], file: Path, gpu_name: str, rank: int = 0) -> bo
     Return whether no row has an error.
     """
     common, good = origin(gpu_name), True
+    file.parent.mkdir(parents=True, exist_ok=True)
     for row in rows:
         good &= "error" not in row
         if rank == 0:
-            append(file, row | common)
-            show(row)
+            text = json.dumps(row | common, separators=(",", ":"))
+            with open(file, "a") as lines:
+                lines.write(text + "\n")
+            short = json.loads(json.dumps(row), parse_float=lambda number: round(float(number), 5))
+            print(" ".join(f"{key}={value}" for key, value in short.items()), flush=True)
     return good
 
 
@@ -205,23 +203,3 @@ def pretrain(gpus: int, options: dict[str, Any], more: Iterable[str]) -> list[st
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     script = str(ROOT / "train/pretrain.py")
     return [sys.executable, *launcher, script, *(word for pair in pairs for word in pair), *more]
-
-
-def append(file: Path, row: dict) -> None:
-    """Append a line of JSON."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a") as lines:
-        lines.write(json.dumps(row, separators=(",", ":")) + "\n")
-
-
-def show(row: dict) -> None:
-    """Print a row."""
-    print(" ".join(f"{key}={_rounded(value)}" for key, value in row.items()), flush=True)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
-    return round(value, 5) if isinstance(value, float) else value

@@ -39,60 +39,57 @@ class Section(NamedTuple):
     topic: str
     title: str
     command: str
+    note: str = ""
 
 
+_TWO_HOSTS = "A double ring: two halves of a host, with a slow link between them"
+_MEDIANS = "medians over steps"
 # Names of files -> their section. The first pattern that fits counts.
 SECTIONS = {
-    "attention-*-masks*": Section("masks", "Packed documents and windows", "`bash bench/bench.sh`"),
-    "attention-*": Section(
-        "attention", "Attention over the GPUs of a host", "`bash bench/bench.sh`"
-    ),
-    "double-ring-*": Section(
-        "attention",
-        "A double ring: two halves of a host, with a slow link between them",
-        "`bash bench/bench.sh --two-hosts`",
-    ),
-    "usp-*": Section(
-        "attention", "USP: ring degree x Ulysses degree", "`bash bench/bench.sh --usp`"
-    ),
-    "bias-*": Section("masks", "Scores with a bias", "`bench/attention.py --masks bee`"),
-    "balance-*": Section("masks", "How evenly layouts share out work", "`bench/balance.py`"),
-    "planning-*": Section(
-        "masks", "Time to plan a new mask, on the host of a rank", "`bench/planning.py`"
-    ),
-    "kernels-*": Section("time", "Kernels alone, on one GPU", "`bench/kernels.py`"),
+    "attention-*-masks*": Section("masks", "Packed documents and windows", "bash bench/bench.sh"),
+    "attention-*": Section("attention", "Attention over the GPUs of a host", "bash bench/bench.sh"),
+    "double-ring-*": Section("attention", _TWO_HOSTS, "bash bench/bench.sh --two-hosts"),
+    "usp-*": Section("attention", "USP: ring degree x Ulysses degree", "bash bench/bench.sh --usp"),
+    "bias-*": Section("masks", "Scores with a bias", "bench/attention.py --masks bee"),
+    "balance-*": Section("masks", "How evenly layouts share out work", "bench/balance.py"),
+    "planning-*": Section("masks", "Time to plan a new mask on the host", "bench/planning.py"),
+    "kernels-*": Section("time", "Kernels alone, on one GPU", "bench/kernels.py"),
     "value-heads-*": Section(
         "time",
         "Values with a smaller head size, on one GPU",
-        "`bench/kernels.py --value-dim`, medians of twelve rounds",
+        "bench/kernels.py --value-dim",
+        "medians of twelve rounds",
     ),
-    "one-rank-*": Section("time", "One rank of a ring with imagined peers", "`bench/one_rank.py`"),
+    "one-rank-*": Section("time", "One rank of a ring with imagined peers", "bench/one_rank.py"),
     "timeline-*": Section(
-        "time", "Where the time of a forward and backward goes", "`bench/timeline.py`"
+        "time", "Where the time of a forward and backward goes", "bench/timeline.py"
     ),
     "host-time-*": Section(
         "time",
         "Time of a call on the host of a rank",
-        "`bench/host_time.py`, medians of nine rounds of ten calls",
+        "bench/host_time.py",
+        "medians of nine rounds of ten calls",
     ),
     "power-*": Section(
         "time",
         "Power and clocks during the measurements",
-        "`nvidia-smi`, samples of a second above 500 W",
+        "nvidia-smi",
+        "samples of a second above 500 W",
     ),
-    "sparse-*": Section("sparse", "Sparse and dense attention", "`bench/sparse.py`"),
+    "sparse-*": Section("sparse", "Sparse and dense attention", "bench/sparse.py"),
     "longest-*": Section(
         "sparse",
         "The longest step with sparse attention",
-        "`bench/training.py --steps 1 --warm-up 0`",
+        "bench/training.py --steps 1 --warm-up 0",
     ),
-    "training-*": Section("training", "Pretraining", "`bench/training.py`, medians over steps"),
+    "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
     "live-training-*": Section(
         "training",
         "Training CPM-Bee and CPM-Ant",
-        "`bench/live_training.py`, medians over steps on one row",
+        "bench/live_training.py",
+        f"{_MEDIANS} on one row",
     ),
-    "saving-*": Section("training", "How long a save stops training", "`bench/saving.py`"),
+    "saving-*": Section("training", "How long a save stops training", "bench/saving.py"),
 }
 
 # The pages: their titles, and what results.md says about them.
@@ -186,8 +183,9 @@ def _links() -> str:
 def _file_text(file: Path, section: Section, usual_versions: str) -> str:
     """Return the text of a file: what it was measured with, its plot, and its tables."""
     rows = read_rows([file])
+    way = f"`{section.command}`" + f", {section.note}" * bool(section.note)
     facts = [_machine(rows)] + [x for x in [_versions(rows)] if x != usual_versions]
-    origin = tables.fill(f"`{file.name}`, by {section.command}: {', '.join(facts)}.")
+    origin = tables.fill(f"`{file.name}`, by {way}: {', '.join(facts)}.")
     plots = [f"![TFLOP/s over the sequence length]({file.stem}.svg)"] * bool(several_lengths(rows))
     return "\n\n".join([origin, *plots, report(rows)])
 
