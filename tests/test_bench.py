@@ -12,29 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import live_rows, saving, training
+from bench import live_rows, other_tables, saving, tables, training
 from bench.balance import least, unevenness
 from bench.balance import masks as balanced_masks
 from bench.implementations import Case
-from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
-from bench.other_tables import (
-    host_time_table,
-    planning_table,
-    sparse_training_table,
-    training_table,
-    usp_table,
-    value_heads_table,
-)
+from bench.masks import PACKINGS, mask_of, packing, share_of
 from bench.sparse import SparseCase, count_overlap, walk
-from bench.tables import (
-    bias_table,
-    error_table,
-    kernels_table,
-    masks_table,
-    one_rank_table,
-    read_rows,
-    sparse_table,
-)
+from bench.tables import read_rows
 from bench.timeline import Activity, breakdown
 from bmt_burst import InfLLMV2, Layout, Mask
 from bmt_burst.scores import is_one_row
@@ -76,7 +60,7 @@ def test_benchmark_runs_and_reports(tmp_path):
         assert {r["impl"] for r in measured if r["mask"] == mask} == {"bmt_burst", "kernel alone"}
     wrong = [r for r in rows if r["kind"] == "errors" and "unavailable" not in r]
     assert max(r[name] for r in wrong for name in ("out", "dq", "dk", "dv")) < 1e-5
-    assert masks_table(rows).startswith(
+    assert tables.masks_table(rows).startswith(
         "| 128 tokens | kernel | documents 256 | documents long | window 40 |\n"
     )
     code, report = run_script(None, "bench/report.py", tmp_path / "rows.jsonl")
@@ -97,7 +81,7 @@ def test_one_rank_of_many(tmp_path):
     assert ranks == [
         *itertools.product(("causal", "documents 1K"), (0, 7), ("bmt_burst", "ulysses"))
     ]
-    assert one_rank_table(rows).count("| 8 | 1 | 4:2 x 16 |") == 4
+    assert tables.one_rank_table(rows).count("| 8 | 1 | 4:2 x 16 |") == 4
 
 
 @pytest.mark.slow
@@ -120,7 +104,7 @@ def test_sparse_and_dense_attention(tmp_path):
         else:  # of so few queries, with new keys of imagined peers in each call
             assert row["overlap"] == pytest.approx(0.8, abs=0.1)
             assert row["visible_pairs"] < Mask.causal(256).area
-    assert sparse_table(rows).count("\n| one rank of 8 | 1 | 64 | 4:2 x 16 | ") == 3
+    assert tables.sparse_table(rows).count("\n| one rank of 8 | 1 | 64 | 4:2 x 16 | ") == 3
 
 
 def test_a_random_walk_forgets_as_its_steps_say():
@@ -164,8 +148,7 @@ def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, rank
     # the same in every process: the generator's seed is a text
     assert lengths == packing(name, seq_len)
     assert sum(lengths) == seq_len
-    long = 3 * seq_len // 4
-    assert max(lengths) <= seq_len // 4 or (name, max(lengths)) == ("long", long)
+    assert max(lengths) <= (3 * seq_len // 4 if name == "long" else seq_len // 4)
     whole = mask_of(f"documents {name}", seq_len)
     share = share_of(f"documents {name}", seq_len, ranks)
     assert share.seq_len == seq_len // ranks
@@ -174,12 +157,6 @@ def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, rank
     elif seq_len > 100:
         # a few long documents have most of the pairs of "700", so few shares come near the mean
         assert abs(share.area * ranks / whole.area - 1) < (0.05 if name == "700" else 0.025)
-
-
-@pytest.mark.parametrize("name", ["documents 256", "window 64", "causal"])
-def test_ranks_are_measured_with_the_mask_that_their_layout_balances(name):
-    assert Case(8192, 1, 4, 2, 16, name, "cpu").visible == mask_of(name, 8192)
-    assert balanced(name, 8192, 2).seq_len == 8192
 
 
 @pytest.mark.parametrize("seq_len", [1 << 14, 1 << 18])
@@ -206,21 +183,17 @@ def test_a_row_of_a_bee_is_packed_as_its_description_says(seq_len):
 
 
 def test_fields_of_a_bee_follow_its_segments():
-    fields, at = live_rows.bee_fields(512), 0
-    for number, (span, sample, segments) in enumerate(live_rows.instances(512)):
-        for segment, tokens in enumerate(segments):
-            expected = {
-                "span": span,
-                "sample_ids": sample,
-                "segment": segment,
-                "segment_rel_offset": 81 * number,
-                "context": segment != 8 or sample > 0,
-                "num_segments": 9,
-            }
-            for name, value in expected.items():
-                assert fields[name][at : at + tokens].eq(value).all(), (name, number, segment)
-            at += tokens
-    assert fields["length"] == at
+    fields = live_rows.bee_fields(512)
+    names = ("span", "sample_ids", "segment", "segment_rel_offset", "context", "num_segments")
+    expected = [
+        (span, sample, segment, 81 * number, segment != 8 or sample > 0, 9)
+        for number, (span, sample, segments) in enumerate(live_rows.instances(512))
+        for segment, tokens in enumerate(segments)
+        for _ in range(tokens)
+    ]
+    assert fields["length"] == len(expected)
+    found = [fields[name][: len(expected)].tolist() for name in names]
+    assert [*zip(*found, strict=True)] == expected
     relation = fields["segment_rel"].view(-1, 9, 9)
     assert relation.eq(relation[0]).all()
     # A key is one level below the root and one above its value; two values are three levels apart
@@ -243,15 +216,15 @@ def test_a_bias_is_compared_with_the_same_pairs_without():
     biased = rated("bmt_burst", 2.0, 8.0, **bias, dense_bias_gib=1.0)
     plain = rated("bmt_burst without a bias", 1.0, 4.0, peak_extra_gib=0.25)
     case = "| 2 | 4K | 4:4 x 16 | bee | bmt_burst | fa4, triton | 25.0 | 2.0 | 50 | 50 | 50 |"
-    assert bias_table([biased, plain]).splitlines()[2:] == [f"{case} 0.5 | 0.25 | 1 |"]
-    assert bias_table([biased, plain | {"seq_len": 8192}]) == ""
+    assert tables.bias_table([biased, plain]).splitlines()[2:] == [f"{case} 0.5 | 0.25 | 1 |"]
+    assert tables.bias_table([biased, plain | {"seq_len": 8192}]) == ""
 
 
 def test_kernels_are_compared_with_the_first():
     times = (("fa4", 1.0), ("x", 4.0))
     rows = [rated("kernel alone", ms, 4 * ms, kind="kernels", kernel=name) for name, ms in times]
     expected = "| 4K | 4:4 x 16 | bee | x | 25 | 20.8 | 21.9 | 25 | 25 | 25 | fa4 |"
-    assert kernels_table(rows).splitlines()[3] == expected
+    assert tables.kernels_table(rows).splitlines()[3] == expected
 
 
 @pytest.mark.slow
@@ -276,8 +249,8 @@ def test_a_bias_is_measured(tmp_path):
     assert {r["impl"] for r in wrong if "dtable" in r} == {"bmt_burst", "ulysses"}
     errors = [r.get(name, 0) for r in wrong for name in ("out", "dq", "dk", "dv", "dtable")]
     assert max(errors) < 1e-5
-    assert bias_table(rows).count("\n| 2 | 128 | ") == 4
-    assert error_table(rows).splitlines()[0].endswith(" | dtable |")
+    assert tables.bias_table(rows).count("\n| 2 | 128 | ") == 4
+    assert tables.error_table(rows).splitlines()[0].endswith(" | dtable |")
 
 
 @pytest.mark.slow
@@ -291,9 +264,13 @@ def test_kernels_take_turns(tmp_path):
     assert found == [*itertools.product((4, 2), ("cpu", "reference"))]
     assert all("not on a GPU" in r["unavailable"] for r in rows if r["kernel"] == "triton")
     # a backward's time is a difference, so on a busy machine it may be negative and have no rate
-    assert len(re.findall(r" \| 100 \| (?:100|nan) \| 100 \| cpu \|", kernels_table(rows))) == 2
+    assert (
+        len(re.findall(r" \| 100 \| (?:100|nan) \| 100 \| cpu \|", tables.kernels_table(rows))) == 2
+    )
     rows, _ = measure(1, "kernels.py --kernels cpu --head-dim 24 --value-dim 16", tmp_path)
-    assert value_heads_table(rows).splitlines()[2].startswith("| 64 | 24:16 | 4 | cpu | ")
+    assert (
+        other_tables.value_heads_table(rows).splitlines()[2].startswith("| 64 | 24:16 | 4 | cpu | ")
+    )
 
 
 @on_cpus
@@ -305,7 +282,9 @@ def test_host_time_of_real_and_imagined_peers(tmp_path):
         *((8, "imagined", strategy) for strategy in ("ring", "one-call", "ulysses")),
     ]
     assert all(0 < r["forward_ms"] < 1.5 * r["both_ms"] and not r["shared_gpu"] for r in rows)
-    assert host_time_table(rows).count("| imagined | 32 | 1 | 4:2 x 16 | bmt_burst ") == 3
+    assert (
+        other_tables.host_time_table(rows).count("| imagined | 32 | 1 | 4:2 x 16 | bmt_burst ") == 3
+    )
 
 
 @pytest.mark.slow
@@ -318,7 +297,12 @@ def test_training_benchmark_of_cpm_live(tmp_path):
         folder.mkdir()
         command = f"live_training.py --models cpm-bee-tiny cpm-ant-tiny {options}"
         rows, _ = measure(size, command, folder)
-        assert training_table(rows).count(f" | 2 | torch | {size} | 256 | packed instances | ") == 4
+        assert (
+            other_tables.training_table(rows).count(
+                f" | 2 | torch | {size} | 256 | packed instances | "
+            )
+            == 4
+        )
         results[size] = {(row["model"], row["checkpointing"]): row for row in rows}
     for case, row in results[2].items():
         assert row["targets"] > 0
@@ -338,16 +322,10 @@ def test_balance():
 
 def test_planning(tmp_path):
     rows, _ = measure(None, "planning.py --masks 1 --memory-masks 300", tmp_path)
-    assert planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
+    assert other_tables.planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
     *planned, memory = rows
     assert all(row["total_ms"] >= max(row["ms"].values()) for row in planned)
     assert memory["blocks_more"] < 10 * 300  # a mask and its plan take hundreds each
-
-
-def test_rows_from_before_there_were_documents_are_read(tmp_path):
-    old = [{"kind": "attention", "causal": causal} for causal in (True, False)]
-    (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
-    assert [row["mask"] for row in read_rows([tmp_path / "old.jsonl"])] == ["causal", "full"]
 
 
 def test_sparse_training_is_compared_with_equal_dense_training():
@@ -357,7 +335,7 @@ def test_sparse_training_is_compared_with_equal_dense_training():
     sparse = run | {"sparse": {"topk": 3}, "tokens_per_s_per_gpu": 250.0}
     others = {"mask": "documents", "batch_size": 4, "engine": "bmtrain", "checkpointing": "none"}
     unequal = [sparse | {name: value} for name, value in others.items()]
-    assert sparse_training_table([dense, run, sparse, *unequal]).splitlines()[2:] == [
+    assert other_tables.sparse_training_table([dense, run, sparse, *unequal]).splitlines()[2:] == [
         "| m, 2 layers, 64K tokens, full checkpointing | 100 | 250 | 2.5 x |"
     ]
 
@@ -490,7 +468,7 @@ def test_benchmark_of_usp(tmp_path):
     found = [(r["mask"], r["impl"]) for r in rows if "ring_degree" in r and "fwd_ms" in r]
     cuts = ("usp 4 x 1", "usp 2 x 2", "usp 1 x 4")
     assert found == [*itertools.product(("causal", "full"), cuts)]
-    lines = usp_table(rows).splitlines()
+    lines = other_tables.usp_table(rows).splitlines()
     assert lines[0].startswith("| GPUs | ring degree | Ulysses degree | causal, 128 tokens, 4:2 x")
     assert [line[:13] for line in lines[2:]] == ["| 4 | 4 | 1 |", "| 4 | 2 | 2 |", "| 4 | 1 | 4 |"]
 
@@ -508,44 +486,39 @@ def launch(command, **options) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, code, said, "")
 
 
-def benchmark(monkeypatch, options, *more) -> int:
-    """Run bench/training.py with some options in this process, and return its exit code."""
-    arguments = [*options.split(), *map(str, more)]
-    monkeypatch.setattr(sys, "argv", ["bench/training.py", *arguments])
-    return training.main()
-
-
 @pytest.mark.slow
 @on_cpus
 def test_training_benchmark(tmp_path, monkeypatch):
     texts = [json.dumps({"text": f"document {i}"}) for i in range(500)]
     (tmp_path / "text.jsonl").write_text("\n".join(texts))
     prepare("--input", tmp_path / "text.jsonl", "--output", tmp_path / "data")
-    output = tmp_path / "rows.jsonl"
     monkeypatch.setattr(training, "subprocess", SimpleNamespace(run=launch))
-    files = ["--data", tmp_path / "data/train", "--output", output]
+    files = f"--data {tmp_path}/data/train --output {tmp_path}/rows.jsonl"
+
+    def benchmark(options):
+        monkeypatch.setattr(sys, "argv", ["bench/training.py", *shlex.split(options)])
+        return training.main()
+
     full = "--gpus 2 --checkpointing full --checkpointing-every 2 --mlp-tile 9"
-    more = ["--", "--layout", "striped", "--documents", "mask"]
-    code = benchmark(monkeypatch, f"{full} --seq-len 64 --steps 4 --layers 2", *files, *more)
-    [row] = read_rows([output])
+    more = ["--layout", "striped", "--documents", "mask"]
+    options = f"{full} {files} --seq-len 64 --steps 4 --layers 2 -- {shlex.join(more)}"
+    code, [row] = benchmark(options), read_rows([tmp_path / "rows.jsonl"])
     assert code == 0, row
-    assert row["checkpointing"] == "full"
     assert (row["kind"], row["layers"], row["sp"], row["seq_len"]) == ("train", 2, 2, 64)
-    assert row["more"] == more[1:]
-    names = "model", "engine", "gpus", "tokens_per_s_per_gpu", "step_s", "versions", "commit"
-    assert row.keys() >= {*names}
-    assert len(row["losses"]) == 4
+    assert (row["checkpointing"], row["more"], len(row["losses"])) == ("full", more, 4)
+    assert row.keys() >= {"engine", "tokens_per_s_per_gpu", "step_s", "versions", "commit"}
     shown = "| cpm-tiny | 2 | torch | 2 | 64 | documents | full, every 2, tiles of 9 | "
-    assert shown in training_table([row])
+    assert shown in other_tables.training_table([row])
     small = {"block_size": 4, "kernel_size": 4, "kernel_stride": 2, "window_size": 8, "topk": 3}
-    sparse = ["--sparse", json.dumps(small | {"dense_len": 32}), *files, "--documents", "ignore"]
+    small["dense_len"] = 32
     once = "--gpus 1 --checkpointing full unknown --seq-len 64 --layers 1 --steps 2 --warm-up 1"
-    sparse.insert(-2, "--")
-    assert benchmark(monkeypatch, once, *sparse) == 1
-    _, row, failed = read_rows([output])
+    options = f"{once} {files} --sparse '{json.dumps(small)}' -- --documents ignore"
+    assert benchmark(options) == 1
+    _, row, failed = read_rows([tmp_path / "rows.jsonl"])
     assert "invalid choice: 'unknown'" in failed["error"]
-    assert row["sparse"] == InfLLMV2(**small, dense_len=32).to_dict()
-    assert "| cpm-tiny | 1 | torch | 1 | 64 | causal, sparse | full | " in training_table([row])
+    assert row["sparse"] == InfLLMV2(**small).to_dict()
+    shown = "| cpm-tiny | 1 | torch | 1 | 64 | causal, sparse | full | "
+    assert shown in other_tables.training_table([row])
 
 
 def test_the_stop_of_a_save_is_what_the_next_step_takes_longer():
