@@ -1,4 +1,4 @@
-"""Measures attention over sequences that are cut over ranks, ours beside peers.
+"""Measures attention over sequences that are cut over ranks: ours and that of peers.
 
 bench.sh runs it, or:
 
@@ -147,14 +147,14 @@ def measure(
             "fwd_ms": partial(forward, attention, tensors),
             "fwd_bwd_ms": partial(step, attention, tensors, dout),
         }
-        machine.say(f"{contestant.row['impl']}, first calls")
+        machine.report(f"{contestant.row['impl']}, first calls")
         if failure := machine.attempt(lambda: [work() for work in works.values()]):  # noqa: B023
             yield contestant.row | {"unavailable": failure}
         else:
             once = {name: machine.once_ms(work) for name, work in works.items()}
             runs.append((contestant, works, once, {name: [] for name in works}))
     for number in range(_ROUNDS):
-        machine.say(f"round {number + 1} of {_ROUNDS}")
+        machine.report(f"round {number + 1} of {_ROUNDS}")
         for _, works, once, times in runs:
             for name, work in works.items():
                 if number and once[name] > slow_ms:
@@ -369,7 +369,7 @@ def _all_errors(
                 continue
             facts = facts_of(case, machine, implementation.kernel)
             row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
-            machine.say(name)
+            machine.report(name)
             if failure := machine.attempt(
                 lambda: row.update(errors(case, implementation, ranks, machine))  # noqa: B023
             ):

@@ -2,7 +2,7 @@
 
     python bench/balance.py --output bench/results/balance-cpu.jsonl
 
-Unevenness is the most work of a rank beside the mean, less 1. No layout can have less than 0. For
+Unevenness is the most work of a rank over the mean, less 1. No layout can have less than 0. For
 2 and 3 ranks, "chunks" is the least that any assignment of 12 equal chunks has, by trying all.
 """
 

@@ -16,8 +16,8 @@
 # more on eight GPUs, most of it for a million tokens.
 #
 # It takes the Python that is active, else the one that train/install_gpu.sh made. Without torch, it installs it. Raw rows
-# go to bench/results/, and bench/attention.py says what they hold. On a machine without GPUs it runs a tiny version, which
-# says nothing about speed.
+# go to bench/results/, and bench/attention.py describes them. On a machine without GPUs it runs a tiny version, which
+# does not measure speed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

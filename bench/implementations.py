@@ -216,7 +216,7 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -
 
 @cache
 def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
-    """Enter torch's context_parallel and stay in it, because the backward must run inside, too.
+    """Enter torch's context_parallel and stay in it, because the backward must also run inside.
 
     Nothing else here uses torch's attention. It needs a buffer to cut, of 2 tokens for each rank.
     """

@@ -12,8 +12,7 @@ root:
     {"document": 70 to 90 % of the tokens, "notes": the rest,
      "prompt": 100 tokens, "<ans>": 5 to 20 %, predicted}
 
-The longest span has two samples in context beside its main one, a quarter of it each, whose answers
-are given.
+The longest span also has two samples in context, a quarter of it each. Their answers are given.
 
 Try `python -c "from bench.live_rows import instances; print(instances(65536))"`.
 """

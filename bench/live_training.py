@@ -7,7 +7,7 @@ Each setting has a row of JSON, as in bench/training.py: peak memory, and median
 after --warm-up of tokens a second and GPU, MFU and seconds a step. FLOPs are those of
 train/run/flops.py, which count only visible pairs. All ranks share one row, in the layout that
 balances its work. Every step has the same row with new tokens. With --layers models have fewer
-layers than their presets, as the row says.
+layers than their presets, and the row states it.
 
 This measures only the model and its engine. Pretraining also reads data and saves.
 """
@@ -130,7 +130,7 @@ def _engine(name: str, build: Callable[[], nn.Module], machine: Machine) -> Engi
 
 
 def _join_bmtrain() -> None:
-    """Start BMTrain's groups beside torch.distributed, which the measurements use."""
+    """Start BMTrain's groups. The measurements use those of torch.distributed."""
     # NCCL's way to run several communicators at once
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     import bmtrain
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
                 "measured_steps": args.steps - args.warm_up,
             }
             machine.at = f"{name}, {config.num_layers} layers, {seq_len:,} tokens, {checkpointing}"
-            machine.say("training")
+            machine.report("training")
             yield facts | _outcome(config, row, args, checkpointing, machine)
 
 

@@ -46,7 +46,7 @@ class Machine:
         self.at = ""  # what is being measured
         self.began = time.monotonic()
 
-    def say(self, what: str) -> None:
+    def report(self, what: str) -> None:
         """Tell the user about progress."""
         if self.rank == 0:
             seconds = time.monotonic() - self.began

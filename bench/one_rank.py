@@ -7,8 +7,8 @@ This leaves the block kernels, the kernels that merge and sum, and the host: the
 can reach with any links. Each of a few ranks has a row, as in bench/attention.py, with its own
 "kind". It also has a profile of a forward and backward by kind of work (see bench/timeline.py).
 
-Imagined peers repeat what this rank says. Therefore all ranks must have equally many tokens, as
-they have if the lengths divide.
+Imagined peers answer each message with the same one. So all ranks must have equally many tokens,
+as they have if the lengths divide.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 With packed documents every step has a new mask and pays this: the mask and its digest, the balanced
 layout and what ranks compare of it, and the plan of one rank's forward and backward. Rows have
 medians over many random masks, in milliseconds, of each part and of their sum. They are CPU time,
-so that other processes do not count. Nothing here waits. The last row says whether memory grows
+so that other processes do not count. Nothing here waits. The last row shows whether memory grows
 with the number of masks.
 """
 

@@ -92,16 +92,16 @@ SECTIONS = {
     "saving-*": Section("training", "How long a save stops training", "bench/saving.py"),
 }
 
-# The pages: their titles, and what results.md says about them.
+# The pages: their titles, and their descriptions on results.md.
 TOPICS = {
-    "attention": ("Several GPUs", "more lengths and strategies, 4 and 8 GPUs, a double ring, USP"),
+    "attention": ("Several GPUs", "lengths and strategies, 4 and 8 GPUs, a double ring, USP"),
     "masks": ("Masks and biases", "documents, windows, biases, balance, the time to plan a mask"),
     "time": ("Where the time goes", "kernels, one rank without communication, the host, power"),
     "sparse": ("Sparse attention", "InfLLM-V2 compared with dense attention"),
     "training": ("Training", "whole steps, CPM-Bee and CPM-Ant, saves"),
 }
 
-HEADLINES = (  # files whose sections are on results.md itself
+HEADLINES = (  # the sections of these files are on results.md itself
     "attention-2-nvidia-h200",
     "attention-2-nvidia-h200-masks",
     "training-2-nvidia-h200",
@@ -122,14 +122,14 @@ a section for each file. No file is on two pages.
   mean of consecutive calls.
 - **GiB** is the peak of memory beyond the inputs.
 - **"kernel alone"** is one GPU that computes as many tokens as a rank has, in one call.
-  `bench/masks.py` says with which mask. **"FA4 varlen"** is FlashAttention-4's own function for the
+  `bench/masks.py` describes its mask. **"FA4 varlen"** is FlashAttention-4's own function for the
   same.
 - **The mask "bee"** is a row of CPM-Bee's long-context training with its bias
   (`bench/live_rows.py`). "without a bias" computes the same pairs without it. The kernel with a
   bias computes the pairs "by table"; some of these depend on segments ("by segments"), the others
   on distance alone.
-- **Sparse attention** is InfLLM-V2. "80% overlap": of the blocks that a query chose by score, the
-  next query chose 80 %. "random": queries choose independently (`bench/sparse.py`).
+- **Sparse attention** is InfLLM-V2. "80% overlap": the next query also chose 80 % of the
+  blocks that a query chose by score. "random": queries choose independently (`bench/sparse.py`).
 {versions}
 """
 
@@ -150,7 +150,7 @@ def pages() -> dict[str, str]:
     texts = {"results.md": _INTRODUCTION.format(topics=_links(), versions=stated)}
     for topic, (title, _) in TOPICS.items():
         texts[f"results-{topic}.md"] = (
-            f"# Results: {title}\n\n[results.md](results.md) says how everything is measured.\n"
+            f"# Results: {title}\n\n[How it is measured](results.md#how-it-is-measured)\n"
         )
     for file in files:
         section = section_of(file)

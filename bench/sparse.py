@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 1 bench/sparse.py --output bench/results/sparse-mine.jsonl
     torchrun --nproc-per-node 2 bench/sparse.py --output bench/results/sparse-mine.jsonl
 
-The cases, of which --cases chooses some:
+--cases chooses from these cases:
 
     batch     a batch of --batch sequences of --batch-tokens tokens on one GPU
     one-rank  one rank of --size imagined ones, for each of --lengths (see bench/one_rank.py)
@@ -15,8 +15,8 @@ sparse attention count the pairs that it attends to, without the choice. "fwd_ms
 choice. Calls of more than 2 seconds are measured once, not in several rounds.
 
 Sparse attention chooses by queries and keys of its own ("choose_by"), which are made so that the
-choices of neighbouring queries overlap as --overlaps says. 0.8 means: of the blocks that a query
-chose by score, the next query chose 80 %. The keys are random. The queries of a head are a random
+choices of neighbouring queries overlap by --overlaps. 0.8 means: the next query also chose 80 % of
+the blocks that a query chose by score. The keys are random. The queries of a head are a random
 walk over the tokens, which forgets slowly:
 
     q_t = sqrt(1 - step^2) q_(t-1) + step n_t        n_t random and independent
@@ -24,7 +24,7 @@ walk over the tokens, which forgets slowly:
 Calls with several steps find the step that has the wanted overlap. With 0 the step is 1, so the
 queries are independent and far blocks are random. Each row has its "step", and the "overlap" that
 was measured: the mean over all pairs of neighbouring queries of a rank that see more blocks than
-they choose. Blocks that are always chosen do not count. Imagined peers have random keys, too.
+they choose. Blocks that are always chosen do not count. Imagined peers also have random keys.
 
 On a machine without GPUs it runs a tiny version with small constants, which tests the script.
 """
@@ -63,7 +63,7 @@ _SLOW_MS = 2000.0
 _AMPLITUDE = 8.0  # of queries: a head's scores of compressed keys differ by factors
 _TRIES = 8  # to find the step of a random walk
 _NEAR = 0.005  # an overlap is as wanted
-_AT_ONCE = 512  # queries whose overlap is computed at once
+_AT_ONCE = 512  # the overlap of so many queries is computed at once
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def count_overlap(chosen: Tensor, positions: Tensor, sparse: InfLLMV2) -> Tensor
     chosen     (B, S, G, N) int32, -1 for no block
     positions  (S,) rising
 
-    Return (2,) float64: those that the next query chose, too, and all.
+    Return (2,) float64: the number that the next query also chose, and the number of all.
     """
     counts = torch.zeros(2, dtype=torch.float64)
     for start in range(0, len(positions) - 1, _AT_ONCE):
@@ -202,10 +202,10 @@ def count_overlap(chosen: Tensor, positions: Tensor, sparse: InfLLMV2) -> Tensor
 def contestants(
     cases: dict[str, SparseCase], place: Place, overlaps: dict[str, float], machine: Machine
 ) -> Iterator[Contestant | dict[str, Any]]:
-    """Yield the attention of each case on this rank, or a row that says why there is none."""
+    """Yield the attention of each case on this rank, or a row with the reason why there is none."""
     sp = place.sp
     for name, case in cases.items():
-        machine.say(f"{name}, {place.peers} peers")
+        machine.report(f"{name}, {place.peers} peers")
         layout = Layout.named("zigzag", case.seq_len, sp.size)
         row = {
             "kind": "sparse",

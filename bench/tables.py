@@ -125,7 +125,7 @@ def attention_tables(rows: list[Row]) -> str:
     rates = ["fwd TFLOP/s", "bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone"]
     header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", *rates, "GiB"]
     for case, group in attention_groups(rows).items():
-        lines = [_line(row, shown, rows) for row, shown in _beside_yardsticks(rows, group)]
+        lines = [_line(row, shown, rows) for row, shown in _with_yardsticks(rows, group)]
         parts.append(f"### {describe(case)}\n\n" + table(header, lines))
     return "\n\n".join(parts)
 
@@ -147,7 +147,7 @@ def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
     ]
 
 
-def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
+def _with_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
     """Return pairs (row, row) of a group, and before each length pairs (row, yardstick)."""
     found: dict[tuple, tuple[Row, Row]] = {}
     for row in sorted(group, key=lambda row: row["seq_len"]):

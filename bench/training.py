@@ -6,8 +6,8 @@
 
 Each setting has a row of JSON, with the mask and medians over the steps after --warm-up: tokens a
 second and GPU, MFU (train/run/flops.py has its formula), seconds of a step and of its parts, peak
-memory, and the balance of the ranks' work. All GPUs share each sequence, unless --sp-size says
-otherwise. With --layers the model has fewer layers than its preset, as the row says. On a machine
+memory, and the balance of the ranks' work. All GPUs share each sequence, unless --sp-size is
+given. With --layers the model has fewer layers than its preset, and the row states it. On a machine
 without GPUs ranks are CPU processes.
 
 Sparse and dense attention, where each sequence is one document:

@@ -26,7 +26,7 @@ from examples.plain_ring import scores
 
 def forward(ring, q, k, v, mask):
     out, lse = torch.zeros_like(q), torch.full_like(q[:, :1], -torch.inf)
-    block, held = torch.stack((k, v)), None  # `held` is the delivery whose memory has the block
+    block, held = torch.stack((k, v)), None  # `held` is the delivery that owns the block
     for hop in range(ring.size):
         arriving = start(ring, block) if hop + 1 < ring.size else None
         s = scores(ring, hop, q, block[0], mask)

@@ -31,19 +31,23 @@ KEYS = {
     *("bwd_tflops_per_gpu", "fwd_bwd_tflops_per_gpu", "visible_pairs", "peak_extra_gib"),
     *("versions", "commit"),
 }
-on_cpus = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it really measures")
+
+
+def on_cpus(test):
+    """Mark a test that runs a whole benchmark, of a tiny size if there are no GPUs."""
+    no_gpus = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it really measures")
+    return pytest.mark.slow(no_gpus(test))
 
 
 def measure(size, command, folder):
-    """Run a script with its options, and return its rows and what it printed."""
+    """Run a script with its options on `size` ranks, and return its rows."""
     script, *options = shlex.split(command)
     output = folder / "rows.jsonl"
     code, said = run_script(size, f"bench/{script}", *options, "--output", output)
     assert code == 0, said
-    return read_rows([output]), said
+    return read_rows([output])
 
 
-@pytest.mark.slow
 @on_cpus
 def test_benchmark_runs_and_reports(tmp_path):
     others = "'bmt_burst low memory' all-gather ulysses 'ring_flash_attn zigzag'"
@@ -51,7 +55,7 @@ def test_benchmark_runs_and_reports(tmp_path):
     measure(2, command, tmp_path)
     masked = "--masks causal full documents window --documents 256 long --windows 40 --no-links"
     command = f"attention.py --tokens-per-gpu 64 --implementations bmt_burst {masked}"
-    rows, _ = measure(2, command, tmp_path)
+    rows = measure(2, command, tmp_path)
     measured = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
     expected = {"bmt_burst", "bmt_burst low memory", "all-gather", "ulysses", "kernel alone"}
@@ -71,12 +75,11 @@ def test_benchmark_runs_and_reports(tmp_path):
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 @on_cpus
 def test_one_rank_of_many(tmp_path):
     masks = "--masks causal documents --documents 1K"
     command = f"one_rank.py --size 8 --ranks 0 7 --variants bmt_burst ulysses {masks}"
-    rows, _ = measure(1, command, tmp_path)
+    rows = measure(1, command, tmp_path)
     ranks = [(r["mask"], r["rank"], r["impl"]) for r in rows if "rank" in r]
     assert ranks == [
         *itertools.product(("causal", "documents 1K"), (0, 7), ("bmt_burst", "ulysses"))
@@ -84,10 +87,9 @@ def test_one_rank_of_many(tmp_path):
     assert tables.one_rank_table(rows).count("| 8 | 1 | 4:2 x 16 |") == 4
 
 
-@pytest.mark.slow
 @on_cpus
 def test_sparse_and_dense_attention(tmp_path):
-    rows, _ = measure(2, "sparse.py --cases batch one-rank ring --lengths 64 256", tmp_path)
+    rows = measure(2, "sparse.py --cases batch one-rank ring --lengths 64 256", tmp_path)
     assert all(r.keys() >= KEYS for r in rows)
     places = [("no", 1, 256), ("imagined", 8, 64), ("imagined", 8, 256)]
     places += [("real", 2, 256), ("imagined", 2, 256)]
@@ -227,12 +229,11 @@ def test_kernels_are_compared_with_the_first():
     assert tables.kernels_table(rows).splitlines()[3] == expected
 
 
-@pytest.mark.slow
 @on_cpus
 def test_a_bias_is_measured(tmp_path):
     names = ["bmt_burst", "bmt_burst without a bias", "ulysses", "torch context_parallel"]
     options = f"--masks bee --no-links --implementations {shlex.join(names)}"
-    rows, _ = measure(2, f"attention.py --heads 4:4 4:2 {options}", tmp_path)
+    rows = measure(2, f"attention.py --heads 4:4 4:2 {options}", tmp_path)
     found = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
     measured = {(r["impl"], r["kv_heads"]): r for r in found}
     assert {impl for impl, _ in measured} == {*names[:3], "kernel alone"}
@@ -253,11 +254,10 @@ def test_a_bias_is_measured(tmp_path):
     assert tables.error_table(rows).splitlines()[0].endswith(" | dtable |")
 
 
-@pytest.mark.slow
 @on_cpus
 def test_kernels_take_turns(tmp_path):
     command = "kernels.py --kernels cpu reference triton --head-dim 24 --heads 4:4 4:2"
-    rows, _ = measure(1, command, tmp_path)
+    rows = measure(1, command, tmp_path)
     measured = [r for r in rows if "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
     found = [(r["kv_heads"], r["kernel"]) for r in measured]
@@ -267,7 +267,7 @@ def test_kernels_take_turns(tmp_path):
     assert (
         len(re.findall(r" \| 100 \| (?:100|nan) \| 100 \| cpu \|", tables.kernels_table(rows))) == 2
     )
-    rows, _ = measure(1, "kernels.py --kernels cpu --head-dim 24 --value-dim 16", tmp_path)
+    rows = measure(1, "kernels.py --kernels cpu --head-dim 24 --value-dim 16", tmp_path)
     assert (
         other_tables.value_heads_table(rows).splitlines()[2].startswith("| 64 | 24:16 | 4 | cpu | ")
     )
@@ -276,7 +276,7 @@ def test_kernels_take_turns(tmp_path):
 @on_cpus
 def test_host_time_of_real_and_imagined_peers(tmp_path):
     measure(2, "host_time.py --tokens-per-gpu 32 --strategies ring", tmp_path)
-    rows, _ = measure(1, "host_time.py --imagined 8 --tokens-per-gpu 32", tmp_path)
+    rows = measure(1, "host_time.py --imagined 8 --tokens-per-gpu 32", tmp_path)
     assert [(r["gpus"], r["peers"], r["strategy"]) for r in rows] == [
         (2, "real", "ring"),
         *((8, "imagined", strategy) for strategy in ("ring", "one-call", "ulysses")),
@@ -287,7 +287,6 @@ def test_host_time_of_real_and_imagined_peers(tmp_path):
     )
 
 
-@pytest.mark.slow
 @on_cpus
 def test_training_benchmark_of_cpm_live(tmp_path):
     options = "--layers 2 --seq-len 256 --steps 3 --warm-up 1 --checkpointing none full"
@@ -296,7 +295,7 @@ def test_training_benchmark_of_cpm_live(tmp_path):
         folder = tmp_path / str(size)
         folder.mkdir()
         command = f"live_training.py --models cpm-bee-tiny cpm-ant-tiny {options}"
-        rows, _ = measure(size, command, folder)
+        rows = measure(size, command, folder)
         assert (
             other_tables.training_table(rows).count(
                 f" | 2 | torch | {size} | 256 | packed instances | "
@@ -321,7 +320,7 @@ def test_balance():
 
 
 def test_planning(tmp_path):
-    rows, _ = measure(None, "planning.py --masks 1 --memory-masks 300", tmp_path)
+    rows = measure(None, "planning.py --masks 1 --memory-masks 300", tmp_path)
     assert other_tables.planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
     *planned, memory = rows
     assert all(row["total_ms"] >= max(row["ms"].values()) for row in planned)
@@ -437,7 +436,6 @@ def two_hosts(rank: int, size: int, *command: str) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
 @on_cpus
 def test_benchmark_of_two_hosts(tmp_path):
     """What bench.sh would run, by ranks that have imported torch already."""
@@ -460,11 +458,10 @@ def test_benchmark_of_two_hosts(tmp_path):
     assert (two.returncode, "4 or more, not 2" in two.stderr) == (2, True)
 
 
-@pytest.mark.slow
 @on_cpus
 def test_benchmark_of_usp(tmp_path):
     """Every way to cut four ranks is measured, and has a line in the table."""
-    rows, _ = measure(4, "usp.py --masks causal full --tokens-per-gpu 32", tmp_path)
+    rows = measure(4, "usp.py --masks causal full --tokens-per-gpu 32", tmp_path)
     found = [(r["mask"], r["impl"]) for r in rows if "ring_degree" in r and "fwd_ms" in r]
     cuts = ("usp 4 x 1", "usp 2 x 2", "usp 1 x 4")
     assert found == [*itertools.product(("causal", "full"), cuts)]
@@ -486,7 +483,6 @@ def launch(command, **options) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, code, said, "")
 
 
-@pytest.mark.slow
 @on_cpus
 def test_training_benchmark(tmp_path, monkeypatch):
     texts = [json.dumps({"text": f"document {i}"}) for i in range(500)]
