@@ -388,6 +388,7 @@ def _error_cases(
 
 def parse_args() -> argparse.Namespace:
     parser = options.make_parser(__doc__)
+    parser.add_argument("--kernel", default="auto")
     options.add_cases(parser, [(32, 32), (32, 8)], [8192, 16384, 32768])
     parser.add_argument(
         "--inner-size", type=int, help="GPUs of a host, for the double ring; by default as they lie"

@@ -57,11 +57,9 @@ def attentions(args: argparse.Namespace, case: Case, size: int) -> Iterator[tupl
     """Yield what is measured, with the facts that tell it apart."""
     peers = {"process_group": ImaginedRing(size // 2, size)} if args.imagined else {}
     for strategy in args.strategies:
-        options = {"mask": case.visible, "layout": "zigzag", "strategy": strategy, **peers}
-        yield (
-            {"impl": f"bmt_burst {strategy}", "strategy": strategy},
-            partial(burst_attn_func, **options),
-        )
+        facts = {"impl": f"bmt_burst {strategy}", "strategy": strategy}
+        chosen = {"mask": case.visible, "layout": "zigzag", "strategy": strategy}
+        yield facts, partial(burst_attn_func, **chosen, **peers)
     if kernels.installed("flash_attn.cute") and torch.cuda.is_available():
         from flash_attn.cute import flash_attn_func
 
@@ -86,8 +84,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
                 "tokens": tokens,
                 **place,
                 **facts_of(case, machine),
-                **facts,
-            }
+            } | facts
             both = partial(step, attention, tensors, dout)
             if reason := machine.attempt(both):
                 yield row | {"unavailable": reason}
@@ -99,7 +96,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 def main() -> None:
     parser = options.make_parser(__doc__)
     parser.add_argument("--imagined", type=int, metavar="N", help="be one rank of N imagined ones")
-    options.add_cases(parser, [(32, 8)], [2048])
+    options.add_cases(parser, [(32, 8)], [2048], ("causal",))
     parser.add_argument("--strategies", nargs="+", default=["ring", "one-call", "ulysses"])
     args, machine = parser.parse_args(), Machine()
     if args.imagined and machine.size != 1:

@@ -124,9 +124,9 @@ def _filled(lengths: Sequence[int], tokens: int) -> list[int]:
     return taken
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --masks, --documents and --windows."""
-    parser.add_argument("--masks", nargs="+", choices=KINDS, default=["causal"])
+def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS) -> None:
+    """Add --masks of these kinds, --documents and --windows."""
+    parser.add_argument("--masks", nargs="+", choices=kinds, default=["causal"])
     parser.add_argument(
         "--documents",
         nargs="+",

@@ -75,9 +75,10 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         machine.at = describe(case, args.size)
         yardsticks = list(alone("one rank", case, args.size, machine))
         yield from measure(yardsticks, case.seq_len // args.size, machine)
+        names = [name for name in args.variants if IMPLEMENTATIONS[name].measures(case, args.size)]
         for rank in ranks:
             machine.at = f"rank {rank} of {args.size}, {describe(case, args.size)}"
-            yield from one_rank(args.variants, case, rank, args.size, machine)
+            yield from one_rank(names, case, rank, args.size, machine)
             gc.collect()
 
 
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, nargs="+", help="measured ones; by default the first, middle and last"
     )
+    parser.add_argument("--kernel", default="auto")
     options.add_cases(parser, [(32, 32), (32, 8)], [8192, 16384, 32768])
     parser.add_argument(
         "--variants", nargs="+", choices=IMPLEMENTATIONS, default=["bmt_burst"], metavar="NAME"

@@ -25,11 +25,17 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_cases(
-    parser: argparse.ArgumentParser, heads: Sequence[tuple[int, int]], tokens: Sequence[int]
+    parser: argparse.ArgumentParser,
+    heads: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    kinds: Sequence[str] = masks.KINDS,
 ) -> None:
-    """Add the options of `cases`, with defaults for GPUs. Without GPUs cases are tiny."""
+    """Add the options of `cases`, with defaults for GPUs. Without GPUs cases are tiny.
+
+    kinds  the kinds of masks that can be measured
+    """
     cuda = torch.cuda.is_available()
-    masks.add_arguments(parser)
+    masks.add_arguments(parser, kinds)
     pairs = list(heads) if cuda else [(4, 2)]
     parser.add_argument("--heads", type=parse_heads, nargs="+", default=pairs, metavar="Q:KV")
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
@@ -42,7 +48,6 @@ def add_cases(
         default=[],
         help="further batch sizes, at the first length",
     )
-    parser.add_argument("--kernel", default="auto")
 
 
 def parse_heads(text: str) -> tuple[int, int]:
@@ -52,9 +57,10 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def cases(args: argparse.Namespace, size: int) -> Iterator[Case]:
-    """Yield the requested cases on `size` ranks."""
+    """Yield the requested cases on `size` ranks, with the kernel of --kernel if there is one."""
+    kernel = getattr(args, "kernel", "auto")
     shapes = [(tokens, 1) for tokens in args.tokens_per_gpu]
     shapes += [(args.tokens_per_gpu[0], batch) for batch in args.batches]
     for mask, (heads, kv_heads) in itertools.product(masks.chosen(args), args.heads):
         for tokens, batch in shapes:
-            yield Case(tokens * size, batch, heads, kv_heads, args.head_dim, mask, args.kernel)
+            yield Case(tokens * size, batch, heads, kv_heads, args.head_dim, mask, kernel)
