@@ -105,12 +105,14 @@ def bwd_rate(row: Row) -> float:
     return 2.5 * row["fwd_tflops_per_gpu"] * row["fwd_ms"] / bwd_ms if bwd_ms > 0 else math.nan
 
 
+def rates(row: Row) -> list[float]:
+    """Return TFLOP/s per GPU of the forward, the backward and both."""
+    return [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
+
+
 def percents(row: Row, other: Row) -> list[float]:
     """Compute a row's rates of forward, backward and both in percent of another row's."""
-    rates = [
-        (r["fwd_tflops_per_gpu"], bwd_rate(r), r["fwd_bwd_tflops_per_gpu"]) for r in (row, other)
-    ]
-    return [100 * mine / its for mine, its in zip(*rates, strict=True)]
+    return [100 * mine / its for mine, its in zip(rates(row), rates(other), strict=True)]
 
 
 def describe(case: tuple) -> str:
@@ -122,8 +124,8 @@ def describe(case: tuple) -> str:
 def attention_tables(rows: list[Row]) -> str:
     """Format a table of each case, with its yardsticks."""
     parts = []
-    rates = ["fwd TFLOP/s", "bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone"]
-    header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", *rates, "GiB"]
+    header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", "fwd TFLOP/s"]
+    header += ["bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone", "GiB"]
     for case, group in attention_groups(rows).items():
         lines = [_line(row, shown, rows) for row, shown in _with_yardsticks(rows, group)]
         parts.append(f"### {describe(case)}\n\n" + table(header, lines))
@@ -139,10 +141,8 @@ def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
         shown["kernel"],
         shown["fwd_ms"],
         shown["fwd_bwd_ms"],
-        shown["fwd_tflops_per_gpu"],
-        bwd_rate(shown),
-        shown["fwd_bwd_tflops_per_gpu"],
-        100 * shown["fwd_bwd_tflops_per_gpu"] / limit["fwd_bwd_tflops_per_gpu"] if limit else "-",
+        *rates(shown),
+        percents(shown, limit)[2] if limit else "-",
         or_dash(shown["peak_extra_gib"]),
     ]
 
@@ -159,20 +159,19 @@ def _with_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]
 
 def peers_table(rows: list[Row]) -> str:
     """Format a causal mask's table: a line for each implementation, a column for each heads."""
-    return _compared(
-        rows,
-        [r for r in measured(rows) if r["mask"] == "causal"],
-        lambda row: f"{heads(row)} heads",
-    )
+    found = [row for row in measured(rows) if row["mask"] == "causal"]
+    return _compared(rows, found, lambda row: f"{heads(row)} heads")
 
 
 def masks_table(rows: list[Row]) -> str:
     """Format documents and windows: a line for each implementation, a column for each mask."""
     found = [r for r in measured(rows) if r["mask"] not in ("causal", "full")]
     several = len({heads(row) for row in found}) > 1
-    return _compared(
-        rows, found, lambda row: f"{row['mask']}, {heads(row)} heads" if several else row["mask"]
-    )
+
+    def column(row: Row) -> str:
+        return f"{row['mask']}, {heads(row)} heads" if several else row["mask"]
+
+    return _compared(rows, found, column)
 
 
 def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -> str:
@@ -187,26 +186,22 @@ def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -
     most = min(
         max(r["seq_len"] for r in found if (r["impl"], r["kernel"]) == name) for name in names
     )
-    lines: dict[tuple, dict[str, str]] = defaultdict(dict)
+    cells: dict[tuple, dict[str, str]] = defaultdict(dict)
     for row in (row for row in found if row["seq_len"] == most):
         for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
-            lines[implementation(shown), shown["kernel"]][column(row)] = _brief(
-                shown, alone(rows, row)
-            )
-    columns = list(dict.fromkeys(name for line in lines.values() for name in line))
-    header = [f"{tokens(most)} tokens", "kernel", *columns]
-    return table(
-        header,
-        [[*line, *(rates.get(name, "") for name in columns)] for line, rates in lines.items()],
-    )
+            line = cells[implementation(shown), shown["kernel"]]
+            line[column(row)] = _brief(shown, alone(rows, row))
+    columns = list(dict.fromkeys(name for line in cells.values() for name in line))
+    lines = [[*facts, *(line.get(name, "") for name in columns)] for facts, line in cells.items()]
+    return table([f"{tokens(most)} tokens", "kernel", *columns], lines)
 
 
 def _brief(row: Row, limit: Row | None) -> str:
     """Return the rates of forward and backward, and the share of the limit for both."""
-    rates = f"{row['fwd_tflops_per_gpu']:.0f} / {bwd_rate(row):.0f}"
+    text = f"{row['fwd_tflops_per_gpu']:.0f} / {bwd_rate(row):.0f}"
     if limit is None or limit is row:
-        return rates
-    return f"{rates} ({row['fwd_bwd_tflops_per_gpu'] / limit['fwd_bwd_tflops_per_gpu']:.0%})"
+        return text
+    return f"{text} ({percents(row, limit)[2]:.0f}%)"
 
 
 def one_rank_table(rows: list[Row]) -> str:
@@ -224,11 +219,10 @@ def one_rank_table(rows: list[Row]) -> str:
         spent = row.get("ms") or dict.fromkeys(("merge", "idle"), 0.0) | {"span": 1.0}
         shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
-        rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
-        rates += [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
+        alone_rates = [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
         case = [row["gpus"], row["batch"], heads(row), row["mask"], row["kernel"]]
         case += [tokens(row["seq_len"]), row["impl"]]
-        lines.append([*case, *rates, *shares, gib])
+        lines.append([*case, *rates(row), *alone_rates, *shares, gib])
     return table(header, lines)
 
 
@@ -335,12 +329,10 @@ def kernels_table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         if row["kind"] == "kernels" and "fwd_ms" in row:
-            limit = first.setdefault(
-                tuple(row.get(name) for name in (*CASE, "seq_len", "commit")), row
-            )
-            rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
-            case = [tokens(row["seq_len"]), heads(row), row["mask"], row["kernel"]]
-            lines.append([*case, *rates, *percents(row, limit), limit["kernel"]])
+            case = tuple(row.get(name) for name in (*CASE, "seq_len", "commit"))
+            limit = first.setdefault(case, row)
+            facts = [tokens(row["seq_len"]), heads(row), row["mask"], row["kernel"]]
+            lines.append([*facts, *rates(row), *percents(row, limit), limit["kernel"]])
     header = ["tokens", "heads", "mask", "kernel", "fwd", "bwd", "fwd+bwd"]
     header += ["fwd %", "bwd %", "fwd+bwd %", "of"]
     return table(header, lines)
