@@ -1,4 +1,4 @@
-"""Measures steps of CPM-Bee and CPM-Ant on a synthetic row of their data (bench/live_rows.py).
+"""Measures steps of CPM-Bee on a synthetic row of its data (bench/live_rows.py).
 
     torchrun --nproc-per-node 2 bench/live_training.py --models cpm-bee-3b --seq-len 65536 \\
         --output bench/results/live-training-mine.jsonl
@@ -40,9 +40,8 @@ from bench.options import make_parser
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel, init_sequence_parallel
 from bmt_burst.ranks.rings import make_rings
 from models.blocks import CHECKPOINTING, Saving
-from models.cpm_ant import CPMAnt
-from models.cpm_bee import CPMBee
-from models.cpm_live.config import PRESETS, AntConfig, LiveConfig
+from models.cpm_bee import BeeConfig, CPMBee
+from models.cpm_live.config import PRESETS
 from train.engine import Engine
 from train.engine.bmtrain import BMTrainEngine
 from train.engine.torch import TorchEngine
@@ -52,22 +51,16 @@ _EXTENDED = 16  # tokens with sub-ids that can be predicted
 
 
 class Row:
-    """A whole row of a model's data, on the CPU: its fields, scores and layout."""
+    """A whole row of CPM-Bee's data, on the CPU: its scores, its layout, and what is predicted."""
 
-    def __init__(self, config: LiveConfig, seq_len: int, sp: SequenceParallel):
+    def __init__(self, config: BeeConfig, seq_len: int, sp: SequenceParallel):
         self.config, self.sp = config, sp
-        self.scores: Scores = live_rows.scores_of(config, seq_len)
+        self.scores: Scores = live_rows.bee(seq_len, config)
         self.layout = Layout.balanced(self.scores.mask, sp.size)
-        self.is_ant = isinstance(config, AntConfig)
-        self.fields = live_rows.bee_fields(seq_len)
-        if self.is_ant:
-            self.fields = live_rows.ant_fields(config, seq_len)
-        self.predicted = ~self.fields["context"]
-        self.predicted[self.fields["length"] :] = False
-
-    @property
-    def targets(self) -> int:
-        return int(self.predicted.sum())
+        fields = live_rows.bee_fields(seq_len)
+        self.predicted = ~fields["context"]
+        self.predicted[fields["length"] :] = False
+        self.targets = int(self.predicted.sum())
 
     def arguments(self, step: int, device: torch.device) -> tuple[Any, ...]:
         """Make the arguments of this rank's model, with a step's tokens and labels."""
@@ -75,16 +68,11 @@ class Row:
         shape, vocabulary = self.predicted.shape, self.config.vocab_size
         tokens, labels = (torch.randint(vocabulary, shape, generator=generator) for _ in range(2))
         labels = labels.where(self.predicted, IGNORE_INDEX)
-        if self.is_ant:
-            prompt = slice(self.config.prompt_length)
-            tokens[prompt] %= self.config.prompt_length * self.config.prompt_types
-            words = tokens, self.fields["segment"], torch.arange(len(tokens))
-            seen = [self._part(x, device) for x in words]
-        else:
-            extended = torch.arange(_EXTENDED, device=device)
-            seen = [self._part(x, device) for x in (tokens, torch.zeros_like(tokens))]
-            seen += [extended, extended]
-        return *seen, self.scores, self._part(labels, device), self.layout
+        words, sub_ids, labels = (
+            self._part(x, device) for x in (tokens, torch.zeros_like(tokens), labels)
+        )
+        extended = torch.arange(_EXTENDED, device=device)
+        return words, sub_ids, extended, extended, self.scores, labels, self.layout
 
     def _part(self, x: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part of a row, as a batch of one."""
@@ -92,11 +80,10 @@ class Row:
 
 
 def train(
-    config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
+    config: BeeConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
 ) -> dict:
     """Run some steps. Return medians of their times, their losses, and the peak of memory."""
-    kind = CPMAnt if row.is_ant else CPMBee
-    build = partial(kind, config, row.sp, Saving(checkpointing), flash=args.kernel)
+    build = partial(CPMBee, config, row.sp, Saving(checkpointing), flash=args.kernel)
     engine = _engine(args.engine, build, machine)
     seconds, losses, norms = [], [], []
     for step in range(args.steps):
@@ -171,7 +158,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
 
 
 def _outcome(
-    config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
+    config: BeeConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
 ) -> dict:
     """Measure one setting. Return the results or the error, and free the memory."""
     if machine.cuda:
@@ -189,10 +176,9 @@ def _outcome(
 def main() -> None:
     cuda = torch.cuda.is_available()
     parser = make_parser(__doc__)
-    models = ["cpm-bee-3b"] if cuda else ["cpm-bee-tiny", "cpm-ant-tiny"]
-    parser.add_argument(
-        "--models", nargs="+", choices=list(PRESETS), default=models, metavar="NAME"
-    )
+    bees = [name for name, config in PRESETS.items() if isinstance(config, BeeConfig)]
+    models = ["cpm-bee-3b"] if cuda else ["cpm-bee-tiny"]
+    parser.add_argument("--models", nargs="+", choices=bees, default=models, metavar="NAME")
     parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[65536 if cuda else 256])
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["selective"])

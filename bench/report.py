@@ -85,7 +85,7 @@ SECTIONS = {
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
     "live-training-*": Section(
         "training",
-        "Training CPM-Bee and CPM-Ant",
+        "Training CPM-Bee",
         "bench/live_training.py",
         f"{_MEDIANS} on one row",
     ),
@@ -98,7 +98,7 @@ TOPICS = {
     "masks": ("Masks and biases", "documents, windows, biases, balance, the time to plan a mask"),
     "time": ("Where the time goes", "kernels, one rank without communication, the host, power"),
     "sparse": ("Sparse attention", "InfLLM-V2 compared with dense attention"),
-    "training": ("Training", "whole steps, CPM-Bee and CPM-Ant, saves"),
+    "training": ("Training", "whole steps, CPM-Bee, saves"),
 }
 
 HEADLINES = (  # the sections of these files are on results.md itself
