@@ -1,4 +1,4 @@
-"""Measures attention over sequences that are cut over ranks, ours beside peers.
+"""Measures attention over sequences that are cut over ranks: ours and that of peers.
 
 bench.sh runs it, or:
 
@@ -30,10 +30,8 @@ import dataclasses
 import gc
 import itertools
 import math
-import os
 import statistics
 import sys
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +46,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench import masks, tables
+from bench import masks, options, tables
 from bench.implementations import (
     IMPLEMENTATIONS,
     YARDSTICKS,
@@ -62,10 +60,11 @@ from bench.implementations import (
     kernel_name,
     table_of,
 )
-from bench.machine import GIB, Machine, record
-from bmt_burst import Mask, SequenceParallel, init_sequence_parallel
+from bench.machine import GIB, Machine
+from bmt_burst import SequenceParallel, Transport, burst_attn_func, init_sequence_parallel
 from bmt_burst.scores import is_one_row
 from bmt_burst.transport import Arrival, Put
+from bmt_burst.transport.simulator import ImaginedRing
 from bmt_burst.transport.torch_dist import TorchTransport
 
 _ROUNDS = 3
@@ -78,16 +77,13 @@ def describe(case: Case, gpus: int) -> str:
 
 def inputs(case: Case, tokens: int, machine: Machine, seed: int = 0) -> tuple[list[Tensor], Tensor]:
     """Make q, k, v with gradients, and an output gradient, of `tokens` tokens."""
-    generator = torch.Generator(machine.device).manual_seed(seed)
-    shapes = [
-        (case.batch, tokens, heads, case.head_dim)
-        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    ]
-    made = [
-        torch.randn(s, device=machine.device, dtype=machine.dtype, generator=generator)
-        for s in shapes
-    ]
-    return [x.requires_grad_() for x in made[:3]], made[3]
+    options = {"device": machine.device, "dtype": machine.dtype}
+    options["generator"] = torch.Generator(machine.device).manual_seed(seed)
+    values = case.value_dim or case.head_dim
+    shapes = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim))
+    shapes += ((case.kv_heads, values), (case.heads, values))
+    *tensors, dout = [torch.randn(case.batch, tokens, *shape, **options) for shape in shapes]
+    return [x.requires_grad_() for x in tensors], dout
 
 
 @torch.no_grad()
@@ -98,6 +94,16 @@ def forward(attention: Attention, tensors: list[Tensor]) -> None:
 def step(attention: Attention, tensors: list[Tensor], dout: Tensor) -> None:
     """Compute a forward and a backward."""
     torch.autograd.grad(attention(*tensors), tensors, dout)
+
+
+def fill_slots(transport: Transport, machine: Machine) -> None:
+    """Fill what imagined peers deliver with random numbers.
+
+    Zeros would take less power, so less time, and would be equal blocks for sparse attention.
+    """
+    if isinstance(transport, ImaginedRing):
+        for slot in itertools.chain.from_iterable(transport.slots.values()):
+            slot.view(machine.dtype).normal_()
 
 
 @dataclass(frozen=True)
@@ -141,14 +147,14 @@ def measure(
             "fwd_ms": partial(forward, attention, tensors),
             "fwd_bwd_ms": partial(step, attention, tensors, dout),
         }
-        machine.say(f"{contestant.row['impl']}, first calls")
+        machine.report(f"{contestant.row['impl']}, first calls")
         if failure := machine.attempt(lambda: [work() for work in works.values()]):  # noqa: B023
             yield contestant.row | {"unavailable": failure}
         else:
             once = {name: machine.once_ms(work) for name, work in works.items()}
             runs.append((contestant, works, once, {name: [] for name in works}))
     for number in range(_ROUNDS):
-        machine.say(f"round {number + 1} of {_ROUNDS}")
+        machine.report(f"round {number + 1} of {_ROUNDS}")
         for _, works, once, times in runs:
             for name, work in works.items():
                 if number and once[name] > slow_ms:
@@ -164,7 +170,8 @@ def measure(
 def facts_of(case: Case, machine: Machine, kernel: str | None = None) -> dict[str, Any]:
     """Return the facts of a case for its row. `kernel` replaces the case's kernel."""
     kernel = kernel or kernel_name(case, machine.device, machine.dtype)
-    return {**vars(case), "kernel": kernel, "visible_pairs": case.visible.area}
+    facts = {name: value for name, value in vars(case).items() if value is not None}
+    return {**facts, "kernel": kernel, "visible_pairs": case.visible.area}
 
 
 def facts_of_bias(case: Case, attention: Attention, machine: Machine) -> dict[str, Any]:
@@ -216,53 +223,35 @@ def errors(
     if table is not None:
         got[4] = got[4].cpu()
         dist.all_reduce(got[4])  # each rank has a share of it
+        tensors.append(table)
     wrong = torch.zeros(len(got), 2, dtype=torch.float64)
     group = case.heads // case.kv_heads
-    rows = None if table is None else case.scores.dense().to(machine.device)
-    for head in range(case.kv_heads):
+    for head in range(case.kv_heads):  # in float64 all heads would take too much memory
         mine, shared = slice(head * group, (head + 1) * group), slice(head, head + 1)
-        columns = mine, shared, shared
-        parts = [x.detach()[:, :, c] for x, c in zip(tensors, columns, strict=True)]
-        added = None if table is None else (table.detach()[:, mine], rows)
-        exact = _float64(parts, dout[:, :, mine], case.visible, added)
+        columns = (mine, mine, shared, shared, mine)[: len(got)]
+        parts = [_take_heads(x.detach(), c) for x, c in zip(tensors, columns[1:], strict=True)]
+        exact = _float64(parts, dout[:, :, mine], case)
         expected = [layout.shard(x, sp.rank) for x in exact[:4]] + exact[4:]
-        ours = [x[..., c, :] for x, c in zip(got, (mine, *columns), strict=False)] + [
-            x[:, mine] for x in got[4:]
-        ]
-        for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
-            wrong[i] += torch.stack(((a.to(b) - b).square().sum(), b.square().sum())).cpu()
+        for i, (x, c, y) in enumerate(zip(got, columns, expected, strict=True)):
+            difference = _take_heads(x, c).to(y) - y
+            wrong[i] += torch.stack((difference.square().sum(), y.square().sum())).cpu()
     dist.all_reduce(wrong)
     names = ("out", "dq", "dk", "dv", "dtable")[: len(got)]
     return dict(zip(names, (wrong[:, 0] / wrong[:, 1]).sqrt().tolist(), strict=True))
 
 
-def _float64(
-    tensors: list[Tensor], dout: Tensor, mask: Mask, added: tuple[Tensor, Tensor] | None = None
-) -> list[Tensor]:
-    """Compute out, dq, dk, dv of one kv head and its query heads in float64.
+def _take_heads(x: Tensor, heads: slice) -> Tensor:
+    """Return heads of a tensor (B, S, H, D) or a table (R, H)."""
+    return x[:, heads] if x.ndim == 2 else x[:, :, heads]
 
-    `added` is a bias: its table (R, heads), and the row of each pair (S, S). The gradient of the
-    table is the fifth result.
-    """
-    q, k, v = inputs = [x.double().requires_grad_() for x in tensors]
-    if added is not None:
-        table, rows = added[0].double().requires_grad_(), added[1]
-        inputs = [*inputs, table]
-    visible = mask.dense(q.device)
-    blind, outs = ~visible.any(1, keepdim=True), []
-    for head in range(q.shape[2]):
-        scores = torch.einsum("bqd,bkd->bqk", q[:, :, head], k[:, :, 0]) * q.shape[-1] ** -0.5
-        if added is not None:
-            scores = scores + table[:, head][rows]
-        weights = (
-            scores.masked_fill(~visible, -torch.inf)
-            .masked_fill(blind, 0.0)
-            .softmax(-1)
-            .masked_fill(blind, 0.0)
-        )
-        outs.append(torch.einsum("bqk,bkd->bqd", weights, v[:, :, 0]))
-    out = torch.stack(outs, 2)
-    return [out.detach(), *torch.autograd.grad(out, inputs, dout.double())]
+
+def _float64(tensors: list[Tensor], dout: Tensor, case: Case) -> list[Tensor]:
+    """Compute out and the gradients of q, k, v and, if there is one, a bias's table in float64."""
+    q, k, v, *table = leaves = [x.double().requires_grad_() for x in tensors]
+    shown = {"scores": case.scores, "bias": table[0]} if table else {"mask": case.visible}
+    options = {**shown, "flash": "reference", **SequenceParallel(layout="contiguous").groups}
+    out = burst_attn_func(q, k, v, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
 
 
 def links(sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
@@ -270,10 +259,8 @@ def links(sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
 
     Messages are sent over NCCL and by copy engines, to one neighbour and to all ranks.
     """
-    sizes = (
-        (64 << 20, 256 << 20) if machine.cuda else (1 << 16,)
-    )  # smaller messages measure the host
-    for size in sizes:
+    # smaller messages would measure the host
+    for size in (64 << 20, 256 << 20) if machine.cuda else (1 << 16,):
         yield from _links(size, sp, machine)
         gc.collect()  # an arena is part of a cycle
 
@@ -287,19 +274,9 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
     transport.reserve({"visit": size * sp.size, "return": 0}, machine.device)
 
     def exchange(distances) -> None:
-        ops = []
-        for d in distances:
-            ops.append(
-                dist.P2POp(
-                    dist.isend, mine, group=sp.process_group, group_peer=(sp.rank + d) % sp.size
-                )
-            )
-            source = (sp.rank - d) % sp.size
-            ops.append(
-                dist.P2POp(dist.irecv, slots[source], group=sp.process_group, group_peer=source)
-            )
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        sends = [(mine, (sp.rank + d) % sp.size) for d in distances]
+        recvs = [(slots[rank], rank) for rank in ((sp.rank - d) % sp.size for d in distances)]
+        transport.exchange(sends, recvs).wait()
 
     def gather() -> None:
         dist.all_gather(slots, mine, group=sp.process_group)
@@ -333,22 +310,6 @@ def _links(size: int, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
         }
 
 
-def cases(args: argparse.Namespace, size: int) -> Iterator[Case]:
-    for mask, (heads, kv_heads) in itertools.product(masks.chosen(args), args.heads):
-        for tokens in args.tokens_per_gpu:
-            yield Case(tokens * size, 1, heads, kv_heads, args.head_dim, mask, args.kernel)
-        for batch in args.batches:
-            yield Case(
-                args.tokens_per_gpu[0] * size,
-                batch,
-                heads,
-                kv_heads,
-                args.head_dim,
-                mask,
-                args.kernel,
-            )
-
-
 def inner_size(sp: SequenceParallel) -> int:
     """Return the number of a host's ranks in a double ring, or of all ranks in a single one."""
     return sp.size if sp.process_group is not None else sp.double_group[0].size()
@@ -360,53 +321,61 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     chosen = {name: IMPLEMENTATIONS[name] for name in args.implementations}
     if not args.no_links and sp.process_group is not None and sp.size > 1:
         yield from links(sp, machine)
-    place = {"gpus": machine.size, "hosts": machine.hosts, "inner_size": inner_size(sp)}
-    everything = list(cases(args, machine.size))
+    everything = list(options.cases(args, machine.size))
     for number, case in enumerate(everything):
         machine.at = f"case {number + 1} of {len(everything)}, {describe(case, machine.size)}"
-        tokens = case.seq_len // machine.size
+        made = list(_make(chosen, case, sp, machine))
+        yield from (row for row in made if isinstance(row, dict))
         contestants = list(alone("attention", case, machine.size, machine))
-        for name, implementation in chosen.items():
-            if (
-                tokens > (implementation.most_tokens or tokens)
-                or masks.kind(case.mask) not in implementation.kinds
-            ):
-                continue
-            row = {
-                "kind": "attention",
-                "impl": name,
-                **place,
-                **facts_of(case, machine, implementation.kernel),
-            }
-            try:
-                attention = implementation.on(case, sp)
-                contestants.append(
-                    Contestant(row | facts_of_bias(case, attention, machine), case, attention)
-                )
-            except Unavailable as reason:
-                yield row | {"unavailable": str(reason)}
-        yield from measure(contestants, tokens, machine)
-        del contestants
+        contestants += [one for one in made if isinstance(one, Contestant)]
+        yield from measure(contestants, case.seq_len // machine.size, machine)
+        del contestants, made  # and the memory of their transports
         gc.collect()
-    length = (
-        -(-args.errors // (2 * machine.size)) * 2 * machine.size
-    )  # a length that all implementations can cut
-    if length:
-        for (heads, kv_heads), mask in itertools.product(args.heads, masks.chosen(args)):
-            case = Case(length, 1, heads, kv_heads, args.head_dim, mask, args.kernel)
-            machine.at = f"errors, {describe(case, machine.size)}"
-            for name, (ranks, implementation) in _error_cases(chosen, sp).items():
-                if masks.kind(mask) not in implementation.kinds:
-                    continue
-                facts = facts_of(case, machine, implementation.kernel)
-                row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
-                machine.say(name)
-                if failure := machine.attempt(
-                    lambda: row.update(errors(case, implementation, ranks, machine))  # noqa: B023
-                ):
-                    row["unavailable"] = failure
-                gc.collect()
-                yield row
+    if args.errors:
+        yield from _all_errors(args, chosen, sp, machine)
+
+
+def _make(
+    chosen: dict[str, Implementation], case: Case, sp: SequenceParallel, machine: Machine
+) -> Iterator[Contestant | dict]:
+    """Make the implementations of a case, or the rows of those that cannot compute it."""
+    place = {"gpus": machine.size, "hosts": machine.hosts, "inner_size": inner_size(sp)}
+    for name, implementation in chosen.items():
+        if not implementation.measures(case, machine.size):
+            continue
+        facts = facts_of(case, machine, implementation.kernel)
+        row = {"kind": "attention", "impl": name, **place, **facts}
+        try:
+            attention = implementation.on(case, sp)
+        except Unavailable as reason:
+            yield row | {"unavailable": str(reason)}
+        else:
+            yield Contestant(row | facts_of_bias(case, attention, machine), case, attention)
+
+
+def _all_errors(
+    args: argparse.Namespace,
+    chosen: dict[str, Implementation],
+    sp: SequenceParallel,
+    machine: Machine,
+) -> Iterator[dict]:
+    """Measure the errors of all implementations, at a length that all of them can cut."""
+    length = -(-args.errors // (2 * machine.size)) * 2 * machine.size
+    for (heads, kv_heads), mask in itertools.product(args.heads, masks.chosen(args)):
+        case = Case(length, 1, heads, kv_heads, args.head_dim, mask, args.kernel)
+        machine.at = f"errors, {describe(case, machine.size)}"
+        for name, (ranks, implementation) in _error_cases(chosen, sp).items():
+            if masks.kind(mask) not in implementation.kinds:
+                continue
+            facts = facts_of(case, machine, implementation.kernel)
+            row = {"kind": "errors", "impl": name, "gpus": ranks.size, **facts}
+            machine.report(name)
+            if failure := machine.attempt(
+                lambda: row.update(errors(case, implementation, ranks, machine))  # noqa: B023
+            ):
+                row["unavailable"] = failure
+            gc.collect()
+            yield row
 
 
 def _error_cases(
@@ -417,31 +386,10 @@ def _error_cases(
     return limit | {name: (sp, implementation) for name, implementation in chosen.items()}
 
 
-def heads(text: str) -> tuple[int, int]:
-    q, kv = text.split(":")
-    return int(q), int(kv)
-
-
 def parse_args() -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    lengths = [8192, 16384, 32768] if cuda else [64]
-    parser.add_argument("--tokens-per-gpu", type=int, nargs="*", default=lengths)
-    parser.add_argument(
-        "--batches", type=int, nargs="*", default=[], help="batch sizes at the first length"
-    )
-    parser.add_argument(
-        "--heads",
-        type=heads,
-        nargs="+",
-        default=[(32, 32), (32, 8)] if cuda else [(4, 2)],
-        metavar="Q:KV",
-    )
-    parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
-    masks.add_arguments(parser)
+    parser = options.make_parser(__doc__)
     parser.add_argument("--kernel", default="auto")
+    options.add_cases(parser, [(32, 32), (32, 8)], [8192, 16384, 32768])
     parser.add_argument(
         "--inner-size", type=int, help="GPUs of a host, for the double ring; by default as they lie"
     )
@@ -457,31 +405,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--errors",
         type=int,
-        default=8192 if cuda else 128,
+        default=8192 if torch.cuda.is_available() else 128,
         help="length for errors against float64; 0: none",
     )
     parser.add_argument("--no-links", action="store_true", help="do not measure the links")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
-    args = parser.parse_args()
-    if args.batches and not args.tokens_per_gpu:
-        parser.error("--batches needs a length, --tokens-per-gpu")
-    return args
+    return parser.parse_args()
 
 
 def main() -> None:
     args, machine = parse_args(), Machine()
-    try:
-        record(run(args, machine), args.output, machine.name, machine.rank)
-    except BaseException:  # noqa: BLE001 - Ctrl-C too
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # streams may wait for ranks that have ended
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    # In torch 2.13 a gloo thread may abort a process that shuts down.
-    os._exit(0)
+    machine.record(run(args, machine), args.output)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
     python bench/balance.py --output bench/results/balance-cpu.jsonl
 
-Unevenness is the most work of a rank beside the mean, less 1. No layout can have less than 0. For
+Unevenness is the most work of a rank over the mean, less 1. No layout can have less than 0. For
 2 and 3 ranks, "chunks" is the least that any assignment of 12 equal chunks has, by trying all.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
@@ -22,6 +21,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import cpu_name, record
+from bench.options import make_parser
 from bmt_burst import Layout, Mask
 
 _TOKENS = 8192  # of each rank, nearly: a multiple of 12 times as many ranks
@@ -100,13 +100,7 @@ def rows() -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
-    record(rows(), parser.parse_args().output, cpu_name())
+    record(rows(), make_parser(__doc__).parse_args().output, cpu_name())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ installed. On a CPU the times include the computation.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -25,16 +24,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 # As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import describe, facts_of, heads, inputs, step
+from bench import options
+from bench.attention import describe, facts_of, inputs, step
 from bench.implementations import Attention, Case
-from bench.machine import Machine, record
+from bench.machine import Machine
 from bmt_burst import burst_attn_func, kernels
 from bmt_burst.transport.simulator import ImaginedRing
 
@@ -58,11 +57,9 @@ def attentions(args: argparse.Namespace, case: Case, size: int) -> Iterator[tupl
     """Yield what is measured, with the facts that tell it apart."""
     peers = {"process_group": ImaginedRing(size // 2, size)} if args.imagined else {}
     for strategy in args.strategies:
-        options = {"mask": case.visible, "layout": "zigzag", "strategy": strategy, **peers}
-        yield (
-            {"impl": f"bmt_burst {strategy}", "strategy": strategy},
-            partial(burst_attn_func, **options),
-        )
+        facts = {"impl": f"bmt_burst {strategy}", "strategy": strategy}
+        chosen = {"mask": case.visible, "layout": "zigzag", "strategy": strategy}
+        yield facts, partial(burst_attn_func, **chosen, **peers)
     if kernels.installed("flash_attn.cute") and torch.cuda.is_available():
         from flash_attn.cute import flash_attn_func
 
@@ -76,45 +73,35 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     """Measure all cases. Yield their rows."""
     size = args.imagined or machine.size
     shared = machine.cuda and machine.size > machine.hosts * torch.cuda.device_count()
-    for (q_heads, kv_heads), tokens in itertools.product(args.heads, args.tokens_per_gpu):
-        case = Case(tokens * size, args.batch, q_heads, kv_heads, args.head_dim, "causal", "auto")
+    place = {"gpus": size, "peers": "imagined" if args.imagined else "real", "shared_gpu": shared}
+    for case in options.cases(args, size):
+        tokens = case.seq_len // size
         tensors, dout = inputs(case, tokens, machine)
         for facts, attention in attentions(args, case, size):
             machine.at = f"{facts['impl']}, {describe(case, size)}"
-            row = {"kind": "host time", "gpus": size, "tokens": tokens}
-            row |= {"peers": "imagined" if args.imagined else "real", "shared_gpu": shared}
-            row |= facts_of(case, machine) | facts
-            forward = partial(attention, *tensors)
+            row = {
+                "kind": "host time",
+                "tokens": tokens,
+                **place,
+                **facts_of(case, machine),
+            } | facts
             both = partial(step, attention, tensors, dout)
             if reason := machine.attempt(both):
                 yield row | {"unavailable": reason}
                 continue
-            yield row | {
-                "forward_ms": host_ms(forward, machine),
-                "both_ms": host_ms(both, machine),
-            }
+            forward_ms = host_ms(partial(attention, *tensors), machine)
+            yield row | {"forward_ms": forward_ms, "both_ms": host_ms(both, machine)}
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.make_parser(__doc__)
     parser.add_argument("--imagined", type=int, metavar="N", help="be one rank of N imagined ones")
-    parser.add_argument("--tokens-per-gpu", type=int, nargs="+", default=[2048] if cuda else [32])
-    parser.add_argument("--batch", type=int, default=1)
-    default_heads = [(32, 8)] if cuda else [(4, 2)]
-    parser.add_argument("--heads", type=heads, nargs="+", default=default_heads, metavar="Q:KV")
-    parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
+    options.add_cases(parser, [(32, 8)], [2048], ("causal",))
     parser.add_argument("--strategies", nargs="+", default=["ring", "one-call", "ulysses"])
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
     args, machine = parser.parse_args(), Machine()
     if args.imagined and machine.size != 1:
         parser.error(f"one process imagines its peers, not {machine.size}")
-    record(run(args, machine), args.output, machine.name, machine.rank)
-    dist.destroy_process_group()
+    machine.record(run(args, machine), args.output)
 
 
 if __name__ == "__main__":

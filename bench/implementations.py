@@ -21,7 +21,6 @@ from torch import Tensor
 from bench import live_rows, masks
 from bmt_burst import Layout, Mask, Scores, SequenceParallel, Transport, burst_attn_func, kernels
 from bmt_burst.spec import Spec
-from bmt_burst.transport import Delivery, Done
 from bmt_burst.transport.torch_dist import TorchTransport
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +34,8 @@ class Unavailable(RuntimeError):
 class Case:
     """One measurement: global sequence length, sizes, names of the mask and the block kernel.
 
-    share_of  number of ranks, if this is one rank's share of a longer sequence, for a yardstick
+    share_of   number of ranks, if this is one rank's share of a longer sequence, for a yardstick
+    value_dim  head size of v, if it is not that of q and k
     """
 
     seq_len: int
@@ -46,6 +46,7 @@ class Case:
     mask: str
     kernel: str
     share_of: int = 1
+    value_dim: int | None = None
 
     @property
     def visible(self) -> Mask:
@@ -63,7 +64,8 @@ class Case:
 
         The backward has 2.5 times as many.
         """
-        return 4.0 * self.batch * self.visible.area * self.heads * self.head_dim
+        sizes = self.head_dim + (self.value_dim or self.head_dim)
+        return 2.0 * self.batch * self.visible.area * self.heads * sizes
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,11 @@ class Implementation:
         if self.layout == "balanced":
             return masks.balanced(case.mask, case.seq_len, size)
         return Layout.named(self.layout, case.seq_len, size)
+
+    def measures(self, case: Case, size: int) -> bool:
+        """Return whether it is measured with a case on `size` ranks."""
+        tokens = case.seq_len // size
+        return tokens <= (self.most_tokens or tokens) and masks.kind(case.mask) in self.kinds
 
     def on(self, case: Case, sp: SequenceParallel) -> Attention:
         """Make it on this rank, for a case."""
@@ -122,10 +129,11 @@ class Burst:
         else:
             self.transport = groups["process_group"] = transport(sp.process_group)
         scores = case.scores if biased else None
-        self.table = (
-            None if scores is None else random_table(live_rows.BEE.num_bias_rows, case.heads)
-        )
-        shown = {"mask": case.visible} if scores is None else {"scores": scores, "bias": self.table}
+        self.table = None
+        shown: dict[str, Any] = {"mask": case.visible}
+        if scores is not None:
+            self.table = random_table(live_rows.BEE.num_bias_rows, case.heads)
+            shown = {"scores": scores, "bias": self.table}
         self.options = {**shown, "flash": case.kernel, **groups, "layout": layout, **options}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,25 +147,6 @@ def random_table(rows: int, heads: int) -> Tensor:
     """
     table = torch.randn(rows, heads, generator=torch.Generator().manual_seed(0))
     return table.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_()
-
-
-class _Waiting(TorchTransport):
-    """A ring that waits for each delivery at once. It shows the gain of overlap."""
-
-    def deliver(self, *args) -> Delivery:
-        delivery = super().deliver(*args)
-        delivery.wait()
-        return _Arrived(delivery.memory, Done(), delivery.recycled, original=delivery)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Arrived(Delivery):
-    """A delivery that has arrived."""
-
-    original: Delivery
-
-    def release(self) -> None:
-        self.original.release()
 
 
 def held_bytes(attention: Attention) -> int:
@@ -191,10 +180,7 @@ def _single_ring(sp: SequenceParallel, case: Case, chunks: int = 1) -> dist.Proc
 def _ring_flash_attn(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
     if case.mask not in ("causal", "full"):
         raise Unavailable("ring-flash-attn's zigzag ring is for causal and full masks")
-    if (
-        importlib.util.find_spec("ring_flash_attn") is None
-        or importlib.util.find_spec("flash_attn_2_cuda") is None
-    ):
+    if not all(map(importlib.util.find_spec, ("ring_flash_attn", "flash_attn_2_cuda"))):
         raise Unavailable("needs the packages ring-flash-attn and flash-attn 2")
     try:
         from ring_flash_attn import zigzag_ring_flash_attn_func
@@ -212,10 +198,7 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -
     if not torch.cuda.is_available():
         raise Unavailable("torch's context parallel attention needs GPUs")
     if case.mask != "causal":
-        raise Unavailable(
-            "torch's context parallel attention is measured with a causal mask, for which it is "
-            "balanced"
-        )
+        raise Unavailable("torch's context parallel attention is balanced only for causal masks")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _replace_torch_attention(_single_ring(sp, case, chunks=2))
@@ -233,7 +216,7 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -
 
 @cache
 def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
-    """Enter torch's context_parallel and stay in it, because the backward must run inside, too.
+    """Enter torch's context_parallel and stay in it, because the backward must also run inside.
 
     Nothing else here uses torch's attention. It needs a buffer to cut, of 2 tokens for each rank.
     """
@@ -248,28 +231,19 @@ def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
 
 
 _VARIANTS = 1 << 15
+_ring = partial(Burst, strategy="ring")
 _over_nccl = partial(TorchTransport, engine_use="never")
 
 IMPLEMENTATIONS = {
     "bmt_burst": Implementation("balanced", Burst),
-    "bmt_burst q": Implementation(
-        "balanced", partial(Burst, backward="q", strategy="ring"), _VARIANTS
-    ),
-    "bmt_burst kv": Implementation(
-        "balanced", partial(Burst, backward="kv", strategy="ring"), _VARIANTS
-    ),
+    "bmt_burst q": Implementation("balanced", partial(_ring, backward="q"), _VARIANTS),
+    "bmt_burst kv": Implementation("balanced", partial(_ring, backward="kv"), _VARIANTS),
     "bmt_burst without a bias": Implementation(
         "balanced", partial(Burst, biased=False), kinds=("bee",)
     ),
-    "bmt_burst low memory": Implementation(
-        "balanced", partial(Burst, group_bytes=9 << 24, strategy="ring")
-    ),
+    "bmt_burst low memory": Implementation("balanced", partial(_ring, group_bytes=9 << 24)),
     "bmt_burst nccl": Implementation("balanced", partial(Burst, transport=_over_nccl), _VARIANTS),
-    "bmt_burst no overlap": Implementation(
-        "balanced", partial(Burst, transport=_Waiting), _VARIANTS
-    ),
-    "bmt_burst contiguous": Implementation("contiguous", Burst, kinds=("window",)),
-    "ring": Implementation("balanced", partial(Burst, strategy="ring"), _VARIANTS),
+    "ring": Implementation("balanced", _ring, _VARIANTS),
     "all-gather": Implementation("balanced", partial(Burst, strategy="all-gather"), _VARIANTS),
     "one-call": Implementation(
         "balanced",
@@ -295,11 +269,8 @@ def fa4_varlen(case: Case) -> Attention:
     Raises Unavailable if the package is not installed, for other kernels, and for masks of one
     dense call.
     """
-    if (
-        case.kernel not in ("auto", "fa4")
-        or not kernels.installed("flash_attn.cute")
-        or not torch.cuda.is_available()
-    ):
+    usable = torch.cuda.is_available() and kernels.installed("flash_attn.cute")
+    if case.kernel not in ("auto", "fa4") or not usable:
         raise Unavailable("needs GPUs, the package flash-attn-4 and the kernel 'fa4'")
     if masks.kind(case.mask) not in ("documents", "window"):
         raise Unavailable("is for documents and windows")
@@ -327,10 +298,8 @@ YARDSTICKS = {"kernel alone": kernel_alone, "FA4 varlen": fa4_varlen}
 
 def kernel_name(case: Case, device: torch.device, dtype: torch.dtype, biased: bool = False) -> str:
     """Return the name of a case's kernel or, if biased, of the kernel for its biases."""
-    q, spec = (
-        torch.empty(1, 1, case.heads, case.head_dim, device=device, dtype=dtype),
-        Spec(case.head_dim**-0.5),
-    )
+    q = torch.empty(1, 1, case.heads, case.head_dim, device=device, dtype=dtype)
+    spec = Spec(case.head_dim**-0.5)
     k = q[:, :, : case.kv_heads]
     kernel = kernels.pick(case.kernel, q, k, spec)
     return (kernels.pick_biased(kernel, q, k, spec) if biased else kernel).name

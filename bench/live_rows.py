@@ -1,4 +1,4 @@
-"""A synthetic row of CPM-Live's data, as a long-context run packs it.
+"""A synthetic row of CPM-Bee's data, as a long-context run packs it.
 
 A row has a few instances, or spans, which do not see each other. Their lengths are drawn from a
 log-normal distribution (sigma 0.5) with a mean of a quarter of the row. None is longer than half of
@@ -12,8 +12,7 @@ root:
     {"document": 70 to 90 % of the tokens, "notes": the rest,
      "prompt": 100 tokens, "<ans>": 5 to 20 %, predicted}
 
-The longest span has two samples in context beside its main one, a quarter of it each, whose answers
-are given.
+The longest span also has two samples in context, a quarter of it each. Their answers are given.
 
 Try `python -c "from bench.live_rows import instances; print(instances(65536))"`.
 """
@@ -31,9 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmt_burst import Scores
-from models.cpm_ant import AntConfig, ant_scores
 from models.cpm_bee import BeeConfig, bee_scores
-from models.cpm_live.config import PRESETS, LiveConfig
+from models.cpm_live.config import PRESETS
 
 BEE = PRESETS["cpm-bee-10b"]
 
@@ -127,22 +125,6 @@ def _path(segment: int | None) -> list[int]:
     return [] if segment is None else [*_path(_PARENTS[segment]), segment]
 
 
-def ant_fields(config: AntConfig, seq_len: int) -> dict[str, Tensor]:
-    """Make the arguments of `ant_scores` after the configuration, for the same row.
-
-    Its first tokens are the prompt, of type 0.
-    """
-    fields = bee_fields(seq_len)
-    segment = fields["segment"] % (config.segment_types - 1) + 1
-    segment[: config.prompt_length] = 0
-    return {
-        "length": fields["length"],
-        "context": fields["context"],
-        "segment": segment,
-        "span": fields["span"],
-    }
-
-
 @functools.lru_cache(maxsize=8)
 def bee(seq_len: int, config: BeeConfig = BEE) -> Scores:
     """Compute the row's scores for a Bee.
@@ -150,10 +132,3 @@ def bee(seq_len: int, config: BeeConfig = BEE) -> Scores:
     By default it is cpm-bee-10b: 256 rows by distance, up to 2048, and 256 by segments.
     """
     return bee_scores(config, **bee_fields(seq_len))
-
-
-def scores_of(config: LiveConfig, seq_len: int) -> Scores:
-    """Compute the row's scores for a model."""
-    if isinstance(config, AntConfig):
-        return ant_scores(config, **ant_fields(config, seq_len))
-    return bee(seq_len, config)

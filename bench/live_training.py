@@ -1,4 +1,4 @@
-"""Measures steps of CPM-Bee and CPM-Ant on a synthetic row of their data (bench/live_rows.py).
+"""Measures steps of CPM-Bee on a synthetic row of its data (bench/live_rows.py).
 
     torchrun --nproc-per-node 2 bench/live_training.py --models cpm-bee-3b --seq-len 65536 \\
         --output bench/results/live-training-mine.jsonl
@@ -7,7 +7,7 @@ Each setting has a row of JSON, as in bench/training.py: peak memory, and median
 after --warm-up of tokens a second and GPU, MFU and seconds a step. FLOPs are those of
 train/run/flops.py, which count only visible pairs. All ranks share one row, in the layout that
 balances its work. Every step has the same row with new tokens. With --layers models have fewer
-layers than their presets, as the row says.
+layers than their presets, and the row states it.
 
 This measures only the model and its engine. Pretraining also reads data and saves.
 """
@@ -17,16 +17,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 # As a script: Python put this folder first in the path, but imports begin at the repository.
@@ -34,13 +35,13 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import live_rows
-from bench.machine import GIB, Machine, record
+from bench.machine import GIB, Machine
+from bench.options import make_parser
 from bmt_burst import IGNORE_INDEX, Layout, Scores, SequenceParallel, init_sequence_parallel
 from bmt_burst.ranks.rings import make_rings
 from models.blocks import CHECKPOINTING, Saving
-from models.cpm_ant import CPMAnt
-from models.cpm_bee import CPMBee
-from models.cpm_live.config import PRESETS, AntConfig, LiveConfig
+from models.cpm_bee import BeeConfig, CPMBee
+from models.cpm_live.config import PRESETS
 from train.engine import Engine
 from train.engine.bmtrain import BMTrainEngine
 from train.engine.torch import TorchEngine
@@ -50,22 +51,16 @@ _EXTENDED = 16  # tokens with sub-ids that can be predicted
 
 
 class Row:
-    """A whole row of a model's data, on the CPU: its fields, scores and layout."""
+    """A whole row of CPM-Bee's data, on the CPU: its scores, its layout, and what is predicted."""
 
-    def __init__(self, config: LiveConfig, seq_len: int, sp: SequenceParallel):
+    def __init__(self, config: BeeConfig, seq_len: int, sp: SequenceParallel):
         self.config, self.sp = config, sp
-        self.scores: Scores = live_rows.scores_of(config, seq_len)
+        self.scores: Scores = live_rows.bee(seq_len, config)
         self.layout = Layout.balanced(self.scores.mask, sp.size)
-        self.is_ant = isinstance(config, AntConfig)
-        self.fields = (
-            live_rows.ant_fields(config, seq_len) if self.is_ant else live_rows.bee_fields(seq_len)
-        )
-        self.predicted = ~self.fields["context"]
-        self.predicted[self.fields["length"] :] = False
-
-    @property
-    def targets(self) -> int:
-        return int(self.predicted.sum())
+        fields = live_rows.bee_fields(seq_len)
+        self.predicted = ~fields["context"]
+        self.predicted[fields["length"] :] = False
+        self.targets = int(self.predicted.sum())
 
     def arguments(self, step: int, device: torch.device) -> tuple[Any, ...]:
         """Make the arguments of this rank's model, with a step's tokens and labels."""
@@ -73,18 +68,11 @@ class Row:
         shape, vocabulary = self.predicted.shape, self.config.vocab_size
         tokens, labels = (torch.randint(vocabulary, shape, generator=generator) for _ in range(2))
         labels = labels.where(self.predicted, IGNORE_INDEX)
-        if self.is_ant:
-            prompt = slice(self.config.prompt_length)
-            tokens[prompt] %= self.config.prompt_length * self.config.prompt_types
-            words = tokens, self.fields["segment"], torch.arange(len(tokens))
-            seen = [self._part(x, device) for x in words]
-        else:
-            extended = torch.arange(_EXTENDED, device=device)
-            seen = [self._part(x, device) for x in (tokens, torch.zeros_like(tokens))] + [
-                extended,
-                extended,
-            ]
-        return *seen, self.scores, self._part(labels, device), self.layout
+        words, sub_ids, labels = (
+            self._part(x, device) for x in (tokens, torch.zeros_like(tokens), labels)
+        )
+        extended = torch.arange(_EXTENDED, device=device)
+        return words, sub_ids, extended, extended, self.scores, labels, self.layout
 
     def _part(self, x: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part of a row, as a batch of one."""
@@ -92,13 +80,11 @@ class Row:
 
 
 def train(
-    config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
+    config: BeeConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
 ) -> dict:
     """Run some steps. Return medians of their times, their losses, and the peak of memory."""
-    kind, options = CPMAnt if row.is_ant else CPMBee, {"flash": args.kernel}
-    engine = _engine(
-        args.engine, lambda: kind(config, row.sp, Saving(checkpointing), **options), machine
-    )
+    build = partial(CPMBee, config, row.sp, Saving(checkpointing), flash=args.kernel)
+    engine = _engine(args.engine, build, machine)
     seconds, losses, norms = [], [], []
     for step in range(args.steps):
         arguments = row.arguments(step, machine.device)
@@ -113,11 +99,8 @@ def train(
     mask = row.scores.mask
     flops = step_flops(config, mask.seq_len, mask.area * config.num_attentions)
     found = {"step_s": step_s, "tokens_per_s_per_gpu": mask.seq_len / step_s / machine.size}
-    found |= {
-        "tflops_per_rank": flops / machine.size / step_s / 1e12,
-        "losses": losses,
-        "grad_norms": norms,
-    }
+    found["tflops_per_rank"] = flops / machine.size / step_s / 1e12
+    found |= {"losses": losses, "grad_norms": norms}
     if peak := peak_tflops(machine.device, machine.dtype):
         found["mfu"] = found["tflops_per_rank"] / peak
     if machine.cuda:
@@ -134,7 +117,7 @@ def _engine(name: str, build: Callable[[], nn.Module], machine: Machine) -> Engi
 
 
 def _join_bmtrain() -> None:
-    """Start BMTrain's groups beside torch.distributed, which the measurements use."""
+    """Start BMTrain's groups. The measurements use those of torch.distributed."""
     # NCCL's way to run several communicators at once
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     import bmtrain
@@ -143,44 +126,39 @@ def _join_bmtrain() -> None:
 
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
+    """Measure all settings. Yield their rows."""
     if args.engine == "bmtrain":
         _join_bmtrain()
     sp = init_sequence_parallel()
-    for name in args.models:
+    for name, seq_len in itertools.product(args.models, args.seq_len):
         config = PRESETS[name]
         config = dataclasses.replace(config, num_layers=args.layers or config.num_layers)
-        for seq_len in args.seq_len:
-            row = Row(config, seq_len, sp)
-            for checkpointing in args.checkpointing:
-                facts = {
-                    "kind": "train",
-                    "model": name,
-                    "layers": config.num_layers,
-                    "engine": args.engine,
-                }
-                facts |= {"gpus": machine.size, "sp": sp.size, "seq_len": seq_len, "batch_size": 1}
-                facts |= {
-                    "dtype": str(machine.dtype).removeprefix("torch."),
-                    "checkpointing": checkpointing,
-                }
-                facts |= {
-                    "mask": "packed instances",
-                    "visible_pairs": row.scores.mask.area,
-                    "targets": row.targets,
-                }
-                facts |= {
-                    "parameters": config.num_parameters,
-                    "measured_steps": args.steps - args.warm_up,
-                }
-                machine.at = (
-                    f"{name}, {config.num_layers} layers, {seq_len:,} tokens, {checkpointing}"
-                )
-                machine.say("training")
-                yield facts | _outcome(config, row, args, checkpointing, machine)
+        row = Row(config, seq_len, sp)
+        for checkpointing in args.checkpointing:
+            facts = {
+                "kind": "train",
+                "model": name,
+                "layers": config.num_layers,
+                "engine": args.engine,
+                "gpus": machine.size,
+                "sp": sp.size,
+                "seq_len": seq_len,
+                "batch_size": 1,
+                "dtype": str(machine.dtype).removeprefix("torch."),
+                "checkpointing": checkpointing,
+                "mask": "packed instances",
+                "visible_pairs": row.scores.mask.area,
+                "targets": row.targets,
+                "parameters": config.num_parameters,
+                "measured_steps": args.steps - args.warm_up,
+            }
+            machine.at = f"{name}, {config.num_layers} layers, {seq_len:,} tokens, {checkpointing}"
+            machine.report("training")
+            yield facts | _outcome(config, row, args, checkpointing, machine)
 
 
 def _outcome(
-    config: LiveConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
+    config: BeeConfig, row: Row, args: argparse.Namespace, checkpointing: str, machine: Machine
 ) -> dict:
     """Measure one setting. Return the results or the error, and free the memory."""
     if machine.cuda:
@@ -197,13 +175,10 @@ def _outcome(
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    models = ["cpm-bee-3b"] if cuda else ["cpm-bee-tiny", "cpm-ant-tiny"]
-    parser.add_argument(
-        "--models", nargs="+", choices=list(PRESETS), default=models, metavar="NAME"
-    )
+    parser = make_parser(__doc__)
+    bees = [name for name, config in PRESETS.items() if isinstance(config, BeeConfig)]
+    models = ["cpm-bee-3b"] if cuda else ["cpm-bee-tiny"]
+    parser.add_argument("--models", nargs="+", choices=bees, default=models, metavar="NAME")
     parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
     parser.add_argument("--seq-len", type=int, nargs="+", default=[65536 if cuda else 256])
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["selective"])
@@ -213,17 +188,11 @@ def main() -> None:
     parser.add_argument(
         "--warm-up", type=int, default=2, help="steps before those that are measured"
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
     args = parser.parse_args()
     if not 0 <= args.warm_up < args.steps:
         parser.error(f"--warm-up must be less than --steps, {args.steps}, and not negative")
     machine = Machine()
-    good = record(run(args, machine), args.output, machine.name, machine.rank)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(not good)  # as bench/attention.py does, for the same reason
+    machine.record(run(args, machine), args.output)
 
 
 if __name__ == "__main__":

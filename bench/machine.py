@@ -8,10 +8,11 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from bench.implementations import Unavailable
 from bmt_burst.transport.processes import host_name
 
+ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
 _SERIES_MS = 200.0  # of measured calls; as many precede them
 _MOST_CALLS = 50
@@ -31,12 +33,10 @@ class Machine:
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cpu")
         if self.cuda:  # ranks may share a GPU, to compute errors only
-            self.device = torch.device(
-                "cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-            )
-        self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        if self.cuda:
+            number = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+            self.device = torch.device("cuda", number)
             torch.cuda.set_device(self.device)
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.name = torch.cuda.get_device_name() if self.cuda else cpu_name()
@@ -46,14 +46,11 @@ class Machine:
         self.at = ""  # what is being measured
         self.began = time.monotonic()
 
-    def say(self, what: str) -> None:
+    def report(self, what: str) -> None:
         """Tell the user about progress."""
         if self.rank == 0:
-            print(
-                f"[{(time.monotonic() - self.began) / 60:.1f} min] {self.at}: {what}",
-                file=sys.stderr,
-                flush=True,
-            )
+            seconds = time.monotonic() - self.began
+            print(f"[{seconds:.0f} s] {self.at}: {what}", file=sys.stderr, flush=True)
 
     def once_ms(self, work: Callable[[], object]) -> float:
         """Measure one call of `work` on the slowest rank, in ms. It must not be the first call."""
@@ -136,6 +133,19 @@ class Machine:
         torch.cuda.synchronize()
         return self.slowest((torch.cuda.max_memory_allocated() - before + held) / GIB)
 
+    def record(self, rows: Iterable[dict], file: Path) -> NoReturn:
+        """Record rows, and end this process: with 1 if there was an error."""
+        try:
+            good = record(rows, file, self.name, self.rank)
+        except BaseException:  # noqa: BLE001 - Ctrl-C too
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # streams may wait for ranks that have ended
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        # In torch 2.13 a gloo thread may abort a process that shuts down.
+        os._exit(not good)
+
 
 def cpu_name() -> str:
     return platform.processor() or "CPU"
@@ -154,12 +164,8 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     if "BENCH_COMMIT" in os.environ:
         return os.environ["BENCH_COMMIT"]
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.stdout.strip() or "unknown"
 
 
@@ -174,29 +180,26 @@ def record(rows: Iterable[dict], file: Path, gpu_name: str, rank: int = 0) -> bo
     Return whether no row has an error.
     """
     common, good = origin(gpu_name), True
+    file.parent.mkdir(parents=True, exist_ok=True)
     for row in rows:
         good &= "error" not in row
         if rank == 0:
-            append(file, row | common)
-            show(row)
+            text = json.dumps(row | common, separators=(",", ":"))
+            with open(file, "a") as lines:
+                lines.write(text + "\n")
+            short = json.loads(json.dumps(row), parse_float=lambda number: round(float(number), 5))
+            print(" ".join(f"{key}={value}" for key, value in short.items()), flush=True)
     return good
 
 
-def append(file: Path, row: dict) -> None:
-    """Append a line of JSON."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a") as lines:
-        lines.write(json.dumps(row, separators=(",", ":")) + "\n")
+def pretrain(gpus: int, options: dict[str, Any], more: Iterable[str]) -> list[str]:
+    """Return the command that runs train/pretrain.py on some GPUs.
 
-
-def show(row: dict) -> None:
-    """Print a row."""
-    print(" ".join(f"{key}={_rounded(value)}" for key, value in row.items()), flush=True)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
-    return round(value, 5) if isinstance(value, float) else value
+    options  values by the names of the options, with "_" for "-"; without those that are None
+    """
+    pairs = [
+        ("--" + name.replace("_", "-"), str(x)) for name, x in options.items() if x is not None
+    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    script = str(ROOT / "train/pretrain.py")
+    return [sys.executable, *launcher, script, *(word for pair in pairs for word in pair), *more]

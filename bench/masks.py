@@ -66,7 +66,7 @@ def share_of(name: str, seq_len: int, ranks: int) -> Mask:
     It has a rank's number of tokens. For documents it is a packing of some of them, chosen to have
     nearly a rank's mean number of visible pairs. The last document, or one that is longer than a
     rank's tokens, is cut. Other masks are the same on a shorter sequence. It is a limit, because
-    one kernel call computes all of it, except for "bee", whose slices need several.
+    one kernel call computes all of it, except for "bee", which needs several for its slices.
     """
     tokens = seq_len // ranks
     if kind(name) != "documents" or ranks == 1:
@@ -124,9 +124,9 @@ def _filled(lengths: Sequence[int], tokens: int) -> list[int]:
     return taken
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --masks, --documents and --windows."""
-    parser.add_argument("--masks", nargs="+", choices=KINDS, default=["causal"])
+def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS) -> None:
+    """Add --masks of these kinds, --documents and --windows."""
+    parser.add_argument("--masks", nargs="+", choices=kinds, default=["causal"])
     parser.add_argument(
         "--documents",
         nargs="+",

@@ -5,13 +5,12 @@
 With packed documents every step has a new mask and pays this: the mask and its digest, the balanced
 layout and what ranks compare of it, and the plan of one rank's forward and backward. Rows have
 medians over many random masks, in milliseconds, of each part and of their sum. They are CPU time,
-so that other processes do not count. Nothing here waits. The last row says whether memory grows
+so that other processes do not count. Nothing here waits. The last row shows whether memory grows
 with the number of masks.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import random
@@ -29,6 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import cpu_name, record
+from bench.options import make_parser
 from bmt_burst import Layout, Mask, burst_attn_func, kernels
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
@@ -191,15 +191,10 @@ def rows(masks: int, memory_masks: int) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--masks", type=int, default=200, help="random masks of each kind")
     parser.add_argument(
         "--memory-masks", type=int, default=10000, help="calls with a new mask; 0: do not measure"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
     )
     args = parser.parse_args()
     record(rows(args.masks, args.memory_masks), args.output, cpu_name())

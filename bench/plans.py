@@ -20,7 +20,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.tables import Row, read_rows, tokens
+from bench.tables import Row, read_rows, table, tokens
 from models.config import PRESETS
 from train.planning.hardware import GIB, H200
 from train.planning.memory import Step, plan_step
@@ -91,30 +91,29 @@ def compare() -> Iterator[Comparison]:
             yield Comparison(row, config_of(row), step.memory.total / GIB, seconds)
 
 
-def table() -> str:
-    """Return the table of the page."""
-    lines = [
-        "| model, layers | engine | GPUs | tokens | options | GiB | plan | s/step | plan | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+def plans_table() -> str:
+    """Return the table of measured runs and their plans."""
+    header = ["model, layers", "engine", "GPUs", "tokens", "options"]
+    header += ["GiB", "plan", "s/step", "plan", "used for"]
+    return table(header, [_plan_cells(each) for each in compare()])
+
+
+def _plan_cells(each: Comparison) -> list[str | int]:
+    row = each.row
+    more = ["--offload-optimizer"] if each.config.offload_optimizer else []
+    more += ["sparse"] if row.get("sparse") else []
+    return [
+        f"{row['model']}, {row['layers']}",
+        row["engine"],
+        row["gpus"],
+        tokens(row["seq_len"]),
+        " ".join(saving_flags(each.config) + more),
+        f"{row['peak_gib']:.1f}",
+        f"{each.gib:.1f} ({each.gib / row['peak_gib'] - 1:+.1%})",
+        f"{row['step_s']:.2f}",
+        f"{each.seconds:.2f} ({each.seconds / row['step_s'] - 1:+.0%})",
+        "rates" if each.calibrates else "check",
     ]
-    for each in compare():
-        row = each.row
-        more = ["--offload-optimizer"] if each.config.offload_optimizer else []
-        more += ["sparse"] if row.get("sparse") else []
-        cells = (
-            f"{row['model']}, {row['layers']}",
-            row["engine"],
-            row["gpus"],
-            tokens(row["seq_len"]),
-            " ".join(saving_flags(each.config) + more),
-            f"{row['peak_gib']:.1f}",
-            f"{each.gib:.1f} ({each.gib / row['peak_gib'] - 1:+.1%})",
-            f"{row['step_s']:.2f}",
-            f"{each.seconds:.2f} ({each.seconds / row['step_s'] - 1:+.0%})",
-            "rates" if each.calibrates else "check",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
 
 
 MODELS, LENGTHS = ("minicpm4-0.5b", "minicpm4-8b"), (32768, 131072, 1048576)
@@ -123,14 +122,13 @@ _HOST_GIB = 128.0  # for each GPU
 
 def options_table() -> str:
     """Return the table of recommended options."""
-    head = ["model", "GPUs", "GiB", *map(tokens, LENGTHS)]
-    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
-    for model, gpus, gib in itertools.product(MODELS, (1, 2, 8), (24, 80, 139)):
-        lines.append(options_row(model, gpus, gib))
-    return "\n".join(lines)
+    settings = itertools.product(MODELS, (1, 2, 8), (24, 80, 139))
+    return table(
+        ["model", "GPUs", "GiB", *map(tokens, LENGTHS)], [recommended(*x) for x in settings]
+    )
 
 
-def options_row(model: str, gpus: int, gib: int) -> str:
+def recommended(model: str, gpus: int, gib: int) -> list[str | int]:
     """Return a row: the options that are recommended for each length."""
     config = TrainConfig(
         model=model,
@@ -141,24 +139,19 @@ def options_row(model: str, gpus: int, gib: int) -> str:
         micro_batch_size=1,
     )
     run = plan(config, Cluster(gpus, gib, H200, _HOST_GIB), "bmtrain")
-    cells = [model, str(gpus), str(gib)]
-    for length in LENGTHS:
-        found = recommend(with_options(run, seq_len=length))
-        cells.append("does not fit" if found is None else _describe_options(found.config))
-    return f"| {' | '.join(cells)} |"
+    found = [recommend(with_options(run, seq_len=length)) for length in LENGTHS]
+    texts = [_describe(one.config) if one else "does not fit" for one in found]
+    return [model, gpus, gib, *texts]
 
 
-def _describe_options(config: TrainConfig) -> str:
-    optimizer = ["--offload-optimizer"] if config.offload_optimizer else []
-    return " ".join(f"`{word}`" for word in _pair(saving_flags(config) + optimizer)) or "none"
+def _describe(config: TrainConfig) -> str:
+    """Return the options of a configuration, each with its value."""
+    words = saving_flags(config) + ["--offload-optimizer"] * config.offload_optimizer
+    pairs = re.sub(r" (?=--)", "\n", " ".join(words)).splitlines()
+    return " ".join(f"`{pair}`" for pair in pairs) or "none"
 
 
-def _pair(words: list[str]) -> list[str]:
-    """Return options, each joined with its value."""
-    return re.sub(r" (?=--)", "\n", " ".join(words)).splitlines()
-
-
-TABLES = {"plans": table, "options": options_table}
+TABLES = {"plans": plans_table, "options": options_table}
 
 
 def main() -> None:

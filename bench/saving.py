@@ -1,13 +1,12 @@
-"""Measures for how long a save stops training: a few steps of train/pretrain.py with checkpoints
-that are written in the background, and without.
+"""Measures how long a save stops training, in a few steps of train/pretrain.py.
 
     python bench/saving.py --gpus 1 --model minicpm-1b --data data/corpus/train \\
         --output bench/results/saving.jsonl
 
-Each run has a row of JSON. `stop_s` is the time between the lines of two steps with a save between
-them, less the median time between other steps: so it is seen from outside. The first steps compile
-and allocate, and are not counted. `whole_s` is how long it took until the checkpoint was whole, as
-the run says.
+The run has a row of JSON. `stop_s` is the time between the printed lines of two steps with a save
+between them, less the median time between other steps. So it is seen from outside. The first steps
+compile and allocate, and are not counted. `whole_s` is the time until the checkpoint was complete,
+as the run reports it. After `-- --no-save-in-background`, training waits for each save.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,39 +27,22 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.machine import GIB, append, origin, show
+from bench.machine import GIB, pretrain, record
+from bench.options import make_parser
 from models.config import PRESETS
 
-ROOT = Path(__file__).resolve().parents[1]
 _WARM_UP = 2  # steps that are not counted
+_SHOWN = ("model", "dtype", "seq_len", "batch_size")  # options that rows have
 _STEP = re.compile(r"step (\d+)/\d+: ")
 _SAVED = re.compile(r"step (\d+): saved \S+ in ([\d.]+) s")
 
 
-def measure(args: argparse.Namespace, background: bool) -> dict:
+def measure(args: argparse.Namespace) -> dict:
     """Run pretrain.py. Return the numbers of its row, or its error."""
+    options = {name: getattr(args, name) for name in (*_SHOWN, "data", "steps", "save_every")}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        options = {
-            "model": args.model,
-            "data": args.data,
-            "dtype": args.dtype,
-            "seq_len": args.seq_len,
-            "batch_size": args.batch_size,
-            "sp_size": args.gpus,
-            "steps": args.steps,
-            "save_every": args.save_every,
-            "output": f"{folder}/run",
-            "log_every": 1,
-        }
-        flags = [
-            text
-            for name, value in options.items()
-            for text in ("--" + name.replace("_", "-"), str(value))
-        ]
-        flags.append("--save-in-background" if background else "--no-save-in-background")
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
-        command = [sys.executable, "-m", *launcher, ROOT / "train/pretrain.py", *flags, *args.more]
-        lines, code = _run(command)
+        options |= {"sp_size": args.gpus, "log_every": 1, "output": f"{folder}/run"}
+        lines, code = _run(pretrain(args.gpus, options, args.more))
         last = Path(folder) / "run" / f"step_{args.steps:08d}"
         size = sum(file.stat().st_size for file in last.rglob("*") if file.is_file())
     if code:
@@ -97,26 +78,16 @@ def summarize(lines: list[tuple[float, str]], save_every: int) -> dict:
     }
 
 
-def rows(args: argparse.Namespace) -> Iterator[dict]:
-    common = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
-    for background in (True, False):
-        row = {
-            "kind": "saving",
-            "background": background,
-            "model": args.model,
-            "dtype": args.dtype,
-            "gpus": args.gpus,
-            "seq_len": args.seq_len,
-            "batch_size": args.batch_size,
-        }
-        yield row | measure(args, background) | common
+def row(args: argparse.Namespace) -> dict:
+    """Measure one run. Return its row."""
+    facts = {name: getattr(args, name) for name in ("gpus", *_SHOWN)}
+    background = "--no-save-in-background" not in args.more
+    return {"kind": "saving", "background": background, **facts, **measure(args)}
 
 
 def parse_args() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1)
     model = "minicpm-1b" if cuda else "cpm-tiny"
     parser.add_argument("--model", choices=list(PRESETS), default=model)
@@ -129,9 +100,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, required=True, help="folder of tokens from prepare_data.py"
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
     parser.add_argument("more", nargs="*", help="further options of pretrain.py, after --")
     args = parser.parse_args()
     if not _WARM_UP < args.save_every < args.steps - 1:
@@ -140,12 +108,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    args, failed = parse_args(), 0
-    for row in rows(args):
-        failed += "error" in row
-        append(args.output, row)
-        show(row)
-    return 1 if failed else 0
+    args = parse_args()
+    gpu_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return 0 if record([row(args)], args.output, gpu_name) else 1
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""Measures InfLLM-V2 beside dense attention: the same function with and without `sparse`.
+"""Measures InfLLM-V2 and dense attention: the same function with and without `sparse`.
 
     torchrun --nproc-per-node 1 bench/sparse.py --output bench/results/sparse-mine.jsonl
     torchrun --nproc-per-node 2 bench/sparse.py --output bench/results/sparse-mine.jsonl
 
-The cases, of which --cases chooses some:
+--cases chooses from these cases:
 
     batch     a batch of --batch sequences of --batch-tokens tokens on one GPU
     one-rank  one rank of --size imagined ones, for each of --lengths (see bench/one_rank.py)
-    ring      a sequence of --ring-tokens tokens over all GPUs, and beside it the same work of each
-              rank with imagined peers, so without communication
+    ring      a sequence of --ring-tokens tokens over all GPUs, and the same work of each rank with
+              imagined peers, so without communication
 
 Rows are those of bench/attention.py with their own "kind". "visible_pairs" and the TFLOP/s of
 sparse attention count the pairs that it attends to, without the choice. "fwd_ms" includes the
 choice. Calls of more than 2 seconds are measured once, not in several rounds.
 
 Sparse attention chooses by queries and keys of its own ("choose_by"), which are made so that the
-choices of neighbouring queries overlap as --overlaps says. 0.8 means: of the blocks that a query
-chose by score, the next query chose 80 %. The keys are random. The queries of a head are a random
+choices of neighbouring queries overlap by --overlaps. 0.8 means: the next query also chose 80 % of
+the blocks that a query chose by score. The keys are random. The queries of a head are a random
 walk over the tokens, which forgets slowly:
 
     q_t = sqrt(1 - step^2) q_(t-1) + step n_t        n_t random and independent
@@ -24,9 +24,7 @@ walk over the tokens, which forgets slowly:
 Calls with several steps find the step that has the wanted overlap. With 0 the step is 1, so the
 queries are independent and far blocks are random. Each row has its "step", and the "overlap" that
 was measured: the mean over all pairs of neighbouring queries of a rank that see more blocks than
-they choose. Blocks that are always chosen do not count. Imagined peers have random keys, too.
-
---profile also prints the time of a forward and backward by the kernels that take most of it.
+they choose. Blocks that are always chosen do not count. Imagined peers also have random keys.
 
 On a machine without GPUs it runs a tiny version with small constants, which tests the script.
 """
@@ -38,8 +36,6 @@ import gc
 import json
 import os
 import sys
-import traceback
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,11 +50,10 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench import tables
-from bench.attention import Contestant, facts_of, forward, heads, inputs, measure, step
+from bench import options
+from bench.attention import Contestant, facts_of, fill_slots, forward, inputs, measure, step
 from bench.implementations import Burst, Case
-from bench.machine import Machine, record
-from bench.timeline import activities_of
+from bench.machine import Machine
 from bmt_burst import InfLLMV2, Layout, SequenceParallel, init_sequence_parallel
 from bmt_burst.sparse import keep_choices
 from bmt_burst.sparse.blocks import unpack_blocks
@@ -68,8 +63,7 @@ _SLOW_MS = 2000.0
 _AMPLITUDE = 8.0  # of queries: a head's scores of compressed keys differ by factors
 _TRIES = 8  # to find the step of a random walk
 _NEAR = 0.005  # an overlap is as wanted
-_AT_ONCE = 512  # queries whose overlap is computed at once
-_KERNELS = 25  # of a profile
+_AT_ONCE = 512  # the overlap of so many queries is computed at once
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,7 @@ class Choosing:
         length, overlap = 0.1 if wanted else 1.0, None
         self._make(length)
         step(self.attention, tensors, dout)  # reserves the transport's memory
-        fill_slots(self.attention, self.machine)
+        fill_slots(self.attention.transport, self.machine)
         for _ in range(_TRIES):
             overlap = self._measure(tensors)
             if not wanted or overlap is None or abs(overlap - wanted) < _NEAR:
@@ -189,7 +183,7 @@ def count_overlap(chosen: Tensor, positions: Tensor, sparse: InfLLMV2) -> Tensor
     chosen     (B, S, G, N) int32, -1 for no block
     positions  (S,) rising
 
-    Return (2,) float64: those that the next query chose, too, and all.
+    Return (2,) float64: the number that the next query also chose, and the number of all.
     """
     counts = torch.zeros(2, dtype=torch.float64)
     for start in range(0, len(positions) - 1, _AT_ONCE):
@@ -205,23 +199,13 @@ def count_overlap(chosen: Tensor, positions: Tensor, sparse: InfLLMV2) -> Tensor
     return counts
 
 
-def fill_slots(attention: Burst, machine: Machine) -> None:
-    """Fill what imagined peers deliver with random numbers. Zeros would make all blocks equal, and
-    would take less power.
-    """
-    if isinstance(attention.transport, ImaginedRing):
-        for slots in attention.transport.slots.values():
-            for slot in slots:
-                slot.view(machine.dtype).normal_()
-
-
 def contestants(
     cases: dict[str, SparseCase], place: Place, overlaps: dict[str, float], machine: Machine
 ) -> Iterator[Contestant | dict[str, Any]]:
-    """Yield the attention of each case on this rank, or a row that says why there is none."""
+    """Yield the attention of each case on this rank, or a row with the reason why there is none."""
     sp = place.sp
     for name, case in cases.items():
-        machine.say(f"{name}, {place.peers} peers")
+        machine.report(f"{name}, {place.peers} peers")
         layout = Layout.named("zigzag", case.seq_len, sp.size)
         row = {
             "kind": "sparse",
@@ -249,7 +233,7 @@ def _begin(attention: Burst, case: SparseCase, tokens: int, machine: Machine) ->
     """Call dense attention once, which reserves memory."""
     tensors, dout = inputs(case, tokens, machine, machine.rank)
     step(attention, tensors, dout)
-    fill_slots(attention, machine)
+    fill_slots(attention.transport, machine)
     return {}
 
 
@@ -262,49 +246,14 @@ def compare(
     if not args.no_dense:
         cases["dense"] = replace(case, sparse=None)
     machine.at = f"{case.seq_len:,} tokens, batch {case.batch}, {places[0].sp.size} ranks"
-    ready = []
-    for place in places:
-        for contestant in contestants(cases, place, overlaps, machine):
-            if isinstance(contestant, dict):
-                yield contestant
-            else:
-                ready.append(contestant)
-    if not ready:
-        return
-    tokens = case.seq_len // places[0].sp.size
-    yield from measure(ready, tokens, machine, _SLOW_MS)
-    if args.profile:
-        tensors, dout = inputs(case, tokens, machine, machine.rank)
-        for contestant in ready:
-            spent = profile(partial(step, contestant.attention, tensors, dout), machine)
-            if machine.rank == 0:
-                row = contestant.row
-                print(f"\n{machine.at}, {row['peers']} peers: {row['impl']}\n\n{spent}\n")
+    made = [one for place in places for one in contestants(cases, place, overlaps, machine)]
+    yield from (row for row in made if isinstance(row, dict))
+    if ready := [one for one in made if isinstance(one, Contestant)]:
+        yield from measure(ready, case.seq_len // places[0].sp.size, machine, _SLOW_MS)
 
 
 def name_overlap(overlap: float) -> str:
     return f"{overlap:.0%} overlap" if overlap else "random"
-
-
-def profile(work: partial, machine: Machine) -> str:
-    """Call `work`. Return a table of the milliseconds of its kernels, or on CPUs of operators."""
-    work()
-    machine.settle()
-    with torch.profiler.profile() as profile:
-        work()
-        if machine.cuda:
-            torch.cuda.synchronize()
-    spent, calls = Counter[str](), Counter[str]()
-    if machine.cuda:
-        for activity in activities_of(profile):
-            spent[activity.name] += (activity.stop - activity.start) / 1e3
-            calls[activity.name] += 1
-    else:
-        for entry in profile.key_averages():
-            spent[entry.key] += entry.self_cpu_time_total / 1e3
-            calls[entry.key] += entry.count
-    lines = [[ms, calls[name], name[:100]] for name, ms in spent.most_common(_KERNELS)]
-    return tables.table(["ms", "calls", f"of {sum(spent.values()):.1f} ms in all"], lines)
 
 
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict[str, Any]]:
@@ -333,21 +282,13 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 _CASES = ("batch", "one-rank", "ring")
-_SMALL = {
-    "block_size": 8,
-    "kernel_size": 4,
-    "kernel_stride": 2,
-    "window_size": 16,
-    "topk": 8,
-    "dense_len": 128,
-}
+_SMALL = {"block_size": 8, "kernel_size": 4, "kernel_stride": 2, "window_size": 16, "topk": 8}
+_SMALL |= {"dense_len": 128}
 
 
 def parse_args() -> argparse.Namespace:
     cuda, several = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1")) > 1
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options.make_parser(__doc__)
     parser.add_argument(
         "--cases",
         nargs="+",
@@ -363,7 +304,6 @@ def parse_args() -> argparse.Namespace:
         help="shares of the far blocks that neighbouring queries both chose; 0: random blocks",
     )
     parser.add_argument("--no-dense", action="store_true", help="do not measure dense attention")
-    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--batch", type=int, default=2, help="sequences of the case 'batch'")
     parser.add_argument("--batch-tokens", type=int, default=1 << 17 if cuda else 256)
     parser.add_argument("--size", type=int, default=8, help="ranks of the case 'one-rank'")
@@ -371,8 +311,9 @@ def parse_args() -> argparse.Namespace:
     lengths = [1 << power for power in range(14, 21)] if cuda else [64, 256]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--ring-tokens", type=int, default=1 << 18 if cuda else 256)
-    default_heads = (32, 2) if cuda else (4, 2)
-    parser.add_argument("--heads", type=heads, default=default_heads, metavar="Q:KV")
+    parser.add_argument(
+        "--heads", type=options.parse_heads, default=(32, 2) if cuda else (4, 2), metavar="Q:KV"
+    )
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument(
@@ -380,9 +321,6 @@ def parse_args() -> argparse.Namespace:
         type=json.loads,
         default={} if cuda else _SMALL,
         help="JSON of the constants that differ from InfLLM-V2's",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
     )
     args = parser.parse_args()
     if not all(0 <= overlap < 1 for overlap in args.overlaps):
@@ -392,25 +330,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args, machine = parse_args(), Machine()
-    found: list[dict[str, Any]] = []
-
-    def noted() -> Iterator[dict[str, Any]]:
-        for row in run(args, machine):
-            found.append(row)
-            yield row
-
-    try:
-        record(noted(), args.output, machine.name, machine.rank)
-    except BaseException:  # noqa: BLE001 - Ctrl-C too
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # streams may wait for ranks that have ended
-    if machine.rank == 0:
-        print("\n" + tables.sparse_table(found))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    # In torch 2.13 a gloo thread may abort a process that shuts down.
-    os._exit(0)
+    machine.record(run(args, machine), args.output)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+Column = str | Callable[[Row], Any]  # a field of a row, or what is computed from the row
 CASE = ("gpus", "batch", "heads", "kv_heads", "head_dim", "mask")
 YARDSTICKS = ("kernel alone", "FA4 varlen")  # on one GPU
 UNBIASED = "bmt_burst without a bias"
 
 
-def fill(text: str) -> str:
-    """Wrap a paragraph to lines of 100 columns."""
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+def fill(text: str, indent: int = 0) -> str:
+    """Wrap a paragraph to lines of 100 columns, with later lines indented."""
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, 100, subsequent_indent=" " * indent, **options)
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
@@ -31,12 +33,31 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
-    """Format a Markdown table, floats with three significant digits."""
+    """Format a Markdown table, floats with three significant digits. Without rows it is empty."""
+    if not rows:
+        return ""
     cells = [
         [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
     ]
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def list_rows(
+    rows: list[Row], kind: str, columns: dict[str, Column], needs: str | None = None
+) -> str:
+    """Format a line for each row of a kind, or for each that has the field `needs`."""
+    lines = [
+        [row[column] if isinstance(column, str) else column(row) for column in columns.values()]
+        for row in rows
+        if row["kind"] == kind and (needs is None or needs in row)
+    ]
+    return table(list(columns), lines)
+
+
+def or_dash(value: Any) -> Any:
+    """Return a value, or "-" for None."""
+    return "-" if value is None else value
 
 
 def measured(rows: list[Row]) -> list[Row]:
@@ -84,12 +105,14 @@ def bwd_rate(row: Row) -> float:
     return 2.5 * row["fwd_tflops_per_gpu"] * row["fwd_ms"] / bwd_ms if bwd_ms > 0 else math.nan
 
 
+def rates(row: Row) -> list[float]:
+    """Return TFLOP/s per GPU of the forward, the backward and both."""
+    return [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
+
+
 def percents(row: Row, other: Row) -> list[float]:
     """Compute a row's rates of forward, backward and both in percent of another row's."""
-    rates = [
-        (r["fwd_tflops_per_gpu"], bwd_rate(r), r["fwd_bwd_tflops_per_gpu"]) for r in (row, other)
-    ]
-    return [100 * mine / its for mine, its in zip(*rates, strict=True)]
+    return [100 * mine / its for mine, its in zip(rates(row), rates(other), strict=True)]
 
 
 def describe(case: tuple) -> str:
@@ -101,10 +124,10 @@ def describe(case: tuple) -> str:
 def attention_tables(rows: list[Row]) -> str:
     """Format a table of each case, with its yardsticks."""
     parts = []
-    rates = ["fwd TFLOP/s", "bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone"]
-    header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", *rates, "GiB"]
+    header = ["tokens", "implementation", "kernel", "fwd ms", "fwd+bwd ms", "fwd TFLOP/s"]
+    header += ["bwd TFLOP/s", "fwd+bwd TFLOP/s", "% of kernel alone", "GiB"]
     for case, group in attention_groups(rows).items():
-        lines = [_line(row, shown, rows) for row, shown in _beside_yardsticks(rows, group)]
+        lines = [_line(row, shown, rows) for row, shown in _with_yardsticks(rows, group)]
         parts.append(f"### {describe(case)}\n\n" + table(header, lines))
     return "\n\n".join(parts)
 
@@ -118,15 +141,13 @@ def _line(row: Row, shown: Row, rows: list[Row]) -> list[Any]:
         shown["kernel"],
         shown["fwd_ms"],
         shown["fwd_bwd_ms"],
-        shown["fwd_tflops_per_gpu"],
-        bwd_rate(shown),
-        shown["fwd_bwd_tflops_per_gpu"],
-        100 * shown["fwd_bwd_tflops_per_gpu"] / limit["fwd_bwd_tflops_per_gpu"] if limit else "-",
-        "-" if shown["peak_extra_gib"] is None else shown["peak_extra_gib"],
+        *rates(shown),
+        percents(shown, limit)[2] if limit else "-",
+        or_dash(shown["peak_extra_gib"]),
     ]
 
 
-def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
+def _with_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row]]:
     """Return pairs (row, row) of a group, and before each length pairs (row, yardstick)."""
     found: dict[tuple, tuple[Row, Row]] = {}
     for row in sorted(group, key=lambda row: row["seq_len"]):
@@ -138,20 +159,19 @@ def _beside_yardsticks(rows: list[Row], group: list[Row]) -> list[tuple[Row, Row
 
 def peers_table(rows: list[Row]) -> str:
     """Format a causal mask's table: a line for each implementation, a column for each heads."""
-    return _compared(
-        rows,
-        [r for r in measured(rows) if r["mask"] == "causal"],
-        lambda row: f"{heads(row)} heads",
-    )
+    found = [row for row in measured(rows) if row["mask"] == "causal"]
+    return _compared(rows, found, lambda row: f"{heads(row)} heads")
 
 
 def masks_table(rows: list[Row]) -> str:
     """Format documents and windows: a line for each implementation, a column for each mask."""
     found = [r for r in measured(rows) if r["mask"] not in ("causal", "full")]
     several = len({heads(row) for row in found}) > 1
-    return _compared(
-        rows, found, lambda row: f"{row['mask']}, {heads(row)} heads" if several else row["mask"]
-    )
+
+    def column(row: Row) -> str:
+        return f"{row['mask']}, {heads(row)} heads" if several else row["mask"]
+
+    return _compared(rows, found, column)
 
 
 def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -> str:
@@ -166,26 +186,22 @@ def _compared(rows: list[Row], found: list[Row], column: Callable[[Row], str]) -
     most = min(
         max(r["seq_len"] for r in found if (r["impl"], r["kernel"]) == name) for name in names
     )
-    lines: dict[tuple, dict[str, str]] = defaultdict(dict)
+    cells: dict[tuple, dict[str, str]] = defaultdict(dict)
     for row in (row for row in found if row["seq_len"] == most):
         for shown in (*filter(None, (alone(rows, row, name) for name in YARDSTICKS)), row):
-            lines[implementation(shown), shown["kernel"]][column(row)] = _brief(
-                shown, alone(rows, row)
-            )
-    columns = list(dict.fromkeys(name for line in lines.values() for name in line))
-    header = [f"{tokens(most)} tokens", "kernel", *columns]
-    return table(
-        header,
-        [[*line, *(rates.get(name, "") for name in columns)] for line, rates in lines.items()],
-    )
+            line = cells[implementation(shown), shown["kernel"]]
+            line[column(row)] = _brief(shown, alone(rows, row))
+    columns = list(dict.fromkeys(name for line in cells.values() for name in line))
+    lines = [[*facts, *(line.get(name, "") for name in columns)] for facts, line in cells.items()]
+    return table([f"{tokens(most)} tokens", "kernel", *columns], lines)
 
 
 def _brief(row: Row, limit: Row | None) -> str:
     """Return the rates of forward and backward, and the share of the limit for both."""
-    rates = f"{row['fwd_tflops_per_gpu']:.0f} / {bwd_rate(row):.0f}"
+    text = f"{row['fwd_tflops_per_gpu']:.0f} / {bwd_rate(row):.0f}"
     if limit is None or limit is row:
-        return rates
-    return f"{rates} ({row['fwd_bwd_tflops_per_gpu'] / limit['fwd_bwd_tflops_per_gpu']:.0%})"
+        return text
+    return f"{text} ({percents(row, limit)[2]:.0f}%)"
 
 
 def one_rank_table(rows: list[Row]) -> str:
@@ -203,56 +219,53 @@ def one_rank_table(rows: list[Row]) -> str:
         spent = row.get("ms") or dict.fromkeys(("merge", "idle"), 0.0) | {"span": 1.0}
         shares = [f"{100 * spent.get(name, 0.0) / spent['span']:.1f}" for name in ("merge", "idle")]
         gib = "-" if row["peak_extra_gib"] is None else max(r["peak_extra_gib"] for r in ranks)
-        rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
-        rates += [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
-        case = [
-            row["gpus"],
-            row["batch"],
-            heads(row),
-            row["mask"],
-            row["kernel"],
-            tokens(row["seq_len"]),
-            row["impl"],
-        ]
-        lines.append([*case, *rates, *shares, gib])
-    return table(header, lines) if lines else ""
+        alone_rates = [limit["fwd_bwd_tflops_per_gpu"] if limit else "-" for limit in limits]
+        case = [row["gpus"], row["batch"], heads(row), row["mask"], row["kernel"]]
+        case += [tokens(row["seq_len"]), row["impl"]]
+        lines.append([*case, *rates(row), *alone_rates, *shares, gib])
+    return table(header, lines)
 
 
 def sparse_table(rows: list[Row]) -> str:
-    """Format sparse attention beside dense, and beside the same work without communication."""
+    """Format sparse and dense attention, and the same work without communication."""
     found = [row for row in rows if row["kind"] == "sparse" and "fwd_ms" in row]
     facts = ("gpus", "peers", "batch", "heads", "kv_heads", "head_dim", "seq_len", "impl", "commit")
 
-    def beside(row: Row, **other: str) -> Row | None:
+    def find(row: Row, **other: str) -> Row | None:
         wanted = [(row | other).get(fact) for fact in facts]
         return next((r for r in found if [r.get(fact) for fact in facts] == wanted), None)
 
-    lines = []
-    for row in found:
-        dense, silent = beside(row, impl="dense"), beside(row, peers="imagined")
+    def gain(row: Row) -> Any:
+        dense = find(row, impl="dense")
+        return dense["fwd_bwd_ms"] / row["fwd_bwd_ms"] if dense else "-"
+
+    def share(row: Row) -> str:
+        silent = find(row, peers="imagined") if row["peers"] == "real" else None
+        return f"{100 * silent['fwd_bwd_ms'] / row['fwd_bwd_ms']:.1f}" if silent else "-"
+
+    def beyond(row: Row) -> Any:
+        dense = find(row, impl="dense")
         gib, dense_gib = row["peak_extra_gib"], dense and dense["peak_extra_gib"]
-        overlap = row.get("overlap")
-        lines.append(
-            [
-                _place(row),
-                row["batch"],
-                tokens(row["seq_len"]),
-                heads(row),
-                row["impl"],
-                "-" if overlap is None else f"{100 * overlap:.1f}",
-                *(row[name] for name in ("fwd_ms", "bwd_ms", "fwd_bwd_ms")),
-                dense["fwd_bwd_ms"] / row["fwd_bwd_ms"] if dense else "-",
-                f"{100 * silent['fwd_bwd_ms'] / row['fwd_bwd_ms']:.1f}"
-                if silent and row["peers"] == "real"
-                else "-",
-                "-" if gib is None else gib,
-                "-" if gib is None or dense_gib is None else gib - dense_gib,
-            ]
-        )
-    header = ["where", "batch", "tokens", "heads", "attention", "overlap %", "fwd ms", "bwd ms"]
-    header += ["fwd+bwd ms", "times as fast as dense", "% of no communication", "GiB"]
-    header += ["GiB beyond dense"]
-    return table(header, lines) if lines else ""
+        return "-" if gib is None or dense_gib is None else gib - dense_gib
+
+    columns: dict[str, Column] = {
+        "where": _place,
+        "batch": "batch",
+        "tokens": lambda row: tokens(row["seq_len"]),
+        "heads": heads,
+        "attention": "impl",
+        "overlap %": lambda row: (
+            "-" if row.get("overlap") is None else f"{100 * row['overlap']:.1f}"
+        ),
+        "fwd ms": "fwd_ms",
+        "bwd ms": "bwd_ms",
+        "fwd+bwd ms": "fwd_bwd_ms",
+        "times as fast as dense": gain,
+        "% of no communication": share,
+        "GiB": lambda row: or_dash(row["peak_extra_gib"]),
+        "GiB beyond dense": beyond,
+    }
+    return list_rows(found, "sparse", columns)
 
 
 def _place(row: Row) -> str:
@@ -293,13 +306,13 @@ def bias_table(rows: list[Row]) -> str:
             f"{100 * row[name] / row['visible_pairs']:.1f}"
             for name in ("own_row_pairs", "segment_pairs")
         ]
-        gib = ["-" if r["peak_extra_gib"] is None else r["peak_extra_gib"] for r in (row, plain)]
+        gib = [or_dash(r["peak_extra_gib"]) for r in (row, plain)]
         kernels = f"{row['kernel']}, {row['biased_kernel']}"
         lines.append([*case, kernels, *pairs, *percents(row, plain), *gib, row["dense_bias_gib"]])
     header = ["GPUs", "tokens", "heads", "mask", "implementation", "kernels"]
     header += ["% of pairs by table", "% by segments"]
     header += ["fwd %", "bwd %", "fwd+bwd %", "GiB", "GiB without", "GiB of a dense bias"]
-    return table(header, lines) if lines else ""
+    return table(header, lines)
 
 
 def _same_work(row: Row, other: Row) -> bool:
@@ -316,45 +329,28 @@ def kernels_table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         if row["kind"] == "kernels" and "fwd_ms" in row:
-            limit = first.setdefault(
-                tuple(row.get(name) for name in (*CASE, "seq_len", "commit")), row
-            )
-            rates = [row["fwd_tflops_per_gpu"], bwd_rate(row), row["fwd_bwd_tflops_per_gpu"]]
-            case = [tokens(row["seq_len"]), heads(row), row["mask"], row["kernel"]]
-            lines.append([*case, *rates, *percents(row, limit), limit["kernel"]])
-    header = [
-        "tokens",
-        "heads",
-        "mask",
-        "kernel",
-        "fwd",
-        "bwd",
-        "fwd+bwd",
-        "fwd %",
-        "bwd %",
-        "fwd+bwd %",
-        "of",
-    ]
-    return table(header, lines) if lines else ""
+            case = tuple(row.get(name) for name in (*CASE, "seq_len", "commit"))
+            limit = first.setdefault(case, row)
+            facts = [tokens(row["seq_len"]), heads(row), row["mask"], row["kernel"]]
+            lines.append([*facts, *rates(row), *percents(row, limit), limit["kernel"]])
+    header = ["tokens", "heads", "mask", "kernel", "fwd", "bwd", "fwd+bwd"]
+    header += ["fwd %", "bwd %", "fwd+bwd %", "of"]
+    return table(header, lines)
 
 
 def error_table(rows: list[Row]) -> str:
     """Format errors against float64."""
-    names = ["out", "dq", "dk", "dv", *(["dtable"] if any("dtable" in row for row in rows) else [])]
-    lines = [
-        [
-            r["impl"],
-            f"{r['heads']}:{r['kv_heads']}",
-            r["kernel"],
-            r["mask"],
-            tokens(r["seq_len"]),
-            *(f"{r[n]:.2e}" if n in r else "-" for n in names),
-        ]
-        for r in rows
-        if r["kind"] == "errors" and "dq" in r
-    ]
-    return (
-        table(["implementation", "heads", "kernel", "mask", "tokens", *names], lines)
-        if lines
-        else ""
-    )
+
+    def error(name: str) -> Column:
+        return lambda row: f"{row[name]:.2e}" if name in row else "-"
+
+    names = ["out", "dq", "dk", "dv", *["dtable"] * any("dtable" in row for row in rows)]
+    columns: dict[str, Column] = {
+        "implementation": "impl",
+        "heads": lambda row: f"{row['heads']}:{row['kv_heads']}",
+        "kernel": "kernel",
+        "mask": "mask",
+        "tokens": lambda row: tokens(row["seq_len"]),
+        **{name: error(name) for name in names},
+    }
+    return list_rows(rows, "errors", columns, needs="dq")

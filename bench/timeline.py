@@ -1,20 +1,19 @@
 """Profiles one implementation on each rank's GPU, by kind of work. Needs GPUs.
 
-    torchrun --nproc-per-node 8 bench/timeline.py --tokens 65536 --heads 32:32 \\
+    torchrun --nproc-per-node 8 bench/timeline.py --tokens-per-gpu 8192 --heads 32:32 \\
         --output bench/results/timeline.jsonl
 
 Each rank has a row of JSON: milliseconds of a step for attention kernels, kernels that merge and
-sum, copies, NCCL and others, and the idle time of the compute stream. Copies and NCCL run beside
-the kernels, which run one after the other. --trace FOLDER also writes Chrome traces.
+sum, copies, NCCL and others, and the idle time of the compute stream. Kernels run one after the
+other. Copies and NCCL run at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,11 +25,11 @@ import torch.distributed as dist
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench import masks
-from bench.attention import facts_of, heads, inputs, step
+from bench import options
+from bench.attention import facts_of, inputs, step
 from bench.implementations import IMPLEMENTATIONS, Case
-from bench.machine import Machine, append, origin
-from bmt_burst import init_sequence_parallel
+from bench.machine import Machine
+from bmt_burst import SequenceParallel, init_sequence_parallel
 
 STEPS = 3
 _KINDS = {  # a kernel is of the first kind that has a word of its name
@@ -105,67 +104,39 @@ def milliseconds(profile: torch.profiler.profile) -> dict[str, float]:
     return {key: value / STEPS for key, value in breakdown(activities_of(profile)).items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[65536], help="of the whole sequence"
-    )
-    parser.add_argument("--heads", type=heads, nargs="+", default=[(32, 32)], metavar="Q:KV")
-    parser.add_argument("--head-dim", type=int, default=128)
-    masks.add_arguments(parser)
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument(
-        "--implementations", nargs="+", choices=list(IMPLEMENTATIONS), default=["bmt_burst"]
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
-    parser.add_argument("--trace", type=Path, help="folder for Chrome traces")
-    args, machine = parser.parse_args(), Machine()
-    if not machine.cuda:
-        raise SystemExit("a timeline of GPUs needs GPUs")
-    sp = init_sequence_parallel()
-    for mask, tokens, (q_heads, kv_heads) in itertools.product(
-        masks.chosen(args), args.tokens, args.heads
-    ):
-        case = Case(tokens, 1, q_heads, kv_heads, args.head_dim, mask, args.kernel)
-        for name in args.implementations:
-            measure(case, name, sp, machine, args)
-    dist.destroy_process_group()
-
-
-def measure(case: Case, name: str, sp, machine: Machine, args: argparse.Namespace) -> None:
+def measure(case: Case, name: str, sp: SequenceParallel, machine: Machine) -> Iterator[dict]:
+    """Yield the rows of all ranks."""
     implementation = IMPLEMENTATIONS[name]
-    attention = implementation.on(case, sp)
     tensors, dout = inputs(case, case.seq_len // machine.size, machine, seed=machine.rank)
-    work = partial(step, attention, tensors, dout)
+    work = partial(step, implementation.on(case, sp), tensors, dout)
     work()
     machine.settle()
-    profile = profiled(work)
-    if args.trace:
-        args.trace.mkdir(parents=True, exist_ok=True)
-        parts = (name, case.mask, case.seq_len, case.heads, case.kv_heads, f"rank{machine.rank}")
-        file = "-".join(map(str, parts)).replace(" ", "_") + ".json.gz"
-        profile.export_chrome_trace(str(args.trace / file))
-    spent = milliseconds(profile)
-    rows: list = [None] * machine.size
-    dist.all_gather_object(rows, spent)
-    if machine.rank == 0:
-        facts = {**facts_of(case, machine, implementation.kernel), "gpus": machine.size}
-        common = origin(machine.name)
-        for rank, row in enumerate(rows):
-            append(
-                args.output,
-                {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": row, **common},
-            )
-            text = " ".join(f"{key} {value:.3f}" for key, value in sorted(row.items()))
-            print(
-                f"{name} {case.mask} {case.seq_len} {case.heads}:{case.kv_heads} rank {rank}:",
-                text,
-                flush=True,
-            )
+    spent: list = [None] * machine.size
+    dist.all_gather_object(spent, milliseconds(profiled(work)))
+    facts = {**facts_of(case, machine, implementation.kernel), "gpus": machine.size}
+    for rank, ms in enumerate(spent):
+        yield {"kind": "timeline", "impl": name, "rank": rank, **facts, "ms": ms}
+
+
+def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
+    """Measure all cases. Yield their rows."""
+    sp = init_sequence_parallel()
+    for case in options.cases(args, machine.size):
+        for name in args.implementations:
+            yield from measure(case, name, sp, machine)
+
+
+def main() -> None:
+    parser = options.make_parser(__doc__)
+    parser.add_argument("--kernel", default="auto")
+    options.add_cases(parser, [(32, 32)], [8192])
+    parser.add_argument(
+        "--implementations", nargs="+", choices=IMPLEMENTATIONS, default=["bmt_burst"]
+    )
+    args, machine = parser.parse_args(), Machine()
+    if not machine.cuda:
+        parser.error("a timeline of GPUs needs GPUs")
+    machine.record(run(args, machine), args.output)
 
 
 if __name__ == "__main__":

@@ -17,25 +17,20 @@ On a machine without GPUs it runs a tiny version over gloo, which tests the scri
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
 import sys
-import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 # As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.attention import Contestant, alone, describe, facts_of, heads, measure
+from bench import options
+from bench.attention import Contestant, alone, describe, facts_of, measure
 from bench.implementations import Case
-from bench.machine import Machine, record
+from bench.machine import Machine
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel
 
 
@@ -50,12 +45,11 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict[str, Any]]:
         (ring, ulysses): init_sequence_parallel(ulysses_size=ulysses)
         for ring, ulysses in degrees(machine.size)
     }
-    for mask, (q, kv), tokens in itertools.product(args.masks, args.heads, args.tokens_per_gpu):
-        case = Case(tokens * machine.size, 1, q, kv, args.head_dim, mask, args.kernel)
+    for case in options.cases(args, machine.size):
         machine.at = describe(case, machine.size)
         contestants = list(alone("usp", case, machine.size, machine))
         contestants += [_contestant(case, cut, sp, machine) for cut, sp in groups.items()]
-        yield from measure(contestants, tokens, machine)
+        yield from measure(contestants, case.seq_len // machine.size, machine)
 
 
 def _contestant(
@@ -70,47 +64,20 @@ def _contestant(
         "ulysses_degree": ulysses,
         **facts_of(case, machine),
     }
-    options = {**sp.groups, "strategy": "usp", "flash": case.kernel, "mask": case.visible}
-    return Contestant(row, case, partial(burst_attn_func, **options))
-
-
-def parse_args() -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    attention = partial(
+        burst_attn_func, **sp.groups, strategy="usp", flash=case.kernel, mask=case.visible
     )
-    lengths = [8192, 32768] if cuda else [64]
-    parser.add_argument("--tokens-per-gpu", type=int, nargs="+", default=lengths)
-    parser.add_argument(
-        "--heads",
-        type=heads,
-        nargs="+",
-        default=[(32, 32), (32, 8)] if cuda else [(4, 2)],
-        metavar="Q:KV",
-    )
-    parser.add_argument("--head-dim", type=int, default=128 if cuda else 16)
-    parser.add_argument("--masks", nargs="+", choices=("causal", "full"), default=["causal"])
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of JSON lines to append to"
-    )
-    return parser.parse_args()
+    return Contestant(row, case, attention)
 
 
 def main() -> None:
-    args, machine = parse_args(), Machine()
+    parser = options.make_parser(__doc__)
+    parser.add_argument("--kernel", default="auto")
+    options.add_cases(parser, [(32, 32), (32, 8)], [8192, 32768], ("causal", "full"))
+    args, machine = parser.parse_args(), Machine()
     if machine.size < 2:
-        sys.exit("bench/usp.py: expected two ranks or more, got one: USP cuts ranks into groups")
-    try:
-        record(run(args, machine), args.output, machine.name, machine.rank)
-    except BaseException:  # noqa: BLE001 - Ctrl-C too
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # streams may wait for ranks that have ended
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    # In torch 2.13 a gloo thread may abort a process that shuts down.
-    os._exit(0)
+        parser.error("expected two ranks or more, got one: USP cuts ranks into groups")
+    machine.record(run(args, machine), args.output)
 
 
 if __name__ == "__main__":

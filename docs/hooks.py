@@ -1,4 +1,4 @@
-"""Make the README the home page of the documentation site, so that it is written once."""
+"""Make the README the home page of the documentation site, and list the pages of results."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add each page docs/results-TOPIC.md that exists to the navigation, after results.md."""
+    topics = sorted(path.name for path in (ROOT / "docs").glob("results-*.md"))
+    for entry in config.nav or ():
+        if "Results" in entry:
+            entry["Results"] = ["results.md", *topics]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -31,7 +31,7 @@ _STORY = [f"{sentence.strip('.')}." for sentence in SENTENCES.split(". ")]
 @dataclass(frozen=True)
 class Part:
     """One file: its number of documents, the most tokens in one, and the share of their sentences
-    that say the code.
+    that state the code.
     """
 
     documents: int
@@ -43,20 +43,20 @@ PARTS = {"short": Part(4000, 64, 0.4), "long": Part(2000, 256, 0.1)}
 
 
 def write_document(rng: np.random.Generator, tokenizer: Tokenizer, part: Part) -> str:
-    """Return a document that says a code at least once."""
+    """Return a document that states a code at least once."""
     fact = f"The code of the {rng.choice(KEYS)} is {rng.integers(10, 100)}."
     length, place = rng.integers(part.tokens // 2, part.tokens + 1), rng.integers(len(_STORY))
     text, tokens = fact, len(tokenizer.encode(fact).ids)
     while True:
-        said = fact if rng.random() < part.share else _STORY[place % len(_STORY)]
-        tokens += len(tokenizer.encode(said).ids)
+        sentence = fact if rng.random() < part.share else _STORY[place % len(_STORY)]
+        tokens += len(tokenizer.encode(sentence).ids)
         if tokens > length:
             return text
-        text, place = f"{text} {said}", place + 1
+        text, place = f"{text} {sentence}", place + 1
 
 
 def make_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose tokens are words, digits and full stops."""
+    """Return a tokenizer of words, digits and full stops."""
     split = pre_tokenizers.Sequence(
         [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
     )

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,154 +12,85 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import live_rows, saving, training
+from bench import live_rows, other_tables, saving, tables, training
+from bench.balance import least, unevenness
+from bench.balance import masks as balanced_masks
 from bench.implementations import Case
-from bench.masks import PACKINGS, balanced, mask_of, packing, share_of
-from bench.other_tables import (
-    host_time_table,
-    planning_table,
-    sparse_training_table,
-    training_table,
-    usp_table,
-)
+from bench.masks import PACKINGS, mask_of, packing, share_of
 from bench.sparse import SparseCase, count_overlap, walk
-from bench.tables import (
-    bias_table,
-    error_table,
-    kernels_table,
-    masks_table,
-    one_rank_table,
-    read_rows,
-    sparse_table,
-)
+from bench.tables import read_rows
 from bench.timeline import Activity, breakdown
-from bmt_burst import InfLLMV2, Mask
+from bmt_burst import InfLLMV2, Layout, Mask
 from bmt_burst.scores import is_one_row
 from tests.helpers import ROOT, run_script
 from tests.test_data import prepare
 
 KEYS = {
-    *(
-        "kind",
-        "impl",
-        "gpus",
-        "gpu_name",
-        "seq_len",
-        "batch",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "mask",
-        "kernel",
-    ),
-    *(
-        "fwd_ms",
-        "bwd_ms",
-        "fwd_bwd_ms",
-        "fwd_tflops_per_gpu",
-        "bwd_tflops_per_gpu",
-        "fwd_bwd_tflops_per_gpu",
-    ),
-    *("visible_pairs", "peak_extra_gib", "versions", "commit"),
+    *("kind", "impl", "gpus", "gpu_name", "seq_len", "batch", "heads", "kv_heads", "head_dim"),
+    *("mask", "kernel", "fwd_ms", "bwd_ms", "fwd_bwd_ms", "fwd_tflops_per_gpu"),
+    *("bwd_tflops_per_gpu", "fwd_bwd_tflops_per_gpu", "visible_pairs", "peak_extra_gib"),
+    *("versions", "commit"),
 }
+SMALL = {"block_size": 4, "kernel_size": 4, "kernel_stride": 2, "window_size": 4, "topk": 3}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+def on_cpus(test):
+    """Mark a test that runs a whole benchmark, of a tiny size if there are no GPUs."""
+    no_gpus = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it really measures")
+    return pytest.mark.slow(no_gpus(test))
+
+
+def measure(size, command, folder):
+    """Run a script with its options on `size` ranks, and return its rows."""
+    script, *options = shlex.split(command)
+    output = folder / "rows.jsonl"
+    code, said = run_script(size, f"bench/{script}", *options, "--output", output)
+    assert code == 0, said
+    return read_rows([output])
+
+
+@on_cpus
 def test_benchmark_runs_and_reports(tmp_path):
-    output = tmp_path / "rows.jsonl"
-    kept, others = (
-        {"bmt_burst"},
-        {"bmt_burst low memory", "all-gather", "ring_flash_attn zigzag", "ulysses"},
-    )
-    masked = [
-        "full",
-        "documents",
-        "window",
-        "--documents",
-        "256",
-        "long",
-        "--windows",
-        "40",
-        "--no-links",
-    ]
-    for lengths, masks, names in (
-        (["32"], ["causal"], kept | others),
-        (["64"], ["causal", *masked], kept | {"bmt_burst contiguous"}),
-    ):
-        options = [
-            "--tokens-per-gpu",
-            *lengths,
-            "--implementations",
-            *sorted(names),
-            "--masks",
-            *masks,
-        ]
-        code, said = run_script(2, "bench/attention.py", *options, "--output", output)
-        assert code == 0, said
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    others = "'bmt_burst low memory' all-gather ulysses 'ring_flash_attn zigzag'"
+    command = f"attention.py --tokens-per-gpu 32 --implementations bmt_burst {others}"
+    measure(2, command, tmp_path)
+    masked = "--masks causal full documents window --documents 256 long --windows 40 --no-links"
+    command = f"attention.py --tokens-per-gpu 64 --implementations bmt_burst {masked}"
+    rows = measure(2, command, tmp_path)
     measured = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
-    expected = kept | others - {"ring_flash_attn zigzag"} | {"kernel alone"}
-    assert {r["impl"] for r in measured if r["mask"] == "causal"} >= expected
+    expected = {"bmt_burst", "bmt_burst low memory", "all-gather", "ulysses", "kernel alone"}
+    assert {r["impl"] for r in measured if r["mask"] == "causal"} == expected
     for mask in ("full", "documents 256", "documents long", "window 40"):
-        found = {r["impl"] for r in measured if r["mask"] == mask}
-        assert found >= kept | {"kernel alone"}
-        assert ("bmt_burst contiguous" in found) == (mask == "window 40")
-    for row in rows:
-        if row["kind"] == "errors" and "unavailable" not in row:
-            assert max(row[name] for name in ("out", "dq", "dk", "dv")) < 1e-5
-    assert masks_table(rows).startswith(
+        assert {r["impl"] for r in measured if r["mask"] == mask} == {"bmt_burst", "kernel alone"}
+    wrong = [r for r in rows if r["kind"] == "errors" and "unavailable" not in r]
+    assert max(r[name] for r in wrong for name in ("out", "dq", "dk", "dv")) < 1e-5
+    assert tables.masks_table(rows).startswith(
         "| 128 tokens | kernel | documents 256 | documents long | window 40 |\n"
     )
-    code, report = run_script(None, "bench/report.py", output)
+    code, report = run_script(None, "bench/report.py", tmp_path / "rows.jsonl")
     assert code == 0, report
     assert "### 2 ranks, batch 1, 4:2 heads of 16, documents long" in report
     assert "% of kernel alone" in report
     assert "Not measured: ring_flash_attn zigzag" in report
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+@on_cpus
 def test_one_rank_of_many(tmp_path):
-    output = tmp_path / "rows.jsonl"
-    masks = ["--masks", "causal", "documents", "window", "--documents", "1K", "--windows", "40"]
-    options = [
-        "--size",
-        "8",
-        "--ranks",
-        "0",
-        "4",
-        "7",
-        "--variants",
-        "bmt_burst",
-        "bmt_burst contiguous",
-        *masks,
+    masks = "--masks causal documents --documents 1K"
+    command = f"one_rank.py --size 8 --ranks 0 7 --variants bmt_burst ulysses {masks}"
+    rows = measure(1, command, tmp_path)
+    ranks = [(r["mask"], r["rank"], r["impl"]) for r in rows if "rank" in r]
+    assert ranks == [
+        *itertools.product(("causal", "documents 1K"), (0, 7), ("bmt_burst", "ulysses"))
     ]
-    code, said = run_script(1, "bench/one_rank.py", *options, "--output", output)
-    assert code == 0, said
-    rows = read_rows([output])
-    ranks = {(r["mask"], r["impl"], r["rank"]) for r in rows if "rank" in r}
-    assert ranks == {
-        *(
-            (mask, "bmt_burst", rank)
-            for mask in ("causal", "documents 1K", "window 40")
-            for rank in (0, 4, 7)
-        ),
-        *(("window 40", "bmt_burst contiguous", rank) for rank in (0, 4, 7)),
-    }
-    assert one_rank_table(rows).count("| 8 | 1 | 4:2 x 16 |") == 4
+    assert tables.one_rank_table(rows).count("| 8 | 1 | 4:2 x 16 |") == 4
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
-def test_sparse_attention_beside_dense(tmp_path):
-    output = tmp_path / "rows.jsonl"
-    options = ["--cases", "batch", "one-rank", "ring", "--lengths", "64", "256"]
-    code, said = run_script(2, "bench/sparse.py", *options, "--output", output)
-    assert code == 0, said
-    rows = read_rows([output])
+@on_cpus
+def test_sparse_and_dense_attention(tmp_path):
+    rows = measure(2, "sparse.py --cases batch one-rank ring --lengths 64 256", tmp_path)
     assert all(r.keys() >= KEYS for r in rows)
     places = [("no", 1, 256), ("imagined", 8, 64), ("imagined", 8, 256)]
     places += [("real", 2, 256), ("imagined", 2, 256)]
@@ -175,8 +107,7 @@ def test_sparse_attention_beside_dense(tmp_path):
         else:  # of so few queries, with new keys of imagined peers in each call
             assert row["overlap"] == pytest.approx(0.8, abs=0.1)
             assert row["visible_pairs"] < Mask.causal(256).area
-    assert sparse_table(rows) in said
-    assert sparse_table(rows).count("\n| one rank of 8 | 1 | 64 | 4:2 x 16 | ") == 3
+    assert tables.sparse_table(rows).count("\n| one rank of 8 | 1 | 64 | 4:2 x 16 | ") == 3
 
 
 def test_a_random_walk_forgets_as_its_steps_say():
@@ -185,14 +116,10 @@ def test_a_random_walk_forgets_as_its_steps_say():
     for distance in (1, 2, 7):
         product = (x[distance:] * x[:-distance]).mean()
         assert float(product) == pytest.approx((1 - 0.3**2) ** (distance / 2), abs=0.02)
-    again = walk(torch.Size((1, 200)), 1.0, generator)
-    assert again.shape == (1, 200)
 
 
 def test_overlap_counts_blocks_chosen_by_score():
-    sparse = InfLLMV2(
-        block_size=4, kernel_size=4, kernel_stride=2, window_size=4, topk=3, dense_len=-1
-    )
+    sparse = InfLLMV2(**SMALL, dense_len=-1)
     # All queries of block 9 choose 0, 8 and 9, which do not count.
     chosen = [[0, 3, 8, 9], [0, 3, 8, 9], [0, 4, 8, 9], [0, 7, 9, 10]]
     blocks = torch.tensor(chosen, dtype=torch.int32).view(1, 4, 1, 4)
@@ -203,10 +130,10 @@ def test_overlap_counts_blocks_chosen_by_score():
     assert count_overlap(blocks, torch.tensor([4, 5, 6, 7]), sparse).tolist() == [0.0, 0.0]
 
 
-def test_flops_of_sparse_attention_are_those_of_the_chosen_pairs():
-    sparse = InfLLMV2(
-        block_size=4, kernel_size=4, kernel_stride=2, window_size=4, topk=3, dense_len=30
-    )
+def test_flops_are_those_of_visible_and_of_chosen_pairs():
+    case = Case(64, 3, 4, 2, 16, "window 10", "auto")
+    assert case.flops == 4 * 16 * 4 * 3 * int(Mask.window(64, 10).dense().sum())
+    sparse = InfLLMV2(**SMALL, dense_len=30)
     case = SparseCase(30, 3, 4, 2, 16, "causal", "auto", sparse=sparse)
     pairs = sum(min(i + 1, 3 * 4 + i % 4 + 1) for i in range(30))
     assert (case.pairs, case.flops) == (pairs, 4 * 16 * 4 * 3 * pairs)
@@ -214,17 +141,15 @@ def test_flops_of_sparse_attention_are_those_of_the_chosen_pairs():
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-@pytest.mark.parametrize(("seq_len", "ranks"), [(65536, 2), (65536, 8), (1 << 20, 8), (100, 3)])
+@pytest.mark.parametrize(("seq_len", "ranks"), [(65536, 8), (100, 3)])
 def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, ranks):
     lengths = packing(name, seq_len)
     # the same in every process: the generator's seed is a text
     assert lengths == packing(name, seq_len)
     assert sum(lengths) == seq_len
-    long = 3 * seq_len // 4
-    assert max(lengths) <= seq_len // 4 or (name, max(lengths)) == ("long", long)
-    whole, share = (
-        f(f"documents {name}", seq_len, *more) for f, more in ((mask_of, ()), (share_of, (ranks,)))
-    )
+    assert max(lengths) <= (3 * seq_len // 4 if name == "long" else seq_len // 4)
+    whole = mask_of(f"documents {name}", seq_len)
+    share = share_of(f"documents {name}", seq_len, ranks)
     assert share.seq_len == seq_len // ranks
     if name == "long" and seq_len > 100:
         assert share == Mask.causal(seq_len // ranks)  # no whole document comes nearer
@@ -233,13 +158,8 @@ def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, rank
         assert abs(share.area * ranks / whole.area - 1) < (0.05 if name == "700" else 0.025)
 
 
-def test_flops_are_those_of_visible_pairs():
-    case = Case(64, 3, 4, 2, 16, "window 10", "auto")
-    assert case.flops == 4 * 16 * 4 * 3 * int(Mask.window(64, 10).dense().sum())
-
-
-@pytest.mark.parametrize("seq_len", [1 << 14, 1 << 16, 1 << 18])
-def test_a_row_of_a_bee_is_packed_as_it_says(seq_len):
+@pytest.mark.parametrize("seq_len", [1 << 14, 1 << 18])
+def test_a_row_of_a_bee_is_packed_as_its_description_says(seq_len):
     by_span = {}
     for instance in live_rows.instances(seq_len):
         by_span.setdefault(instance.span, []).append(instance.segments)
@@ -249,37 +169,31 @@ def test_a_row_of_a_bee_is_packed_as_it_says(seq_len):
     assert max(sizes.values()) <= seq_len // 2
     assert seq_len * 31 // 32 < sum(sizes.values()) <= seq_len
     assert 1 / 8 < sum(sizes.values()) / len(sizes) / seq_len < 3 / 8
-    for root, key, text, _, _, _, prompt, _, answer in itertools.chain.from_iterable(
-        by_span.values()
-    ):
+    for segments in itertools.chain.from_iterable(by_span.values()):
+        root, key, text, _, _, _, prompt, _, answer = segments
         assert (root, key, prompt) == (1, 3, min(100, prompt))
         assert 0.05 < answer / text < 0.2 / 0.65
     scores = live_rows.bee(seq_len)
     assert scores.num_rows <= live_rows.BEE.num_bias_rows
     assert abs(scores.mask.area / seq_len**2 - 0.165) < 0.001  # longer rows are not other rows
     if seq_len >= 1 << 16:  # of shorter rows most pairs are near the diagonal, or of short segments
-        assert (
-            sum(term.mask.area for term in scores.terms if not is_one_row(term.row))
-            < 0.36 * scores.mask.area
-        )
+        own = sum(term.mask.area for term in scores.terms if not is_one_row(term.row))
+        assert own < 0.36 * scores.mask.area
 
 
 def test_fields_of_a_bee_follow_its_segments():
-    fields, at = live_rows.bee_fields(512), 0
+    fields = live_rows.bee_fields(512)
+    names = ("span", "sample_ids", "segment", "segment_rel_offset", "context", "num_segments")
+    expected = [
+        (span, sample, segment, 81 * number, segment != 8 or sample > 0, 9)
+        for number, (span, sample, segments) in enumerate(live_rows.instances(512))
+        for segment, tokens in enumerate(segments)
+        for _ in range(tokens)
+    ]
+    assert fields["length"] == len(expected)
+    found = [fields[name][: len(expected)].tolist() for name in names]
+    assert [*zip(*found, strict=True)] == expected
     relation = fields["segment_rel"].view(-1, 9, 9)
-    for number, (span, sample, segments) in enumerate(live_rows.instances(512)):
-        for segment, tokens in enumerate(segments):
-            expected = {
-                "span": span,
-                "sample_ids": sample,
-                "segment": segment,
-                "segment_rel_offset": 81 * number,
-            }
-            expected |= {"context": segment != 8 or sample > 0, "num_segments": 9}
-            for name, value in expected.items():
-                assert fields[name][at : at + tokens].eq(value).all(), (name, number, segment)
-            at += tokens
-    assert fields["length"] == at
     assert relation.eq(relation[0]).all()
     # A key is one level below the root and one above its value; two values are three levels apart
     # by way of the root.
@@ -288,229 +202,130 @@ def test_fields_of_a_bee_follow_its_segments():
 
 
 def rated(impl, fwd_ms, fwd_bwd_ms, **more):
-    case = {
-        "gpus": 2,
-        "batch": 1,
-        "heads": 4,
-        "kv_heads": 4,
-        "head_dim": 16,
-        "mask": "bee",
-        "seq_len": 4096,
-    }
-    rates = {"fwd_tflops_per_gpu": 100 / fwd_ms, "fwd_bwd_tflops_per_gpu": 350 / fwd_bwd_ms}
-    row = {
-        "kind": "attention",
-        "impl": impl,
-        "kernel": "fa4",
-        "fwd_ms": fwd_ms,
-        "fwd_bwd_ms": fwd_bwd_ms,
-        **case,
-    }
-    return row | rates | {"visible_pairs": 1000, "peak_extra_gib": 0.5} | more
+    """Return a row of attention with these times."""
+    row = {"kind": "attention", "impl": impl, "kernel": "fa4", "gpus": 2, "batch": 1, "heads": 4}
+    row |= {"kv_heads": 4, "head_dim": 16, "mask": "bee", "seq_len": 4096, "visible_pairs": 1000}
+    row |= {"fwd_ms": fwd_ms, "fwd_bwd_ms": fwd_bwd_ms, "peak_extra_gib": 0.5}
+    row |= {"fwd_tflops_per_gpu": 100 / fwd_ms, "fwd_bwd_tflops_per_gpu": 350 / fwd_bwd_ms}
+    return row | more
 
 
 def test_a_bias_is_compared_with_the_same_pairs_without():
     bias = {"bias_rows": 512, "biased_kernel": "triton", "own_row_pairs": 250, "segment_pairs": 20}
-    bias["dense_bias_gib"] = 1.0
-    rows = [
-        rated("bmt_burst", 2.0, 8.0, **bias),
-        rated("bmt_burst without a bias", 1.0, 4.0, peak_extra_gib=0.25),
-    ]
-    expected = (
-        "| 2 | 4K | 4:4 x 16 | bee | bmt_burst | fa4, triton | 25.0 | 2.0 | 50 | 50 | 50 | 0.5 "
-        "| 0.25 | 1 |"
-    )
-    assert bias_table(rows).splitlines()[2:] == [expected]
-    assert bias_table([rows[0], rows[1] | {"seq_len": 8192}]) == ""
-    rows = [
-        rated("kernel alone", ms, 4 * ms, kind="kernels", kernel=name)
-        for name, ms in (("fa4", 1.0), ("x", 4.0))
-    ]
-    assert (
-        kernels_table(rows).splitlines()[3]
-        == "| 4K | 4:4 x 16 | bee | x | 25 | 20.8 | 21.9 | 25 | 25 | 25 | fa4 |"
-    )
+    biased = rated("bmt_burst", 2.0, 8.0, **bias, dense_bias_gib=1.0)
+    plain = rated("bmt_burst without a bias", 1.0, 4.0, peak_extra_gib=0.25)
+    case = "| 2 | 4K | 4:4 x 16 | bee | bmt_burst | fa4, triton | 25.0 | 2.0 | 50 | 50 | 50 |"
+    assert tables.bias_table([biased, plain]).splitlines()[2:] == [f"{case} 0.5 | 0.25 | 1 |"]
+    assert tables.bias_table([biased, plain | {"seq_len": 8192}]) == ""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+def test_kernels_are_compared_with_the_first():
+    times = (("fa4", 1.0), ("x", 4.0))
+    rows = [rated("kernel alone", ms, 4 * ms, kind="kernels", kernel=name) for name, ms in times]
+    expected = "| 4K | 4:4 x 16 | bee | x | 25 | 20.8 | 21.9 | 25 | 25 | 25 | fa4 |"
+    assert tables.kernels_table(rows).splitlines()[3] == expected
+
+
+@on_cpus
 def test_a_bias_is_measured(tmp_path):
     names = ["bmt_burst", "bmt_burst without a bias", "ulysses", "torch context_parallel"]
-    options = [
-        "--tokens-per-gpu",
-        "64",
-        "--heads",
-        "4:4",
-        "4:2",
-        "--masks",
-        "bee",
-        "--implementations",
-        *names,
-    ]
-    code, said = run_script(
-        2, "bench/attention.py", *options, "--no-links", "--output", tmp_path / "rows.jsonl"
-    )
-    assert code == 0, said
-    rows = read_rows([tmp_path / "rows.jsonl"])
-    measured = {
-        (r["impl"], r["kv_heads"]): r
-        for r in rows
-        if r["kind"] == "attention" and "unavailable" not in r
-    }
+    options = f"--masks bee --no-links --implementations {shlex.join(names)}"
+    rows = measure(2, f"attention.py --heads 4:4 4:2 {options}", tmp_path)
+    found = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
+    measured = {(r["impl"], r["kv_heads"]): r for r in found}
     assert {impl for impl, _ in measured} == {*names[:3], "kernel alone"}
-    for impl in names[:3]:
-        for kv_heads in (4, 2):
-            row = measured[impl, kv_heads]
-            assert row["visible_pairs"] == mask_of("bee", 128).area
-            if impl == names[1]:
-                assert not row.keys() & {"bias_rows", "dense_bias_gib"}
-            else:
-                assert (row["bias_rows"], row["biased_kernel"]) == (512, "reference")
-                assert row["dense_bias_gib"] == 128 * 128 * 4 * 2 / 2**30
-                assert 0 < row["segment_pairs"] <= row["own_row_pairs"] <= row["visible_pairs"]
+    for impl, kv_heads in itertools.product(names[:3], (4, 2)):
+        row = measured[impl, kv_heads]
+        assert row["visible_pairs"] == mask_of("bee", 128).area
+        if impl == names[1]:
+            assert not row.keys() & {"bias_rows", "dense_bias_gib"}
+        else:
+            assert (row["bias_rows"], row["biased_kernel"]) == (512, "reference")
+            assert row["dense_bias_gib"] == 128 * 128 * 4 * 2 / 2**30
+            assert 0 < row["segment_pairs"] <= row["own_row_pairs"] <= row["visible_pairs"]
     wrong = [r for r in rows if r["kind"] == "errors" and "unavailable" not in r]
     assert {r["impl"] for r in wrong if "dtable" in r} == {"bmt_burst", "ulysses"}
-    assert (
-        max(r[name] for r in wrong for name in ("out", "dq", "dk", "dv", "dtable") if name in r)
-        < 1e-5
-    )
-    assert bias_table(rows).count("\n| 2 | 128 | ") == 4
-    assert error_table(rows).splitlines()[0].endswith(" | dtable |")
+    errors = [r.get(name, 0) for r in wrong for name in ("out", "dq", "dk", "dv", "dtable")]
+    assert max(errors) < 1e-5
+    assert tables.bias_table(rows).count("\n| 2 | 128 | ") == 4
+    assert tables.error_table(rows).splitlines()[0].endswith(" | dtable |")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+@on_cpus
 def test_kernels_take_turns(tmp_path):
-    options = [
-        "--kernels",
-        "cpu",
-        "reference",
-        "triton",
-        "--head-dims",
-        "16",
-        "24",
-        "--heads",
-        "4:4",
-        "4:2",
-    ]
-    code, said = run_script(1, "bench/kernels.py", *options, "--output", tmp_path / "rows.jsonl")
-    assert code == 0, said
-    rows = read_rows([tmp_path / "rows.jsonl"])
+    command = "kernels.py --kernels cpu reference triton --head-dim 24 --heads 4:4 4:2"
+    rows = measure(1, command, tmp_path)
     measured = [r for r in rows if "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
-    assert sorted({(r["kernel"], r["head_dim"], r["kv_heads"]) for r in measured}) == [
-        (kernel, size, kv_heads)
-        for kernel in ("cpu", "reference")
-        for size in (16, 24)
-        for kv_heads in (2, 4)
-    ]
+    found = [(r["kv_heads"], r["kernel"]) for r in measured]
+    assert found == [*itertools.product((4, 2), ("cpu", "reference"))]
     assert all("not on a GPU" in r["unavailable"] for r in rows if r["kernel"] == "triton")
     # a backward's time is a difference, so on a busy machine it may be negative and have no rate
-    assert len(re.findall(r" \| 100 \| (?:100|nan) \| 100 \| cpu \|", kernels_table(rows))) == 4
+    assert (
+        len(re.findall(r" \| 100 \| (?:100|nan) \| 100 \| cpu \|", tables.kernels_table(rows))) == 2
+    )
+    rows = measure(1, "kernels.py --kernels cpu --head-dim 24 --value-dim 16", tmp_path)
+    assert (
+        other_tables.value_heads_table(rows).splitlines()[2].startswith("| 64 | 24:16 | 4 | cpu | ")
+    )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+@on_cpus
 def test_host_time_of_real_and_imagined_peers(tmp_path):
-    output = tmp_path / "rows.jsonl"
-    for size, options in ((2, ["--strategies", "ring"]), (1, ["--imagined", "8"])):
-        code, said = run_script(size, "bench/host_time.py", *options, "--output", output)
-        assert code == 0, said
-    rows = read_rows([output])
+    measure(2, "host_time.py --tokens-per-gpu 32 --strategies ring", tmp_path)
+    rows = measure(1, "host_time.py --imagined 8 --tokens-per-gpu 32", tmp_path)
     assert [(r["gpus"], r["peers"], r["strategy"]) for r in rows] == [
         (2, "real", "ring"),
         *((8, "imagined", strategy) for strategy in ("ring", "one-call", "ulysses")),
     ]
     assert all(0 < r["forward_ms"] < 1.5 * r["both_ms"] and not r["shared_gpu"] for r in rows)
-    assert host_time_table(rows).count("| imagined | 32 | 1 | 4:2 x 16 | bmt_burst ") == 3
-    assert host_time_table([]) == ""
+    assert (
+        other_tables.host_time_table(rows).count("| imagined | 32 | 1 | 4:2 x 16 | bmt_burst ") == 3
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
-def test_training_benchmark_of_cpm_live(tmp_path):
-    options = [
-        "--models",
-        "cpm-bee-tiny",
-        "cpm-ant-tiny",
-        "--layers",
-        "2",
-        "--seq-len",
-        "256",
-        "--steps",
-        "3",
-    ]
-    results = {}
+@on_cpus
+def test_training_benchmark_of_cpm_bee(tmp_path):
+    options = "--layers 2 --seq-len 256 --steps 3 --warm-up 1 --checkpointing none full"
+    results = []
     for size in (1, 2):
-        output = tmp_path / f"{size}.jsonl"
-        more = ["--warm-up", "1", "--checkpointing", "none", "full", "--output", output]
-        code, said = run_script(size, "bench/live_training.py", *options, *more)
-        assert code == 0, said
-        rows = read_rows([output])
-        assert training_table(rows).count(f" | 2 | torch | {size} | 256 | packed instances | ") == 4
-        results[size] = {(row["model"], row["checkpointing"]): row for row in rows}
-    for case, row in results[2].items():
-        assert row["targets"] > 0
-        assert row["losses"] == pytest.approx(results[1][case]["losses"], rel=1e-5)
-        assert row["losses"] == pytest.approx(results[2][case[0], "none"]["losses"], rel=1e-6)
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        rows = measure(size, f"live_training.py --models cpm-bee-tiny {options}", folder)
+        line = f" | 2 | torch | {size} | 256 | packed instances | "
+        assert other_tables.training_table(rows).count(line) == 2
+        results += rows
+    assert all(row["targets"] > 0 for row in results)
+    for row in results:
+        assert row["losses"] == pytest.approx(results[0]["losses"], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_balance():
     """No layout is below the ideal, and balanced is near it for every mask."""
-    from bench.balance import least, masks, unevenness
-    from bmt_burst import Layout
-
-    for name, mask in masks(12 * 400).items():
+    for name, mask in balanced_masks(12 * 400).items():
         layouts = Layout.balanced(mask, 3), Layout.contiguous(mask.seq_len, 3)
-        balanced, contiguous = (unevenness(mask, layout, 3) for layout in layouts)
-        assert 0 <= balanced < 0.02, name
+        evened, contiguous = (unevenness(mask, layout, 3) for layout in layouts)
+        assert 0 <= evened < 0.02, name
         assert -1e-9 <= least(mask, 3) <= contiguous + 1e-9, name
 
 
 def test_planning(tmp_path):
-    output = tmp_path / "rows.jsonl"
-    command = ["bench/planning.py", "--masks", "1", "--memory-masks", "300", "--output", output]
-    code, said = run_script(None, *command)
-    assert code == 0, said
-    rows = read_rows([output])
-    assert planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
-    assert all(
-        row["total_ms"] >= max(row["ms"].values()) for row in rows if row["kind"] == "planning"
-    )
-    [memory] = [row for row in rows if row["kind"] == "planning memory"]
+    rows = measure(None, "planning.py --masks 1 --memory-masks 300", tmp_path)
+    assert other_tables.planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
+    *planned, memory = rows
+    assert all(row["total_ms"] >= max(row["ms"].values()) for row in planned)
     assert memory["blocks_more"] < 10 * 300  # a mask and its plan take hundreds each
 
 
-def test_rows_from_before_there_were_documents_are_read(tmp_path):
-    old = [{"kind": "attention", "causal": causal} for causal in (True, False)]
-    (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
-    assert [row["mask"] for row in read_rows([tmp_path / "old.jsonl"])] == ["causal", "full"]
-
-
 def test_sparse_training_is_compared_with_equal_dense_training():
-    run = {
-        "model": "m",
-        "layers": 2,
-        "engine": "torch",
-        "gpus": 2,
-        "sp": 2,
-        "seq_len": 65536,
-        "batch_size": 1,
-        "mask": "causal",
-        "checkpointing": "full",
-        "sparse": None,
-        "tokens_per_s_per_gpu": 100.0,
-    }
+    run = {"model": "m", "layers": 2, "engine": "torch", "gpus": 2, "sp": 2, "seq_len": 65536}
+    run |= {"batch_size": 1, "mask": "causal", "checkpointing": "full", "sparse": None}
+    dense = run | {"tokens_per_s_per_gpu": 100.0}
     sparse = run | {"sparse": {"topk": 3}, "tokens_per_s_per_gpu": 250.0}
-    failed = {name: value for name, value in run.items() if name != "tokens_per_s_per_gpu"}
-    others = [
-        {"mask": "documents"},
-        {"batch_size": 4},
-        {"engine": "bmtrain"},
-        {"checkpointing": "none"},
-    ]
-    said = sparse_training_table([run, failed, sparse, *(sparse | other for other in others)])
-    assert said.splitlines()[2:] == [
+    others = {"mask": "documents", "batch_size": 4, "engine": "bmtrain", "checkpointing": "none"}
+    unequal = [sparse | {name: value} for name, value in others.items()]
+    assert other_tables.sparse_training_table([dense, run, sparse, *unequal]).splitlines()[2:] == [
         "| m, 2 layers, 64K tokens, full checkpointing | 100 | 250 | 2.5 x |"
     ]
 
@@ -532,41 +347,77 @@ attention.main()
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+@on_cpus
 @pytest.mark.parametrize(("failing", "expected"), [([0, 1], 0), ([1], 1)])
 def test_an_implementation_that_fails_does_not_end_the_others(tmp_path, failing, expected):
     """But for those that wait for a rank that failed alone."""
-    (tmp_path / "driver.py").write_text(DRIVER.format(root=str(ROOT), failing=failing))
-    options = [
-        "--tokens-per-gpu",
-        "32",
-        "--heads",
-        "2:2",
-        "--implementations",
-        "ulysses",
-        "bmt_burst",
-    ]
-    code, said = run_script(
-        2, tmp_path / "driver.py", *options, "--output", tmp_path / "rows.jsonl"
-    )
+    driver, output = tmp_path / "driver.py", tmp_path / "rows.jsonl"
+    driver.write_text(DRIVER.format(root=str(ROOT), failing=failing))
+    options = ["--heads", "2:2", "--implementations", "ulysses", "bmt_burst"]
+    code, said = run_script(2, driver, *options, "--output", output)
     assert code == expected, said
     if code:
         assert "failures by rank: [None, 'MemoryError: no memory left']" in said
         return
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {r["unavailable"] for r in rows if r["impl"] == "ulysses"} == {
-        "MemoryError: no memory left"
-    }
+    rows = read_rows([output])
+    reasons = {r["unavailable"] for r in rows if r["impl"] == "ulysses"}
+    assert reasons == {"MemoryError: no memory left"}
     assert {r["kind"] for r in rows if r["impl"] == "bmt_burst"} == {"attention", "errors"}
 
 
-# In place of python3: notes the commands that would run a script, and makes the files that are to
-# be written.
+# In place of python3: answers which GPUs there are, notes the commands that would run a script, and
+# makes the files that they would write outside of the repository.
 NOTED = """#!/usr/bin/env bash
-[ "$1" != -c ] || exec {python} "$@"
+[ "$1" != -c ] || {{ {answer}; exit; }}
 printf '%s\\n' "$@" "" >> {lines}
-while [ $# -gt 0 ]; do [ "$1" != --output ] || touch "$2"; shift; done
+while [ $# -gt 0 ]; do case "$1 $2" in "--output /"*) touch "$2" ;; esac; shift; done
 """
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def run_bench(folder, answer, *options):
+    """Run bench.sh with such a python3. Return how it ended, and the commands that it would run."""
+    python, lines = folder / "python3", folder / "lines"
+    python.write_text(NOTED.format(answer=answer, lines=lines))
+    python.chmod(0o755)
+    lines.write_text("")
+    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "TMPDIR": str(folder)}
+    environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+    command = ["bash", "bench/bench.sh", *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    noted = lines.read_text().removesuffix("\n\n").split("\n\n")
+    return done, [line.split("\n") for line in noted]
+
+
+def test_quick_measures_four_implementations_and_all_of_them_on_request(tmp_path):
+    done, [run] = run_bench(tmp_path, "echo 2 nvidia-h100", "--quick")
+    assert done.returncode == 0, done.stderr
+    assert run[:6] == [*LAUNCHER, "2", "bench/attention.py"]
+    sizes = ["--tokens-per-gpu", "8192", "32768", "--heads", "32:8"]
+    peers = ["bmt_burst", "ulysses", "torch context_parallel"]  # and the kernel alone
+    assert run[8:] == [*sizes, "--implementations", *peers, "--no-links"]
+    _, [everything, masks] = run_bench(tmp_path, "echo 2 nvidia-h100", "--quick", "--all")
+    assert "--implementations" not in everything
+    assert "documents" in masks
+    _, [dense, imagined] = run_bench(tmp_path, "echo 1 nvidia-h100", "--quick")
+    assert dense[8:] == [*sizes, "--implementations", "bmt_burst"]
+    assert imagined[8:] == [*sizes, "--variants", "bmt_burst"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--usp", "--gpus", "1"], "needs two or more, not 1"),
+        (["--two-hosts", "--gpus", "5"], "4 or more, not 5"),
+        (["--quick", "--usp"], "usage: "),
+        (["--all"], "usage: "),
+    ],
+)
+def test_wrong_options_are_refused_before_python_runs(tmp_path, options, reason):
+    """Python may first have to be installed."""
+    done, _ = run_bench(tmp_path, "echo python ran >&2", *options)
+    assert (done.returncode, reason in done.stderr) == (2, True)
+    assert "python ran" not in done.stderr
 
 
 def two_hosts(rank: int, size: int, *command: str) -> subprocess.CompletedProcess:
@@ -576,83 +427,38 @@ def two_hosts(rank: int, size: int, *command: str) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+@on_cpus
 def test_benchmark_of_two_hosts(tmp_path):
     """What bench.sh would run, by ranks that have imported torch already."""
-    python, lines = tmp_path / "python3", tmp_path / "lines"
-    python.write_text(NOTED.format(python=sys.executable, lines=lines))
-    python.chmod(0o755)
-    environment = {
-        **os.environ,
-        "VIRTUAL_ENV": sys.prefix,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-    }
-    environment["TMPDIR"] = str(tmp_path)
-    subprocess.run(
-        ["bash", "bench/bench.sh", "--two-hosts"],
-        cwd=ROOT,
-        check=True,
-        env=environment,
-        timeout=600,
-    )
-    *runs, report = (
-        line.split("\n") for line in lines.read_text().removesuffix("\n\n").split("\n\n")
-    )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    hosts = [
-        {"NCCL_HOSTID": two_hosts(rank, 4, "printenv", "NCCL_HOSTID").stdout.strip()}
-        for rank in range(4)
-    ]
+    done, [*runs, report] = run_bench(tmp_path, f'exec {sys.executable} "$@"', "--two-hosts")
+    assert done.returncode == 0, done.stderr
+    names = [two_hosts(rank, 4, "printenv", "NCCL_HOSTID").stdout.strip() for rank in range(4)]
+    hosts = [{"NCCL_HOSTID": name} for name in names]
     for run, inner_size in zip(runs, (4, 2), strict=True):
-        *before, script = run[: len(launcher) + 4]
-        assert before == [*launcher, "--no-python", "bench/two_hosts.sh", "python3"]
-        code, said = run_script(4, script, *run[len(launcher) + 4 :], environments=hosts)
+        launcher = [*LAUNCHER, "4", "--no-python", "bench/two_hosts.sh", "python3"]
+        script, *options = run[len(launcher) :]
+        assert run[: len(launcher)] == launcher
+        code, said = run_script(4, script, *options, environments=hosts)
         assert code == 0, said
         assert said.count(f" hosts=2 inner_size={inner_size} ") == 2
     code, said = run_script(None, *report)
     assert code == 0, said
-    for ring in (
-        "bmt_burst q",
-        "bmt_burst kv",
-        "bmt_burst q, double ring",
-        "bmt_burst kv, double ring",
-    ):
-        assert f"| 256 | {ring} |" in said
+    for ring in ("q", "kv", "q, double ring", "kv, double ring"):
+        assert f"| 256 | bmt_burst {ring} |" in said
     two = two_hosts(0, 2, "true")
     assert (two.returncode, "4 or more, not 2" in two.stderr) == (2, True)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+@on_cpus
 def test_benchmark_of_usp(tmp_path):
     """Every way to cut four ranks is measured, and has a line in the table."""
-    output = tmp_path / "rows.jsonl"
-    code, said = run_script(4, "bench/usp.py", "--masks", "causal", "full", "--output", output)
-    assert code == 0, said
-    rows = read_rows([output])
+    rows = measure(4, "usp.py --masks causal full --tokens-per-gpu 32", tmp_path)
     found = [(r["mask"], r["impl"]) for r in rows if "ring_degree" in r and "fwd_ms" in r]
     cuts = ("usp 4 x 1", "usp 2 x 2", "usp 1 x 4")
-    assert found == [(mask, cut) for mask in ("causal", "full") for cut in cuts]
-    lines = usp_table(rows).splitlines()
-    assert lines[0].startswith("| GPUs | ring degree | Ulysses degree | causal, 256 tokens, 4:2 x")
+    assert found == [*itertools.product(("causal", "full"), cuts)]
+    lines = other_tables.usp_table(rows).splitlines()
+    assert lines[0].startswith("| GPUs | ring degree | Ulysses degree | causal, 128 tokens, 4:2 x")
     assert [line[:13] for line in lines[2:]] == ["| 4 | 4 | 1 |", "| 4 | 2 | 2 |", "| 4 | 1 | 4 |"]
-
-
-def test_usp_needs_two_ranks(tmp_path):
-    """The script says so before it runs Python, which may first have to be installed."""
-    python = tmp_path / "python3"
-    python.write_text("#!/bin/sh\necho python ran >&2\nexit 1\n")
-    python.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "bench/bench.sh", "--usp", "--gpus", "1"],
-        cwd=ROOT,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, "needs two or more, not 1" in done.stderr) == (2, True)
-    assert "python ran" not in done.stderr
 
 
 def launch(command, **options) -> subprocess.CompletedProcess:
@@ -661,61 +467,44 @@ def launch(command, **options) -> subprocess.CompletedProcess:
 
     test_interrupts.py has a run of pretrain.py with the same arguments under torchrun.
     """
-    [python, *launcher], [size, script, *flags] = command[:5], command[5:]
-    assert python == sys.executable
-    assert launcher == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    assert command[:5] == [sys.executable, *LAUNCHER]
     assert options == {"capture_output": True, "text": True}
+    size, script, *flags = command[5:]
     code, said = run_script(int(size), script, *flags)
     return subprocess.CompletedProcess(command, code, said, "")
 
 
-def benchmark(monkeypatch, *arguments) -> int:
-    """Run bench/training.py with some arguments in this process, and return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["bench/training.py", *map(str, arguments)])
-    return training.main()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it is a real measurement")
+@on_cpus
 def test_training_benchmark(tmp_path, monkeypatch):
-    (tmp_path / "text.jsonl").write_text(
-        "".join(f'{{"text": "document {i}"}}\n' for i in range(500))
-    )
+    texts = [json.dumps({"text": f"document {i}"}) for i in range(500)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts))
     prepare("--input", tmp_path / "text.jsonl", "--output", tmp_path / "data")
-    output = tmp_path / "rows.jsonl"
-    options = [
-        "--seq-len",
-        "64",
-        "--steps",
-        "4",
-        "--layers",
-        "2",
-        "--data",
-        tmp_path / "data/train",
-    ]
-    options += ["--documents", "mask", "--window", "7", "--output", output]
-    full = ["--checkpointing", "full", "--checkpointing-every", "2", "--mlp-tile", "9"]
     monkeypatch.setattr(training, "subprocess", SimpleNamespace(run=launch))
-    assert benchmark(monkeypatch, "--gpus", "2", *full, *options, "--", "--layout", "striped") == 0
-    [row] = read_rows([output])
-    assert row["checkpointing"] == "full"
+    files = f"--data {tmp_path}/data/train --output {tmp_path}/rows.jsonl"
+
+    def benchmark(options):
+        monkeypatch.setattr(sys, "argv", ["bench/training.py", *shlex.split(options)])
+        return training.main()
+
+    full = "--gpus 2 --checkpointing full --checkpointing-every 2 --mlp-tile 9"
+    more = ["--layout", "striped", "--documents", "mask"]
+    options = f"{full} {files} --seq-len 64 --steps 4 --layers 2 -- {shlex.join(more)}"
+    code, [row] = benchmark(options), read_rows([tmp_path / "rows.jsonl"])
+    assert code == 0, row
     assert (row["kind"], row["layers"], row["sp"], row["seq_len"]) == ("train", 2, 2, 64)
-    assert row["more"] == ["--layout", "striped"]
-    names = "model", "engine", "gpus", "tokens_per_s_per_gpu", "step_s", "versions", "commit"
-    assert row.keys() >= {*names}
-    assert len(row["losses"]) == 4
-    shown = "| cpm-tiny | 2 | torch | 2 | 64 | documents, window 7 | full, every 2, tiles of 9 | "
-    assert shown in training_table([row])
-    small = {"block_size": 4, "kernel_size": 4, "kernel_stride": 2, "window_size": 8, "topk": 3}
-    sparse = ["--sparse", json.dumps(small | {"dense_len": 32}), "--documents", "ignore"]
-    options = ["--seq-len", "64", "--layers", "1", "--steps", "2", "--warm-up", "1", *sparse]
-    options += ["--data", tmp_path / "data/train", "--output", output]
-    once = ["--gpus", "1", "--checkpointing", "full", "unknown", *options]
-    assert benchmark(monkeypatch, *once) == 1
-    _, row, failed = read_rows([output])
+    assert (row["checkpointing"], row["more"], len(row["losses"])) == ("full", more, 4)
+    assert row.keys() >= {"engine", "tokens_per_s_per_gpu", "step_s", "versions", "commit"}
+    shown = "| cpm-tiny | 2 | torch | 2 | 64 | documents | full, every 2, tiles of 9 | "
+    assert shown in other_tables.training_table([row])
+    small = SMALL | {"dense_len": 32}
+    once = "--gpus 1 --checkpointing full unknown --seq-len 64 --layers 1 --steps 2 --warm-up 1"
+    options = f"{once} {files} --sparse '{json.dumps(small)}' -- --documents ignore"
+    assert benchmark(options) == 1
+    _, row, failed = read_rows([tmp_path / "rows.jsonl"])
     assert "invalid choice: 'unknown'" in failed["error"]
-    assert row["sparse"] == InfLLMV2(**small, dense_len=32).to_dict()
-    assert "| cpm-tiny | 1 | torch | 1 | 64 | causal, sparse | full | " in training_table([row])
+    assert row["sparse"] == InfLLMV2(**small).to_dict()
+    shown = "| cpm-tiny | 1 | torch | 1 | 64 | causal, sparse | full | "
+    assert shown in other_tables.training_table([row])
 
 
 def test_the_stop_of_a_save_is_what_the_next_step_takes_longer():
@@ -736,19 +525,5 @@ def test_timeline_adds_up_by_kind():
         Activity("flash_bwd_kernel", 7, 4000.0, 9000.0),
         Activity("elementwise", 7, 9000.0, 9500.0),
     ]
-    assert breakdown(activities) == {
-        "attention": 7.0,
-        "merge": 0.5,
-        "copies": 5.25,
-        "nccl": 3.0,
-        "other": 0.5,
-        "span": 8.0,
-        "idle": 0.25,
-    }
-
-
-@pytest.mark.parametrize("name", ["documents 256", "documents long", "window 64", "causal"])
-def test_ranks_are_measured_with_the_mask_that_their_layout_balances(name):
-    case = Case(8192, 1, 4, 2, 16, name, "cpu")
-    assert case.visible == mask_of(name, 8192)
-    assert balanced(name, 8192, 2).seq_len == 8192
+    spent = {"attention": 7.0, "merge": 0.5, "copies": 5.25, "nccl": 3.0, "other": 0.5}
+    assert breakdown(activities) == {**spent, "span": 8.0, "idle": 0.25}

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from bench.report import DOCS, MARKED, RESULTS, known, page, with_tables
+from bench.report import DOCS, HEADLINES, MARKED, RESULTS, pages, section_of, with_tables
 from tests.helpers import ROOT, run_script
 from train.run.config import TrainConfig
 
@@ -77,8 +77,8 @@ __import__("os")._exit(0)  # torch 2.13: a gloo thread may abort an interpreter 
 
 def test_the_examples_of_the_pages_run():
     # test_silent_errors.py runs the blocks of its page, which are one file
-    pages = [path for path in PAGES[1:] if path.name != "silent-errors.md"]
-    examples = [code for path in pages for code in blocks(path, "python")]
+    others = [path for path in PAGES[1:] if path.name != "silent-errors.md"]
+    examples = [code for path in others for code in blocks(path, "python")]
     # test_migrate.py runs the others
     alone = [code for code in examples if not code.startswith("# torchrun")]
     assert alone
@@ -86,27 +86,24 @@ def test_the_examples_of_the_pages_run():
         exec(code, {})
 
 
-def test_its_tables_are_those_of_the_results():
-    text = README.read_text()
-    assert with_tables(text) == text
-    assert len(MARKED.findall(text)) == text.count("<!-- results:") == text.count("<!-- end") > 0
-
-
-def test_the_page_of_results_is_what_the_results_say():
-    text = (DOCS / "results.md").read_text()
-    assert page() == text, "python bench/report.py --readme writes it anew"
-    for folder, written in ((DOCS, text), (ROOT, README.read_text())):
-        assert all(
-            (folder / plot).read_text().count("<svg") == 1
-            for plot in re.findall(r"!\[.*?\]\((.*?)\)", written)
-        )
-    with pytest.raises(ValueError, match=r"begins with one of .*, got guessed-8\.jsonl"):
-        known(RESULTS / "guessed-8.jsonl")
-
-
-def test_what_is_generated_has_lines_of_100_columns_but_for_tables_and_pictures():
-    lines = "\n".join([page(), *(m[0] for m in MARKED.finditer(README.read_text()))]).splitlines()
+def test_what_is_generated_is_what_the_results_say():
+    readme, texts = README.read_text(), pages()
+    assert with_tables(readme) == readme
+    assert len(MARKED.findall(readme)) == readme.count("<!-- results:") == readme.count("<!-- end")
+    for name, text in texts.items():
+        assert (DOCS / name).read_text() == text, "python bench/report.py --readme writes it anew"
+    assert len(texts["results.md"].splitlines()) <= 200
+    whole = "\n".join(texts.values())
+    stems = {file.stem for file in RESULTS.glob("*.jsonl")}
+    assert stems >= {*HEADLINES}
+    assert all(whole.count(f"`{stem}.jsonl`") == 1 for stem in stems)
+    for folder, written in ((DOCS, whole), (ROOT, readme)):
+        plots = re.findall(r"!\[.*?\]\((.*?)\)", written)
+        assert all((folder / plot).read_text().count("<svg") == 1 for plot in plots)
+    lines = "\n".join([whole, *(m[0] for m in MARKED.finditer(readme))]).splitlines()
     assert not [x for x in lines if len(x) > 100 and not x.startswith(("| ", "!["))]
+    with pytest.raises(ValueError, match=r"fits one of .*, got guessed-8\.jsonl"):
+        section_of(RESULTS / "guessed-8.jsonl")
 
 
 def test_every_link_leads_somewhere():
@@ -115,19 +112,16 @@ def test_every_link_leads_somewhere():
             name, _, anchor = link.partition("#")
             target = path.parent / name if name else path
             assert target.is_file(), f"{path.name}: {link}"
-            headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
-            assert not anchor or anchor in [
-                heading.lower().replace(" ", "-") for heading in headings
-            ], link
+            headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
+            anchors = ["", *(heading.lower().replace(" ", "-") for heading in headings)]
+            assert anchor in anchors, f"{path.name}: {link}"
 
 
 def test_every_file_they_name_is_there():
     for path in PAGES:
         text = without_code(path)
         names = set(re.findall(r"\b(?:bmt_burst|models|train|bench|tests|docs)/[\w/.-]*\w", text))
-        assert all((ROOT / name).exists() for name in names), [
-            name for name in names if not (ROOT / name).exists()
-        ]
+        assert not [name for name in names if not (ROOT / name).exists()], path.name
     [tree] = re.findall(r"\n\n```\n(.*?)```", README.read_text(), re.DOTALL)
     for line in tree.splitlines():
         [name] = re.findall(r"^ *(\w+/)", line)
@@ -138,25 +132,24 @@ def test_every_file_they_name_is_there():
         assert all((folder / file).exists() for file in re.findall(r"[\w/]+\.py", line)), line
 
 
+# Options of torchrun, Slurm, tensorboard, install_gpu.sh and, up to an underscore, lm-eval.
+OTHERS = """--nodes --ntasks-per-node --gpus-per-node --nnodes --nproc-per-node --rdzv-backend
+--rdzv-endpoint --max-restarts --logdir --from --signal --time --signals-to-handle
+--shutdown-timeout --batch --metadata"""
+
+
 def test_every_option_of_pretraining_that_they_name_is_one():
-    scripts = [
-        (ROOT / f"train/{name}.py").read_text()
-        for name in ("prepare_data", "export", "generate", "make_vocabulary", "evaluate")
-    ]
-    ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(scripts)))
+    scripts = ("prepare_data", "export", "generate", "make_vocabulary", "evaluate")
+    texts = [(ROOT / f"train/{name}.py").read_text() for name in scripts]
+    texts.append((ROOT / "bmt_burst/doctor.py").read_text())
+    ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(texts)))
     ours |= {"--config", "--help", "--stages", "--dry-run"}
-    ours |= {"--measure"} if '"--measure"' in (ROOT / "bmt_burst/doctor.py").read_text() else set()
     for field in dataclasses.fields(TrainConfig):
         name = field.name.replace("_", "-")
         ours |= {f"--{name}", f"--no-{name}"} if field.default is True else {f"--{name}"}
-    launchers = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--nnodes", "--nproc-per-node"}
-    launchers |= {"--rdzv-backend", "--rdzv-endpoint", "--max-restarts", "--logdir", "--from"}
-    launchers |= {"--signal", "--time", "--signals-to-handle", "--shutdown-timeout"}
-    launchers |= {"--batch", "--metadata"}  # lm-eval's, up to an underscore
     named = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/pretraining.md").read_text()))
-    assert (
-        {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"} <= named <= ours | launchers
-    )
+    assert named <= ours | set(OTHERS.split())
+    assert named >= {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"}
 
 
 def test_the_scripts_of_the_two_commands_are_there_and_take_their_options():
@@ -172,33 +165,24 @@ def test_the_scripts_of_the_two_commands_are_there_and_take_their_options():
 
 @pytest.mark.slow
 def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
-    """From a file and a folder of text to a sample and a Hugging Face folder; TensorBoard, which
-    never ends, aside.
-
-    In fewer steps.
+    """From a file and a folder of text to a sample and a Hugging Face folder, in fewer steps, and
+    without TensorBoard, which never ends.
     """
-    lines = commands(ROOT / "docs/pretraining.md", "# Pretraining")
-    assert [line.split()[:2] for line in lines] == [
-        *(
-            ["python", f"train/{name}.py"]
-            for name in ("prepare_data", "pretrain", "generate", "export")
-        ),
-        ["tensorboard", "--logdir"],
-    ]
+    *lines, board = commands(ROOT / "docs/pretraining.md", "# Pretraining")
+    assert board.startswith("tensorboard --logdir")
+    names = ("prepare_data", "pretrain", "generate", "export")
+    assert [line.split()[:2] for line in lines] == [["python", f"train/{x}.py"] for x in names]
     texts = [f"Once there were {i} rings, and {i * i} hops. " * 20 for i in range(300)]
-    (tmp_path / "corpus.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    )
+    records = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(records))
     (tmp_path / "more_text").mkdir()
     (tmp_path / "more_text/a.txt").write_text(texts[0])
     said = {}
     assert " --steps 20 " in lines[1]
-    for line in lines[:-1]:
+    for line in lines:
         fewer = line.replace(" --steps 20 ", " --steps 3 ")
-        there = re.sub(
-            r" (corpus\.jsonl|more_text/|data/|runs/|exported\b)", rf" {tmp_path}/\1", fewer
-        )
-        _, script, *arguments = shlex.split(there, comments=True)
+        ours = r" (corpus\.jsonl|more_text/|data/|runs/|exported\b)"
+        _, script, *arguments = shlex.split(re.sub(ours, rf" {tmp_path}/\1", fewer), comments=True)
         # test_interrupts.py has runs whose ranks are started by pretrain.py itself
         ranks = 2 if "--processes 2" in line else None
         code, said[script] = run_script(ranks, script, *arguments)

@@ -41,7 +41,7 @@ _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 
 # Head sizes of q and of v that its kernels for Hopper compute without padding, faster than with it.
 # Its backward asserts equal sizes if k has fewer heads than q. 96 and 64 are computed too, but that
-# gains nothing at 8K tokens (bench/value_heads.py).
+# gains nothing at 8K tokens (docs/results-time.md).
 _VALUE_SIZES_HOPPER = ((192, 128),)
 
 # The package adds up offsets in 32 bits: its issue 2611 is about a backward that silently computed

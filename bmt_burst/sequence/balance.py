@@ -21,7 +21,7 @@ full mask the contiguous one.
 Step 1 is Graham's list scheduling, the densest documents first (LPT takes the longest first). Step
 2 is a greedy fill of one rank after the other, like next-fit, in which a document may be cut. The
 ideal is equal work on all ranks: 0 %. The section "How evenly layouts share out work" of
-docs/results.md, by bench/balance.py, has the measured gap to it, beside other layouts and the best
+docs/results-masks.md has the measured gap to it, next to that of other layouts and of the best
 assignment of chunks.
 
 Balance is worse where the work is in the middle of documents: for a window to both sides that is
