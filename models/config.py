@@ -10,11 +10,9 @@ from typing import Any, Self
 
 from bmt_burst import InfLLMV2
 
+from .fields import check_fields, check_names, check_size
 from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128, FACTORS_OF_MINICPM41
 from .rope import Llama3, LongRope, RopeScaling
-
-_KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str}
-_MOST_PARAMETERS = 10**15  # larger sizes are mistakes, and overflow torch's
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,14 @@ class CPMConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
-        self._check_rope_scaling()
-        self._check_sparse()
+        self._take("rope_scaling", RopeScaling)
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.head_dim, self.rope_theta)
+        self._take("sparse", InfLLMV2)
+        if self.sparse is not None and self.window is not None:
+            raise ValueError(
+                f"expected sparse or window, got {self.sparse} and window={self.window}"
+            )
         if not self.window_pattern or not {"w"} <= set(self.window_pattern) <= {"w", "f"}:
             raise ValueError(
                 "window_pattern must consist of w and f, with at least one w, "
@@ -95,34 +99,17 @@ class CPMConfig:
             )
         check_size(self.num_parameters)
 
-    def _check_rope_scaling(self) -> None:
-        scaling = self.rope_scaling
-        if scaling is None:
-            return
+    def _take(self, name: str, kind: Any) -> None:
+        """Make the field `name` a `kind`, which may be given as its to_dict. Raises ValueError."""
+        value = getattr(self, name)
         try:
-            scaling = RopeScaling.from_dict(scaling) if isinstance(scaling, dict) else scaling
-            if not isinstance(scaling, RopeScaling):
-                raise ValueError(f"expected a RopeScaling or its names and values, got {scaling!r}")
-            scaling.check(self.head_dim, self.rope_theta)
-        except ValueError as error:
-            raise ValueError(f"rope_scaling: {error}") from error
-        object.__setattr__(self, "rope_scaling", scaling)
-
-    def _check_sparse(self) -> None:
-        sparse = self.sparse
-        if sparse is None:
-            return
-        if self.window is not None:
-            raise ValueError(f"expected sparse or window, got {sparse} and window={self.window}")
-        try:
-            sparse = InfLLMV2.from_dict(sparse) if isinstance(sparse, dict) else sparse
+            value = kind.from_dict(value) if isinstance(value, dict) else value
         except (TypeError, ValueError) as error:
-            raise ValueError(f"sparse: {error}") from error
-        if not isinstance(sparse, InfLLMV2):
-            raise ValueError(
-                f"sparse: expected an InfLLMV2 or its names and values, got {sparse!r}"
-            )
-        object.__setattr__(self, "sparse", sparse)
+            raise ValueError(f"{name}: {error}") from error
+        if value is not None and not isinstance(value, kind):
+            expected = f"{kind.__name__} or its names and values"
+            raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        object.__setattr__(self, name, value)
 
     def untied(self) -> Self:
         """Return this configuration with a head of its own. Raises ValueError if it has one."""
@@ -184,13 +171,7 @@ class CPMConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from the arguments of CPMConfig. Raises ValueError for others."""
-        fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
-        missing = [name for name, needed in fields.items() if needed and name not in values]
-        unknown = [name for name in values if name not in fields]
-        if missing or unknown:
-            raise ValueError(
-                f"expected the fields of CPMConfig: missing {missing[:5]}, unknown {unknown[:5]}"
-            )
+        check_names(cls, values, "expected the fields of CPMConfig")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,30 +181,6 @@ class CPMConfig:
             "rope_scaling": None if scaling is None else scaling.to_dict(),
             "sparse": None if self.sparse is None else self.sparse.to_dict(),
         }
-
-
-def check_fields(config: Any) -> None:
-    """Check the types of a dataclass's fields, and that numbers are positive and finite.
-
-    Checked types are int, float, bool and str, also with None. Raises ValueError.
-    """
-    for field in dataclasses.fields(config):
-        kind: str = str(field.type).removesuffix(" | None")
-        value: Any = getattr(config, field.name)
-        if kind not in _KINDS or (value is None and "None" in str(field.type)):
-            continue
-        if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "bool"):
-            raise ValueError(f"{field.name} must be {kind}, got {value!r}")
-        if isinstance(value, int | float) and kind != "bool" and not 0 < value < math.inf:
-            raise ValueError(f"{field.name} must be positive and finite, got {value}")
-
-
-def check_size(num_parameters: int) -> None:
-    """Check that a model is not absurdly large. Raises ValueError."""
-    if num_parameters >= _MOST_PARAMETERS:
-        raise ValueError(
-            f"expected sizes that make less than 1e15 parameters, got {float(num_parameters):.0e}"
-        )
 
 
 _MINICPM: dict[str, Any] = {

@@ -29,7 +29,7 @@ from bmt_burst.nn import (
     Layouts,
     Masks,
     SequenceParallelModule,
-    rope_tables,
+    rope_frequencies,
     rotations,
     swiglu,
 )
@@ -192,15 +192,13 @@ class CPM(SequenceParallelModule):
 
     def _rope_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of the rotation at `positions`."""
-        scaling, shape = self.config.rope_scaling, (self.config.head_dim, self.config.rope_theta)
+        scaling, theta = self.config.rope_scaling, self.config.rope_theta
+        frequencies = rope_frequencies(self.config.head_dim, theta, positions.device)
         if scaling is None:
-            return rope_tables(positions, *shape)
+            return rotations(positions, frequencies)
         length = self.sp.longest(positions) if scaling.by_length else None
-        return rotations(
-            positions,
-            scaling.frequencies(*shape, length, positions.device),
-            scaling.attention_scale,
-        )
+        frequencies = scaling.frequencies(frequencies, theta, length)
+        return rotations(positions, frequencies, scaling.attention_scale)
 
     def init_parameter(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         """Fill the whole parameter called `name`, in place, with its initial values."""

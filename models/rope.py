@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bmt_burst.nn import rope_frequencies
+from .fields import check_fields, check_names
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,18 @@ class RopeScaling(ABC):
     by_length: ClassVar[bool] = False  # whether frequencies depend on how long the sequence is
 
     @staticmethod
-    def from_dict(said: dict[str, Any]) -> RopeScaling:
+    def from_dict(values: dict[str, Any]) -> RopeScaling:
         """Make a scaling from its `to_dict`.
 
         Raises ValueError for an unknown kind, and for missing or unknown names.
         """
-        said = dict(said)
-        kind = said.pop("kind", None)
+        values = dict(values)
+        kind = values.pop("kind", None)
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-        fields = {
-            field.name: field.default is dataclasses.MISSING
-            for field in dataclasses.fields(KINDS[kind])
-        }
-        missing = [name for name, needed in fields.items() if needed and name not in said]
-        unknown = [name for name in said if name not in fields]
-        if missing or unknown:
-            raise ValueError(
-                f"{kind} takes {', '.join(fields)}: missing {missing}, unknown {unknown}"
-            )
-        return KINDS[kind](**said)
+        fields = ", ".join(field.name for field in dataclasses.fields(KINDS[kind]))
+        check_names(KINDS[kind], values, f"{kind} takes {fields}")
+        return KINDS[kind](**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the kind and its numbers, in JSON's types."""
@@ -79,38 +71,28 @@ class RopeScaling(ABC):
         return None
 
     @abstractmethod
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
-        """Compute radians from one position to the next: (D / 2,) fp64.
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
+        """Scale `plain`, `rope_frequencies` of a head and the base theta: (D / 2,) fp64.
 
-        If by_length, it is (..., D / 2) for `length` (...) int64.
+        If by_length, the result is (..., D / 2) for `length` (...) int64.
         """
 
     def check(self, head_dim: int, theta: float) -> None:  # noqa: B027 - most accept any
         """Check that it supports heads of this size and this base. Raises ValueError."""
 
-    def _check_numbers(self, **least: float) -> None:
-        """Check that numbers are finite, of their field's type, and not below their `least`.
-
-        Raises ValueError.
-        """
-        types = {field.name: str(field.type) for field in dataclasses.fields(self)}
-        for name, lowest in least.items():
-            value, whole = getattr(self, name), types[name] == "int"
-            if value is None and "None" in types[name]:
-                continue
-            if not _is_number(value, whole) or value < lowest:
-                kind, bound = (
-                    "whole" if whole else "finite",
-                    "above 0" if lowest == _SMALLEST else f"at least {lowest}",
-                )
-                raise ValueError(
-                    f"{name} of {self.kind} must be a {kind} number {bound}, got {value!r}"
-                )
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
-_SMALLEST = 1e-9  # the least value of numbers that must be positive
+class _Stretch(RopeScaling):
+    """A scaling by a factor that does not shrink."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.factor < 1:
+            raise ValueError(f"factor of {self.kind} must be at least 1, got {self.factor}")
 
 
 class _Extension(RopeScaling):
@@ -125,23 +107,18 @@ class _Extension(RopeScaling):
 
 
 @dataclass(frozen=True)
-class Linear(RopeScaling):
+class Linear(_Stretch):
     """Rotations that are `factor` times slower."""
 
     kind = "linear"
     factor: float
 
-    def __post_init__(self):
-        self._check_numbers(factor=1)
-
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
-        return rope_frequencies(head_dim, theta, device) / self.factor
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
+        return plain / self.factor
 
 
 @dataclass(frozen=True)
-class DynamicNTK(RopeScaling):
+class DynamicNTK(_Stretch):
     """A base that grows for sequences of more than `original_length` tokens.
 
     The slowest rotation becomes 1 + factor * (length / original_length - 1) times slower.
@@ -152,28 +129,20 @@ class DynamicNTK(RopeScaling):
     factor: float
     original_length: int
 
-    def __post_init__(self):
-        self._check_numbers(factor=1, original_length=1)
-
     def check(self, head_dim: int, theta: float) -> None:
         if head_dim == 2:
-            raise ValueError("dynamic needs a head_dim above 2, got 2")
+            raise ValueError("rope_scaling: dynamic needs a head_dim above 2, got 2")
 
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
         assert length is not None, "its frequencies depend on the length"
-        slower = 1 + self.factor * (
-            length.to(device).double() / self.original_length - 1
-        ).clamp_min(0)
-        exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / (
-            head_dim - 2
-        )
-        return rope_frequencies(head_dim, theta, device) * slower.unsqueeze(-1) ** -exponents
+        longer = (length.to(plain.device).double() / self.original_length - 1).clamp_min(0)
+        slower = (1 + self.factor * longer).unsqueeze(-1)
+        places = torch.arange(len(plain), device=plain.device, dtype=torch.float64)
+        return plain * slower ** -(places / (len(plain) - 1))
 
 
 @dataclass(frozen=True)
-class Yarn(_Extension):
+class Yarn(_Stretch, _Extension):
     """YaRN: slow rotations become `factor` times slower.
 
     Slow ones turn less than `beta_slow` times in `original_length` tokens. Those that turn more
@@ -191,53 +160,42 @@ class Yarn(_Extension):
     truncate: bool = True
     attention_factor: float | None = None
 
-    def __post_init__(self):
-        positive = {"beta_fast": _SMALLEST, "beta_slow": _SMALLEST, "attention_factor": _SMALLEST}
-        self._check_numbers(factor=1, original_length=1, **positive)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"beta_fast={self.beta_fast} of yarn must not be below beta_slow={self.beta_slow}"
             )
-        if not isinstance(self.truncate, bool):
-            raise ValueError(f"truncate of yarn must be bool, got {self.truncate!r}")
 
     def check(self, head_dim: int, theta: float) -> None:
         if theta <= 1:
-            raise ValueError(f"yarn needs a rope_theta above 1, got {theta}")
+            raise ValueError(f"rope_scaling: yarn needs a rope_theta above 1, got {theta}")
 
     @property
     def attention_scale(self) -> float:
-        return (
-            0.1 * math.log(self.factor) + 1
-            if self.attention_factor is None
-            else self.attention_factor
-        )
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1
 
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
+        head_dim = 2 * len(plain)
+        # indices of the rotations that turn so many times in the original length
+        radians = (2 * math.pi * turns for turns in (self.beta_fast, self.beta_slow))
         first, last = (
-            self._index(turns, head_dim, theta) for turns in (self.beta_fast, self.beta_slow)
+            head_dim * math.log(self.original_length / each) / (2 * math.log(theta))
+            for each in radians
         )
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
         width = last - first or 0.001  # transformers' step if the ramp has no width
-        ramp = (torch.arange(head_dim // 2, device=device, dtype=torch.float64) - first) / width
-        slowed = ramp.clamp(0, 1)
-        return rope_frequencies(head_dim, theta, device) * (1 - slowed + slowed / self.factor)
-
-    def _index(self, turns: float, head_dim: int, theta: float) -> float:
-        """Compute the index of the rotation that turns `turns` times in the original length."""
-        return (
-            head_dim
-            * math.log(self.original_length / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+        places = torch.arange(len(plain), device=plain.device, dtype=torch.float64)
+        slowed = ((places - first) / width).clamp(0, 1)
+        return plain * (1 - slowed + slowed / self.factor)
 
 
 @dataclass(frozen=True)
-class Llama3(_Extension):
+class Llama3(_Stretch, _Extension):
     """Llama 3's scaling: long wavelengths become `factor` times longer.
 
     Long ones are above original_length / low_freq_factor. Those below original_length /
@@ -251,24 +209,18 @@ class Llama3(_Extension):
     high_freq_factor: float
     original_length: int
 
-    def __post_init__(self):
-        self._check_numbers(
-            factor=1, low_freq_factor=_SMALLEST, high_freq_factor=_SMALLEST, original_length=1
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
             raise ValueError(
                 f"high_freq_factor={high} of llama3 must be above low_freq_factor={low}"
             )
 
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
-        plain = rope_frequencies(head_dim, theta, device)
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
         turns = self.original_length * plain / (2 * math.pi)
-        kept = (
-            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        ).clamp(0, 1)
+        ramp = self.high_freq_factor - self.low_freq_factor
+        kept = ((turns - self.low_freq_factor) / ramp).clamp(0, 1)
         return plain * (kept + (1 - kept) / self.factor)
 
 
@@ -291,25 +243,25 @@ class LongRope(_Extension):
     factor: float = 1.0
     attention_factor: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.original_length < 2:
+            raise ValueError("original_length of longrope must be at least 2, got 1")
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
-            if not isinstance(values, list | tuple) or not all(
-                _is_number(v) and v > 0 for v in values
-            ):
+            if not isinstance(values, list | tuple) or not all(map(_is_positive, values)):
                 raise ValueError(
                     f"{name} of longrope must be a list of positive numbers, got {values!r}"
                 )
             object.__setattr__(self, name, tuple(values))
-        self._check_numbers(original_length=2, factor=_SMALLEST, attention_factor=_SMALLEST)
 
     def check(self, head_dim: int, theta: float) -> None:
         for name in ("short_factor", "long_factor"):
             expected, got = head_dim // 2, len(getattr(self, name))
             if got != expected:
                 raise ValueError(
-                    f"{name} of longrope must have {expected} numbers for head_dim={head_dim}, "
-                    f"got {got}"
+                    f"rope_scaling: {name} of longrope must have {expected} numbers for "
+                    f"head_dim={head_dim}, got {got}"
                 )
 
     @property
@@ -318,16 +270,11 @@ class LongRope(_Extension):
             return self.attention_factor
         return math.sqrt(1 + math.log(max(self.factor, 1)) / math.log(self.original_length))
 
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
         assert length is not None, "its frequencies depend on the length"
-        short, long = (
-            torch.tensor(x, dtype=torch.float64, device=device)
-            for x in (self.short_factor, self.long_factor)
-        )
-        is_long = (length.to(device) > self.original_length).unsqueeze(-1)
-        return rope_frequencies(head_dim, theta, device) / torch.where(is_long, long, short)
+        short, long = (plain.new_tensor(x) for x in (self.short_factor, self.long_factor))
+        is_long = (length.to(plain.device) > self.original_length).unsqueeze(-1)
+        return plain / torch.where(is_long, long, short)
 
 
 KINDS: dict[str, type[RopeScaling]] = {
@@ -335,6 +282,6 @@ KINDS: dict[str, type[RopeScaling]] = {
 }
 
 
-def _is_number(value: Any, whole: bool = False) -> bool:
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf

@@ -153,10 +153,9 @@ class Weights(Mapping[str, Tensor]):
         if not isinstance(config, CPMConfig):
             raise ValueError(f"{self._source}: unexpected weights {[name]}")
         saved, scaling = stored.read().double(), config.rope_scaling
-        shape = config.head_dim, config.rope_theta
-        accepted = [rope_frequencies(*shape)]
+        accepted = [rope_frequencies(config.head_dim, config.rope_theta)]
         if scaling is not None and not scaling.by_length:
-            accepted.append(scaling.frequencies(*shape, None, saved.device))
+            accepted.append(scaling.frequencies(accepted[0], config.rope_theta, None))
         if not any(_are_close(saved, expected) for expected in accepted):
             raise ValueError(
                 f"{self._source}: {name} are not the rotary frequencies of "

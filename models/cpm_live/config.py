@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from models.config import check_fields, check_size
+from models.fields import check_fields, check_size
 
 MaskModules = tuple[tuple[bool, bool], ...]
 
