@@ -54,13 +54,8 @@ class CPMBee(LiveModel):
         ext_tokens, ext_subs  (N,), identical on all ranks that share rows: tokens with sub-ids that
                               can be predicted. Label V + i is the i-th
         scores                `bee_scores` of each whole row
-        labels                (B, S), already shifted, IGNORE_INDEX where there is no target: return
-                              the sum of token losses (fp32) and the number of targets
-        layout                how the rows lie on the ranks, or one for each row; by default sp's
-        by_row                with labels: return the sum and the number of each row, both (B,)
-        cache, rows           for generation, see LiveModel.encode
 
-        Raises as check_subs, for ext_subs on all ranks.
+        LiveModel explains the other arguments. Raises as check_subs, for ext_subs on all ranks.
         """
         for each in (ext_subs, subs):
             check_subs(self.config, each)

@@ -117,15 +117,11 @@ class Attention(SequenceParallelModule):
             k, v = cache.extend(self.layer, k, v)
         if scores is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return (
-                F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype))
-                .transpose(1, 2)
-                .flatten(2)
-            )
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype))
+            return out.transpose(1, 2).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
-        return burst_attn_func(
-            q, k, v, scores=scores, bias=added, **self.options, **groups
-        ).flatten(2)
+        options = self.options | groups
+        return burst_attn_func(q, k, v, scores=scores, bias=added, **options).flatten(2)
 
 
 class SelfAttention(nn.Module):
@@ -147,39 +143,26 @@ class SelfAttention(nn.Module):
         return _residual(x, out(attended), _divisor(out), self.divisor)
 
 
-class GatedInput(nn.Module):
-    """gelu(w_0 x) * (w_1 x), from (..., E) to (..., F)."""
-
-    def __init__(self, config: LiveConfig):
-        super().__init__()
-        self.w_0 = _linear(config.dim_model, config.dim_ff)
-        self.w_1 = _linear(config.dim_model, config.dim_ff)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _gated_gelu(self.w_0(x), self.w_1(x), _divisor(self.w_0))
-
-
 class FeedForward(nn.Module):
-    """The weights of the feed-forward."""
+    """The second part of a block: x to (x + feed_forward(norm(x))) / residual_divisor.
 
-    def __init__(self, config: LiveConfig):
-        super().__init__()
-        self.w_in = GatedInput(config)
-        self.w_out = _linear(config.dim_ff, config.dim_model)
-
-
-class FeedForwardPart(nn.Module):
-    """The second part of a block: x to (x + feed_forward(norm(x))) / residual_divisor."""
+    With gelu(w_0 x) * (w_1 x) between, (..., F). Modules without a forward give weights the names
+    of checkpoints.
+    """
 
     def __init__(self, config: LiveConfig):
         super().__init__()
         self.divisor = config.residual_divisor
         self.layernorm_before_ffn = Norm(config.dim_model, config.eps)
-        self.ffn = FeedForward(config)
+        w_in = {name: _linear(config.dim_model, config.dim_ff) for name in ("w_0", "w_1")}
+        w_out = _linear(config.dim_ff, config.dim_model)
+        self.ffn = nn.ModuleDict({"w_in": nn.ModuleDict(w_in), "w_out": w_out})
 
     def forward(self, x: Tensor) -> Tensor:
-        fed = self.ffn.w_out(self.ffn.w_in(self.layernorm_before_ffn(x)))
-        return _residual(x, fed, _divisor(self.ffn.w_out), self.divisor)
+        w_in, w_out = self.ffn["w_in"], self.ffn["w_out"]
+        normed = self.layernorm_before_ffn(x)
+        gated = _gated_gelu(w_in["w_0"](normed), w_in["w_1"](normed), _divisor(w_in["w_0"]))
+        return _residual(x, w_out(gated), _divisor(w_out), self.divisor)
 
 
 class Block(nn.Module):
@@ -197,7 +180,7 @@ class Block(nn.Module):
         self.saving = saving
         attends, feeds = config.parts[layer]
         self.self_att = SelfAttention(config, sp, layer, options) if attends else None
-        self.ffn = FeedForwardPart(config) if feeds else None
+        self.ffn = FeedForward(config) if feeds else None
 
     def forward(
         self,
@@ -250,19 +233,17 @@ class Encoder(nn.Module):
 
 
 class PositionBias(nn.Module):
-    """The table of the bias, which all layers share."""
+    """The table of the bias (R, H), which all layers share."""
 
     def __init__(self, config: LiveConfig):
         super().__init__()
-        self.relative_attention_bias = nn.Parameter(
-            torch.empty(config.num_bias_rows, config.num_heads)
-        )
+        table = torch.empty(config.num_bias_rows, config.num_heads)
+        self.relative_attention_bias = nn.Parameter(table)
 
     def table(self) -> Tensor:
-        """Return the table (R, H) in fp32, or fp64 if it is fp64, in which gradients are summed."""
-        return self.relative_attention_bias.to(
-            accumulator_dtype(self.relative_attention_bias.dtype)
-        )
+        """Return the table in fp32, or fp64 if it is fp64, in which gradients are summed."""
+        table = self.relative_attention_bias
+        return table.to(accumulator_dtype(table.dtype))
 
 
 class LiveModel(SequenceParallelModule):
@@ -270,6 +251,15 @@ class LiveModel(SequenceParallelModule):
 
     `saving` says what blocks save for the backward. `attention` are options of burst_attn_func:
     flash, deterministic, strategy.
+
+    A forward takes the tokens of a rank and these arguments:
+
+    scores       the scores of each whole row
+    labels       (B, S), already shifted, IGNORE_INDEX where there is no target: return the sum of
+                 token losses (fp32) and the number of targets instead of logits
+    layout       how the rows lie on the ranks, or one for each row; by default sp's
+    cache, rows  for generation, see encode
+    by_row       with labels: return the sum and the number of each row, both (B,)
     """
 
     layers_at = "encoder.layers"
@@ -316,9 +306,8 @@ class LiveModel(SequenceParallelModule):
                 "expected either scores, or rows of the bias table together with a cache"
             )
         table = self.position_bias.table()
-        return self.encoder(
-            x, table if rows is None else table[rows].permute(2, 0, 1), scores, layout, cache
-        )
+        added = table if rows is None else table[rows].permute(2, 0, 1)
+        return self.encoder(x, added, scores, layout, cache)
 
     def predict(
         self, hidden: Tensor, words: list[Tensor], labels: Tensor | None, by_row: bool
@@ -340,7 +329,6 @@ class LiveModel(SequenceParallelModule):
         """Fill the whole parameter called `name`, in place, with its initial values."""
         if weight.dim() == 1:
             weight.fill_(1.0)
-        else:
-            weight.normal_(
-                0.0, 0.02 if name.endswith("embedding.weight") else 1.0, generator=generator
-            )
+            return
+        std = 0.02 if name.endswith("embedding.weight") else 1.0
+        weight.normal_(0.0, std, generator=generator)
