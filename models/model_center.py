@@ -27,14 +27,10 @@ _SIZES = ("vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff", "num_lay
 _COMPUTED: dict[str, Any] = {
     "pos_bias_type": "rotary",
     "ffn_activate_fn": "gated_silu",
-    "norm_bias": False,
-    "proj_bias": False,
-    "length_scale": False,
     "attn_scale": True,
-    "post_layer_norm": False,
-    "int8": False,
     "cls_head": None,
     "dropout_p": 0,
+    **dict.fromkeys(("norm_bias", "proj_bias", "length_scale", "post_layer_norm", "int8"), False),
 }
 _OWN = {"pos_bias_type", "ffn_activate_fn", "norm_eps", "norm_bias", "att_bias", "ffn_bias"}
 
@@ -54,23 +50,18 @@ def config_from_model_center(values: Mapping[str, Any]) -> CPMConfig:
     for name in _SIZES:
         if type(values[name]) is not int or values[name] < 1:
             raise ValueError(f"{name} must be a positive int, got {values[name]!r}")
-    if other := {
-        name: values[name] for name, ours in _COMPUTED.items() if values.get(name, ours) != ours
-    }:
-        expected = {name: _COMPUTED[name] for name in other}
+    if others := [name for name, ours in _COMPUTED.items() if values.get(name, ours) != ours]:
+        expected, got = ({name: place[name] for name in others} for place in (_COMPUTED, values))
         raise ValueError(
-            f"expected ModelCenter's Llama with {expected}, which a dense CPM computes, got {other}"
+            f"expected ModelCenter's Llama with {expected}, which a dense CPM computes, got {got}"
         )
     if tables := sorted(name for name in values if name.startswith("position_bias_")):
         raise ValueError(
             f"expected ModelCenter's Llama, got {tables} of a model with a learned bias by distance"
         )
-    sizes = {
-        ours: values[theirs] for ours, theirs in MODEL_CENTER_FIELDS.items() if theirs in _SIZES
-    }
+    names = {name: name for name in ("vocab_size", "num_layers", "num_heads")} | MODEL_CENTER_FIELDS
     return CPMConfig(
-        **{name: values[name] for name in ("vocab_size", "num_layers", "num_heads")},
-        **sizes,
+        **{ours: values[theirs] for ours, theirs in names.items() if theirs in _SIZES},
         rms_norm_eps=values.get("norm_eps", 1e-6),
         tie_embeddings=values.get("tied", False),
         qkv_bias=values.get("att_bias", False),
