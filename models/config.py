@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,35 +70,30 @@ class CPMConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
-            )
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % kv_heads:
+            raise ValueError(f"num_kv_heads={kv_heads} does not divide num_heads={heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
         self._take("rope_scaling", RopeScaling)
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.head_dim, self.rope_theta)
         self._take("sparse", InfLLMV2)
-        if self.sparse is not None and self.window is not None:
-            raise ValueError(
-                f"expected sparse or window, got {self.sparse} and window={self.window}"
-            )
-        if not self.window_pattern or not {"w"} <= set(self.window_pattern) <= {"w", "f"}:
-            raise ValueError(
-                "window_pattern must consist of w and f, with at least one w, "
-                f"got {self.window_pattern!r}"
-            )
-        if len(self.window_pattern) > self.num_layers:
-            raise ValueError(
-                f"window_pattern={self.window_pattern!r} is longer than "
-                f"num_layers={self.num_layers}"
-            )
-        if self.window is None and "f" in self.window_pattern:
-            raise ValueError(
-                f"window_pattern={self.window_pattern!r} needs a window, got window=None"
-            )
+        self._check_windows()
         check_size(self.num_parameters)
+
+    def _check_windows(self) -> None:
+        window, pattern, layers = self.window, self.window_pattern, self.num_layers
+        if self.sparse is not None and window is not None:
+            raise ValueError(f"expected sparse or window, got {self.sparse} and window={window}")
+        if not {"w"} <= set(pattern) <= {"w", "f"}:
+            raise ValueError(
+                f"window_pattern must consist of w and f, with at least one w, got {pattern!r}"
+            )
+        if len(pattern) > layers:
+            raise ValueError(f"window_pattern={pattern!r} is longer than num_layers={layers}")
+        if window is None and "f" in pattern:
+            raise ValueError(f"window_pattern={pattern!r} needs a window, got window=None")
 
     def _take(self, name: str, kind: Any) -> None:
         """Make the field `name` a `kind`, which may be given as its to_dict. Raises ValueError."""
@@ -128,21 +124,16 @@ class CPMConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer, None for a full layer."""
-        pattern = self.window_pattern
-        return tuple(
-            self.window if pattern[i % len(pattern)] == "w" else None
-            for i in range(self.num_layers)
-        )
+        letters = itertools.islice(itertools.cycle(self.window_pattern), self.num_layers)
+        return tuple(self.window if letter == "w" else None for letter in letters)
 
     @property
     def longest_sequence(self) -> int | None:
         """The longest sequence that the weights were made for, or that their scaling extends to."""
+        if self.max_position_embeddings is None:
+            return None
         extended = self.rope_scaling and self.rope_scaling.extended_length
-        return (
-            max(self.max_position_embeddings, extended or 0)
-            if self.max_position_embeddings
-            else None
-        )
+        return max(self.max_position_embeddings, extended or 0)
 
     @property
     def num_parameters(self) -> int:
@@ -156,9 +147,8 @@ class CPMConfig:
         """Parameters of norms and biases, which are not matrices."""
         layer = 2 * self.hidden_size
         layer += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        layer += self.o_bias * self.hidden_size + self.mlp_bias * (
-            2 * self.intermediate_size + self.hidden_size
-        )
+        layer += self.o_bias * self.hidden_size
+        layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         layer += self.qk_norm * 2 * self.head_dim
         return self.num_layers * layer + self.hidden_size
 

@@ -169,27 +169,21 @@ class Weights(Mapping[str, Tensor]):
         """
         model = self._model
         embeddings = next((found[name] for name in _EMBEDDINGS if name in found), None)
-        tied = getattr(model.config, "tie_embeddings", True)
         if embeddings is None:
             return found
         if model.untied:
             return {HEAD: embeddings, **found}
-        if not tied or HEAD not in found:
+        if HEAD not in found or not getattr(model.config, "tie_embeddings", True):
             return found
-        if difference := _difference(found[HEAD], embeddings):
-            raise ValueError(self._explain_head(difference))
-        return {name: stored for name, stored in found.items() if name != HEAD}
-
-    def _explain_head(self, difference: str) -> str:
-        """Return the message for a head that differs from the embeddings it is tied to."""
-        head, where = self._origin.theirs(HEAD), self._model.where
+        if not (difference := _difference(found[HEAD], embeddings)):
+            return {name: stored for name, stored in found.items() if name != HEAD}
+        head, tie = self._origin.theirs(HEAD), model.name("tie_embeddings")
         said = f"{self._source} has {head}, which differs from the embeddings ({difference})"
-        if self._model.kind != "cpm":
-            return f"{said}: the head of a {self._model.kind} is tied to its embeddings"
-        tie = self._model.name("tie_embeddings")
-        return (
-            f"{said}, but {tie} is true in {where}: give --untie to train this head, or set {tie} "
-            "to false there"
+        if model.kind != "cpm":
+            raise ValueError(f"{said}: the head of a {model.kind} is tied to its embeddings")
+        raise ValueError(
+            f"{said}, but {tie} is true in {model.where}: give --untie to train this head, or set "
+            f"{tie} to false there"
         )
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -199,8 +193,8 @@ class Weights(Mapping[str, Tensor]):
         if missing or surplus:
             lists = ([self._origin.theirs(name) for name in x[:5]] for x in (missing, surplus))
             said = "{}: missing weights {}, unexpected weights {}".format(source, *lists)
-            explained = "; ".join((said, *self._explain_names(missing, surplus)))
-            raise ValueError(f"{explained}{self._model.advice}")
+            reasons = "; ".join((said, *self._explain_names(missing, surplus)))
+            raise ValueError(f"{reasons}{self._model.advice}")
         for name, shape in shapes.items():
             stored, theirs = found[name], self._origin.theirs(name)
             if stored.shape != shape:
@@ -215,11 +209,12 @@ class Weights(Mapping[str, Tensor]):
 
     def _explain_names(self, missing: list[str], surplus: list[str]) -> list[str]:
         """List what the configuration says of weights that only it has, or only the files."""
-        model, said = self._model, []
-        for part, switch in _SWITCHES.items():
-            has_switch = hasattr(model.config, switch)  # of the dense CPM alone
-            if has_switch and any(name.endswith(part) for name in (*missing, *surplus)):
-                said.append(f"{model.where} says {model.value(switch).lower()}")
+        model, ends = self._model, tuple(_SWITCHES) if self._model.kind == "cpm" else ()
+        said = [
+            f"{model.where} says {model.value(_SWITCHES[end]).lower()}"
+            for end in ends
+            if any(name.endswith(end) for name in (*missing, *surplus))
+        ]
         if HEAD in missing:
             tie = model.name("tie_embeddings")
             said.append(
@@ -242,9 +237,9 @@ class Weights(Mapping[str, Tensor]):
 
 
 def _are_close(saved: Tensor, expected: Tensor) -> bool:
-    return saved.shape == expected.shape and torch.allclose(
-        saved, expected, rtol=_SAME_FREQUENCY, atol=1e-7
-    )
+    if saved.shape != expected.shape:
+        return False
+    return torch.allclose(saved, expected, rtol=_SAME_FREQUENCY, atol=1e-7)
 
 
 def _difference(head: Stored, embeddings: Stored) -> str:
@@ -253,9 +248,8 @@ def _difference(head: Stored, embeddings: Stored) -> str:
     """
     if head.shape != embeddings.shape:
         return f"shape {head.shape} and {embeddings.shape}"
-    pairs = zip(head.read().split(_ROWS), embeddings.read().split(_ROWS), strict=True)
     most = 0.0
-    for a, b in pairs:
+    for a, b in zip(head.read().split(_ROWS), embeddings.read().split(_ROWS), strict=True):
         if not torch.equal(a.to(b.dtype), b) and not torch.equal(a, b.to(a.dtype)):
             gap = (a.double() - b.double()).abs().nan_to_num(torch.inf)
             most = max(most, float(gap.max()))
