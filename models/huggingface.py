@@ -28,7 +28,7 @@ from .config import CPMConfig
 from .cpm import CPM
 from .hf_config import HF_FIELDS, config_from_hf, config_to_hf
 from .model_center import MODEL_CENTER_FIELDS, config_from_model_center
-from .tensor_files import open_folder, read_json
+from .tensor_files import dtype_name, open_folder, read_json
 from .weights import HEAD, Expected, Weights
 
 CONFIG = "config.json"
@@ -105,7 +105,7 @@ def save_weights(
     if shape["model_type"] == "minicpm":
         shutil.copyfile(_CODE, Path(folder) / _CODE.name)
         settings = {"auto_map": _AUTO_MAP, **settings}
-    kind = dict.fromkeys(("dtype", "torch_dtype"), _dtype_name(dtype))  # transformers 5's, and 4's
+    kind = dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))  # transformers 5's, and 4's
     written = json.dumps({**shape, **kind, **settings}, indent=2)
     (Path(folder) / CONFIG).write_text(written + "\n")
 
@@ -203,12 +203,8 @@ def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = weight.to(dtype).contiguous()
     if not rounded.isfinite().all():
         largest = float(weight.abs().max())
-        raise ValueError(f"{name} has {largest:g}, too large for {_dtype_name(dtype)}")
+        raise ValueError(f"{name} has {largest:g}, too large for {dtype_name(dtype)}")
     return rounded
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _let_umask_decide(file: Path) -> None:
