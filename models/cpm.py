@@ -18,11 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst.base.norm import RMSNorm
-from bmt_burst.loss import (
-    linear_cross_entropy_by_row,
-    linear_cross_entropy_sum,
-    score_tokens,
-)
+from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
     BurstAttention,
     KVCache,
@@ -62,21 +58,15 @@ class CPMBlock(nn.Module):
         self.saving = saving
         self.scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        of_config: dict[str, Any] = {
-            "window": config.windows[layer],
-            "sparse": config.sparse,
-            "qkv_bias": config.qkv_bias,
-            "o_bias": config.o_bias,
-            "qk_norm_eps": config.rms_norm_eps if config.qk_norm else None,
-        }
+        sizes = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        names = "sparse", "qkv_bias", "o_bias"
         self.self_attn = BurstAttention(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
+            *sizes,
             sp=sp,
             layer=layer,
-            **of_config,
+            window=config.windows[layer],
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            **{name: getattr(config, name) for name in names},
             **attention,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -94,19 +84,13 @@ class CPMBlock(nn.Module):
         saving = self.saving if cache is None else Saving()
         return saving.run(self._whole, x, cos, sin, cache, mask, layout, keep=(cos, sin))
 
-    def _whole(
-        self,
-        runner: Runner,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | None,
-        mask: Masks | None,
-        layout: Layouts | None,
-    ) -> Tensor:
-        """Compute the block. `runner` calls all parts except the attention."""
+    def _whole(self, runner: Runner, x: Tensor, cos: Tensor, sin: Tensor, *seen: Any) -> Tensor:
+        """Compute the block. `runner` calls all parts except the attention.
+
+        `seen` are the arguments of the attention after q, k and v.
+        """
         q, k, v, choose_by = runner.run(self._before, x, cos, sin)
-        attended = self.self_attn.attend(q, k, v, cache, mask, layout, choose_by)
+        attended = self.self_attn.attend(q, k, v, *seen, choose_by)
         modules = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
         return runner.finish(self._after, modules, x, attended)
 
