@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str}
@@ -21,6 +21,18 @@ def check_names(cls: Any, names: Collection[str], expected: str) -> None:
     unknown = [name for name in names if name not in fields]
     if missing or unknown:
         raise ValueError(f"{expected}: missing {missing[:5]}, unknown {unknown[:5]}")
+
+
+def check_sizes(values: Mapping[str, Any], needed: Collection[str], sizes: Collection[str]) -> None:
+    """Check a config.json: that it has all that is needed, and that its sizes are positive ints.
+
+    Raises ValueError.
+    """
+    if missing := sorted(name for name in needed if name not in values):
+        raise ValueError(f"config.json lacks {missing}")
+    for name in sizes:
+        if name in values and (type(values[name]) is not int or values[name] < 1):
+            raise ValueError(f"{name} must be a positive int, got {values[name]!r}")
 
 
 def check_fields(config: Any) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 from bmt_burst import InfLLMV2
 
 from .config import CPMConfig
+from .fields import check_sizes
 from .hf_rope import longest_to_hf, partial_factors, read_rope, rope_to_hf
 from .rope import Linear, LongRope, RopeScaling
 
@@ -76,11 +77,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     if hf["model_type"] == "minicpm":
         # without these MiniCPM's own code uses 1, transformers 12, 1.4 and 256
         required |= {*_SCALINGS}
-    if missing := sorted(required - hf.keys()):
-        raise ValueError(f"config.json lacks {missing}")
-    for name in {*_SAME_NAME, *_RENAMED.values(), "head_dim"} & hf.keys() - {"rms_norm_eps"}:
-        if type(hf[name]) is not int or hf[name] < 1:
-            raise ValueError(f"{name} must be a positive int, got {hf[name]!r}")
+    check_sizes(hf, required, {*_SAME_NAME, *_RENAMED.values(), "head_dim"} - {"rms_norm_eps"})
     for name in {"tie_word_embeddings", "attention_bias", "mlp_bias"} & hf.keys():
         if type(hf[name]) is not bool:
             raise ValueError(f"{name} must be true or false, got {hf[name]!r}")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import CPMConfig
+from .fields import check_sizes
 
 # Names of CPMConfig's fields in ModelCenter's config.json
 MODEL_CENTER_FIELDS = {
@@ -45,11 +46,7 @@ def config_from_model_center(values: Mapping[str, Any]) -> CPMConfig:
 
     Raises ValueError if sizes are missing or no sizes, and for settings that CPM does not compute.
     """
-    if missing := [name for name in _SIZES if name not in values]:
-        raise ValueError(f"config.json lacks {missing}")
-    for name in _SIZES:
-        if type(values[name]) is not int or values[name] < 1:
-            raise ValueError(f"{name} must be a positive int, got {values[name]!r}")
+    check_sizes(values, _SIZES, _SIZES)
     if others := [name for name, ours in _COMPUTED.items() if values.get(name, ours) != ours]:
         expected, got = ({name: place[name] for name in others} for place in (_COMPUTED, values))
         raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from models.fields import check_fields, check_size
+from models.fields import check_fields, check_size, check_sizes
 
 MaskModules = tuple[tuple[bool, bool], ...]
 
@@ -94,8 +94,7 @@ class LiveConfig(ABC):
         Raises ValueError for missing sizes, and for what the model does not compute.
         """
         ours = {theirs: name for name, theirs in HF_FIELDS.items()}
-        if missing := [name for name in ("vocab_size", *ours) if name not in values]:
-            raise ValueError(f"config.json lacks {missing}")
+        check_sizes(values, ("vocab_size", *ours), ())
         if (scale := values.get("distance_scale", _DISTANCE_SCALE)) != _DISTANCE_SCALE:
             raise ValueError(f"distance_scale must be {_DISTANCE_SCALE}, got {scale!r}")
         fields = {field.name for field in dataclasses.fields(cls)} | {*_NOT_OURS}

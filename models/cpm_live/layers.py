@@ -67,28 +67,38 @@ class Norm(nn.Module):
         return _rms_norm(x, self.weight, self.eps)
 
 
-class Attention(SequenceParallelModule):
-    """Attention over the ranks of `sp`, or to a KVCache. `options` are passed to
-    burst_attn_func.
+class SelfAttention(SequenceParallelModule):
+    """The first part of a block: x to (x + attention(norm(x))) / residual_divisor.
+
+    The attention is over the ranks of `sp`, or to a KVCache. `options` are passed to
+    burst_attn_func. Modules without a forward give weights the names of checkpoints.
     """
 
     def __init__(
-        self, config: LiveConfig, sp: SequenceParallel, layer: int, options: dict[str, Any]
+        self, config: LiveConfig, layer: int, sp: SequenceParallel, options: dict[str, Any]
     ):
         super().__init__()
         self.sp, self.layer, self.options, self.head_size = sp, layer, options, config.dim_head
+        self.divisor = config.residual_divisor
+        self.layernorm_before_attention = Norm(config.dim_model, config.eps)
         width = config.num_heads * config.dim_head
-        self.project_q = _linear(config.dim_model, width)
-        self.project_k = _linear(config.dim_model, width)
-        self.project_v = _linear(config.dim_model, width)
-        self.attention_out = _linear(width, config.dim_model)
+        linear = {f"project_{name}": _linear(config.dim_model, width) for name in "qkv"}
+        linear["attention_out"] = _linear(width, config.dim_model)
+        self.self_attention = nn.ModuleDict(linear)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+    @property
+    def out(self) -> nn.Linear:
+        """The projection after the attention."""
+        out = self.self_attention["attention_out"]
+        assert isinstance(out, nn.Linear)
+        return out
+
+    def before(self, x: Tensor) -> tuple[Tensor, ...]:
         """Compute q, k, v (B, S, H, D) of x (B, S, E)."""
-        projections = self.project_q, self.project_k, self.project_v
-        return tuple(
-            (proj(x) / _divisor(proj)).unflatten(-1, (-1, self.head_size)) for proj in projections
-        )
+        normed = self.layernorm_before_attention(x)
+        projected = (self.self_attention[f"project_{name}"](normed) for name in "qkv")
+        divisor = math.sqrt(x.shape[-1])
+        return tuple((y / divisor).unflatten(-1, (-1, self.head_size)) for y in projected)
 
     def attend(
         self,
@@ -123,31 +133,15 @@ class Attention(SequenceParallelModule):
         options = self.options | groups
         return burst_attn_func(q, k, v, scores=scores, bias=added, **options).flatten(2)
 
-
-class SelfAttention(nn.Module):
-    """The first part of a block: x to (x + attention(norm(x))) / residual_divisor."""
-
-    def __init__(self, config: LiveConfig, *attention):
-        super().__init__()
-        self.divisor = config.residual_divisor
-        self.layernorm_before_attention = Norm(config.dim_model, config.eps)
-        self.self_attention = Attention(config, *attention)
-
-    def before(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Compute q, k, v of x (B, S, E)."""
-        return self.self_attention.project(self.layernorm_before_attention(x))
-
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """Add the attention's result, (B, S, H * D), to x."""
-        out = self.self_attention.attention_out
-        return _residual(x, out(attended), _divisor(out), self.divisor)
+        return _residual(x, self.out(attended), _divisor(self.out), self.divisor)
 
 
 class FeedForward(nn.Module):
     """The second part of a block: x to (x + feed_forward(norm(x))) / residual_divisor.
 
-    With gelu(w_0 x) * (w_1 x) between, (..., F). Modules without a forward give weights the names
-    of checkpoints.
+    The feed-forward is w_out(gelu(w_0 x) * w_1 x), with (..., F) between.
     """
 
     def __init__(self, config: LiveConfig):
@@ -168,18 +162,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward; either may be left out."""
 
-    def __init__(
-        self,
-        config: LiveConfig,
-        sp: SequenceParallel,
-        layer: int,
-        saving: Saving,
-        options: dict[str, Any],
-    ):
+    def __init__(self, config: LiveConfig, layer: int, saving: Saving, *attention: Any):
         super().__init__()
         self.saving = saving
         attends, feeds = config.parts[layer]
-        self.self_att = SelfAttention(config, sp, layer, options) if attends else None
+        self.self_att = SelfAttention(config, layer, *attention) if attends else None
         self.ffn = FeedForward(config) if feeds else None
 
     def forward(
@@ -190,7 +177,7 @@ class Block(nn.Module):
         layout: Layouts | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Apply the block to x (B, S, E). Attention.attend explains the other arguments."""
+        """Apply the block to x (B, S, E). SelfAttention.attend explains the other arguments."""
         saving = self.saving if cache is None else Saving()
         return saving.run(self._whole, x, added, scores, layout, cache, keep=(added,))
 
@@ -202,9 +189,8 @@ class Block(nn.Module):
         feeds = [] if self.ffn is None else [self.ffn]
         if self.self_att is None:
             return runner.finish(self._feed_forward, feeds, x)
-        attention = self.self_att.self_attention
-        attended = attention.attend(*runner.run(self.self_att.before, x), *seen)
-        return runner.finish(self._after, [attention.attention_out, *feeds], x, attended)
+        attended = self.self_att.attend(*runner.run(self.self_att.before, x), *seen)
+        return runner.finish(self._after, [self.self_att.out, *feeds], x, attended)
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
         assert self.self_att is not None, "a block without attention has no result of one"
@@ -217,12 +203,10 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """The blocks and the norm after them."""
 
-    def __init__(
-        self, config: LiveConfig, sp: SequenceParallel, saving: Saving, options: dict[str, Any]
-    ):
+    def __init__(self, config: LiveConfig, saving: Saving, *attention: Any):
         super().__init__()
         self.layers = Layers(
-            Block(config, sp, i, saving.for_block(i), options) for i in range(config.num_layers)
+            Block(config, i, saving.for_block(i), *attention) for i in range(config.num_layers)
         )
         self.output_layernorm = Norm(config.dim_model, config.eps)
         self.saving = saving
@@ -274,7 +258,7 @@ class LiveModel(SequenceParallelModule):
         super().__init__()
         self.config = config
         self.sp = sp or SequenceParallel()
-        self.encoder = Encoder(config, self.sp, saving or Saving(), attention)
+        self.encoder = Encoder(config, saving or Saving(), self.sp, attention)
         self.input_embedding = nn.Embedding(config.vocab_size, config.dim_model)
         self.position_bias = PositionBias(config)
 
