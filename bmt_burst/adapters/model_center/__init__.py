@@ -47,9 +47,10 @@ from model_center.layer import Attention
 from torch import nn
 
 from ...ranks.sequence_parallel import SequenceParallel
+from ..enabling import check_sp, put_before
 from .attention import RingAttention
 from .models import EnabledModel, RotaryModel
-from .supported import check_layer, enabled_class, find_family
+from .supported import check_layer, find_family
 
 __all__ = ["enable"]
 
@@ -77,10 +78,7 @@ def enable(
     be sequence parallel. Raises ValueError for unsupported options of a model, and if the model is
     already enabled. The model is then unchanged.
     """
-    if not isinstance(sp, SequenceParallel):
-        raise TypeError(
-            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
-        )
+    check_sp(sp)
     family = find_family(model)
     if exact_rotary and not issubclass(family, RotaryModel):
         raise ValueError(
@@ -93,7 +91,7 @@ def enable(
     for layer in layers:
         layer._sp = sp
         layer.__class__ = RingAttention
-    model.__class__ = enabled_class(type(model), family)
+    model.__class__ = put_before(family, type(model))
     assert isinstance(model, EnabledModel)
     model._sp, model._exact_rotary = sp, exact_rotary
     model._options = {"flash": flash, "deterministic": deterministic}

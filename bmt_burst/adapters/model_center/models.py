@@ -25,6 +25,7 @@ class EnabledModel(nn.Module):
     """The forward of an enabled model over the ranks of `_sp`.
 
     of_tokens       the arguments of the model's forward with values for each token
+    marks           the arguments that are marks of LocalInputs
     causal          tokens see the tokens before them, otherwise all
     padding_sees    padding sees the tokens that are not padding
     pos_bias_types  the values that its attention layers may have
@@ -42,6 +43,7 @@ class EnabledModel(nn.Module):
     cls_projection: Any
 
     of_tokens: tuple[str, ...] = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+    marks: tuple[str, ...] = ("attention_mask",)
     causal = True
     padding_sees = True
     pos_bias_types: tuple[str, ...] = ("none",)
@@ -104,9 +106,9 @@ class EnabledModel(nn.Module):
         return LocalInputs(
             {name: given[name] for name in self.of_tokens if name in given},
             length=given["length"],
-            attention_mask=given["attention_mask"],
             mask=mask,
             layout=layout,
+            marks={name: given[name] for name in self.marks},
         )
 
     def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:

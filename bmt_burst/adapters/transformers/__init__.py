@@ -46,9 +46,10 @@ from transformers import PreTrainedModel
 
 from ...base.arguments import as_bool
 from ...ranks.sequence_parallel import SequenceParallel
+from ..enabling import check_sp, put_before
 from .attention import ATTENTION
 from .configs import give_own_configs
-from .model import EnabledModel, EnabledRotary, enabled_class
+from .model import EnabledModel, EnabledRotary
 from .supported import check_model
 
 __all__ = ["ATTENTION", "enable"]
@@ -79,19 +80,16 @@ def enable(
     class. Raises ValueError if its loss is not transformers' own, and if the model is already
     enabled. The model is then unchanged.
     """
-    if not isinstance(sp, SequenceParallel):
-        raise TypeError(
-            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
-        )
+    check_sp(sp)
     options = {"flash": flash, "deterministic": as_bool("deterministic", deterministic)}
     balanced = as_bool("balanced", balanced)
     check_model(model)
     give_own_configs(model)
     for part in model.modules():
         if getattr(part, "rope_type", None) in _BY_LENGTH:
-            part.__class__ = enabled_class(EnabledRotary, type(part))
+            part.__class__ = put_before(EnabledRotary, type(part))
     changed: object = model
-    changed.__class__ = enabled_class(EnabledModel, type(model))
+    changed.__class__ = put_before(EnabledModel, type(model))
     assert isinstance(changed, EnabledModel)
     changed._sp, changed._balanced, changed._options = sp, balanced, options
     return model

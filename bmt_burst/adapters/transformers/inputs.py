@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig
 from ...base.arguments import as_float, check_tensor
 from ...calls.masking import balanced_layout
 from ...loss import count_targets
+from ...nn import plain_mask
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
 from ..batch import LocalInputs
-from .attention import MOST_MASKS, causal_mask
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _COMPARED = (
@@ -36,6 +36,7 @@ _KNOWN = {
     "output_hidden_states",
     "return_dict",
 }
+_MOST_MASKS = 256  # of documents that are kept
 _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore position_ids
 
 
@@ -243,7 +244,7 @@ def _choose_layouts(
         return sp.layout_of(seq_len)
     if isinstance(documents, list):
         return [balanced_layout(mask, sp.size) for mask in documents]
-    return balanced_layout(documents or causal_mask(seq_len), sp.size)
+    return balanced_layout(documents or plain_mask(seq_len), sp.size)
 
 
 def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
@@ -286,6 +287,6 @@ def _digest(x: Tensor, vocabulary: int | None = None) -> str:
     return f"{tuple(x.shape)}, digest {digest % (1 << 64):016x}"
 
 
-@functools.lru_cache(maxsize=MOST_MASKS)
+@functools.lru_cache(maxsize=_MOST_MASKS)
 def _documents_mask(cu_seqlens: tuple[int, ...]) -> Mask:
     return Mask.documents(cu_seqlens)
