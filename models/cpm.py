@@ -58,15 +58,18 @@ class CPMBlock(nn.Module):
         self.saving = saving
         self.scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        sizes = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        names = "sparse", "qkv_bias", "o_bias"
         self.self_attn = BurstAttention(
-            *sizes,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
             sp=sp,
             layer=layer,
             window=config.windows[layer],
+            sparse=config.sparse,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
             qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            **{name: getattr(config, name) for name in names},
             **attention,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -87,10 +90,11 @@ class CPMBlock(nn.Module):
     def _whole(self, runner: Runner, x: Tensor, cos: Tensor, sin: Tensor, *seen: Any) -> Tensor:
         """Compute the block. `runner` calls all parts except the attention.
 
-        `seen` are the arguments of the attention after q, k and v.
+        `seen` are its cache, mask and layout.
         """
         q, k, v, choose_by = runner.run(self._before, x, cos, sin)
-        attended = self.self_attn.attend(q, k, v, *seen, choose_by)
+        cache, mask, layout = seen
+        attended = self.self_attn.attend(q, k, v, cache, mask, layout, choose_by)
         modules = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
         return runner.finish(self._after, modules, x, attended)
 

@@ -47,8 +47,9 @@ def _residual(x: Tensor, added: Tensor, its_divisor: float, divisor: float) -> T
     return (x + added / its_divisor) / divisor
 
 
-def _divisor(linear: nn.Linear) -> float:
-    return math.sqrt(linear.in_features)
+def _divisor(x: Tensor) -> float:
+    """Return what a linear layer divides its result by, for an input x (..., any)."""
+    return math.sqrt(x.shape[-1])
 
 
 def _linear(size: int, to: int) -> nn.Linear:
@@ -87,18 +88,15 @@ class SelfAttention(SequenceParallelModule):
         self.self_attention = nn.ModuleDict(linear)
 
     @property
-    def out(self) -> nn.Linear:
+    def out(self) -> nn.Module:
         """The projection after the attention."""
-        out = self.self_attention["attention_out"]
-        assert isinstance(out, nn.Linear)
-        return out
+        return self.self_attention["attention_out"]
 
     def before(self, x: Tensor) -> tuple[Tensor, ...]:
         """Compute q, k, v (B, S, H, D) of x (B, S, E)."""
         normed = self.layernorm_before_attention(x)
         projected = (self.self_attention[f"project_{name}"](normed) for name in "qkv")
-        divisor = math.sqrt(x.shape[-1])
-        return tuple((y / divisor).unflatten(-1, (-1, self.head_size)) for y in projected)
+        return tuple((y / _divisor(x)).unflatten(-1, (-1, self.head_size)) for y in projected)
 
     def attend(
         self,
@@ -135,7 +133,7 @@ class SelfAttention(SequenceParallelModule):
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """Add the attention's result, (B, S, H * D), to x."""
-        return _residual(x, self.out(attended), _divisor(self.out), self.divisor)
+        return _residual(x, self.out(attended), _divisor(attended), self.divisor)
 
 
 class FeedForward(nn.Module):
@@ -153,10 +151,10 @@ class FeedForward(nn.Module):
         self.ffn = nn.ModuleDict({"w_in": nn.ModuleDict(w_in), "w_out": w_out})
 
     def forward(self, x: Tensor) -> Tensor:
-        w_in, w_out = self.ffn["w_in"], self.ffn["w_out"]
         normed = self.layernorm_before_ffn(x)
-        gated = _gated_gelu(w_in["w_0"](normed), w_in["w_1"](normed), _divisor(w_in["w_0"]))
-        return _residual(x, w_out(gated), _divisor(w_out), self.divisor)
+        w_in: Any = self.ffn["w_in"]
+        gated = _gated_gelu(w_in.w_0(normed), w_in.w_1(normed), _divisor(x))
+        return _residual(x, self.ffn["w_out"](gated), _divisor(gated), self.divisor)
 
 
 class Block(nn.Module):
