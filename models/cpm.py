@@ -160,10 +160,9 @@ class CPM(SequenceParallelModule):
                    both (B, S), without a backward (bmt_burst.loss.score_tokens)
         by_row     with labels: return the sum and the number of each row instead, both (B,)
 
-        Some rotary scalings depend on a length (dynamic, longrope). It is one more than a row's
-        largest position on any rank: the sequence's length, or its longest document's. The ranks
-        exchange it. With a cache it is the number of tokens so far. As in transformers, cached keys
-        stay rotated as they were.
+        The ranks exchange the length that some rotary scalings depend on (models/rope.py). With a
+        cache it is the number of tokens so far. As in transformers, cached keys stay rotated as
+        they were.
         """
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions)

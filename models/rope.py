@@ -1,19 +1,11 @@
 """Scalings of rotary positions, for sequences longer than those that a model was first trained on.
 
-- linear (arXiv 2306.15595) divides positions by a factor.
-- dynamic ("dynamic NTK") increases the base with the length, beyond the original length.
-- yarn (arXiv 2309.00071) divides slow rotations by a factor, fast ones not, with a ramp between.
-- llama3 is the same with bounds on wavelengths, as in Llama 3.1.
-- longrope (arXiv 2402.13753) has a divisor for each rotation, in two sets: for short and for long
-  sequences.
-
-All compute what transformers 5 computes from the same numbers (its modeling_rope_utils), in fp64.
+All compute in fp64 what transformers 5 computes from the same numbers (its modeling_rope_utils).
 
 The frequencies of dynamic and longrope depend on a length. It is one more than a row's largest
-position on any rank. For a whole sequence this is its length. Positions start again in each packed
-document, so there it is the longest document's length. transformers takes the longest of all rows
-of a batch and, for dynamic, of earlier calls. Here each row has the frequencies that it would have
-alone.
+position on any rank: the length of a whole sequence, or of the longest packed document, since
+positions start again in each. transformers takes the longest of all rows of a batch and, for
+dynamic, of earlier calls. Here each row has the frequencies that it would have alone.
 
 Letters: B batch, S tokens of this rank, D head size.
 """
@@ -55,10 +47,9 @@ class RopeScaling(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the kind and its numbers, in JSON's types."""
-        numbers = dataclasses.asdict(self)
-        return {"kind": self.kind} | {
-            k: list(v) if isinstance(v, tuple) else v for k, v in numbers.items()
-        }
+        numbers = dataclasses.asdict(self).items()
+        lists = {name: list(x) if isinstance(x, tuple) else x for name, x in numbers}
+        return {"kind": self.kind, **lists}
 
     @property
     def attention_scale(self) -> float:
@@ -108,7 +99,7 @@ class _Extension(RopeScaling):
 
 @dataclass(frozen=True)
 class Linear(_Stretch):
-    """Rotations that are `factor` times slower."""
+    """Rotations that are `factor` times slower, as if positions were (arXiv 2306.15595)."""
 
     kind = "linear"
     factor: float
@@ -143,7 +134,7 @@ class DynamicNTK(_Stretch):
 
 @dataclass(frozen=True)
 class Yarn(_Stretch, _Extension):
-    """YaRN: slow rotations become `factor` times slower.
+    """YaRN (arXiv 2309.00071): slow rotations become `factor` times slower.
 
     Slow ones turn less than `beta_slow` times in `original_length` tokens. Those that turn more
     than `beta_fast` times stay as they are. Between them is a ramp over their index.
@@ -226,7 +217,7 @@ class Llama3(_Stretch, _Extension):
 
 @dataclass(frozen=True)
 class LongRope(_Extension):
-    """LongRoPE: rotation j becomes slower by long_factor[j] or short_factor[j].
+    """LongRoPE (arXiv 2402.13753): rotation j becomes slower by long_factor[j] or short_factor[j].
 
     Sequences of more than `original_length` tokens are long.
 

@@ -28,30 +28,6 @@ _ROWS = 4096  # rows that are compared at once
 _EMBEDDINGS = ("embed_tokens.weight", "input_embedding.weight")
 HEAD = "lm_head.weight"
 
-# The fields that each dimension of a module's weights comes from
-_VECTOR = ("hidden_size",)
-_WIDE = ("num_heads * head_dim", "hidden_size")
-_KV = ("num_kv_heads * head_dim", "hidden_size")
-_UP = ("intermediate_size", "hidden_size")
-_LIVE_WIDE = ("num_heads * dim_head", "dim_model")
-_DIMENSIONS = {
-    **dict.fromkeys(("embed_tokens", "lm_head"), ("vocab_size", "hidden_size")),
-    "q_proj": _WIDE,
-    "k_proj": _KV,
-    "v_proj": _KV,
-    "o_proj": _WIDE[::-1],
-    "gate_proj": _UP,
-    "up_proj": _UP,
-    "down_proj": _UP[::-1],
-    **dict.fromkeys(("norm", "input_layernorm", "post_attention_layernorm"), _VECTOR),
-    **dict.fromkeys(("q_norm", "k_norm"), ("head_dim",)),
-    "input_embedding": ("vocab_size", "dim_model"),
-    **{f"project_{name}": _LIVE_WIDE for name in "qkv"},
-    "attention_out": _LIVE_WIDE[::-1],
-    **dict.fromkeys(("w_0", "w_1"), ("dim_ff", "dim_model")),
-    "w_out": ("dim_model", "dim_ff"),
-    **{f"layernorm_before_{name}": ("dim_model",) for name in ("attention", "ffn")},
-}
 # Fields that decide whether there is a weight, by the end of its name
 _SWITCHES = {
     "self_attn.q_proj.bias": "qkv_bias",
@@ -199,8 +175,8 @@ class Weights(Mapping[str, Tensor]):
             stored, theirs = found[name], self._origin.theirs(name)
             if stored.shape != shape:
                 raise ValueError(
-                    f"{source}: expected {theirs} of shape {shape}, got {stored.shape}"
-                    f"{self._explain_shape(name, stored.shape, shape)}{self._model.advice}"
+                    f"{source}: expected {theirs} of shape {shape}, as {self._model.where} says, "
+                    f"got {stored.shape}{self._model.advice}"
                 )
             if stored.dtype not in DTYPES:
                 raise ValueError(
@@ -222,18 +198,6 @@ class Weights(Mapping[str, Tensor]):
                 "embeddings"
             )
         return said
-
-    def _explain_shape(self, name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> str:
-        """Return the fields of the configuration that the wrong dimensions come from."""
-        dimensions = _DIMENSIONS.get(name.split(".")[-2], ())
-        if len(got) != len(shape):
-            return ""
-        said = [
-            " ".join(part if part == "*" else self._model.value(part) for part in dimension.split())
-            for dimension, have, want in zip(dimensions, got, shape, strict=False)
-            if have != want
-        ]
-        return f": {self._model.where} says {' and '.join(said)}" if said else ""
 
 
 def _are_close(saved: Tensor, expected: Tensor) -> bool:

@@ -517,7 +517,7 @@ DENIED = {  # a changed model, arguments, and what is said of it
     "both sides": (
         changed("Gemma2", lambda m: setattr(m.config, "use_bidirectional_attention", True)),
         {},
-        "use_bidirectional_attention in the configuration",
+        "use_bidirectional_attention is True in the configuration",
     ),
 }
 

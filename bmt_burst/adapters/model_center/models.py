@@ -74,9 +74,8 @@ class EnabledModel(nn.Module):
         hidden = self._embed(given, batch)
         options = self._options | self._sp.groups | self._mask_options(batch, hidden.device)
         context = ForwardContext(options, self._rotation(batch, hidden))
-        return self._output(
-            given, self._run_layers(hidden, context, self._bias_table(hidden.device))
-        )
+        hidden = self._run_layers(hidden, context, self._bias_table(hidden.device))
+        return self._output(given, hidden)
 
     def _bind(self, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's own forward by name, with defaults."""
@@ -257,10 +256,6 @@ class LearnedPositionModel(EnabledModel):
     def _whole_position_ids(self, batch: Batch) -> Iterator[Tensor]:
         """Return (S,) for each row."""
         return (row.positions() for row in batch.rows)
-
-
-class GPT2(LearnedPositionModel):
-    """GPT2."""
 
 
 class OPT(LearnedPositionModel):

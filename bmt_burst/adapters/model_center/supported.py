@@ -10,14 +10,14 @@ from torch import nn
 
 from ..enabling import check_not_enabled, find_inside
 from .biased import CPM1, CPM3
-from .models import GPT2, OPT, Bert, EnabledModel, GPTj, Llama, Roberta
+from .models import OPT, Bert, EnabledModel, GPTj, LearnedPositionModel, Llama, Roberta
 
 _MASKED = -1e4  # softmax makes 0 of this score
 
 _FAMILIES: dict[type[nn.Module], type[EnabledModel]] = {
     zoo.Llama: Llama,
     zoo.GPTj: GPTj,
-    zoo.GPT2: GPT2,
+    zoo.GPT2: LearnedPositionModel,
     zoo.OPT: OPT,
     zoo.Bert: Bert,
     zoo.Roberta: Roberta,
