@@ -41,8 +41,6 @@ _RENAMED = {
 HF_FIELDS = {
     **_RENAMED,
     "tie_embeddings": "tie_word_embeddings",
-    **dict.fromkeys(("qkv_bias", "o_bias"), "attention_bias"),
-    "qk_norm": "qk_norm (of model_type qwen3)",
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

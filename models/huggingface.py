@@ -92,10 +92,8 @@ def save_weights(
     """
     shape = config_to_hf(config, max_position_embeddings)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    rounded = {
-        name if name == HEAD else f"model.{name}": round_weight(name, weight, dtype)
-        for name, weight in weights.items()
-    }
+    theirs = {name: name if name == HEAD else f"model.{name}" for name in weights}
+    rounded = {theirs[name]: round_weight(name, x, dtype) for name, x in weights.items()}
     try:
         save_torch_state_dict(rounded, folder)
     except SafetensorError as error:
@@ -122,12 +120,8 @@ def fold_scalings(
     """
     plain = dataclasses.replace(config, scale_emb=1.0, scale_depth=None, dim_model_base=None)
     head_scale = config.scale_emb if config.tie_embeddings else 1.0
-    factors = {
-        "embed_tokens": config.scale_emb,
-        "norm": 1 / (config.width_scale * head_scale),
-        "o_proj": config.residual_scale,  # and its bias
-        "down_proj": config.residual_scale,
-    }
+    factors = dict.fromkeys(("o_proj", "down_proj"), config.residual_scale)  # and their biases
+    factors |= {"embed_tokens": config.scale_emb, "norm": 1 / (config.width_scale * head_scale)}
 
     def folded(name: str, weight: Tensor) -> Tensor:
         factor = factors.get(name.split(".")[-2], 1.0)

@@ -20,8 +20,6 @@ MODEL_CENTER_FIELDS = {
     "num_kv_heads": "num_heads",
     "head_dim": "dim_head",
     "tie_embeddings": "tied",
-    **dict.fromkeys(("qkv_bias", "o_bias"), "att_bias"),
-    "mlp_bias": "ffn_bias",
 }
 _SIZES = ("vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff", "num_layers")
 # The values that a dense CPM computes, which are the defaults of ModelCenter's Llama

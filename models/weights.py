@@ -28,14 +28,6 @@ _ROWS = 4096  # rows that are compared at once
 _EMBEDDINGS = ("embed_tokens.weight", "input_embedding.weight")
 HEAD = "lm_head.weight"
 
-# Fields that decide whether there is a weight, by the end of its name
-_SWITCHES = {
-    "self_attn.q_proj.bias": "qkv_bias",
-    "self_attn.o_proj.bias": "o_bias",
-    "mlp.gate_proj.bias": "mlp_bias",
-    "self_attn.q_norm.weight": "qk_norm",
-}
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -169,8 +161,11 @@ class Weights(Mapping[str, Tensor]):
         if missing or surplus:
             lists = ([self._origin.theirs(name) for name in x[:5]] for x in (missing, surplus))
             said = "{}: missing weights {}, unexpected weights {}".format(source, *lists)
-            reasons = "; ".join((said, *self._explain_names(missing, surplus)))
-            raise ValueError(f"{reasons}{self._model.advice}")
+            said += f", as {self._model.where} describes the model"
+            if HEAD in missing:
+                tie = self._model.name("tie_embeddings")
+                said += f"; set {tie} to true there if the head is tied to the embeddings"
+            raise ValueError(f"{said}{self._model.advice}")
         for name, shape in shapes.items():
             stored, theirs = found[name], self._origin.theirs(name)
             if stored.shape != shape:
@@ -182,22 +177,6 @@ class Weights(Mapping[str, Tensor]):
                 raise ValueError(
                     f"{source}: expected {theirs} in one of {', '.join(DTYPES)}, got {stored.dtype}"
                 )
-
-    def _explain_names(self, missing: list[str], surplus: list[str]) -> list[str]:
-        """List what the configuration says of weights that only it has, or only the files."""
-        model, ends = self._model, tuple(_SWITCHES) if self._model.kind == "cpm" else ()
-        said = [
-            f"{model.where} says {model.value(_SWITCHES[end]).lower()}"
-            for end in ends
-            if any(name.endswith(end) for name in (*missing, *surplus))
-        ]
-        if HEAD in missing:
-            tie = model.name("tie_embeddings")
-            said.append(
-                f"{model.where} says {tie} false: set it to true if the head is tied to the "
-                "embeddings"
-            )
-        return said
 
 
 def _are_close(saved: Tensor, expected: Tensor) -> bool:

@@ -514,7 +514,7 @@ def rotary(folder: Path) -> dict:
                     model.position_bias.inv_freq.half(),
                 )
                 found["frequencies"] = words(lambda model=model: model(sp.shard(tokens)))
-        angles = model._exact_tables(torch.tensor([1, 66000]), torch.float32)
+        angles = model._exact_tables(torch.tensor([1, 66000]))
         found[f"{name} exact"] = [x[:, 0].tolist() for x in angles]
     return found
 

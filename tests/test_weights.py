@@ -224,7 +224,7 @@ def test_a_head_beside_tied_embeddings_is_not_dropped(folder, weights):
     with pytest.raises(ValueError, match="expected a model with tied embeddings to untie"):
         HFWeights(folder, untie=True)
     with_weights(folder, lm_head__weight=None)
-    assert "says tie_word_embeddings false: set it to true if the head is tied" in refusal(folder)
+    assert "set tie_word_embeddings to true there if the head is tied" in refusal(folder)
 
 
 def test_untying_without_a_head_copies_the_embeddings(folder, weights):
@@ -258,10 +258,10 @@ def test_biases_and_norms_that_the_config_lacks_are_not_dropped(folder):
     with_weights(folder, **biases)
     said = refusal(folder)
     assert "unexpected weights ['layers.0.self_attn.q_proj.bias'" in said
-    assert f"; {folder}/config.json says attention_bias false" in said
+    assert f"as {folder}/config.json describes the model" in said
     norms = {f"model__layers__{i}__self_attn__q_norm__weight": torch.ones(8) for i in layers}
     with_weights(folder, **dict.fromkeys(biases), **norms)
-    assert "says qk_norm (of model_type qwen3) false" in refusal(folder)
+    assert "unexpected weights ['layers.0.self_attn.q_norm.weight'" in refusal(folder)
 
 
 def test_saved_rotary_frequencies_are_those_of_the_config(folder, weights):

@@ -376,11 +376,7 @@ def _make_mask(
             "padding, context and spans alternate too often: expected a mask of at most "
             f"{_MOST_SLICES} slices, got {count}"
         )
-    slices = (
-        Slice(q, kv, low)
-        for queries, keys, low in areas
-        for q, kv in itertools.product(queries, keys)
-    )
+    slices = [Slice(q, kv, low) for queries, keys, low in areas for q in queries for kv in keys]
     return Mask(seq_len, tuple(slices))
 
 
@@ -392,7 +388,8 @@ def _find_areas(
     """
     valid = merged(kind.where for kind in kinds if kind.valid)
     if not with_context:
-        return [(merged(kind.where for kind in kinds) if padding_sees else valid, valid, low)]
+        queries = merged(kind.where for kind in kinds) if padding_sees else valid
+        return [(queries, valid, low)]
     first, rest = (
         merged(kind.where for kind in kinds if kind.valid and kind.context == context)
         for context in (True, False)

@@ -94,17 +94,10 @@ def ant_scores(
 ) -> Scores:
     """Compute the scores of one whole row of CPM-Ant.
 
-    All tensors are on the CPU. They are integers of any dtype, except `context`.
-
-    length   tokens of the row before its padding
-    context  (S,) bool: context tokens see only context tokens
-    segment  (S,): the type of the token's segment
-    span     (S,): tokens see only their own span
-
-    With N buckets of distances, pairs of one type have a row by distance, others row
-    N + segment_types * type of the query + type of the key. Costs and errors are those of
-    `bee_scores`. If single tokens all over a span are hidden, as in masked language modelling,
-    there are many slices.
+    Arguments, costs and errors are those of `bee_scores`, except `segment`, the type of each
+    token's segment. With N buckets of distances, pairs of one type have a row by distance, others
+    row N + segment_types * type of the query + type of the key. If single tokens all over a span
+    are hidden, as in masked language modelling, there are many slices.
     """
     length = _check_row(length, {"context": context, "segment": segment, "span": span})
     seq_len = len(context)

@@ -162,24 +162,28 @@ class RotaryModel(EnabledModel):
                 f"position {last} is infinite in {dtype}, in which ModelCenter computes the angles "
                 "of rotary embeddings: enable the model with exact_rotary=True"
             )
-        tables = self._exact_tables if self._exact_rotary else self._tables
-        cos, sin = tables(batch.shard(whole).to(hidden.device), dtype)
+        positions = batch.shard(whole).to(hidden.device)
+        if self._exact_rotary:
+            cos, sin = self._exact_tables(positions)
+        else:
+            angles = self._angles(positions, dtype)
+            cos, sin = angles.cos().float(), angles.sin().float()
         return lambda x: self._rotate(x, cos, sin)
 
     def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
         """Return the dtype in which ModelCenter computes angles."""
         return hidden.dtype
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the angles as ModelCenter rounds them."""
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the angles as ModelCenter rounds them."""
         raise NotImplementedError
 
-    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _exact_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the exact angles."""
         raise NotImplementedError
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        raise NotImplementedError
+        return apply_rope(x, cos, sin)
 
 
 class Llama(RotaryModel):
@@ -190,17 +194,13 @@ class Llama(RotaryModel):
     def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
         return self.position_bias.inv_freq.dtype
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         scaled = positions.to(dtype) * self.position_bias.distance_scale
-        angles = scaled.unsqueeze(-1) * self.position_bias.inv_freq.to(positions.device)
-        return angles.cos().float(), angles.sin().float()
+        return scaled.unsqueeze(-1) * self.position_bias.inv_freq.to(positions.device)
 
-    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _exact_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         rotary = self.position_bias
         return rope_tables(positions * rotary.distance_scale, 2 * len(rotary.inv_freq), rotary.base)
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return apply_rope(x, cos, sin)
 
 
 class GPTj(RotaryModel):
@@ -212,13 +212,12 @@ class GPTj(RotaryModel):
     def _rotated(self) -> int:
         return min(self.position_bias.rotary_dim, self.config.dim_head)
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         # on the CPU, since GPUs round differently
         frequencies = 1.0 / 10000 ** (torch.arange(0, self._rotated, 2) / self._rotated)
-        angles = (positions.float().unsqueeze(-1) * frequencies.to(positions.device)).to(dtype)
-        return angles.cos().float(), angles.sin().float()
+        return (positions.float().unsqueeze(-1) * frequencies.to(positions.device)).to(dtype)
 
-    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _exact_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rope_tables(positions, self._rotated)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,34 +7,20 @@
     # whole sequences, identical on every rank of sp
     model(input_ids=tokens, labels=tokens).loss.backward()
 
-`enable` takes Llama, Mistral, Qwen2, Qwen3, Phi3, MiniCPM3, Gemma2 and GptOss, and subclasses that
-do not override forward. It refuses other models, with the reason.
-
-A forward takes its own arguments, of whole sequences, and cuts them itself:
+docs/attention.md lists the models, and says what loss, gradients, documents and padding mean. A
+forward takes its own arguments, of whole sequences, and cuts them itself:
 
     input_ids, inputs_embeds, labels, shift_labels
-            (B, S, ...). Ranks compare a digest of integers, since training on different sequences
-            would raise no error
-    position_ids
-            (B, S) or (1, S). A document begins where they do not rise by one. No token sees earlier
-            documents. In GptOss they must always rise by one, since transformers would let
-            documents see each other there
-    attention_mask
-            (B, S), 0 where a row is padded, on the right only. Ignore what a model returns for
-            padding. Labels of padding must be -100. With an attention_mask position_ids may not
-            start again, since transformers then ignores that
-    num_items_in_batch
-            divides the sum of the losses, instead of the number of targets: a number or a tensor of
-            one element
+                        (B, S, ...)
+    position_ids        (B, S) or (1, S). A document begins where they do not rise by one
+    attention_mask      (B, S), 0 where a row is padded, on the right only
+    num_items_in_batch  divides the sum of the losses, instead of the number of targets: a number or
+                        a tensor of one element
 
-Logits and hidden states belong to this rank's tokens, as sp.shard cuts them. The loss belongs to
-the whole sequences, and is identical on every rank of sp. The mean of the gradients over the ranks
-of sp is the gradient of the loss. So DDP and FSDP, which average over all ranks, work unchanged:
-the ranks of one sp count as one process with its own sequences.
-
-Parameters, their names, checkpoints, gradient checkpointing and the windows of a configuration do
-not change. Copies and pickles of an enabled model are enabled too. Call attach(sp) of a model that
-was read from a pickle. save_pretrained writes a plain model.
+Logits and hidden states belong to this rank's tokens, as sp.shard cuts them. Parameters, their
+names, checkpoints and gradient checkpointing do not change. Copies and pickles of an enabled model
+are enabled too. Call attach(sp) of a model that was read from a pickle. save_pretrained writes a
+plain model.
 
 Letters: B batch, S tokens of the whole sequence, S_local tokens of this rank, H query heads, G kv
 heads, D head size.

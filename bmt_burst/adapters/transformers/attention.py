@@ -127,16 +127,16 @@ def _check_layer(
         raise ValueError(
             f"sliding_window, of the configuration, must be at least 1 or None, got {window}"
         )
+    name = type(module).__name__
     if window != window_of_model:
         raise ValueError(
-            f"a {type(module).__name__} has a window of {window}, and its model makes masks with "
-            f"one of {window_of_model}: some of transformers' attentions follow the layer and some "
-            "the mask; make them equal"
+            f"a {name} has a window of {window}, and its model makes masks with one of "
+            f"{window_of_model}: some of transformers' attentions follow the layer and some the "
+            "mask; make them equal"
         )
     if not getattr(module, "is_causal", True):
         raise ValueError(
-            f"is_causal is False in a {type(module).__name__}: attention to both sides is not "
-            "supported"
+            f"is_causal is False in a {name}: attention to both sides is not supported"
         )
 
 
