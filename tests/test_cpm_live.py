@@ -8,7 +8,6 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmt_burst.sequence.areas
 from bmt_burst import Layout, Mask, SequenceParallel, simulate
@@ -18,6 +17,7 @@ from models.cpm_ant import AntConfig, CPMAnt, ant_scores
 from models.cpm_bee import BeeConfig, CPMBee, bee_scores
 from models.cpm_live.config import PRESETS
 from tests.helpers import relative_error
+from tests.largest import Largest
 from tests.live import Golden, golden, shard_rows, unshard_rows
 from train.run.flops import step_flops
 
@@ -29,20 +29,6 @@ ALONE = [Layout.zigzag(96, 1)] * 2
 # made in another order. Those themselves are 1.6e-6 off what fp64 gives; a residual divisor of 1
 # instead of 1.05 moves logits by 7e-2.
 FP32 = 1e-5
-
-
-class Largest(TorchDispatchMode):
-    """Remembers how many entries the largest tensor of a dtype has that is made within it."""
-
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self.dtype, self.entries = dtype, 0
-
-    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype == self.dtype:
-            self.entries = max(self.entries, made.numel())
-        return made
 
 
 def mean_loss(model, case: Golden, scores=None):
