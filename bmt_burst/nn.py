@@ -434,16 +434,11 @@ def _apply_window(window: int, mask: Masks | None, layout: Layouts, seq_len: int
     seq_len  the length of the sequence, if it is known without a layout
     """
     if mask is None:
-        mask = (
-            _make_causal(_find_length(layout, seq_len))
-            if isinstance(layout, str | Layout)
-            else [_make_causal(_find_length(row, seq_len)) for row in layout]
-        )
-    return (
-        _limit_mask(mask, window)
-        if isinstance(mask, Mask)
-        else tuple(_limit_mask(row, window) for row in mask)
-    )
+        if isinstance(layout, str | Layout):
+            mask = plain_mask(_find_length(layout, seq_len))
+        else:
+            mask = [plain_mask(_find_length(row, seq_len)) for row in layout]
+    return limit_masks(mask, window)
 
 
 def _find_length(layout: str | Layout, seq_len: int | None) -> int:
@@ -459,13 +454,20 @@ def _find_length(layout: str | Layout, seq_len: int | None) -> int:
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
-def _make_causal(seq_len: int) -> Mask:
-    return Mask.causal(seq_len)
+def plain_mask(seq_len: int, causal: bool = True) -> Mask:
+    """Return Mask.causal or Mask.full. All layers get one object, so that they share its plans."""
+    return (Mask.causal if causal else Mask.full)(seq_len)
+
+
+def limit_masks(mask: Masks, window: int) -> Masks:
+    """Return a mask, or the one of each row, within a window. They are kept as plain_mask's are."""
+    if isinstance(mask, Mask):
+        return _limit_mask(mask, window)
+    return tuple(_limit_mask(row, window) for row in mask)
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
 def _limit_mask(mask: Mask, window: int) -> Mask:
-    """Return a mask within a window. All layers get one object, so that they share its plans."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask or one for each row, got {type(mask).__name__}")
     return mask.windowed(window)

@@ -69,19 +69,18 @@ class Saving:
     keep_choices: bool = False
 
     def __post_init__(self):
-        if self.checkpointing not in CHECKPOINTING:
-            raise ValueError(
-                f"checkpointing must be one of {', '.join(CHECKPOINTING)}, "
-                f"got {self.checkpointing!r}"
-            )
-        if self.offload and self.checkpointing == "none":
+        kind = self.checkpointing
+        if kind not in CHECKPOINTING:
+            known = ", ".join(CHECKPOINTING)
+            raise ValueError(f"checkpointing must be one of {known}, got {kind!r}")
+        if self.offload and kind == "none":
             raise ValueError("offload needs checkpointing='selective' or 'full', got 'none'")
         for name, least in (("blocks", 0), ("every", 2)):
             value = getattr(self, name)
-            if value is not None and (value < least or self.checkpointing == "none"):
+            if value is not None and (value < least or kind == "none"):
                 raise ValueError(
                     f"{name} must be at least {least} and needs checkpointing='selective' or "
-                    f"'full', got {value} with {self.checkpointing!r}"
+                    f"'full', got {value} with {kind!r}"
                 )
         if self.blocks is not None and self.every is not None:
             raise ValueError(f"every={self.every} excludes blocks={self.blocks}")
@@ -103,12 +102,12 @@ class Saving:
         """
         if not torch.is_grad_enabled():
             return whole(Runner(_call, self.tile), *args)
+        run = recompute if self.checkpointing == "selective" else _call
+        runner = Runner(run, self.tile)
         with self._around(keep):
             if self.checkpointing == "full":
-                runner = Runner(_call, self.tile)
                 return recompute(whole, runner, *args, keep_choices=self.keep_choices)
-            run = recompute if self.checkpointing == "selective" else _call
-            return whole(Runner(run, self.tile), *args)
+            return whole(runner, *args)
 
     def run_all(self, blocks: Any, x: Tensor, *args: Any, keep: Sequence[Tensor] = ()) -> Tensor:
         """Apply all `blocks` to x, in turn. They are iterable. `keep` is that of `run`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +11,9 @@ from typing import Any, Self
 
 from bmt_burst import InfLLMV2
 
+from .fields import check_fields, check_names, check_size
 from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128, FACTORS_OF_MINICPM41
 from .rope import Llama3, LongRope, RopeScaling
-
-_KINDS: dict[str, Any] = {"int": int, "float": int | float, "bool": bool, "str": str}
-_MOST_PARAMETERS = 10**15  # larger sizes are mistakes, and overflow torch's
 
 
 @dataclass(frozen=True)
@@ -71,58 +70,42 @@ class CPMConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
-            )
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % kv_heads:
+            raise ValueError(f"num_kv_heads={kv_heads} does not divide num_heads={heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
-        self._check_rope_scaling()
-        self._check_sparse()
-        if not self.window_pattern or not {"w"} <= set(self.window_pattern) <= {"w", "f"}:
-            raise ValueError(
-                "window_pattern must consist of w and f, with at least one w, "
-                f"got {self.window_pattern!r}"
-            )
-        if len(self.window_pattern) > self.num_layers:
-            raise ValueError(
-                f"window_pattern={self.window_pattern!r} is longer than "
-                f"num_layers={self.num_layers}"
-            )
-        if self.window is None and "f" in self.window_pattern:
-            raise ValueError(
-                f"window_pattern={self.window_pattern!r} needs a window, got window=None"
-            )
+        self._take("rope_scaling", RopeScaling)
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.head_dim, self.rope_theta)
+        self._take("sparse", InfLLMV2)
+        self._check_windows()
         check_size(self.num_parameters)
 
-    def _check_rope_scaling(self) -> None:
-        scaling = self.rope_scaling
-        if scaling is None:
-            return
-        try:
-            scaling = RopeScaling.from_dict(scaling) if isinstance(scaling, dict) else scaling
-            if not isinstance(scaling, RopeScaling):
-                raise ValueError(f"expected a RopeScaling or its names and values, got {scaling!r}")
-            scaling.check(self.head_dim, self.rope_theta)
-        except ValueError as error:
-            raise ValueError(f"rope_scaling: {error}") from error
-        object.__setattr__(self, "rope_scaling", scaling)
-
-    def _check_sparse(self) -> None:
-        sparse = self.sparse
-        if sparse is None:
-            return
-        if self.window is not None:
-            raise ValueError(f"expected sparse or window, got {sparse} and window={self.window}")
-        try:
-            sparse = InfLLMV2.from_dict(sparse) if isinstance(sparse, dict) else sparse
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"sparse: {error}") from error
-        if not isinstance(sparse, InfLLMV2):
+    def _check_windows(self) -> None:
+        window, pattern, layers = self.window, self.window_pattern, self.num_layers
+        if self.sparse is not None and window is not None:
+            raise ValueError(f"expected sparse or window, got {self.sparse} and window={window}")
+        if not {"w"} <= set(pattern) <= {"w", "f"}:
             raise ValueError(
-                f"sparse: expected an InfLLMV2 or its names and values, got {sparse!r}"
+                f"window_pattern must consist of w and f, with at least one w, got {pattern!r}"
             )
-        object.__setattr__(self, "sparse", sparse)
+        if len(pattern) > layers:
+            raise ValueError(f"window_pattern={pattern!r} is longer than num_layers={layers}")
+        if window is None and "f" in pattern:
+            raise ValueError(f"window_pattern={pattern!r} needs a window, got window=None")
+
+    def _take(self, name: str, kind: Any) -> None:
+        """Make the field `name` a `kind`, which may be given as its to_dict. Raises ValueError."""
+        value = getattr(self, name)
+        try:
+            value = kind.from_dict(value) if isinstance(value, dict) else value
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from error
+        if value is not None and not isinstance(value, kind):
+            expected = f"{kind.__name__} or its names and values"
+            raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        object.__setattr__(self, name, value)
 
     def untied(self) -> Self:
         """Return this configuration with a head of its own. Raises ValueError if it has one."""
@@ -141,21 +124,16 @@ class CPMConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer, None for a full layer."""
-        pattern = self.window_pattern
-        return tuple(
-            self.window if pattern[i % len(pattern)] == "w" else None
-            for i in range(self.num_layers)
-        )
+        letters = itertools.islice(itertools.cycle(self.window_pattern), self.num_layers)
+        return tuple(self.window if letter == "w" else None for letter in letters)
 
     @property
     def longest_sequence(self) -> int | None:
         """The longest sequence that the weights were made for, or that their scaling extends to."""
+        if self.max_position_embeddings is None:
+            return None
         extended = self.rope_scaling and self.rope_scaling.extended_length
-        return (
-            max(self.max_position_embeddings, extended or 0)
-            if self.max_position_embeddings
-            else None
-        )
+        return max(self.max_position_embeddings, extended or 0)
 
     @property
     def num_parameters(self) -> int:
@@ -169,9 +147,8 @@ class CPMConfig:
         """Parameters of norms and biases, which are not matrices."""
         layer = 2 * self.hidden_size
         layer += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        layer += self.o_bias * self.hidden_size + self.mlp_bias * (
-            2 * self.intermediate_size + self.hidden_size
-        )
+        layer += self.o_bias * self.hidden_size
+        layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         layer += self.qk_norm * 2 * self.head_dim
         return self.num_layers * layer + self.hidden_size
 
@@ -184,13 +161,7 @@ class CPMConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from the arguments of CPMConfig. Raises ValueError for others."""
-        fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
-        missing = [name for name, needed in fields.items() if needed and name not in values]
-        unknown = [name for name in values if name not in fields]
-        if missing or unknown:
-            raise ValueError(
-                f"expected the fields of CPMConfig: missing {missing[:5]}, unknown {unknown[:5]}"
-            )
+        check_names(cls, values, "expected the fields of CPMConfig")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,30 +171,6 @@ class CPMConfig:
             "rope_scaling": None if scaling is None else scaling.to_dict(),
             "sparse": None if self.sparse is None else self.sparse.to_dict(),
         }
-
-
-def check_fields(config: Any) -> None:
-    """Check the types of a dataclass's fields, and that numbers are positive and finite.
-
-    Checked types are int, float, bool and str, also with None. Raises ValueError.
-    """
-    for field in dataclasses.fields(config):
-        kind: str = str(field.type).removesuffix(" | None")
-        value: Any = getattr(config, field.name)
-        if kind not in _KINDS or (value is None and "None" in str(field.type)):
-            continue
-        if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "bool"):
-            raise ValueError(f"{field.name} must be {kind}, got {value!r}")
-        if isinstance(value, int | float) and kind != "bool" and not 0 < value < math.inf:
-            raise ValueError(f"{field.name} must be positive and finite, got {value}")
-
-
-def check_size(num_parameters: int) -> None:
-    """Check that a model is not absurdly large. Raises ValueError."""
-    if num_parameters >= _MOST_PARAMETERS:
-        raise ValueError(
-            f"expected sizes that make less than 1e15 parameters, got {float(num_parameters):.0e}"
-        )
 
 
 _MINICPM: dict[str, Any] = {

@@ -18,18 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst.base.norm import RMSNorm
-from bmt_burst.loss import (
-    linear_cross_entropy_by_row,
-    linear_cross_entropy_sum,
-    score_tokens,
-)
+from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
     BurstAttention,
     KVCache,
     Layouts,
     Masks,
     SequenceParallelModule,
-    rope_tables,
+    rope_frequencies,
     rotations,
     swiglu,
 )
@@ -62,13 +58,6 @@ class CPMBlock(nn.Module):
         self.saving = saving
         self.scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        of_config: dict[str, Any] = {
-            "window": config.windows[layer],
-            "sparse": config.sparse,
-            "qkv_bias": config.qkv_bias,
-            "o_bias": config.o_bias,
-            "qk_norm_eps": config.rms_norm_eps if config.qk_norm else None,
-        }
         self.self_attn = BurstAttention(
             config.hidden_size,
             config.num_heads,
@@ -76,7 +65,11 @@ class CPMBlock(nn.Module):
             config.head_dim,
             sp=sp,
             layer=layer,
-            **of_config,
+            window=config.windows[layer],
+            sparse=config.sparse,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
             **attention,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -94,18 +87,13 @@ class CPMBlock(nn.Module):
         saving = self.saving if cache is None else Saving()
         return saving.run(self._whole, x, cos, sin, cache, mask, layout, keep=(cos, sin))
 
-    def _whole(
-        self,
-        runner: Runner,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | None,
-        mask: Masks | None,
-        layout: Layouts | None,
-    ) -> Tensor:
-        """Compute the block. `runner` calls all parts except the attention."""
+    def _whole(self, runner: Runner, x: Tensor, cos: Tensor, sin: Tensor, *seen: Any) -> Tensor:
+        """Compute the block. `runner` calls all parts except the attention.
+
+        `seen` are its cache, mask and layout.
+        """
         q, k, v, choose_by = runner.run(self._before, x, cos, sin)
+        cache, mask, layout = seen
         attended = self.self_attn.attend(q, k, v, cache, mask, layout, choose_by)
         modules = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
         return runner.finish(self._after, modules, x, attended)
@@ -172,10 +160,9 @@ class CPM(SequenceParallelModule):
                    both (B, S), without a backward (bmt_burst.loss.score_tokens)
         by_row     with labels: return the sum and the number of each row instead, both (B,)
 
-        Some rotary scalings depend on a length (dynamic, longrope). It is one more than a row's
-        largest position on any rank: the sequence's length, or its longest document's. The ranks
-        exchange it. With a cache it is the number of tokens so far. As in transformers, cached keys
-        stay rotated as they were.
+        The ranks exchange the length that some rotary scalings depend on (models/rope.py). With a
+        cache it is the number of tokens so far. As in transformers, cached keys stay rotated as
+        they were.
         """
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions)
@@ -192,15 +179,13 @@ class CPM(SequenceParallelModule):
 
     def _rope_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of the rotation at `positions`."""
-        scaling, shape = self.config.rope_scaling, (self.config.head_dim, self.config.rope_theta)
+        scaling, theta = self.config.rope_scaling, self.config.rope_theta
+        frequencies = rope_frequencies(self.config.head_dim, theta, positions.device)
         if scaling is None:
-            return rope_tables(positions, *shape)
+            return rotations(positions, frequencies)
         length = self.sp.longest(positions) if scaling.by_length else None
-        return rotations(
-            positions,
-            scaling.frequencies(*shape, length, positions.device),
-            scaling.attention_scale,
-        )
+        frequencies = scaling.frequencies(frequencies, theta, length)
+        return rotations(positions, frequencies, scaling.attention_scale)
 
     def init_parameter(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         """Fill the whole parameter called `name`, in place, with its initial values."""

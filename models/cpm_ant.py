@@ -50,11 +50,8 @@ class CPMAnt(LiveModel):
         positions         (S,) or (B, S), positions in the whole rows: only the first prompt_length
                           tokens are looked up among the prompts
         scores            `ant_scores` of each whole row
-        labels            (B, S), already shifted, IGNORE_INDEX where there is no target: return the
-                          sum of token losses (fp32) and the number of targets instead of logits
-        layout            how the rows lie on the ranks, or one for each row; by default sp's
-        by_row            with labels: return the sum and the number of each row, both (B,)
-        cache, rows       for generation, see LiveModel.encode
+
+        LiveModel explains the other arguments.
         """
         words = self.input_embedding.weight
         hidden = self.encode(

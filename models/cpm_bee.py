@@ -54,13 +54,8 @@ class CPMBee(LiveModel):
         ext_tokens, ext_subs  (N,), identical on all ranks that share rows: tokens with sub-ids that
                               can be predicted. Label V + i is the i-th
         scores                `bee_scores` of each whole row
-        labels                (B, S), already shifted, IGNORE_INDEX where there is no target: return
-                              the sum of token losses (fp32) and the number of targets
-        layout                how the rows lie on the ranks, or one for each row; by default sp's
-        by_row                with labels: return the sum and the number of each row, both (B,)
-        cache, rows           for generation, see LiveModel.encode
 
-        Raises as check_subs, for ext_subs on all ranks.
+        LiveModel explains the other arguments. Raises as check_subs, for ext_subs on all ranks.
         """
         for each in (ext_subs, subs):
             check_subs(self.config, each)
@@ -79,12 +74,9 @@ class CPMBee(LiveModel):
         Angles are fp64. With their sines and cosines they take many times the memory of x.
         Therefore only some tokens are rotated at a time, and again in the backward.
         """
-        parts = zip(
-            x.flatten(0, -2).split(_ROTATED_AT_ONCE),
-            subs.flatten().split(_ROTATED_AT_ONCE),
-            strict=True,
-        )
-        rotated = [recompute(_rotate, part, its, self.config.fp16_rotary) for part, its in parts]
+        parts = (flat.split(_ROTATED_AT_ONCE) for flat in (x.flatten(0, -2), subs.flatten()))
+        in_fp16 = self.config.fp16_rotary
+        rotated = [recompute(_rotate, *pair, in_fp16) for pair in zip(*parts, strict=True)]
         return torch.cat(rotated).view(x.shape)
 
 
@@ -99,10 +91,8 @@ def check_subs(config: BeeConfig, subs: Tensor) -> None:
     if subs.is_cuda:
         torch._assert_async(fits, limit)
     elif not fits:
-        raise ValueError(
-            f"{limit}, got {int(subs.max())}: train with fp16_rotary false in the model's "
-            "configuration"
-        )
+        most = int(subs.max())
+        raise ValueError(f"{limit}, got {most}: train with fp16_rotary false in the configuration")
 
 
 def _rotate(x: Tensor, subs: Tensor, in_fp16: bool) -> Tensor:

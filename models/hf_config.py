@@ -27,6 +27,7 @@ from typing import Any
 from bmt_burst import InfLLMV2
 
 from .config import CPMConfig
+from .fields import check_sizes
 from .hf_rope import longest_to_hf, partial_factors, read_rope, rope_to_hf
 from .rope import Linear, LongRope, RopeScaling
 
@@ -40,8 +41,6 @@ _RENAMED = {
 HF_FIELDS = {
     **_RENAMED,
     "tie_embeddings": "tie_word_embeddings",
-    **dict.fromkeys(("qkv_bias", "o_bias"), "attention_bias"),
-    "qk_norm": "qk_norm (of model_type qwen3)",
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -55,14 +54,10 @@ _QWEN = ("qwen2", "qwen3")
 # models with windows -> the fields that say which layers have one
 _WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_OF_OTHERS = (
-    "no_rope",
-    "no_rope_layers",
-    "use_qk_norm",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
+# fields of models that CPM does not compute, if they are set
+_OF_OTHERS = {"num_experts", "num_local_experts", "n_routed_experts", "no_rope", "no_rope_layers"}
+_OF_OTHERS |= {"use_qk_norm", "attn_logit_softcapping", "final_logit_softcapping"}
+_OF_OTHERS |= {"quantization_config"}
 _SCALINGS = ("scale_emb", "scale_depth", "dim_model_base")
 _QWEN3_HEAD_DIM = 128  # if a Qwen3's config.json does not say it
 
@@ -73,30 +68,24 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     Raises ValueError if CPM does not compute that model, or if the file is broken.
     """
     hf = {"model_type": _by_architecture(hf), **hf}
-    whole = hf
-    hf = {name: value for name, value in hf.items() if value is not None}
+    whole, hf = hf, {name: value for name, value in hf.items() if value is not None}
     _refuse_others(hf)
     theta, scaling = read_rope(hf)
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if hf["model_type"] == "minicpm":
         # without these MiniCPM's own code uses 1, transformers 12, 1.4 and 256
         required |= {*_SCALINGS}
-    if missing := sorted(required - hf.keys()):
-        raise ValueError(f"config.json lacks {missing}")
-    for name in {*_SAME_NAME, *_RENAMED.values(), "head_dim"} & hf.keys() - {"rms_norm_eps"}:
-        if type(hf[name]) is not int or hf[name] < 1:
-            raise ValueError(f"{name} must be a positive int, got {hf[name]!r}")
+    check_sizes(hf, required, {*_SAME_NAME, *_RENAMED.values(), "head_dim"} - {"rms_norm_eps"})
     for name in {"tie_word_embeddings", "attention_bias", "mlp_bias"} & hf.keys():
         if type(hf[name]) is not bool:
             raise ValueError(f"{name} must be true or false, got {hf[name]!r}")
     heads, kind = hf["num_attention_heads"], hf["model_type"]
-    sizes = {name: hf[name] for name in _SAME_NAME} | {
-        name: hf[theirs] for name, theirs in _RENAMED.items() if theirs in hf
-    }
+    same = (*_SAME_NAME, *_SCALINGS) if kind == "minicpm" else _SAME_NAME
+    renamed = {name: hf[theirs] for name, theirs in _RENAMED.items() if theirs in hf}
     head_dim = _QWEN3_HEAD_DIM if kind == "qwen3" else hf["hidden_size"] // heads
     return CPMConfig(
-        **{"num_kv_heads": heads, **sizes},
-        **{name: hf[name] for name in _SCALINGS if name in hf and kind == "minicpm"},
+        **{name: hf[name] for name in same},
+        **{"num_kv_heads": heads, **renamed},
         head_dim=hf.get("head_dim", head_dim),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -113,9 +102,8 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
 
 def _by_architecture(hf: dict[str, Any]) -> str | None:
     """Return the model_type of a config.json that lacks it, as MiniCPM 1's and 2's do."""
-    return next(
-        (kind for kind, name in _ARCHITECTURES.items() if hf.get("architectures") == [name]), None
-    )
+    said = hf.get("architectures")
+    return next((kind for kind, name in _ARCHITECTURES.items() if said == [name]), None)
 
 
 def _refuse_others(hf: dict[str, Any]) -> None:
@@ -128,16 +116,14 @@ def _refuse_others(hf: dict[str, Any]) -> None:
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")) and kind not in ("llama", "qwen3"),
         "mlp_bias": bool(hf.get("mlp_bias")) and kind != "llama",
-        "quantization_config": bool(hf.get("quantization_config")),
         "sparse_config": hf.get("sparse_config") is not None and kind != "minicpm",
         "use_mup": hf.get("use_mup", scales) != scales,
         "mup_denominator": hf.get("mup_denominator", layers) != layers,
         "partial_rotary_factor": any(factor != 1 for factor in partial),
-    } | {name: bool(hf.get(name)) for name in (*_EXPERTS, *_OF_OTHERS)}
+    } | {name: bool(hf.get(name)) for name in sorted(_OF_OTHERS)}
     if refused := [name for name, is_refused in unsupported.items() if is_refused]:
-        values = {name: hf.get(name) for name in refused}
-        if "partial_rotary_factor" in values:
-            values["partial_rotary_factor"] = partial
+        shown = hf | {"partial_rotary_factor": partial}
+        values = {name: shown.get(name) for name in refused}
         raise ValueError(
             f"expected a dense {', '.join(_ARCHITECTURES)}, got unsupported fields {values}"
         )
@@ -168,13 +154,10 @@ def _windows(hf: dict[str, Any]) -> dict[str, Any]:
         return {}
     if "sliding_window" not in hf:
         raise ValueError("config.json lacks ['sliding_window']: expected tokens, or null for none")
-    said = [
-        name
-        for name in ("use_sliding_window", "max_window_layers", "layer_types")
-        if hf.get(name) is not None
-    ]
-    if kind not in _WINDOWED or set(said) - _WINDOWED[kind]:
-        values = {name: hf[name] for name in ("sliding_window", *said)}
+    names = "use_sliding_window", "max_window_layers", "layer_types"
+    said = {name: hf[name] for name in names if hf.get(name) is not None}
+    if kind not in _WINDOWED or said.keys() - _WINDOWED[kind]:
+        values = {"sliding_window": window, **said}
         raise ValueError(f"cannot tell which layers of a {kind} have a window: {values}")
     count = hf["num_hidden_layers"]
     if layers is None:
@@ -202,14 +185,10 @@ def _qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
 
 def _pattern(layers: Any, count: int) -> str:
     """Return CPMConfig's letter for each entry of layer_types."""
-    known = [_SLIDING, _FULL]
-    if (
-        not isinstance(layers, list)
-        or len(layers) != count
-        or any(layer not in known for layer in layers)
-    ):
+    known = isinstance(layers, list) and all(layer in (_SLIDING, _FULL) for layer in layers)
+    if not known or len(layers) != count:
         raise ValueError(
-            f"layer_types must be {' or '.join(known)} for each of {count} layers, got {layers!r}"
+            f"layer_types must be {_SLIDING} or {_FULL} for each of {count} layers, got {layers!r}"
         )
     return "".join("w" if layer == _SLIDING else "f" for layer in layers)
 
@@ -220,10 +199,8 @@ def _window_fields(window: Any, pattern: str) -> dict[str, Any]:
         return {}
     if type(window) is not int or window < 1:
         raise ValueError(f"sliding_window must be a positive int, got {window!r}")
-    lengths = range(1, len(pattern) + 1)
-    shortest = next(
-        p for p in (pattern[:n] for n in lengths) if (p * len(pattern)).startswith(pattern)
-    )
+    starts = (pattern[:count] for count in range(1, len(pattern) + 1))
+    shortest = next(start for start in starts if (start * len(pattern)).startswith(pattern))
     return {"window": window, "window_pattern": shortest}
 
 
@@ -262,17 +239,12 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
         }
         if config.sparse:
             hf["sparse_config"] = config.sparse.to_dict()
-    original = config.max_position_embeddings
-    most = longest_to_hf(config.rope_scaling, kind, max(longest or 0, original or 0) or None)
+    original = config.max_position_embeddings or 0
+    most = longest_to_hf(config.rope_scaling, kind, max(longest or 0, original) or None)
     if most is not None:
         hf["max_position_embeddings"] = most
-    if (
-        original
-        and most is not None
-        and most > original
-        and isinstance(config.rope_scaling, Linear | None)
-    ):
-        hf["original_max_position_embeddings"] = original
+        if 0 < original < most and isinstance(config.rope_scaling, Linear | None):
+            hf["original_max_position_embeddings"] = original
     return hf
 
 
@@ -301,10 +273,9 @@ def _kind(config: CPMConfig) -> str:
         return "llama"
     if not has:
         return "ministral" if config.window and None in config.windows else "mistral"
-    beside = f" and a window of {config.window}" * bool(config.window)
-    beside += f" and {config.num_heads} heads, which do not divide {config.hidden_size}" * (
-        not divides
-    )
+    beside = f" and a window of {config.window}" if config.window else ""
+    if not divides:
+        beside += f" and {config.num_heads} heads, which do not divide {config.hidden_size}"
     raise ValueError(f"no Hugging Face model has {has}{beside}")
 
 
@@ -312,16 +283,14 @@ def _check_longrope(scaling: RopeScaling | None, advice: str) -> None:
     """Check that attention_factor is what MiniCPM's own code computes. Raises ValueError with the
     advice.
     """
-    if isinstance(scaling, LongRope):
-        expected, scale = (
-            dataclasses.replace(scaling, attention_factor=None).attention_scale,
-            scaling.attention_scale,
+    if not isinstance(scaling, LongRope):
+        return
+    expected = dataclasses.replace(scaling, attention_factor=None).attention_scale
+    if not math.isclose(expected, scaling.attention_scale, rel_tol=1e-6):
+        raise ValueError(
+            f"Hugging Face's MiniCPM has a longrope with attention_factor {expected:.6g}, as "
+            f"follows from its factor, this one has {scaling.attention_scale:.6g}: {advice}"
         )
-        if not math.isclose(expected, scale, rel_tol=1e-6):
-            raise ValueError(
-                f"Hugging Face's MiniCPM has a longrope with attention_factor {expected:.6g}, as "
-                f"follows from its factor, this one has {scale:.6g}: {advice}"
-            )
 
 
 def _windows_to_hf(config: CPMConfig, kind: str) -> dict[str, Any]:

@@ -19,15 +19,8 @@ _OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _OF_KIND = {
     "linear": {"factor"},
     "dynamic": {"factor"},
-    "yarn": {
-        "factor",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-    },
+    "yarn": {"factor", "beta_fast", "beta_slow", "truncate", "attention_factor"}
+    | {"mscale", "mscale_all_dim"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
 }
@@ -100,9 +93,8 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
             said["original_length"] = _original_length(kind, rope, hf)
         if kind in ("yarn", "longrope") and "factor" not in said:
             said["factor"] = _length(hf, "max_position_embeddings") / said["original_length"]
-        return RopeScaling.from_dict(
-            {"kind": kind, **(_without_mscale(said) if kind == "yarn" else said)}
-        )
+        said = _without_mscale(said) if kind == "yarn" else said
+        return RopeScaling.from_dict({"kind": kind, **said})
     except ValueError as error:
         raise ValueError(f"rotary positions are scaled by {kind}: {error}") from error
 
@@ -110,9 +102,8 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
 def _original_length(kind: str, rope: dict[str, Any], hf: dict[str, Any]) -> int:
     name = "original_max_position_embeddings"
     places = {} if kind == "dynamic" else {name: hf, f"the scaling's {name}": rope}
-    found = {
-        said: _length(place, name) for said, place in places.items() if place.get(name) is not None
-    }
+    given = {said: place for said, place in places.items() if place.get(name) is not None}
+    found = {said: _length(place, name) for said, place in given.items()}
     return _agreed(found, None) or _length(hf, "max_position_embeddings")
 
 
@@ -126,11 +117,9 @@ def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
     """Replace YaRN's mscale and mscale_all_dim by an attention_factor, if both are given."""
     said = dict(said)
     pair = [said.pop(name, 0) for name in ("mscale", "mscale_all_dim")]
-    if wrong := [
-        value for value in pair if type(value) not in (int, float) or not 0 <= value < math.inf
-    ]:
+    if any(type(value) not in (int, float) or not 0 <= value < math.inf for value in pair):
         raise ValueError(
-            f"mscale and mscale_all_dim must be finite numbers, at least 0, got {wrong}"
+            f"mscale and mscale_all_dim must be finite numbers, at least 0, got {pair}"
         )
     if 0 in pair or "attention_factor" in said:
         return said
@@ -141,22 +130,19 @@ def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
 
 def rope_to_hf(config: CPMConfig) -> dict[str, Any]:
     """Return rotary positions for transformers 5 and 4, and for MiniCPM's own code."""
-    scaling, theta = config.rope_scaling, config.rope_theta
+    scaling, theta = config.rope_scaling, {"rope_theta": config.rope_theta}
     if scaling is None:
-        return {
-            "rope_theta": theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        }
+        return theta | {"rope_parameters": {"rope_type": "default", **theta}}
     said = {name: value for name, value in scaling.to_dict().items() if value is not None}
     kind = said.pop("kind")
     original = said.pop("original_length", None)
     if kind not in ("linear", "dynamic"):
         said["original_max_position_embeddings"] = original
-    return {
-        "rope_theta": theta,
+    scalings = {
         "rope_scaling": {"rope_type": kind, "type": kind, **said},
-        "rope_parameters": {"rope_type": kind, "rope_theta": theta, **said},
+        "rope_parameters": {"rope_type": kind, **theta, **said},
     }
+    return theta | scalings
 
 
 def longest_to_hf(scaling: RopeScaling | None, kind: str, longest: int | None) -> int | None:

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from .config import CPMConfig
 from .cpm import CPM
 from .hf_config import HF_FIELDS, config_from_hf, config_to_hf
 from .model_center import MODEL_CENTER_FIELDS, config_from_model_center
-from .tensor_files import open_folder, read_json
+from .tensor_files import dtype_name, open_folder, read_json
 from .weights import HEAD, Expected, Weights
 
 CONFIG = "config.json"
@@ -60,8 +59,10 @@ class HFWeights(Weights):
         if untie:
             self.config = self.config.untied()
         expected = Expected(self.config, "cpm", str(self.folder / CONFIG), fields, untie)
-        shapes = partial(_parameter_shapes, self.config)
-        super().__init__(self.folder, open_folder(self.folder), expected, shapes)
+        super().__init__(self.folder, open_folder(self.folder), expected, self._shapes)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in _meta_model(self.config).named_parameters()}
 
 
 def load_cpm(folder: str | Path, dtype: torch.dtype = torch.float32, untie: bool = False) -> CPM:
@@ -91,7 +92,8 @@ def save_weights(
     """
     shape = config_to_hf(config, max_position_embeddings)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    rounded = {_to_hf(name): round_weight(name, weight, dtype) for name, weight in weights.items()}
+    theirs = {name: name if name == HEAD else f"model.{name}" for name in weights}
+    rounded = {theirs[name]: round_weight(name, x, dtype) for name, x in weights.items()}
     try:
         save_torch_state_dict(rounded, folder)
     except SafetensorError as error:
@@ -101,14 +103,9 @@ def save_weights(
     if shape["model_type"] == "minicpm":
         shutil.copyfile(_CODE, Path(folder) / _CODE.name)
         settings = {"auto_map": _AUTO_MAP, **settings}
-    kind = str(dtype).removeprefix("torch.")
-    written = {
-        **shape,
-        "dtype": kind,
-        "torch_dtype": kind,
-        **settings,
-    }  # names of transformers 5 and 4
-    (Path(folder) / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    kind = dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))  # transformers 5's, and 4's
+    written = json.dumps({**shape, **kind, **settings}, indent=2)
+    (Path(folder) / CONFIG).write_text(written + "\n")
 
 
 def fold_scalings(
@@ -123,12 +120,8 @@ def fold_scalings(
     """
     plain = dataclasses.replace(config, scale_emb=1.0, scale_depth=None, dim_model_base=None)
     head_scale = config.scale_emb if config.tie_embeddings else 1.0
-    factors = {
-        "embed_tokens": config.scale_emb,
-        "norm": 1 / (config.width_scale * head_scale),
-        "o_proj": config.residual_scale,  # and its bias
-        "down_proj": config.residual_scale,
-    }
+    factors = dict.fromkeys(("o_proj", "down_proj"), config.residual_scale)  # and their biases
+    factors |= {"embed_tokens": config.scale_emb, "norm": 1 / (config.width_scale * head_scale)}
 
     def folded(name: str, weight: Tensor) -> Tensor:
         factor = factors.get(name.split(".")[-2], 1.0)
@@ -161,23 +154,16 @@ def read_folder(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is a file, expected a Hugging Face model folder")
     if not folder.is_dir():
         raise ValueError(f"folder {folder} does not exist")
-    if not (folder / CONFIG).is_file():
-        pair = sorted(folder.glob("*.pt")), sorted(folder.glob("model.json"))
-        advice = f": give the file {pair[0][0]}, and --model {pair[1][0]}" if all(pair) else ""
-        raise ValueError(
-            f"{folder} has no config.json, expected a Hugging Face model folder{advice}"
-        )
-    return read_json(folder / CONFIG)
+    if (folder / CONFIG).is_file():
+        return read_json(folder / CONFIG)
+    pair = sorted(folder.glob("*.pt")), sorted(folder.glob("model.json"))
+    advice = f": give the file {pair[0][0]}, and --model {pair[1][0]}" if all(pair) else ""
+    raise ValueError(f"{folder} has no config.json, expected a Hugging Face model folder{advice}")
 
 
 def read_fields(folder: Path) -> dict[str, str]:
     """Return the names in a folder's config.json of CPMConfig's fields."""
     return MODEL_CENTER_FIELDS if "dim_model" in read_folder(folder) else HF_FIELDS
-
-
-def _parameter_shapes(config: CPMConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of a dense CPM."""
-    return {name: tuple(p.shape) for name, p in _meta_model(config).named_parameters()}
 
 
 def _check_tokens(folder: Path, hf: dict[str, Any], config: CPMConfig) -> None:
@@ -186,22 +172,22 @@ def _check_tokens(folder: Path, hf: dict[str, Any], config: CPMConfig) -> None:
     """
     other = folder / _GENERATION
     generation = read_json(other) if other.is_file() else {}
-    for name in ("bos_token_id", "eos_token_id"):
-        ids, generated = _token_ids(hf.get(name)), _token_ids(generation.get(name))
-        for found, place in ((ids, ""), (generated, f" in {other}")):
-            if max(found, default=0) >= config.vocab_size:
-                raise ValueError(
-                    f"{name} is {max(found)}{place}, beyond vocab_size {config.vocab_size}"
-                )
-        # published folders have another begin token; it is only reported (train/run/beside.py)
-        if name == "eos_token_id" and ids and generated and not ids & generated:
-            raise ValueError(
-                f"{name} is {hf[name]}, but {generation[name]} in {other}: correct one of the files"
-            )
+    for values, place in ((hf, ""), (generation, f" in {other}")):
+        for name in ("bos_token_id", "eos_token_id"):
+            if (most := max(_token_ids(values, name), default=0)) >= config.vocab_size:
+                raise ValueError(f"{name} is {most}{place}, beyond vocab_size {config.vocab_size}")
+    # published folders have another begin token; it is only reported (train/run/beside.py)
+    ids, generated = (_token_ids(values, "eos_token_id") for values in (hf, generation))
+    if ids and generated and not ids & generated:
+        raise ValueError(
+            f"eos_token_id is {hf['eos_token_id']}, but {generation['eos_token_id']} in {other}: "
+            "correct one of the files"
+        )
 
 
-def _token_ids(value: Any) -> set[int]:
+def _token_ids(values: dict[str, Any], name: str) -> set[int]:
     """Return the ids in a field with a token, several or none."""
+    value = values.get(name)
     ids = value if isinstance(value, list) else [value]
     return {token for token in ids if isinstance(token, int)}
 
@@ -211,9 +197,7 @@ def round_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = weight.to(dtype).contiguous()
     if not rounded.isfinite().all():
         largest = float(weight.abs().max())
-        raise ValueError(
-            f"{name} has {largest:g}, too large for {str(dtype).removeprefix('torch.')}"
-        )
+        raise ValueError(f"{name} has {largest:g}, too large for {dtype_name(dtype)}")
     return rounded
 
 
@@ -227,7 +211,3 @@ def _let_umask_decide(file: Path) -> None:
 def _meta_model(config: CPMConfig) -> CPM:
     with torch.device("meta"):
         return CPM(config)
-
-
-def _to_hf(name: str) -> str:
-    return name if name == HEAD else f"model.{name}"

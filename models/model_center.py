@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import CPMConfig
+from .fields import check_sizes
 
 # Names of CPMConfig's fields in ModelCenter's config.json
 MODEL_CENTER_FIELDS = {
@@ -19,22 +20,16 @@ MODEL_CENTER_FIELDS = {
     "num_kv_heads": "num_heads",
     "head_dim": "dim_head",
     "tie_embeddings": "tied",
-    **dict.fromkeys(("qkv_bias", "o_bias"), "att_bias"),
-    "mlp_bias": "ffn_bias",
 }
 _SIZES = ("vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff", "num_layers")
 # The values that a dense CPM computes, which are the defaults of ModelCenter's Llama
 _COMPUTED: dict[str, Any] = {
     "pos_bias_type": "rotary",
     "ffn_activate_fn": "gated_silu",
-    "norm_bias": False,
-    "proj_bias": False,
-    "length_scale": False,
     "attn_scale": True,
-    "post_layer_norm": False,
-    "int8": False,
     "cls_head": None,
     "dropout_p": 0,
+    **dict.fromkeys(("norm_bias", "proj_bias", "length_scale", "post_layer_norm", "int8"), False),
 }
 _OWN = {"pos_bias_type", "ffn_activate_fn", "norm_eps", "norm_bias", "att_bias", "ffn_bias"}
 
@@ -49,28 +44,19 @@ def config_from_model_center(values: Mapping[str, Any]) -> CPMConfig:
 
     Raises ValueError if sizes are missing or no sizes, and for settings that CPM does not compute.
     """
-    if missing := [name for name in _SIZES if name not in values]:
-        raise ValueError(f"config.json lacks {missing}")
-    for name in _SIZES:
-        if type(values[name]) is not int or values[name] < 1:
-            raise ValueError(f"{name} must be a positive int, got {values[name]!r}")
-    if other := {
-        name: values[name] for name, ours in _COMPUTED.items() if values.get(name, ours) != ours
-    }:
-        expected = {name: _COMPUTED[name] for name in other}
+    check_sizes(values, _SIZES, _SIZES)
+    if others := [name for name, ours in _COMPUTED.items() if values.get(name, ours) != ours]:
+        expected, got = ({name: place[name] for name in others} for place in (_COMPUTED, values))
         raise ValueError(
-            f"expected ModelCenter's Llama with {expected}, which a dense CPM computes, got {other}"
+            f"expected ModelCenter's Llama with {expected}, which a dense CPM computes, got {got}"
         )
     if tables := sorted(name for name in values if name.startswith("position_bias_")):
         raise ValueError(
             f"expected ModelCenter's Llama, got {tables} of a model with a learned bias by distance"
         )
-    sizes = {
-        ours: values[theirs] for ours, theirs in MODEL_CENTER_FIELDS.items() if theirs in _SIZES
-    }
+    names = {name: name for name in ("vocab_size", "num_layers", "num_heads")} | MODEL_CENTER_FIELDS
     return CPMConfig(
-        **{name: values[name] for name in ("vocab_size", "num_layers", "num_heads")},
-        **sizes,
+        **{ours: values[theirs] for ours, theirs in names.items() if theirs in _SIZES},
         rms_norm_eps=values.get("norm_eps", 1e-6),
         tie_embeddings=values.get("tied", False),
         qkv_bias=values.get("att_bias", False),

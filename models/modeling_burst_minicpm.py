@@ -156,14 +156,9 @@ def attend_to_blocks(
         chosen = choose_blocks(by_q[:, :, part].detach(), keys, places, sparse)
         visible = chosen[..., of_block] & (numbers <= places.unsqueeze(1))
         shape = groups, q.shape[1], total, size
-        outputs.append(
-            functional.scaled_dot_product_attention(
-                q[:, :, part],
-                k.unsqueeze(1).expand(shape),
-                v.unsqueeze(1).expand(shape),
-                attn_mask=visible.unsqueeze(1),
-            )
-        )
+        wide_k, wide_v = (x.unsqueeze(1).expand(shape) for x in (k, v))
+        attend = functional.scaled_dot_product_attention
+        outputs.append(attend(q[:, :, part], wide_k, wide_v, attn_mask=visible.unsqueeze(1)))
     return torch.cat(outputs, 2).flatten(0, 1)
 
 
@@ -255,18 +250,17 @@ def find_sequences(
     position_ids    (B, S) or (1, S) of the last tokens, or None
     """
     if attention_mask is None:
-        spans = [(0, total)] * rows
-    elif attention_mask.dim() != 2:
+        attention_mask = torch.ones(rows, total)
+    if attention_mask.dim() != 2:
         raise ValueError(
             "sparse attention needs an attention_mask (batch, tokens), as with a dynamic cache, "
             f"got shape {tuple(attention_mask.shape)}"
         )
-    else:
-        real = attention_mask[:, :total].bool()
-        counts, starts = real.sum(1).tolist(), real.int().argmax(1).tolist()
-        spans = [(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        if any(not real[row, start:stop].all() for row, (start, stop) in enumerate(spans)):
-            raise ValueError("sparse attention needs an attention_mask with padding only at sides")
+    real = attention_mask[:, :total].bool()
+    counts, starts = real.sum(1).tolist(), real.int().argmax(1).tolist()
+    spans = [(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    if any(not real[row, start:stop].all() for row, (start, stop) in enumerate(spans)):
+        raise ValueError("sparse attention needs an attention_mask with padding only at sides")
     if position_ids is not None:
         for row, (start, stop) in enumerate(spans):
             mine = position_ids[row % len(position_ids)]

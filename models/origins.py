@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-_WRAPPERS = ("module.", "_orig_mod.")
+_WRAPPED = re.compile(r"(module\.|_orig_mod\.)*")
 TABLE = "position_bias.relative_attention_bias"
 _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
 
@@ -41,6 +41,7 @@ _INSIDE = {
 }
 
 # A pattern that one of a file's names has, what the file then looks like, and what to do.
+_NOTHING = "it is not supported"
 _OTHERS = (
     (r"\blora_[AB]\b", "an adapter (LoRA)", "merge it into its model, as peft's merge_and_unload"),
     (
@@ -48,7 +49,7 @@ _OTHERS = (
         "quantized weights",
         "give the weights in 16 or 32 bits",
     ),
-    (r"\bexperts\.", "a mixture of experts", "it is not supported"),
+    (r"\bexperts\.", "a mixture of experts", _NOTHING),
     (
         r"^cpmant\.",
         "transformers' CpmAnt, into whose weights CPM-Live's scalings are folded",
@@ -64,17 +65,17 @@ _OTHERS = (
         "Megatron-LM's or GPT-NeoX's weights",
         "convert a Llama to Hugging Face's format first; other models are not supported",
     ),
-    (r"^(transformer\.)?h\.\d+\.", "a GPT-2 or a relative of it", "it is not supported"),
-    (r"^(language_model|vision_\w+|visual)\.", "a model of images and text", "it is not supported"),
+    (r"^(transformer\.)?h\.\d+\.", "a GPT-2 or a relative of it", _NOTHING),
+    (r"^(language_model|vision_\w+|visual)\.", "a model of images and text", _NOTHING),
     (
         r"^(position_bias_(enc|dec)|decoder\.layers\..*cross_att)\b",
-        "ModelCenter's CPM2 or T5, which have an encoder beside the decoder",
-        "it is not supported",
+        "ModelCenter's CPM2 or T5, which have an encoder and a decoder",
+        _NOTHING,
     ),
     (
         r"^(position_embedding|token_type_embedding|block_position_embedding)\.",
         "a model of ModelCenter with learned positions (GPT2, OPT, GLM, Bert)",
-        "it is not supported",
+        _NOTHING,
     ),
 )
 _KNOWN = (
@@ -106,10 +107,7 @@ def find_origin(names: Collection[str], source: object) -> Origin:
     """
     if not names:
         raise ValueError(f"{source} has no weights")
-    wrapped = ""
-    while wrapper := _common_wrapper(names, wrapped):
-        wrapped += wrapper
-    found = {name.removeprefix(wrapped) for name in names}
+    found = {_unwrap(name) for name in names}
     for pattern, looks_like, advice in _OTHERS:
         if seen := next((name for name in sorted(found) if re.search(pattern, name)), None):
             raise ValueError(
@@ -117,10 +115,10 @@ def find_origin(names: Collection[str], source: object) -> Origin:
             )
     for prefix in ("", "model."):
         if f"{prefix}embed_tokens.weight" in found:
-            return _prefixed("Hugging Face's weights", "cpm", wrapped, prefix)
+            return _prefixed("Hugging Face's weights", "cpm", prefix)
     for prefix in ("", "cpmbee."):
         if f"{prefix}input_embedding.weight" in found:
-            return _openbmb({name.removeprefix(prefix) for name in found}, source, wrapped, prefix)
+            return _openbmb({name.removeprefix(prefix) for name in found}, source, prefix)
     raise ValueError(f"{source} has unknown names, {sorted(found)[:3]}, expected {_KNOWN}")
 
 
@@ -129,22 +127,22 @@ def layers_of(names: Collection[str]) -> set[int]:
     return {int(match[2]) for match in map(_LAYER.match, names) if match}
 
 
-def _common_wrapper(names: Collection[str], wrapped: str) -> str | None:
-    return next((w for w in _WRAPPERS if all(n.startswith(wrapped + w) for n in names)), None)
+def _unwrap(name: str) -> str:
+    return _WRAPPED.sub("", name, count=1)
 
 
-def _openbmb(found: Collection[str], source: object, wrapped: str, prefix: str) -> Origin:
+def _openbmb(found: Collection[str], source: object, prefix: str) -> Origin:
     """Tell models of OpenBMB apart, whose layers have the same names."""
     if TABLE not in found:
         return Origin(
             "ModelCenter's Llama",
             "cpm",
-            lambda name: _translate(name.removeprefix(wrapped + prefix), _INSIDE, _OUTSIDE),
+            lambda name: _translate(_unwrap(name).removeprefix(prefix), _INSIDE, _OUTSIDE),
             _to_model_center,
         )
     prompts = "prompt_embedding.weight" in found
     if prompts and "segment_embedding.weight" in found:
-        return _prefixed("CPM-Live's CPM-Ant", "cpm-ant", wrapped, prefix)
+        return _prefixed("CPM-Live's CPM-Ant", "cpm-ant", prefix)
     other = "CPM3" if prompts else "CPM1" if "output_projection.weight" in found else None
     if other:
         raise ValueError(
@@ -152,16 +150,13 @@ def _openbmb(found: Collection[str], source: object, wrapped: str, prefix: str) 
             f"learned bias by distance ({TABLE}) and its feed-forward has GELU, where a dense CPM "
             "has rotary positions and SiLU; it is not supported"
         )
-    return _prefixed("CPM-Live's CPM-Bee (or ModelCenter's tied CPM1)", "cpm-bee", wrapped, prefix)
+    return _prefixed("CPM-Live's CPM-Bee (or ModelCenter's tied CPM1)", "cpm-bee", prefix)
 
 
-def _prefixed(name: str, kind: str, wrapped: str, prefix: str) -> Origin:
-    """Return an origin with our names, behind prefixes that are left out of messages."""
+def _prefixed(name: str, kind: str, prefix: str) -> Origin:
+    """Return an origin with our names behind a prefix, which messages leave out."""
     return Origin(
-        name,
-        kind,
-        lambda theirs: theirs.removeprefix(wrapped).removeprefix(prefix),
-        lambda ours: ours,
+        name, kind, lambda theirs: _unwrap(theirs).removeprefix(prefix), lambda ours: ours
     )
 
 

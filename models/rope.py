@@ -1,19 +1,11 @@
 """Scalings of rotary positions, for sequences longer than those that a model was first trained on.
 
-- linear (arXiv 2306.15595) divides positions by a factor.
-- dynamic ("dynamic NTK") increases the base with the length, beyond the original length.
-- yarn (arXiv 2309.00071) divides slow rotations by a factor, fast ones not, with a ramp between.
-- llama3 is the same with bounds on wavelengths, as in Llama 3.1.
-- longrope (arXiv 2402.13753) has a divisor for each rotation, in two sets: for short and for long
-  sequences.
-
-All compute what transformers 5 computes from the same numbers (its modeling_rope_utils), in fp64.
+All compute in fp64 what transformers 5 computes from the same numbers (its modeling_rope_utils).
 
 The frequencies of dynamic and longrope depend on a length. It is one more than a row's largest
-position on any rank. For a whole sequence this is its length. Positions start again in each packed
-document, so there it is the longest document's length. transformers takes the longest of all rows
-of a batch and, for dynamic, of earlier calls. Here each row has the frequencies that it would have
-alone.
+position on any rank: the length of a whole sequence, or of the longest packed document, since
+positions start again in each. transformers takes the longest of all rows of a batch and, for
+dynamic, of earlier calls. Here each row has the frequencies that it would have alone.
 
 Letters: B batch, S tokens of this rank, D head size.
 """
@@ -29,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bmt_burst.nn import rope_frequencies
+from .fields import check_fields, check_names
 
 
 @dataclass(frozen=True)
@@ -40,33 +32,24 @@ class RopeScaling(ABC):
     by_length: ClassVar[bool] = False  # whether frequencies depend on how long the sequence is
 
     @staticmethod
-    def from_dict(said: dict[str, Any]) -> RopeScaling:
+    def from_dict(values: dict[str, Any]) -> RopeScaling:
         """Make a scaling from its `to_dict`.
 
         Raises ValueError for an unknown kind, and for missing or unknown names.
         """
-        said = dict(said)
-        kind = said.pop("kind", None)
+        values = dict(values)
+        kind = values.pop("kind", None)
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-        fields = {
-            field.name: field.default is dataclasses.MISSING
-            for field in dataclasses.fields(KINDS[kind])
-        }
-        missing = [name for name, needed in fields.items() if needed and name not in said]
-        unknown = [name for name in said if name not in fields]
-        if missing or unknown:
-            raise ValueError(
-                f"{kind} takes {', '.join(fields)}: missing {missing}, unknown {unknown}"
-            )
-        return KINDS[kind](**said)
+        fields = ", ".join(field.name for field in dataclasses.fields(KINDS[kind]))
+        check_names(KINDS[kind], values, f"{kind} takes {fields}")
+        return KINDS[kind](**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the kind and its numbers, in JSON's types."""
-        numbers = dataclasses.asdict(self)
-        return {"kind": self.kind} | {
-            k: list(v) if isinstance(v, tuple) else v for k, v in numbers.items()
-        }
+        numbers = dataclasses.asdict(self).items()
+        lists = {name: list(x) if isinstance(x, tuple) else x for name, x in numbers}
+        return {"kind": self.kind, **lists}
 
     @property
     def attention_scale(self) -> float:
@@ -79,38 +62,28 @@ class RopeScaling(ABC):
         return None
 
     @abstractmethod
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
-        """Compute radians from one position to the next: (D / 2,) fp64.
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
+        """Scale `plain`, `rope_frequencies` of a head and the base theta: (D / 2,) fp64.
 
-        If by_length, it is (..., D / 2) for `length` (...) int64.
+        If by_length, the result is (..., D / 2) for `length` (...) int64.
         """
 
     def check(self, head_dim: int, theta: float) -> None:  # noqa: B027 - most accept any
         """Check that it supports heads of this size and this base. Raises ValueError."""
 
-    def _check_numbers(self, **least: float) -> None:
-        """Check that numbers are finite, of their field's type, and not below their `least`.
-
-        Raises ValueError.
-        """
-        types = {field.name: str(field.type) for field in dataclasses.fields(self)}
-        for name, lowest in least.items():
-            value, whole = getattr(self, name), types[name] == "int"
-            if value is None and "None" in types[name]:
-                continue
-            if not _is_number(value, whole) or value < lowest:
-                kind, bound = (
-                    "whole" if whole else "finite",
-                    "above 0" if lowest == _SMALLEST else f"at least {lowest}",
-                )
-                raise ValueError(
-                    f"{name} of {self.kind} must be a {kind} number {bound}, got {value!r}"
-                )
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
-_SMALLEST = 1e-9  # the least value of numbers that must be positive
+class _Stretch(RopeScaling):
+    """A scaling by a factor that does not shrink."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.factor < 1:
+            raise ValueError(f"factor of {self.kind} must be at least 1, got {self.factor}")
 
 
 class _Extension(RopeScaling):
@@ -125,23 +98,18 @@ class _Extension(RopeScaling):
 
 
 @dataclass(frozen=True)
-class Linear(RopeScaling):
-    """Rotations that are `factor` times slower."""
+class Linear(_Stretch):
+    """Rotations that are `factor` times slower, as if positions were (arXiv 2306.15595)."""
 
     kind = "linear"
     factor: float
 
-    def __post_init__(self):
-        self._check_numbers(factor=1)
-
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
-        return rope_frequencies(head_dim, theta, device) / self.factor
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
+        return plain / self.factor
 
 
 @dataclass(frozen=True)
-class DynamicNTK(RopeScaling):
+class DynamicNTK(_Stretch):
     """A base that grows for sequences of more than `original_length` tokens.
 
     The slowest rotation becomes 1 + factor * (length / original_length - 1) times slower.
@@ -152,29 +120,21 @@ class DynamicNTK(RopeScaling):
     factor: float
     original_length: int
 
-    def __post_init__(self):
-        self._check_numbers(factor=1, original_length=1)
-
     def check(self, head_dim: int, theta: float) -> None:
         if head_dim == 2:
-            raise ValueError("dynamic needs a head_dim above 2, got 2")
+            raise ValueError("rope_scaling: dynamic needs a head_dim above 2, got 2")
 
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
         assert length is not None, "its frequencies depend on the length"
-        slower = 1 + self.factor * (
-            length.to(device).double() / self.original_length - 1
-        ).clamp_min(0)
-        exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / (
-            head_dim - 2
-        )
-        return rope_frequencies(head_dim, theta, device) * slower.unsqueeze(-1) ** -exponents
+        longer = (length.to(plain.device).double() / self.original_length - 1).clamp_min(0)
+        slower = (1 + self.factor * longer).unsqueeze(-1)
+        places = torch.arange(len(plain), device=plain.device, dtype=torch.float64)
+        return plain * slower ** -(places / (len(plain) - 1))
 
 
 @dataclass(frozen=True)
-class Yarn(_Extension):
-    """YaRN: slow rotations become `factor` times slower.
+class Yarn(_Stretch, _Extension):
+    """YaRN (arXiv 2309.00071): slow rotations become `factor` times slower.
 
     Slow ones turn less than `beta_slow` times in `original_length` tokens. Those that turn more
     than `beta_fast` times stay as they are. Between them is a ramp over their index.
@@ -191,53 +151,42 @@ class Yarn(_Extension):
     truncate: bool = True
     attention_factor: float | None = None
 
-    def __post_init__(self):
-        positive = {"beta_fast": _SMALLEST, "beta_slow": _SMALLEST, "attention_factor": _SMALLEST}
-        self._check_numbers(factor=1, original_length=1, **positive)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"beta_fast={self.beta_fast} of yarn must not be below beta_slow={self.beta_slow}"
             )
-        if not isinstance(self.truncate, bool):
-            raise ValueError(f"truncate of yarn must be bool, got {self.truncate!r}")
 
     def check(self, head_dim: int, theta: float) -> None:
         if theta <= 1:
-            raise ValueError(f"yarn needs a rope_theta above 1, got {theta}")
+            raise ValueError(f"rope_scaling: yarn needs a rope_theta above 1, got {theta}")
 
     @property
     def attention_scale(self) -> float:
-        return (
-            0.1 * math.log(self.factor) + 1
-            if self.attention_factor is None
-            else self.attention_factor
-        )
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1
 
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
+        head_dim = 2 * len(plain)
+        # indices of the rotations that turn so many times in the original length
+        radians = (2 * math.pi * turns for turns in (self.beta_fast, self.beta_slow))
         first, last = (
-            self._index(turns, head_dim, theta) for turns in (self.beta_fast, self.beta_slow)
+            head_dim * math.log(self.original_length / each) / (2 * math.log(theta))
+            for each in radians
         )
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
         width = last - first or 0.001  # transformers' step if the ramp has no width
-        ramp = (torch.arange(head_dim // 2, device=device, dtype=torch.float64) - first) / width
-        slowed = ramp.clamp(0, 1)
-        return rope_frequencies(head_dim, theta, device) * (1 - slowed + slowed / self.factor)
-
-    def _index(self, turns: float, head_dim: int, theta: float) -> float:
-        """Compute the index of the rotation that turns `turns` times in the original length."""
-        return (
-            head_dim
-            * math.log(self.original_length / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+        places = torch.arange(len(plain), device=plain.device, dtype=torch.float64)
+        slowed = ((places - first) / width).clamp(0, 1)
+        return plain * (1 - slowed + slowed / self.factor)
 
 
 @dataclass(frozen=True)
-class Llama3(_Extension):
+class Llama3(_Stretch, _Extension):
     """Llama 3's scaling: long wavelengths become `factor` times longer.
 
     Long ones are above original_length / low_freq_factor. Those below original_length /
@@ -251,30 +200,24 @@ class Llama3(_Extension):
     high_freq_factor: float
     original_length: int
 
-    def __post_init__(self):
-        self._check_numbers(
-            factor=1, low_freq_factor=_SMALLEST, high_freq_factor=_SMALLEST, original_length=1
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
             raise ValueError(
                 f"high_freq_factor={high} of llama3 must be above low_freq_factor={low}"
             )
 
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
-        plain = rope_frequencies(head_dim, theta, device)
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
         turns = self.original_length * plain / (2 * math.pi)
-        kept = (
-            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        ).clamp(0, 1)
+        ramp = self.high_freq_factor - self.low_freq_factor
+        kept = ((turns - self.low_freq_factor) / ramp).clamp(0, 1)
         return plain * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True)
 class LongRope(_Extension):
-    """LongRoPE: rotation j becomes slower by long_factor[j] or short_factor[j].
+    """LongRoPE (arXiv 2402.13753): rotation j becomes slower by long_factor[j] or short_factor[j].
 
     Sequences of more than `original_length` tokens are long.
 
@@ -291,25 +234,25 @@ class LongRope(_Extension):
     factor: float = 1.0
     attention_factor: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.original_length < 2:
+            raise ValueError("original_length of longrope must be at least 2, got 1")
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
-            if not isinstance(values, list | tuple) or not all(
-                _is_number(v) and v > 0 for v in values
-            ):
+            if not isinstance(values, list | tuple) or not all(map(_is_positive, values)):
                 raise ValueError(
                     f"{name} of longrope must be a list of positive numbers, got {values!r}"
                 )
             object.__setattr__(self, name, tuple(values))
-        self._check_numbers(original_length=2, factor=_SMALLEST, attention_factor=_SMALLEST)
 
     def check(self, head_dim: int, theta: float) -> None:
         for name in ("short_factor", "long_factor"):
             expected, got = head_dim // 2, len(getattr(self, name))
             if got != expected:
                 raise ValueError(
-                    f"{name} of longrope must have {expected} numbers for head_dim={head_dim}, "
-                    f"got {got}"
+                    f"rope_scaling: {name} of longrope must have {expected} numbers for "
+                    f"head_dim={head_dim}, got {got}"
                 )
 
     @property
@@ -318,16 +261,11 @@ class LongRope(_Extension):
             return self.attention_factor
         return math.sqrt(1 + math.log(max(self.factor, 1)) / math.log(self.original_length))
 
-    def frequencies(
-        self, head_dim: int, theta: float, length: Tensor | None, device: torch.device
-    ) -> Tensor:
+    def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
         assert length is not None, "its frequencies depend on the length"
-        short, long = (
-            torch.tensor(x, dtype=torch.float64, device=device)
-            for x in (self.short_factor, self.long_factor)
-        )
-        is_long = (length.to(device) > self.original_length).unsqueeze(-1)
-        return rope_frequencies(head_dim, theta, device) / torch.where(is_long, long, short)
+        short, long = (plain.new_tensor(x) for x in (self.short_factor, self.long_factor))
+        is_long = (length.to(plain.device) > self.original_length).unsqueeze(-1)
+        return plain / torch.where(is_long, long, short)
 
 
 KINDS: dict[str, type[RopeScaling]] = {
@@ -335,6 +273,6 @@ KINDS: dict[str, type[RopeScaling]] = {
 }
 
 
-def _is_number(value: Any, whole: bool = False) -> bool:
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf

@@ -116,15 +116,16 @@ def _read_index(folder: Path, name: str) -> dict[str, Stored]:
 def _merge(folder: Path, paths: list[Path]) -> dict[str, Stored]:
     """Find the tensors of several files that no index lists."""
     found: dict[str, Stored] = {}
-    places: dict[str, str] = {}
-    for path in paths:
-        for name, stored in open_file(path).items():
-            if name in found:
-                raise ValueError(
-                    f"{places[name]} and {path.name} in {folder} both hold {name}: delete one, or "
-                    f"add a {_INDEXED[0]}"
-                )
-            found[name], places[name] = stored, path.name
+    held = {path.name: open_file(path) for path in paths}
+    for file, tensors in held.items():
+        if twice := tensors.keys() & found.keys():
+            name = min(twice)
+            other = next(other for other, tensors in held.items() if name in tensors)
+            raise ValueError(
+                f"{other} and {file} in {folder} both hold {name}: delete one, or add a "
+                f"{_INDEXED[0]}"
+            )
+        found |= tensors
     return found
 
 
@@ -136,29 +137,27 @@ def _open_safetensors(path: Path) -> dict[str, Stored]:
 
     def stored(name: str) -> Stored:
         piece = opened.get_slice(name)
-        kind = piece.get_dtype()
-        return Stored(
-            tuple(piece.get_shape()), _FLOATS.get(kind, kind), lambda: opened.get_tensor(name)
-        )
+        shape, kind = tuple(piece.get_shape()), piece.get_dtype()
+        return Stored(shape, _FLOATS.get(kind, kind), lambda: opened.get_tensor(name))
 
     return {name: stored(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
 
 
 def _open_pickled(path: Path) -> dict[str, Stored]:
     weights = _unpickle(path)
-    inside = [key for key in _INSIDE if isinstance(weights, dict) and _is_dict(weights.get(key))]
-    if inside:
+    found = weights if isinstance(weights, dict) else {"": weights}
+    if inside := [key for key in _INSIDE if isinstance(found.get(key), dict)]:
         raise ValueError(
             f"{path} looks like a training checkpoint, expected names and tensors: save its "
             f"weights alone, as in torch.save(torch.load(FILE)[{inside[0]!r}], OTHER_FILE)"
         )
-    if not isinstance(weights, dict) or not all(_is_weight(*item) for item in weights.items()):
+    if not all(_is_weight(*item) for item in found.items()):
         raise ValueError(f"{path} does not hold names and tensors of floating-point numbers")
 
     def stored(weight: Tensor) -> Stored:
-        return Stored(tuple(weight.shape), _dtype_name(weight), lambda: weight)
+        return Stored(tuple(weight.shape), dtype_name(weight.dtype), lambda: weight)
 
-    return {name: stored(weight) for name, weight in weights.items()}
+    return {name: stored(weight) for name, weight in found.items()}
 
 
 def _unpickle(path: Path) -> Any:
@@ -178,15 +177,12 @@ def _unpickle(path: Path) -> Any:
         raise ValueError(f"{path} is not a file of weights: {reason}") from error
 
 
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _is_weight(name: object, weight: object) -> bool:
     if not isinstance(name, str) or not isinstance(weight, Tensor):
         return False
-    return weight.layout == torch.strided and _dtype_name(weight) in DTYPES
+    return weight.layout == torch.strided and dtype_name(weight.dtype) in DTYPES
 
 
-def _dtype_name(weight: Tensor) -> str:
-    return str(weight.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as files have it."""
+    return str(dtype).removeprefix("torch.")

@@ -66,10 +66,8 @@ class _Tiles:
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Return the gradients of the inputs that are wanted, and of all parameters."""
         flat_dout, *flat = (x.flatten(0, -2) for x in (dout, *inputs))
-        of_inputs = [
-            torch.empty_like(x) if is_wanted else None
-            for x, is_wanted in zip(flat, wanted, strict=True)
-        ]
+        pairs = zip(flat, wanted, strict=True)
+        of_inputs = [torch.empty_like(x) if is_wanted else None for x, is_wanted in pairs]
         sums = [torch.zeros_like(p, dtype=accumulator_dtype(p.dtype)) for p in self.parameters]
         for rows in self.split(len(flat_dout)):
             found = self._differentiate([x[rows] for x in flat], wanted, flat_dout[rows])
@@ -78,22 +76,17 @@ class _Tiles:
                     whole[rows] = next(found)
             for total, grad in zip(sums, found, strict=True):
                 total += grad
-        return (
-            [
-                None if dx is None else dx.view(x.shape)
-                for dx, x in zip(of_inputs, inputs, strict=True)
-            ],
-            [total.to(p.dtype) for total, p in zip(sums, self.parameters, strict=True)],
-        )
+        dinputs = [
+            dx if dx is None else dx.view(x.shape) for dx, x in zip(of_inputs, inputs, strict=True)
+        ]
+        return dinputs, [x.to(p.dtype) for x, p in zip(sums, self.parameters, strict=True)]
 
     def _differentiate(
         self, inputs: Sequence[Tensor], wanted: Sequence[bool], dout: Tensor
     ) -> Iterator[Tensor]:
         """Compute a tile again. Yield the gradients of wanted inputs, then of parameters."""
-        leaves = [
-            x.detach().requires_grad_(is_wanted)
-            for x, is_wanted in zip(inputs, wanted, strict=True)
-        ]
+        pairs = zip(inputs, wanted, strict=True)
+        leaves = [x.detach().requires_grad_(is_wanted) for x, is_wanted in pairs]
         with torch.enable_grad():
             out = self.part(*leaves)
         leaves = [x for x in leaves if x.requires_grad]

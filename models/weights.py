@@ -28,38 +28,6 @@ _ROWS = 4096  # rows that are compared at once
 _EMBEDDINGS = ("embed_tokens.weight", "input_embedding.weight")
 HEAD = "lm_head.weight"
 
-# The fields that each dimension of a module's weights comes from
-_VECTOR = ("hidden_size",)
-_WIDE = ("num_heads * head_dim", "hidden_size")
-_KV = ("num_kv_heads * head_dim", "hidden_size")
-_UP = ("intermediate_size", "hidden_size")
-_LIVE_WIDE = ("num_heads * dim_head", "dim_model")
-_DIMENSIONS = {
-    **dict.fromkeys(("embed_tokens", "lm_head"), ("vocab_size", "hidden_size")),
-    "q_proj": _WIDE,
-    "k_proj": _KV,
-    "v_proj": _KV,
-    "o_proj": _WIDE[::-1],
-    "gate_proj": _UP,
-    "up_proj": _UP,
-    "down_proj": _UP[::-1],
-    **dict.fromkeys(("norm", "input_layernorm", "post_attention_layernorm"), _VECTOR),
-    **dict.fromkeys(("q_norm", "k_norm"), ("head_dim",)),
-    "input_embedding": ("vocab_size", "dim_model"),
-    **{f"project_{name}": _LIVE_WIDE for name in "qkv"},
-    "attention_out": _LIVE_WIDE[::-1],
-    **dict.fromkeys(("w_0", "w_1"), ("dim_ff", "dim_model")),
-    "w_out": ("dim_model", "dim_ff"),
-    **{f"layernorm_before_{name}": ("dim_model",) for name in ("attention", "ffn")},
-}
-# Fields that decide whether there is a weight, by the end of its name
-_SWITCHES = {
-    "self_attn.q_proj.bias": "qkv_bias",
-    "self_attn.o_proj.bias": "o_bias",
-    "mlp.gate_proj.bias": "mlp_bias",
-    "self_attn.q_norm.weight": "qk_norm",
-}
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -153,10 +121,9 @@ class Weights(Mapping[str, Tensor]):
         if not isinstance(config, CPMConfig):
             raise ValueError(f"{self._source}: unexpected weights {[name]}")
         saved, scaling = stored.read().double(), config.rope_scaling
-        shape = config.head_dim, config.rope_theta
-        accepted = [rope_frequencies(*shape)]
+        accepted = [rope_frequencies(config.head_dim, config.rope_theta)]
         if scaling is not None and not scaling.by_length:
-            accepted.append(scaling.frequencies(*shape, None, saved.device))
+            accepted.append(scaling.frequencies(accepted[0], config.rope_theta, None))
         if not any(_are_close(saved, expected) for expected in accepted):
             raise ValueError(
                 f"{self._source}: {name} are not the rotary frequencies of "
@@ -170,27 +137,21 @@ class Weights(Mapping[str, Tensor]):
         """
         model = self._model
         embeddings = next((found[name] for name in _EMBEDDINGS if name in found), None)
-        tied = getattr(model.config, "tie_embeddings", True)
         if embeddings is None:
             return found
         if model.untied:
             return {HEAD: embeddings, **found}
-        if not tied or HEAD not in found:
+        if HEAD not in found or not getattr(model.config, "tie_embeddings", True):
             return found
-        if difference := _difference(found[HEAD], embeddings):
-            raise ValueError(self._explain_head(difference))
-        return {name: stored for name, stored in found.items() if name != HEAD}
-
-    def _explain_head(self, difference: str) -> str:
-        """Return the message for a head that differs from the embeddings it is tied to."""
-        head, where = self._origin.theirs(HEAD), self._model.where
+        if not (difference := _difference(found[HEAD], embeddings)):
+            return {name: stored for name, stored in found.items() if name != HEAD}
+        head, tie = self._origin.theirs(HEAD), model.name("tie_embeddings")
         said = f"{self._source} has {head}, which differs from the embeddings ({difference})"
-        if self._model.kind != "cpm":
-            return f"{said}: the head of a {self._model.kind} is tied to its embeddings"
-        tie = self._model.name("tie_embeddings")
-        return (
-            f"{said}, but {tie} is true in {where}: give --untie to train this head, or set {tie} "
-            "to false there"
+        if model.kind != "cpm":
+            raise ValueError(f"{said}: the head of a {model.kind} is tied to its embeddings")
+        raise ValueError(
+            f"{said}, but {tie} is true in {model.where}: give --untie to train this head, or set "
+            f"{tie} to false there"
         )
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -200,52 +161,28 @@ class Weights(Mapping[str, Tensor]):
         if missing or surplus:
             lists = ([self._origin.theirs(name) for name in x[:5]] for x in (missing, surplus))
             said = "{}: missing weights {}, unexpected weights {}".format(source, *lists)
-            explained = "; ".join((said, *self._explain_names(missing, surplus)))
-            raise ValueError(f"{explained}{self._model.advice}")
+            said += f", as {self._model.where} describes the model"
+            if HEAD in missing:
+                tie = self._model.name("tie_embeddings")
+                said += f"; set {tie} to true there if the head is tied to the embeddings"
+            raise ValueError(f"{said}{self._model.advice}")
         for name, shape in shapes.items():
             stored, theirs = found[name], self._origin.theirs(name)
             if stored.shape != shape:
                 raise ValueError(
-                    f"{source}: expected {theirs} of shape {shape}, got {stored.shape}"
-                    f"{self._explain_shape(name, stored.shape, shape)}{self._model.advice}"
+                    f"{source}: expected {theirs} of shape {shape}, as {self._model.where} says, "
+                    f"got {stored.shape}{self._model.advice}"
                 )
             if stored.dtype not in DTYPES:
                 raise ValueError(
                     f"{source}: expected {theirs} in one of {', '.join(DTYPES)}, got {stored.dtype}"
                 )
 
-    def _explain_names(self, missing: list[str], surplus: list[str]) -> list[str]:
-        """List what the configuration says of weights that only it has, or only the files."""
-        model, said = self._model, []
-        for part, switch in _SWITCHES.items():
-            has_switch = hasattr(model.config, switch)  # of the dense CPM alone
-            if has_switch and any(name.endswith(part) for name in (*missing, *surplus)):
-                said.append(f"{model.where} says {model.value(switch).lower()}")
-        if HEAD in missing:
-            tie = model.name("tie_embeddings")
-            said.append(
-                f"{model.where} says {tie} false: set it to true if the head is tied to the "
-                "embeddings"
-            )
-        return said
-
-    def _explain_shape(self, name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> str:
-        """Return the fields of the configuration that the wrong dimensions come from."""
-        dimensions = _DIMENSIONS.get(name.split(".")[-2], ())
-        if len(got) != len(shape):
-            return ""
-        said = [
-            " ".join(part if part == "*" else self._model.value(part) for part in dimension.split())
-            for dimension, have, want in zip(dimensions, got, shape, strict=False)
-            if have != want
-        ]
-        return f": {self._model.where} says {' and '.join(said)}" if said else ""
-
 
 def _are_close(saved: Tensor, expected: Tensor) -> bool:
-    return saved.shape == expected.shape and torch.allclose(
-        saved, expected, rtol=_SAME_FREQUENCY, atol=1e-7
-    )
+    if saved.shape != expected.shape:
+        return False
+    return torch.allclose(saved, expected, rtol=_SAME_FREQUENCY, atol=1e-7)
 
 
 def _difference(head: Stored, embeddings: Stored) -> str:
@@ -254,9 +191,8 @@ def _difference(head: Stored, embeddings: Stored) -> str:
     """
     if head.shape != embeddings.shape:
         return f"shape {head.shape} and {embeddings.shape}"
-    pairs = zip(head.read().split(_ROWS), embeddings.read().split(_ROWS), strict=True)
     most = 0.0
-    for a, b in pairs:
+    for a, b in zip(head.read().split(_ROWS), embeddings.read().split(_ROWS), strict=True):
         if not torch.equal(a.to(b.dtype), b) and not torch.equal(a, b.to(a.dtype)):
             gap = (a.double() - b.double()).abs().nan_to_num(torch.inf)
             most = max(most, float(gap.max()))

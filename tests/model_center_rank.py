@@ -18,20 +18,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 37
 DOCUMENTS = (0, 5, 6, 37)
 PROMPT = 8
-SIZES = {
-    "dim_model": 32,
-    "num_heads": 4,
-    "dim_head": 8,
-    "dim_ff": 48,
-    "num_layers": 2,
-    "vocab_size": 97,
-}
+SIZES = {"dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2}
+SIZES["vocab_size"] = 97
 # What differs from each model's defaults, some of them unlike any pretrained model.
 CONFIGS = {
     "Llama": {},
@@ -66,19 +59,8 @@ CALLS["CPM3 segments"] = ("segments",)
 
 
 # Models whose saved weights are read, with their settings.
-WRITTEN = {
-    "Llama": {"norm_eps": 1e-5},
-    "Llama tied": {
-        "attn_scale": True,
-        "length_scale": False,
-        "tied": True,
-        "att_bias": True,
-        "ffn_bias": True,
-    },
-    "CPM1": {},
-    "CPM1 tied": {},
-    "CPM3": {},
-}
+TIED = {"attn_scale": True, "length_scale": False, "tied": True, "att_bias": True, "ffn_bias": True}
+WRITTEN = {"Llama": {"norm_eps": 1e-5}, "Llama tied": TIED, "CPM1": {}, "CPM1 tied": {}, "CPM3": {}}
 
 # What is wrong on a single rank, by name.
 ON_ONE = {
@@ -514,7 +496,7 @@ def rotary(folder: Path) -> dict:
                     model.position_bias.inv_freq.half(),
                 )
                 found["frequencies"] = words(lambda model=model: model(sp.shard(tokens)))
-        angles = model._exact_tables(torch.tensor([1, 66000]), torch.float32)
+        angles = model._exact_tables(torch.tensor([1, 66000]))
         found[f"{name} exact"] = [x[:, 0].tolist() for x in angles]
     return found
 
@@ -558,28 +540,13 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
-class Largest(TorchDispatchMode):
-    """Remembers how many entries the largest tensor has that is made within it."""
-
-    def __init__(self):
-        super().__init__()
-        self.entries = 0
-
-    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        made = out if isinstance(out, (tuple, list)) else (out,)
-        self.entries = max(
-            [self.entries, *(x.numel() for x in made if isinstance(x, torch.Tensor))]
-        )
-        return out
-
-
 def memory(folder: Path) -> dict:
     """The largest tensors in forward and backward, as it was and enabled, and the tokens of a
     rank.
     """
     from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
+    from tests.largest import Largest
 
     sp, found = init_sequence_parallel(), {}
     tokens = torch.randint(0, 97, (1, 700), generator=torch.Generator().manual_seed(0)).to(DEVICE)

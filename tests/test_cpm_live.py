@@ -8,7 +8,6 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmt_burst.bias.areas
 from bmt_burst import Layout, Mask, SequenceParallel, simulate
@@ -18,30 +17,18 @@ from models.cpm_ant import AntConfig, CPMAnt, ant_scores
 from models.cpm_bee import BeeConfig, CPMBee, bee_scores
 from models.cpm_live.config import PRESETS
 from tests.helpers import relative_error
+from tests.largest import Largest
 from tests.live import Golden, golden, shard_rows, unshard_rows
 from train.run.flops import step_flops
 
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])
+RUNS = [(2, "zigzag", "ring"), (4, "striped", "ring"), (4, "balanced", "ring")]
+RUNS += [(2, "contiguous", "ulysses"), (4, "zigzag", "ulysses")]
 ALONE = [Layout.zigzag(96, 1)] * 2
-LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 # fp32 rounds to 6e-8: a few hundred operations one after the other, which the golden values have
 # made in another order. Those themselves are 1.6e-6 off what fp64 gives; a residual divisor of 1
 # instead of 1.05 moves logits by 7e-2.
 FP32 = 1e-5
-
-
-class Largest(TorchDispatchMode):
-    """Remembers how many entries the largest tensor of a dtype has that is made within it."""
-
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self.dtype, self.entries = dtype, 0
-
-    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype == self.dtype:
-            self.entries = max(self.entries, made.numel())
-        return made
 
 
 def mean_loss(model, case: Golden, scores=None):
@@ -96,9 +83,7 @@ def test_one_rank_equals_cpm_live(name):
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "layout", "strategy"), RUNS)
 def test_several_ranks_equal_cpm_live(name, size, layout, strategy):
     """Logits, the loss, and each gradient, of which every rank has a share."""
     case = golden(name)
@@ -159,36 +144,27 @@ def test_a_gpu_equals_cpm_live(name, dtype, logits, grads):
     )
 
 
-@BOTH
-def test_fp64_equals_cpm_lives_fp64(name):
-    """But for its norms' statistics and its rotation, which are fp32: 1e-7."""
-    case = golden(name)
-    model = case.model(torch.float64)
-    logits = model(*case.arguments(ALONE, 0), case.scores())
-    assert logits.dtype == torch.float64
-    assert relative_error(logits, case.tensors["logits_f64"]) < 1e-6
-    loss = mean_loss(model, case)
-    loss.backward()
-    assert abs(loss.detach() - case.tensors["loss_f64"]) < 1e-6
-    assert max(errors(model, case).values()) < FP32  # these are the file's fp32 ones
+PRECISIONS = [  # bounds of logits, gradients and the loss
+    # but for its norms' statistics and its rotation, which are fp32; the file's gradients are fp32
+    (torch.float64, 1e-6, FP32, 1e-6),
+    # twice what CPM-Live itself is off in these dtypes
+    (torch.float16, 5e-3, 1e-2, 1e-3),
+    (torch.bfloat16, 3e-2, 6e-2, 1e-2),
+]
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("dtype", "logits", "grads", "loss"),
-    [(torch.float16, 5e-3, 1e-2, 1e-3), (torch.bfloat16, 3e-2, 6e-2, 1e-2)],
-)
-def test_half_precision_is_as_close_as_cpm_lives_own(name, dtype, logits, grads, loss):
-    """Twice what CPM-Live itself is off in these dtypes."""
+@pytest.mark.parametrize(("dtype", "logits", "grads", "loss"), PRECISIONS)
+def test_other_dtypes_are_as_close_as_cpm_lives_own(name, dtype, logits, grads, loss):
     case = golden(name)
     model = case.model(dtype)
-    assert (
-        relative_error(model(*case.arguments(ALONE, 0), case.scores()), case.tensors["logits_f64"])
-        < logits
-    )
-    found = mean_loss(model, case)
-    found.backward()
-    assert abs(found.detach() - case.tensors["loss"]) < loss
+    found = model(*case.arguments(ALONE, 0), case.scores())
+    assert found.dtype == dtype
+    assert relative_error(found, case.tensors["logits_f64"]) < logits
+    mean = mean_loss(model, case)
+    mean.backward()
+    expected = case.tensors["loss_f64" if dtype == torch.float64 else "loss"]
+    assert abs(mean.detach() - expected) < loss
     assert max(errors(model, case).values()) < grads
 
 
@@ -235,19 +211,6 @@ def test_sub_ids_that_fp16_does_not_hold_are_refused():
             match="fp16_rotary holds sub-ids below 4095, got 4095: train with fp16_rotary",
         ):
             model(tokens, wrong[0], ext_tokens, wrong[1], case.scores())
-
-
-def test_released_bees_rotate_in_fp16():
-    """As CPM-Live's files say with `half`."""
-    assert [PRESETS[f"cpm-bee-{size}"].fp16_rotary for size in ("tiny", "3b", "10b")] == [
-        False,
-        True,
-        True,
-    ]
-    assert BeeConfig.from_dict(CPM_LIVES).fp16_rotary
-    assert not BeeConfig.from_dict(CPM_LIVES | {"half": False}).fp16_rotary
-    assert not BeeConfig.from_dict(CPM_LIVES | {"fp16_rotary": False}).fp16_rotary
-    assert not BeeConfig.from_dict({}).fp16_rotary
 
 
 def test_rotations_need_little_memory(monkeypatch):
@@ -322,7 +285,7 @@ def test_tokens_depend_on_those_they_see_and_on_no_others(name, size):
 
         return [run(fields) for fields in inputs]
 
-    tokens = [3, 20, 40, 50, 60, 70, 85, 95]
+    tokens = [3, 40, 60, 85, 95]
     inputs = [case.input]
     for token in tokens:
         ids = case.input["input"].clone()
@@ -340,10 +303,8 @@ def test_tokens_depend_on_those_they_see_and_on_no_others(name, size):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "saving", [Saving("selective"), Saving("full"), Saving("full", blocks=1)], ids=str
-)
-def test_what_is_recomputed_gives_equal_gradients(name, saving):
+def test_what_is_recomputed_gives_equal_gradients(name):
+    """To the bits, and with tiles or groups to the rounding of sums."""
     case = golden(name)
 
     def work(ring, saving):
@@ -355,9 +316,16 @@ def test_what_is_recomputed_gives_equal_gradients(name, saving):
         loss.backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    expected, found = (simulate(2, lambda ring, s=s: work(ring, s)) for s in (Saving(), saving))
-    for mine, other in zip(found, expected, strict=True):
-        assert all(grad.equal(other[name]) for name, grad in mine.items())
+    expected = simulate(2, lambda ring: work(ring, Saving()))
+    for saving, bound in (
+        (Saving("selective"), 0),
+        (Saving("full", blocks=1), 0),
+        (Saving("full", every=2, tile=7), 1e-5),
+    ):
+        found = simulate(2, lambda ring, saving=saving: work(ring, saving))
+        for mine, other in zip(found, expected, strict=True):
+            for key, grad in mine.items():
+                assert (grad - other[key]).norm() <= bound * other[key].norm(), (saving, key)
 
 
 @BOTH
@@ -440,11 +408,11 @@ CPM_LIVES = {
     "dim_ff": 128,
     "num_layers": 2,
     "dropout_p": 0.0,
-    "position_bias_num_buckets": 32,
-    "position_bias_max_distance": 64,
     "eps": 1e-06,
     "half": True,
     "mask_modules": None,
+    "position_bias_num_buckets": 32,
+    "position_bias_max_distance": 64,
 }
 
 
@@ -455,33 +423,34 @@ def test_cpm_lives_json_is_read():
     assert (ant.num_bias_rows, ant.prompt_types, ant.residual_divisor) == (32 + 25, 32, 1.0)
     assert (BeeConfig().num_heads, BeeConfig().position_bias_num_buckets) == (64, 256)
     assert AntConfig().position_bias_num_buckets == 512
+    rotate = [PRESETS[f"cpm-bee-{size}"].fp16_rotary for size in ("tiny", "3b", "10b")]
+    assert rotate == [False, True, True]
+    for change, expected in (({}, True), ({"half": False}, False), ({"fp16_rotary": False}, False)):
+        assert BeeConfig.from_dict(CPM_LIVES | change).fp16_rotary == expected
     for config in PRESETS.values():
         assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"something": 1}, r"unknown fields \['something'\] in a configuration of cpm-bee"),
-        ({"prompt_types": 4}, "unknown fields"),
-        (
-            {"model_type": "cpm-ant"},
-            "expected a configuration of 'cpm-bee', got one of 'cpm-ant'",
-        ),
-        ({"dropout_p": 0.1}, "dropout_p must be 0"),
-        ({"dim_model": 63}, "dim_model must be even"),
-        ({"num_heads": 0}, "num_heads must be positive"),
-        ({"num_layers": "2"}, "num_layers must be int"),
-        ({"residual_divisor": 0}, "residual_divisor must be positive"),
-        ({"fp16_rotary": 1}, "fp16_rotary must be bool"),
-        ({"position_bias_num_buckets": 3}, "at least 4"),
-        ({"position_bias_max_distance": 8}, "more than the 8 distances"),
-        ({"mask_modules": [[0, 1]]}, r"for each of 2 layers, got \[\[0, 1\]\]"),
-        ({"mask_modules": 5}, "for each of 2 layers, got 5"),
-        ({"mask_modules": [[0, 2], [0, 0]]}, "mask_modules must be"),
-        ({"dim_ff": 10**14}, "less than 1e15 parameters, got"),
-    ],
-)
+WRONG_CONFIGS = [
+    ({"something": 1}, r"unknown fields \['something'\] in a configuration of cpm-bee"),
+    ({"prompt_types": 4}, "unknown fields"),
+    ({"model_type": "cpm-ant"}, "expected a configuration of 'cpm-bee', got one of 'cpm-ant'"),
+    ({"dropout_p": 0.1}, "dropout_p must be 0"),
+    ({"dim_model": 63}, "dim_model must be even"),
+    ({"num_heads": 0}, "num_heads must be positive"),
+    ({"num_layers": "2"}, "num_layers must be int"),
+    ({"residual_divisor": 0}, "residual_divisor must be positive"),
+    ({"fp16_rotary": 1}, "fp16_rotary must be bool"),
+    ({"position_bias_num_buckets": 3}, "at least 4"),
+    ({"position_bias_max_distance": 8}, "more than the 8 distances"),
+    ({"mask_modules": [[0, 1]]}, r"for each of 2 layers, got \[\[0, 1\]\]"),
+    ({"mask_modules": 5}, "for each of 2 layers, got 5"),
+    ({"mask_modules": [[0, 2], [0, 0]]}, "mask_modules must be"),
+    ({"dim_ff": 10**14}, "less than 1e15 parameters, got"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_CONFIGS)
 def test_wrong_configurations_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         BeeConfig.from_dict(CPM_LIVES | change)
@@ -502,27 +471,19 @@ def bee_row(tokens: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"length": 9}, "length must be at most the 8 tokens of the row, got 9"),
-        ({"span": torch.zeros(7)}, r"span must be one number .* \(8,\) on the CPU, got \(7,\)"),
-        ({"context": torch.ones(8)}, "context must be bool, got torch.float32"),
-        (
-            {"segment": torch.ones(8, dtype=torch.int32)},
-            "segment must be at least 0 and below 1, got 1 at 0",
-        ),
-        (
-            {"segment_rel": torch.tensor([77], dtype=torch.int32)},
-            "segment_rel must be at least 0 and below 33, got 77",
-        ),
-        (
-            {"segment_rel_offset": torch.full((8,), 3)},
-            "pairs must have entries 3 to 3, for each base [+] segment, got 1 entries",
-        ),
-        ({"sample_ids": torch.full((8,), -1)}, "sample_ids must be at least 0"),
-    ],
-)
+ONES = torch.ones(8, dtype=torch.int32)
+WRONG_ROWS = [
+    ({"length": 9}, "length must be at most the 8 tokens of the row, got 9"),
+    ({"span": torch.zeros(7)}, r"span must be one number .* \(8,\) on the CPU, got \(7,\)"),
+    ({"context": torch.ones(8)}, "context must be bool, got torch.float32"),
+    ({"segment": ONES}, "segment must be at least 0 and below 1, got 1 at 0"),
+    ({"segment_rel": ONES[:1] * 77}, "segment_rel must be at least 0 and below 33, got 77"),
+    ({"segment_rel_offset": ONES * 3}, "pairs must have entries 3 to 3, .*, got 1 entries"),
+    ({"sample_ids": -ONES}, "sample_ids must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_ROWS)
 def test_wrong_rows_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         bee_scores(golden("bee").config, **{**bee_row(8), **change})
@@ -531,9 +492,8 @@ def test_wrong_rows_are_refused(change, message):
 def test_a_row_of_many_short_runs_is_refused_at_once():
     hidden = torch.arange(4096) % 2 == 0
     nothing = torch.zeros(4096, dtype=torch.int32)
-    with pytest.raises(
-        ValueError, match="2048 runs of tokens to be predicted, up to 2048 in a span"
-    ):
+    message = "2048 runs of tokens to be predicted, up to 2048 in a span"
+    with pytest.raises(ValueError, match=message):
         ant_scores(golden("ant").config, 4096, ~hidden, nothing, nothing)
 
 

@@ -32,7 +32,7 @@ CASES += [
         [(3, 3), (4, 2), (8, 8)], LAYOUTS, ("q", "kv"), SHAPES
     )
 ]
-CASES = CASES[::5]  # tests/conformance has random ones, for every strategy
+CASES = CASES[::7]  # tests/conformance has random ones, for every strategy
 # a message of one entry, whose strides say nothing
 CASES += [(8, 4, "striped", True, "q", (17, 3, 1, 1, 2), 6)]
 SCALE = 0.31
@@ -136,13 +136,12 @@ def test_only_the_gradients_that_are_wanted(wanted):
 )
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("flash", CPU_KERNELS)
-@pytest.mark.parametrize("inner", [4, 2])
-def test_narrow_dtypes_keep_their_precision(dtype, bound, backward, flash, inner):
+def test_narrow_dtypes_keep_their_precision(dtype, bound, backward, flash):
     """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4), to which results are
     rounded.
     """
     tensors = random_qkv(1, 61, 4, 2, 24, dtype)
-    got = ring_attention(4, inner, "zigzag", True, backward, tensors, flash=flash)
+    got = ring_attention(4, 2, "zigzag", True, backward, tensors, flash=flash)
     for i, (mine, expected) in enumerate(zip(got, dense(True, tensors), strict=True)):
         assert mine.dtype == (torch.float32 if i == 1 else dtype)
         assert relative_error(mine, expected) < bound

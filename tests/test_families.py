@@ -5,6 +5,7 @@ there and back.
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -45,78 +46,42 @@ LENGTHS = (13, ORIGINAL, ORIGINAL + 1, 45)
 # orders, and transformers has phases in fp32, which at position 45 are off by 3e-6.
 CLOSE = 1e-5
 
-LONG = {
-    "short_factor": [1.0, 1.1, 1.3, 1.7],
-    "long_factor": [1.5, 2.0, 4.0, 7.5],
-    "original_max_position_embeddings": 16,
-}
+ORIGINALLY = {"original_max_position_embeddings": ORIGINAL}
+LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 7.5], **ORIGINALLY}
+YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINALLY}
+BETAS = {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.25, "attention_factor": 1.2}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = {
     "none": {},
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 3.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "yarn, not truncated": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "truncate": False,
-        "beta_fast": 2.0,
-        "beta_slow": 0.25,
-        "attention_factor": 1.2,
-    },
-    "yarn, mscale": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "mscale": 1.5,
-        "mscale_all_dim": 0.5,
-        "beta_fast": 3,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    "yarn": YARN,
+    "yarn, not truncated": {**YARN, **BETAS},
+    "yarn, mscale": {**YARN, "mscale": 1.5, "mscale_all_dim": 0.5, "beta_fast": 3},
+    "llama3": {**LLAMA3, **ORIGINALLY},
     "longrope": {"rope_type": "longrope", **LONG},
     "longrope, factor": {"rope_type": "longrope", "factor": 3.0, **LONG},
     "longrope, attention_factor": {"rope_type": "longrope", "attention_factor": 1.3, **LONG},
 }
+TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
+SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES = {
     "llama": (LlamaConfig, {}),
-    "llama, biases": (
-        LlamaConfig,
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
+    "llama, biases": (LlamaConfig, {**BIASED, **TIED, "mlp_bias": True}),
     "minicpm5": (LlamaConfig, {"num_attention_heads": 16, "num_key_value_heads": 2}),
     "mistral": (MistralConfig, {"sliding_window": 7}),
-    "ministral": (
-        MinistralConfig,
-        {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen2, windows": (
-        Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-    ),
+    "ministral": (MinistralConfig, {"sliding_window": 7, "layer_types": [FULL, SLIDING]}),
+    "qwen2": (Qwen2Config, TIED),
+    "qwen2, windows": (Qwen2Config, {**WINDOWS, "max_window_layers": 1}),
     "qwen3": (Qwen3Config, {}),
     "qwen3, biases, windows": (
         Qwen3Config,
-        {
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "tie_word_embeddings": True,
-        },
+        {**BIASED, **WINDOWS, **TIED, "layer_types": [SLIDING, FULL]},
     ),
 }
 PAIRS = [("llama", rope) for rope in ROPES] + [
-    (family, rope)
-    for family in FAMILIES
-    if family != "llama"
-    for rope in ("none", "yarn", "longrope")
+    (family, rope) for family in FAMILIES if family != "llama" for rope in ("none", "longrope")
 ]
 
 
@@ -243,31 +208,23 @@ def test_older_spellings_mean_the_same(rope):
         assert config_from_hf({**beside, "original_max_position_embeddings": original}) == expected
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "message"),
-    [
-        (
-            "none",
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_scaling {'type': 'linear', 'factor': 2} and rope_parameters {.*500.0.*} contra",
-        ),
-        ("yarn", {"rope_scaling": {"type": "linear", "factor": 2}}, "contradict each other"),
-        (
-            "yarn",
-            {"rope_theta": 77.0},
-            "rope_theta 77.0 and rope_parameters's rope_theta 500.0 con",
-        ),
-        (
-            "none",
-            {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
-            "rope_scaling's rope_theta 10000.0 and rope_parameters's rope_theta 500.0 contradict",
-        ),
-        ("yarn", {"original_max_position_embeddings": 32}, "original_max_position_embeddings 32 a"),
-    ],
-)
-def test_two_fields_that_contradict_each_other_are_refused(family, change, message):
-    hf = config_of("llama", family).to_dict()
-    with pytest.raises(ValueError, match=message):
+CONTRADICTIONS = [
+    ("none", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling {'type': 'linear', "),
+    ("yarn", {"rope_scaling": {"type": "linear", "factor": 2}}, "contradict each other"),
+    ("yarn", {"rope_theta": 77.0}, "rope_theta 77.0 and rope_parameters's rope_theta 500.0 con"),
+    (
+        "none",
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
+        "rope_scaling's rope_theta 10000.0 and rope_parameters's rope_theta 500.0 contradict",
+    ),
+    ("yarn", {"original_max_position_embeddings": 32}, "original_max_position_embeddings 32 a"),
+]
+
+
+@pytest.mark.parametrize(("rope", "change", "message"), CONTRADICTIONS)
+def test_two_fields_that_contradict_each_other_are_refused(rope, change, message):
+    hf = config_of("llama", rope).to_dict()
+    with pytest.raises(ValueError, match=re.escape(message)):
         config_from_hf({**hf, **change})
 
 
@@ -278,18 +235,9 @@ def test_two_fields_that_agree_are_read():
     assert config_from_hf(both) == config_from_hf(hf)
 
 
-MINICPM4 = dataclasses.replace(
-    SMALL,
-    rope_scaling=RopeScaling.from_dict(
-        {
-            "kind": "longrope",
-            "short_factor": LONG["short_factor"],
-            "long_factor": LONG["long_factor"],
-            "original_length": 16,
-            "factor": 4.0,
-        }
-    ),
-)
+SCALING = {"kind": "longrope", **LONG, "original_length": 16, "factor": 4.0}
+del SCALING["original_max_position_embeddings"]
+MINICPM4 = dataclasses.replace(SMALL, rope_scaling=RopeScaling.from_dict(SCALING))
 
 
 def test_minicpm4_folds_into_a_llama_with_the_same_logits(tmp_path):
@@ -403,9 +351,8 @@ def small(rope: str, **changes) -> CPMConfig:
     return dataclasses.replace(SMALL, rope_theta=500.0, rope_scaling=scaling, **changes)
 
 
-@pytest.mark.parametrize("rope", ["dynamic", "yarn", "longrope"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("length", [ORIGINAL, ORIGINAL + 1, 45])
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+@pytest.mark.parametrize(("ranks", "length"), [(2, ORIGINAL), (4, ORIGINAL + 1), (2, 45)])
 def test_ranks_go_by_the_whole_sequence(rope, ranks, length):
     config = small(rope, qk_norm=True, qkv_bias=True)
     tokens = tokens_of(length)
@@ -486,168 +433,102 @@ def test_ranks_tell_each_other_the_longest():
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "message"),
-    [
-        (
-            "llama",
-            {"model_type": "mixtral", "num_local_experts": 8},
-            "'model_type': 'mixtral', 'num_local_experts': 8",
-        ),
-        (
-            "llama",
-            {"model_type": "qwen3_moe", "num_experts": 64},
-            "'model_type': 'qwen3_moe', 'num_experts': 64",
-        ),
-        ("llama", {"model_type": "minicpm3"}, "'model_type': 'minicpm3'"),
-        ("llama", {"model_type": "minicpm", "num_experts": 8}, "'num_experts': 8"),
-        ("llama", {"sparse_config": {"kernel_size": 32}}, "sparse_config"),
-        ("llama", {"model_type": "minicpm", "use_mup": False}, "'use_mup': False"),
-        ("llama", {"use_mup": True}, "'use_mup': True"),
-        ("llama", {"model_type": "minicpm", "mup_denominator": 40}, "'mup_denominator': 40"),
-        ("llama", {"model_type": "minicpm", "no_rope": True}, "'no_rope': True"),
-        ("llama", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping': 30.0"),
-        (
-            "llama",
-            {"model_type": "minicpm"},
-            r"lacks \['dim_model_base', 'scale_depth', 'scale_emb'\]",
-        ),
-        (
-            "llama",
-            {"model_type": "minicpm", "scale_depth": 1.4, "scale_emb": 12},
-            r"lacks \['dim_model_base'\]",
-        ),
-        ("qwen2", {"mlp_bias": True}, "mlp_bias"),
-        ("mistral", {"attention_bias": True}, "attention_bias"),
-        ("llama", {"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (
-            "llama",
-            {"layer_types": ["chunked_attention"] * 2},
-            "layer_types must be .* got .*chunked_attention",
-        ),
-        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layers of this llama a window"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layers of this qwen2 a window"),
-        (
-            "qwen2, windows",
-            {"sliding_window": None},
-            "sliding_window must be a positive int, got None",
-        ),
-        (
-            "qwen2, windows",
-            {"layer_types": None, "max_window_layers": None},
-            "max_window_layers must be the number",
-        ),
-        ("qwen3, biases, windows", {"layer_types": ["sliding_attention"]}, "for each of 2 layers"),
-    ],
-)
+MINICPM = {"model_type": "minicpm"}
+OTHERS = [
+    ("llama", {"model_type": "mixtral", "num_local_experts": 8}, "'mixtral', 'num_local_experts'"),
+    ("llama", {"model_type": "minicpm3"}, "'model_type': 'minicpm3'"),
+    ("llama", {**MINICPM, "num_experts": 8}, "'num_experts': 8"),
+    ("llama", {"sparse_config": {"kernel_size": 32}}, "sparse_config"),
+    ("llama", {**MINICPM, "use_mup": False}, "'use_mup': False"),
+    ("llama", {"use_mup": True}, "'use_mup': True"),
+    ("llama", {**MINICPM, "mup_denominator": 40}, "'mup_denominator': 40"),
+    ("llama", {**MINICPM, "no_rope": True}, "'no_rope': True"),
+    ("llama", {"final_logit_softcapping": 30.0}, "'final_logit_softcapping': 30.0"),
+    ("llama", MINICPM, "lacks ['dim_model_base', 'scale_depth', 'scale_emb']"),
+    ("llama", {**MINICPM, "scale_depth": 1.4, "scale_emb": 12}, "lacks ['dim_model_base']"),
+    ("qwen2", {"mlp_bias": True}, "mlp_bias"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    ("llama", {"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"layer_types": ["chunked_attention"] * 2}, "layer_types must be sliding_attention"),
+    ("llama", {"layer_types": [SLIDING] * 2}, "layers of this llama a window"),
+    ("qwen2", {"layer_types": [SLIDING] * 2}, "layers of this qwen2 a window"),
+    ("qwen2, windows", {"sliding_window": None}, "must be a positive int, got None"),
+    (
+        "qwen2, windows",
+        {"layer_types": None, "max_window_layers": None},
+        "max_window_layers must be the number",
+    ),
+    ("qwen3, biases, windows", {"layer_types": [SLIDING]}, "for each of 2 layers"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "message"), OTHERS)
 def test_other_models_are_refused_by_name(family, change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         config_from_hf({**config_of(family, "none").to_dict(), **change})
 
 
-@pytest.mark.parametrize(
-    ("rope", "change", "message"),
-    [
-        (
-            "yarn",
-            {"rope_type": "proportional"},
-            "must be scaled by one of .*, got 'proportional'",
-        ),
-        ("yarn", {"rope_type": ["yarn"]}, "must be scaled by one of"),
-        ("yarn", {"mrope_section": [1, 1, 2]}, "with unknown fields .'mrope_section'"),
-        ("yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("yarn", {"factor": 0.5}, "factor of yarn must be a finite number at least 1, got 0.5"),
-        ("yarn", {"factor": "4"}, "factor of yarn must be a finite number at least 1, got '4'"),
-        (
-            "yarn",
-            {"original_max_position_embeddings": -16},
-            "original_max_position_embeddings must be a positive int",
-        ),
-        ("yarn", {"beta_fast": 0.5}, "beta_fast=0.5 of yarn must not be below beta_slow=1.0"),
-        (
-            "yarn",
-            {"attention_factor": 0},
-            "attention_factor of yarn must be a finite number above 0, got 0",
-        ),
-        ("yarn", {"truncate": 1}, "truncate of yarn must be bool, got 1"),
-        (
-            "yarn",
-            {"mscale": "1", "mscale_all_dim": 1},
-            "mscale and mscale_all_dim must be finite numbers",
-        ),
-        (
-            "yarn",
-            {"full_attention": {"rope_type": "default"}},
-            "must be the same for all layers, got separate ones for .'full_attention'.",
-        ),
-        ("yarn", {"rope_theta": 1}, "yarn needs a rope_theta above 1, got 1"),
-        ("dynamic", {"factor": math.inf}, "factor of dynamic must be a finite number"),
-        (
-            "llama3",
-            {"low_freq_factor": None},
-            "llama3 takes factor, .*: missing .'low_freq_factor'.",
-        ),
-        (
-            "llama3",
-            {"low_freq_factor": 5},
-            "high_freq_factor=4.0 of llama3 must be above low_freq_factor=5",
-        ),
-        (
-            "longrope",
-            {"long_factor": [1.0] * 5},
-            "long_factor of longrope must have 4 numbers for head_dim=8, got 5",
-        ),
-        (
-            "longrope",
-            {"short_factor": [1.0, 0, 1, 1]},
-            "short_factor of longrope must be a list of positive numbers",
-        ),
-        (
-            "longrope",
-            {"short_factor": 1.0},
-            "short_factor of longrope must be a list of positive numbers, got 1.0",
-        ),
-    ],
-)
+LIST = "of longrope must be a list of positive numbers"
+BROKEN = [
+    ("yarn", {"rope_type": "proportional"}, "linear, dynamic, yarn, llama3, longrope, got 'prop"),
+    ("yarn", {"rope_type": ["yarn"]}, "must be scaled by one of"),
+    ("yarn", {"mrope_section": [1, 1, 2]}, "with unknown fields ['mrope_section'"),
+    ("yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("yarn", {"factor": 0.5}, "factor of yarn must be at least 1, got 0.5"),
+    ("yarn", {"factor": "4"}, "scaled by yarn: factor must be float, got '4'"),
+    ("yarn", {"original_max_position_embeddings": -16}, "embeddings must be a positive int"),
+    ("yarn", {"beta_fast": 0.5}, "beta_fast=0.5 of yarn must not be below beta_slow=1.0"),
+    ("yarn", {"attention_factor": 0}, "attention_factor must be positive and finite, got 0"),
+    ("yarn", {"truncate": 1}, "truncate must be bool, got 1"),
+    ("yarn", {"mscale": "1", "mscale_all_dim": 1}, "mscale_all_dim must be finite numbers"),
+    (
+        "yarn",
+        {"full_attention": {"rope_type": "default"}},
+        "must be the same for all layers, got separate ones for ['full_attention']",
+    ),
+    ("yarn", {"rope_theta": 1}, "yarn needs a rope_theta above 1, got 1"),
+    ("dynamic", {"factor": math.inf}, "factor must be positive and finite, got inf"),
+    ("llama3", {"low_freq_factor": None}, "original_length: missing ['low_freq_factor']"),
+    ("llama3", {"low_freq_factor": 5}, "high_freq_factor=4.0 of llama3 must be above low_freq"),
+    (
+        "longrope",
+        {"long_factor": [1.0] * 5},
+        "long_factor of longrope must have 4 numbers for head_dim=8, got 5",
+    ),
+    ("longrope", {"short_factor": [1.0, 0, 1, 1]}, f"short_factor {LIST}"),
+    ("longrope", {"short_factor": 1.0}, f"short_factor {LIST}, got 1.0"),
+]
+
+
+@pytest.mark.parametrize(("rope", "change", "message"), BROKEN)
 def test_broken_scalings_are_refused_by_name(rope, change, message):
     hf = config_of("llama", rope).to_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         config_from_hf({**hf, "rope_parameters": {**hf["rope_parameters"], **change}})
 
 
 def test_lengths_that_a_scaling_needs_are_asked_for():
     hf = {**config_of("llama", "dynamic").to_dict(), "max_position_embeddings": None}
-    with pytest.raises(
-        ValueError,
-        match="scaled by dynamic: max_position_embeddings must be a positive int, got None",
-    ):
+    with pytest.raises(ValueError, match="dynamic: max_position_embeddings must be a positive int"):
         config_from_hf(hf)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"qkv_bias": True, "window": 5}, "Hugging Face's MiniCPM has no window"),
-        (
-            {"qk_norm": True, "o_bias": True},
-            r"Hugging Face's MiniCPM has none of \['o_bias', 'qk_norm'\]",
-        ),
-        ({"scale_emb": 1.0, "o_bias": True}, r"no Hugging Face model has \['o_bias'\]"),
-        (
-            {"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True},
-            r"no Hugging Face model has \['mlp_bias', 'qk_norm'\]",
-        ),
-        (
-            {"scale_emb": 1.0, "mlp_bias": True, "window": 5},
-            r"no Hugging Face model has \['mlp_bias'\] and a window of 5",
-        ),
-    ],
-)
+NONE = "no Hugging Face model has"
+UNWRITTEN = [
+    ({"qkv_bias": True, "window": 5}, "Hugging Face's MiniCPM has no window"),
+    ({"qk_norm": True, "o_bias": True}, "Face's MiniCPM has none of ['o_bias', 'qk_norm']"),
+    ({"scale_emb": 1.0, "o_bias": True}, f"{NONE} ['o_bias']"),
+    ({"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True}, f"{NONE} ['mlp_bias', 'qk_norm']"),
+    ({"scale_emb": 1.0, "mlp_bias": True, "window": 5}, "['mlp_bias'] and a window of 5"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), UNWRITTEN)
 def test_what_no_model_there_is_like_is_not_written(change, message, tmp_path):
     scalings = {"scale_depth": None, "dim_model_base": None} if "scale_emb" in change else {}
     config = dataclasses.replace(SMALL, **change, **scalings)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         save_weights(tmp_path / "out", config, {})
     assert not (tmp_path / "out").exists()
 
@@ -655,7 +536,7 @@ def test_what_no_model_there_is_like_is_not_written(change, message, tmp_path):
 # The configuration.
 
 
-YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
+PLAIN_YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
 
 
 @pytest.mark.parametrize(
@@ -664,12 +545,9 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
         ({"factor": 2.0}, "kind must be one of linear, dynamic, yarn, llama3, longrope, got None"),
         ({"kind": "su"}, "kind must be one of .*, got 'su'"),
         ({"kind": "linear"}, r"linear takes factor: missing \['factor'\]"),
-        ({**YARN, "mscale": 1.0}, r"yarn takes factor, .*unknown \['mscale'\]"),
-        (
-            {**YARN, "original_length": 32.0},
-            "original_length of yarn must be a whole number at least 1, got 32.0",
-        ),
-        ("yarn", "expected a RopeScaling or its names and values, got 'yarn'"),
+        ({**PLAIN_YARN, "mscale": 1.0}, r"yarn takes factor, .*unknown \['mscale'\]"),
+        ({**PLAIN_YARN, "original_length": 32.0}, "original_length must be int, got 32.0"),
+        ("yarn", "expected RopeScaling or its names and values, got 'yarn'"),
     ],
 )
 def test_scalings_in_a_configuration_are_checked(said, message):
@@ -700,22 +578,16 @@ def test_heads_that_do_not_divide_the_hidden_size_are_written_as_no_llama(tmp_pa
         config_to_hf(dataclasses.replace(config, mlp_bias=True))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_models_survive_the_way_to_json(preset, tmp_path):
-    (tmp_path / "m.json").write_text(json.dumps(PRESETS[preset].to_dict()))
-    assert TrainConfig(model=str(tmp_path / "m.json")).model_config() == PRESETS[preset]
-
-
-def test_a_model_file_says_its_scaling(tmp_path):
-    (tmp_path / "m.json").write_text(json.dumps({**SMALL.to_dict(), "rope_scaling": YARN}))
-    assert TrainConfig(model=str(tmp_path / "m.json")).model_config().rope_scaling == Yarn(4.0, 32)
-    (tmp_path / "m.json").write_text(
-        json.dumps({**SMALL.to_dict(), "rope_scaling": {"kind": "yarn"}})
-    )
-    with pytest.raises(
-        ValueError, match=r"m\.json: rope_scaling: yarn takes factor, original_length"
-    ):
-        TrainConfig(model=str(tmp_path / "m.json")).model_config()
+def test_models_survive_the_way_to_json(tmp_path):
+    file = tmp_path / "m.json"
+    for preset in PRESETS.values():
+        file.write_text(json.dumps(preset.to_dict()))
+        assert TrainConfig(model=str(file)).model_config() == preset
+    file.write_text(json.dumps({**SMALL.to_dict(), "rope_scaling": PLAIN_YARN}))
+    assert TrainConfig(model=str(file)).model_config().rope_scaling == Yarn(4.0, 32)
+    file.write_text(json.dumps({**SMALL.to_dict(), "rope_scaling": {"kind": "yarn"}}))
+    with pytest.raises(ValueError, match=r"m\.json: rope_scaling: yarn takes factor, original_len"):
+        TrainConfig(model=str(file)).model_config()
 
 
 EVERYTHING = dataclasses.replace(SMALL, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
@@ -754,14 +626,8 @@ def test_scalings_fold_into_biases(tmp_path):
 def test_presets_go_to_hugging_face_and_back(preset):
     config = PRESETS[preset]
     hf = json.loads(json.dumps(config_to_hf(config)))
-    kinds = {
-        "cpm": "minicpm",
-        "minicpm": "minicpm",
-        "minicpm4": "minicpm",
-        "minicpm4.1": "minicpm",
-        "qwen2.5": "qwen2",
-        "qwen3": "qwen3",
-    }
+    kinds = dict.fromkeys(("cpm", "minicpm", "minicpm4", "minicpm4.1"), "minicpm")
+    kinds |= {"qwen2.5": "qwen2", "qwen3": "qwen3"}
     assert hf["model_type"] == kinds.get(preset.split("-")[0], "llama")
     again = config_from_hf(hf)
     expected = with_length(config, hf.get("max_position_embeddings"))

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_burst import IGNORE_INDEX, loss
 from bmt_burst.loss import (
@@ -16,6 +15,7 @@ from bmt_burst.loss import (
     score_tokens,
 )
 from tests.helpers import relative_error
+from tests.largest import Largest
 
 
 def test_loss_is_a_sum_and_a_count():
@@ -29,17 +29,6 @@ def test_loss_is_a_sum_and_a_count():
     nothing, none = cross_entropy_sum(logits, torch.full_like(labels, IGNORE_INDEX))
     assert (float(nothing.detach()), int(none)) == (0.0, 0)
     assert not torch.autograd.grad(nothing, logits)[0].any()
-
-
-class Largest(TorchDispatchMode):
-    entries = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(x, torch.Tensor):
-                self.entries = max(self.entries, x.numel())
-        return result
 
 
 def plain(hidden, weight, labels):
@@ -89,8 +78,8 @@ def results(function, hidden, weight, labels, factor=0.37):
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)]
 )
-@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1), (5, 7), (16, 8), (23, 31)])
-@pytest.mark.parametrize("tile", [(3, 4), (16, 8), (1000, 1000)])
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1), (16, 8), (23, 31)])
+@pytest.mark.parametrize("tile", [(3, 4), (1000, 1000)])
 def test_tiled_equals_plain(monkeypatch, dtype, bound, tokens, vocabulary, tile):
     monkeypatch.setattr(loss, "_TILE_TOKENS", tile[0])
     monkeypatch.setattr(loss, "_TILE_ENTRIES", tile[1])
@@ -162,63 +151,29 @@ def test_large_logits_do_not_overflow():
     assert dhidden.isfinite().all()
 
 
-@pytest.mark.parametrize("label", [-1, 7, 1000])
-def test_labels_outside_the_vocabulary_are_refused(label):
+def test_labels_outside_the_vocabulary_are_refused():
     hidden, weight, labels = case(5, 7, torch.float32)
-    labels[0, 1] = label
-    with pytest.raises(ValueError, match=f"label {label} is not in a vocabulary of 7"):
-        linear_cross_entropy_sum(hidden, weight, labels)
+    for label in (-1, 7, 1000):
+        labels[0, 1] = label
+        with pytest.raises(ValueError, match=f"label {label} is not in a vocabulary of 7"):
+            linear_cross_entropy_sum(hidden, weight, labels)
 
 
+SHAPES = r"labels: expected shape \(2, 5\), one a token, got "
+SIZES, DTYPE = "hidden and weight: expected ", "one dtype, got torch."
 WRONG = [
-    (
-        lambda h, w, y: (h, w, y[:, :-1]),
-        ValueError,
-        r"labels: expected shape \(2, 5\), one a token, got \(2, 4\)",
-    ),
-    (
-        lambda h, w, y: (h, w, y.T),
-        ValueError,
-        r"labels: expected shape \(2, 5\), one a token, got \(5, 2\)",
-    ),
-    (
-        lambda h, w, y: (h, w, y.flatten()),
-        ValueError,
-        r"labels: expected shape \(2, 5\), one a token, got \(10,\)",
-    ),
+    (lambda h, w, y: (h, w, y[:, :-1]), ValueError, rf"{SHAPES}\(2, 4\)"),
+    (lambda h, w, y: (h, w, y.T), ValueError, rf"{SHAPES}\(5, 2\)"),
+    (lambda h, w, y: (h, w, y.flatten()), ValueError, rf"{SHAPES}\(10,\)"),
     (lambda h, w, y: (h, w, y.int()), TypeError, "labels: expected int64, got torch.int32"),
-    (
-        lambda h, w, y: (h, w, y.to("meta")),
-        ValueError,
-        "labels: expected them on cpu, got them on meta",
-    ),
+    (lambda h, w, y: (h, w, y.to("meta")), ValueError, "labels: expected them on cpu, got .* meta"),
     (lambda h, w, y: (h, w, y.tolist()), TypeError, "labels must be a torch.Tensor, got list"),
     (lambda h, w, y: (h, w.T, y), ValueError, r"got shapes \(2, 5, 12\) and \(12, 7\)"),
-    (
-        lambda h, w, y: (h[0, 0], w, y[0, 0]),
-        ValueError,
-        r"hidden and weight: expected \(..., tokens, E\)",
-    ),
-    (
-        lambda h, w, y: (h.bfloat16(), w, y),
-        TypeError,
-        "one dtype, got torch.bfloat16 and torch.float32",
-    ),
-    (
-        lambda h, w, y: (h, w.double(), y),
-        TypeError,
-        "one dtype, got torch.float32 and torch.float64",
-    ),
-    (
-        lambda h, w, y: (h.long(), w, y),
-        TypeError,
-        "hidden: expected fp16, bf16, fp32 or fp64, got torch.int64",
-    ),
-    (
-        lambda h, w, y: (h, w.to("meta"), y),
-        TypeError,
-        "weight: expected a tensor with values, got one on meta",
-    ),
+    (lambda h, w, y: (h[0, 0], w, y[0, 0]), ValueError, rf"{SIZES}\(..., tokens, E\)"),
+    (lambda h, w, y: (h.bfloat16(), w, y), TypeError, f"{DTYPE}bfloat16 and torch.float32"),
+    (lambda h, w, y: (h, w.double(), y), TypeError, f"{DTYPE}float32 and torch.float64"),
+    (lambda h, w, y: (h.long(), w, y), TypeError, "hidden: expected fp16, .*, got torch.int64"),
+    (lambda h, w, y: (h, w.to("meta"), y), TypeError, "weight: expected a tensor with values"),
     (lambda h, w, y: (h, w.to_sparse(), y), TypeError, "weight must be a dense tensor"),
 ]
 

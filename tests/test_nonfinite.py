@@ -13,7 +13,7 @@ from bmt_burst.spec import Spec
 from tests.helpers import CPU_KERNELS, dense_attention, random_qkv
 
 VALUES = [float("nan"), float("inf"), -float("inf")]
-BLOCKS = (1, 2, 7, 8, 16, 17, 33, 100)
+BLOCKS = (1, 2, 8, 17, 100)
 
 
 def spoilt(tokens, name, at, value, dtype):
@@ -42,7 +42,7 @@ def test_a_block_is_nan_where_dense_attention_is(flash, dtype, name, value):
 
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):

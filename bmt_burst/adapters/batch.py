@@ -20,6 +20,7 @@ from ..base.arguments import check_tensor
 from ..calls.masking import check_lengths, check_seq_len, layouts_of_rows, masks_of_rows
 from ..calls.options import Layouts, Masks
 from ..calls.terms import compare_terms
+from ..nn import plain_mask
 from ..ranks.agreement import gather_terms
 from ..ranks.rings import make_rings
 from ..ranks.sequence_parallel import SequenceParallel
@@ -41,14 +42,15 @@ _MOST_SLICES = 1 << 16  # of a row's mask: a plan of more would take minutes
 class LocalInputs:
     """A rank's part of the inputs of a forward.
 
-    tensors         by name, tensors of this rank's tokens: (B, S_local, ...), or None; at least one
-    length          (B,) integers: tokens of the whole rows, without the padding after them
-    attention_mask  (B, S_local), 0 where this rank's tokens are padding
-    mask, layout    one for all rows or one for each; by default no mask, and sp's layout
-    compared        other values that must be equal on all ranks, for JSON. Errors name their keys
+    tensors       by name, tensors of this rank's tokens: (B, S_local, ...), or None; at least one
+    length        (B,) integers: tokens of the whole rows, without the padding after them
+    mask, layout  one for all rows or one for each; by default no mask, and sp's layout
+    marks         integers of this rank's tokens by name, or None: see below
+    compared      other values that must be equal on all ranks, for JSON. Errors name their keys
 
-    Integers of this rank's tokens, (B, S_local), or (S_local,) or (1, S_local) if rows are equal:
+    These are the marks, (B, S_local), or (S_local,) or (1, S_local) if rows are equal:
 
+    attention_mask  only (B, S_local), 0 where this rank's tokens are padding
     context         not 0 for a token that all tokens except padding see. It sees only such tokens
     span            tokens see only tokens with the same number
     token_type_ids  any numbers
@@ -57,26 +59,10 @@ class LocalInputs:
 
     tensors: Mapping[str, Tensor | None]
     length: Tensor | None = None
-    attention_mask: Tensor | None = None
     mask: Masks | None = None
     layout: Layouts | None = None
-    context: Tensor | None = None
-    span: Tensor | None = None
-    token_type_ids: Tensor | None = None
-    position_ids: Tensor | None = None
+    marks: Mapping[str, Tensor | None] = field(default_factory=dict)
     compared: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def marks(self) -> dict[str, Tensor]:
-        """The numbers of each token that are given, by name."""
-        found = {
-            "attention_mask": self.attention_mask,
-            "context": self.context,
-            "span": self.span,
-            "token_type_ids": self.token_type_ids,
-            "position_ids": self.position_ids,
-        }
-        return {name: x for name, x in found.items() if x is not None}
 
 
 _MARKS = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
@@ -125,9 +111,8 @@ class Row:
         """Return the mask that was given, or that follows from padding, context and spans. None
         without any of these.
         """
-        if self.mask is not None or (
-            len(self.kinds) == 1 and self.kinds[0].valid and not self.with_context
-        ):
+        plain = len(self.kinds) == 1 and self.kinds[0].valid and not self.with_context
+        if plain or self.mask is not None:
             return self.mask
         return _make_mask(self.kinds, self.layout.seq_len, self.with_context, causal, padding_sees)
 
@@ -143,9 +128,8 @@ class Batch:
         """Return this rank's part of a tensor (S,) for each row: (S_local,), or (B, S_local) if
         rows differ.
         """
-        parts = [
-            row.layout.shard(x, self.rank, dim=0) for row, x in zip(self.rows, whole, strict=True)
-        ]
+        pairs = zip(self.rows, whole, strict=True)
+        parts = [row.layout.shard(x, self.rank, dim=0) for row, x in pairs]
         return parts[0] if len(parts) == 1 else torch.stack(parts)
 
     def mask_options(self, causal: bool, padding_sees: bool) -> dict[str, Any]:
@@ -169,7 +153,7 @@ class Batch:
         return {"scores": _join_rows(rows), "layout": _join_rows([x.layout for x in self.rows])}
 
     def _masks(self, causal: bool, padding_sees: bool) -> list[Mask]:
-        plain = _plain_mask(self.rows[0].layout.seq_len, causal)
+        plain = plain_mask(self.rows[0].layout.seq_len, causal)
         masks = [row.visible(causal, padding_sees) for row in self.rows]
         return [plain if mask is None else mask for mask in masks]
 
@@ -204,17 +188,16 @@ class _Part:
     def __init__(self, sp: SequenceParallel, inputs: LocalInputs):
         self.sp, self.inputs = sp, inputs
         self.size, self.tokens = _check_shapes(inputs.tensors)
-        if inputs.attention_mask is not None:
-            _check_padding(inputs.attention_mask, (self.size, self.tokens))
-        _check_exclusive(inputs)
+        marks = {name: x for name, x in inputs.marks.items() if x is not None}
+        if "attention_mask" in marks:
+            _check_padding(marks["attention_mask"], (self.size, self.tokens))
+        _check_exclusive(inputs, marks)
         self.lengths = None if inputs.length is None else _read_lengths(inputs.length, self.size)
         self.masks = masks_of_rows(inputs.mask, self.size) or (None,) * self.size
-        layouts: str | Layout | Sequence[str | Layout] = (
-            sp.layout if inputs.layout is None else inputs.layout
-        )
+        layouts: Layouts = sp.layout if inputs.layout is None else inputs.layout
         self.layouts = layouts_of_rows(layouts, self.size)
         self.placed = {row: sp.with_layout(row) for row in self.layouts}
-        self.marks = {name: self._check_mark(name, x) for name, x in inputs.marks.items()}
+        self.marks = {name: self._check_mark(name, x) for name, x in marks.items()}
         if self.marks and len(self.placed) > 1:
             raise ValueError(
                 f"rows with different layouts take length or mask, got {' and '.join(self.marks)}"
@@ -229,13 +212,8 @@ class _Part:
             "tokens": self.tokens,
             "length": self.lengths and _describe_rows(self.lengths),
             **{name: "given" if name in self.marks else None for name in _MARKS},
-            "mask": _describe_rows([None if mask is None else mask.digest for mask in self.masks]),
-            "layout": _describe_rows(
-                [
-                    x if isinstance(x, str) else f"{x.term} of {x.seq_len} tokens"
-                    for x in self.layouts
-                ]
-            ),
+            "mask": _describe_rows([mask and mask.digest for mask in self.masks]),
+            "layout": _describe_rows([_describe_layout(layout) for layout in self.layouts]),
         }
 
     def make_batch(self, tokens: list[int]) -> Batch:
@@ -279,6 +257,10 @@ class _Part:
         return dict(zip(self.marks, whole, strict=True))
 
 
+def _describe_layout(layout: str | Layout) -> str:
+    return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
+
+
 def _mark_lengths(lengths: list[int], seq_len: int) -> Tensor:
     """Return (B, S) int64, 1 up to the length of each row."""
     if max(lengths) > seq_len:
@@ -305,13 +287,9 @@ def _find_kinds(seq_len: int, marks: dict[str, Tensor]) -> tuple[_Kind, ...]:
     defaults = {"attention_mask": 1, "context": 0, "span": 0}
     if not marks.keys() & defaults.keys():
         return (_Kind((0, seq_len), valid=True, context=False, span=0),)
-    numbers = (
-        marks.get(name, torch.tensor(default).expand(seq_len)) for name, default in defaults.items()
-    )
-    return tuple(
-        _Kind(where, bool(valid), bool(context), span)
-        for where, (valid, context, span) in _split_at_changes(*numbers)
-    )
+    same = {name: torch.tensor(default).expand(seq_len) for name, default in defaults.items()}
+    found = _split_at_changes(*(marks.get(name, same[name]) for name in defaults))
+    return tuple(_Kind(where, bool(x[0]), bool(x[1]), x[2]) for where, x in found)
 
 
 def _number_spans(numbers: Tensor) -> NumberedSpans:
@@ -335,7 +313,7 @@ def _check_shapes(tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:
         check_tensor(name, x)
     shapes = {name: tuple(x.shape) for name, x in given.items()}
     first = next(iter(shapes.values()))[:2]
-    if any(len(shape) < 2 or shape[:2] != first for shape in shapes.values()):
+    if len(first) < 2 or any(shape[:2] != first for shape in shapes.values()):
         raise ValueError(
             "tensors of this rank's tokens must be (B, S_local, ...), with equal sizes, "
             f"got {shapes}"
@@ -343,17 +321,14 @@ def _check_shapes(tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:
     return first[0], first[1]
 
 
-def _check_exclusive(inputs: LocalInputs) -> None:
+def _check_exclusive(inputs: LocalInputs, marks: dict[str, Tensor]) -> None:
     """Raise ValueError for arguments that say the same thing twice."""
-    masking = {
-        "length": inputs.length,
-        "attention_mask": inputs.attention_mask,
-        "mask": inputs.mask,
-    }
+    padding = marks.get("attention_mask")
+    masking = {"length": inputs.length, "attention_mask": padding, "mask": inputs.mask}
     names = [name for name, x in masking.items() if x is not None]
     if len(names) > 1:
         raise ValueError(f"expected one of {', '.join(masking)}, got {' and '.join(names)}")
-    names = [name for name in ("context", "span") if name in inputs.marks]
+    names = [name for name in ("context", "span") if name in marks]
     if names and inputs.mask is not None:
         raise ValueError(
             f"expected a mask alone, got {' and '.join(names)} too: a mask has all visible pairs"
@@ -392,22 +367,16 @@ def _make_mask(
     of_span: dict[int, list[_Kind]] = {}
     for kind in kinds:
         of_span.setdefault(kind.span, []).append(kind)
-    areas = [
-        area
-        for same in of_span.values()
-        for area in _find_areas(same, with_context, 0 if causal else None, padding_sees)
-    ]
+    low = 0 if causal else None
+    found = (_find_areas(same, with_context, low, padding_sees) for same in of_span.values())
+    areas = [*itertools.chain.from_iterable(found)]
     count = sum(len(queries) * len(keys) for queries, keys, _ in areas)
     if count > _MOST_SLICES:
         raise ValueError(
             "padding, context and spans alternate too often: expected a mask of at most "
             f"{_MOST_SLICES} slices, got {count}"
         )
-    slices = (
-        Slice(q, kv, low)
-        for queries, keys, low in areas
-        for q, kv in itertools.product(queries, keys)
-    )
+    slices = [Slice(q, kv, low) for queries, keys, low in areas for q in queries for kv in keys]
     return Mask(seq_len, tuple(slices))
 
 
@@ -419,17 +388,13 @@ def _find_areas(
     """
     valid = merged(kind.where for kind in kinds if kind.valid)
     if not with_context:
-        return [(merged(kind.where for kind in kinds) if padding_sees else valid, valid, low)]
+        queries = merged(kind.where for kind in kinds) if padding_sees else valid
+        return [(queries, valid, low)]
     first, rest = (
         merged(kind.where for kind in kinds if kind.valid and kind.context == context)
         for context in (True, False)
     )
     return [(valid, first, None), (rest, rest, low)]
-
-
-@functools.lru_cache(maxsize=_MOST_MASKS)
-def _plain_mask(seq_len: int, causal: bool) -> Mask:
-    return (Mask.causal if causal else Mask.full)(seq_len)
 
 
 def _join_rows(rows: Sequence[Any]) -> Any:

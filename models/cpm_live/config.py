@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from models.config import check_fields, check_size
+from models.fields import check_fields, check_size, check_sizes
 
 MaskModules = tuple[tuple[bool, bool], ...]
 
@@ -58,21 +58,17 @@ class LiveConfig(ABC):
 
     def __post_init__(self):
         check_fields(self)
-        if self.position_bias_num_buckets < 4:
+        buckets, most = self.position_bias_num_buckets, self.position_bias_max_distance
+        if buckets < 4:
+            raise ValueError(f"position_bias_num_buckets must be at least 4, got {buckets}")
+        if most <= buckets // 4:
             raise ValueError(
-                "position_bias_num_buckets must be at least 4, "
-                f"got {self.position_bias_num_buckets}"
-            )
-        if self.position_bias_max_distance <= self.position_bias_num_buckets // 4:
-            raise ValueError(
-                "position_bias_max_distance must be more than the "
-                f"{self.position_bias_num_buckets // 4} distances that have a bucket each, got "
-                f"{self.position_bias_max_distance}"
+                f"position_bias_max_distance must be more than the {buckets // 4} distances that "
+                f"have a bucket each, got {most}"
             )
         if self.mask_modules is not None:
-            object.__setattr__(
-                self, "mask_modules", _mask_modules(self.mask_modules, self.num_layers)
-            )
+            pairs = _mask_modules(self.mask_modules, self.num_layers)
+            object.__setattr__(self, "mask_modules", pairs)
         check_size(self.num_parameters)
 
     @classmethod
@@ -98,8 +94,7 @@ class LiveConfig(ABC):
         Raises ValueError for missing sizes, and for what the model does not compute.
         """
         ours = {theirs: name for name, theirs in HF_FIELDS.items()}
-        if missing := [name for name in ("vocab_size", *ours) if name not in values]:
-            raise ValueError(f"config.json lacks {missing}")
+        check_sizes(values, ("vocab_size", *ours), ())
         if (scale := values.get("distance_scale", _DISTANCE_SCALE)) != _DISTANCE_SCALE:
             raise ValueError(f"distance_scale must be {_DISTANCE_SCALE}, got {scale!r}")
         fields = {field.name for field in dataclasses.fields(cls)} | {*_NOT_OURS}
@@ -149,9 +144,8 @@ class LiveConfig(ABC):
     @property
     def num_parameters(self) -> int:
         norms = self.dim_model * (sum(map(sum, self.parts)) + 1)
-        return (
-            self.num_multiplied + self.num_looked_up + norms + self.num_bias_rows * self.num_heads
-        )
+        table = self.num_bias_rows * self.num_heads
+        return self.num_multiplied + self.num_looked_up + norms + table
 
     @property
     def head_dim(self) -> int:
@@ -247,37 +241,19 @@ def _mask_modules(value: Any, num_layers: int) -> MaskModules:
     return tuple((bool(attention), bool(feed_forward)) for attention, feed_forward in pairs)
 
 
-_TINY: dict[str, Any] = {
-    "vocab_size": 320,
-    "dim_model": 128,
-    "num_heads": 4,
-    "dim_head": 32,
-    "dim_ff": 384,
-    "num_layers": 4,
-}
+def _sizes(*sizes: int) -> dict[str, Any]:
+    names = "vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff", "num_layers"
+    return dict(zip(names, sizes, strict=True))
+
+
+_TINY = _sizes(320, 128, 4, 32, 384, 4)
 _TINY |= {"position_bias_num_buckets": 64, "position_bias_max_distance": 512}
-_BEE_3B: dict[str, Any] = {
-    "dim_model": 2560,
-    "num_heads": 32,
-    "dim_head": 80,
-    "dim_ff": 3072,
-    "num_layers": 32,
-}
-_BIG: dict[str, Any] = {
-    "dim_model": 4096,
-    "num_heads": 32,
-    "dim_head": 128,
-    "dim_ff": 10240,
-    "num_layers": 48,
-}
-# fmt: off
 PRESETS: dict[str, LiveConfig] = {
     # For a laptop: bytes as tokens.
     "cpm-bee-tiny": BeeConfig(**_TINY, position_bias_num_segment_buckets=64),
     "cpm-ant-tiny": AntConfig(**_TINY, prompt_types=4, prompt_length=8, segment_types=4),
     # The released models, with the options of their training.
-    "cpm-bee-3b": BeeConfig(vocab_size=86580, **_BEE_3B, fp16_rotary=True),
-    "cpm-bee-10b": BeeConfig(vocab_size=86583, **_BIG, fp16_rotary=True),
-    "cpm-ant-10b": AntConfig(vocab_size=30720, **_BIG),
+    "cpm-bee-3b": BeeConfig(**_sizes(86580, 2560, 32, 80, 3072, 32), fp16_rotary=True),
+    "cpm-bee-10b": BeeConfig(**_sizes(86583, 4096, 32, 128, 10240, 48), fp16_rotary=True),
+    "cpm-ant-10b": AntConfig(**_sizes(30720, 4096, 32, 128, 10240, 48)),
 }
-# fmt: on

@@ -47,8 +47,9 @@ def _residual(x: Tensor, added: Tensor, its_divisor: float, divisor: float) -> T
     return (x + added / its_divisor) / divisor
 
 
-def _divisor(linear: nn.Linear) -> float:
-    return math.sqrt(linear.in_features)
+def _divisor(x: Tensor) -> float:
+    """Return what a linear layer divides its result by, for an input x (..., any)."""
+    return math.sqrt(x.shape[-1])
 
 
 def _linear(size: int, to: int) -> nn.Linear:
@@ -67,28 +68,35 @@ class Norm(nn.Module):
         return _rms_norm(x, self.weight, self.eps)
 
 
-class Attention(SequenceParallelModule):
-    """Attention over the ranks of `sp`, or to a KVCache. `options` are passed to
-    burst_attn_func.
+class SelfAttention(SequenceParallelModule):
+    """The first part of a block: x to (x + attention(norm(x))) / residual_divisor.
+
+    The attention is over the ranks of `sp`, or to a KVCache. `options` are passed to
+    burst_attn_func. Modules without a forward give weights the names of checkpoints.
     """
 
     def __init__(
-        self, config: LiveConfig, sp: SequenceParallel, layer: int, options: dict[str, Any]
+        self, config: LiveConfig, layer: int, sp: SequenceParallel, options: dict[str, Any]
     ):
         super().__init__()
         self.sp, self.layer, self.options, self.head_size = sp, layer, options, config.dim_head
+        self.divisor = config.residual_divisor
+        self.layernorm_before_attention = Norm(config.dim_model, config.eps)
         width = config.num_heads * config.dim_head
-        self.project_q = _linear(config.dim_model, width)
-        self.project_k = _linear(config.dim_model, width)
-        self.project_v = _linear(config.dim_model, width)
-        self.attention_out = _linear(width, config.dim_model)
+        linear = {f"project_{name}": _linear(config.dim_model, width) for name in "qkv"}
+        linear["attention_out"] = _linear(width, config.dim_model)
+        self.self_attention = nn.ModuleDict(linear)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+    @property
+    def out(self) -> nn.Module:
+        """The projection after the attention."""
+        return self.self_attention["attention_out"]
+
+    def before(self, x: Tensor) -> tuple[Tensor, ...]:
         """Compute q, k, v (B, S, H, D) of x (B, S, E)."""
-        projections = self.project_q, self.project_k, self.project_v
-        return tuple(
-            (proj(x) / _divisor(proj)).unflatten(-1, (-1, self.head_size)) for proj in projections
-        )
+        normed = self.layernorm_before_attention(x)
+        projected = (self.self_attention[f"project_{name}"](normed) for name in "qkv")
+        return tuple((y / _divisor(x)).unflatten(-1, (-1, self.head_size)) for y in projected)
 
     def attend(
         self,
@@ -117,87 +125,47 @@ class Attention(SequenceParallelModule):
             k, v = cache.extend(self.layer, k, v)
         if scores is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return (
-                F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype))
-                .transpose(1, 2)
-                .flatten(2)
-            )
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype))
+            return out.transpose(1, 2).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
-        return burst_attn_func(
-            q, k, v, scores=scores, bias=added, **self.options, **groups
-        ).flatten(2)
-
-
-class SelfAttention(nn.Module):
-    """The first part of a block: x to (x + attention(norm(x))) / residual_divisor."""
-
-    def __init__(self, config: LiveConfig, *attention):
-        super().__init__()
-        self.divisor = config.residual_divisor
-        self.layernorm_before_attention = Norm(config.dim_model, config.eps)
-        self.self_attention = Attention(config, *attention)
-
-    def before(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Compute q, k, v of x (B, S, E)."""
-        return self.self_attention.project(self.layernorm_before_attention(x))
+        options = self.options | groups
+        return burst_attn_func(q, k, v, scores=scores, bias=added, **options).flatten(2)
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """Add the attention's result, (B, S, H * D), to x."""
-        out = self.self_attention.attention_out
-        return _residual(x, out(attended), _divisor(out), self.divisor)
-
-
-class GatedInput(nn.Module):
-    """gelu(w_0 x) * (w_1 x), from (..., E) to (..., F)."""
-
-    def __init__(self, config: LiveConfig):
-        super().__init__()
-        self.w_0 = _linear(config.dim_model, config.dim_ff)
-        self.w_1 = _linear(config.dim_model, config.dim_ff)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _gated_gelu(self.w_0(x), self.w_1(x), _divisor(self.w_0))
+        return _residual(x, self.out(attended), _divisor(attended), self.divisor)
 
 
 class FeedForward(nn.Module):
-    """The weights of the feed-forward."""
+    """The second part of a block: x to (x + feed_forward(norm(x))) / residual_divisor.
 
-    def __init__(self, config: LiveConfig):
-        super().__init__()
-        self.w_in = GatedInput(config)
-        self.w_out = _linear(config.dim_ff, config.dim_model)
-
-
-class FeedForwardPart(nn.Module):
-    """The second part of a block: x to (x + feed_forward(norm(x))) / residual_divisor."""
+    The feed-forward is w_out(gelu(w_0 x) * w_1 x), with (..., F) between.
+    """
 
     def __init__(self, config: LiveConfig):
         super().__init__()
         self.divisor = config.residual_divisor
         self.layernorm_before_ffn = Norm(config.dim_model, config.eps)
-        self.ffn = FeedForward(config)
+        w_in = {name: _linear(config.dim_model, config.dim_ff) for name in ("w_0", "w_1")}
+        w_out = _linear(config.dim_ff, config.dim_model)
+        self.ffn = nn.ModuleDict({"w_in": nn.ModuleDict(w_in), "w_out": w_out})
 
     def forward(self, x: Tensor) -> Tensor:
-        fed = self.ffn.w_out(self.ffn.w_in(self.layernorm_before_ffn(x)))
-        return _residual(x, fed, _divisor(self.ffn.w_out), self.divisor)
+        normed = self.layernorm_before_ffn(x)
+        w_in: Any = self.ffn["w_in"]
+        gated = _gated_gelu(w_in.w_0(normed), w_in.w_1(normed), _divisor(x))
+        return _residual(x, self.ffn["w_out"](gated), _divisor(gated), self.divisor)
 
 
 class Block(nn.Module):
     """Attention, then feed-forward; either may be left out."""
 
-    def __init__(
-        self,
-        config: LiveConfig,
-        sp: SequenceParallel,
-        layer: int,
-        saving: Saving,
-        options: dict[str, Any],
-    ):
+    def __init__(self, config: LiveConfig, layer: int, saving: Saving, *attention: Any):
         super().__init__()
         self.saving = saving
         attends, feeds = config.parts[layer]
-        self.self_att = SelfAttention(config, sp, layer, options) if attends else None
-        self.ffn = FeedForwardPart(config) if feeds else None
+        self.self_att = SelfAttention(config, layer, *attention) if attends else None
+        self.ffn = FeedForward(config) if feeds else None
 
     def forward(
         self,
@@ -207,7 +175,7 @@ class Block(nn.Module):
         layout: Layouts | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Apply the block to x (B, S, E). Attention.attend explains the other arguments."""
+        """Apply the block to x (B, S, E). SelfAttention.attend explains the other arguments."""
         saving = self.saving if cache is None else Saving()
         return saving.run(self._whole, x, added, scores, layout, cache, keep=(added,))
 
@@ -219,9 +187,8 @@ class Block(nn.Module):
         feeds = [] if self.ffn is None else [self.ffn]
         if self.self_att is None:
             return runner.finish(self._feed_forward, feeds, x)
-        attention = self.self_att.self_attention
-        attended = attention.attend(*runner.run(self.self_att.before, x), *seen)
-        return runner.finish(self._after, [attention.attention_out, *feeds], x, attended)
+        attended = self.self_att.attend(*runner.run(self.self_att.before, x), *seen)
+        return runner.finish(self._after, [self.self_att.out, *feeds], x, attended)
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
         assert self.self_att is not None, "a block without attention has no result of one"
@@ -234,12 +201,10 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """The blocks and the norm after them."""
 
-    def __init__(
-        self, config: LiveConfig, sp: SequenceParallel, saving: Saving, options: dict[str, Any]
-    ):
+    def __init__(self, config: LiveConfig, saving: Saving, *attention: Any):
         super().__init__()
         self.layers = Layers(
-            Block(config, sp, i, saving.for_block(i), options) for i in range(config.num_layers)
+            Block(config, i, saving.for_block(i), *attention) for i in range(config.num_layers)
         )
         self.output_layernorm = Norm(config.dim_model, config.eps)
         self.saving = saving
@@ -250,19 +215,17 @@ class Encoder(nn.Module):
 
 
 class PositionBias(nn.Module):
-    """The table of the bias, which all layers share."""
+    """The table of the bias (R, H), which all layers share."""
 
     def __init__(self, config: LiveConfig):
         super().__init__()
-        self.relative_attention_bias = nn.Parameter(
-            torch.empty(config.num_bias_rows, config.num_heads)
-        )
+        table = torch.empty(config.num_bias_rows, config.num_heads)
+        self.relative_attention_bias = nn.Parameter(table)
 
     def table(self) -> Tensor:
-        """Return the table (R, H) in fp32, or fp64 if it is fp64, in which gradients are summed."""
-        return self.relative_attention_bias.to(
-            accumulator_dtype(self.relative_attention_bias.dtype)
-        )
+        """Return the table in fp32, or fp64 if it is fp64, in which gradients are summed."""
+        table = self.relative_attention_bias
+        return table.to(accumulator_dtype(table.dtype))
 
 
 class LiveModel(SequenceParallelModule):
@@ -270,6 +233,15 @@ class LiveModel(SequenceParallelModule):
 
     `saving` says what blocks save for the backward. `attention` are options of burst_attn_func:
     flash, deterministic, strategy.
+
+    A forward takes the tokens of a rank and these arguments:
+
+    scores       the scores of each whole row
+    labels       (B, S), already shifted, IGNORE_INDEX where there is no target: return the sum of
+                 token losses (fp32) and the number of targets instead of logits
+    layout       how the rows lie on the ranks, or one for each row; by default sp's
+    cache, rows  for generation, see encode
+    by_row       with labels: return the sum and the number of each row, both (B,)
     """
 
     layers_at = "encoder.layers"
@@ -284,7 +256,7 @@ class LiveModel(SequenceParallelModule):
         super().__init__()
         self.config = config
         self.sp = sp or SequenceParallel()
-        self.encoder = Encoder(config, self.sp, saving or Saving(), attention)
+        self.encoder = Encoder(config, saving or Saving(), self.sp, attention)
         self.input_embedding = nn.Embedding(config.vocab_size, config.dim_model)
         self.position_bias = PositionBias(config)
 
@@ -316,9 +288,8 @@ class LiveModel(SequenceParallelModule):
                 "expected either scores, or rows of the bias table together with a cache"
             )
         table = self.position_bias.table()
-        return self.encoder(
-            x, table if rows is None else table[rows].permute(2, 0, 1), scores, layout, cache
-        )
+        added = table if rows is None else table[rows].permute(2, 0, 1)
+        return self.encoder(x, added, scores, layout, cache)
 
     def predict(
         self, hidden: Tensor, words: list[Tensor], labels: Tensor | None, by_row: bool
@@ -340,7 +311,6 @@ class LiveModel(SequenceParallelModule):
         """Fill the whole parameter called `name`, in place, with its initial values."""
         if weight.dim() == 1:
             weight.fill_(1.0)
-        else:
-            weight.normal_(
-                0.0, 0.02 if name.endswith("embedding.weight") else 1.0, generator=generator
-            )
+            return
+        std = 0.02 if name.endswith("embedding.weight") else 1.0
+        weight.normal_(0.0, std, generator=generator)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bmt_burst import Mask, Scores, Slice
 from bmt_burst.scores import BY_DISTANCE, distance_rows
-from bmt_burst.sequence.span import Span
+from bmt_burst.sequence.span import Span, merged
 
 from .config import AntConfig, BeeConfig
 
@@ -69,21 +69,13 @@ def bee_scores(
     not context. Raises ValueError for tensors of other lengths, for entries out of range, and for
     more than 2^18 slices.
     """
-    fields = {
-        "context": context,
-        "sample_ids": sample_ids,
-        "num_segments": num_segments,
-        "segment": segment,
-    }
-    fields |= {"segment_rel_offset": segment_rel_offset, "span": span}
+    fields = {"context": context, "sample_ids": sample_ids, "num_segments": num_segments}
+    fields |= {"segment": segment, "segment_rel_offset": segment_rel_offset, "span": span}
     length, seq_len = _check_row(length, fields), len(context)
     real = torch.arange(seq_len) < length
-    buckets, segment_rows = (
-        config.position_bias_num_buckets,
-        config.position_bias_num_segment_buckets,
-    )
+    buckets = config.position_bias_num_buckets
     pairs = (segment_rel.int() + (buckets - 1)).where(segment_rel != 0, BY_DISTANCE)
-    _check_range("segment_rel", segment_rel, segment_rows + 1)
+    _check_range("segment_rel", segment_rel, config.position_bias_num_segment_buckets + 1)
     _check_range("segment", segment[:length], num_segments[:length])
     _check_range("sample_ids", sample_ids, seq_len)
     return Scores(
@@ -102,22 +94,13 @@ def ant_scores(
 ) -> Scores:
     """Compute the scores of one whole row of CPM-Ant.
 
-    All tensors are on the CPU. They are integers of any dtype, except `context`.
-
-    length   tokens of the row before its padding
-    context  (S,) bool: context tokens see only context tokens
-    segment  (S,): the type of the token's segment
-    span     (S,): tokens see only their own span
-
-    With N buckets of distances, pairs of one type have a row by distance, others row
-    N + segment_types * type of the query + type of the key. Costs and errors are those of
-    `bee_scores`. If single tokens all over a span are hidden, as in masked language modelling,
-    there are many slices.
+    Arguments, costs and errors are those of `bee_scores`, except `segment`, the type of each
+    token's segment. With N buckets of distances, pairs of one type have a row by distance, others
+    row N + segment_types * type of the query + type of the key. If single tokens all over a span
+    are hidden, as in masked language modelling, there are many slices.
     """
-    length, seq_len = (
-        _check_row(length, {"context": context, "segment": segment, "span": span}),
-        len(context),
-    )
+    length = _check_row(length, {"context": context, "segment": segment, "span": span})
+    seq_len = len(context)
     real = torch.arange(seq_len) < length
     buckets, types = config.position_bias_num_buckets, config.segment_types
     _check_range("segment", segment[:length], types)
@@ -134,7 +117,7 @@ def ant_scores(
 
 
 def slices_of(runs: Any) -> Any:
-    """Return how many slices a span takes, from its separate runs of tokens to be predicted.
+    """Return the number of slices of a span with `runs` separate runs of tokens to be predicted.
 
     `runs` is a number or an array.
     """
@@ -153,9 +136,8 @@ def _mask(seq_len: int, span: Tensor, sample: Tensor, context: Tensor) -> Mask:
             f"of tokens to be predicted, up to {max(predicted)} in a span: predict fewer and "
             "longer runs, or cut shorter spans"
         )
-    return Mask(
-        seq_len, tuple(itertools.chain.from_iterable(map(_slices_of_span, by_span.values())))
-    )
+    slices = itertools.chain.from_iterable(map(_slices_of_span, by_span.values()))
+    return Mask(seq_len, tuple(slices))
 
 
 def _runs(*numbers: Tensor) -> Iterator[_Run]:
@@ -163,12 +145,10 @@ def _runs(*numbers: Tensor) -> Iterator[_Run]:
     if not len(numbers[0]):
         return
     stacked = torch.stack([x.long() for x in numbers])
-    starts = (stacked[:, 1:] != stacked[:, :-1]).any(0).nonzero().flatten() + 1
-    starts = torch.cat((starts.new_zeros(1), starts))
-    bounds = [*starts.tolist(), stacked.shape[1]]
-    for (span, sample, context), tokens in zip(
-        stacked[:, starts].T.tolist(), itertools.pairwise(bounds), strict=True
-    ):
+    changes = (stacked[:, 1:] != stacked[:, :-1]).any(0).nonzero().flatten() + 1
+    bounds = [0, *changes.tolist(), stacked.shape[1]]
+    found = stacked[:, bounds[:-1]].T.tolist()
+    for (span, sample, context), tokens in zip(found, itertools.pairwise(bounds), strict=True):
         yield _Run(span, sample, bool(context), tokens)
 
 
@@ -181,28 +161,15 @@ def _slices_of_span(runs: list[_Run]) -> Iterator[Slice]:
     for sample in {run.sample for run in runs}:
         queries = [run for run in runs if run.sample == sample]
         keys = runs if sample == 0 else queries
-        asking = _join_spans(run.tokens for run in queries)
-        yield from itertools.starmap(
-            Slice, itertools.product(asking, _join_spans(k.tokens for k in keys if k.context))
-        )
+        context = merged(key.tokens for key in keys if key.context)
+        for pair in itertools.product(merged(query.tokens for query in queries), context):
+            yield Slice(*pair)
+        others = [key.tokens for key in keys if not key.context]
         for query in queries:
             if not query.context:
-                before = _join_spans(
-                    k.tokens for k in keys if not k.context and k.tokens[1] <= query.tokens[0]
-                )
-                yield from (Slice(query.tokens, kv) for kv in before)
+                before = merged(span for span in others if span[1] <= query.tokens[0])
+                yield from (Slice(query.tokens, span) for span in before)
                 yield Slice(query.tokens, query.tokens, 0)
-
-
-def _join_spans(spans: Iterable[Span]) -> list[Span]:
-    """Join rising ranges that touch."""
-    found: list[Span] = []
-    for start, stop in spans:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
-        else:
-            found.append((start, stop))
-    return found
 
 
 def _number_samples(span: Tensor, sample: Tensor) -> Tensor:

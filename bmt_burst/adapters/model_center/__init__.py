@@ -7,13 +7,9 @@
     model = model_center.enable(Llama.from_pretrained(path), sp)
     logits = model(sp.shard(input_ids), length=length).logits  # of this rank's tokens
 
-`enable` takes Llama, GPT2, GPTj, OPT, CPM1 and CPM3, which are causal, Bert and Roberta, which are
-not, and subclasses that do not override forward. It refuses other models, with the reason.
-
-Parameters, their names, checkpoints and the checkpointing of layers do not change. An enabled model
-cannot be pickled: save its weights, with bmtrain.save. Its forward makes no mask of S x S, uses
-positions of the whole sequence, and computes attention over the ranks of `sp`. It takes its own
-arguments and two more:
+docs/attention.md lists the models, and says what they see. Parameters, their names, checkpoints and
+the checkpointing of layers do not change. An enabled model cannot be pickled: save its weights,
+with bmtrain.save. Its forward takes its own arguments and two more:
 
     input_ids, inputs_embeds, position_ids, token_type_ids, attention_mask
             (B, S_local, ...), this rank's part, as sp.shard cuts it
@@ -24,18 +20,13 @@ arguments and two more:
             or one for each row. Positions start again in each of its documents
     layout  the layout of this call's sequences on the ranks, by default sp's; or one for each row
 
-Without length, attention_mask and mask no token is padding. The results belong to this rank's
-tokens. Ranks have different numbers of targets, so never take the mean over this rank's. Divide the
-sum over them by the number of targets on all ranks of the batch. BMTrain's OptimManager averages
-over ranks, so multiply by their number:
+Without length, attention_mask and mask no token is padding. Ranks have different numbers of
+targets, so never take the mean over this rank's. BMTrain's OptimManager averages over ranks:
 
     # cross_entropy_sum is in bmt_burst.loss; labels = sp.shard(shift_labels(input_ids))
     total, count = cross_entropy_sum(logits, labels)
     loss = bmt.world_size() * total / bmt.distributed.all_reduce(count, "sum")
     manager.backward(loss)
-
-CPM1 and CPM3 add learned numbers to their scores, by the distance of tokens in the sequence. So
-their position_ids, (B, S_local) or (S_local,), must rise by one between tokens that see each other.
 
 Letters: B batch, S tokens of the whole sequence, S_local tokens of this rank, H heads, D head size,
 E model width.
@@ -47,9 +38,10 @@ from model_center.layer import Attention
 from torch import nn
 
 from ...ranks.sequence_parallel import SequenceParallel
+from ..enabling import check_sp, put_before
 from .attention import RingAttention
 from .models import EnabledModel, RotaryModel
-from .supported import check_layer, enabled_class, find_family
+from .supported import check_layer, find_family
 
 __all__ = ["enable"]
 
@@ -77,10 +69,7 @@ def enable(
     be sequence parallel. Raises ValueError for unsupported options of a model, and if the model is
     already enabled. The model is then unchanged.
     """
-    if not isinstance(sp, SequenceParallel):
-        raise TypeError(
-            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
-        )
+    check_sp(sp)
     family = find_family(model)
     if exact_rotary and not issubclass(family, RotaryModel):
         raise ValueError(
@@ -93,7 +82,7 @@ def enable(
     for layer in layers:
         layer._sp = sp
         layer.__class__ = RingAttention
-    model.__class__ = enabled_class(type(model), family)
+    model.__class__ = put_before(family, type(model))
     assert isinstance(model, EnabledModel)
     model._sp, model._exact_rotary = sp, exact_rotary
     model._options = {"flash": flash, "deterministic": deterministic}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import bisect
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
 from model_center.layer import SegmentPositionEmbedding
 from torch import Tensor
 
-from ...calls.options import Layouts, Masks
 from ...scores import BY_DISTANCE, Scores
 from ...sequence.mask import Mask
-from ..batch import Batch, LocalInputs, NumberedSpans, Row
+from ..batch import Batch, NumberedSpans, Row
 from .models import EnabledModel
 
 _MOST_SCORES = 16  # scores of rows that are kept
@@ -28,17 +26,8 @@ class BiasedModel(EnabledModel):
     position_bias: Any
 
     of_tokens = ("input_ids", "inputs_embeds")
+    marks: tuple[str, ...] = ("attention_mask", "context", "span", "position_ids")
     pos_bias_types = ("relative",)
-
-    def _local_inputs(
-        self, given: dict[str, Any], mask: Masks | None, layout: Layouts | None
-    ) -> LocalInputs:
-        return replace(
-            super()._local_inputs(given, mask, layout),
-            context=given["context"],
-            span=given["span"],
-            position_ids=given["position_ids"],
-        )
 
     def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         def scores(row: Row, mask: Mask) -> Scores:
@@ -86,6 +75,8 @@ class CPM3(BiasedModel):
 
     prompt_embedding: Any
 
+    marks = (*BiasedModel.marks, "token_type_ids")
+
     @staticmethod
     def check(model: Any) -> None:
         exact = model.position_bias.num_buckets // 4
@@ -94,12 +85,6 @@ class CPM3(BiasedModel):
                 f"position_bias_max_distance must be above {exact}, since so many distances have "
                 f"their own buckets, got {model.position_bias.max_distance}"
             )
-
-    def _local_inputs(
-        self, given: dict[str, Any], mask: Masks | None, layout: Layouts | None
-    ) -> LocalInputs:
-        inputs = super()._local_inputs(given, mask, layout)
-        return replace(inputs, token_type_ids=given["token_type_ids"])
 
     def _scores(self, row: Row, mask: Mask, device: torch.device) -> Scores:
         bias = self.position_bias

@@ -25,6 +25,7 @@ class EnabledModel(nn.Module):
     """The forward of an enabled model over the ranks of `_sp`.
 
     of_tokens       the arguments of the model's forward with values for each token
+    marks           the arguments that are marks of LocalInputs
     causal          tokens see the tokens before them, otherwise all
     padding_sees    padding sees the tokens that are not padding
     pos_bias_types  the values that its attention layers may have
@@ -42,6 +43,7 @@ class EnabledModel(nn.Module):
     cls_projection: Any
 
     of_tokens: tuple[str, ...] = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+    marks: tuple[str, ...] = ("attention_mask",)
     causal = True
     padding_sees = True
     pos_bias_types: tuple[str, ...] = ("none",)
@@ -72,9 +74,8 @@ class EnabledModel(nn.Module):
         hidden = self._embed(given, batch)
         options = self._options | self._sp.groups | self._mask_options(batch, hidden.device)
         context = ForwardContext(options, self._rotation(batch, hidden))
-        return self._output(
-            given, self._run_layers(hidden, context, self._bias_table(hidden.device))
-        )
+        hidden = self._run_layers(hidden, context, self._bias_table(hidden.device))
+        return self._output(given, hidden)
 
     def _bind(self, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's own forward by name, with defaults."""
@@ -104,9 +105,9 @@ class EnabledModel(nn.Module):
         return LocalInputs(
             {name: given[name] for name in self.of_tokens if name in given},
             length=given["length"],
-            attention_mask=given["attention_mask"],
             mask=mask,
             layout=layout,
+            marks={name: given[name] for name in self.marks},
         )
 
     def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:
@@ -161,24 +162,28 @@ class RotaryModel(EnabledModel):
                 f"position {last} is infinite in {dtype}, in which ModelCenter computes the angles "
                 "of rotary embeddings: enable the model with exact_rotary=True"
             )
-        tables = self._exact_tables if self._exact_rotary else self._tables
-        cos, sin = tables(batch.shard(whole).to(hidden.device), dtype)
+        positions = batch.shard(whole).to(hidden.device)
+        if self._exact_rotary:
+            cos, sin = self._exact_tables(positions)
+        else:
+            angles = self._angles(positions, dtype)
+            cos, sin = angles.cos().float(), angles.sin().float()
         return lambda x: self._rotate(x, cos, sin)
 
     def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
         """Return the dtype in which ModelCenter computes angles."""
         return hidden.dtype
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the angles as ModelCenter rounds them."""
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the angles as ModelCenter rounds them."""
         raise NotImplementedError
 
-    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _exact_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the exact angles."""
         raise NotImplementedError
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        raise NotImplementedError
+        return apply_rope(x, cos, sin)
 
 
 class Llama(RotaryModel):
@@ -189,17 +194,13 @@ class Llama(RotaryModel):
     def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
         return self.position_bias.inv_freq.dtype
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         scaled = positions.to(dtype) * self.position_bias.distance_scale
-        angles = scaled.unsqueeze(-1) * self.position_bias.inv_freq.to(positions.device)
-        return angles.cos().float(), angles.sin().float()
+        return scaled.unsqueeze(-1) * self.position_bias.inv_freq.to(positions.device)
 
-    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _exact_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         rotary = self.position_bias
         return rope_tables(positions * rotary.distance_scale, 2 * len(rotary.inv_freq), rotary.base)
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return apply_rope(x, cos, sin)
 
 
 class GPTj(RotaryModel):
@@ -211,13 +212,12 @@ class GPTj(RotaryModel):
     def _rotated(self) -> int:
         return min(self.position_bias.rotary_dim, self.config.dim_head)
 
-    def _tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         # on the CPU, since GPUs round differently
         frequencies = 1.0 / 10000 ** (torch.arange(0, self._rotated, 2) / self._rotated)
-        angles = (positions.float().unsqueeze(-1) * frequencies.to(positions.device)).to(dtype)
-        return angles.cos().float(), angles.sin().float()
+        return (positions.float().unsqueeze(-1) * frequencies.to(positions.device)).to(dtype)
 
-    def _exact_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _exact_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rope_tables(positions, self._rotated)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -255,10 +255,6 @@ class LearnedPositionModel(EnabledModel):
     def _whole_position_ids(self, batch: Batch) -> Iterator[Tensor]:
         """Return (S,) for each row."""
         return (row.positions() for row in batch.rows)
-
-
-class GPT2(LearnedPositionModel):
-    """GPT2."""
 
 
 class OPT(LearnedPositionModel):

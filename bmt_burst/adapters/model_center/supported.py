@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import model_center.model as zoo
 from model_center.layer import Attention
 from torch import nn
 
+from ..enabling import check_not_enabled, find_inside
 from .biased import CPM1, CPM3
-from .models import GPT2, OPT, Bert, EnabledModel, GPTj, Llama, Roberta
+from .models import OPT, Bert, EnabledModel, GPTj, LearnedPositionModel, Llama, Roberta
 
 _MASKED = -1e4  # softmax makes 0 of this score
 
 _FAMILIES: dict[type[nn.Module], type[EnabledModel]] = {
     zoo.Llama: Llama,
     zoo.GPTj: GPTj,
-    zoo.GPT2: GPT2,
+    zoo.GPT2: LearnedPositionModel,
     zoo.OPT: OPT,
     zoo.Bert: Bert,
     zoo.Roberta: Roberta,
@@ -39,8 +39,7 @@ def find_family(model: Any) -> type[EnabledModel]:
     TypeError if it cannot be.
     """
     name = type(model).__name__
-    if isinstance(model, EnabledModel):
-        raise ValueError(f"this {name} is already enabled, for {model._sp.size} ranks")
+    check_not_enabled(model, EnabledModel)
     for base, reason in _REFUSED.items():
         if isinstance(model, base):
             raise TypeError(f"{name} cannot be sequence parallel: {reason}")
@@ -52,15 +51,8 @@ def find_family(model: Any) -> type[EnabledModel]:
                 )
             return family
     known = ", ".join(base.__name__ for base in _FAMILIES)
-    raise TypeError(f"expected one of ModelCenter's {known}, got a {name}{_hint(model)}")
-
-
-def _hint(model: Any) -> str:
-    """Name a module of `model` that can be enabled, if any."""
-    for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(part, tuple(_FAMILIES)):
-            return f": pass its {path}, a {type(part).__name__}"
-    return ""
+    hint = find_inside(model, _FAMILIES)
+    raise TypeError(f"expected one of ModelCenter's {known}, got a {name}{hint}")
 
 
 def check_layer(layer: Attention, family: type[EnabledModel]) -> None:
@@ -80,13 +72,3 @@ def check_layer(layer: Attention, family: type[EnabledModel]) -> None:
             f"att_mask_value must be {_MASKED} or less, so that tokens do not see what is masked, "
             f"got {layer.mask_value}"
         )
-
-
-def enabled_class(cls: type, family: type) -> type[nn.Module]:
-    """Return the class `cls` with the forward of `family`, always the same one."""
-    return _make_class(cls, family)
-
-
-@functools.cache
-def _make_class(cls: type, family: type) -> type[nn.Module]:
-    return type(cls.__name__, (family, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -7,34 +7,20 @@
     # whole sequences, identical on every rank of sp
     model(input_ids=tokens, labels=tokens).loss.backward()
 
-`enable` takes Llama, Mistral, Qwen2, Qwen3, Phi3, MiniCPM3, Gemma2 and GptOss, and subclasses that
-do not override forward. It refuses other models, with the reason.
-
-A forward takes its own arguments, of whole sequences, and cuts them itself:
+docs/attention.md lists the models, and says what loss, gradients, documents and padding mean. A
+forward takes its own arguments, of whole sequences, and cuts them itself:
 
     input_ids, inputs_embeds, labels, shift_labels
-            (B, S, ...). Ranks compare a digest of integers, since training on different sequences
-            would raise no error
-    position_ids
-            (B, S) or (1, S). A document begins where they do not rise by one. No token sees earlier
-            documents. In GptOss they must always rise by one, since transformers would let
-            documents see each other there
-    attention_mask
-            (B, S), 0 where a row is padded, on the right only. Ignore what a model returns for
-            padding. Labels of padding must be -100. With an attention_mask position_ids may not
-            start again, since transformers then ignores that
-    num_items_in_batch
-            divides the sum of the losses, instead of the number of targets: a number or a tensor of
-            one element
+                        (B, S, ...)
+    position_ids        (B, S) or (1, S). A document begins where they do not rise by one
+    attention_mask      (B, S), 0 where a row is padded, on the right only
+    num_items_in_batch  divides the sum of the losses, instead of the number of targets: a number or
+                        a tensor of one element
 
-Logits and hidden states belong to this rank's tokens, as sp.shard cuts them. The loss belongs to
-the whole sequences, and is identical on every rank of sp. The mean of the gradients over the ranks
-of sp is the gradient of the loss. So DDP and FSDP, which average over all ranks, work unchanged:
-the ranks of one sp count as one process with its own sequences.
-
-Parameters, their names, checkpoints, gradient checkpointing and the windows of a configuration do
-not change. Copies and pickles of an enabled model are enabled too. Call attach(sp) of a model that
-was read from a pickle. save_pretrained writes a plain model.
+Logits and hidden states belong to this rank's tokens, as sp.shard cuts them. Parameters, their
+names, checkpoints and gradient checkpointing do not change. Copies and pickles of an enabled model
+are enabled too. Call attach(sp) of a model that was read from a pickle. save_pretrained writes a
+plain model.
 
 Letters: B batch, S tokens of the whole sequence, S_local tokens of this rank, H query heads, G kv
 heads, D head size.
@@ -46,9 +32,10 @@ from transformers import PreTrainedModel
 
 from ...base.arguments import as_bool
 from ...ranks.sequence_parallel import SequenceParallel
+from ..enabling import check_sp, put_before
 from .attention import ATTENTION
 from .configs import give_own_configs
-from .model import EnabledModel, EnabledRotary, enabled_class
+from .model import EnabledModel, EnabledRotary
 from .supported import check_model
 
 __all__ = ["ATTENTION", "enable"]
@@ -79,19 +66,16 @@ def enable(
     class. Raises ValueError if its loss is not transformers' own, and if the model is already
     enabled. The model is then unchanged.
     """
-    if not isinstance(sp, SequenceParallel):
-        raise TypeError(
-            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
-        )
+    check_sp(sp)
     options = {"flash": flash, "deterministic": as_bool("deterministic", deterministic)}
     balanced = as_bool("balanced", balanced)
     check_model(model)
     give_own_configs(model)
     for part in model.modules():
         if getattr(part, "rope_type", None) in _BY_LENGTH:
-            part.__class__ = enabled_class(EnabledRotary, type(part))
+            part.__class__ = put_before(EnabledRotary, type(part))
     changed: object = model
-    changed.__class__ = enabled_class(EnabledModel, type(model))
+    changed.__class__ = put_before(EnabledModel, type(model))
     assert isinstance(changed, EnabledModel)
     changed._sp, changed._balanced, changed._options = sp, balanced, options
     return model

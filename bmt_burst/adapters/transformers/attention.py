@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,12 +12,11 @@ from ...attention import burst_attn_func
 from ...base.compiled import not_compiled
 from ...base.dtypes import accumulator_dtype
 from ...calls.refusal import refuse_call
-from ...sequence.mask import Mask
+from ...nn import limit_masks, plain_mask
 from ...sparse.config import InfLLMV2
 from ...sparse.memory import Choices
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
-MOST_MASKS = 256  # that are kept
 
 
 class ForwardContext:
@@ -48,11 +46,8 @@ class ForwardContext:
         """
         if window is None or window >= self.seq_len:
             return self.options
-        rest = {name: option for name, option in self.options.items() if name != "causal"}
-        mask = self.options.get("mask", causal_mask(self.seq_len))
-        if isinstance(mask, Mask):
-            return rest | {"mask": _windowed_mask(mask, window)}
-        return rest | {"mask": [_windowed_mask(row, window) for row in mask]}
+        mask = self.options.get("mask", plain_mask(self.seq_len))
+        return self.options | {"causal": False, "mask": limit_masks(mask, window)}
 
 
 @not_compiled
@@ -87,12 +82,8 @@ def attention(
         refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
-    options = {
-        **bmt_burst.with_window(sliding_window),
-        "softcap": softcap,
-        "sinks": sinks,
-        "sparse": sparse,
-    }
+    options = bmt_burst.with_window(sliding_window)
+    options = options | {"softcap": softcap, "sinks": sinks, "sparse": sparse}
     # Layers are checkpointed in training only.
     choices = bmt_burst.choices if sparse is not None and module.training else None
     with nullcontext() if choices is None else choices.of(module):
@@ -136,31 +127,17 @@ def _check_layer(
         raise ValueError(
             f"sliding_window, of the configuration, must be at least 1 or None, got {window}"
         )
+    name = type(module).__name__
     if window != window_of_model:
         raise ValueError(
-            f"a {type(module).__name__} has a window of {window}, and its model makes masks with "
-            f"one of {window_of_model}: some of transformers' attentions follow the layer and some "
-            "the mask; make them equal"
+            f"a {name} has a window of {window}, and its model makes masks with one of "
+            f"{window_of_model}: some of transformers' attentions follow the layer and some the "
+            "mask; make them equal"
         )
     if not getattr(module, "is_causal", True):
         raise ValueError(
-            f"is_causal is False in a {type(module).__name__}: attention to both sides is not "
-            "supported"
+            f"is_causal is False in a {name}: attention to both sides is not supported"
         )
-
-
-@functools.lru_cache(maxsize=MOST_MASKS)
-def causal_mask(seq_len: int) -> Mask:
-    """Return Mask.causal, made once."""
-    return Mask.causal(seq_len)
-
-
-@functools.lru_cache(maxsize=MOST_MASKS)
-def _windowed_mask(mask: Mask, window: int) -> Mask:
-    """Return the mask with a window. It is made once for all layers and calls, so that they share
-    its plans.
-    """
-    return mask.windowed(window)
 
 
 AttentionInterface.register(ATTENTION, attention)

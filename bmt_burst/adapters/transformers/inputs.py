@@ -13,29 +13,23 @@ from transformers import PreTrainedConfig
 from ...base.arguments import as_float, check_tensor
 from ...calls.masking import balanced_layout
 from ...loss import count_targets
+from ...nn import plain_mask
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
 from ..batch import LocalInputs
-from .attention import MOST_MASKS, causal_mask
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
-_COMPARED = (
-    "input_ids",
-    "labels",
-    "shift_labels",
-    "position_ids",
-    "attention_mask",
-    "num_items_in_batch",
-)
-_KNOWN = {
-    *_OF_TOKENS,
-    *_COMPARED,
-    "logits_to_keep",
-    "use_cache",
-    "output_hidden_states",
-    "return_dict",
+_WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask")
+_COMPARED = ("input_ids", *_WHOLE, "num_items_in_batch")
+_OTHERS = ("logits_to_keep", "use_cache", "output_hidden_states", "return_dict")
+_KNOWN = {*_OF_TOKENS, *_COMPARED, *_OTHERS}
+_WHOLE_OUTPUTS = {
+    "output_attentions": "attention over ranks never has all its probabilities at once",
+    "output_router_logits": "the loss of routers needs whole sequences, and these are cut over "
+    "ranks",
 }
+_MOST_MASKS = 256  # of documents that are kept
 _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore position_ids
 
 
@@ -85,22 +79,18 @@ class ForwardInputs:
 
     def _check_shapes(self) -> None:
         whole = (self.size, self.seq_len)
-        for name in ("labels", "shift_labels", "position_ids", "attention_mask"):
+        for name in _WHOLE:
             x = self.arguments.get(name)
             if x is None:
                 continue
             check_tensor(name, x)
-            expected = {whole, (1, self.seq_len)} if name == "position_ids" else {whole}
+            expected = [whole, (1, self.seq_len)] if name == "position_ids" else [whole]
             if tuple(x.shape) not in expected:
-                texts = sorted(map(str, expected), reverse=True)
-                hint = (
-                    ": positions of several axes, as of multimodal models, are not supported"
-                    if name == "position_ids" and x.dim() > 2
-                    else ""
-                )
+                texts, hint = " or ".join(map(str, dict.fromkeys(expected))), ""
+                if name == "position_ids" and x.dim() > 2:
+                    hint = ": positions of several axes, as of multimodal models, are not supported"
                 raise ValueError(
-                    f"{name} must be of whole sequences, {' or '.join(texts)}, "
-                    f"got shape {tuple(x.shape)}{hint}"
+                    f"{name} must be of whole sequences, {texts}, got shape {tuple(x.shape)}{hint}"
                 )
 
     def _targets(self) -> Tensor | None:
@@ -114,44 +104,39 @@ class ForwardInputs:
 
     def _shard_arguments(self, targets: Tensor | None) -> dict[str, Any]:
         unneeded = ("attention_mask", "shift_labels", "logits_to_keep")
-        part = {name: x for name, x in self.arguments.items() if name not in unneeded} | {
-            "use_cache": False
-        }
-        for name in _OF_TOKENS:
-            if name in part:
-                part[name] = self._shard_rows(part[name])
-        tokens = next(part[name] for name in _OF_TOKENS if name in part)
-        whole = part.get(
-            "position_ids", torch.arange(self.seq_len, device=tokens.device).unsqueeze(0)
-        )
-        part["position_ids"] = self._shard_rows(whole)
+        part = {name: x for name, x in self.arguments.items() if name not in unneeded}
+        part["use_cache"] = False
+        name = next(name for name in _OF_TOKENS if name in part)
+        part[name] = self._shard_rows(part[name])
+        if "position_ids" not in part:
+            whole = torch.arange(self.seq_len, device=part[name].device)
+            part["position_ids"] = whole.unsqueeze(0)
+        part["position_ids"] = self._shard_rows(part["position_ids"])
         return part if targets is None else part | {"labels": self._shard_rows(targets)}
 
     def _shard_rows(self, x: Tensor) -> Tensor:
         """Return this rank's part of x (B, S, ...) or (1, S)."""
         if isinstance(self._layouts, Layout):
             return self._layouts.shard(x, self._rank, 1)
-        rows = x.expand(self.size, *x.shape[1:])
-        return torch.stack(
-            [row.shard(y, self._rank, 0) for row, y in zip(self._layouts, rows, strict=True)]
-        )
+        pairs = zip(self._layouts, x.expand(self.size, *x.shape[1:]), strict=True)
+        return torch.stack([row.shard(y, self._rank, 0) for row, y in pairs])
 
     def _describe(self, vocabulary: int | None) -> dict[str, Any]:
         """Return the terms that ranks compare. Raises ValueError for tokens outside the vocabulary,
         in any rank's part.
         """
+        found: dict[str, str] = {}
+        for name in ("inputs_embeds", *_COMPARED):
+            x = self.arguments.get(name)
+            if name == "inputs_embeds" and x is not None:
+                found[name] = f"{tuple(x.shape)}, {x.dtype}"
+            elif name == "num_items_in_batch" and x is not None:
+                found[name] = _format_number(name, x)
+            elif x is not None:
+                found[name] = _digest(x, vocabulary if name == "input_ids" else None)
         terms: dict[str, Any] = {"arguments": sorted(self.arguments)}
-        if "inputs_embeds" in self.arguments:
-            x = self.arguments["inputs_embeds"]
-            terms["inputs_embeds (whole, identical on every rank)"] = f"{tuple(x.shape)}, {x.dtype}"
-        for name in (name for name in _COMPARED if name in self.arguments):
-            x = self.arguments[name]
-            terms[f"{name} (whole, identical on every rank)"] = (
-                _format_number(name, x)
-                if name == "num_items_in_batch"
-                else _digest(x, vocabulary if name == "input_ids" else None)
-            )
-        return terms
+        same = "(whole, identical on every rank)"
+        return terms | {f"{name} {same}": described for name, described in found.items()}
 
 
 def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> None:
@@ -161,36 +146,25 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
             "use_cache and past_key_values need whole sequences, and these are cut over ranks: "
             "leave them out, or generate with a model that is not enabled"
         )
-    if arguments.pop("output_attentions", None) or config.output_attentions:
-        raise ValueError(
-            "output_attentions: attention over ranks never has all its probabilities at once; "
-            "leave it out, or set it to False in the configuration"
-        )
-    if not getattr(config, "is_causal", True):
-        raise ValueError(
-            "is_causal is False in the configuration: attention to both sides is not supported"
-        )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise ValueError(
-            "use_bidirectional_attention in the configuration: attention to both sides is not "
-            "supported"
-        )
-    if arguments.pop("output_router_logits", None) or getattr(
-        config, "output_router_logits", False
-    ):
-        raise ValueError(
-            "output_router_logits: the loss of routers needs whole sequences, and these are cut "
-            "over ranks; leave it out, or set it to False in the configuration"
-        )
+    for name, reason in _WHOLE_OUTPUTS.items():
+        if arguments.pop(name, None) or getattr(config, name, False):
+            raise ValueError(
+                f"{name}: {reason}; leave it out, or set it to False in the configuration"
+            )
+    for name, both_sides in (("is_causal", False), ("use_bidirectional_attention", True)):
+        if getattr(config, name, not both_sides) == both_sides:
+            raise ValueError(
+                f"{name} is {both_sides} in the configuration: attention to both sides is not "
+                "supported"
+            )
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ValueError(
             "logits_to_keep counts tokens of whole sequences, and these are cut over ranks: "
             f"expected 0, got {keep}; to skip tokens in the loss, make their labels {IGNORE_INDEX}"
         )
-    if unknown := sorted(
-        name for name, x in arguments.items() if x is not None and name not in _KNOWN
-    ):
+    given = {name for name, x in arguments.items() if x is not None}
+    if unknown := sorted(given - _KNOWN):
         raise ValueError(
             f"{' and '.join(unknown)}: cannot cut an unknown argument over ranks; to separate "
             "documents, pass position_ids that start again"
@@ -243,7 +217,7 @@ def _choose_layouts(
         return sp.layout_of(seq_len)
     if isinstance(documents, list):
         return [balanced_layout(mask, sp.size) for mask in documents]
-    return balanced_layout(documents or causal_mask(seq_len), sp.size)
+    return balanced_layout(documents or plain_mask(seq_len), sp.size)
 
 
 def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
@@ -286,6 +260,6 @@ def _digest(x: Tensor, vocabulary: int | None = None) -> str:
     return f"{tuple(x.shape)}, digest {digest % (1 << 64):016x}"
 
 
-@functools.lru_cache(maxsize=MOST_MASKS)
+@functools.lru_cache(maxsize=_MOST_MASKS)
 def _documents_mask(cu_seqlens: tuple[int, ...]) -> Mask:
     return Mask.documents(cu_seqlens)

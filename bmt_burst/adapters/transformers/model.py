@@ -21,6 +21,7 @@ from ...ranks.rings import make_rings
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sparse.memory import Choices
 from ..batch import LocalInputs, agree_on_batch
+from ..enabling import check_sp, put_before
 from .attention import ForwardContext
 from .configs import check_configs
 from .inputs import ForwardInputs
@@ -55,13 +56,25 @@ class EnabledModel(Enabled):
 
         Raises TypeError if sp is not a SequenceParallel.
         """
-        if not isinstance(sp, SequenceParallel):
-            raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
+        check_sp(sp)
         self._sp = sp
 
-    def _run(self, own: Callable, args: tuple, named: dict[str, Any]) -> Any:
-        """Run the model's own forward on this rank's tokens; see the package."""
-        return own(**self._prepare(own, args, named))
+    def __init_subclass__(cls) -> None:
+        """Give the class that is put before a model's own a forward with the same signature, which
+        Trainers read.
+        """
+        super().__init_subclass__()
+        if EnabledModel not in cls.__bases__:
+            return  # a subclass of such a class, as FSDP2 makes them
+        base: Any = cls.__bases__[-1]
+        own = base.forward
+
+        @functools.wraps(own)
+        def forward(self: EnabledModel, *args: Any, **named: Any) -> Any:
+            of_model = functools.partial(own, self)
+            return of_model(**self._prepare(of_model, args, named))
+
+        cls.forward = forward
 
     @not_compiled
     def _prepare(self, own: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
@@ -153,30 +166,8 @@ class EnabledRotary(Enabled):
         return cos[:, :-1], sin[:, :-1]
 
 
-def enabled_class(own: type, base: type) -> type[nn.Module]:
-    """Return the class `base` with the methods of `own` before it, always the same one."""
-    return _make_class(own, base)
-
-
-@functools.cache
-def _make_class(own: type, base: Any) -> type[nn.Module]:
-    names: dict[str, Any] = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
-    if own is EnabledModel:
-
-        @functools.wraps(base.forward)  # Trainers read its signature
-        def forward(self: EnabledModel, *args: Any, **named: Any) -> Any:
-            return self._run(functools.partial(base.forward, self), args, named)
-
-        names["forward"] = forward
-    return type(base.__name__, (own, base), names)
-
-
 def _new(own: type, base: type) -> nn.Module:
-    enabled = enabled_class(own, base)
+    enabled = put_before(own, base)
     return enabled.__new__(enabled)
 
 

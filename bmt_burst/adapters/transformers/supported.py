@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ..enabling import check_not_enabled, find_inside
 from .model import EnabledModel
 
 _NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "GptOss")
@@ -17,15 +18,11 @@ _NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "G
 
 def _find_families() -> dict[type[PreTrainedModel], type[nn.Module]]:
     """Return the known models that this transformers has, and the classes of their attention."""
-    models = [
-        getattr(transformers, f"{name}ForCausalLM")
-        for name in _NAMES
-        if hasattr(transformers, f"{name}ForCausalLM")
-    ]
-    return {
-        x: getattr(sys.modules[x.__module__], x.__name__.replace("ForCausalLM", "Attention"))
-        for x in models
-    }
+    found = {}
+    for name in _NAMES:
+        if model := getattr(transformers, f"{name}ForCausalLM", None):
+            found[model] = getattr(sys.modules[model.__module__], f"{name}Attention")
+    return found
 
 
 _FAMILIES = _find_families()
@@ -39,17 +36,15 @@ _REFUSED = {
 def check_model(model: Any) -> None:
     """Raise TypeError or ValueError if `model` cannot be enabled."""
     name = type(model).__name__
-    if isinstance(model, EnabledModel):
-        raise ValueError(f"this {name} is already enabled, for {model._sp.size} ranks")
+    check_not_enabled(model, EnabledModel)
     base = next((base for base in _FAMILIES if isinstance(model, base)), None)
     if base is None:
         if name in _REFUSED:
             raise TypeError(f"{name} cannot be sequence parallel: {_REFUSED[name]}")
         known = ", ".join(base.__name__ for base in _FAMILIES)
-        raise TypeError(
-            f"expected one of transformers' {known}, got a {name}"
-            f"{_hint(model) or ': call burst_attn_func in the attention of other models'}"
-        )
+        hint = find_inside(model, _FAMILIES)
+        hint = hint or ": call burst_attn_func in the attention of other models"
+        raise TypeError(f"expected one of transformers' {known}, got a {name}{hint}")
     if not _has_forward_of(base, model):
         raise TypeError(
             f"this {name} has another forward than transformers' {base.__name__}, which would be "
@@ -72,17 +67,6 @@ def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
     """Whether the module is a `base` with the forward that transformers defines. Some packages
     replace the forward in the class.
     """
-    own = (
-        isinstance(module, base)
-        and type(module).forward is base.forward
-        and "forward" not in vars(module)
-    )
-    return own and base.forward.__module__ == base.__module__
-
-
-def _hint(model: Any) -> str:
-    """Name a module of `model` that can be enabled, if any."""
-    for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(part, tuple(_FAMILIES)):
-            return f": pass its {path}, a {type(part).__name__}"
-    return ""
+    if not isinstance(module, base) or "forward" in vars(module):
+        return False
+    return type(module).forward is base.forward and base.forward.__module__ == base.__module__
