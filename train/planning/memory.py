@@ -22,8 +22,8 @@ from bmt_burst.sparse.blocks import packed_dtype
 from models.blocks import Saving
 from models.config import CPMConfig
 from train.data.batches import choose_micro_batch_size
-from train.run.config import DTYPES, TrainConfig
-from train.run.saving import make_saving
+from train.run.config import TrainConfig
+from train.run.settings import DTYPES
 
 from .attention import AttentionMemory, AttentionShape, attention_memory
 from .ledger import Work
@@ -193,7 +193,7 @@ def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Lay
     tokens = -(-config.seq_len // config.sp_size)
     dense = model.sparse is None or model.sparse.is_dense(config.seq_len)
     model = replace(model, sparse=None if dense else model.sparse)
-    whole = replace(make_saving(config), offload=None)
+    whole = replace(config.saving(), offload=None)
     blocks = 0 if model.sparse is None else -(-config.seq_len // model.sparse.block_size)
     shape = Shape(
         model, DTYPES[config.dtype], batch, offload=config.offload, chosen=packed_dtype(blocks)

@@ -17,9 +17,11 @@ from train.data.tokenizer import Tokenizer
 from train.engine import Engine
 from train.engine.common import AdamW
 from train.registry import load
-from train.run.config import DTYPES, TrainConfig
+from train.run.checks import check_strategy
+from train.run.config import TrainConfig
 from train.run.distributed import rank_timeout
 from train.run.kinds import ModelConfig, kind_of
+from train.run.settings import DTYPES
 from train.run.watchdog import Watchdog
 
 
@@ -42,7 +44,7 @@ def make_groups(config: TrainConfig, data: Source | None = None) -> SequencePara
         timeout=rank_timeout(config),
     )
     group_size = make_rings(sp.process_group, sp.double_group).inner.size
-    config.check_strategy(group_size, data.example_scores if data else None)
+    check_strategy(config, group_size, data.example_scores if data else None)
     return sp
 
 

@@ -25,9 +25,10 @@ from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.registry import KINDS, Kind, load
 from train.run import resume
-from train.run.config import DTYPES, TrainConfig
+from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig, kind_of
 from train.run.same_tokenizer import check_folder
+from train.run.settings import DTYPES
 
 _MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # share of padding that is refused, and reported
 

@@ -12,9 +12,10 @@ from bmt_burst import IGNORE_INDEX, SequenceParallel
 from bmt_burst.ranks.rings import make_rings
 from train.data.batches import Work
 from train.engine import Engine
-from train.run.config import DTYPES, TrainConfig
+from train.run.config import TrainConfig
 from train.run.flops import peak_tflops, step_flops
 from train.run.kinds import ModelConfig
+from train.run.settings import DTYPES
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 from train.base.command_line import ArgumentParser
 from train.base.wording import flag
 from train.data.shares import parse_sources
-from train.run.config import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, SOURCES, TrainConfig
+from train.run.config import TrainConfig
+from train.run.settings import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, SOURCES
 
 
 def parse_options(argv: Sequence[str] | None = None) -> tuple[ArgumentParser, dict[str, Any]]:
