@@ -21,15 +21,7 @@ _LOST_PEER = ("gloo/transport", "ncclRemoteError")
 
 
 class RankError(RuntimeError):
-    """A failure on one rank, raised on every rank.
-
-    lost_child  whether the reason is a ChildProcessError: a process that the rank started was
-                killed, so the same run may succeed when it starts again
-    """
-
-    def __init__(self, message: str, lost_child: bool = False):
-        super().__init__(message)
-        self.lost_child = lost_child
+    """A failure on one rank, raised on every rank."""
 
 
 def rank() -> int:
@@ -41,9 +33,8 @@ def world_size() -> int:
 
 
 def gather(value: Any, group: Group = None) -> list[Any]:
-    """Return `value` of every rank, in rank order.
-
-    `group` has all ranks. A thread needs one of its own.
+    """Return `value` of every rank, in rank order. A thread needs a `group` of its own, which has
+    all ranks.
     """
     values = [None] * world_size()
     if len(values) == 1:
@@ -62,25 +53,17 @@ def together(
     `group` is that of `gather`.
     """
     results: list[Result] = []
-    problem: tuple[str, bool] | None = None
+    problem: str | None = None
     try:
         results.append(work())
     except (ValueError, OSError, SafetensorError, RankError) as error:
-        problem = str(error) or type(error).__name__, lost_child(error)
-    for number, theirs in enumerate(gather(problem, group)):
-        if theirs is not None:
-            reason, killed = theirs
+        problem = str(error) or type(error).__name__
+    for number, reason in enumerate(gather(problem, group)):
+        if reason is not None:
             where = f"rank {number}: " if world_size() > 1 else ""
-            raise raising(where + reason, killed)
+            raise raising(where + reason)
     [result] = results
     return result
-
-
-def lost_child(error: Exception) -> bool:
-    """Whether a process that a rank started was killed, as Linux does when memory is short."""
-    if isinstance(error, RankError):
-        return error.lost_child
-    return isinstance(error, ChildProcessError)
 
 
 def lost_contact(error: Exception) -> bool:

@@ -110,7 +110,7 @@ def _refusing(final: Path, partial: Path | None = None) -> Iterator[None]:
     except CheckpointError as error:
         if ranks.rank() == 0 and partial:
             shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
-        raise CheckpointError(f"could not save {final}: {error}", error.lost_child) from error
+        raise CheckpointError(f"could not save {final}: {error}") from error
 
 
 def folder(root: Path, step: int) -> Path:
