@@ -46,7 +46,7 @@ def test_a_run_that_is_stopped_or_resumed_profiles_the_steps_that_it_does(
         stop.received = step == 3
         return 0.0
 
-    monkeypatch.setattr("train.pretrain.learning_rate", rate)
+    monkeypatch.setattr("train.run.trainer.learning_rate", rate)
     assert not train(settings, stop, profile="2:8", steps=9)
     assert train(settings, profile="2:8", steps=9, resume="auto")
     names = sorted(file.name[:9] for file in (tmp_path / "run/profile").iterdir())

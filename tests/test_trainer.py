@@ -15,8 +15,6 @@ import torch.distributed as dist
 from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels
-from bmt_burst.strategies import machine
-from bmt_burst.strategies.machine import Machine, Rates, machine_of, use_machine, use_own_machine
 from models.cpm import CPM
 from models.cpm_live.config import PRESETS
 from models.huggingface import load_cpm, save_weights
@@ -626,38 +624,14 @@ def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
     assert [f"step {step}/4: " in said.out for step in (3, 4)] == [True, True]
 
 
-def test_resuming_keeps_the_constants_that_choose_the_strategy(settings, tmp_path, capsys):
-    known = Machine("a GPU", "cpu", Rates(), 1e-3, 1e-4, 1e-4, 1e-6)
-    try:
-        use_machine(known)
-        train(settings, steps=2, decay_steps=0)
-        saved = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
-        assert saved.state["machine"] == known.line
-        use_machine(None)
-        train(settings, log_every=1, resume="auto", decay_steps=0)
-        assert machine_of(torch.device("cpu")) == known
-        said = capsys.readouterr().err
-        assert f"for {known.line}, not for this one, which is unknown" in said
-    finally:
-        use_own_machine()
-
-
-def test_constants_that_were_measured_since_do_not_change_a_resumed_run(
-    tmp_path, monkeypatch, capsys
-):
-    measured = Machine("a GPU", "cpu", Rates(), 1e-3, 1e-4, 1e-4, 1e-6)
-    (tmp_path / "measured").write_text(measured.line)
-    monkeypatch.setenv(machine.VARIABLE, str(tmp_path / "measured"))
-    machine._read_constants.cache_clear()
-    cpu = torch.device("cpu")
-    try:
-        assert machine_of(cpu) == measured
-        resume.keep_machine({"machine": None}, cpu)
-        assert machine_of(cpu) is None
-        assert f"for an unknown machine, not for {measured.line}" in capsys.readouterr().err
-    finally:
-        use_own_machine()
-        machine._read_constants.cache_clear()
+def test_a_checkpoint_with_constants_of_a_machine_resumes(settings, tmp_path):
+    """Earlier versions stored them, to choose strategies by them."""
+    train(settings)
+    expected = records(tmp_path / "run")
+    checkpoint._remove(tmp_path / "run/step_00000004")
+    changed_state(tmp_path / "run/step_00000002", lambda state: state.update(machine="a GPU 1 2"))
+    assert train(settings, resume="auto")
+    assert records(tmp_path / "run") == expected
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -304,29 +303,16 @@ def main(argv: Sequence[str]) -> int:
     processes = request.settings.get("processes", 1)
     if processes > 1 and "RANK" not in os.environ:
         return launch([__file__, *argv], processes)
-    # reuse compiled kernels in the next run
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    timeout = TrainConfig(**request.settings).timeout
-    watchdog = Watchdog(ranks.rank(), timeout, _PROGRAM)
-    try:
-        Evaluation(request, watchdog).run()
-        watchdog.alive("leaving the other ranks")
-        dist.destroy_process_group()
-        return 0
-    except Exception as error:
-        code = ending.explain(error, watchdog, _PROGRAM)
-        if code is None:
-            raise
-        return code
-    finally:
-        watchdog.close()
+    watchdog = Watchdog(ranks.rank(), TrainConfig(**request.settings).timeout, _PROGRAM)
+    return ending.run_rank(lambda: _evaluate(request, watchdog), watchdog)
+
+
+def _evaluate(request: Request, watchdog: Watchdog) -> None:
+    """Evaluate on this rank."""
+    Evaluation(request, watchdog).run()
+    watchdog.alive("leaving the other ranks")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    try:
-        ending.leave(main(sys.argv[1:]))
-    except SystemExit as given:  # argparse has printed the reason
-        ending.leave(given.code if isinstance(given.code, int) else 1)
-    except BaseException:  # noqa: BLE001 - every process ends by `leave`
-        traceback.print_exc()
-        ending.leave(1)
+    ending.run_script(main)

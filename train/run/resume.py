@@ -15,9 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bmt_burst.strategies.machine import machine_line, parse_machine, use_machine
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
 from train.base import ranks
@@ -32,41 +29,16 @@ from train.run.config import TrainConfig
 from train.run.kinds import config_of
 from train.run.progress import Progress
 from train.run.schedule import learning_rate
+from train.run.settings import RUN
 
+# settings that do not affect the result
 _TECHNICAL = {
-    *(
-        "resume",
-        "output",
-        "processes",
-        "restarts",
-        "save_every",
-        "save_in_background",
-        "keep_last",
-        "eval_every",
-        "eval_sequences",
-        "eval_tasks",
-        "max_skips",
-    ),
-    *(
-        "checkpointing",
-        "checkpointing_blocks",
-        "checkpointing_every",
-        "offload",
-        "offload_optimizer",
-        "timeout",
-        "save",
-        "new_stage",
-    ),
-    "allow_other_tokenizer",
-    "untie",  # the model itself is compared
-    "grow_vocabulary",
-    "log_every",
-    "wandb",
-    "profile",
-    "stop_after",
-    "time_limit",
-}  # settings that do not affect the result
-
+    *(f.name for f in dataclasses.fields(TrainConfig) if f.metadata["group"] == RUN),
+    *("processes", "restarts", "max_skips", "stop_after"),
+    *("checkpointing", "checkpointing_blocks", "checkpointing_every"),
+    *("offload", "offload_optimizer", "allow_other_tokenizer"),
+    *("untie", "grow_vocabulary"),  # the model itself is compared
+} - {"seed", "skip_data"}
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
 # fields of a model that a stage may change
 _CHANGED_BY_STAGES = {"rope_theta", "rope_scaling", "window", "window_pattern", "sparse"}
@@ -238,20 +210,6 @@ def keep_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveC
     """
     made_for = state["model"].get("max_position_embeddings")
     return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
-
-
-def keep_machine(state: dict, device: torch.device) -> None:
-    """Let "auto" choose strategies by the constants that a checkpoint's run had, so that they, and
-    the bits that they compute, stay. Runs before there were constants had the ring.
-    """
-    line, own = state.get("machine"), machine_line(device)
-    use_machine(None if line is None else parse_machine(line, "the checkpoint's machine"))
-    if line != own and ranks.rank() == 0:
-        print(
-            "strategies are chosen as before the checkpoint was saved, for "
-            f"{line or 'an unknown machine'}, not for {own or 'this one, which is unknown'}",
-            file=sys.stderr,
-        )
 
 
 def check_same(

@@ -62,6 +62,7 @@ class Watchdog:
             self._file.close()
             if empty:
                 Path(self._file.name).unlink(missing_ok=True)
+            self._file = None
 
     def _watch(self) -> None:
         while not self._over.wait(min(_TICK, self.timeout / 4)):
