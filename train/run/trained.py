@@ -14,13 +14,12 @@ from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
 from train.data.folder import Sequences
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from train.data.tokenizer_base import SPEC
 from train.engine import Engine
 from train.run import resume
 from train.run.config import TrainConfig
 from train.run.inputs import check_kernel, check_padding, open_data, warn_of_length
 from train.run.kinds import config_of, kind_of
-from train.run.same_tokenizer import TOKENIZER_FILES, check_folder, check_weights
+from train.run.same_tokenizer import check_folder, check_weights, find_tokenizers
 
 _FROM_RUN = ("seq_len", "dtype")  # settings that are a run's, unless they are given
 
@@ -108,15 +107,14 @@ def checkpoint_tokenizer(path: Path) -> Tokenizer:
 
 
 def _find_tokenizer(path: Path | None, config: TrainConfig) -> Tokenizer:
-    """Return the tokenizer of a checkpoint, or the one beside the weights."""
+    """Return the tokenizer of a checkpoint, or the one next to the weights."""
     if path is not None:
         return checkpoint_tokenizer(path)
     folder = folder_of(config.init_from or "")
-    if (folder / SPEC).is_file():
-        return load_tokenizer(folder)
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            return open_tokenizer(str(folder / name))
+    for _, found in find_tokenizers(folder, None):
+        if isinstance(found, Tokenizer):
+            return found
+        raise ValueError(found)
     raise ValueError(f"{folder} has no tokenizer: give --tokenizer")
 
 
