@@ -401,7 +401,7 @@ def test_small_tiles_are_planned_from_a_few_of_them(monkeypatch):
 
 
 class Watchdog:
-    doing, last_words = "step 1", ""
+    program, doing, last_words = "pretrain.py", "step 1", ""
 
 
 def test_memory_that_is_not_enough_is_explained(capsys):

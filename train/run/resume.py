@@ -29,11 +29,11 @@ from train.run.config import TrainConfig
 from train.run.kinds import config_of
 from train.run.progress import Progress
 from train.run.schedule import learning_rate
-from train.run.settings import RUN
+from train.run.settings import fields_by_group
 
 # settings that do not affect the result
 _TECHNICAL = {
-    *(f.name for f in dataclasses.fields(TrainConfig) if f.metadata["group"] == RUN),
+    *(field.name for field in fields_by_group()["the run"]),
     *("processes", "restarts", "max_skips", "stop_after"),
     *("checkpointing", "checkpointing_blocks", "checkpointing_every"),
     *("offload", "offload_optimizer", "allow_other_tokenizer"),

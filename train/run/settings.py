@@ -23,16 +23,22 @@ from train.run.kinds import PRESETS
 from train.run.profiling import parse_steps
 
 SCHEDULES = ("wsd", "cosine", "linear")
-SOURCES = str | dict  # a path, or texts by name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MODEL, DATA, PARALLEL, OPTIMIZER, RUN = "model", "data", "parallelism", "optimization", "the run"
+# groups of options, each with its first one, in the order of --help
+_GROUPS = {
+    "model": "model",
+    "data": "data",
+    "processes": "parallelism",
+    "steps": "optimization",
+    "output": "the run",
+}
 
 
-def option(default: Any, group: str, help: str, **extra) -> Any:
-    """Return a field with its group and its text in --help. `extra` may have `choices`, the `least`
-    number, and `kind`, which is needed where the default is None.
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """Return a field with its text in --help. `extra` may have `choices`, and the `least`
+    number.
     """
-    return field(default=default, metadata={"group": group, "help": help, **extra})
+    return field(default=default, metadata={"help": help, **extra})
 
 
 @dataclass(frozen=True)
@@ -41,89 +47,69 @@ class Settings:
 
     model: str = option(
         "cpm-tiny",
-        MODEL,
         f"a preset ({', '.join(PRESETS)}), or a JSON file with the fields of CPMConfig or of "
         "CPM-Live's configurations",
     )
     init_from: str | None = option(
         None,
-        MODEL,
         "starting weights: a folder with a config.json, which then replaces --model, of a Llama, "
         "Mistral, Qwen2, Qwen3, MiniCPM or CPM-Bee; or a file for --model (.pt, .bin, .pth or "
         ".safetensors), under the names of Hugging Face, ModelCenter's Llama or CPM-Live",
-        kind=str,
     )
     untie: bool = option(
         False,
-        MODEL,
         "train a head of its own, where the model ties it to the embeddings; it starts as the head "
         "in the files of --init-from or, if they have none, as a copy of the embeddings",
     )
     grow_vocabulary: bool = option(
         False,
-        MODEL,
         "with --init-from: add rows for the new tokens of the data's tokenizer, which must extend "
         "the tokenizer of the weights; a new row is the mean of the others with small noise",
     )
     allow_other_tokenizer: bool = option(
         False,
-        MODEL,
         "with --init-from: start even if the tokenizer of the weights differs from the data's",
     )
     rope_theta: float | None = option(
         None,
-        MODEL,
         "base of the rotary positions, instead of the model's; a larger base suits longer "
         "sequences",
-        kind=float,
     )
     rope_scaling: Mapping[str, Any] | None = option(
         None,
-        MODEL,
         "scaling of the rotary positions, instead of the model's: "
         """'{"kind": "yarn", "factor": 4, "original_length": 32768}'; """
         "models/rope.py lists kinds and numbers",
-        kind=dict,
     )
     sparse: Mapping[str, Any] | None = option(
         None,
-        MODEL,
         "sparse attention in all layers, instead of the model's: '{}' for InfLLM-V2 as MiniCPM4 "
         """has it, or with other constants, '{"dense_len": 4096}'; """
         "bmt_burst.InfLLMV2 lists them",
-        kind=dict,
     )
     window: int | None = option(
         None,
-        MODEL,
         "number of tokens that a token attends to, itself included, in the layers that have a "
         "window; in all layers if the model has none",
-        kind=int,
         least=1,
     )
     dtype: str = option(
         "fp32",
-        MODEL,
         "weights and activations in forward and backward; master weights and AdamW are always fp32",
         choices=tuple(DTYPES),
     )
 
     data: str | Mapping[str, str] = option(
         "data/stdlib/train",
-        DATA,
         "folder of training tokens, from prepare_data.py; or several, each as NAME=PATH:WEIGHT. "
         "Weights are shares of tokens, and are normalised",
-        kind=SOURCES,
     )
     val_data: str | Mapping[str, str] | None = option(
         None,
-        DATA,
         "folder of validation tokens; or several, each as NAME=PATH, with a loss for each name",
-        kind=SOURCES,
     )
     documents: str = option(
         "auto",
-        DATA,
         "mask: tokens attend to their own document only, positions restart in each document, and "
         "its last token has no target; ignore: a sequence is one text; auto: mask if the data says "
         "where documents start, else ignore; a resumed run keeps its choice",
@@ -131,40 +117,31 @@ class Settings:
     )
     bos: str = option(
         "auto",
-        DATA,
         "the token in front of each document, unless the data has it there: a token of the "
         "tokenizer, or none; auto: the tokenizer's begin token, else its end-of-text token, and "
         "none for older data folders and with --documents ignore; a resumed run keeps its choice",
     )
-    seq_len: int = option(
-        512, DATA, "tokens in one sequence, over all ranks that share it", least=1
-    )
-    batch_size: int = option(8, DATA, "sequences in one optimizer step, over all ranks", least=1)
+    seq_len: int = option(512, "tokens in one sequence, over all ranks that share it", least=1)
+    batch_size: int = option(8, "sequences in one optimizer step, over all ranks", least=1)
     micro_batch_size: int | None = option(
         None,
-        DATA,
         "sequences that a rank computes at once; the rest is gradient accumulation. By default "
         "the largest number up to 8 that divides a data parallel group's sequences",
-        kind=int,
         least=1,
     )
 
     processes: int = option(
-        1, PARALLEL, "processes to start on this machine; leave at 1 under torchrun", least=1
+        1, "processes to start on this machine; leave at 1 under torchrun", least=1
     )
     restarts: int = option(
         0,
-        PARALLEL,
         "times that a failed run starts again from its last checkpoint, on this machine; not after "
         "an error with exit code 2, such as a wrong option",
         least=0,
     )
-    sp_size: int = option(
-        1, PARALLEL, "ranks that share a sequence; the others are data parallel", least=1
-    )
+    sp_size: int = option(1, "ranks that share a sequence; the others are data parallel", least=1)
     strategy: str = option(
         "auto",
-        PARALLEL,
         "how the ranks of a sequence share attention. ring: each rank sends keys and values to "
         "the next; all-gather: a ring that sends all keys and values of a host at once; one-call: "
         "gathers all of a short sequence first, then computes; ulysses: each rank computes whole "
@@ -173,187 +150,146 @@ class Settings:
         "call: one-call below about 0.35 TFLOP of forward work a rank, else ring",
         choices=("auto", *strategies.names()),
     )
-    inner_size: int | None = option(
-        None, PARALLEL, "ranks of a host, for the double ring", kind=int, least=1
-    )
+    inner_size: int | None = option(None, "ranks of a host, for the double ring", least=1)
     ulysses_size: int | None = option(
         None,
-        PARALLEL,
         "consecutive ranks that share heads, for usp; excludes --inner-size. By default the ranks "
         "of a host",
-        kind=int,
         least=1,
     )
     layout: str = option(
         "auto",
-        PARALLEL,
         "how a sequence is cut over its ranks; auto: equal work for its documents and windows "
         "(in full layers, if there are any), else zigzag",
         choices=("auto", *LAYOUTS),
     )
     engine: str = option(
         "auto",
-        PARALLEL,
         "the engine that shards and updates the model: bmtrain on GPUs, torch (FSDP2) anywhere; "
         "auto: bmtrain if it is installed and there are GPUs",
         choices=("auto", "torch", "bmtrain"),
     )
     device: str = option(
         "auto",
-        PARALLEL,
         "where to train; auto: on GPUs if there is one for each process of this machine",
         choices=("auto", "cpu", "cuda"),
     )
-    flash: str = option("auto", PARALLEL, "the attention kernel, see bmt_burst.burst_attn_func")
+    flash: str = option("auto", "the attention kernel, see bmt_burst.burst_attn_func")
     deterministic: bool = option(
-        False,
-        PARALLEL,
-        "use kernels that give identical bits in every run (CPU kernels always do)",
+        False, "use kernels that give identical bits in every run (CPU kernels always do)"
     )
 
     checkpointing: str = option(
         "none",
-        PARALLEL,
         "what the backward recomputes; selective: everything except the attention; full: "
         "everything",
         choices=CHECKPOINTING,
     )
     checkpointing_blocks: int | None = option(
         None,
-        PARALLEL,
         "apply --checkpointing to this many blocks, the first ones. By default to all",
-        kind=int,
         least=0,
     )
     checkpointing_every: int | None = option(
         None,
-        PARALLEL,
         "keep only the input of every so many blocks; the backward computes these blocks again, "
         "which meanwhile save what --checkpointing says. By default that of each block",
-        kind=int,
         least=2,
     )
     mlp_tile: int | None = option(
         None,
-        PARALLEL,
         "tokens that a block's output projection, norm and feed-forward compute at once; the "
         "backward computes them again. By default all tokens of a rank",
-        kind=int,
         least=1,
     )
     offload: bool = option(
         False,
-        PARALLEL,
         "keep saved activations in host memory; needs --checkpointing, and has no effect on CPUs",
     )
     offload_optimizer: bool = option(
-        False,
-        PARALLEL,
-        "keep master weights and AdamW's state in host memory; engine bmtrain only",
+        False, "keep master weights and AdamW's state in host memory; engine bmtrain only"
     )
 
-    steps: int = option(1000, OPTIMIZER, "optimizer steps of the whole run", least=1)
+    steps: int = option(1000, "optimizer steps of the whole run", least=1)
     stop_after: int | None = option(
         None,
-        OPTIMIZER,
         "save and stop after this step. The schedule is that of --steps, and --resume auto "
         "continues it",
-        kind=int,
         least=1,
     )
-    lr: float = option(1e-3, OPTIMIZER, "peak learning rate")
-    schedule: str = option("wsd", OPTIMIZER, "learning rate after warm-up", choices=SCHEDULES)
+    lr: float = option(1e-3, "peak learning rate")
+    schedule: str = option("wsd", "learning rate after warm-up", choices=SCHEDULES)
     warmup_steps: int | None = option(
-        None, OPTIMIZER, "steps of linear warm-up; by default 5% of steps", kind=int, least=0
+        None, "steps of linear warm-up; by default 5% of steps", least=0
     )
     decay_steps: int | None = option(
-        None, OPTIMIZER, "last steps, in which wsd decays; by default 20%", kind=int, least=0
+        None, "last steps, in which wsd decays; by default 20%", least=0
     )
-    min_lr_ratio: float = option(
-        0.05, OPTIMIZER, "learning rate at the end, as a share of the peak"
-    )
-    weight_decay: float = option(0.1, OPTIMIZER, "decoupled weight decay of matrices", least=0)
-    beta1: float = option(0.9, OPTIMIZER, "AdamW's beta 1")
-    beta2: float = option(0.95, OPTIMIZER, "AdamW's beta 2")
-    clip: float = option(1.0, OPTIMIZER, "largest global gradient norm")
+    min_lr_ratio: float = option(0.05, "learning rate at the end, as a share of the peak")
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
+    beta1: float = option(0.9, "AdamW's beta 1")
+    beta2: float = option(0.95, "AdamW's beta 2")
+    clip: float = option(1.0, "largest global gradient norm")
     max_skips: int = option(
         10,
-        OPTIMIZER,
         "end the run after this many skipped steps in a row; a step is skipped if its loss or "
         "gradient norm is not finite",
         least=1,
     )
 
-    output: str = option("runs/cpm", RUN, "folder for checkpoints, logs and curves")
+    output: str = option("runs/cpm", "folder for checkpoints, logs and curves")
     resume: str = option(
         "never",
-        RUN,
         "auto: resume from the newest whole checkpoint in --output, or start if there is none; "
         "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
     )
     new_stage: bool = option(
         False,
-        RUN,
         "with --resume CHECKPOINT: start another stage, which may have other data, length, rope "
         "base or windows. It keeps weights and optimizer, and restarts steps, samples and "
         "schedule. --resume auto continues a stage",
     )
-    seed: int = option(0, RUN, "seed of starting weights and data order", least=0)
+    seed: int = option(0, "seed of starting weights and data order", least=0)
     skip_data: str | None = option(
         None,
-        RUN,
         "FROM:TO, with --resume: leave out sequences FROM to TO - 1 of the data order, counted "
         "from 0 as --batch-size counts them. Steps and schedule stay. Checkpoints remember it",
-        kind=str,
     )
-    save: bool = option(True, RUN, "write checkpoints; otherwise a run leaves only its curves")
+    save: bool = option(True, "write checkpoints; otherwise a run leaves only its curves")
     save_every: int = option(
-        200,
-        RUN,
-        "steps between checkpoints; the last step is always saved; 0: only the last",
-        least=0,
+        200, "steps between checkpoints; the last step is always saved; 0: only the last", least=0
     )
     save_in_background: bool = option(
         True,
-        RUN,
         "write checkpoints while training continues, from a copy in host memory (on Linux, if half "
         "of the free host memory is enough)",
     )
-    keep_last: int = option(2, RUN, "checkpoints to keep", least=1)
+    keep_last: int = option(2, "checkpoints to keep", least=1)
     log_every: int = option(
         10,
-        RUN,
         "steps between the lines of a log; the first and the last step also get one. A terminal "
         "shows a bar with every step instead, and metrics.jsonl has every step",
         least=1,
     )
     eval_every: int = option(
-        100, RUN, "steps between evaluations on --val-data; 0: only after the last", least=0
+        100, "steps between evaluations on --val-data; 0: only after the last", least=0
     )
-    eval_sequences: int = option(32, RUN, "sequences of each source in one evaluation", least=1)
+    eval_sequences: int = option(32, "sequences of each source in one evaluation", least=1)
     eval_tasks: str | None = option(
         None,
-        RUN,
         "tasks of evaluate.py in each evaluation, at --seq-len, with one number each in the log: "
         "needle and variables have the share of answers that were found, positions has the loss at "
         "the last positions of --val-data; for example needle,positions",
-        kind=str,
     )
-    wandb: str | None = option(
-        None, RUN, "project of Weights & Biases that also gets the records", kind=str
-    )
-    profile: str | None = option(
-        None, RUN, "steps to profile, FIRST:LAST; traces go to --output", kind=str
-    )
+    wandb: str | None = option(None, "project of Weights & Biases that also gets the records")
+    profile: str | None = option(None, "steps to profile, FIRST:LAST; traces go to --output")
     timeout: float = option(
-        1800.0, RUN, "seconds without a sign of life after which a rank prints its stacks and ends"
+        1800.0, "seconds without a sign of life after which a rank prints its stacks and ends"
     )
     time_limit: str | None = option(
         None,
-        RUN,
         "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before this time "
         "is over. It includes restarts and stages",
-        kind=str,
     )
 
     @property
@@ -417,3 +353,13 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def fields_by_group() -> dict[str, list[dataclasses.Field]]:
+    """Return the fields of each group of options."""
+    found: dict[str, list[dataclasses.Field]] = {}
+    name = ""
+    for each in dataclasses.fields(Settings):
+        name = _GROUPS.get(each.name, name)
+        found.setdefault(name, []).append(each)
+    return found
