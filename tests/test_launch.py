@@ -21,6 +21,10 @@ from train.run.stages import parse_run
 from train.run.watchdog import EXIT_CODE
 
 
+def watchdog_of(last_words: str = "") -> SimpleNamespace:
+    return SimpleNamespace(program="pretrain.py", doing="step 7", last_words=last_words)
+
+
 def listeners() -> list[str]:
     """The addresses and ports, in hexadecimal, on which this process listens."""
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
@@ -76,7 +80,7 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
     ],
 )
 def test_a_rank_that_another_one_left_says_so_in_a_line_and_is_not_the_cause(error, capsys):
-    watchdog = SimpleNamespace(program="pretrain.py", doing="step 7", last_words="there is no good checkpoint")
+    watchdog = watchdog_of("there is no good checkpoint")
     assert ending.explain(error, watchdog) == ranks.LOST_CONTACT
     said = capsys.readouterr().err
     assert said.startswith(
@@ -116,7 +120,7 @@ def test_every_rank_leaves_torchrun_the_sentence_that_one_says(
 ):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", rank)
-    ending.explain(error, SimpleNamespace(program="pretrain.py", doing="step 7", last_words="go on so"))
+    ending.explain(error, watchdog_of("go on so"))
     assert failure(tmp_path).message["message"] == reason
     assert (reason in capsys.readouterr().err) == said
 
@@ -138,10 +142,11 @@ def test_the_first_reason_stays(monkeypatch, tmp_path):
 def test_a_rank_that_another_one_left_is_not_torchruns_root_cause(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     ending.explain(
-        RankGone("rank 1 of the group has ended"), SimpleNamespace(program="pretrain.py", doing="step 7", last_words="")
+        RankGone("rank 1 of the group has ended"),
+        watchdog_of(),
     )
     lost = failure(tmp_path)
-    ending.explain(ValueError("x"), SimpleNamespace(program="pretrain.py", doing="step 7", last_words=""))
+    ending.explain(ValueError("x"), watchdog_of())
     assert failure(tmp_path).timestamp < lost.timestamp
 
 
@@ -173,7 +178,7 @@ def test_torchrun_never_sees_half_a_file(monkeypatch, tmp_path):
 
 def test_a_reason_that_cannot_be_written_does_not_hold_up_the_end(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere/error.json"))
-    assert ending.explain(ValueError("x"), SimpleNamespace(program="pretrain.py", doing="step 7", last_words="")) == 2
+    assert ending.explain(ValueError("x"), watchdog_of()) == 2
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ def test_a_reason_that_cannot_be_written_does_not_hold_up_the_end(monkeypatch, t
     [(OSError("disk full"), 2), (RuntimeError("rank 3 of a matrix"), None), (KeyError("x"), None)],
 )
 def test_a_rank_that_failed_by_itself_is_told_apart(error, code):
-    assert ending.explain(error, SimpleNamespace(program="pretrain.py", doing="step 7", last_words="")) == code
+    assert ending.explain(error, watchdog_of()) == code
 
 
 # A rank that notes its options and ends with the next of some codes. The second start saves.

@@ -32,7 +32,6 @@ from train.planning.search import (
     plan,
     recommend,
     savings,
-    with_length,
     with_options,
 )
 from train.planning.seconds import attention_seconds, step_seconds
@@ -223,8 +222,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(options):
     run = planned(**options)
     longest = find_longest(run)
     assert longest % (1024 * run.config.sp_size) == 0
-    assert with_length(run, longest).fits
-    assert not with_length(run, int(longest * 1.02) + 4096).fits
+    assert with_options(run, seq_len=longest).fits
+    assert not with_options(run, seq_len=int(longest * 1.02) + 4096).fits
     assert find_longest(with_options(run, dtype="fp32")) < longest
     assert find_longest(planned(gib=5.0, **options)) == 0
 

@@ -106,27 +106,16 @@ def table(planned: Planned) -> str:
     for options in savings():
         other = with_options(planned, **options)
         name = " ".join(saving_flags(other.config)) or "(none)"
-        memory = other.step.memory
         speed = (f"{other.seconds.total:.2f}", f"{other.tokens_per_s:,.0f}")
-        rows.append(
-            (
-                name,
-                f"{find_longest(other):,}",
-                f"{memory.total / GIB:.1f}",
-                f"{memory.host / GIB:.1f}",
-                *(speed if other.fits else ("does not fit", "")),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for row in rows
-    ]
-    title = f"longest sequence, and a step of {counted(planned.config.seq_len, 'token')}:"
-    return "\n".join([title, *lines])
+        speed = speed if other.fits else ("does not fit", "")
+        gib = [f"{x / GIB:.1f}" for x in (other.step.memory.total, other.step.memory.host)]
+        rows.append((name, f"{find_longest(other):,}", *gib, *speed))
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [f"longest sequence, and a step of {counted(planned.config.seq_len, 'token')}:"]
+    for name, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *right]).rstrip())
+    return "\n".join(lines)
 
 
 def advice(planned: Planned) -> str:
@@ -171,16 +160,13 @@ def _given_options(config: TrainConfig) -> list[tuple[str, ...]]:
         elif field.name == "val_data":
             options.append((name, *source_words(value)))
         else:
-            options.append((name, _as_text(value)))
+            text = json.dumps(dict(value)) if isinstance(value, dict) else str(value)
+            options.append((name, text))
     return options
 
 
 def _join(options: Iterable[tuple[str, ...]]) -> list[str]:
     return [word for option in options for word in option]
-
-
-def _as_text(value: object) -> str:
-    return json.dumps(dict(value)) if isinstance(value, dict) else str(value)
 
 
 def explain_shortage(planned: Planned) -> str:
