@@ -77,9 +77,7 @@ def _check_tokens(tokens: int) -> None:
 
 
 def _begin_token(path: Path, prompt: str) -> int | None:
-    """Return the begin token of a checkpoint's run. Warn if `prompt` is empty and training never
-    began a text.
-    """
+    """Return the begin token of a checkpoint's run. Warn if nothing can begin a text."""
     state = checkpoint.Checkpoint(path).state
     bos = resume.saved_begin_token(state)
     if bos is None and not prompt and resume.saved_documents(state) == "mask":

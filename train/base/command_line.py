@@ -15,9 +15,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End the process with `status`. An error message is printed to stderr. Under torchrun it
-        is also shown in torchrun's summary.
-        """
+        """End the process. torchrun's summary also shows an error message."""
         if status and message:
             leave_reason(message.strip())
         super().exit(status, message)

@@ -26,9 +26,7 @@ class _Job:
     item: object
 
     def take(self) -> Any:
-        """Return the result of the item. Raises ValueError with the item if the work on it
-        failed.
-        """
+        """Return the result of the item. Raises ValueError with the item if its work failed."""
         return self.worker.take(self.item)
 
 
@@ -50,9 +48,7 @@ class Worker:
             raise self._death(item) from None
 
     def take(self, item: object) -> Any:
-        """Return the result of the item that was given last. Raises ValueError with the item if the
-        work on it failed.
-        """
+        """Return the result of the item given last. Raises ValueError if its work failed."""
         try:
             result, problem = self.connection.recv()
         except (EOFError, OSError):
@@ -74,11 +70,8 @@ class Worker:
 def map_in_order(
     make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int
 ) -> Generator[Result, None, None]:
-    """Yield `make()(item)` for each item, computed by `workers` processes. With one worker, this
-    process does the work.
-
-    `make`, items and results must be picklable. Only a few items are read in advance. Raises
-    ValueError with the item as text and the reason if the work on it fails or its process dies.
+    """Yield `make()(item)` for each item, by `workers` processes, or by this one. Only a few items,
+    which can be pickled, are read in advance. Raises ValueError with the item if its work fails.
     """
     if workers == 1:
         work = make()
@@ -101,9 +94,7 @@ def map_in_order(
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block. Processes that are started in the block ignore it
-    for good, because this process handles it.
-    """
+    """Delay Ctrl-C until the end of the block. Processes started in it ignore Ctrl-C for good."""
     received: list[int] = []
     # threads that do not block the signal may still receive it
     before = signal.signal(signal.SIGINT, lambda signum, _: received.append(signum))
@@ -119,9 +110,7 @@ def _interrupts_later() -> Iterator[None]:
 
 
 def _deal(pool: list[Worker], items: Iterator) -> Iterator:
-    """Yield results in order. Each worker has one item at a time, so neither side of a pipe ever
-    waits for the other to read.
-    """
+    """Yield results in order. Each worker has one item at a time, so no pipe fills up."""
     idle, done = list(pool), dict[int, Any]()
     busy: list[_Job] = []
     given = taken = 0

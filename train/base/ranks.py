@@ -33,9 +33,7 @@ def world_size() -> int:
 
 
 def gather(value: Any, group: Group = None) -> list[Any]:
-    """Return `value` of every rank, in rank order. A thread needs a `group` of its own, which has
-    all ranks.
-    """
+    """Return `value` of every rank. A thread needs a `group` of its own, with all ranks."""
     values = [None] * world_size()
     if len(values) == 1:
         return [value]
@@ -67,9 +65,7 @@ def together(
 
 
 def lost_contact(error: Exception) -> bool:
-    """Whether another rank failed or is gone, as the attention, torch's store, gloo or NCCL report
-    it.
-    """
+    """Whether attention, torch's store, gloo or NCCL report that another rank failed or is gone."""
     if isinstance(error, RankFailed | RankGone):
         return True
     if isinstance(error, dist.DistNetworkError):

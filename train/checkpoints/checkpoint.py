@@ -68,9 +68,7 @@ def save(
 
 
 def check_finite(root: Path, state: dict[str, Any], shards: dict[str, Shard]) -> None:
-    """Raise CheckpointError on every rank if any rank has weights or optimizer state that are not
-    finite.
-    """
+    """Raise CheckpointError on every rank if any weight or optimizer state is not finite."""
     final = folder(root, state["step"])
     with _refusing(final):
         ranks.together(lambda: _check_finite(shards), CheckpointError)
@@ -119,10 +117,8 @@ def folder(root: Path, step: int) -> Path:
 
 
 def outlook(root: Path) -> str:
-    """Return what a run leaves when it ends: the newest good checkpoint, and how to resume from it.
-
-    A checkpoint is good if it was not saved during a series of skipped steps. Damaged checkpoints
-    are named on stderr.
+    """Return the newest good checkpoint of a run that ends, and how to resume from it. A checkpoint
+    is good if it was not saved while steps were skipped. Print damaged ones to stderr.
     """
     readable = list(_readable(root))
     good = next((path for path, skips in readable if not skips), None)
@@ -134,9 +130,7 @@ def outlook(root: Path) -> str:
 
 
 def _readable(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield checkpoints, the newest first, each with the number of steps in a row that had been
-    skipped when it was saved.
-    """
+    """Yield checkpoints, the newest first, with the number of steps skipped just before each."""
     for path in listed(root):
         try:
             yield path, Checkpoint(path).state.get("skips_in_a_row", 0)
@@ -145,11 +139,9 @@ def _readable(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def newest(root: Path, set_aside: bool = False) -> Path | None:
-    """Return the newest whole checkpoint under `root`, or None if there are no checkpoints.
-
-    Damaged ones are named on stderr. With `set_aside`, if one is whole, newer ones are renamed to
-    `step_....damaged`. Raises CheckpointError if all are damaged. Every rank must call this
-    function, and gets the same answer.
+    """Return the newest whole checkpoint under `root`, or None if there are none. Print damaged
+    ones to stderr. With `set_aside`, rename those that are newer to `step_....damaged`. Every rank
+    must call this function. Raises CheckpointError if all are damaged.
     """
     damaged = []
     for path in listed(root):
@@ -167,10 +159,8 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
 
 
 def find(run_or_checkpoint: Path) -> Path:
-    """Return the checkpoint that a path names: the path itself, which may be a copy with another
-    name, or the newest whole checkpoint in it.
-
-    Raises CheckpointError if there is none.
+    """Return the checkpoint of a path: the path itself, which may be a renamed copy, or the newest
+    whole one in it. Raises CheckpointError if there is none.
     """
     if run_or_checkpoint.is_symlink():
         run_or_checkpoint = run_or_checkpoint.resolve()
@@ -188,9 +178,7 @@ def find(run_or_checkpoint: Path) -> Path:
 
 
 def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with the checkpoint in folder `path`, or None if it is whole. Hash every
-    parts-th file.
-    """
+    """Return what is wrong with a checkpoint, or None. Hash only every parts-th file."""
     try:
         for name, expected in sorted(_manifest(path).items())[part::parts]:
             size = (path / name).stat().st_size
@@ -204,9 +192,7 @@ def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def _manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the files of a checkpoint. Raises ValueError if some are missing or lie outside of its
-    folder.
-    """
+    """Return a checkpoint's files. Raises ValueError if some are missing or outside its folder."""
     _check_inside(path, "manifest.json")
     files = json.loads((path / "manifest.json").read_text())["files"]
     if not {"state.json", "rank_00000.safetensors"} <= files.keys():
@@ -217,10 +203,7 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_format(path: Path) -> None:
-    """Raise ValueError for a checkpoint of another format, which a newer version may have written.
-
-    Such a checkpoint may be whole, so `damage` does not look at its format.
-    """
+    """Raise ValueError for a format that a newer version may have written. It may be whole."""
     found = json.loads((path / "manifest.json").read_text())["format"]
     if found != _FORMAT:
         raise ValueError(f"expected a manifest of format {_FORMAT}, got {found!r}")
@@ -312,9 +295,7 @@ def _damage_on_any_rank(path: Path) -> str | None:
 
 
 def _on_first_rank(work: Callable[[], None], group: ranks.Group = None) -> None:
-    """Do `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it
-    fails.
-    """
+    """Do `work` on rank 0. Raises CheckpointError on every rank if it fails."""
     ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError, group)
 
 
@@ -341,9 +322,8 @@ def _prepare(partial: Path, keep_last: int | None) -> None:
 
 
 def _make_room(root: Path, keep_last: int) -> None:
-    """Remove old checkpoints before a new one is written, if it would not fit beside them.
-
-    The newest one that is good and whole stays in any case. No more are removed than necessary.
+    """Remove old checkpoints if the next one would not fit, but no more than necessary, and never
+    the newest one that is good and whole.
     """
     there = listed(root)
     wanted = _ROOM * max((count_bytes(path) for path in there[:1]), default=0)

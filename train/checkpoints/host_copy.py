@@ -16,9 +16,7 @@ from train.checkpoints.rank_file import RankFile, write_bytes
 
 
 class HostCopy:
-    """Memory for a file of `size` bytes, for a rank on `device`. Raises OSError if there is not
-    enough.
-    """
+    """Memory for a file, for a rank on `device`. Raises OSError if there is not enough."""
 
     def __init__(self, size: int, device: torch.device):
         try:

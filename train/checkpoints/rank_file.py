@@ -65,9 +65,7 @@ class RankFile:
         return len(self.header) + sum(x.numel() for x in self.tensors)
 
     def copy_to(self, memory: Tensor) -> None:
-        """Copy the bytes of the file to `memory`, which has `size` bytes on the host. Wait until
-        copies from a GPU have arrived.
-        """
+        """Copy the bytes of the file to host memory of `size` bytes, and wait for GPUs' copies."""
         head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         sources = (head, *self.tensors)
         places = memory.split([x.numel() for x in sources])
@@ -83,9 +81,7 @@ class RankFile:
 
 
 def write_bytes(file: Path, parts: Iterable[Tensor]) -> dict[str, Any]:
-    """Write tensors of bytes to `file`, and make it survive a power failure. Return its manifest
-    entry.
-    """
+    """Write tensors of bytes and sync the file. Return its manifest entry."""
     digest, size = hashlib.sha256(), 0
     with writing(file), open(file, "wb", buffering=0) as stream:
         for piece in (piece for part in parts for piece in part.split(_PIECE)):

@@ -153,10 +153,8 @@ class Saver:
 
 
 class Background:
-    """The means of a rank to save while it trains: memory for its file, a thread, and a group for
-    the threads of all ranks.
-
-    copy  available after some seconds, because memory is allocated and pinned by the thread
+    """A rank's means to save while it trains: memory for its file, a thread, and a group of all
+    threads. The thread allocates and pins the memory, so `copy` is available after some seconds.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -179,9 +177,7 @@ class Background:
 
 
 def make_background(shards: dict[str, Shard], device: torch.device) -> Background | None:
-    """Return the means to save `shards` in the background, or None where this is not possible, and
-    say why. Every rank must call this function.
-    """
+    """Return the means to save `shards` in the background. Print why if there are none."""
     if sys.platform != "linux":
         return None
     size = RankFile.of(shards).size

@@ -136,9 +136,7 @@ class BMTrainEngine(MasterEngine):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Drop the gradients that BMTrain holds. Its stream may write to their memory only after
-        they have been read.
-        """
+        """Drop the gradients that BMTrain holds, once they have been read."""
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
         for block in self._blocks:
             for storage in block._storage_params.values():

@@ -18,9 +18,7 @@ from . import Engine, Shard
 
 @dataclass(frozen=True)
 class AdamW:
-    """Settings of AdamW (arXiv 1711.05101). Matrices decay, vectors (norm weights, biases) do
-    not.
-    """
+    """Settings of AdamW (arXiv 1711.05101). Norm weights and biases do not decay."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -29,9 +27,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class WeightShard:
-    """This rank's shard of a weight of `shape`: entries start, start + 1, ... of the flattened
-    whole, in fp32.
-    """
+    """Entries start, start + 1, ... of a flattened weight of `shape`, of this rank, in fp32."""
 
     master: Tensor
     start: int
@@ -61,10 +57,7 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
 
 
 class ShardedAdamW:
-    """AdamW over named shards, with its state on their devices. Shards may be empty.
-
-    Without settings there is no state, and nothing can be stepped.
-    """
+    """AdamW over named shards, which may be empty. Without settings it has no state and no step."""
 
     def __init__(self, shards: Mapping[str, WeightShard], settings: AdamW | None):
         self.shards = dict(shards)
@@ -109,10 +102,9 @@ class ShardedAdamW:
         sum_over_ranks: Callable[[list[float]], list[float]],
         loss_scale: float = 1.0,
     ) -> float:
-        """Do one step with this rank's shards of the gradients, which are scaled by `loss_scale`.
-
-        Return the global norm of the loss's gradients before they are clipped to `max_norm`. Raises
-        FloatingPointError on every rank if it is not finite. Then nothing changes.
+        """Do one step with this rank's shards of gradients, which are scaled by `loss_scale`.
+        Return the global norm of the unscaled ones. Raises FloatingPointError on every rank if it
+        is not finite.
         """
         mine = [grads[name] for name in self._masters]
         [square] = sum_over_ranks([square_sum(mine)])
@@ -181,9 +173,7 @@ class MasterEngine(Engine):
 def _starting_weight(
     model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device
 ) -> Tensor:
-    """Return the whole parameter `name` at the start of training, in fp32. It is the same on all
-    ranks.
-    """
+    """Return a whole parameter at the start of training, in fp32, the same on all ranks."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     whole = torch.empty(shape, device=device)

@@ -68,9 +68,7 @@ class TorchEngine(MasterEngine):
         self.model.to_empty(device=self.device)
 
     def _make_shard(self, p: DTensor) -> WeightShard:
-        """Return this rank's rows of a parameter, in the model's memory. FSDP2 cuts rows like
-        torch.chunk.
-        """
+        """Return this rank's rows of a parameter. FSDP2 cuts rows like torch.chunk."""
         rows = -(-p.shape[0] // self.world_size)
         start = min(self.rank * rows, p.shape[0]) * (p.numel() // p.shape[0])
         return WeightShard(p.to_local().detach(), start, tuple(p.shape))

@@ -179,9 +179,7 @@ Result = Retrieved | ByPosition
 
 
 def check_tasks(tasks: tuple[str, ...], subject: Subject, grid: Grid) -> None:
-    """Make a row of each kind, so that lengths that are too short are refused at once with a
-    ValueError.
-    """
+    """Make a row of each kind. Raises ValueError for lengths that are too short."""
     for name in tasks:
         if name != "positions":
             for length in grid.lengths:

@@ -31,10 +31,8 @@ from train.generation.sampling import Choose
 
 
 class Cache:
-    """Keys and values of all layers for up to `limit` tokens. It implements
-    bmt_burst.nn.SparseKVCache.
-
-    Raises ValueError if there is not enough memory.
+    """Keys and values of up to `limit` tokens, as bmt_burst.nn.SparseKVCache. Raises ValueError if
+    there is not enough memory.
     """
 
     def __init__(self, config: CPMConfig | LiveConfig, limit: int, like: Tensor):
@@ -65,9 +63,7 @@ class Decoder(Protocol):
 
 
 def continue_row(decoder: Decoder, tokens: int, end: int, choose: Choose) -> list[int]:
-    """Return up to `tokens` more tokens, which `choose` takes from logits (V,). Stop before
-    `end`.
-    """
+    """Return up to `tokens` more tokens. `choose` takes them from logits (V,), except `end`."""
     found: list[int] = []
     for _ in range(tokens):
         token = choose(decoder.logits)
@@ -79,9 +75,7 @@ def continue_row(decoder: Decoder, tokens: int, end: int, choose: Choose) -> lis
 
 
 class _Row:
-    """The tokens of a row so far, with the inputs of their bias, and the cache of their keys and
-    values.
-    """
+    """The tokens of a row so far, with the inputs of their bias, keys and values."""
 
     def __init__(self, model: LiveModel, scores: Scores, limit: int):
         weight = model.encoder.output_layernorm.weight
@@ -100,9 +94,7 @@ class _Row:
         self._tokens[:, : self.count] = scores.tokens(torch.arange(self.count)).to(weight.device)
 
     def add(self, group: int, base: int, segment: int) -> Tensor:
-        """Add a token, which attends to all tokens so far and itself. Return its rows of the bias
-        table: (1, T) int64.
-        """
+        """Add a token that attends to all so far. Return its rows of the bias table: (1, T)."""
         if self.count == self.limit:
             raise ValueError(f"the row is full: it has {counted(self.limit, 'token')}")
         new = torch.tensor([group, base, segment, self.count], dtype=torch.int32)
@@ -163,9 +155,7 @@ class BeeDecoder:
         self.logits = model(*given, *self._table, scores, cache=self._row.cache)[0, -1]
 
     def begin(self, segment: int, start: int) -> None:
-        """Begin the answer that is segment `segment` of the main sample's tree, with token
-        `start`.
-        """
+        """Begin the answer that is segment `segment` of the main sample's tree."""
         if not 0 <= segment < self._segments:
             raise ValueError(f"segment must be one of the tree's {self._segments}, got {segment}")
         self._segment = segment
@@ -189,9 +179,7 @@ class BeeDecoder:
         return ids[place - words], subs[place - words]
 
     def place(self, token: int, sub: int) -> int:
-        """Return the place in `logits` of a token with a sub-id. A sub-id above 0 belongs to the
-        extended table.
-        """
+        """Return a token's place in `logits`. A sub-id above 0 belongs to the extended table."""
         if not sub:
             return token
         return self.model.config.vocab_size + list(zip(*self._extended, strict=True)).index(

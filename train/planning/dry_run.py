@@ -18,9 +18,7 @@ from .search import Cluster, Planned, find_longest, plan
 
 
 def dry_run(argv: Sequence[str]) -> int:
-    """Print the plan of the run that `argv` describes, on rank 0, or of each of its stages. Return
-    the exit code: 2 for a run that cannot be planned.
-    """
+    """Print the plan of a run, or of each of its stages, on rank 0. Return the exit code."""
     config, stages = parse_run(argv)
     if int(os.environ.get("RANK", 0)):
         return 0

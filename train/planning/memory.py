@@ -69,9 +69,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class AttentionRun:
-    """Part of the attention of a layer: "forward", "backward", or "again", a forward whose choice
-    of blocks was kept.
-    """
+    """A run of a layer's attention: "forward", "backward", or "again", with kept choices."""
 
     shape: AttentionShape
     run: str
@@ -126,10 +124,7 @@ class _Layers:
 
 
 def plan_step(config: TrainConfig, model: CPMConfig, gpus: int, engine: str) -> Step:
-    """Return a rank's step in this run on `gpus` ranks.
-
-    Raises ValueError if the batch does not fit the ranks, or the attention's strategy refuses it.
-    """
+    """Return a rank's step on `gpus` ranks. Raises ValueError if the batch does not fit them."""
     groups = gpus // config.sp_size
     micro_batch_size = choose_micro_batch_size(config, groups)
     micro_batches = config.batch_size // groups // micro_batch_size
@@ -236,9 +231,7 @@ def _add(*all_parts: Parts) -> dict[str, int]:
 
 
 def _pinned_bytes(nbytes: float) -> int:
-    """Return the host's bytes of a tensor. The last of its pieces is rounded up to a power of
-    two.
-    """
+    """Return a tensor's bytes on the host, where its last piece fills a power of two."""
     pieces, rest = divmod(int(nbytes), PIECE_BYTES)
     return pieces * PIECE_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
 

@@ -130,9 +130,7 @@ def advice(planned: Planned) -> str:
 
 
 def command(planned: Planned) -> str:
-    """Return the command that starts a run on each host. DATA and RUN stand for folders, and
-    FIRST_HOST for a name.
-    """
+    """Return the command that starts a run on each host. Capitals are to be filled in."""
     gpus = planned.cluster.gpus
     of_host = max(n for n in range(1, _GPUS_OF_HOST + 1) if gpus % n == 0)
     hosts = ["--nnodes", str(gpus // of_host)] if gpus > of_host else []
@@ -170,9 +168,7 @@ def _join(options: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def explain_shortage(planned: Planned) -> str:
-    """Return the largest part of a plan whose memory is not enough, and the option that helps
-    most.
-    """
+    """Return the largest part of a plan that does not fit, and the option that helps most."""
     memory = planned.step.memory
     largest = memory.largest
     said = (

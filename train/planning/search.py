@@ -80,9 +80,7 @@ class Planned:
 
 
 def plan(config: TrainConfig, cluster: Cluster, engine: str) -> Planned:
-    """Plan a run. Raises ValueError for models that are not planned, and for sizes that do not fit
-    the GPUs.
-    """
+    """Plan a run. Raises ValueError for a model or sizes that cannot be planned."""
     model = dense_model(config)
     if cluster.gpus % config.sp_size:
         raise ValueError(
@@ -148,9 +146,7 @@ def find_longest(planned: Planned) -> int:
 
 
 def find_any_longest(planned: Planned) -> int:
-    """Return the longest sequence that fits, without offloading if any does. Raises ValueError if
-    none does.
-    """
+    """Return the longest sequence, without offloading if one fits, or raise ValueError."""
     offloads: dict[str, object] = {"offload_optimizer": planned.engine == "bmtrain"}
     for more in ({}, offloads):
         longest = max(
@@ -167,9 +163,7 @@ def find_any_longest(planned: Planned) -> int:
 
 
 def _guess(tried: Planned, grains: int) -> int:
-    """Return at how many grains memory may be full, if what a step adds to its weights and
-    optimizer is proportional to the length.
-    """
+    """Guess how many grains fill the memory. All but the weights grows with the length."""
     memory = tried.step.memory
     fixed = sum(memory.parts[part] for part in ("weights", "optimizer", "gradients", "rings"))
     room = (tried.cluster.usable - fixed) / max(memory.total - fixed, 1)
@@ -179,10 +173,7 @@ def _guess(tried: Planned, grains: int) -> int:
 
 
 def recommend(planned: Planned) -> Planned | None:
-    """Return the fastest plan of the same run that fits, or None if none does.
-
-    Options that make it less than 1 % faster are not taken.
-    """
+    """Return the fastest plan that fits, or None. Options must make it faster by 1 %."""
     found: Planned | None = None
     plans = [with_options(planned, **options) for options in savings()]
     if planned.engine == "bmtrain" and not any(other.fits for other in plans):
@@ -196,9 +187,7 @@ def recommend(planned: Planned) -> Planned | None:
 
 
 def _with_groups(planned: Planned) -> Iterator[Planned]:
-    """Yield plans that keep the input of a group of blocks only, up to the first one that fits, if
-    the host's memory is short.
-    """
+    """Yield plans that keep the input of a group of blocks, if the host's memory is short."""
     host_gib, config = planned.cluster.host_gib, planned.config
     if host_gib is not None and config.offload and planned.step.memory.host > host_gib * GIB:
         for every in _GROUPS:
@@ -227,9 +216,7 @@ def _save_more(planned: Planned) -> Planned:
 
 
 def helping_options(planned: Planned) -> Sequence[Planned]:
-    """Return plans with one more option that saves memory, the best one first: the fastest that
-    fits, otherwise the smallest.
-    """
+    """Return plans with one more option: the fastest that fit first, then the smallest."""
     config, tile = planned.config, planned.config.mlp_tile
     changes: list[dict[str, object]] = []
     if config.checkpointing == "none":

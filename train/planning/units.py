@@ -264,9 +264,7 @@ def _planned_norm(norm: Any) -> Run:
 
 
 class _Norm(torch.autograd.Function):
-    """An RMS norm that allocates what a GPU's kernel does. Without values torch computes it in
-    several steps.
-    """
+    """An RMS norm that allocates what a GPU's kernel does, where torch takes several steps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -280,9 +278,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of bmt_burst.loss, of hidden (N, E) and weight (V, E). A part of it runs, and stands
-    for all of its tiles.
-    """
+    """The loss of hidden (N, E) and weight (V, E). A part runs and stands for all its tiles."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ledger: Ledger) -> Tensor:

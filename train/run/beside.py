@@ -116,10 +116,7 @@ def is_template(name: str) -> bool:
 def _find_lacking(
     folder: Path, tokenizer: Tokenizer, decoder: dict[str, Any], templates: list[str]
 ) -> list[str]:
-    """Return the folder's added tokens that templates spell and that `tokenizer` lacks.
-
-    decoder  added_tokens_decoder of tokenizer_config.json
-    """
+    """Return the added tokens, also those of `decoder`, that templates spell and `tokenizer` lacks."""
     others = {
         name: read_json(folder / name) if (folder / name).is_file() else {}
         for name in ("added_tokens.json", "tokenizer.json")
@@ -152,9 +149,7 @@ def _find_texts(folder: Path) -> Iterator[Path]:
 
 
 def _leave_out_padding(generation: dict[str, Any], sizes: list[int]) -> None:
-    """Leave ids that no tokenizer of the folder has out of suppress_tokens. An export writes those
-    of its own padding, and the run's tokenizer may have made tokens of these.
-    """
+    """Leave out suppressed ids that no tokenizer of the folder has: they are padding."""
     if sizes and (suppressed := ids(generation.get("suppress_tokens"))):
         generation["suppress_tokens"] = [token for token in suppressed if token < max(sizes)]
 

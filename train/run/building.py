@@ -26,9 +26,8 @@ from train.run.watchdog import Watchdog
 
 
 def make_groups(config: TrainConfig, data: Source | None = None) -> SequenceParallel:
-    """Make the groups of ranks that share the sequences of `data`, or of any text.
-
-    Raises ValueError if the ranks cannot be grouped, or if --strategy cannot run on these groups.
+    """Make the groups of ranks that share sequences. Raises ValueError if the ranks cannot be
+    grouped, or if --strategy cannot run on them.
     """
     world = dist.get_world_size()
     if world % config.sp_size:
@@ -55,9 +54,7 @@ def make_engine(
     device: torch.device,
     trains: bool = True,
 ) -> Engine:
-    """Build the model on the engine that init_distributed chose. Unless it `trains`, it has no
-    optimizer state.
-    """
+    """Build the model on the chosen engine, with optimizer state if it `trains`."""
     make, dtype = load(kind_of(model).model), DTYPES[config.dtype]
     adamw = AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
     optimizer = adamw if trains else None

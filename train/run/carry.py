@@ -140,9 +140,7 @@ class _Tokens:
         return known
 
     def take_names(self, name: str, value: Any) -> Any:
-        """Return the special tokens of a field of tokenizer_config.json that the run's tokenizer
-        has: a name, a list, or names by role.
-        """
+        """Return the special tokens that the run's tokenizer has: a name, a list, or by role."""
         by_role = isinstance(value, dict) and "content" not in value
         pairs = value.items() if by_role else enumerate(ids(value))
         names = {role: token_name(token) for role, token in pairs}

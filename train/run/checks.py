@@ -39,9 +39,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def _check_value(name: str, value: object, least: int | None) -> None:
-    """Raise ValueError for empty text, and for numbers that are too small, too large or not
-    finite.
-    """
+    """Raise ValueError for empty text, and for a number that is out of range."""
     if value == "":
         raise ValueError(f"{flag(name)} must not be empty")
     if not isinstance(value, int | float):

@@ -28,9 +28,7 @@ class TrainConfig(Settings):
         check_settings(self)
 
     def model_config(self) -> ModelConfig:
-        """Return the model's shape. Raises ValueError if there is none, or for options that do not
-        go with such a model.
-        """
+        """Return the model's shape. Raises ValueError for options that do not go with the model."""
         named = self.named_model()
         instead = {name: getattr(self, name) for name in _INSTEAD}
         given = {name: value for name, value in instead.items() if value is not None}
@@ -41,9 +39,7 @@ class TrainConfig(Settings):
             raise ValueError(f"{options} with {self.model_name}: {error}") from error
 
     def named_model(self) -> ModelConfig:
-        """Return the shape that the starting weights have, with the head of --untie. Raises
-        ValueError as `model_config`.
-        """
+        """Return the shape of the starting weights, with the head of --untie."""
         named = self._read_model()
         self._check_kind(kind_of(named))
         if not self.untie:

@@ -34,9 +34,7 @@ def end_now(watchdog: Watchdog) -> NoReturn:
 def run_rank(
     work: Callable[[], None], watchdog: Watchdog, advise: Callable[[], str] | None = None
 ) -> int:
-    """Do all the work of a rank. Return the exit code of its process. `advise` returns what to do
-    if the memory of a GPU was not enough.
-    """
+    """Do all the work of a rank. Return its exit code. `advise` tells how to save memory."""
     # reuse compiled kernels in the next run
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
@@ -99,10 +97,8 @@ def run_script(main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process at once, because interpreter shutdown may wait for collectives that never
-    end.
-
-    In torch 2.13, a gloo thread that drops a tensor during shutdown also aborts the process.
+    """End the process at once. Its shutdown may wait for collectives that never end, and in torch
+    2.13 a gloo thread that drops a tensor meanwhile aborts the process.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the disk may be full, or the terminal gone

@@ -56,9 +56,8 @@ class Inputs:
 
 
 def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
-    """Open what `config` names. Documents are not kept apart yet.
-
-    Raises ValueError if the model, the kernel or the data do not fit together.
+    """Open what `config` names, with documents not kept apart yet. Raises ValueError if the model,
+    the kernel or the data do not fit together.
     """
     model = _grow(config, config.model_config())
     kind = kind_of(model)
@@ -70,10 +69,8 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
 
 
 def check_same_data(inputs: Inputs) -> None:
-    """Check that all ranks opened the same data. Hosts may have copies on disks of their own. Every
+    """Raise RankError on every rank if ranks opened other data, as hosts with copies may. Every
     rank must call this function.
-
-    Raises RankError on every rank otherwise.
     """
     opened = [*parts(inputs.training).values(), *inputs.validation.values()]
     mine = [(str(data.folder), data.identity) for data in opened]
@@ -90,11 +87,9 @@ def check_same_data(inputs: Inputs) -> None:
 
 
 def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | None) -> Inputs:
-    """Return the inputs with documents kept apart or not, and with their begin token. `resumed` is
-    the checkpoint to resume from.
-
-    Raises ValueError if the starts of documents are not known, if the begin token is unknown, or if
-    most positions would be padding.
+    """Return the inputs with documents kept apart or not, and their begin token, as in the
+    checkpoint `resumed`. Raises ValueError if that is not possible, or if most positions would be
+    padding.
     """
     apart = resume.choose_documents(config, resumed, inputs.training)
     bos = resume.choose_begin_token(config, resumed, apart, inputs.training, inputs.tokenizer)
@@ -108,9 +103,7 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
 
 
 def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Source:
-    """Open --data. Raises ValueError if two sources of a mixture have the same text, or different
-    tokenizers.
-    """
+    """Open --data. Raises ValueError if sources have the same text, or other tokenizers."""
     if isinstance(config.data, str):
         return open_source(config, kind, model, config.data)
     shares = parse_shares(config.data)
@@ -129,9 +122,7 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
 
 
 def _grow(config: TrainConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model with a vocabulary for the data's tokenizer, if --grow-vocabulary is given.
-    All sources of a mixture have the same tokenizer.
-    """
+    """Return the model, with --grow-vocabulary with all tokens of the data's tokenizer."""
     if not config.grow_vocabulary:
         return model
     data = config.data
@@ -158,9 +149,7 @@ def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str
 def open_data(
     config: TrainConfig, kind: Kind, model: ModelConfig, folder: str, name: str | None = None
 ) -> Stored:
-    """Open a data folder. Raises ValueError, which calls the model `name`, if it has more tokens
-    than the model.
-    """
+    """Open a data folder. Raises ValueError if it has more tokens than the model, called `name`."""
     data: Stored = load(kind.data).open(folder, model, config.seq_len, config.seed)
     _check_vocabulary(name or config.model_name, model, folder, data)
     return data
@@ -178,9 +167,7 @@ def _check_vocabulary(name: str, model: ModelConfig, folder: str, data: Source) 
 def _open_validation(
     config: TrainConfig, kind: Kind, model: ModelConfig, training: Source
 ) -> dict[str, Stored]:
-    """Open --val-data. Raises ValueError if its tokenizer is not the training data's. Warn of a
-    folder that is training data.
-    """
+    """Open --val-data. Raises ValueError if its tokenizer is not the training data's."""
     opened, trained = {}, [part.folder for part in parts(training).values()]
     for name, folder in validation_folders(config.val_data).items():
         data = opened[name] = open_data(config, kind, model, folder)

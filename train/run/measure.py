@@ -41,9 +41,7 @@ class StepWork:
 def count_work(
     micro_batches: Sequence[Work], sp: SequenceParallel, engine: Engine, sources: int = 0
 ) -> StepWork:
-    """Count the work of a step, of a mixture of `sources` sources. Every rank must call this
-    function.
-    """
+    """Count the work of a step of `sources` sources. Every rank must call this function."""
     group, groups = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
     slowest = [0.0] * groups
     names = list(micro_batches[0].counts)

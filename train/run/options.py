@@ -31,18 +31,14 @@ def _kind_of(f: dataclasses.Field) -> Any:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> tuple[ArgumentParser, dict[str, Any]]:
-    """Return the options that are given on the command line `argv`, and their parser, which reports
-    errors.
-    """
+    """Return the options given on a command line, and their parser, which reports errors."""
     parser = _parser()
     return parser, vars(parser.parse_args(argv))
 
 
 def make_config(given: dict[str, Any]) -> TrainConfig:
-    """Return the configuration of the options `given`. They override --config FILE, which overrides
-    the defaults.
-
-    Raises ValueError for wrong options, and OSError for a file that cannot be read.
+    """Return the configuration of the options `given`. They override --config FILE, and it the
+    defaults. Raises ValueError for wrong options, and OSError for a file that cannot be read.
     """
     file = given.pop("config", None)
     values = read_values(read_file(Path(file), "--config"), file) if file else {}
@@ -82,10 +78,7 @@ def _parser() -> ArgumentParser:
 
 
 def add_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add the options of TrainConfig called `names` to a parser, in their groups.
-
-    Those that are not given are missing from the result, as by argparse.SUPPRESS.
-    """
+    """Add the options of TrainConfig called `names` to a parser, without defaults."""
     for name, fields in fields_by_group().items():
         if wanted := [f for f in fields if f.name in names]:
             group = parser.add_argument_group(name)
@@ -157,9 +150,7 @@ def read_file(path: Path, option: str) -> dict[str, Any]:
 
 
 def read_values(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return options with the types of TrainConfig's fields. Raises ValueError, which says `where`
-    they are, for unknown options and other types.
-    """
+    """Return options with their fields' types. Raises ValueError, which names `where` they are."""
     fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
     for name, value in values.items():
         if name not in fields:

@@ -27,9 +27,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 def check_shared(root: Path) -> None:
     """Check that every rank writes to the same folder `root`: each leaves a file there, and must
-    see those of all ranks. Every rank must call this function.
-
-    Raises RankError on every rank otherwise.
+    see those of all ranks. Raises RankError on every rank otherwise.
     """
     # the name of a save that was given up, which the next save removes
     folder = root / ranks.gather(f".step_check_{secrets.token_hex(8)}")[0]
@@ -78,9 +76,7 @@ def check_room(engine: Engine, step: int, config: TrainConfig, *later: TrainConf
 
 
 def _check_room(size: int, wanted: Sequence[tuple[TrainConfig, int]]) -> None:
-    """Raise ValueError if the disk of an output has no room for checkpoints of `size` bytes. For
-    each output, `wanted` has the number of saves that are due.
-    """
+    """Raise ValueError if a disk has no room for the checkpoints of each output that are due."""
     needs: Counter[int] = Counter()  # checkpoints on each device
     room: Counter[int] = Counter()  # bytes on it that they may take
     for config, saves in wanted:

@@ -22,9 +22,7 @@ _WIDTH = 60  # characters of a name
 
 
 def parse_steps(text: str, steps: int) -> range:
-    """Return the steps of FIRST:LAST, both included. Raises ValueError unless a run of `steps`
-    steps has them.
-    """
+    """Return the steps of FIRST:LAST. Raises ValueError unless a run of `steps` steps has them."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match:
         raise ValueError(f"--profile must be FIRST:LAST, two steps as in 5:7, got {text!r}")
@@ -37,9 +35,7 @@ def parse_steps(text: str, steps: int) -> range:
 
 
 class Profiler:
-    """A profiler of the steps in a range. A resumed run profiles those that are left. `say` prints
-    a table. Every rank must call `end` and `finish`.
-    """
+    """A profiler of the steps in a range, as far as a run takes them. `say` prints a table."""
 
     def __init__(
         self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]
@@ -88,9 +84,7 @@ class Profiler:
 
 
 def sum_operators(events: Any, cuda: bool) -> Mapping[str, float]:
-    """Return the seconds of each operator without those that it calls. On GPUs it is each kernel,
-    which no operator shares with another one.
-    """
+    """Return the seconds of each operator without those that it calls, or of each GPU kernel."""
     seconds: Counter[str] = Counter()
     for event in events:
         if event.is_user_annotation:

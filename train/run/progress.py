@@ -47,10 +47,8 @@ def optimize(
     lr: float,
     say: Callable[[str], None],
 ) -> dict[str, float]:
-    """Take an optimizer step, unless loss or gradients are not finite. Return values for the
-    record.
-
-    Raises FloatingPointError on every rank if too many steps in a row were skipped.
+    """Take an optimizer step, or skip it if loss or gradients are not finite. Return numbers to
+    record. Raises FloatingPointError on every rank if too many steps in a row were skipped.
     """
     try:
         if not math.isfinite(loss):

@@ -50,11 +50,9 @@ _JUMP = 0.01  # relative change of a learning rate that is reported
 
 
 def choose_checkpoint(config: TrainConfig) -> Path | None:
-    """Return the checkpoint that the configuration asks for, or None for the start. Every rank must
-    call this function.
-
-    Raises RankError if the output has checkpoints that the run would not continue, or only damaged
-    ones, or if the checkpoint has another format or lacks a part of its state.
+    """Return the checkpoint to resume from, or None. Every rank must call this function. Raises
+    RankError if the output has checkpoints that the run would not continue, or only damaged ones,
+    or if the checkpoint has another format or lacks a part of its state.
     """
     root = Path(config.output)
     if config.resume == "never":
@@ -92,9 +90,8 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def check_state(saved: checkpoint.Checkpoint) -> None:
-    """Raise ValueError if the state lacks what every run has saved.
-
-    Without its samples, for example, a run would silently read the data from the start again.
+    """Raise ValueError if the state lacks what every run has saved. Without its samples, for
+    example, a run would read the data from the start again.
     """
     if not isinstance(saved.state, dict):
         raise ValueError(f"expected state.json of {saved.path} to have names and values")
@@ -114,9 +111,7 @@ def check_state(saved: checkpoint.Checkpoint) -> None:
 
 
 def saved_skips(state: dict) -> Skips:
-    """Return the ranges of the data that a checkpoint's run leaves out. Older checkpoints have
-    none. Raises ValueError if the state has no such ranges.
-    """
+    """Return the ranges of data that a run leaves out. Older checkpoints have none."""
     try:
         return Skips.of(state.get("skip_data", []))
     except ValueError as error:
@@ -124,9 +119,8 @@ def saved_skips(state: dict) -> Skips:
 
 
 def choose_skips(config: TrainConfig, state: dict, progress: Progress) -> Skips:
-    """Return the ranges of the data to leave out: those of a checkpoint's state, and --skip-data.
-
-    Raises ValueError if the run cannot leave out the sequences of --skip-data any more.
+    """Return the ranges of the data to leave out: those of a state, and --skip-data. Raises
+    ValueError if the run cannot leave them out any more.
     """
     skips = saved_skips(state)
     if config.skip_data is None:
@@ -141,29 +135,23 @@ def begins_stage(config: TrainConfig) -> bool:
 
 
 def choose_documents(config: TrainConfig, path: Path | None, data: Source) -> bool:
-    """Whether to keep documents apart: as configured, else as in the checkpoint `path`, else if
-    their starts are known.
-    """
+    """Whether to keep documents apart: by option, else as before, else if it is possible."""
     if config.documents == "auto" and path is not None and not begins_stage(config):
         return saved_documents(checkpoint.Checkpoint(path).state) == "mask"
     return data.finds_documents if config.documents == "auto" else config.documents == "mask"
 
 
 def saved_documents(state: dict) -> str:
-    """Return what a checkpoint's run did: "mask" or "ignore". Older checkpoints do not say, because
-    "ignore" was the only way.
-    """
+    """Return "mask" or "ignore". Older checkpoints do not have it: all ignored documents."""
     return state["data"].get("documents", "ignore")
 
 
 def choose_begin_token(
     config: TrainConfig, path: Path | None, apart: bool, data: Source, tokenizer: Tokenizer
 ) -> int | None:
-    """Return the begin token of documents: as configured, else as in the checkpoint `path`, else
-    the one of `data`.
-
-    Return None if documents get no begin token, for example if they are not kept `apart`. Raises
-    ValueError for a token that the tokenizer lacks.
+    """Return the begin token of documents, as configured, as in the checkpoint `path`, or as in
+    `data`. Return None if there is none, also if documents are not kept `apart`. Raises ValueError
+    for a token that the tokenizer lacks.
     """
     if config.bos == "none" or (config.bos == "auto" and not apart) or data.kind:
         return None
@@ -181,9 +169,7 @@ def choose_begin_token(
 
 
 def named_token(bos: str, tokenizer: Tokenizer, owner: str) -> int:
-    """Return the id of the token that --bos names. Raises ValueError if the tokenizer of `owner`
-    lacks it.
-    """
+    """Return the id of --bos TOKEN. Raises ValueError if the tokenizer of `owner` lacks it."""
     found = tokenizer.id_of(bos)
     if found is None:
         raise ValueError(f"--bos must be auto, none or a token of {owner}'s tokenizer, got {bos!r}")
@@ -191,23 +177,17 @@ def named_token(bos: str, tokenizer: Tokenizer, owner: str) -> int:
 
 
 def saved_begin_token(state: dict) -> int | None:
-    """Return the begin token of a checkpoint's run. Older checkpoints do not say, because there
-    were none.
-    """
+    """Return the begin token of a checkpoint's run. Older runs had none."""
     return state["data"].get("bos")
 
 
 def longest_row(state: dict) -> int:
-    """Return the length of the longest row in all stages of a checkpoint's run. Older checkpoints
-    only know the last stage.
-    """
+    """Return the longest row of all stages. Older checkpoints only know the last stage."""
     return state.get("longest_row", state["config"]["seq_len"])
 
 
 def keep_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
-    """Return the model with the length that a checkpoint's weights were made for, if its state has
-    it.
-    """
+    """Return the model with the length for which a checkpoint's weights were made."""
     made_for = state["model"].get("max_position_embeddings")
     return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
 
@@ -219,9 +199,8 @@ def check_same(
     new_stage: bool,
     tokenizer: Tokenizer,
 ) -> None:
-    """Raise ValueError unless the checkpoint has the same model, and was reading the same data.
-
-    A new stage may have other rotary positions, windows, sparse attention and data.
+    """Raise ValueError unless the checkpoint has the same model, and was reading the same data. A
+    new stage may have other rotary positions, windows, sparse attention and data.
     """
     try:
         # fields that the checkpoint lacks have the value that was implied then
@@ -284,11 +263,8 @@ def _token_name(token: int, tokenizer: Tokenizer) -> str:
 def print_changes(
     state: dict, now: dict, config: TrainConfig, next_step: int, tokenizer: Tokenizer
 ) -> None:
-    """Print which settings differ between the run of `state` and this one, if they matter for the
-    result.
-
-    `now` is the same part of this run's state. Also print if the learning rate of `next_step`
-    differs from the one that the earlier run would have had.
+    """Print which settings that affect the result differ between `state` and `now`, the same part
+    of this run's state. Also print a jump of the learning rate at `next_step`.
     """
     if ranks.rank():
         return
@@ -304,9 +280,7 @@ def print_changes(
 
 
 def changed_settings(state: dict, config: TrainConfig) -> str:
-    """Return which settings differ between the run of `state` and `config`, as options with both
-    values, if they matter for the result.
-    """
+    """Return the settings that differ between a state and `config` and affect the result."""
     now = json.loads(json.dumps(config.to_dict()))  # as a state is stored
     changed = _differences(state["config"], now).items()
     return ", ".join(
@@ -317,9 +291,7 @@ def changed_settings(state: dict, config: TrainConfig) -> str:
 
 
 def _settings(state: dict) -> dict:
-    """Return the configuration in a state, with choices such as "auto" replaced by their
-    meaning.
-    """
+    """Return the settings of a state, with "auto" replaced by its meaning."""
     config, documents = state["config"], saved_documents(state)
     layout, window = config.get("layout"), state["model"].get("window")
     if layout == "auto":

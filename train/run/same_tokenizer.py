@@ -22,9 +22,7 @@ _SHOWN = 12  # digits of an identity that are shown
 def check_folder(
     data: Path, other: Path, name: Path | str, data_name: Path | str | None = None
 ) -> None:
-    """Raise ValueError unless folder `other` has the same tokenizer as folder `data`. The error
-    calls them `name` and `data_name`.
-    """
+    """Raise ValueError unless both folders have one tokenizer. Errors use their names."""
     data_name = data_name or data
     expected, found = saved_identity(data), saved_identity(other)
     if expected is None or found is None:

@@ -35,9 +35,7 @@ _GROUPS = {
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
-    """Return a field with its text in --help. `extra` may have `choices`, and the `least`
-    number.
-    """
+    """Return a field with its text in --help, and its `choices` or the `least` number."""
     return field(default=default, metadata={"help": help, **extra})
 
 

@@ -75,9 +75,7 @@ class Stage:
 
     @property
     def last_checkpoint(self) -> Path:
-        """The checkpoint at which the next stage begins. It is past the last step if --steps was
-        lowered after it was saved.
-        """
+        """The checkpoint at which the next stage begins, also if --steps was lowered since."""
         last = checkpoint.folder(self.folder, self.config.steps)
         return max([last, *checkpoint.listed(self.folder)[:1]])
 
@@ -115,9 +113,7 @@ class Stages:
         return f"pretrain.py: stage {self.current.name}"
 
     def describe(self) -> str:
-        """Return which stage this is. A line follows for each stage that is done, if its settings
-        have changed since.
-        """
+        """Return which stage this is, and which settings of finished stages have changed since."""
         number, name = self.current.number, self.current.name
         lines = [f"stage {number} of {len(self.all)}: {name}, in {self.current.folder}"]
         for stage in self.all[: number - 1]:
@@ -130,10 +126,9 @@ class Stages:
         return checkpoint.outlook(_last_begun(self.all).folder)
 
     def leave(self, finished: bool, stopping: bool) -> dict[str, str] | None:
-        """Return the environment variables of the process that trains the next stage. Return None
-        if there is none, or if this stage is not `finished`. Every rank must call this function.
-
-        If any rank is `stopping`, the next stage does not begin.
+        """Return the variables of the process that trains the next stage. Return None if there is
+        none, if this stage is not `finished`, or if any rank is `stopping`. Every rank must call
+        this function.
         """
         if not finished or any(ranks.gather(stopping)):
             if finished:
@@ -145,10 +140,8 @@ class Stages:
         return {**agree_on_store(), STAGE: str(self.next.number)}
 
     def check(self, device: torch.device) -> None:
-        """Say which stage begins. Check the data and the sizes of this stage and of all that follow
-        it. Every rank must call this function.
-
-        Raises RankError, which names the stage, on every rank.
+        """Print which stage begins. Check the data and sizes of it and of all that follow. Every
+        rank must call it. Raises RankError, which names the stage, on every rank.
         """
         if len(set(ranks.gather(self.current.number))) > 1:
             raise ranks.RankError(
@@ -173,9 +166,7 @@ class Stages:
 
 
 def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | None]:
-    """Return the configuration of the command line `argv`, and its stages if it has --stages. The
-    configuration is then the current stage's.
-    """
+    """Return the configuration of a command line, or that of the current one of its stages."""
     parser, given = parse_options(argv)
     file = given.pop("stages", None)
     given.pop("dry_run", None)
@@ -189,10 +180,8 @@ def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | 
 
 
 def read_stages(file: Path, given: Mapping[str, Any]) -> Stages:
-    """Read the stages of `file`, and choose the current one. The options `given` on the command
-    line override those of all stages.
-
-    Raises ValueError, which names the stage, for options that do not fit.
+    """Read the stages of `file`, and choose the current one. Options `given` on the command line
+    override those of all stages. Raises ValueError, which names the stage.
     """
     common = read_file(file, "--stages")
     tables = common.pop("stage", None)
@@ -279,9 +268,7 @@ def _given_number() -> int | None:
 
 
 def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -> Inputs:
-    """Open the inputs of a stage. Raises ValueError for options that do not fit them or the ranks,
-    or if the tokenizer is not that of the folder `data`.
-    """
+    """Open the inputs of a stage, with the tokenizer of folder `data`. Raises ValueError."""
     config, world = stage.config, ranks.world_size()
     try:
         check_installed(config.wandb)

@@ -40,9 +40,7 @@ class Start:
 
 
 def begin(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path | None) -> Start:
-    """Load the checkpoint `path` into the engine, else the weights of --init-from, if it is
-    given.
-    """
+    """Load the checkpoint `path` into the engine, else the weights of --init-from, if any."""
     if path is not None:
         return _load(config, inputs, engine, path)
     beside = None

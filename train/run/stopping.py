@@ -35,9 +35,7 @@ class Stopping:
         return bool(self.decide_with([])[0])
 
     def decide_with(self, values: Sequence[float]) -> list[float]:
-        """Return whether the run must stop, and the sums of `values` over all ranks. Both take one
-        exchange.
-        """
+        """Return whether to stop, and the sums of `values` over all ranks, by one exchange."""
         limit, writing = self._limit, self._saver.is_writing
         wants_a_save = self._saves and limit.wants_a_save and not writing
         signs = self._stop.received, limit.is_late(writing), wants_a_save

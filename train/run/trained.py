@@ -52,10 +52,7 @@ class Trained:
             engine.load(checkpoint.Checkpoint(self.path).read, optimizer_steps=0)
 
     def open_data(self, folder: str) -> Sequences:
-        """Open the text of a data folder. Documents are kept apart as in training.
-
-        Raises ValueError if the folder has another tokenizer than the model.
-        """
+        """Open a data folder, as in training. Raises ValueError if it has another tokenizer."""
         config, kind = self.config, kind_of(self.model)
         data: Any = open_data(config, kind, self.model, folder, str(self.path or config.model_name))
         place = data.folder
@@ -74,10 +71,8 @@ class Trained:
 def open_trained(
     given: dict[str, Any], path: Path | None, tokenizer: str | None, device: torch.device
 ) -> Trained:
-    """Return the model of checkpoint `path`, or of --init-from in the settings `given`.
-
-    `tokenizer` names a tokenizer, as for prepare_data.py, in place of the model's own. Raises
-    ValueError if the model is not a dense CPM, or if it has no tokenizer.
+    """Return the model of checkpoint `path`, or of --init-from in the settings `given`. `tokenizer`
+    replaces the model's own. Raises ValueError if it is not a dense CPM, or if it has no tokenizer.
     """
     if path is None:
         config = TrainConfig(**given)

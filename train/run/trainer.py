@@ -92,9 +92,8 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the last step, or until the run must stop. Return whether nothing is left to do.
-
         Raises FloatingPointError on every rank if the run ends with several skipped steps. A single
-        skipped step may be due to the loss scale.
+        one may be due to the loss scale.
         """
         try:
             return self._train()
@@ -205,9 +204,7 @@ class Trainer:
         return total / targets, bool(stops), of_sources
 
     def _take_samples(self) -> None:
-        """Count the samples of a step. Print which sequences it skipped, and which sources start
-        over for the first time.
-        """
+        """Count a step's samples. Print skipped sequences, and sources that start over."""
         step, before, skips = self.progress.step, self.progress.samples, self.skips
         after = self.progress.samples = before + self.config.batch_size
         for start, end in skips.passed(before, after):
