@@ -108,10 +108,7 @@ def _parser() -> ArgumentParser:
         "example",
     )
     parser.add_argument(
-        "--tokens",
-        type=int,
-        default=200,
-        help="most tokens to add to each text (default: 200)",
+        "--tokens", type=int, default=200, help="most tokens to add to each text (default: 200)"
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     parser.add_argument(

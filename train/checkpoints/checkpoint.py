@@ -333,8 +333,7 @@ def _make_room(root: Path, keep_last: int) -> None:
     for old in reversed(there[max(keep_last - 1, 0) :]):
         if old != good and shutil.disk_usage(root).free < wanted:
             print(
-                f"{root} has no room for another checkpoint: removing {old} first",
-                file=sys.stderr,
+                f"{root} has no room for another checkpoint: removing {old} first", file=sys.stderr
             )
             _remove(old)
 

@@ -66,8 +66,7 @@ class BMTrainEngine(MasterEngine):
         self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in layers]
         self.model.set_submodule(at, bmtrain.TransformerBlockList(self._blocks))
         self._optimizer = ShardedAdamW(
-            {name: self._make_shard(p, offload) for name, p in self._parameters.items()},
-            adamw,
+            {name: self._make_shard(p, offload) for name, p in self._parameters.items()}, adamw
         )
         self._grads: dict[str, Tensor] = {}  # sums over the micro-batches since the last step
         self._start_masters(seed)

@@ -63,11 +63,7 @@ class Grid:
     seed: int = 0
 
     def __post_init__(self):
-        for name, low, high in (
-            ("lengths", 1, math.inf),
-            ("depths", 0, 1),
-            ("hops", 0, _HOPS),
-        ):
+        for name, low, high in (("lengths", 1, math.inf), ("depths", 0, 1), ("hops", 0, _HOPS)):
             values = getattr(self, name)
             if not values or not all(low <= value <= high for value in values):
                 at_most = "" if high == math.inf else f" and at most {high}"
