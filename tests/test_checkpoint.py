@@ -40,10 +40,15 @@ def shards_of(rank: int, size: int, step: int) -> dict[str, Shard]:
     return shards
 
 
+def write(root, state, shards, keep_last=None, tokenizer=None):
+    """Save a checkpoint at once."""
+    checkpoint.check_finite(root, state, shards)
+    return checkpoint.write(root, state, RankFile.of(shards).write, keep_last, tokenizer)
+
+
 def save(root, rank: int, size: int, step: int, keep_last: int = 2):
-    return checkpoint.save(
-        root, {"step": step, "note": "x"}, shards_of(rank, size, step), keep_last, ByteTokenizer()
-    )
+    state = {"step": step, "note": "x"}
+    return write(root, state, shards_of(rank, size, step), keep_last, ByteTokenizer())
 
 
 @pytest.fixture
@@ -241,7 +246,7 @@ def test_a_copy_of_a_checkpoint_is_self_contained_under_any_name(tmp_path, alone
 
 
 def test_a_checkpoint_from_before_there_was_a_tokenizer_in_it_is_whole(tmp_path, alone):
-    saved = checkpoint.save(tmp_path, {"step": 1}, shards_of(0, 1, 1), 2)
+    saved = write(tmp_path, {"step": 1}, shards_of(0, 1, 1), 2)
     assert not (saved / "tokenizer").exists()
     assert checkpoint.find(tmp_path) == saved
 
@@ -335,7 +340,7 @@ def test_the_last_good_checkpoint_never_goes_before_the_save(
     good = save(run, 0, 1, 1, keep_last=9)
     if spoiled != "nothing":
         state = {"step": 2, "skips_in_a_row": int(spoiled == "skipped")}
-        newest = checkpoint.save(run, state, shards_of(0, 1, 2), 9, ByteTokenizer())
+        newest = write(run, state, shards_of(0, 1, 2), 9, ByteTokenizer())
         if spoiled == "damaged":
             flip(newest / SHARDS, -1)
     monkeypatch.setattr(RankFile, "write", full_disk)

@@ -25,6 +25,7 @@ from bmt_burst import InfLLMV2
 from models.config import PRESETS, CPMConfig
 from models.huggingface import HFWeights, fold_scalings, load_cpm, save_weights
 from tests.helpers import ROOT
+from tests.test_checkpoint import write
 from tests.test_model import SMALL, initialized
 from train import export
 from train.checkpoints import checkpoint
@@ -85,7 +86,7 @@ def run_of(
         "data": data,
     }
     state |= {"longest_row": longest_row} if longest_row else {}
-    checkpoint.save(root, state, shards, keep_last=None)
+    write(root, state, shards)
     tokenizer.save(root / "tokenizer")
     return root
 

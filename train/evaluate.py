@@ -81,12 +81,7 @@ def _numbers(kind: type) -> Any:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=_PROGRAM,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ArgumentParser(_PROGRAM, __doc__, allow_abbrev=False)
     add = parser.add_argument_group("the evaluation").add_argument
     add("--run", type=Path, help="the --output of a training run, or one checkpoint in it")
     add(

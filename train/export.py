@@ -24,7 +24,6 @@ The folder is written under a hidden name beside --output, and renamed at the en
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -137,9 +136,7 @@ def _describe_bmtrain(saved: checkpoint.Checkpoint) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(
-        prog="export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("export.py", __doc__)
     parser.add_argument(
         "--run",
         type=Path,

@@ -7,7 +7,6 @@ r"""Continue a text with a trained model, or fill in the texts under "<ans>" of 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,11 +89,7 @@ def _begin_token(path: Path, prompt: str) -> int | None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="generate.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("generate.py", __doc__)
     parser.add_argument(
         "--run",
         type=Path,

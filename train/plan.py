@@ -10,7 +10,6 @@ the formula, and says how near plans are to measured runs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -51,12 +50,7 @@ _OPTIONS = (
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="plan.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ArgumentParser("plan.py", __doc__, allow_abbrev=False)
     machine = parser.add_argument_group("the GPUs")
     machine.add_argument("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
     machine.add_argument(

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from train.base import ranks
 from train.base.wording import counted
-from train.checkpoints.rank_file import RNG, RankFile
+from train.checkpoints.rank_file import RNG
 from train.data.tokenizer import Tokenizer
 from train.engine import Shard
 
@@ -48,25 +48,6 @@ class CheckpointError(ranks.RankError):
     """A checkpoint could not be written or read. The message has the reason."""
 
 
-def save(
-    root: Path,
-    state: dict[str, Any],
-    shards: dict[str, Shard],
-    keep_last: int | None,
-    tokenizer: Tokenizer | None = None,
-) -> Path:
-    """Write the checkpoint of state["step"] under `root`, and remove all but the newest
-    `keep_last`.
-
-    None keeps all. If the disk has no room for another checkpoint, old ones are removed first,
-    except the last good one. Every rank must call this function. Raises CheckpointError on every
-    rank if any rank could not write, or has weights or optimizer state that are not finite.
-    Existing checkpoints then stay.
-    """
-    check_finite(root, state, shards)
-    return write(root, state, RankFile.of(shards).write, keep_last, tokenizer)
-
-
 def check_finite(root: Path, state: dict[str, Any], shards: dict[str, Shard]) -> None:
     """Raise CheckpointError on every rank if any weight or optimizer state is not finite."""
     final = folder(root, state["step"])
@@ -79,13 +60,18 @@ def write(
     state: dict[str, Any],
     write_file: Callable[[Path], dict[str, Any]],
     keep_last: int | None,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer | None = None,
     group: ranks.Group = None,
 ) -> Path:
-    """Do the same as `save`, for shards that are finite.
+    """Write the checkpoint of state["step"] under `root`, and remove all but the newest
+    `keep_last`, or none for None.
 
     write_file  writes the file of this rank's shards, and returns its manifest entry
     group       all ranks, for a thread
+
+    If the disk has no room for another checkpoint, old ones are removed first, except the last good
+    one. Every rank must call this function. Raises CheckpointError on every rank if any rank could
+    not write. Existing checkpoints then stay.
     """
     final = folder(root, state["step"])
     partial = root / f".{final.name}.partial"

@@ -25,15 +25,6 @@ class AdamW:
     weight_decay: float = 0.1
 
 
-@dataclass(frozen=True)
-class WeightShard:
-    """Entries start, start + 1, ... of a flattened weight of `shape`, of this rank, in fp32."""
-
-    master: Tensor
-    start: int
-    shape: tuple[int, ...]
-
-
 _CHUNK = 1 << 18  # entries that a CPU squares and sums at once
 
 
@@ -49,50 +40,40 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
         for part in (x.reshape(-1).split(_CHUNK) if x.is_cpu else [x])
         if part.numel()
     ]
-    return (
-        float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square().sum())
-        if parts
-        else 0.0
-    )
+    if not parts:
+        return 0.0
+    return float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square().sum())
 
 
 class ShardedAdamW:
     """AdamW over named shards, which may be empty. Without settings it has no state and no step."""
 
-    def __init__(self, shards: Mapping[str, WeightShard], settings: AdamW | None):
+    def __init__(self, shards: Mapping[str, Shard], settings: AdamW | None):
         self.shards = dict(shards)
         self._adamw: torch.optim.AdamW | None = None
         # the state that AdamW updates in place, by the names of the masters
         self._state: dict[str, dict[str, Tensor]] = {}
         self.steps = 0
-        self._has_state = settings is not None
+        self._kinds = ("weight",) if settings is None else ("weight", "exp_avg", "exp_avg_sq")
         if settings is not None:
             self._make_state(settings)
 
     def _make_state(self, settings: AdamW) -> None:
-        shards = self.shards
-        self._masters = {
-            name: nn.Parameter(shard.master)
-            for name, shard in shards.items()
-            if shard.master.numel()
-        }
-        decay = [p for name, p in self._masters.items() if len(shards[name].shape) > 1]
-        no_decay = [p for name, p in self._masters.items() if len(shards[name].shape) <= 1]
-        groups = [
-            {"params": decay, "weight_decay": settings.weight_decay},
-            {"params": no_decay, "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        self._adamw = (
-            torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
-            if groups
-            else None
-        )
-        if self._adamw is not None:
-            for name, p in self._masters.items():
-                state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self._state[name] = {"step": torch.zeros((), device=p.device), **state}
-                self._adamw.state[p] = self._state[name]
+        full = {name: shard for name, shard in self.shards.items() if shard.flat.numel()}
+        self._masters = {name: nn.Parameter(shard.flat) for name, shard in full.items()}
+        groups: list[dict[str, Any]] = []
+        for decays, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
+            names = [name for name, shard in full.items() if (len(shard.shape) > 1) == decays]
+            if names:
+                masters = [self._masters[name] for name in names]
+                groups.append({"params": masters, "weight_decay": weight_decay})
+        if not groups:
+            return
+        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+        for name, p in self._masters.items():
+            state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self._state[name] = {"step": torch.zeros((), device=p.device), **state}
+            self._adamw.state[p] = self._state[name]
 
     def step(
         self,
@@ -114,7 +95,7 @@ class ShardedAdamW:
         factor = min(1.0, max_norm / norm if norm else 1.0) / loss_scale
         unscaled = []
         for p, grad in zip(self._masters.values(), mine, strict=True):
-            p.grad = grad.to(p.device, torch.float32).view(p.shape)
+            p.grad = grad.to(p.device, torch.float32).reshape(p.shape)
             unscaled.append(p.grad)
         if self._adamw is not None:
             if factor != 1.0:
@@ -129,11 +110,11 @@ class ShardedAdamW:
     def state(self) -> dict[str, Shard]:
         """Return the same as Engine.state."""
         state = {}
-        for kind in ("weight", "exp_avg", "exp_avg_sq") if self._has_state else ("weight",):
+        for kind in self._kinds:
             for name, shard in self.shards.items():
-                flat = shard.master.detach().flatten()
+                flat = shard.flat
                 if kind != "weight" and flat.numel():
-                    flat = self._state[name][kind].flatten()
+                    flat = self._state[name][kind]
                 state[f"{kind}/{name}"] = Shard(flat, shard.start, shard.shape)
         return state
 
@@ -155,9 +136,7 @@ class MasterEngine(Engine):
         """Fill the masters with the starting weights."""
         for name, shard in self._optimizer.shards.items():
             whole = _starting_weight(self.model, name, shard.shape, seed, self.device)
-            shard.master.view(-1).copy_(
-                whole.flatten()[shard.start : shard.start + shard.master.numel()]
-            )
+            shard.flat.copy_(whole.flatten()[shard.start : shard.start + shard.flat.numel()])
 
     def state(self) -> dict[str, Shard]:
         return self._optimizer.state()

@@ -116,7 +116,7 @@ def is_template(name: str) -> bool:
 def _find_lacking(
     folder: Path, tokenizer: Tokenizer, decoder: dict[str, Any], templates: list[str]
 ) -> list[str]:
-    """Return the added tokens, also those of `decoder`, that templates spell and `tokenizer` lacks."""
+    """Return the added tokens, with those of `decoder`, that templates spell and the run lacks."""
     others = {
         name: read_json(folder / name) if (folder / name).is_file() else {}
         for name in ("added_tokens.json", "tokenizer.json")

@@ -47,11 +47,11 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="pretrain.py",
-        description="Pretrain a CPM language model on long sequences, each cut over --sp-size "
-        "ranks.",
+        "pretrain.py",
+        "Pretrain a CPM language model on long sequences, each cut over --sp-size ranks.",
         epilog="Example: python train/pretrain.py --processes 2 --sp-size 2 --resume auto "
         "--data data/stdlib/train",
+        formatter_class=argparse.HelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

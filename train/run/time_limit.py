@@ -58,7 +58,7 @@ def running_time() -> float:
 
 
 class TimeLimit:
-    """The --time-limit of a run, None if it has none. `save_s` has the longest of the last saves."""
+    """The --time-limit of a run, or none. `save_s` has the seconds of the longest recent save."""
 
     def __init__(self, text: str | None):
         self.text, self.save_s = text, 0.0
