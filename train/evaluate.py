@@ -36,18 +36,10 @@ from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
 from train.data.shares import evaluated_folders, training_folders, validation_folders
+from train.evaluation import tasks
 from train.evaluation.haystack import SENTENCES
 from train.evaluation.report import write_report
-from train.evaluation.tasks import (
-    METRICS,
-    TASKS,
-    Grid,
-    Result,
-    Subject,
-    check_tasks,
-    evaluate,
-    parse_tasks,
-)
+from train.evaluation.tasks import Grid, Result, Subject
 from train.run import ending
 from train.run.building import make_engine, make_groups
 from train.run.config import TrainConfig
@@ -86,7 +78,7 @@ def _parser() -> ArgumentParser:
     add("--run", type=Path, help="the --output of a training run, or one checkpoint in it")
     add(
         "--tasks",
-        default=",".join(TASKS),
+        default=",".join(tasks.TASKS),
         help="needle: retrieval by depth and length; variables: chains of assignments, by hops and "
         "length; positions: perplexity by position in --data (default: all)",
     )
@@ -94,7 +86,7 @@ def _parser() -> ArgumentParser:
         "--output",
         type=Path,
         help="folder to write; must not exist. By default evaluation_STEP in the folder of the "
-        "run, or FOLDER_evaluation beside --init-from FOLDER",
+        "run, or FOLDER_evaluation next to --init-from FOLDER",
     )
     add(
         "--data",
@@ -161,7 +153,7 @@ def _parse(argv: Sequence[str]) -> Request:
     given = vars(parser.parse_args(argv))
     sizes = {field.name for field in dataclasses.fields(Grid)}
     own = {name: given.pop(name) for name in ("run", "output", "tokenizer", "text")}
-    tasks, data = given.pop("tasks"), given.pop("data")
+    named, data = given.pop("tasks"), given.pop("data")
     grid = {name: given.pop(name) for name in sizes}
     grid = {name: value for name, value in grid.items() if value is not None}
     try:
@@ -172,7 +164,7 @@ def _parse(argv: Sequence[str]) -> Request:
         if not 0 <= grid.get("seed", 0) < 2**63:
             raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")
         folders = None if data is None else evaluated_folders(data)
-        names = parse_tasks(tasks, "--tasks")
+        names = tasks.parse_tasks(named, "--tasks")
         request = Request(tasks=names, data=folders, grid=grid, settings=given, **own)
         if own["run"] is None and "positions" in names and data is None:
             raise ValueError(
@@ -214,7 +206,7 @@ class Evaluation:
                 request.text.read_text() if request.text else SENTENCES,
             )
         )
-        ranks.together(lambda: check_tasks(request.tasks, self.subject, self.grid))
+        ranks.together(lambda: tasks.check_tasks(request.tasks, self.subject, self.grid))
         watchdog.alive("reading weights")
         ranks.together(lambda: self.trained.load(engine))
 
@@ -222,9 +214,9 @@ class Evaluation:
         """Run the tasks and write the report."""
         results = []
         for name in self.request.tasks:
-            result = evaluate(name, self.subject, self.grid)
+            result = tasks.evaluate(name, self.subject, self.grid)
             results.append(result)
-            self._say(f"{name}: {METRICS[name]} {result.value:.4f}")
+            self._say(f"{name}: {tasks.METRICS[name]} {result.value:.4f}")
         self.watchdog.alive("writing the report")
         ranks.together(lambda: self._write(results) if ranks.rank() == 0 else None)
         self._say(f"wrote {self.output}")

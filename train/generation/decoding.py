@@ -85,10 +85,8 @@ class _Row:
             )
         self.model, self.count, self.limit = model, scores.seq_len, limit
         self.cache = Cache(model.config, limit, weight)
-        self._pairs, self._distances = (
-            scores.pairs.to(weight.device),
-            scores.distances.to(weight.device),
-        )
+        self._pairs = scores.pairs.to(weight.device)
+        self._distances = scores.distances.to(weight.device)
         self._other = scores.other
         self._tokens = torch.zeros(4, limit, dtype=torch.int32, device=weight.device)
         self._tokens[:, : self.count] = scores.tokens(torch.arange(self.count)).to(weight.device)
@@ -127,25 +125,17 @@ class BeeDecoder:
     @torch.inference_mode()
     def __init__(self, model: CPMBee, row: Mapping[str, Tensor], limit: int):
         self.model = model
-        names = (
-            "context",
-            "sample_ids",
-            "num_segments",
-            "segment",
-            "segment_rel_offset",
-            "segment_rel",
-        )
+        names = ("context", "sample_ids", "num_segments", "segment", "segment_rel_offset")
+        fields = {name: row[name] for name in (*names, "segment_rel")}
         tokens = len(row["input"])
         span = torch.zeros(tokens, dtype=torch.int32)
-        scores = bee_scores(model.config, tokens, **{name: row[name] for name in names}, span=span)
+        scores = bee_scores(model.config, tokens, **fields, span=span)
         main = row["sample_ids"] == 0
         if not main.any():
             raise ValueError("expected tokens of the main sample, which has the answers, got none")
         at = int(main.int().argmax())
-        self._segments, self._offset = (
-            int(row["num_segments"][at]),
-            int(row["segment_rel_offset"][at]),
-        )
+        self._segments = int(row["num_segments"][at])
+        self._offset = int(row["segment_rel_offset"][at])
         self._group, self._segment = int(scores.group[at]), -1
         self._row = _Row(model, scores, limit)
         self._device = model.input_embedding.weight.device
@@ -165,9 +155,8 @@ class BeeDecoder:
     def append(self, token: int) -> None:
         if self._segment < 0:
             raise ValueError("an answer must begin before it is continued")
-        rows = self._row.add(
-            self._group, self._offset + self._segment * self._segments, self._segment
-        )
+        base = self._offset + self._segment * self._segments
+        rows = self._row.add(self._group, base, self._segment)
         new = (torch.tensor([[x]], device=self._device) for x in self.token(token))
         self.logits = self.model(*new, *self._table, cache=self._row.cache, rows=rows)[0, -1]
 
@@ -182,9 +171,8 @@ class BeeDecoder:
         """Return a token's place in `logits`. A sub-id above 0 belongs to the extended table."""
         if not sub:
             return token
-        return self.model.config.vocab_size + list(zip(*self._extended, strict=True)).index(
-            (token, sub)
-        )
+        extended = list(zip(*self._extended, strict=True))
+        return self.model.config.vocab_size + extended.index((token, sub))
 
 
 class AntDecoder:
