@@ -51,7 +51,7 @@ def batch(step: int):
     return tokens, torch.arange(17), tokens.roll(-1, 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_engine_equals_torch(size):
     model = initialized(SMALL)
     matrices = [p for p in model.parameters() if p.dim() > 1]

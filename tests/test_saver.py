@@ -2,11 +2,11 @@
 moments.
 """
 
+# ruff: noqa: F811 - alone and settings are fixtures
+
 import errno
 import os
 import resource
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers import ROOT, run_ranks
+from tests.helpers import run_ranks
 from tests.test_checkpoint import alone, shards_of  # noqa: F401
 from tests.test_trainer import records, settings, train  # noqa: F401
 from train.base import host_memory, ranks
@@ -59,7 +59,7 @@ def held(monkeypatch):
     event.set()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, held):  # noqa: F811
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, held):
     """It has the values that shards had when they were saved."""
     told = []
     mine = make_saver(tmp_path, tell=told.append)
@@ -82,9 +82,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, held): 
 
 
 def test_the_next_save_waits_and_the_checkpoint_before_stays_until_it_is_whole(
-    tmp_path,
-    alone,  # noqa: F811
-    held,
+    tmp_path, alone, held
 ):
     mine = make_saver(tmp_path)
     threading.Timer(0.2, held.set).start()
@@ -101,7 +99,7 @@ def test_the_next_save_waits_and_the_checkpoint_before_stays_until_it_is_whole(
     mine.close()
 
 
-def test_a_background_has_one_copy_however_many_saves(tmp_path, alone, monkeypatch):  # noqa: F811
+def test_a_background_has_one_copy_however_many_saves(tmp_path, alone, monkeypatch):
     sizes, plain = [], HostCopy.__init__
 
     def make(copy, size, device):
@@ -146,7 +144,7 @@ def test_a_failure_of_one_rank_is_everyones_and_leaves_the_checkpoint_before(tmp
     assert not list((tmp_path / "run").glob(".step_*"))
 
 
-def test_memory_that_cannot_be_had_is_a_failure(tmp_path, alone, monkeypatch):  # noqa: F811
+def test_memory_that_cannot_be_had_is_a_failure(tmp_path, alone, monkeypatch):
     monkeypatch.setattr(host_copy.torch, "empty", lambda *_, **__: torch.zeros(1 << 60))
     mine = make_saver(tmp_path)
     while not mine.failed:
@@ -155,7 +153,7 @@ def test_memory_that_cannot_be_had_is_a_failure(tmp_path, alone, monkeypatch):  
         mine.raise_failure()
 
 
-def test_training_waits_where_memory_is_short(tmp_path, alone, monkeypatch, capsys):  # noqa: F811
+def test_training_waits_where_memory_is_short(tmp_path, alone, monkeypatch, capsys):
     monkeypatch.setattr(saver, "available_memory", lambda: 9000)
     mine = make_saver(tmp_path)
     said = capsys.readouterr().err
@@ -188,10 +186,7 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
     assert host_memory.available_memory() == 500, "the limit of the job around this step"
 
 
-def test_a_value_that_is_not_finite_is_refused_before_anything_is_written(
-    tmp_path,
-    alone,  # noqa: F811
-):
+def test_a_value_that_is_not_finite_is_refused_before_anything_is_written(tmp_path, alone):
     mine = make_saver(tmp_path)
     shards = shards_of(0, 1, 1)
     shards["weight/a"].flat[3] = torch.nan
@@ -203,12 +198,7 @@ def test_a_value_that_is_not_finite_is_refused_before_anything_is_written(
 # runs of one rank
 
 
-def test_a_run_ends_at_the_step_after_a_save_that_failed(
-    settings,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-    alone,  # noqa: F811
-):
+def test_a_run_ends_at_the_step_after_a_save_that_failed(settings, tmp_path, monkeypatch, alone):
     plain = Saver.failed.fget
 
     def known(mine) -> bool:
@@ -228,13 +218,7 @@ def test_a_run_ends_at_the_step_after_a_save_that_failed(
 
 @pytest.mark.parametrize("how", ["a signal", "an error"])
 def test_the_end_of_a_run_waits_for_the_save_that_goes_on(
-    settings,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-    held,
-    alone,  # noqa: F811
-    capsys,
-    how,
+    settings, tmp_path, monkeypatch, held, alone, capsys, how
 ):
     """Step 2 is still written when the signal comes in step 3, or when an error ends it."""
     stop, plain = SimpleNamespace(received=False), trainer.optimize
@@ -255,67 +239,3 @@ def test_the_end_of_a_run_waits_for_the_save_that_goes_on(
         assert not train(settings, stop, steps=9)
     assert names(tmp_path / "run") == (["2"] if how == "an error" else ["4", "2"])
     assert f"step 2: saved {tmp_path}/run/step_00000002 in " in capsys.readouterr().out
-
-
-# Forks savers that save again and again, and kills them.
-KILLER = """
-import gc, os, random, signal, sys, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from train.checkpoints import checkpoint
-from tests.test_saver import make_saver, save
-
-root, reached = Path(sys.argv[1]), 0
-
-def in_child(work):
-    pid = os.fork()
-    if pid == 0:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        work()
-        os._exit(0)
-    return pid
-
-def endless():
-    mine = make_saver(root / "run")
-    for step in range(reached + 1, 10**6):
-        save(mine, step)
-        for saved in mine.take_saved():
-            (root / "reached").write_text(str(saved.step))
-
-def last_reached():
-    file = root / "reached"
-    return int(file.read_text() or 0) if file.exists() else 0  # empty while it is written
-
-def check(at_least):
-    path = checkpoint.newest(root / "run")
-    step = checkpoint.Checkpoint(path).state["step"]
-    assert step >= at_least and path.name == f"step_{step:08d}", path
-    expected = [step * 1000 + i for i in range(15)]
-    assert checkpoint.Checkpoint(path).weights()["a"].flatten().tolist() == expected
-    assert path == checkpoint.listed(root / "run")[0], "none is damaged"
-
-gc.freeze()  # or each fork would visit and copy it all
-random.seed(0)
-for turn in range(4):
-    pid = in_child(endless)
-    while last_reached() <= reached:  # however slow the machine is, one more
-        time.sleep(0.01)
-    time.sleep(random.random() * 0.1)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    reached = max(reached, last_reached())
-    assert os.waitpid(in_child(lambda: check(reached)), 0)[1] == 0
-print("steps", reached)
-"""
-
-
-def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[1]) >= 4
