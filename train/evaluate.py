@@ -216,10 +216,10 @@ class Evaluation:
         for name in self.request.tasks:
             result = tasks.evaluate(name, self.subject, self.grid)
             results.append(result)
-            self._say(f"{name}: {tasks.METRICS[name]} {result.value:.4f}")
+            ranks.say(f"{name}: {tasks.METRICS[name]} {result.value:.4f}")
         self.watchdog.alive("writing the report")
-        ranks.together(lambda: self._write(results) if ranks.rank() == 0 else None)
-        self._say(f"wrote {self.output}")
+        ranks.on_first(lambda: self._write(results))
+        ranks.say(f"wrote {self.output}")
 
     def _write(self, results: Sequence[Result]) -> None:
         about = {
@@ -277,12 +277,8 @@ class Evaluation:
                 if not Path(folder).is_dir():
                     raise ValueError(f"{folder}, the run's data, is not here: give --data")
         length, read = counted(self.config.seq_len, "token"), ", ".join(folders.values())
-        self._say(f"positions: {length} a sequence of {read}")
+        ranks.say(f"positions: {length} a sequence of {read}")
         return {name: self.trained.open_data(folder) for name, folder in folders.items()}
-
-    def _say(self, text: str) -> None:
-        if ranks.rank() == 0:
-            print(text, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -32,7 +32,6 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from train.base import ranks
-from train.base.files import printing
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.planning.dry_run import advise, dry_run
@@ -80,7 +79,7 @@ def _run_rank(
     trainer = Trainer(config, device, stop, watchdog)
     check_room(trainer.engine, trainer.progress.step, config, *later)
     finished = trainer.run()
-    if not finished and trainer.rank == 0:
+    if not finished:
         _print_stop(config, trainer.progress.step)
     stopping = stop.received or trainer.limit.is_late()
     variables = stages.leave(finished, stopping) if stages else None
@@ -96,8 +95,7 @@ def _print_stop(config: TrainConfig, step: int) -> None:
     how = "to resume, run the same command with --resume auto"
     if config.stop_after is not None and step >= config.stop_after:
         how += " and without --stop-after, or with a later step"
-    with printing():
-        print(f"stopped after step {step}; {how if config.save else 'nothing was saved'}")
+    ranks.say(f"stopped after step {step}; {how if config.save else 'nothing was saved'}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -15,19 +14,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _AHEAD = 4  # items of each worker that are in progress, or wait for the result of an earlier one
-
-
-@dataclass(frozen=True)
-class _Job:
-    """An item that a worker has, and its number."""
-
-    worker: Worker
-    number: int
-    item: object
-
-    def take(self) -> Any:
-        """Return the result of the item. Raises ValueError with the item if its work failed."""
-        return self.worker.take(self.item)
 
 
 class Worker:
@@ -112,7 +98,7 @@ def _interrupts_later() -> Iterator[None]:
 def _deal(pool: list[Worker], items: Iterator) -> Iterator:
     """Yield results in order. Each worker has one item at a time, so no pipe fills up."""
     idle, done = list(pool), dict[int, Any]()
-    busy: list[_Job] = []
+    busy: dict[Connection, tuple[Worker, int, object]] = {}
     given = taken = 0
     while True:
         while idle and given - taken < _AHEAD * len(pool):
@@ -121,15 +107,15 @@ def _deal(pool: list[Worker], items: Iterator) -> Iterator:
                 break
             worker = idle.pop()
             worker.give(item)
-            busy.append(_Job(worker, given, item))
+            busy[worker.connection] = worker, given, item
             given += 1
         if not busy:
             return
-        ready = wait([job.worker.connection for job in busy])
-        for job in [job for job in busy if job.worker.connection in ready]:
-            busy.remove(job)
-            done[job.number] = job.take()
-            idle.append(job.worker)
+        ready = wait(busy)
+        for connection in [each for each in busy if each in ready]:
+            worker, number, item = busy.pop(connection)
+            done[number] = worker.take(item)
+            idle.append(worker)
         while taken in done:
             yield done.pop(taken)
             taken += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from bmt_burst.errors import RankFailed, RankGone
+from train.base.files import printing
 
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
@@ -62,6 +64,26 @@ def together(
             raise raising(where + reason)
     [result] = results
     return result
+
+
+def on_first(
+    work: Callable[[], None], raising: type[RankError] = RankError, group: Group = None
+) -> None:
+    """Do `work` on rank 0 while the others wait. Every rank raises `raising` if it fails."""
+    together(lambda: work() if rank() == 0 else None, raising, group)
+
+
+def say(text: str) -> None:
+    """Print a line, on rank 0."""
+    if rank() == 0:
+        with printing():
+            print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a line to stderr, on rank 0."""
+    if rank() == 0:
+        print(text, file=sys.stderr)
 
 
 def lost_contact(error: Exception) -> bool:

@@ -77,12 +77,16 @@ def write(
     partial = root / f".{final.name}.partial"
     file = partial / f"rank_{ranks.rank():05d}.safetensors"
     with _refusing(final, partial):
-        _on_first_rank(lambda: _prepare(partial, keep_last), group)
+        ranks.on_first(lambda: _prepare(partial, keep_last), CheckpointError, group)
         entry = ranks.together(lambda: write_file(file), CheckpointError, group)
         files = dict(ranks.gather((file.name, entry), group))
         if tokenizer:
-            _on_first_rank(lambda: files.update(_write_tokenizer(partial, tokenizer)), group)
-        _on_first_rank(lambda: _finish(partial, final, state, files, keep_last), group)
+            ranks.on_first(
+                lambda: files.update(_write_tokenizer(partial, tokenizer)), CheckpointError, group
+            )
+        ranks.on_first(
+            lambda: _finish(partial, final, state, files, keep_last), CheckpointError, group
+        )
     return final
 
 
@@ -137,7 +141,7 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
             _print_damage(path, problem)
             continue
         if set_aside:
-            _on_first_rank(lambda: _set_aside(damaged))
+            ranks.on_first(lambda: _set_aside(damaged), CheckpointError)
         return path
     if damaged:
         raise CheckpointError(f"every checkpoint in {root} is damaged")
@@ -280,14 +284,8 @@ def _damage_on_any_rank(path: Path) -> str | None:
     )
 
 
-def _on_first_rank(work: Callable[[], None], group: ranks.Group = None) -> None:
-    """Do `work` on rank 0. Raises CheckpointError on every rank if it fails."""
-    ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError, group)
-
-
 def _print_damage(path: Path, problem: str) -> None:
-    if ranks.rank() == 0:
-        print(f"checkpoint {path} is damaged: {problem}", file=sys.stderr)
+    ranks.warn(f"checkpoint {path} is damaged: {problem}")
 
 
 def _set_aside(damaged: list[Path]) -> None:

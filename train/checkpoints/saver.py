@@ -182,8 +182,7 @@ def make_background(shards: dict[str, Shard], device: torch.device) -> Backgroun
         return None
     size = RankFile.of(shards).size
     if problem := _shortage(size):
-        if ranks.rank() == 0:
-            print(f"saving stops training until a checkpoint is whole: {problem}", file=sys.stderr)
+        ranks.warn(f"saving stops training until a checkpoint is whole: {problem}")
         return None
     return Background(size, device)
 

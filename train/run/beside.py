@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,11 +158,10 @@ def _note_begin_tokens(folder: Path, values: dict[str, Any]) -> None:
     [one, other] = (
         values.get(name, {}).get("bos_token_id") for name in ("config.json", GENERATION)
     )
-    if None not in (one, other) and one != other and ranks.rank() == 0:
-        print(
+    if None not in (one, other) and one != other:
+        ranks.warn(
             f"{folder} has bos_token_id {one} in config.json and {other} in {GENERATION}: neither "
-            "is used; --bos says how texts begin",
-            file=sys.stderr,
+            "is used; --bos says how texts begin"
         )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,7 +173,7 @@ def _open_validation(
         for own in trained:
             if data.folder.samefile(own):
                 same = f"--val-data and --data are the same folder, {own}"
-                _warn(f"{same}: the validation loss will be measured on training text")
+                ranks.warn(f"{same}: the validation loss will be measured on training text")
         check_folder(trained[0], data.folder, data.folder)
     return opened
 
@@ -187,14 +186,14 @@ def check_padding(config: TrainConfig, data: Source) -> None:
     said = f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding"
     if padding > _MOST_PADDING:
         raise ValueError(f"{said} at --seq-len {config.seq_len}: give more text or a shorter one")
-    _warn(f"{said} at --seq-len {config.seq_len}")
+    ranks.warn(f"{said} at --seq-len {config.seq_len}")
 
 
 def warn_of_length(config: TrainConfig, model: ModelConfig) -> None:
     """Warn if rows are longer than the sequences that the model was made for."""
     longest = model.longest_sequence if isinstance(model, CPMConfig) else None
     if longest and config.seq_len > longest:
-        _warn(
+        ranks.warn(
             f"--seq-len {config.seq_len:,} is beyond the {longest:,} tokens that the model was "
             "made for: see --rope-theta and --rope-scaling"
         )
@@ -210,8 +209,3 @@ def check_kernel(config: TrainConfig, model: ModelConfig, device: torch.device) 
         kernels.pick(config.flash, q, k, Spec(model.head_dim**-0.5, config.deterministic))
     except ValueError as error:
         raise ValueError(f"--flash {config.flash}: {error}") from error
-
-
-def _warn(text: str) -> None:
-    if ranks.rank() == 0:
-        print(text, file=sys.stderr)

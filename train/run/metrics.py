@@ -112,18 +112,17 @@ class Metrics:
         if spike:
             self.say(
                 f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is "
-                f"usual; "
-                "if it stays high, resume from an earlier checkpoint with a smaller --lr"
+                "usual; if it stays high, resume from an earlier checkpoint with a smaller --lr"
             )
         line = ", ".join(text(record[name]) for name, text in _SHOWN.items() if name in record)
+        shown = spike or step in (first[0], self.steps) or step % self._log_every == 0
         with printing():
             if not self._bar.disable:
                 self._bar.set_postfix_str(line, refresh=False)
                 self._bar.update()
-            elif spike or step in (first[0], self.steps) or step % self._log_every == 0:
-                print(
-                    f"step {step}/{self.steps}: {line}, {self._times(first, step, now)}", flush=True
-                )
+            elif shown:
+                times = self._times(first, step, now)
+                print(f"step {step}/{self.steps}: {line}, {times}", flush=True)
 
     def _times(self, shown: tuple[int, float], step: int, now: float) -> str:
         """Return the elapsed time and the time left, by the mean step since one was `shown`."""
@@ -174,25 +173,16 @@ class Metrics:
 
 
 class NoMetrics:
-    """Metrics of a rank that records and says nothing, since rank 0 does."""
-
-    def record(self, step: int, **values: float) -> None:
-        pass
+    """Metrics of a rank that records and prints nothing, since rank 0 does."""
 
     def has(self, step: int, name: str) -> bool:
         return False
 
-    def progress(self, step: int) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def draw(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def record(self, step: int, **values: float) -> None: ...
+    def progress(self, step: int) -> None: ...
+    def say(self, text: str) -> None: ...
+    def draw(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def plot_losses(records: list[dict[str, Any]], file: Path) -> None:

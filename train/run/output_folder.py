@@ -72,7 +72,7 @@ def check_room(engine: Engine, step: int, config: TrainConfig, *later: TrainConf
     """
     size = sum(ranks.gather(RankFile.of(engine.state()).size))
     wanted = [(config, count_saves(config, step)), *((x, count_saves(x, 0)) for x in later)]
-    ranks.together(lambda: _check_room(size, wanted) if ranks.rank() == 0 else None)
+    ranks.on_first(lambda: _check_room(size, wanted))
 
 
 def _check_room(size: int, wanted: Sequence[tuple[TrainConfig, int]]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +157,10 @@ def choose_begin_token(
     if config.bos == "auto" and path is not None and not begins_stage(config):
         return saved_begin_token(checkpoint.Checkpoint(path).state)
     if config.bos == "auto":
-        if data.bos_id is None and ranks.rank() == 0:
-            print(
+        if data.bos_id is None:
+            ranks.warn(
                 f"{data.folder} was prepared without a begin token, so documents get none; "
-                "--bos TOKEN puts one in front of each",
-                file=sys.stderr,
+                "--bos TOKEN puts one in front of each"
             )
         return data.bos_id
     return named_token(config.bos, tokenizer, str(data.folder))
@@ -266,15 +264,13 @@ def print_changes(
     """Print which settings that affect the result differ between `state` and `now`, the same part
     of this run's state. Also print a jump of the learning rate at `next_step`.
     """
-    if ranks.rank():
-        return
     before, now = _settings(state), _settings(now)
     changed = {
         k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v
     }
     changed.pop("skip_data", None)  # checkpoints remember it, and the run says so itself
     if changed:
-        print("changed since the checkpoint:", _list_changes(changed, tokenizer), file=sys.stderr)
+        ranks.warn(f"changed since the checkpoint: {_list_changes(changed, tokenizer)}")
     if next_step <= config.steps:
         _print_jump(state, config, next_step)
 
@@ -313,4 +309,4 @@ def _print_jump(state: dict, config: TrainConfig, next_step: int) -> None:
     expected = learning_rate(state["step"] + 1, then) if state["step"] < then.steps else last
     if not math.isclose(lr, expected, rel_tol=_JUMP):
         was = f"{last:.3e} at the checkpoint's step {state['step']}"
-        print(f"the learning rate jumps: {was}, {lr:.3e} at step {next_step}", file=sys.stderr)
+        ranks.warn(f"the learning rate jumps: {was}, {lr:.3e} at step {next_step}")

@@ -6,7 +6,6 @@ only the size of the vocabulary is compared with the model's.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def check_weights(
         raise ValueError(
             f"{problem}; give data that was made with its tokenizer, or --allow-other-tokenizer"
         )
-    _warn(problem)
+    ranks.warn(problem)
 
 
 def find_tokenizers(folder: Path, eos: str | None) -> Iterator[tuple[str, Tokenizer | str]]:
@@ -100,9 +99,6 @@ def extends(tokenizer: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _warn_of_missing(folder: Path | str) -> None:
-    _warn(f"{folder} has no identity of its tokenizer: only the size of the vocabulary is checked")
-
-
-def _warn(text: str) -> None:
-    if ranks.rank() == 0:
-        print(text, file=sys.stderr)
+    ranks.warn(
+        f"{folder} has no identity of its tokenizer: only the size of the vocabulary is checked"
+    )

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from train.base import ranks
-from train.base.files import printing
 from train.base.wording import counted, flag
 from train.checkpoints import checkpoint
 from train.data.batches import choose_micro_batch_size
@@ -132,10 +131,12 @@ class Stages:
         """
         if not finished or any(ranks.gather(stopping)):
             if finished:
-                _say(f"stopped after stage {self.current.name}; to resume, run the same command")
+                ranks.say(
+                    f"stopped after stage {self.current.name}; to resume, run the same command"
+                )
             return None
         if self.next is None:
-            _say(f"all {counted(len(self.all), 'stage')} of {self.file} are done")
+            ranks.say(f"all {counted(len(self.all), 'stage')} of {self.file} are done")
             return None
         return {**agree_on_store(), STAGE: str(self.next.number)}
 
@@ -148,7 +149,7 @@ class Stages:
                 f"ranks find checkpoints of different stages in {self.current.folder.parent}: "
                 "expected one file system for all hosts"
             )
-        _say(self.describe())
+        ranks.say(self.describe())
         for inputs in ranks.together(lambda: self._check_inputs(device)):
             check_same_data(inputs)
 
@@ -284,12 +285,6 @@ def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -
     except (ValueError, OSError) as error:
         raise ValueError(f"stage {stage.name}: {error}") from error
     return inputs
-
-
-def _say(text: str) -> None:
-    if ranks.rank() == 0:
-        with printing():
-            print(text, flush=True)
 
 
 def _changes_since(stage: Stage) -> str:
