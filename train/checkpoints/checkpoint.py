@@ -168,7 +168,7 @@ def find(run_or_checkpoint: Path) -> Path:
 
 
 def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with a checkpoint, or None. Hash only every parts-th file."""
+    """Describe the damage of a checkpoint, or return None. Hash only every parts-th file."""
     try:
         for name, expected in sorted(_manifest(path).items())[part::parts]:
             size = (path / name).stat().st_size
@@ -278,7 +278,7 @@ def listed(root: Path) -> list[Path]:
 
 
 def _damage_on_any_rank(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint. The ranks share the work of hashing it."""
+    """Describe the damage of a checkpoint. The ranks share the work of hashing it."""
     return next(
         (p for p in ranks.gather(damage(path, ranks.rank(), ranks.world_size())) if p), None
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from train.data.tokenizer_base import Tokenizer
 
-# no sentence says anything of codes, variables or numbers
+# no sentence mentions codes, variables or numbers
 SENTENCES = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
     "A river runs past the old mill. The baker opens the shop at dawn. Rain falls on the roof. "

@@ -12,7 +12,7 @@ from train.evaluation.tasks import ByPosition, Result, Retrieved
 
 
 def write_report(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write results.json and TASK.png into `folder`. `about` says what was evaluated."""
+    """Write results.json and TASK.png into `folder`. `about` describes the evaluation."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -52,7 +52,7 @@ class Sample:
 
 
 class Task(Protocol):
-    """A kind of retrieval. `levels` are the values of what its heat map shows beside the length."""
+    """A kind of retrieval. `levels` are one axis of its heat map, the length is the other."""
 
     name: str
     level: str

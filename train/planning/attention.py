@@ -160,7 +160,7 @@ def _make_problem(shape: AttentionShape) -> Problem:
 
 
 def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
-    """Return the memory of sparse attention: that of dense, and what was measured beyond."""
+    """Return the memory of sparse attention: dense attention, and the rest as measured."""
     dense = attention_memory(replace(shape, sparse=None))
     if sparse.is_dense(shape.tokens):
         return dense

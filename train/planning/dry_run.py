@@ -46,7 +46,7 @@ def _report(config: TrainConfig) -> str:
 
 
 def advise(config: TrainConfig) -> str:
-    """Return what takes the memory of a run that ran out of it, and the option that helps most."""
+    """Return the largest part of the memory of a run, and the option that helps most."""
     try:
         return explain_shortage(_plan(config))
     except ValueError as error:

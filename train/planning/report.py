@@ -45,7 +45,7 @@ def describe(planned: Planned, budget: Budget) -> str:
 
 
 def _describe_run(planned: Planned) -> str:
-    """Return what is planned, and for which GPUs."""
+    """Return the run and its GPUs."""
     config, cluster = planned.config, planned.cluster
     groups = cluster.gpus // config.sp_size
     return "; ".join(
@@ -141,7 +141,7 @@ def command(planned: Planned) -> str:
 
 
 def saving_flags(config: TrainConfig) -> list[str]:
-    """Return the options that say what blocks save."""
+    """Return the options for what blocks save."""
     saving = {flag(name) for name in next(iter(savings()))}
     return _join(option for option in _given_options(config) if option[0] in saving)
 

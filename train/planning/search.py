@@ -112,7 +112,7 @@ def dense_model(config: TrainConfig) -> CPMConfig:
 
 
 def savings() -> Iterator[dict[str, object]]:
-    """Yield the combinations of options that say what blocks save, the simplest first."""
+    """Yield the combinations of options for what blocks save, the simplest first."""
     ways = ("none", "selective", "full")
     for offload, tile, checkpointing in itertools.product((False, True), (None, TILE), ways):
         if not offload or checkpointing != "none":

@@ -23,7 +23,7 @@ class Sharding:
 
     Of a rank's shard, once its gradients are known:
     gradients           gradients of a backward
-    stepping            what the optimizer's step needs beside all that
+    stepping            what the optimizer's step needs in addition
 
     Of whole weights, while they are gathered:
     forward, backward   a block's, with its gradients in the backward

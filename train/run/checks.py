@@ -89,7 +89,7 @@ def _check_needs(settings: Settings) -> None:
 
 
 def _check_saving(settings: Settings) -> None:
-    """Raise ValueError if options that say what blocks save do not go together."""
+    """Raise ValueError if options for what blocks save do not go together."""
     blocks, every = settings.checkpointing_blocks, settings.checkpointing_every
     needing = {
         "--offload": settings.offload or None,

@@ -35,7 +35,7 @@ def parse_steps(text: str, steps: int) -> range:
 
 
 class Profiler:
-    """A profiler of the steps in a range, as far as a run takes them. `say` prints a table."""
+    """A profiler of a range of steps, as many as a run takes. `say` prints a table."""
 
     def __init__(
         self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]

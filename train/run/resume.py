@@ -62,15 +62,16 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
         return None
     auto = config.resume == "auto"
     path = checkpoint.newest(root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
-    if config.new_stage and path is None:
-        raise ranks.RankError(
-            f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one"
-        )
-    if path is None and config.skip_data:
-        raise ranks.RankError(
-            f"--skip-data {config.skip_data} needs a checkpoint to resume from, but {root} has none"
-        )
     if path is None:
+        if config.new_stage:
+            raise ranks.RankError(
+                f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one"
+            )
+        if config.skip_data:
+            option = f"--skip-data {config.skip_data}"
+            raise ranks.RankError(
+                f"{option} needs a checkpoint to resume from, but {root} has none"
+            )
         return None
     if begins_stage(config) and checkpoint.listed(root):
         raise ranks.RankError(
@@ -206,15 +207,13 @@ def check_same(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{saved.path} holds an unknown model: {error}") from error
     changed = _differences(before.to_dict(), model.to_dict())
-    if changed := {name: values for name, values in changed.items() if name not in _NOTES}:
-        if not changed.keys() <= _CHANGED_BY_STAGES:
-            raise ValueError(
-                f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}"
-            )
-        if not new_stage:
-            raise ValueError(
-                f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}; {_STAGE}"
-            )
+    changed = {name: values for name, values in changed.items() if name not in _NOTES}
+    allowed = changed.keys() <= _CHANGED_BY_STAGES
+    if changed and not (allowed and new_stage):
+        advice = f"; {_STAGE}" if allowed else ""
+        raise ValueError(
+            f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}{advice}"
+        )
     reading = saved.state["data"] | {
         "documents": saved_documents(saved.state),
         "bos": saved_begin_token(saved.state),
@@ -234,14 +233,12 @@ def _differences(before: dict, now: dict) -> dict[str, tuple]:
 
 
 def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
-    """Return what changed, with both values: settings as options, begin tokens by name."""
+    """List changes with both values: settings as options, begin tokens by name."""
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
     said = []
     for name, values in differences.items():
         if name == "bos":
-            values = tuple(
-                "none" if token is None else _token_name(token, tokenizer) for token in values
-            )
+            values = tuple(_token_name(token, tokenizer) for token in values)
         said.append(_show_change(flag(name) if name in settings else name, *values))
     return ", ".join(said)
 
@@ -253,8 +250,10 @@ def _show_change(name: str, before: Any, after: Any) -> str:
     return f"{name} {before} -> {after}"
 
 
-def _token_name(token: int, tokenizer: Tokenizer) -> str:
+def _token_name(token: int | None, tokenizer: Tokenizer) -> str:
     """Return a token's name. A checkpoint may be of another tokenizer, with more tokens."""
+    if token is None:
+        return "none"
     return tokenizer.name_of(token) if token < tokenizer.vocab_size else f"token {token}"
 
 
@@ -268,7 +267,7 @@ def print_changes(
     changed = {
         k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v
     }
-    changed.pop("skip_data", None)  # checkpoints remember it, and the run says so itself
+    changed.pop("skip_data", None)  # checkpoints remember it, and the run prints it
     if changed:
         ranks.warn(f"changed since the checkpoint: {_list_changes(changed, tokenizer)}")
     if next_step <= config.steps:
@@ -278,12 +277,9 @@ def print_changes(
 def changed_settings(state: dict, config: TrainConfig) -> str:
     """Return the settings that differ between a state and `config` and affect the result."""
     now = json.loads(json.dumps(config.to_dict()))  # as a state is stored
-    changed = _differences(state["config"], now).items()
-    return ", ".join(
-        _show_change(flag(name), *values)
-        for name, values in changed
-        if name in now and name not in _TECHNICAL
-    )
+    changed = _differences(state["config"], now)
+    kept = [name for name in changed if name in now and name not in _TECHNICAL]
+    return ", ".join(_show_change(flag(name), *changed[name]) for name in kept)
 
 
 def _settings(state: dict) -> dict:
@@ -292,14 +288,9 @@ def _settings(state: dict) -> dict:
     layout, window = config.get("layout"), state["model"].get("window")
     if layout == "auto":
         layout = "balanced" if window or documents != "ignore" else "zigzag"
-    by_default = {"strategy": "auto"}  # missing in older checkpoints
-    meant = {
-        "documents": documents,
-        "bos": saved_begin_token(state),
-        "layout": layout,
-        "window": config.get("window"),
-    }
-    return by_default | config | meant
+    meant = {"documents": documents, "bos": saved_begin_token(state), "layout": layout}
+    # older checkpoints lack some settings
+    return {"strategy": "auto", "window": None} | config | meant
 
 
 def _print_jump(state: dict, config: TrainConfig, next_step: int) -> None:

@@ -14,7 +14,8 @@ from train.run.watchdog import Watchdog
 class Saves:
     """The saves of a run that begins after `step`.
 
-    step  the last step that was saved, or with which the run began
+    saver  what writes them
+    step   the last step that was saved, or with which the run began
     """
 
     def __init__(
@@ -25,36 +26,27 @@ class Saves:
         watchdog: Watchdog,
         metrics: Metrics | NoMetrics,
     ):
-        self._saver, self.step = saver, step
+        self.saver, self.step = saver, step
         self._limit, self._watchdog, self._metrics = limit, watchdog, metrics
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank knows that saving failed."""
-        return self._saver.failed
-
-    def raise_failure(self) -> None:
-        """Raise the error of a save that `failed` on any rank. Every rank must call this."""
-        self._saver.raise_failure()
 
     def save(self, state: dict[str, Any], shards: dict[str, Shard], keep_last: int | None) -> None:
         """Save the step of `state`. The shards may change afterwards."""
         self._watchdog.alive(f"saving step {state['step']}")
-        self._saver.save(state, shards, keep_last)
+        self.saver.save(state, shards, keep_last)
         self.step = state["step"]
         self.report()
         self._metrics.draw()
 
     def report(self) -> None:
         """Print which checkpoints have become whole, and note their seconds."""
-        for saved in self._saver.take_saved():
+        for saved in self.saver.take_saved():
             self._limit.note_save(saved.seconds)
             self._metrics.say(str(saved))
 
     def wait(self) -> None:
         """Wait until the last save is whole."""
         self._watchdog.alive(f"waiting until step {self.step} is saved")
-        self._saver.wait()
+        self.saver.wait()
         self.report()
 
     def wait_despite(self, error: Exception) -> None:
@@ -67,4 +59,4 @@ class Saves:
     def close(self) -> None:
         """Wait until the last save is whole, and free its memory."""
         self.wait()
-        self._saver.close()
+        self.saver.close()

@@ -319,7 +319,7 @@ class Settings:
 
     @property
     def last_step(self) -> int:
-        """The step after which the command ends: the last one, or that of --stop-after."""
+        """The step after which the command ends: the last one, or --stop-after."""
         return self.steps if self.stop_after is None else self.stop_after
 
     @property
@@ -331,7 +331,7 @@ class Settings:
         return self.steps // 5 if self.decay_steps is None else self.decay_steps
 
     def saving(self) -> Saving:
-        """Return what blocks save for the backward."""
+        """Return the choice of what blocks save for the backward."""
         return Saving(
             self.checkpointing,
             Offload() if self.offload else None,

@@ -51,7 +51,7 @@ _COMMON = {
     *("model", "init_from", "allow_other_tokenizer", "untie", "grow_vocabulary"),
     *("processes", "restarts", "output", "time_limit"),
 }
-# options whose numbers are of one stage
+# options with numbers of one stage
 _OWN = {"skip_data", "stop_after"}
 _REFUSED = {
     "resume": "stages always resume where they stopped; to repeat steps, remove checkpoints",
@@ -89,7 +89,7 @@ class Stages:
 
     @property
     def config(self) -> TrainConfig:
-        """The settings of the current stage, which say where it begins."""
+        """The settings of the current stage, with the place where it begins."""
         config, number = self.current.config, self.current.number
         if _given_number() is None or number == 1:
             return dataclasses.replace(config, resume="auto")
@@ -121,7 +121,7 @@ class Stages:
         return "\n".join(lines)
 
     def outlook(self) -> str:
-        """Return what the run leaves when it ends, as checkpoint.outlook does."""
+        """Return the outlook of the run when it ends, as checkpoint.outlook does."""
         return checkpoint.outlook(_last_begun(self.all).folder)
 
     def leave(self, finished: bool, stopping: bool) -> dict[str, str] | None:
@@ -167,7 +167,7 @@ class Stages:
 
 
 def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | None]:
-    """Return the configuration of a command line, or that of the current one of its stages."""
+    """Return the configuration of a command line, or the one of its current stage."""
     parser, given = parse_options(argv)
     file = given.pop("stages", None)
     given.pop("dry_run", None)

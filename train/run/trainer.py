@@ -197,10 +197,10 @@ class Trainer:
         mine = sums.read()  # waits for the device
         # one sum over the ranks also tells whether any of them must stop or failed to save
         stops, failures, total, *of_sources = self.stopping.decide_with(
-            [float(self.saves.failed), *mine]
+            [float(self.saves.saver.failed), *mine]
         )
         if failures:
-            self.saves.raise_failure()
+            self.saves.saver.raise_failure()
         return total / targets, bool(stops), of_sources
 
     def _take_samples(self) -> None:
