@@ -281,33 +281,46 @@ def test_a_new_stage_may_attend_sparsely(settings, tmp_path, capsys):
         train(settings, sparse={"topk": 1})
 
 
-def test_what_is_no_stage_is_refused(settings, tmp_path):
-    train(settings)
+def test_what_is_no_stage_is_refused(settings, tmp_path, capsys):
+    """Only a new stage changes data, positions, windows, documents and begin tokens."""
+    train(settings, window=8)
     path = checkpoint.newest(tmp_path / "run")
-    other = {"resume": str(path), "output": str(tmp_path / "stage")}
+    other = {"resume": str(path), "output": str(tmp_path / "stage"), "window": 8}
     option = "give --new-stage to start another stage from its weights and optimizer"
+    scaling = {"kind": "linear", "factor": 2}
+    read, holds = "was reading other data: ", "holds another model: "
+    auto = {"new_stage": True, "resume": "auto"}
+    mask = r"--documents mask -> ignore, --bos <\|endoftext\|> -> none"
     for change, message in (
-        ({"data": str(tmp_path / "other")}, f"was reading other data: .*digest .*{option}"),
-        ({"seq_len": 122}, f"was reading other data: --seq-len 61 -> 122; {option}"),
-        ({"rope_theta": 5e5}, f"holds another model: --rope-theta 10000.0 -> 500000.0; {option}"),
-        (
-            {"rope_scaling": {"kind": "linear", "factor": 2}},
-            f"--rope-scaling None -> .*'linear'.*; {option}",
-        ),
-        ({"model": "cpm-tiny", "new_stage": True}, "holds another model: vocab_size"),
-        (
-            {"new_stage": True, "output": settings["output"]},
-            "has checkpoints: give --resume auto to continue their",
-        ),
-        (
-            {"new_stage": True, "resume": "auto"},
-            "has no checkpoint of a stage yet: give --resume CHECKPOINT",
-        ),
+        ({"data": str(tmp_path / "other")}, f"{read}.*digest .*{option}"),
+        ({"seq_len": 122}, f"{read}--seq-len 61 -> 122; {option}"),
+        ({"documents": "ignore"}, f"{read}{mask}; {option}"),
+        ({"bos": "none"}, rf"{read}--bos <\|endoftext\|> -> none; {option}"),
+        ({"bos": "<s>"}, r"--bos must be auto, none or a token of .*text's tokenizer, got '<s>'"),
+        ({"rope_theta": 5e5}, f"{holds}--rope-theta 10000.0 -> 500000.0; {option}"),
+        ({"rope_scaling": scaling}, f"--rope-scaling None -> .*'linear'.*; {option}"),
+        ({"window": 9}, f"{holds}--window 8 -> 9; {option}"),
+        ({"window": None}, f"{holds}--window 8 -> None; {option}"),
+        ({"model": "cpm-tiny", "new_stage": True}, f"{holds}vocab_size"),
+        ({"new_stage": True, "output": settings["output"]}, "give --resume auto to continue their"),
+        (auto, "has no checkpoint of a stage yet: give --resume CHECKPOINT"),
     ):
         with pytest.raises(ranks.RankError, match=message):
             train(settings, **other | change)
     with pytest.raises(ValueError, match="--new-stage needs the checkpoint to start from"):
         TrainConfig(new_stage=True)
+    capsys.readouterr()
+    stage = {"resume": str(path), "new_stage": True, "output": str(tmp_path / "stage")}
+    assert train(settings, **stage, documents="ignore")
+    changed = (
+        "--window 8 -> None, --documents mask -> ignore, --bos <|endoftext|> -> none, "
+        "--layout balanced -> zigzag"
+    )
+    assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
+    checkpoint._remove(tmp_path / "stage/step_00000004")
+    with pytest.raises(ranks.RankError, match="was reading other data: --documents ignore -> mask"):
+        train(settings, documents="mask", resume="auto", output=str(tmp_path / "stage"))
+    assert train(settings, resume="auto", output=str(tmp_path / "stage"))
 
 
 @pytest.mark.parametrize(
@@ -430,32 +443,6 @@ def test_documents_are_told_apart_or_not_as_asked_and_as_can_be(settings, tmp_pa
     assert not records(tmp_path / "run", "documents")
 
 
-def test_what_tokens_see_is_the_runs_own(settings, tmp_path, capsys):
-    """Documents and windows stay as they are, but in a new stage."""
-    train(settings, window=8)
-    path = str(checkpoint.newest(tmp_path / "run"))
-    option = "give --new-stage to start another stage from its weights and optimizer"
-    for change, message in (
-        (
-            {"documents": "ignore", "window": 8},
-            r"was reading other data: --documents mask -> ignore, --bos <\|endoftext\|> -> none; "
-            + option,
-        ),
-        ({"window": 9}, f"holds another model: --window 8 -> 9; {option}"),
-        ({}, f"holds another model: --window 8 -> None; {option}"),
-    ):
-        with pytest.raises(ranks.RankError, match=message):
-            train(settings, **change, resume=path, output=str(tmp_path / "refused"))
-    capsys.readouterr()
-    stage = {"resume": path, "new_stage": True, "output": str(tmp_path / "stage")}
-    assert train(settings, **stage, documents="ignore")
-    changed = (
-        "--window 8 -> None, --documents mask -> ignore, --bos <|endoftext|> -> none, "
-        "--layout balanced -> zigzag"
-    )
-    assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
-
-
 def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
     settings, tmp_path, capsys
 ):
@@ -476,32 +463,6 @@ def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
     train(settings, **options, bos="none", output=str(tmp_path / "without"))
     without = [records(tmp_path / "without", name) for name in names]
     assert all(without[i][step] != expected[i][step] for i in (0, 2) for step in expected[i])
-
-
-def test_a_run_keeps_its_begin_token(settings, tmp_path, capsys):
-    """A new stage has its own."""
-    train(settings)
-    path = str(checkpoint.newest(tmp_path / "run"))
-    refused = {"resume": path, "output": str(tmp_path / "refused")}
-    with pytest.raises(
-        ranks.RankError,
-        match=r"was reading other data: --bos <\|endoftext\|> -> none; give --new-stage",
-    ):
-        train(settings, bos="none", **refused)
-    with pytest.raises(
-        ranks.RankError,
-        match=r"--bos must be auto, none or a token of .*text's tokenizer, got '<s>'",
-    ):
-        train(settings, bos="<s>", **refused)
-    assert train(settings, bos="none", resume=path, new_stage=True, output=str(tmp_path / "stage"))
-    assert "changed since the checkpoint: --bos <|endoftext|> -> none" in capsys.readouterr().err
-    checkpoint._remove(tmp_path / "stage/step_00000004")
-    with pytest.raises(
-        ranks.RankError,
-        match=r"was reading other data: --bos none -> <\|endoftext\|>; give --new-stage",
-    ):
-        train(settings, bos="<|endoftext|>", resume="auto", output=str(tmp_path / "stage"))
-    assert train(settings, resume="auto", output=str(tmp_path / "stage"))
 
 
 def test_runs_and_folders_of_before_go_on_without(settings, tmp_path, capsys):

@@ -19,13 +19,14 @@ class HostCopy:
     """Memory for a file, for a rank on `device`. Raises OSError if there is not enough."""
 
     def __init__(self, size: int, device: torch.device):
+        # each page is mapped now, since page faults would slow down the first save
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         try:
-            self._memory = torch.empty(size, dtype=torch.uint8)
-        except RuntimeError as error:  # torch's error for memory that cannot be allocated
+            pages = mmap.mmap(-1, size, flags=flags)
+        except OSError as error:
             wanted = f"{size:,} bytes of host memory for a copy of weights and optimizer"
-            raise OSError(f"{wanted}: {error}") from error
-        # map each page now: page faults would slow down the first save
-        self._memory[:: mmap.PAGESIZE].zero_()
+            raise OSError(error.errno, f"{wanted}: {error.strerror}") from error
+        self._memory = torch.frombuffer(pages, dtype=torch.uint8)  # it keeps the mapping
         self._pinned = device.type == "cuda" and _pin(self._memory)
 
     def fill(self, file: RankFile) -> None:

@@ -102,7 +102,7 @@ def _describe_cost(planned: Planned, tokens: float, price: float | None) -> str:
 
 def table(planned: Planned) -> str:
     """Return the longest sequence of each combination of what blocks save."""
-    rows = [("options", "longest", "GiB", "host", "s/step", "tokens/s")]
+    rows: list[tuple[str, ...]] = [("options", "longest", "GiB", "host", "s/step", "tokens/s")]
     for options in savings():
         other = with_options(planned, **options)
         name = " ".join(saving_flags(other.config)) or "(none)"
