@@ -97,7 +97,7 @@ class Saver:
         self.wait()
 
     def save(self, state: dict[str, Any], shards: dict[str, Shard], keep_last: int | None) -> None:
-        """Save as checkpoint.save does, after the last save is whole. Return when the shards may
+        """Save as checkpoint.write does, after the last save is whole. Return when the shards may
         change. Errors of writing are raised later, by `wait` or `raise_failure`.
         """
         began = time.monotonic()

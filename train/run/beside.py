@@ -60,18 +60,8 @@ def read_beside(folder: Path, tokenizer: Tokenizer, kind: Kind = KINDS[0]) -> di
     tokenizer_config = values.get(TOKENIZER, {})
     if added := tokenizer_config.get(_LARGE, {}):
         tokenizer_config[_LARGE] = {}
-    longest = tokenizer_config.get("model_max_length")
-    if longest is not None and type(longest) not in (int, float):
-        raise ValueError(
-            f"{folder / TOKENIZER}: expected model_max_length as a number, got {longest!r}"
-        )
     shape = read_config(folder).to_dict()
-    _note_begin_tokens(folder, values)
-    for name in ("config.json", GENERATION):
-        for field in _IDS:
-            _check_ids(folder / name, field, values.get(name, {}).get(field), shape["vocab_size"])
-    _check_names(folder, tokenizer_config, values.get(SPECIAL, {}))
-    _check_templates(folder, tokenizer_config, texts)
+    _check(folder, values, texts, shape["vocab_size"])
     found = [other for _, other in find_tokenizers(folder, tokenizer.eos)]
     opened = [other for other in found if isinstance(other, Tokenizer)]
     _leave_out_padding(values.get(GENERATION, {}), [other.vocab_size for other in opened])
@@ -95,6 +85,22 @@ def read_beside(folder: Path, tokenizer: Tokenizer, kind: Kind = KINDS[0]) -> di
         "values": values,
         "texts": texts,
     }
+
+
+def _check(folder: Path, values: dict[str, Any], texts: dict[str, str], vocabulary: int) -> None:
+    """Raise ValueError if values are wrong or contradict each other."""
+    tokenizer_config = values.get(TOKENIZER, {})
+    longest = tokenizer_config.get("model_max_length")
+    if longest is not None and type(longest) not in (int, float):
+        raise ValueError(
+            f"{folder / TOKENIZER}: expected model_max_length as a number, got {longest!r}"
+        )
+    _note_begin_tokens(folder, values)
+    for name in ("config.json", GENERATION):
+        for field in _IDS:
+            _check_ids(folder / name, field, values.get(name, {}).get(field), vocabulary)
+    _check_names(folder, tokenizer_config, values.get(SPECIAL, {}))
+    _check_templates(folder, tokenizer_config, texts)
 
 
 def token_name(token: Any) -> Any:
