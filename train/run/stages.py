@@ -97,11 +97,6 @@ class Stages:
         return dataclasses.replace(config, resume=str(before), new_stage=True)
 
     @property
-    def next(self) -> Stage | None:
-        """The stage after the current one, if there is one."""
-        return next(iter(self.later), None)
-
-    @property
     def later(self) -> tuple[Stage, ...]:
         """The stages after the current one."""
         return self.all[self.current.number :]
@@ -135,10 +130,10 @@ class Stages:
                     f"stopped after stage {self.current.name}; to resume, run the same command"
                 )
             return None
-        if self.next is None:
+        if not self.later:
             ranks.say(f"all {counted(len(self.all), 'stage')} of {self.file} are done")
             return None
-        return {**agree_on_store(), STAGE: str(self.next.number)}
+        return {**agree_on_store(), STAGE: str(self.later[0].number)}
 
     def check(self, device: torch.device) -> None:
         """Print which stage begins. Check the data and sizes of it and of all that follow. Every
