@@ -4,6 +4,7 @@ cannot go on.
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from train.export import main as export_main
 from train.pretrain import Trainer
 from train.run import resume
 from train.run.config import TrainConfig
+from train.run.progress import Progress, optimize
 from train.run.schedule import learning_rate
 from train.run.trained import open_trained
 
@@ -521,6 +523,30 @@ def test_the_models_attention_is_of_the_strategy(settings, strategy, size, taken
     config = TrainConfig(**settings, strategy=strategy, ulysses_size=size)
     layer = CPM(SMALL, **config.attention).layers[-1].self_attn
     assert (layer.options["strategy"], layer.options["flash"]) == (taken, "auto")
+
+
+def test_only_skips_in_a_row_end_a_run():
+    """A loss that is not finite skips a step before the engine takes it."""
+    norms = iter([1.0, math.nan, 2.0, math.nan])
+    engine = SimpleNamespace(clear_gradients=lambda: None)
+
+    def step(lr, clip):
+        if not math.isfinite(norm := next(norms)):
+            raise FloatingPointError(f"the gradient norm is {norm}")
+        return norm
+
+    engine.step = step
+    progress, config, said = Progress(), TrainConfig(max_skips=2), []
+    found = [optimize(engine, progress, config, 0.5, 1e-3, said.append) for _ in range(3)]
+    assert found == [
+        {"loss": 0.5, "grad_norm": 1.0},
+        {"skipped": 1},
+        {"loss": 0.5, "grad_norm": 2.0},
+    ]
+    assert optimize(engine, progress, config, math.inf, 1e-3, said.append) == {"skipped": 2}
+    with pytest.raises(FloatingPointError, match="the gradient norm is nan; 2 steps in a row were"):
+        optimize(engine, progress, config, 0.5, 1e-3, said.append)
+    assert said[1] == "step 0: skipped, the loss is inf; 1 in a row"
 
 
 def test_advice_after_an_explosion_names_the_learning_rate(settings, tmp_path):
