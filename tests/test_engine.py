@@ -15,6 +15,7 @@ from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
 from tests.helpers import relative_error, run_ranks
 from tests.live import golden, shard_rows
+from tests.test_checkpoint import write
 from tests.test_model import SMALL, initialized
 from train.checkpoints import checkpoint
 from train.engine.common import AdamW, square_sum
@@ -50,7 +51,7 @@ def batch(step: int):
     return tokens, torch.arange(17), tokens.roll(-1, 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_engine_equals_torch(size):
     model = initialized(SMALL)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -194,7 +195,7 @@ def test_checkpoints_keep_the_random_state(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(5)
-        path = checkpoint.save(tmp_path, {"step": 1}, {}, keep_last=1)
+        path = write(tmp_path, {"step": 1}, {})
         expected = torch.rand(3)
         checkpoint.Checkpoint(path).restore_rng(0)
         assert torch.rand(3).equal(expected)

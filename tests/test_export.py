@@ -7,10 +7,7 @@ import json
 import os
 import random
 import resource
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +19,9 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bmt_burst import InfLLMV2
-from models.config import PRESETS, CPMConfig
+from models.config import CPMConfig
 from models.huggingface import HFWeights, fold_scalings, load_cpm, save_weights
-from tests.helpers import ROOT
+from tests.test_checkpoint import write
 from tests.test_model import SMALL, initialized
 from train import export
 from train.checkpoints import checkpoint
@@ -85,7 +82,7 @@ def run_of(
         "data": data,
     }
     state |= {"longest_row": longest_row} if longest_row else {}
-    checkpoint.save(root, state, shards, keep_last=None)
+    write(root, state, shards)
     tokenizer.save(root / "tokenizer")
     return root
 
@@ -118,15 +115,7 @@ def logits_of_llama(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 SCALINGS = [
-    *(
-        {
-            "scale_emb": preset.scale_emb,
-            "scale_depth": preset.scale_depth,
-            "dim_model_base": preset.dim_model_base and 16,
-            "tie_embeddings": preset.tie_embeddings,
-        }
-        for preset in map(PRESETS.get, ("cpm-tiny", "minicpm4-8b", "qwen3-0.6b", "7b"))
-    ),
+    {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 16, "tie_embeddings": True},
     {"scale_emb": 0.3, "scale_depth": None, "dim_model_base": None},
     {"scale_emb": 1.0, "scale_depth": 0.7, "dim_model_base": None, "tie_embeddings": False},
     {"scale_emb": 1.0, "scale_depth": None, "dim_model_base": 24},
@@ -148,28 +137,7 @@ def test_a_folded_model_is_a_llama_with_the_same_logits(tmp_path, change):
         assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_transformers_continues_a_text_as_generate_does(run, tmp_path):
-    folder = exported(run, tmp_path / "out")
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    ids = model.generate(
-        **tokenizer("def f(", return_tensors="pt"), max_new_tokens=30, do_sample=False
-    )
-    path = checkpoint.find(run)
-    ours = generate(
-        load_model(path, torch.device("cpu")),
-        checkpoint_tokenizer(path),
-        "def f(",
-        30,
-        temperature=0,
-    )
-    assert tokenizer.decode(ids[0], skip_special_tokens=True) == ours
-
-
-@pytest.mark.parametrize("prompt", ["the lazy", ""])
-@pytest.mark.parametrize("kind", ["json", "BPE"])
+@pytest.mark.parametrize(("kind", "prompt"), [("json", "the lazy"), ("BPE", "")])
 def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind, prompt, capsys):
     """Here and in transformers, which is told so. Without it the answer is another."""
     tokenizer = TOKENIZERS[kind](tmp_path)
@@ -248,7 +216,6 @@ def test_an_exported_folder_says_what_others_need_to_know(run, tmp_path):
     ("made_for", "longest_row", "longest", "original"),
     [
         (131_072, 77, 131_072, None),
-        (64, 77, 77, 64),
         (64, 4096, 4096, 64),
         (None, 4096, 4096, None),
     ],
@@ -357,9 +324,8 @@ def test_weights_beyond_the_dtype_are_refused_and_leave_nothing(tmp_path, capsys
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o007])
-def test_file_modes_follow_the_umask(run, tmp_path, mask):
-    before = os.umask(mask)
+def test_file_modes_follow_the_umask(run, tmp_path):
+    before = os.umask(mask := 0o027)
     try:
         for kind in ("huggingface", "bmtrain"):
             folder = exported(run, tmp_path / kind, "--format", kind)
@@ -422,27 +388,6 @@ def test_a_full_disk_is_named(run, tmp_path, capsys, kind):
     assert not list(tmp_path.iterdir())
 
 
-def test_two_exports_do_not_write_to_one_folder(run, tmp_path, capsys):
-    with export.write_aside(tmp_path / "out"):
-        assert "is in use by process" in refusal(capsys, "--run", run, "--output", tmp_path / "out")
-    assert (tmp_path / "out").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: --run, --output"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (
-            ["--format", "bmtrain", "--keep-scalings", "--run", "r", "--output", "o"],
-            "is for --format huggingface",
-        ),
-    ],
-)
-def test_wrong_options_are_refused_in_a_line(arguments, message, capsys):
-    assert message in refusal(capsys, *arguments)
-
-
 def test_a_checkpoint_brings_its_own_tokenizer(run, tmp_path, capsys):
     [path] = checkpoint.listed(run)
     copied = tmp_path / path.name
@@ -460,28 +405,12 @@ def texts() -> list[str]:
     random.seed(0)
 
     def character() -> str:
-        return chr(
-            random.choice(
-                [
-                    random.randrange(1, 127),
-                    random.randrange(0xD7FF),
-                    random.randrange(0x10000, 0x10FFFF),
-                ]
-            )
-        )
+        ranges = (1, 127), (0, 0xD7FF), (0x10000, 0x10FFFF)
+        return chr(random.randrange(*random.choice(ranges)))
 
     words = " ".join(SENTENCES).split()
-    corners = [
-        "",
-        " ",
-        "  lead",
-        "trail \n",
-        "a  b",
-        "\t\r\n x",
-        "ﬁ Å",
-        "\u2581x",
-        "é漢字🙂\x00\x01\u2028",
-    ]
+    corners = ["", " ", "  lead", "trail \n", "a  b", "\t\r\n x"]
+    corners += ["ﬁ Å", "\u2581x", "é漢字🙂\x00\x01\u2028"]
     return [
         *corners,
         *("".join(character() for _ in range(30)) for _ in range(50)),
@@ -566,16 +495,3 @@ def test_sentencepiece_models_of_other_kinds_are_refused(tmp_path):
     tokenizer = sentencepiece_tokenizer(tmp_path, "char")
     with pytest.raises(ValueError, match="neither a BPE nor a unigram model"):
         save_for_transformers(tokenizer, tmp_path, 77)
-
-
-@pytest.mark.slow
-def test_an_export_that_is_killed_leaves_nothing_at_its_output(run, tmp_path):
-    script = ROOT / "train/export.py"
-    process = subprocess.Popen([sys.executable, script, "--run", run, "--output", tmp_path / "out"])
-    while not (tmp_path / ".out.partial").exists() and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "out").exists()
-    exported(run, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]

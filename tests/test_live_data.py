@@ -38,6 +38,7 @@ from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer, SubIds
 from train.data.folder import TokenFile
 from train.data.tokenizer import load_tokenizer, open_tokenizer
 from train.run import resume
+from train.run.checks import check_strategy
 from train.run.config import TrainConfig
 from train.run.kinds import config_of, kind_of
 
@@ -901,7 +902,7 @@ def test_a_strategy_without_biases_is_refused_before_training(bee_folder):
     rows = BeeRows(file, PRESETS["cpm-bee-tiny"], int(file.all.lengths.max()), 0)
     config = TrainConfig(strategy="plain-ring")
     with pytest.raises(ValueError, match=r"--strategy plain-ring, .*: it does not support a bias"):
-        config.check_strategy(1, rows.read(0).scores)
+        check_strategy(config, 1, rows.read(0).scores)
 
 
 def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder, monkeypatch):

@@ -10,7 +10,7 @@ import time
 import pytest
 from matplotlib.figure import Figure
 
-from train.base.files import print_error, printing
+from train.base.files import printing
 from train.base.lock import lock
 from train.run.metrics import Metrics
 
@@ -22,27 +22,20 @@ GOOD = [{"step": step, "loss": 1.0 / step, "samples": step * 4} for step in rang
     [
         b'{"step": 3, "loss": 0.',
         b"",
-        b"\x00" * 40,
         b"\xff\xfe\x80 not UTF-8",
         b"null",
-        b"[1, 2]",
-        b'"step"',
         b"3",
-        b"{}",
         b'{"loss": 1.0}',
-        b'{"step": "3", "loss": 1.0}',
-        b'{"step": null}',
         b'{"step": true}',
         b'{"step": 2.5, "loss": 1.0}',
         b'{"step": 2, "loss": "low"}',
-        b'{"step": 2, "loss": [1.0]}',
         b'{"step": 2, "loss": ' + b"9" * 400 + b"}",
         b'{"step": 2, "loss": ' + b"9" * 5000 + b"}",
         b"[" * 100_000,
     ],
-    ids=range(19),
+    ids=range(12),
 )
-@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("place", [0, 4])
 def test_a_broken_line_is_dropped_and_said(tmp_path, capsys, broken, place):
     lines = [json.dumps(record).encode() for record in GOOD]
     lines.insert(place, broken)
@@ -154,13 +147,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_one_is_no_several(tmp_path, capsys):
-    metrics = Metrics(tmp_path, 0, 1)
-    metrics.record(1, documents=1, instances=1000, targets=1, tokens=1)
-    metrics.progress(1)
-    assert "1 document, 1,000 instances, 1 target, 1 token so far, " in capsys.readouterr().out
-
-
 def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
     left = []
     monkeypatch.setattr("train.base.files.leave_terminal", left.append)
@@ -169,14 +155,6 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch):
     assert left == [(1, 2)]
     with pytest.raises(OSError, match="No space left on device: 'stdout'"), printing():
         raise OSError(28, "No space left on device")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
-def test_what_cannot_be_said_of_the_end_does_not_hold_it_up(monkeypatch):
-    monkeypatch.setattr(
-        "sys.stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1)
-    )
-    print_error("x")
 
 
 def test_a_curve_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """Records of a run in wandb, with a small stand-in for the package, which is large."""
 
+# ruff: noqa: F811 - settings and alone are fixtures
+
 import json
 import sys
 
@@ -39,15 +41,13 @@ def init(mode="online", **options):
 def teardown():
     note(teardown=True)
 
-class Run:
-    def __init__(self, id):
-        self.id = id
-    def define_metric(self, name, step_metric):
-        note(metric=[name, step_metric])
-    def log(self, values):
-        note(log=values)
-    def finish(self):
-        note(finish=self.id)
+def Run(id):
+    return SimpleNamespace(
+        id=id,
+        define_metric=lambda name, step_metric: note(metric=[name, step_metric]),
+        log=lambda values: note(log=values),
+        finish=lambda: note(finish=id),
+    )
 """
 
 
@@ -70,10 +70,7 @@ def wandb(tmp_path, monkeypatch):
 
 
 def test_wandb_gets_every_record_and_a_resumed_run_continues_its_run(
-    settings,  # noqa: F811
-    tmp_path,
-    wandb,
-    alone,  # noqa: F811
+    settings, tmp_path, wandb, alone
 ):
     run = settings | {"wandb": "mine", "resume": "auto", "save_every": 0}
     evaluated = {"val_data": settings["data"], "eval_every": 2}
@@ -92,11 +89,7 @@ def test_wandb_gets_every_record_and_a_resumed_run_continues_its_run(
 
 
 def test_a_network_that_is_down_ends_no_run_and_a_missing_login_does(
-    settings,  # noqa: F811
-    tmp_path,
-    wandb,
-    alone,  # noqa: F811
-    capsys,
+    settings, tmp_path, wandb, alone, capsys
 ):
     wandb.FAILS["online"] = wandb.CommError("timed out")
     train(settings, wandb="mine")
@@ -110,10 +103,7 @@ def test_a_network_that_is_down_ends_no_run_and_a_missing_login_does(
 
 
 def test_wandb_that_is_not_installed_and_names_that_it_refuses_are_errors_at_once(
-    settings,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-    alone,  # noqa: F811
+    settings, tmp_path, monkeypatch, alone
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ranks.RankError, match=r"--wandb needs .* pip install 'bmt_burst\[wandb\]'"):

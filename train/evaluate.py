@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,18 +36,10 @@ from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
 from train.data.shares import evaluated_folders, training_folders, validation_folders
+from train.evaluation import tasks
 from train.evaluation.haystack import SENTENCES
 from train.evaluation.report import write_report
-from train.evaluation.tasks import (
-    METRICS,
-    TASKS,
-    Grid,
-    Result,
-    Subject,
-    check_tasks,
-    evaluate,
-    parse_tasks,
-)
+from train.evaluation.tasks import Grid, Result, Subject
 from train.run import ending
 from train.run.building import make_engine, make_groups
 from train.run.config import TrainConfig
@@ -82,17 +73,12 @@ def _numbers(kind: type) -> Any:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=_PROGRAM,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ArgumentParser(_PROGRAM, __doc__, allow_abbrev=False)
     add = parser.add_argument_group("the evaluation").add_argument
     add("--run", type=Path, help="the --output of a training run, or one checkpoint in it")
     add(
         "--tasks",
-        default=",".join(TASKS),
+        default=",".join(tasks.TASKS),
         help="needle: retrieval by depth and length; variables: chains of assignments, by hops and "
         "length; positions: perplexity by position in --data (default: all)",
     )
@@ -100,7 +86,7 @@ def _parser() -> ArgumentParser:
         "--output",
         type=Path,
         help="folder to write; must not exist. By default evaluation_STEP in the folder of the "
-        "run, or FOLDER_evaluation beside --init-from FOLDER",
+        "run, or FOLDER_evaluation next to --init-from FOLDER",
     )
     add(
         "--data",
@@ -167,7 +153,7 @@ def _parse(argv: Sequence[str]) -> Request:
     given = vars(parser.parse_args(argv))
     sizes = {field.name for field in dataclasses.fields(Grid)}
     own = {name: given.pop(name) for name in ("run", "output", "tokenizer", "text")}
-    tasks, data = given.pop("tasks"), given.pop("data")
+    named, data = given.pop("tasks"), given.pop("data")
     grid = {name: given.pop(name) for name in sizes}
     grid = {name: value for name, value in grid.items() if value is not None}
     try:
@@ -178,7 +164,7 @@ def _parse(argv: Sequence[str]) -> Request:
         if not 0 <= grid.get("seed", 0) < 2**63:
             raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")
         folders = None if data is None else evaluated_folders(data)
-        names = parse_tasks(tasks, "--tasks")
+        names = tasks.parse_tasks(named, "--tasks")
         request = Request(tasks=names, data=folders, grid=grid, settings=given, **own)
         if own["run"] is None and "positions" in names and data is None:
             raise ValueError(
@@ -220,7 +206,7 @@ class Evaluation:
                 request.text.read_text() if request.text else SENTENCES,
             )
         )
-        ranks.together(lambda: check_tasks(request.tasks, self.subject, self.grid))
+        ranks.together(lambda: tasks.check_tasks(request.tasks, self.subject, self.grid))
         watchdog.alive("reading weights")
         ranks.together(lambda: self.trained.load(engine))
 
@@ -228,12 +214,12 @@ class Evaluation:
         """Run the tasks and write the report."""
         results = []
         for name in self.request.tasks:
-            result = evaluate(name, self.subject, self.grid)
+            result = tasks.evaluate(name, self.subject, self.grid)
             results.append(result)
-            self._say(f"{name}: {METRICS[name]} {result.value:.4f}")
+            ranks.say(f"{name}: {tasks.METRICS[name]} {result.value:.4f}")
         self.watchdog.alive("writing the report")
-        ranks.together(lambda: self._write(results) if ranks.rank() == 0 else None)
-        self._say(f"wrote {self.output}")
+        ranks.on_first(lambda: self._write(results))
+        ranks.say(f"wrote {self.output}")
 
     def _write(self, results: Sequence[Result]) -> None:
         about = {
@@ -291,12 +277,8 @@ class Evaluation:
                 if not Path(folder).is_dir():
                     raise ValueError(f"{folder}, the run's data, is not here: give --data")
         length, read = counted(self.config.seq_len, "token"), ", ".join(folders.values())
-        self._say(f"positions: {length} a sequence of {read}")
+        ranks.say(f"positions: {length} a sequence of {read}")
         return {name: self.trained.open_data(folder) for name, folder in folders.items()}
-
-    def _say(self, text: str) -> None:
-        if ranks.rank() == 0:
-            print(text, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -304,29 +286,16 @@ def main(argv: Sequence[str]) -> int:
     processes = request.settings.get("processes", 1)
     if processes > 1 and "RANK" not in os.environ:
         return launch([__file__, *argv], processes)
-    # reuse compiled kernels in the next run
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    timeout = TrainConfig(**request.settings).timeout
-    watchdog = Watchdog(ranks.rank(), timeout, _PROGRAM)
-    try:
-        Evaluation(request, watchdog).run()
-        watchdog.alive("leaving the other ranks")
-        dist.destroy_process_group()
-        return 0
-    except Exception as error:
-        code = ending.explain(error, watchdog, _PROGRAM)
-        if code is None:
-            raise
-        return code
-    finally:
-        watchdog.close()
+    watchdog = Watchdog(ranks.rank(), TrainConfig(**request.settings).timeout, _PROGRAM)
+    return ending.run_rank(lambda: _evaluate(request, watchdog), watchdog)
+
+
+def _evaluate(request: Request, watchdog: Watchdog) -> None:
+    """Evaluate on this rank."""
+    Evaluation(request, watchdog).run()
+    watchdog.alive("leaving the other ranks")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    try:
-        ending.leave(main(sys.argv[1:]))
-    except SystemExit as given:  # argparse has printed the reason
-        ending.leave(given.code if isinstance(given.code, int) else 1)
-    except BaseException:  # noqa: BLE001 - every process ends by `leave`
-        traceback.print_exc()
-        ending.leave(1)
+    ending.run_script(main)

@@ -24,7 +24,6 @@ The folder is written under a hidden name beside --output, and renamed at the en
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -48,9 +47,8 @@ from train.data.tokenizer import Tokenizer
 from train.run import resume
 from train.run.carry import Carried, carry_over
 from train.run.kinds import config_of, kind_of
+from train.run.settings import DTYPES
 from train.run.trained import checkpoint_tokenizer
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_huggingface(
@@ -113,10 +111,8 @@ def _add(stops: list[int], end: int) -> int | list[int]:
 def export_bmtrain(
     saved: checkpoint.Checkpoint, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write model.pt, model.json, which pretrain.py --model reads, and the tokenizer into `folder`,
-    which exists.
-
-    Raises OSError if a write fails, and ValueError if a weight is too large for the dtype.
+    """Write model.pt, model.json for pretrain.py --model, and the tokenizer into `folder`. Raises
+    OSError if a write fails, and ValueError if a weight is too large for the dtype.
     """
     weights = {name: round_weight(name, weight, dtype) for name, weight in saved.weights().items()}
     try:
@@ -130,35 +126,15 @@ def export_bmtrain(
     tokenizer.save(folder)
 
 
-def _describe_bmtrain(saved: checkpoint.Checkpoint) -> str:
-    """Return what the other format leaves out of the folder that the run started from."""
-    record = saved.state.get("beside")
-    if record is None:
-        return ""
-    return f"left out: all beside the weights of {record['folder']}: --format bmtrain has no place"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(
-        prog="export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        required=True,
-        help="the --output of a training run, or one checkpoint in it",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder to write; must not exist"
-    )
-    parser.add_argument("--format", choices=("huggingface", "bmtrain"), default="huggingface")
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        default="fp32",
-        help="dtype of the weights (default: fp32, exact)",
-    )
-    parser.add_argument(
+    parser = ArgumentParser("export.py", __doc__)
+    add = parser.add_argument
+    add("--run", type=Path, required=True, help="the --output of a run, or one checkpoint in it")
+    add("--output", type=Path, required=True, help="folder to write; must not exist")
+    add("--format", choices=("huggingface", "bmtrain"), default="huggingface")
+    kinds = tuple(DTYPES)
+    add("--dtype", choices=kinds, default="fp32", help="of the weights (default: fp32, exact)")
+    add(
         "--keep-scalings",
         action="store_true",
         help="write a MiniCPM with its scalings, instead of an equivalent model without them",
@@ -174,10 +150,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         resume.check_state(saved := checkpoint.Checkpoint(path))
         tokenizer = checkpoint_tokenizer(path)
         with write_aside(args.output) as folder:
-            written = None
+            written, beside = None, ""
             if args.format == "bmtrain":
                 export_bmtrain(saved, tokenizer, folder, dtype)
-                beside = _describe_bmtrain(saved)
+                record = saved.state.get("beside")
+                if record:
+                    why = "--format bmtrain has no place"
+                    beside = f"left out: all beside the weights of {record['folder']}: {why}"
             else:
                 written, carried = export_huggingface(
                     saved, tokenizer, folder, dtype, args.keep_scalings
@@ -189,11 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if beside:
         print(beside)
     if written and config_to_hf(written)["model_type"] == "minicpm":
-        why = (
-            "no model of transformers has its sparse attention"
-            if written.sparse
-            else "without --keep-scalings it needs none"
-        )
+        why = "without --keep-scalings it needs none"
+        if written.sparse:
+            why = "no model of transformers has its sparse attention"
         print(f"transformers 5 loads it by the code in it (trust_remote_code=True); {why}")
 
 

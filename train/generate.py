@@ -7,7 +7,6 @@ r"""Continue a text with a trained model, or fill in the texts under "<ans>" of 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,9 +76,7 @@ def _check_tokens(tokens: int) -> None:
 
 
 def _begin_token(path: Path, prompt: str) -> int | None:
-    """Return the begin token of a checkpoint's run. Warn if `prompt` is empty and training never
-    began a text.
-    """
+    """Return the begin token of a checkpoint's run. Warn if nothing can begin a text."""
     state = checkpoint.Checkpoint(path).state
     bos = resume.saved_begin_token(state)
     if bos is None and not prompt and resume.saved_documents(state) == "mask":
@@ -92,55 +89,33 @@ def _begin_token(path: Path, prompt: str) -> int | None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="generate.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        required=True,
-        help="the --output of a training run, or one checkpoint in it",
-    )
-    parser.add_argument(
+    parser = ArgumentParser("generate.py", __doc__)
+    add = parser.add_argument
+    add("--run", type=Path, required=True, help="the --output of a run, or one checkpoint in it")
+    add(
         "--prompt",
         default="",
         help="text to continue (default: none); for a CPM-Bee an instance as JSON, see the second "
         "example",
     )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=200,
-        help="most tokens to add to each text (default: 200)",
-    )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        help="sample from the k most likely tokens; 0: all (default)",
-    )
-    parser.add_argument(
+    add("--tokens", type=int, default=200, help="most tokens to add to each text (default: 200)")
+    add("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
+    add(
         "--top-p",
         type=float,
         default=0.95,
         help="sample from the most likely tokens with total probability p (default: 0.95)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
-    sampling = {
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "seed": args.seed,
-    }
+    names = ("temperature", "top_k", "top_p", "seed")
+    sampling = {name: getattr(args, name) for name in names}
     try:
         _check_tokens(args.tokens)
         sampler(torch.device("cpu"), **sampling)  # checks the settings before anything is read

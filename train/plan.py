@@ -10,7 +10,6 @@ the formula, and says how near plans are to measured runs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -29,34 +28,15 @@ from train.run.config import TrainConfig
 from train.run.options import add_options
 
 # The options of pretrain.py that matter for a plan. The others of what blocks save are found.
-_OPTIONS = (
-    "model",
-    "init_from",
-    "untie",
-    "rope_theta",
-    "rope_scaling",
-    "sparse",
-    "window",
-    "dtype",
-    "seq_len",
-    "batch_size",
-    "micro_batch_size",
-    "sp_size",
-    "strategy",
-    "inner_size",
-    "ulysses_size",
-    "engine",
-    "offload_optimizer",
-)
+_OPTIONS = {
+    *("model", "init_from", "untie", "rope_theta", "rope_scaling", "sparse", "window", "dtype"),
+    *("seq_len", "batch_size", "micro_batch_size"),
+    *("sp_size", "strategy", "inner_size", "ulysses_size", "engine", "offload_optimizer"),
+}
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="plan.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ArgumentParser("plan.py", __doc__, allow_abbrev=False)
     machine = parser.add_argument_group("the GPUs")
     machine.add_argument("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
     machine.add_argument(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from train.base.error_file import leave_reason
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that reports an error in one line on stderr, and exits with code 2."""
+    """A parser that reports an error in one line on stderr, and exits with code 2.
+
+    --help shows `description` as it is written.
+    """
+
+    def __init__(self, prog: str, description: str | None, **settings: Any):
+        settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, **settings}
+        super().__init__(prog=prog, description=description, **settings)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End the process with `status`. An error message is printed to stderr. Under torchrun it
-        is also shown in torchrun's summary.
-        """
+        """End the process. torchrun's summary also shows an error message."""
         if status and message:
             leave_reason(message.strip())
         super().exit(status, message)

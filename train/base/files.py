@@ -21,9 +21,7 @@ def writing(file: str | Path) -> Iterator[None]:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Allow output to stdout and stderr to fail. Output to a closed terminal is lost. Any other
-    failure raises an OSError that names stdout.
-    """
+    """Ignore that the terminal is closed. Let other failures to print name stdout."""
     try:
         with writing("stdout"):
             yield

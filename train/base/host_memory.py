@@ -11,9 +11,7 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def available_memory() -> int:
-    """Return the bytes that Linux could give to this process, also within the limits of a container
-    or of a job of Slurm.
-    """
+    """Return the free bytes, also within the limits of a container or of a job of Slurm."""
     lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     return min([free, *_left_in_groups()])

@@ -15,11 +15,8 @@ _NAME = ".lock"
 
 
 def lock(folder: Path) -> TextIO:
-    """Lock `folder` until the returned file is closed, at the latest when the process ends. Make
-    the folder if it is missing.
-
-    Raises ValueError with the owner's process id if another process holds the lock. On a file
-    system without locks a warning is printed instead.
+    """Lock `folder`, which is made, until the returned file is closed. Print a warning on a file
+    system without locks. Raises ValueError with the owner's process id if another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / _NAME, "a+")

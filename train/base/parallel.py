@@ -6,7 +6,6 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -15,21 +14,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _AHEAD = 4  # items of each worker that are in progress, or wait for the result of an earlier one
-
-
-@dataclass(frozen=True)
-class _Job:
-    """An item that a worker has, and its number."""
-
-    worker: Worker
-    number: int
-    item: object
-
-    def take(self) -> Any:
-        """Return the result of the item. Raises ValueError with the item if the work on it
-        failed.
-        """
-        return self.worker.take(self.item)
 
 
 class Worker:
@@ -50,9 +34,7 @@ class Worker:
             raise self._death(item) from None
 
     def take(self, item: object) -> Any:
-        """Return the result of the item that was given last. Raises ValueError with the item if the
-        work on it failed.
-        """
+        """Return the result of the item given last. Raises ValueError if its work failed."""
         try:
             result, problem = self.connection.recv()
         except (EOFError, OSError):
@@ -74,11 +56,8 @@ class Worker:
 def map_in_order(
     make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], workers: int
 ) -> Generator[Result, None, None]:
-    """Yield `make()(item)` for each item, computed by `workers` processes. With one worker, this
-    process does the work.
-
-    `make`, items and results must be picklable. Only a few items are read in advance. Raises
-    ValueError with the item as text and the reason if the work on it fails or its process dies.
+    """Yield `make()(item)` for each item, by `workers` processes, or by this one. Only a few items,
+    which can be pickled, are read in advance. Raises ValueError with the item if its work fails.
     """
     if workers == 1:
         work = make()
@@ -101,9 +80,7 @@ def map_in_order(
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block. Processes that are started in the block ignore it
-    for good, because this process handles it.
-    """
+    """Delay Ctrl-C until the end of the block. Processes started in it ignore Ctrl-C for good."""
     received: list[int] = []
     # threads that do not block the signal may still receive it
     before = signal.signal(signal.SIGINT, lambda signum, _: received.append(signum))
@@ -119,11 +96,9 @@ def _interrupts_later() -> Iterator[None]:
 
 
 def _deal(pool: list[Worker], items: Iterator) -> Iterator:
-    """Yield results in order. Each worker has one item at a time, so neither side of a pipe ever
-    waits for the other to read.
-    """
+    """Yield results in order. Each worker has one item at a time, so no pipe fills up."""
     idle, done = list(pool), dict[int, Any]()
-    busy: list[_Job] = []
+    busy: dict[Connection, tuple[Worker, int, object]] = {}
     given = taken = 0
     while True:
         while idle and given - taken < _AHEAD * len(pool):
@@ -132,15 +107,15 @@ def _deal(pool: list[Worker], items: Iterator) -> Iterator:
                 break
             worker = idle.pop()
             worker.give(item)
-            busy.append(_Job(worker, given, item))
+            busy[worker.connection] = worker, given, item
             given += 1
         if not busy:
             return
-        ready = wait([job.worker.connection for job in busy])
-        for job in [job for job in busy if job.worker.connection in ready]:
-            busy.remove(job)
-            done[job.number] = job.take()
-            idle.append(job.worker)
+        ready = wait(busy)
+        for connection in [each for each in busy if each in ready]:
+            worker, number, item = busy.pop(connection)
+            done[number] = worker.take(item)
+            idle.append(worker)
         while taken in done:
             yield done.pop(taken)
             taken += 1

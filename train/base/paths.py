@@ -6,9 +6,7 @@ from pathlib import Path
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of file `name` in `folder`. The folder may be a link. The file need not
-    exist.
-
+    """Return the path of file `name` in `folder`, which may be a link. The file need not exist.
     Raises ValueError if `name` is not a plain name, or is a link that leads out of the folder.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:

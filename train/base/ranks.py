@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from bmt_burst.errors import RankFailed, RankGone
+from train.base.files import printing
 
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
@@ -21,15 +23,7 @@ _LOST_PEER = ("gloo/transport", "ncclRemoteError")
 
 
 class RankError(RuntimeError):
-    """A failure on one rank, raised on every rank.
-
-    lost_child  whether the reason is a ChildProcessError: a process that the rank started was
-                killed, so the same run may succeed when it starts again
-    """
-
-    def __init__(self, message: str, lost_child: bool = False):
-        super().__init__(message)
-        self.lost_child = lost_child
+    """A failure on one rank, raised on every rank."""
 
 
 def rank() -> int:
@@ -41,10 +35,7 @@ def world_size() -> int:
 
 
 def gather(value: Any, group: Group = None) -> list[Any]:
-    """Return `value` of every rank, in rank order.
-
-    `group` has all ranks. A thread needs one of its own.
-    """
+    """Return `value` of every rank. A thread needs a `group` of its own, with all ranks."""
     values = [None] * world_size()
     if len(values) == 1:
         return [value]
@@ -62,31 +53,41 @@ def together(
     `group` is that of `gather`.
     """
     results: list[Result] = []
-    problem: tuple[str, bool] | None = None
+    problem: str | None = None
     try:
         results.append(work())
     except (ValueError, OSError, SafetensorError, RankError) as error:
-        problem = str(error) or type(error).__name__, lost_child(error)
-    for number, theirs in enumerate(gather(problem, group)):
-        if theirs is not None:
-            reason, killed = theirs
+        problem = str(error) or type(error).__name__
+    for number, reason in enumerate(gather(problem, group)):
+        if reason is not None:
             where = f"rank {number}: " if world_size() > 1 else ""
-            raise raising(where + reason, killed)
+            raise raising(where + reason)
     [result] = results
     return result
 
 
-def lost_child(error: Exception) -> bool:
-    """Whether a process that a rank started was killed, as Linux does when memory is short."""
-    if isinstance(error, RankError):
-        return error.lost_child
-    return isinstance(error, ChildProcessError)
+def on_first(
+    work: Callable[[], None], raising: type[RankError] = RankError, group: Group = None
+) -> None:
+    """Do `work` on rank 0 while the others wait. Every rank raises `raising` if it fails."""
+    together(lambda: work() if rank() == 0 else None, raising, group)
+
+
+def say(text: str) -> None:
+    """Print a line, on rank 0."""
+    if rank() == 0:
+        with printing():
+            print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a line to stderr, on rank 0."""
+    if rank() == 0:
+        print(text, file=sys.stderr)
 
 
 def lost_contact(error: Exception) -> bool:
-    """Whether another rank failed or is gone, as the attention, torch's store, gloo or NCCL report
-    it.
-    """
+    """Whether attention, torch's store, gloo or NCCL report that another rank failed or is gone."""
     if isinstance(error, RankFailed | RankGone):
         return True
     if isinstance(error, dist.DistNetworkError):

@@ -117,11 +117,8 @@ def has_agent() -> bool:
 
 
 def die_with_parent(agent_dies: signal.Signals = signal.SIGKILL) -> None:
-    """Let Linux kill this rank if its launcher is killed, or send it `agent_dies` if torchrun's
-    agent is.
-
-    A rank that handles this signal can still save. torchrun's own process dies of SIGUSR1, for
-    example, which Slurm may send to all processes of a job.
+    """Let Linux kill this rank if its launcher is killed. If torchrun's agent dies, as of SIGUSR1
+    from Slurm, send it `agent_dies`, so that it can still save.
     """
     if sys.platform != "linux":
         return

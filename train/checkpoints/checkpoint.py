@@ -33,7 +33,7 @@ from torch import Tensor
 
 from train.base import ranks
 from train.base.wording import counted
-from train.checkpoints.rank_file import RNG, RankFile
+from train.checkpoints.rank_file import RNG
 from train.data.tokenizer import Tokenizer
 from train.engine import Shard
 
@@ -48,29 +48,8 @@ class CheckpointError(ranks.RankError):
     """A checkpoint could not be written or read. The message has the reason."""
 
 
-def save(
-    root: Path,
-    state: dict[str, Any],
-    shards: dict[str, Shard],
-    keep_last: int | None,
-    tokenizer: Tokenizer | None = None,
-) -> Path:
-    """Write the checkpoint of state["step"] under `root`, and remove all but the newest
-    `keep_last`.
-
-    None keeps all. If the disk has no room for another checkpoint, old ones are removed first,
-    except the last good one. Every rank must call this function. Raises CheckpointError on every
-    rank if any rank could not write, or has weights or optimizer state that are not finite.
-    Existing checkpoints then stay.
-    """
-    check_finite(root, state, shards)
-    return write(root, state, RankFile.of(shards).write, keep_last, tokenizer)
-
-
 def check_finite(root: Path, state: dict[str, Any], shards: dict[str, Shard]) -> None:
-    """Raise CheckpointError on every rank if any rank has weights or optimizer state that are not
-    finite.
-    """
+    """Raise CheckpointError on every rank if any weight or optimizer state is not finite."""
     final = folder(root, state["step"])
     with _refusing(final):
         ranks.together(lambda: _check_finite(shards), CheckpointError)
@@ -81,24 +60,33 @@ def write(
     state: dict[str, Any],
     write_file: Callable[[Path], dict[str, Any]],
     keep_last: int | None,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer | None = None,
     group: ranks.Group = None,
 ) -> Path:
-    """Do the same as `save`, for shards that are finite.
+    """Write the checkpoint of state["step"] under `root`, and remove all but the newest
+    `keep_last`, or none for None.
 
     write_file  writes the file of this rank's shards, and returns its manifest entry
     group       all ranks, for a thread
+
+    If the disk has no room for another checkpoint, old ones are removed first, except the last good
+    one. Every rank must call this function. Raises CheckpointError on every rank if any rank could
+    not write. Existing checkpoints then stay.
     """
     final = folder(root, state["step"])
     partial = root / f".{final.name}.partial"
     file = partial / f"rank_{ranks.rank():05d}.safetensors"
     with _refusing(final, partial):
-        _on_first_rank(lambda: _prepare(partial, keep_last), group)
+        ranks.on_first(lambda: _prepare(partial, keep_last), CheckpointError, group)
         entry = ranks.together(lambda: write_file(file), CheckpointError, group)
         files = dict(ranks.gather((file.name, entry), group))
         if tokenizer:
-            _on_first_rank(lambda: files.update(_write_tokenizer(partial, tokenizer)), group)
-        _on_first_rank(lambda: _finish(partial, final, state, files, keep_last), group)
+            ranks.on_first(
+                lambda: files.update(_write_tokenizer(partial, tokenizer)), CheckpointError, group
+            )
+        ranks.on_first(
+            lambda: _finish(partial, final, state, files, keep_last), CheckpointError, group
+        )
     return final
 
 
@@ -110,7 +98,7 @@ def _refusing(final: Path, partial: Path | None = None) -> Iterator[None]:
     except CheckpointError as error:
         if ranks.rank() == 0 and partial:
             shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
-        raise CheckpointError(f"could not save {final}: {error}", error.lost_child) from error
+        raise CheckpointError(f"could not save {final}: {error}") from error
 
 
 def folder(root: Path, step: int) -> Path:
@@ -119,10 +107,8 @@ def folder(root: Path, step: int) -> Path:
 
 
 def outlook(root: Path) -> str:
-    """Return what a run leaves when it ends: the newest good checkpoint, and how to resume from it.
-
-    A checkpoint is good if it was not saved during a series of skipped steps. Damaged checkpoints
-    are named on stderr.
+    """Return the newest good checkpoint of a run that ends, and how to resume from it. A checkpoint
+    is good if it was not saved while steps were skipped. Print damaged ones to stderr.
     """
     readable = list(_readable(root))
     good = next((path for path, skips in readable if not skips), None)
@@ -134,9 +120,7 @@ def outlook(root: Path) -> str:
 
 
 def _readable(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield checkpoints, the newest first, each with the number of steps in a row that had been
-    skipped when it was saved.
-    """
+    """Yield checkpoints, the newest first, with the number of steps skipped just before each."""
     for path in listed(root):
         try:
             yield path, Checkpoint(path).state.get("skips_in_a_row", 0)
@@ -145,11 +129,9 @@ def _readable(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def newest(root: Path, set_aside: bool = False) -> Path | None:
-    """Return the newest whole checkpoint under `root`, or None if there are no checkpoints.
-
-    Damaged ones are named on stderr. With `set_aside`, if one is whole, newer ones are renamed to
-    `step_....damaged`. Raises CheckpointError if all are damaged. Every rank must call this
-    function, and gets the same answer.
+    """Return the newest whole checkpoint under `root`, or None if there are none. Print damaged
+    ones to stderr. With `set_aside`, rename those that are newer to `step_....damaged`. Every rank
+    must call this function. Raises CheckpointError if all are damaged.
     """
     damaged = []
     for path in listed(root):
@@ -159,7 +141,7 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
             _print_damage(path, problem)
             continue
         if set_aside:
-            _on_first_rank(lambda: _set_aside(damaged))
+            ranks.on_first(lambda: _set_aside(damaged), CheckpointError)
         return path
     if damaged:
         raise CheckpointError(f"every checkpoint in {root} is damaged")
@@ -167,10 +149,8 @@ def newest(root: Path, set_aside: bool = False) -> Path | None:
 
 
 def find(run_or_checkpoint: Path) -> Path:
-    """Return the checkpoint that a path names: the path itself, which may be a copy with another
-    name, or the newest whole checkpoint in it.
-
-    Raises CheckpointError if there is none.
+    """Return the checkpoint of a path: the path itself, which may be a renamed copy, or the newest
+    whole one in it. Raises CheckpointError if there is none.
     """
     if run_or_checkpoint.is_symlink():
         run_or_checkpoint = run_or_checkpoint.resolve()
@@ -188,9 +168,7 @@ def find(run_or_checkpoint: Path) -> Path:
 
 
 def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with the checkpoint in folder `path`, or None if it is whole. Hash every
-    parts-th file.
-    """
+    """Describe the damage of a checkpoint, or return None. Hash only every parts-th file."""
     try:
         for name, expected in sorted(_manifest(path).items())[part::parts]:
             size = (path / name).stat().st_size
@@ -204,9 +182,7 @@ def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def _manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the files of a checkpoint. Raises ValueError if some are missing or lie outside of its
-    folder.
-    """
+    """Return a checkpoint's files. Raises ValueError if some are missing or outside its folder."""
     _check_inside(path, "manifest.json")
     files = json.loads((path / "manifest.json").read_text())["files"]
     if not {"state.json", "rank_00000.safetensors"} <= files.keys():
@@ -217,10 +193,7 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_format(path: Path) -> None:
-    """Raise ValueError for a checkpoint of another format, which a newer version may have written.
-
-    Such a checkpoint may be whole, so `damage` does not look at its format.
-    """
+    """Raise ValueError for a format that a newer version may have written. It may be whole."""
     found = json.loads((path / "manifest.json").read_text())["format"]
     if found != _FORMAT:
         raise ValueError(f"expected a manifest of format {_FORMAT}, got {found!r}")
@@ -305,22 +278,14 @@ def listed(root: Path) -> list[Path]:
 
 
 def _damage_on_any_rank(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint. The ranks share the work of hashing it."""
+    """Describe the damage of a checkpoint. The ranks share the work of hashing it."""
     return next(
         (p for p in ranks.gather(damage(path, ranks.rank(), ranks.world_size())) if p), None
     )
 
 
-def _on_first_rank(work: Callable[[], None], group: ranks.Group = None) -> None:
-    """Do `work` on rank 0 while the others wait. Raises CheckpointError on every rank if it
-    fails.
-    """
-    ranks.together(lambda: work() if ranks.rank() == 0 else None, CheckpointError, group)
-
-
 def _print_damage(path: Path, problem: str) -> None:
-    if ranks.rank() == 0:
-        print(f"checkpoint {path} is damaged: {problem}", file=sys.stderr)
+    ranks.warn(f"checkpoint {path} is damaged: {problem}")
 
 
 def _set_aside(damaged: list[Path]) -> None:
@@ -341,9 +306,8 @@ def _prepare(partial: Path, keep_last: int | None) -> None:
 
 
 def _make_room(root: Path, keep_last: int) -> None:
-    """Remove old checkpoints before a new one is written, if it would not fit beside them.
-
-    The newest one that is good and whole stays in any case. No more are removed than necessary.
+    """Remove old checkpoints if the next one would not fit, but no more than necessary, and never
+    the newest one that is good and whole.
     """
     there = listed(root)
     wanted = _ROOM * max((count_bytes(path) for path in there[:1]), default=0)
@@ -353,8 +317,7 @@ def _make_room(root: Path, keep_last: int) -> None:
     for old in reversed(there[max(keep_last - 1, 0) :]):
         if old != good and shutil.disk_usage(root).free < wanted:
             print(
-                f"{root} has no room for another checkpoint: removing {old} first",
-                file=sys.stderr,
+                f"{root} has no room for another checkpoint: removing {old} first", file=sys.stderr
             )
             _remove(old)
 

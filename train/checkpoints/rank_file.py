@@ -2,8 +2,8 @@
 state.
 
 safetensors' save_file needs all tensors in host memory, and the file must be read again for its
-hash. A RankFile is hashed while it is written, piece by piece. Its bytes can also be copied to
-memory from which another process writes them.
+hash. A RankFile is hashed while it is written, piece by piece. Its bytes can also be copied to host
+memory, from which a thread writes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -65,9 +65,7 @@ class RankFile:
         return len(self.header) + sum(x.numel() for x in self.tensors)
 
     def copy_to(self, memory: Tensor) -> None:
-        """Copy the bytes of the file to `memory`, which has `size` bytes on the host. Wait until
-        copies from a GPU have arrived.
-        """
+        """Copy the bytes of the file to host memory of `size` bytes, and wait for GPUs' copies."""
         head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         sources = (head, *self.tensors)
         places = memory.split([x.numel() for x in sources])
@@ -78,17 +76,19 @@ class RankFile:
 
     def write(self, file: Path) -> dict[str, Any]:
         """Write the file and make it survive a power failure. Return its manifest entry."""
-        digest = hashlib.sha256()
-        with writing(file), open(file, "wb") as stream:
-            for piece in self._pieces():
-                digest.update(piece)
-                stream.write(piece)
-            stream.flush()
-            os.fsync(stream.fileno())
-        return {"bytes": self.size, "sha256": digest.hexdigest()}
+        head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        return write_bytes(file, (head, *self.tensors))
 
-    def _pieces(self) -> Iterator[bytes | memoryview]:
-        yield self.header
-        for x in self.tensors:
-            for piece in x.split(_PIECE):
-                yield memoryview(piece.cpu().numpy())
+
+def write_bytes(file: Path, parts: Iterable[Tensor]) -> dict[str, Any]:
+    """Write tensors of bytes and sync the file. Return its manifest entry."""
+    digest, size = hashlib.sha256(), 0
+    with writing(file), open(file, "wb", buffering=0) as stream:
+        for piece in (piece for part in parts for piece in part.split(_PIECE)):
+            content = memoryview(piece.cpu().numpy())
+            digest.update(content)
+            while content:
+                written = stream.write(content)
+                content, size = content[written:], size + written
+        os.fsync(stream.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}

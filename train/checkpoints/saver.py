@@ -1,10 +1,10 @@
 """Saves during a run. Training stops while shards are copied to host memory, and continues while
 they are written.
 
-Each rank copies its shards (HostCopy), and a process writes them. A thread of each rank waits for
-that process, and agrees with the threads of the other ranks on what checkpoint.write does next:
-they have a group of their own. The state, the manifest and the final name are written by the thread
-of rank 0. So a checkpoint becomes whole as soon as its files are, even in the middle of a step.
+Each rank copies its shards (HostCopy). A thread of the rank writes the copy, and agrees with the
+threads of the other ranks on what checkpoint.write does next. These threads have a process group of
+their own. The thread of rank 0 writes the state, the manifest and the final name. So a checkpoint
+becomes whole as soon as its files are, even in the middle of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from train.base import ranks
 from train.base.host_memory import available_memory
 from train.checkpoints import checkpoint
 from train.checkpoints.checkpoint import CheckpointError
-from train.checkpoints.host_copy import HostCopy, ignore_signals
+from train.checkpoints.host_copy import HostCopy
 from train.checkpoints.rank_file import RankFile
 from train.data.tokenizer import Tokenizer
 from train.engine import Shard
@@ -97,7 +97,7 @@ class Saver:
         self.wait()
 
     def save(self, state: dict[str, Any], shards: dict[str, Shard], keep_last: int | None) -> None:
-        """Save as checkpoint.save does, after the last save is whole. Return when the shards may
+        """Save as checkpoint.write does, after the last save is whole. Return when the shards may
         change. Errors of writing are raised later, by `wait` or `raise_failure`.
         """
         began = time.monotonic()
@@ -153,23 +153,21 @@ class Saver:
 
 
 class Background:
-    """The means of a rank to save while it trains: memory for its file, a thread, and a group for
-    the threads of all ranks.
-
-    copy  available after some seconds, because memory is allocated and pinned by the thread
+    """A rank's means to save while it trains: memory for its file, a thread, and a group of all
+    threads. The thread allocates and pins the memory, so `copy` is available after some seconds.
     """
 
     def __init__(self, size: int, device: torch.device):
-        def prepare() -> None:
-            ignore_signals()
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-
         self.group: ranks.Group = None
         if ranks.world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self.pool = ThreadPoolExecutor(1, "saving", prepare)
-        self.copy: Future[HostCopy] = self.pool.submit(HostCopy, size, device)
+        self.pool = ThreadPoolExecutor(1, "saving")
+        self.copy: Future[HostCopy] = self.pool.submit(self._make_copy, size, device)
+
+    def _make_copy(self, size: int, device: torch.device) -> HostCopy:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        return HostCopy(size, device)
 
     def close(self) -> None:
         self.pool.shutdown()
@@ -179,15 +177,12 @@ class Background:
 
 
 def make_background(shards: dict[str, Shard], device: torch.device) -> Background | None:
-    """Return the means to save `shards` in the background, or None where this is not possible, and
-    say why. Every rank must call this function.
-    """
+    """Return the means to save `shards` in the background. Print why if there are none."""
     if sys.platform != "linux":
         return None
     size = RankFile.of(shards).size
     if problem := _shortage(size):
-        if ranks.rank() == 0:
-            print(f"saving stops training until a checkpoint is whole: {problem}", file=sys.stderr)
+        ranks.warn(f"saving stops training until a checkpoint is whole: {problem}")
         return None
     return Background(size, device)
 

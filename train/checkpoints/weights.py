@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,8 +62,8 @@ def _say_growth(engine: Engine, expected: Expected) -> None:
     before = expected.config.vocab_size
     for name in sorted(_VOCABULARY):
         shard = engine.state().get(f"weight/{name}")
-        if shard is not None and shard.shape[0] > before and ranks.rank() == 0:
-            print(f"{name} grows from {before:,} to {shard.shape[0]:,} rows", file=sys.stderr)
+        if shard is not None and shard.shape[0] > before:
+            ranks.warn(f"{name} grows from {before:,} to {shard.shape[0]:,} rows")
 
 
 def _read_shard(weights: Weights, name: str, shard: Shard, seed: int) -> Tensor:

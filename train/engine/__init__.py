@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shard:
-    """Entries start, start + 1, ... of a flattened tensor of `shape`. `flat` is a view of this
-    rank's memory.
-    """
+    """Entries start, start + 1, ... of a flattened tensor of `shape`, in this rank's memory."""
 
     flat: Tensor
     start: int
@@ -57,16 +55,13 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of the *sum* over ranks of `loss`. Divide by global counts, never
-        by ranks.
-        """
+        """Accumulate gradients of the *sum* over ranks of `loss`, which carries the scale."""
 
     @abstractmethod
     def step(self, lr: float, max_norm: float) -> float:
-        """Do one AdamW step with gradients clipped to a global norm of `max_norm`, then clear them.
-
-        Return the norm over all parameters of all ranks before clipping. Raises FloatingPointError
-        on every rank if it is not finite. Then gradients are cleared, and nothing else changes.
+        """Do one AdamW step with gradients clipped to a global norm of `max_norm`, and clear them.
+        Return the norm before. Raises FloatingPointError on every rank if it is not finite. Then
+        only gradients change.
         """
 
     @abstractmethod
@@ -75,9 +70,7 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Shard]:
-        """Return this rank's shards of weights and optimizer state: "weight/NAME", "exp_avg/NAME",
-        "exp_avg_sq/NAME".
-        """
+        """Return this rank's shards, by weight/NAME, exp_avg/NAME and exp_avg_sq/NAME."""
 
     @property
     @abstractmethod

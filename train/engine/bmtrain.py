@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from . import Shard, layers_name
-from .common import AdamW, MasterEngine, ShardedAdamW, WeightShard
+from .common import AdamW, MasterEngine, ShardedAdamW
 
 _FIRST_LOSS_SCALE = 2.0**16
 _DOUBLE_EVERY = 1024  # steps in a row that did not overflow
@@ -66,19 +66,17 @@ class BMTrainEngine(MasterEngine):
         self._blocks = [bmtrain.Block(block, use_checkpoint=False) for block in layers]
         self.model.set_submodule(at, bmtrain.TransformerBlockList(self._blocks))
         self._optimizer = ShardedAdamW(
-            {name: self._make_shard(p, offload) for name, p in self._parameters.items()},
-            adamw,
+            {name: self._make_shard(p, offload) for name, p in self._parameters.items()}, adamw
         )
         self._grads: dict[str, Tensor] = {}  # sums over the micro-batches since the last step
         self._start_masters(seed)
         self._store_weights()
 
-    def _make_shard(self, p: Any, offload: bool) -> WeightShard:
+    def _make_shard(self, p: Any, offload: bool) -> Shard:
         """Return this rank's shard of `p`, a DistributedParameter."""
         master = p.data.detach().to("cpu" if offload else self.device, torch.float32)
-        return WeightShard(
-            master, (p._start_partition or 0) if master.numel() else 0, tuple(p._original_shape)
-        )
+        start = (p._start_partition or 0) if master.numel() else 0
+        return Shard(master.view(-1), start, tuple(p._original_shape))
 
     def backward(self, loss: Tensor) -> None:
         # gradients of the last micro-batch, to which BMTrain would add in the weights' dtype
@@ -113,14 +111,14 @@ class BMTrainEngine(MasterEngine):
     def adopt_weights(self) -> None:
         """Copy the model's weights to the masters, after other code has filled them."""
         for name, shard in self._optimizer.shards.items():
-            shard.master.copy_(self._parameters[name].data)
+            shard.flat.copy_(self._parameters[name].data)
 
     def _store_weights(self) -> None:
         """Round the masters to the weights. The next gather waits for this."""
         for name, shard in self._optimizer.shards.items():
             weight = self._parameters[name].data
-            if weight.data_ptr() != shard.master.data_ptr():
-                weight.copy_(shard.master)
+            if weight.data_ptr() != shard.flat.data_ptr():
+                weight.copy_(shard.flat)
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
 
     def clear_gradients(self) -> None:
@@ -136,9 +134,7 @@ class BMTrainEngine(MasterEngine):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """Drop the gradients that BMTrain holds. Its stream may write to their memory only after
-        they have been read.
-        """
+        """Drop the gradients that BMTrain holds, once they have been read."""
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
         for block in self._blocks:
             for storage in block._storage_params.values():

@@ -18,24 +18,11 @@ from . import Engine, Shard
 
 @dataclass(frozen=True)
 class AdamW:
-    """Settings of AdamW (arXiv 1711.05101). Matrices decay, vectors (norm weights, biases) do
-    not.
-    """
+    """Settings of AdamW (arXiv 1711.05101). Norm weights and biases do not decay."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-
-
-@dataclass(frozen=True)
-class WeightShard:
-    """This rank's shard of a weight of `shape`: entries start, start + 1, ... of the flattened
-    whole, in fp32.
-    """
-
-    master: Tensor
-    start: int
-    shape: tuple[int, ...]
 
 
 _CHUNK = 1 << 18  # entries that a CPU squares and sums at once
@@ -53,53 +40,40 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
         for part in (x.reshape(-1).split(_CHUNK) if x.is_cpu else [x])
         if part.numel()
     ]
-    return (
-        float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square().sum())
-        if parts
-        else 0.0
-    )
+    if not parts:
+        return 0.0
+    return float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square().sum())
 
 
 class ShardedAdamW:
-    """AdamW over named shards, with its state on their devices. Shards may be empty.
+    """AdamW over named shards, which may be empty. Without settings it has no state and no step."""
 
-    Without settings there is no state, and nothing can be stepped.
-    """
-
-    def __init__(self, shards: Mapping[str, WeightShard], settings: AdamW | None):
+    def __init__(self, shards: Mapping[str, Shard], settings: AdamW | None):
         self.shards = dict(shards)
         self._adamw: torch.optim.AdamW | None = None
         # the state that AdamW updates in place, by the names of the masters
         self._state: dict[str, dict[str, Tensor]] = {}
         self.steps = 0
-        self._has_state = settings is not None
+        self._kinds = ("weight",) if settings is None else ("weight", "exp_avg", "exp_avg_sq")
         if settings is not None:
             self._make_state(settings)
 
     def _make_state(self, settings: AdamW) -> None:
-        shards = self.shards
-        self._masters = {
-            name: nn.Parameter(shard.master)
-            for name, shard in shards.items()
-            if shard.master.numel()
-        }
-        decay = [p for name, p in self._masters.items() if len(shards[name].shape) > 1]
-        no_decay = [p for name, p in self._masters.items() if len(shards[name].shape) <= 1]
-        groups = [
-            {"params": decay, "weight_decay": settings.weight_decay},
-            {"params": no_decay, "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        self._adamw = (
-            torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
-            if groups
-            else None
-        )
-        if self._adamw is not None:
-            for name, p in self._masters.items():
-                state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self._state[name] = {"step": torch.zeros((), device=p.device), **state}
-                self._adamw.state[p] = self._state[name]
+        full = {name: shard for name, shard in self.shards.items() if shard.flat.numel()}
+        self._masters = {name: nn.Parameter(shard.flat) for name, shard in full.items()}
+        groups: list[dict[str, Any]] = []
+        for decays, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
+            names = [name for name, shard in full.items() if (len(shard.shape) > 1) == decays]
+            if names:
+                masters = [self._masters[name] for name in names]
+                groups.append({"params": masters, "weight_decay": weight_decay})
+        if not groups:
+            return
+        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+        for name, p in self._masters.items():
+            state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self._state[name] = {"step": torch.zeros((), device=p.device), **state}
+            self._adamw.state[p] = self._state[name]
 
     def step(
         self,
@@ -109,10 +83,9 @@ class ShardedAdamW:
         sum_over_ranks: Callable[[list[float]], list[float]],
         loss_scale: float = 1.0,
     ) -> float:
-        """Do one step with this rank's shards of the gradients, which are scaled by `loss_scale`.
-
-        Return the global norm of the loss's gradients before they are clipped to `max_norm`. Raises
-        FloatingPointError on every rank if it is not finite. Then nothing changes.
+        """Do one step with this rank's shards of gradients, which are scaled by `loss_scale`.
+        Return the global norm of the unscaled ones. Raises FloatingPointError on every rank if it
+        is not finite.
         """
         mine = [grads[name] for name in self._masters]
         [square] = sum_over_ranks([square_sum(mine)])
@@ -122,7 +95,7 @@ class ShardedAdamW:
         factor = min(1.0, max_norm / norm if norm else 1.0) / loss_scale
         unscaled = []
         for p, grad in zip(self._masters.values(), mine, strict=True):
-            p.grad = grad.to(p.device, torch.float32).view(p.shape)
+            p.grad = grad.to(p.device, torch.float32).reshape(p.shape)
             unscaled.append(p.grad)
         if self._adamw is not None:
             if factor != 1.0:
@@ -137,11 +110,11 @@ class ShardedAdamW:
     def state(self) -> dict[str, Shard]:
         """Return the same as Engine.state."""
         state = {}
-        for kind in ("weight", "exp_avg", "exp_avg_sq") if self._has_state else ("weight",):
+        for kind in self._kinds:
             for name, shard in self.shards.items():
-                flat = shard.master.detach().flatten()
+                flat = shard.flat
                 if kind != "weight" and flat.numel():
-                    flat = self._state[name][kind].flatten()
+                    flat = self._state[name][kind]
                 state[f"{kind}/{name}"] = Shard(flat, shard.start, shard.shape)
         return state
 
@@ -163,9 +136,7 @@ class MasterEngine(Engine):
         """Fill the masters with the starting weights."""
         for name, shard in self._optimizer.shards.items():
             whole = _starting_weight(self.model, name, shard.shape, seed, self.device)
-            shard.master.view(-1).copy_(
-                whole.flatten()[shard.start : shard.start + shard.master.numel()]
-            )
+            shard.flat.copy_(whole.flatten()[shard.start : shard.start + shard.flat.numel()])
 
     def state(self) -> dict[str, Shard]:
         return self._optimizer.state()
@@ -181,9 +152,7 @@ class MasterEngine(Engine):
 def _starting_weight(
     model: nn.Module, name: str, shape: tuple[int, ...], seed: int, device: torch.device
 ) -> Tensor:
-    """Return the whole parameter `name` at the start of training, in fp32. It is the same on all
-    ranks.
-    """
+    """Return a whole parameter at the start of training, in fp32, the same on all ranks."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     whole = torch.empty(shape, device=device)

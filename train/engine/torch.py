@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from bmt_burst.transport.torch_dist import world_group
 
-from . import layers_name
-from .common import AdamW, MasterEngine, ShardedAdamW, WeightShard
+from . import Shard, layers_name
+from .common import AdamW, MasterEngine, ShardedAdamW
 
 
 def _distributed(tensor: object) -> DTensor:
@@ -67,13 +67,11 @@ class TorchEngine(MasterEngine):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         self.model.to_empty(device=self.device)
 
-    def _make_shard(self, p: DTensor) -> WeightShard:
-        """Return this rank's rows of a parameter, in the model's memory. FSDP2 cuts rows like
-        torch.chunk.
-        """
+    def _make_shard(self, p: DTensor) -> Shard:
+        """Return this rank's rows of a parameter. FSDP2 cuts rows like torch.chunk."""
         rows = -(-p.shape[0] // self.world_size)
         start = min(self.rank * rows, p.shape[0]) * (p.numel() // p.shape[0])
-        return WeightShard(p.to_local().detach(), start, tuple(p.shape))
+        return Shard(p.to_local().detach().view(-1), start, tuple(p.shape))
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

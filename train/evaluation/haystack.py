@@ -10,7 +10,7 @@ import numpy as np
 
 from train.data.tokenizer_base import Tokenizer
 
-# no sentence says anything of codes, variables or numbers
+# no sentence mentions codes, variables or numbers
 SENTENCES = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
     "A river runs past the old mill. The baker opens the shop at dawn. Rain falls on the roof. "
@@ -48,10 +48,8 @@ class Haystack:
         return np.array([len(tokens) for tokens in self._sentences], dtype=np.int64)
 
     def cut(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return `count` tokens, and the places where sentences start in them, both int64.
-
-        The built-in sentences are in random order. A text of the user's starts at a random
-        sentence, and starts over at its end.
+        """Return `count` tokens, and the places where sentences start in them, both int64. A user's
+        text begins at a random sentence, and starts over at its end.
         """
         if not count:
             return np.empty(0, np.int64), np.zeros(1, np.int64)

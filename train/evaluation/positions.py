@@ -20,9 +20,7 @@ from train.engine import Engine
 
 @dataclass(frozen=True)
 class Bin:
-    """The tokens at positions start to stop - 1: how many are targets, and their mean loss. The
-    loss is NaN without any.
-    """
+    """The tokens at positions start to stop - 1: the number of targets, and their mean loss."""
 
     start: int
     stop: int
@@ -46,10 +44,9 @@ def measure_positions(
     bins: int,
     alive: Callable[[], None],
 ) -> tuple[list[Bin], list[list[Bin]]]:
-    """Measure the mean loss in up to `bins` bins of positions, over evenly spaced sequences: of all
-    sources, and of each. Their sequences have one length. Every rank must call this function.
-
-    `alive` is called before each micro-batch.
+    """Measure the mean loss in up to `bins` bins of positions, of all sources and of each, over
+    evenly spaced sequences of one length. Every rank must call it. `alive` is called before each
+    micro-batch.
     """
     seq_len = sources[0].seq_len
     bins = min(bins, seq_len)

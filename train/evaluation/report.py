@@ -12,10 +12,7 @@ from train.evaluation.tasks import ByPosition, Result, Retrieved
 
 
 def write_report(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write results.json and TASK.png into `folder`, which exists. `about` says what was evaluated.
-
-    Raises OSError if a write fails.
-    """
+    """Write results.json and TASK.png into `folder`. `about` describes the evaluation."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -52,7 +52,7 @@ class Sample:
 
 
 class Task(Protocol):
-    """A kind of retrieval. `levels` are the values of what its heat map shows beside the length."""
+    """A kind of retrieval. `levels` are one axis of its heat map, the length is the other."""
 
     name: str
     level: str
@@ -62,9 +62,7 @@ class Task(Protocol):
 
 
 class Needle:
-    """A needle at each of some depths, between 0 and 1, among `count` needles. Codes have `digits`
-    digits.
-    """
+    """A needle at each of some depths between 0 and 1, among `count` needles."""
 
     name, level = "needle", "depth"
 
@@ -84,9 +82,7 @@ class Needle:
 
 
 class Variables:
-    """A chain of each of some numbers of hops, among `count` chains. Values have `digits`
-    digits.
-    """
+    """A chain for each number of hops, among `count` chains."""
 
     name, level = "variables", "hops"
 
@@ -212,9 +208,7 @@ class RetrievalRows:
 
 @dataclass(frozen=True)
 class Cell:
-    """The samples of a length and a level: the share that was found, and the mean loss of the
-    answers' tokens.
-    """
+    """The share of samples that was found for a length and level, and the answers' mean loss."""
 
     length: int
     level: float
@@ -226,9 +220,8 @@ class Cell:
 def score_rows(
     rows: RetrievalRows, batches: Batches, engine: Engine, alive: Callable[[], None]
 ) -> list[Cell]:
-    """Score all rows, and return a cell for each level. Every rank must call this function.
-
-    `alive` is called before each micro-batch.
+    """Return a cell for each level. `alive` is called before each micro-batch. Every rank must call
+    this.
     """
     wrong, losses, targets = ([0.0] * len(rows) for _ in range(3))
     for numbers, batch in batches.of_rows(rows):

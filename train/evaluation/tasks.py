@@ -6,24 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from train.base.wording import flag
 from train.data.batches import Batches
 from train.data.folder import Sequences
 from train.data.tokenizer_base import Tokenizer
 from train.engine import Engine
+from train.evaluation import retrieval
 from train.evaluation.haystack import SENTENCES, Haystack
 from train.evaluation.positions import Bin, measure_positions
-from train.evaluation.retrieval import (
-    MOST_HIDDEN,
-    Cell,
-    Needle,
-    RetrievalRows,
-    Task,
-    Variables,
-    score_rows,
-)
+from train.evaluation.retrieval import Cell, RetrievalRows, Task
 
 # tasks, and the number that a log has of each
 METRICS = {"needle": "needle_found", "variables": "variables_found", "positions": "far_loss"}
@@ -63,29 +56,24 @@ class Grid:
     seed: int = 0
 
     def __post_init__(self):
-        for name, low, high in (
-            ("lengths", 1, math.inf),
-            ("depths", 0, 1),
-            ("hops", 0, _HOPS),
-        ):
+        for name, low, high in (("lengths", 1, math.inf), ("depths", 0, 1), ("hops", 0, _HOPS)):
             values = getattr(self, name)
             if not values or not all(low <= value <= high for value in values):
-                at_most = "" if high == math.inf else f" and at most {high}"
-                raise ValueError(f"{flag(name)} must be at least {low}{at_most}, got {values}")
-        for name, low, high in (
-            ("hidden", 1, MOST_HIDDEN),
-            ("digits", 1, _MOST_DIGITS),
-            ("samples", 1, math.inf),
-            ("bins", 1, math.inf),
-        ):
-            if not low <= (value := getattr(self, name)) <= high:
-                shown = "--needles" if name == "hidden" else flag(name)
-                at_most = "" if high == math.inf else f" and at most {high}"
-                raise ValueError(f"{shown} must be at least {low}{at_most}, got {value}")
+                _refuse(flag(name), low, high, values)
+        most = {"hidden": retrieval.MOST_HIDDEN, "digits": _MOST_DIGITS}
+        for name in ("hidden", "digits", "samples", "bins"):
+            high = most.get(name, math.inf)
+            if not 1 <= (value := getattr(self, name)) <= high:
+                _refuse("--needles" if name == "hidden" else flag(name), 1, high, value)
         if self.hidden > 9 * 10 ** (self.digits - 1) - 1:
             raise ValueError(
                 f"--digits {self.digits} has too few numbers for --needles {self.hidden}"
             )
+
+
+def _refuse(name: str, low: float, high: float, value: object) -> NoReturn:
+    at_most = "" if high == math.inf else f" and at most {high}"
+    raise ValueError(f"{name} must be at least {low}{at_most}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -179,9 +167,7 @@ Result = Retrieved | ByPosition
 
 
 def check_tasks(tasks: tuple[str, ...], subject: Subject, grid: Grid) -> None:
-    """Make a row of each kind, so that lengths that are too short are refused at once with a
-    ValueError.
-    """
+    """Make a row of each kind. Raises ValueError for lengths that are too short."""
     for name in tasks:
         if name != "positions":
             for length in grid.lengths:
@@ -199,14 +185,14 @@ def evaluate(name: str, subject: Subject, grid: Grid) -> Result:
     for length in grid.lengths:
         rows = _make_rows(task, subject, grid, length)
         alive = partial(subject.alive, f"{name} in {length:,} tokens")
-        cells += score_rows(rows, subject.batches(length), subject.engine, alive)
+        cells += retrieval.score_rows(rows, subject.batches(length), subject.engine, alive)
     return Retrieved(name, task.level, cells)
 
 
 def _make_task(name: str, grid: Grid) -> Task:
     if name == "needle":
-        return Needle(grid.depths, grid.hidden, grid.digits)
-    return Variables(grid.hops, grid.hidden, grid.digits)
+        return retrieval.Needle(grid.depths, grid.hidden, grid.digits)
+    return retrieval.Variables(grid.hops, grid.hidden, grid.digits)
 
 
 def _make_rows(task: Task, subject: Subject, grid: Grid, length: int) -> RetrievalRows:

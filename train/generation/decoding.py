@@ -31,10 +31,8 @@ from train.generation.sampling import Choose
 
 
 class Cache:
-    """Keys and values of all layers for up to `limit` tokens. It implements
-    bmt_burst.nn.SparseKVCache.
-
-    Raises ValueError if there is not enough memory.
+    """Keys and values of up to `limit` tokens, as bmt_burst.nn.SparseKVCache. Raises ValueError if
+    there is not enough memory.
     """
 
     def __init__(self, config: CPMConfig | LiveConfig, limit: int, like: Tensor):
@@ -65,9 +63,7 @@ class Decoder(Protocol):
 
 
 def continue_row(decoder: Decoder, tokens: int, end: int, choose: Choose) -> list[int]:
-    """Return up to `tokens` more tokens, which `choose` takes from logits (V,). Stop before
-    `end`.
-    """
+    """Return up to `tokens` more tokens. `choose` takes them from logits (V,), except `end`."""
     found: list[int] = []
     for _ in range(tokens):
         token = choose(decoder.logits)
@@ -79,9 +75,7 @@ def continue_row(decoder: Decoder, tokens: int, end: int, choose: Choose) -> lis
 
 
 class _Row:
-    """The tokens of a row so far, with the inputs of their bias, and the cache of their keys and
-    values.
-    """
+    """The tokens of a row so far, with the inputs of their bias, keys and values."""
 
     def __init__(self, model: LiveModel, scores: Scores, limit: int):
         weight = model.encoder.output_layernorm.weight
@@ -91,18 +85,14 @@ class _Row:
             )
         self.model, self.count, self.limit = model, scores.seq_len, limit
         self.cache = Cache(model.config, limit, weight)
-        self._pairs, self._distances = (
-            scores.pairs.to(weight.device),
-            scores.distances.to(weight.device),
-        )
+        self._pairs = scores.pairs.to(weight.device)
+        self._distances = scores.distances.to(weight.device)
         self._other = scores.other
         self._tokens = torch.zeros(4, limit, dtype=torch.int32, device=weight.device)
         self._tokens[:, : self.count] = scores.tokens(torch.arange(self.count)).to(weight.device)
 
     def add(self, group: int, base: int, segment: int) -> Tensor:
-        """Add a token, which attends to all tokens so far and itself. Return its rows of the bias
-        table: (1, T) int64.
-        """
+        """Add a token that attends to all so far. Return its rows of the bias table: (1, T)."""
         if self.count == self.limit:
             raise ValueError(f"the row is full: it has {counted(self.limit, 'token')}")
         new = torch.tensor([group, base, segment, self.count], dtype=torch.int32)
@@ -135,25 +125,17 @@ class BeeDecoder:
     @torch.inference_mode()
     def __init__(self, model: CPMBee, row: Mapping[str, Tensor], limit: int):
         self.model = model
-        names = (
-            "context",
-            "sample_ids",
-            "num_segments",
-            "segment",
-            "segment_rel_offset",
-            "segment_rel",
-        )
+        names = ("context", "sample_ids", "num_segments", "segment", "segment_rel_offset")
+        fields = {name: row[name] for name in (*names, "segment_rel")}
         tokens = len(row["input"])
         span = torch.zeros(tokens, dtype=torch.int32)
-        scores = bee_scores(model.config, tokens, **{name: row[name] for name in names}, span=span)
+        scores = bee_scores(model.config, tokens, **fields, span=span)
         main = row["sample_ids"] == 0
         if not main.any():
             raise ValueError("expected tokens of the main sample, which has the answers, got none")
         at = int(main.int().argmax())
-        self._segments, self._offset = (
-            int(row["num_segments"][at]),
-            int(row["segment_rel_offset"][at]),
-        )
+        self._segments = int(row["num_segments"][at])
+        self._offset = int(row["segment_rel_offset"][at])
         self._group, self._segment = int(scores.group[at]), -1
         self._row = _Row(model, scores, limit)
         self._device = model.input_embedding.weight.device
@@ -163,9 +145,7 @@ class BeeDecoder:
         self.logits = model(*given, *self._table, scores, cache=self._row.cache)[0, -1]
 
     def begin(self, segment: int, start: int) -> None:
-        """Begin the answer that is segment `segment` of the main sample's tree, with token
-        `start`.
-        """
+        """Begin the answer that is segment `segment` of the main sample's tree."""
         if not 0 <= segment < self._segments:
             raise ValueError(f"segment must be one of the tree's {self._segments}, got {segment}")
         self._segment = segment
@@ -175,9 +155,8 @@ class BeeDecoder:
     def append(self, token: int) -> None:
         if self._segment < 0:
             raise ValueError("an answer must begin before it is continued")
-        rows = self._row.add(
-            self._group, self._offset + self._segment * self._segments, self._segment
-        )
+        base = self._offset + self._segment * self._segments
+        rows = self._row.add(self._group, base, self._segment)
         new = (torch.tensor([[x]], device=self._device) for x in self.token(token))
         self.logits = self.model(*new, *self._table, cache=self._row.cache, rows=rows)[0, -1]
 
@@ -189,14 +168,11 @@ class BeeDecoder:
         return ids[place - words], subs[place - words]
 
     def place(self, token: int, sub: int) -> int:
-        """Return the place in `logits` of a token with a sub-id. A sub-id above 0 belongs to the
-        extended table.
-        """
+        """Return a token's place in `logits`. A sub-id above 0 belongs to the extended table."""
         if not sub:
             return token
-        return self.model.config.vocab_size + list(zip(*self._extended, strict=True)).index(
-            (token, sub)
-        )
+        extended = list(zip(*self._extended, strict=True))
+        return self.model.config.vocab_size + extended.index((token, sub))
 
 
 class AntDecoder:

@@ -25,10 +25,7 @@ class Generator(Protocol):
         bos: int | None = None,
     ) -> str:
         """Return the prompt with up to `tokens` more tokens for each text, which `choose` takes.
-
-        `bos` is the begin token that training put in front of a document, None if it put none.
-        Raises ValueError for a prompt that the model cannot answer, or if there is not enough
-        memory.
+        `bos` is the begin token of training, if any. Raises ValueError if there is no answer.
         """
 
 
@@ -40,10 +37,9 @@ def sampler(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Choose:
-    """Return a function that chooses a token from logits (V,) on a device. Temperature 0 is greedy.
-
-    Tokens are among the top_k most likely ones, 0 for all, and among the fewest of these with a
-    total probability of top_p. Raises ValueError for settings out of range.
+    """Return a function that chooses a token from logits (V,). Temperature 0 is greedy. Tokens are
+    among the top_k most likely ones (0: all), and among the fewest of these with a total
+    probability of top_p. Raises ValueError for settings out of range.
     """
     _check_sampling(temperature, top_k, top_p, seed)
     generator = torch.Generator(device).manual_seed(seed)
@@ -64,9 +60,7 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> 
 def _sample(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> int:
-    """Choose a token from logits (V,), among the top_k most likely ones, and among the fewest of
-    these with a total probability of top_p.
-    """
+    """Choose a token from logits (V,), as `sampler` describes."""
     if temperature == 0:
         return int(logits.argmax())
     # the most likely token gets 0 at any temperature

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +96,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes of one attention, beside its inputs and results.
+    """Bytes of one attention, without its inputs and results.
 
     forward   working memory of the forward
     backward  working memory of the backward
@@ -126,7 +125,8 @@ def attention_memory(shape: AttentionShape) -> AttentionMemory:
         torch.empty(shape.batch, tokens, heads, shape.head_size, dtype=shape.dtype, device=META)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
-    slots = [x for ring in (inner, outer) for lane in _slots(ring) for x in lane]
+    imagined = [ring for ring in (inner, outer) if isinstance(ring, _Ring)]
+    slots = [x for ring in imagined for lane in ring.slots.values() for x in lane]
     forward, backward = Ledger(), Ledger()
     forward.ignore(q, k, v, *slots)
     with forward:
@@ -140,10 +140,6 @@ def attention_memory(shape: AttentionShape) -> AttentionMemory:
         backward.most - sum(x.nbytes for x in grads),
         inner.held_bytes + outer.held_bytes,
     )
-
-
-def _slots(ring: Any) -> Any:
-    return ring.slots.values() if isinstance(ring, _Ring) else ()
 
 
 def _make_problem(shape: AttentionShape) -> Problem:
@@ -164,7 +160,7 @@ def _make_problem(shape: AttentionShape) -> Problem:
 
 
 def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
-    """Return the memory of sparse attention: that of dense, and what was measured beyond."""
+    """Return the memory of sparse attention: dense attention, and the rest as measured."""
     dense = attention_memory(replace(shape, sparse=None))
     if sparse.is_dense(shape.tokens):
         return dense

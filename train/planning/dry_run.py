@@ -18,9 +18,7 @@ from .search import Cluster, Planned, find_longest, plan
 
 
 def dry_run(argv: Sequence[str]) -> int:
-    """Print the plan of the run that `argv` describes, on rank 0, or of each of its stages. Return
-    the exit code: 2 for a run that cannot be planned.
-    """
+    """Print the plan of a run, or of each of its stages, on rank 0. Return the exit code."""
     config, stages = parse_run(argv)
     if int(os.environ.get("RANK", 0)):
         return 0
@@ -48,7 +46,7 @@ def _report(config: TrainConfig) -> str:
 
 
 def advise(config: TrainConfig) -> str:
-    """Return what takes the memory of a run that ran out of it, and the option that helps most."""
+    """Return the largest part of the memory of a run, and the option that helps most."""
     try:
         return explain_shortage(_plan(config))
     except ValueError as error:

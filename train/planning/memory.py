@@ -19,11 +19,10 @@ from dataclasses import astuple, dataclass, replace
 
 from bmt_burst.offload import PIECE_BYTES
 from bmt_burst.sparse.blocks import packed_dtype
-from models.blocks import Saving
 from models.config import CPMConfig
 from train.data.batches import choose_micro_batch_size
-from train.run.config import DTYPES, TrainConfig
-from train.run.saving import make_saving
+from train.run.config import TrainConfig
+from train.run.settings import DTYPES
 
 from .attention import AttentionMemory, AttentionShape, attention_memory
 from .ledger import Work
@@ -70,9 +69,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class AttentionRun:
-    """Part of the attention of a layer: "forward", "backward", or "again", a forward whose choice
-    of blocks was kept.
-    """
+    """A run of a layer's attention: "forward", "backward", or "again", with kept choices."""
 
     shape: AttentionShape
     run: str
@@ -98,29 +95,7 @@ class Step:
     on_host: bool
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """Bytes of a rank at a moment of a step."""
-
-    name: str
-    weights: float = 0
-    optimizer: float = 0
-    gradients: float = 0
-    gathered: float = 0
-    activations: float = 0
-    working: float = 0
-    loss: float = 0
-    rings: float = 0
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """The bytes by the names in PARTS."""
-        return dict(zip(PARTS, map(int, astuple(self)[1:]), strict=True))
-
-    def plus(self, other: _Moment) -> _Moment:
-        """Return the moment `other`, with the bytes of this one too."""
-        pairs = zip(astuple(self)[1:], astuple(other)[1:], strict=True)
-        return _Moment(other.name, *(a + b for a, b in pairs))
+Parts = Mapping[str, float]  # bytes by the names in PARTS; those that are missing are 0
 
 
 @dataclass(frozen=True)
@@ -134,31 +109,22 @@ class _Layers:
     @property
     def memory(self) -> AttentionMemory:
         """The most memory of its attentions."""
-        found = [attention_memory(shape) for shape in self.attention]
-        return AttentionMemory(
-            max((x.forward for x in found), default=0),
-            max((x.backward for x in found), default=0),
-            max((x.held for x in found), default=0),
-        )
+        found = [astuple(attention_memory(shape)) for shape in self.attention] or [(0, 0, 0)]
+        return AttentionMemory(*map(max, zip(*found, strict=True)))
 
     @property
     def forward(self) -> float:
         """The most bytes of its forward."""
-        unit = self.unit
-        return max(unit.forward, unit.forward_attention + self.memory.forward)
+        return max(self.unit.forward, self.unit.forward_attention + self.memory.forward)
 
     @property
     def backward(self) -> float:
         """The most bytes of its backward."""
-        unit = self.unit
-        return max(unit.backward, unit.backward_attention + self.memory.backward)
+        return max(self.unit.backward, self.unit.backward_attention + self.memory.backward)
 
 
 def plan_step(config: TrainConfig, model: CPMConfig, gpus: int, engine: str) -> Step:
-    """Return a rank's step in this run on `gpus` ranks.
-
-    Raises ValueError if the batch does not fit the ranks, or the attention's strategy refuses it.
-    """
+    """Return a rank's step on `gpus` ranks. Raises ValueError if the batch does not fit them."""
     groups = gpus // config.sp_size
     micro_batch_size = choose_micro_batch_size(config, groups)
     micro_batches = config.batch_size // groups // micro_batch_size
@@ -170,11 +136,7 @@ def plan_step(config: TrainConfig, model: CPMConfig, gpus: int, engine: str) -> 
     memory = _find_memory(config, model, gpus, sharding, layers)
     attention: defaultdict[AttentionRun, float] = defaultdict(float)
     for each in layers:
-        for run, count in (
-            ("forward", each.unit.forwards),
-            ("again", each.unit.again),
-            ("backward", each.unit.backwards),
-        ):
+        for run, count in each.unit.runs.items():
             for shape in each.attention:
                 attention[AttentionRun(shape, run)] += count / len(each.attention)
     return Step(
@@ -193,35 +155,26 @@ def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Lay
     tokens = -(-config.seq_len // config.sp_size)
     dense = model.sparse is None or model.sparse.is_dense(config.seq_len)
     model = replace(model, sparse=None if dense else model.sparse)
-    whole = replace(make_saving(config), offload=None)
+    whole = replace(config.saving(), offload=None)
     blocks = 0 if model.sparse is None else -(-config.seq_len // model.sparse.block_size)
     shape = Shape(
         model, DTYPES[config.dtype], batch, offload=config.offload, chosen=packed_dtype(blocks)
     )
     outside = _count_outside(model)
     of_block = (model.num_parameters - outside) // model.num_layers
-    row = []
-    for first, count in _split_layers(model.num_layers, config.checkpointing_every or 1):
+    row, size = [], config.checkpointing_every or 1
+    for first in range(0, model.num_layers, size):
         saving = whole if config.checkpointing_every else whole.for_block(first)
         offloads = config.offload and saving.checkpointing != "none"
-        unit = find_unit(
-            replace(shape, layers=count, saving=_without_blocks(saving), offload=offloads), tokens
-        )
-        windows = model.windows[first : first + count]
+        windows = model.windows[first : first + size]
+        count = len(windows)
+        # `saving` applies to these blocks
+        saving = replace(saving, blocks=None)
+        unit = find_unit(replace(shape, layers=count, saving=saving, offload=offloads), tokens)
         shapes = [attention_shape(config, model, batch, window) for window in windows]
         row.append(_Layers(unit, shapes, count * of_block))
     loss = find_unit(replace(shape, layers=0, offload=False), tokens)
     return [*row, _Layers(loss, (), 0)]
-
-
-def _without_blocks(saving: Saving) -> Saving:
-    """Return the saving of blocks that it applies to."""
-    return replace(saving, blocks=None)
-
-
-def _split_layers(layers: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the first block and the number of blocks of each group."""
-    return ((first, min(size, layers - first)) for first in range(0, layers, size))
 
 
 def _count_outside(model: CPMConfig) -> int:
@@ -256,58 +209,65 @@ def _find_memory(
     shard = -(-model.num_parameters // gpus)
     outside, head = _count_outside(model), model.vocab_size * model.hidden_size
     tables = 2 * _FP32 * (model.head_dim // 2) * -(-config.seq_len // config.sp_size)
-    constant = _Moment(
-        "",
-        weights=sharding.weights * shard,
-        optimizer=sharding.optimizer * shard,
-        gradients=sharding.summed * shard,
-        rings=max(each.memory.held for each in layers),
-    )
-    running = replace(constant, activations=tables, gathered=sharding.outside * outside)
-    stepping = _Moment("optimizer", gradients=(sharding.gradients + sharding.stepping) * shard)
-    moments = [running.plus(moment) for moment in _find_moments(sharding, layers, gpus, head)]
-    worst = max([*moments, constant.plus(stepping)], key=lambda moment: sum(moment.parts.values()))
+    constant = {
+        "weights": sharding.weights * shard,
+        "optimizer": sharding.optimizer * shard,
+        "gradients": sharding.summed * shard,
+        "rings": max(each.memory.held for each in layers),
+    }
+    running = {"activations": tables, "gathered weights": sharding.outside * outside}
+    stepping = {"gradients": (sharding.gradients + sharding.stepping) * shard}
+    moments = [("optimizer", _add(constant, stepping))]
+    for name, parts in _find_moments(sharding, layers, gpus, head):
+        moments.append((name, _add(constant, running, parts)))
+    name, worst = max(moments, key=lambda moment: sum(moment[1].values()))
     parked = [nbytes for each in layers for nbytes in each.unit.parked]
     host = sum(map(_pinned_bytes, parked)) + sharding.host * shard
-    return StepMemory(worst.parts, host, int(sum(parked)), worst.name)
+    return StepMemory(worst, host, int(sum(parked)), name)
+
+
+def _add(*all_parts: Parts) -> dict[str, int]:
+    return {part: int(sum(parts.get(part, 0) for parts in all_parts)) for part in PARTS}
 
 
 def _pinned_bytes(nbytes: float) -> int:
-    """Return the host's bytes of a tensor. The last of its pieces is rounded up to a power of
-    two.
-    """
+    """Return a tensor's bytes on the host, where its last piece fills a power of two."""
     pieces, rest = divmod(int(nbytes), PIECE_BYTES)
     return pieces * PIECE_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
 
 
 def _find_moments(
     sharding: Sharding, layers: list[_Layers], gpus: int, head: int
-) -> Iterator[_Moment]:
+) -> Iterator[tuple[str, Parts]]:
     """Yield the moments of forward and backward, without what a rank has for the whole step."""
     before = [0.0, *itertools.accumulate(each.unit.saved for each in layers)]
-    *blocks, loss = zip(layers, before, strict=False)
-    for each, saved in blocks:
-        gathered = sharding.forward * each.parameters / len(each.attention)
-        yield _Moment("forward", activations=saved, working=each.forward, gathered=gathered)
-    yield _Moment(
+    *blocks, (loss, saved) = zip(layers, before, strict=False)
+    yield (
         "loss",
-        activations=loss[1],
-        loss=max(loss[0].forward, loss[0].backward),
-        gathered=sharding.head * head,
+        {
+            "activations": saved,
+            "loss": max(loss.forward, loss.backward),
+            "gathered weights": sharding.head * head,
+        },
     )
+    for each, saved in blocks:
+        of_block = each.parameters / len(each.attention)
+        parts = {"activations": saved, "working memory": each.forward}
+        yield "forward", {**parts, "gathered weights": sharding.forward * of_block}
     gradients = sharding.gradients * head / gpus
-    for index in reversed(range(len(blocks))):
-        each, saved = blocks[index]
+    for index, (each, saved) in reversed([*enumerate(blocks)]):
         count = len(each.attention)
         # a group of blocks also gathers one of them to recompute it
         gathered = (sharding.backward + sharding.forward * (count > 1)) * each.parameters / count
         # what the block before it parked returns meanwhile
         returning = sum(blocks[index - 1][0].unit.parked)
-        yield _Moment(
+        yield (
             "backward",
-            activations=saved + each.unit.saved,
-            working=each.backward - each.unit.saved + returning,
-            gathered=gathered + sharding.head_gradient * head,
-            gradients=gradients,
+            {
+                "activations": saved + each.unit.saved,
+                "working memory": each.backward - each.unit.saved + returning,
+                "gathered weights": gathered + sharding.head_gradient * head,
+                "gradients": gradients,
+            },
         )
         gradients += sharding.gradients * each.parameters / gpus

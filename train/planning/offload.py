@@ -18,10 +18,7 @@ from .ledger import META
 
 
 class PlannedOffload(Offload):
-    """An Offload that moves no bytes.
-
-    parked  bytes of each tensor that leaves the GPU, and returns
-    """
+    """An Offload that moves no bytes. `parked` has those of each tensor that leaves the GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +45,7 @@ class PlannedOffload(Offload):
 
 
 class _Parking:
-    """The tensors of one block that left.
-
-    known  those by their memory, while the block's forward runs
-    """
+    """The tensors of one block that left. `known` has them by memory, during the forward."""
 
     def __init__(self, previous: weakref.ref[_Parking] | None):
         self.previous = previous

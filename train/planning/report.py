@@ -45,7 +45,7 @@ def describe(planned: Planned, budget: Budget) -> str:
 
 
 def _describe_run(planned: Planned) -> str:
-    """Return what is planned, and for which GPUs."""
+    """Return the run and its GPUs."""
     config, cluster = planned.config, planned.cluster
     groups = cluster.gpus // config.sp_size
     return "; ".join(
@@ -102,31 +102,20 @@ def _describe_cost(planned: Planned, tokens: float, price: float | None) -> str:
 
 def table(planned: Planned) -> str:
     """Return the longest sequence of each combination of what blocks save."""
-    rows = [("options", "longest", "GiB", "host", "s/step", "tokens/s")]
+    rows: list[tuple[str, ...]] = [("options", "longest", "GiB", "host", "s/step", "tokens/s")]
     for options in savings():
         other = with_options(planned, **options)
         name = " ".join(saving_flags(other.config)) or "(none)"
-        memory = other.step.memory
         speed = (f"{other.seconds.total:.2f}", f"{other.tokens_per_s:,.0f}")
-        rows.append(
-            (
-                name,
-                f"{find_longest(other):,}",
-                f"{memory.total / GIB:.1f}",
-                f"{memory.host / GIB:.1f}",
-                *(speed if other.fits else ("does not fit", "")),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for row in rows
-    ]
-    title = f"longest sequence, and a step of {counted(planned.config.seq_len, 'token')}:"
-    return "\n".join([title, *lines])
+        speed = speed if other.fits else ("does not fit", "")
+        gib = [f"{x / GIB:.1f}" for x in (other.step.memory.total, other.step.memory.host)]
+        rows.append((name, f"{find_longest(other):,}", *gib, *speed))
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [f"longest sequence, and a step of {counted(planned.config.seq_len, 'token')}:"]
+    for name, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *right]).rstrip())
+    return "\n".join(lines)
 
 
 def advice(planned: Planned) -> str:
@@ -141,9 +130,7 @@ def advice(planned: Planned) -> str:
 
 
 def command(planned: Planned) -> str:
-    """Return the command that starts a run on each host. DATA and RUN stand for folders, and
-    FIRST_HOST for a name.
-    """
+    """Return the command that starts a run on each host. Capitals are to be filled in."""
     gpus = planned.cluster.gpus
     of_host = max(n for n in range(1, _GPUS_OF_HOST + 1) if gpus % n == 0)
     hosts = ["--nnodes", str(gpus // of_host)] if gpus > of_host else []
@@ -154,7 +141,7 @@ def command(planned: Planned) -> str:
 
 
 def saving_flags(config: TrainConfig) -> list[str]:
-    """Return the options that say what blocks save."""
+    """Return the options for what blocks save."""
     saving = {flag(name) for name in next(iter(savings()))}
     return _join(option for option in _given_options(config) if option[0] in saving)
 
@@ -171,7 +158,8 @@ def _given_options(config: TrainConfig) -> list[tuple[str, ...]]:
         elif field.name == "val_data":
             options.append((name, *source_words(value)))
         else:
-            options.append((name, _as_text(value)))
+            text = json.dumps(dict(value)) if isinstance(value, dict) else str(value)
+            options.append((name, text))
     return options
 
 
@@ -179,14 +167,8 @@ def _join(options: Iterable[tuple[str, ...]]) -> list[str]:
     return [word for option in options for word in option]
 
 
-def _as_text(value: object) -> str:
-    return json.dumps(dict(value)) if isinstance(value, dict) else str(value)
-
-
 def explain_shortage(planned: Planned) -> str:
-    """Return the largest part of a plan whose memory is not enough, and the option that helps
-    most.
-    """
+    """Return the largest part of a plan that does not fit, and the option that helps most."""
     memory = planned.step.memory
     largest = memory.largest
     said = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -79,9 +80,7 @@ class Planned:
 
 
 def plan(config: TrainConfig, cluster: Cluster, engine: str) -> Planned:
-    """Plan a run. Raises ValueError for models that are not planned, and for sizes that do not fit
-    the GPUs.
-    """
+    """Plan a run. Raises ValueError for a model or sizes that cannot be planned."""
     model = dense_model(config)
     if cluster.gpus % config.sp_size:
         raise ValueError(
@@ -113,18 +112,12 @@ def dense_model(config: TrainConfig) -> CPMConfig:
 
 
 def savings() -> Iterator[dict[str, object]]:
-    """Yield the combinations of options that say what blocks save, the simplest first."""
-    for offload in (False, True):
-        for tile in (None, TILE):
-            for checkpointing in ("none", "selective", "full"):
-                if not offload or checkpointing != "none":
-                    yield {
-                        "checkpointing": checkpointing,
-                        "offload": offload,
-                        "mlp_tile": tile,
-                        "checkpointing_blocks": None,
-                        "checkpointing_every": None,
-                    }
+    """Yield the combinations of options for what blocks save, the simplest first."""
+    ways = ("none", "selective", "full")
+    for offload, tile, checkpointing in itertools.product((False, True), (None, TILE), ways):
+        if not offload or checkpointing != "none":
+            others = {"checkpointing_blocks": None, "checkpointing_every": None}
+            yield {"checkpointing": checkpointing, "offload": offload, "mlp_tile": tile, **others}
 
 
 def with_options(planned: Planned, **options: object) -> Planned:
@@ -133,22 +126,17 @@ def with_options(planned: Planned, **options: object) -> Planned:
     return plan(config, planned.cluster, planned.engine)
 
 
-def with_length(planned: Planned, seq_len: int) -> Planned:
-    """Plan the same run with sequences of another length."""
-    return with_options(planned, seq_len=seq_len)
-
-
 def find_longest(planned: Planned) -> int:
     """Return the longest sequence that fits, a multiple of 1024 tokens on each rank, or 0."""
     grain = _GRAIN * planned.config.sp_size
-    if not with_length(planned, grain).fits:
+    if not with_options(planned, seq_len=grain).fits:
         return 0
     fits, too_long = 1, _LONGEST // grain  # in grains
     guess = 2 * fits
     for _ in range(_TRIES):
         if too_long - fits <= max(fits // 128, 1):
             break
-        tried = with_length(planned, guess * grain)
+        tried = with_options(planned, seq_len=guess * grain)
         if tried.fits:
             fits = guess
         else:
@@ -158,9 +146,7 @@ def find_longest(planned: Planned) -> int:
 
 
 def find_any_longest(planned: Planned) -> int:
-    """Return the longest sequence that fits, without offloading if any does. Raises ValueError if
-    none does.
-    """
+    """Return the longest sequence, without offloading if one fits, or raise ValueError."""
     offloads: dict[str, object] = {"offload_optimizer": planned.engine == "bmtrain"}
     for more in ({}, offloads):
         longest = max(
@@ -177,9 +163,7 @@ def find_any_longest(planned: Planned) -> int:
 
 
 def _guess(tried: Planned, grains: int) -> int:
-    """Return at how many grains memory may be full, if what a step adds to its weights and
-    optimizer is proportional to the length.
-    """
+    """Guess how many grains fill the memory. All but the weights grows with the length."""
     memory = tried.step.memory
     fixed = sum(memory.parts[part] for part in ("weights", "optimizer", "gradients", "rings"))
     room = (tried.cluster.usable - fixed) / max(memory.total - fixed, 1)
@@ -189,34 +173,21 @@ def _guess(tried: Planned, grains: int) -> int:
 
 
 def recommend(planned: Planned) -> Planned | None:
-    """Return the fastest plan of the same run that fits, or None if none does.
-
-    Options that make it less than 1 % faster are not taken.
-    """
+    """Return the fastest plan that fits, or None. Options must make it faster by 1 %."""
     found: Planned | None = None
-    for other in _with_savings(planned):
-        for candidate in (other, *_with_groups(other)):
-            if candidate.fits and (
-                found is None or candidate.seconds.total < 0.99 * found.seconds.total
-            ):
-                found = candidate
+    plans = [with_options(planned, **options) for options in savings()]
+    if planned.engine == "bmtrain" and not any(other.fits for other in plans):
+        plans += [with_options(other, offload_optimizer=True) for other in plans]
+    for candidate in (each for other in plans for each in (other, *_with_groups(other))):
+        if candidate.fits and (
+            found is None or candidate.seconds.total < 0.99 * found.seconds.total
+        ):
+            found = candidate
     return found and _save_more(found)
 
 
-def _with_savings(planned: Planned) -> Iterator[Planned]:
-    """Yield plans with each combination of what blocks save, also with the optimizer on the host if
-    nothing else fits.
-    """
-    plans = [with_options(planned, **options) for options in savings()]
-    yield from plans
-    if planned.engine == "bmtrain" and not any(other.fits for other in plans):
-        yield from (with_options(other, offload_optimizer=True) for other in plans)
-
-
 def _with_groups(planned: Planned) -> Iterator[Planned]:
-    """Yield plans that keep the input of a group of blocks only, up to the first one that fits, if
-    the host's memory is short.
-    """
+    """Yield plans that keep the input of a group of blocks, if the host's memory is short."""
     host_gib, config = planned.cluster.host_gib, planned.config
     if host_gib is not None and config.offload and planned.step.memory.host > host_gib * GIB:
         for every in _GROUPS:
@@ -245,9 +216,7 @@ def _save_more(planned: Planned) -> Planned:
 
 
 def helping_options(planned: Planned) -> Sequence[Planned]:
-    """Return plans with one more option that saves memory, the best one first: the fastest that
-    fits, otherwise the smallest.
-    """
+    """Return plans with one more option: the fastest that fit first, then the smallest."""
     config, tile = planned.config, planned.config.mlp_tile
     changes: list[dict[str, object]] = []
     if config.checkpointing == "none":
@@ -266,11 +235,6 @@ def helping_options(planned: Planned) -> Sequence[Planned]:
         changes += [{"micro_batch_size": 1}]
     plans = [with_options(planned, **change) for change in changes]
     total = planned.step.memory.total
-    plans = [other for other in plans if other.step.memory.total < total]
-    return sorted(
-        plans,
-        key=lambda other: (
-            not other.fits,
-            other.seconds.total if other.fits else other.step.memory.total,
-        ),
-    )
+    smaller = [other for other in plans if other.step.memory.total < total]
+    fit = sorted((x for x in smaller if x.fits), key=lambda x: x.seconds.total)
+    return fit + sorted((x for x in smaller if not x.fits), key=lambda x: x.step.memory.total)

@@ -27,11 +27,7 @@ _HEADS, _HEAD_SIZE = 32, 128
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step.
-
-    parts  matrix products, attention, other operations, waiting for offloaded activations, and the
-           optimizer
-    """
+    """Seconds of a step, by what takes them."""
 
     parts: Mapping[str, float]
 
@@ -80,9 +76,7 @@ def attention_seconds(run: AttentionRun, hardware: Hardware) -> float:
 
 
 def rank_pairs(shape: AttentionShape) -> float:
-    """Return the pairs of a query and a key that a rank computes, of one head. The sequence is one
-    document.
-    """
+    """Return a rank's pairs of a query and a key, of one head, in one document."""
     tokens, window = shape.tokens, min(shape.window or shape.tokens, shape.tokens)
     return shape.batch * (tokens - (window - 1) / 2) * window / shape.ranks
 

@@ -23,7 +23,7 @@ class Sharding:
 
     Of a rank's shard, once its gradients are known:
     gradients           gradients of a backward
-    stepping            what the optimizer's step needs beside all that
+    stepping            what the optimizer's step needs in addition
 
     Of whole weights, while they are gathered:
     forward, backward   a block's, with its gradients in the backward
@@ -56,10 +56,9 @@ def find_sharding(engine: str, itemsize: int, offloaded: bool, accumulates: bool
 
 
 def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
-    """Return the bytes of train/engine/bmtrain.py. It keeps masters beside weights in 16 bits.
-
-    A backward gathers a block's weights and has a buffer of its gradients. AdamW takes gradients in
-    fp32, which sums over micro-batches are already.
+    """Return the bytes of train/engine/bmtrain.py. It keeps masters in addition to weights in 16
+    bits. A backward gathers a block's weights and has a buffer of its gradients. AdamW takes
+    gradients in fp32, like their sums.
     """
     is_master = itemsize == _FP32 and not offloaded  # weights are their own masters
     state = _MOMENTS + (0 if is_master else _FP32)

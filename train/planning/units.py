@@ -1,8 +1,8 @@
 """The units of a model, run one at a time on tensors without values: a block, a group of blocks
 that are recomputed together, or the last norm with the loss.
 
-A unit runs the model's own code. So a change of a block, or of what it saves for its backward,
-changes plans, too.
+A unit runs the model's own code. So a change of a block, or of what it saves for its backward, also
+changes plans.
 
 Letters: N tokens of a rank, E hidden size, V vocabulary.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ _LOSS_TOKENS, _LOSS_ENTRIES = 1 << 15, 1 << 12  # of a part of the loss that sta
 class Unit:
     """Bytes and work of a unit, without its weights.
 
-    saved              bytes on the GPU from its forward to its backward, its input included
+    saved              bytes on the GPU from its forward to its backward, including its input
     parked             bytes of each tensor that waits on the host instead
     forward, backward  the most bytes in its forward and backward. Both include its input or what
                        it saved, and its result or its gradient
@@ -45,8 +45,8 @@ class Unit:
                        bytes when its attention runs, without the attention's working memory
     forward_work, backward_work
                        work, without that of attention
-    forwards           how often its attentions run in its forward; `again` in its backward, to
-                       recompute it; `backwards` backward
+    runs               how often its attentions run "forward", "again" in its backward, to
+                       recompute it, and "backward"
     """
 
     saved: float
@@ -57,12 +57,7 @@ class Unit:
     backward_attention: float
     forward_work: Work
     backward_work: Work
-    forwards: int
-    again: int
-    backwards: int
-
-
-_EVERYTHING = Saving()
+    runs: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class Shape:
     dtype: torch.dtype
     batch: int = 1
     layers: int = 1
-    saving: Saving = _EVERYTHING
+    saving: Saving = field(default_factory=Saving)
     offload: bool = False
     chosen: torch.dtype = torch.int16
 
@@ -108,11 +103,7 @@ def _extrapolate(one: Unit, two: Unit, times: float) -> Unit:
             return a * (2 - times) + b * (times - 1)
         return a * (2 - times) + b * (times - 1) if isinstance(a, float) else a
 
-    values = {f.name: line(getattr(one, f.name), getattr(two, f.name)) for f in _FIELDS}
-    return Unit(**values)
-
-
-_FIELDS = dataclasses.fields(Unit)
+    return Unit(*(line(a, b) for a, b in zip(vars(one).values(), vars(two).values(), strict=True)))
 
 
 def _run(shape: Shape, tokens: int) -> Unit:
@@ -138,7 +129,7 @@ def _run(shape: Shape, tokens: int) -> Unit:
         ledger.start()
         attention.in_backward = True
         end.backward()
-    levels, runs = attention.levels, attention.runs
+    levels = attention.levels
     return Unit(
         saved=float(saved),
         parked=tuple(map(float, offload.parked)),
@@ -148,9 +139,7 @@ def _run(shape: Shape, tokens: int) -> Unit:
         backward_attention=float(max(levels["again"], levels["backward"])),
         forward_work=forward_work,
         backward_work=ledger.work,
-        forwards=runs["forward"],
-        again=runs["again"],
-        backwards=runs["backward"],
+        runs=attention.runs,
     )
 
 
@@ -223,14 +212,17 @@ class _End(torch.autograd.Function):
 
 
 class _Attention:
-    """Attention that allocates its results and computes nothing. It notes the memory when it runs.
+    """An attention that allocates its results, computes nothing, and notes the memory meanwhile.
 
     levels  the most bytes when it ran "forward", "again" in the backward, and "backward"
     runs    how often it did
     """
 
     def __init__(self, ledger: Ledger, model: CPMConfig, chosen: torch.dtype):
-        self.ledger, self.model, self.chosen, self.in_backward = ledger, model, chosen, False
+        self.ledger, self.chosen, self.in_backward = ledger, chosen, False
+        # the blocks that sparse attention chooses for each token and kv head
+        sparse = model.sparse
+        self.far_blocks = 0 if sparse is None else sparse.most_blocks - sparse.window_blocks
         self.levels: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
 
@@ -249,7 +241,7 @@ class _Attend(torch.autograd.Function):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
         # Offloading does not move choices, and a recomputation takes those of the first forward.
-        chosen = 0 if attention.in_backward else count_chosen(attention.model, k)
+        chosen = 0 if attention.in_backward else attention.far_blocks * k.shape[:3].numel()
         ctx.chosen = torch.empty(chosen, dtype=attention.chosen, device=META)
         ctx.attention = attention
         attention.note("again" if attention.in_backward else "forward")
@@ -263,12 +255,6 @@ class _Attend(torch.autograd.Function):
         return *results, None
 
 
-def count_chosen(model: CPMConfig, k: Tensor) -> int:
-    """Count the far blocks that sparse attention keeps for keys k (B, S, G, D)."""
-    far = 0 if model.sparse is None else model.sparse.most_blocks - model.sparse.window_blocks
-    return k.shape[0] * k.shape[1] * k.shape[2] * far
-
-
 def _planned_norm(norm: Any) -> Run:
     def forward(x: Tensor) -> Tensor:
         out: Tensor = _Norm.apply(x, norm.weight)
@@ -278,9 +264,7 @@ def _planned_norm(norm: Any) -> Run:
 
 
 class _Norm(torch.autograd.Function):
-    """An RMS norm that allocates what a GPU's kernel does. Without values torch computes it in
-    several steps.
-    """
+    """An RMS norm that allocates what a GPU's kernel does, where torch takes several steps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -294,17 +278,16 @@ class _Norm(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of bmt_burst.loss, of hidden (N, E) and weight (V, E). A part of it runs, and stands
-    for all of its tiles.
-    """
+    """The loss of hidden (N, E) and weight (V, E). A part runs and stands for all its tiles."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ledger: Ledger) -> Tensor:
         lse = hidden.new_empty(len(hidden), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, lse)
-        ctx.ledger, ctx.parts = ledger, _count_parts(hidden, weight)
         before = ledger.work
-        compare_logits(*_part_of_loss(hidden, weight))
+        few, [some], labels = _part_of_loss(hidden, weight)
+        ctx.ledger, ctx.parts = ledger, len(hidden) / len(few) * len(weight) / len(some)
+        compare_logits(few, [some], labels)
         ledger.work = before + (ledger.work + before * -1) * ctx.parts
         return hidden.new_empty(1)
 
@@ -325,9 +308,3 @@ def _part_of_loss(hidden: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor],
     """Return some tokens and entries, and labels."""
     few = hidden[:_LOSS_TOKENS]
     return few, [weight[:_LOSS_ENTRIES]], few.new_empty(len(few), dtype=torch.int64)
-
-
-def _count_parts(hidden: Tensor, weight: Tensor) -> float:
-    """Return how often the part of `_part_of_loss` fits into the whole."""
-    few, [some], _ = _part_of_loss(hidden, weight)
-    return len(hidden) / len(few) * len(weight) / len(some)

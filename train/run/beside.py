@@ -1,15 +1,14 @@
-"""A record of what stands beside the weights of --init-from FOLDER, for exports of the run.
+"""A record of the other files of --init-from FOLDER, for exports of the run.
 
-It holds the small files that may still be true of trained weights, and the names of all others. It
-is made when the run starts, and every checkpoint's state has it. So an export does not need the
-folder, which may have moved. train/run/carry.py decides what an export takes from it.
+It holds the small files that may still be true of trained weights, and the names of all others. The
+run makes it when it starts, and stores it in every checkpoint. So an export does not need the
+folder, which may have moved. train/run/carry.py decides what an export takes from the record.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 from models.huggingface import read_config
 from models.tensor_files import read_json
 from train.base import ranks
-from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from train.data.tokenizer_base import SPEC
+from train.data.tokenizer import Tokenizer
 from train.registry import KINDS, Kind
-from train.run.same_tokenizer import TOKENIZER_FILES
+from train.run.same_tokenizer import extends, find_tokenizers
 
 GENERATION, TOKENIZER, SPECIAL = (
     "generation_config.json",
@@ -62,24 +60,22 @@ def read_beside(folder: Path, tokenizer: Tokenizer, kind: Kind = KINDS[0]) -> di
     tokenizer_config = values.get(TOKENIZER, {})
     if added := tokenizer_config.get(_LARGE, {}):
         tokenizer_config[_LARGE] = {}
-    longest = tokenizer_config.get("model_max_length")
-    if longest is not None and type(longest) not in (int, float):
-        raise ValueError(
-            f"{folder / TOKENIZER}: expected model_max_length as a number, got {longest!r}"
-        )
     shape = read_config(folder).to_dict()
-    _note_begin_tokens(folder, values)
-    for name in ("config.json", GENERATION):
-        for field in _IDS:
-            _check_ids(folder / name, field, values.get(name, {}).get(field), shape["vocab_size"])
-    _check_names(folder, tokenizer_config, values.get(SPECIAL, {}))
-    _check_templates(folder, tokenizer_config, texts)
-    found = _find_tokenizers(folder, tokenizer.eos)
-    _leave_out_padding(values.get(GENERATION, {}), found)
+    _check(folder, values, texts, shape["vocab_size"])
+    found = [other for _, other in find_tokenizers(folder, tokenizer.eos)]
+    opened = [other for other in found if isinstance(other, Tokenizer)]
+    _leave_out_padding(values.get(GENERATION, {}), [other.vocab_size for other in opened])
+    template = json.dumps(tokenizer_config.get("chat_template"), ensure_ascii=False)
+    templates = [template, *(text for name, text in texts.items() if is_template(name))]
+    foreign = None
+    if not found:
+        foreign = "it has no tokenizer.json or tokenizer.model to compare with the run's tokenizer"
+    elif not any(extends(tokenizer, other) for other in opened):
+        foreign = "the run has another tokenizer"
     return {
         "folder": str(folder),
-        "foreign": _find_difference(found, tokenizer),
-        "lacking": _find_lacking(folder, tokenizer, added, _templates(tokenizer_config, texts)),
+        "foreign": foreign,
+        "lacking": _find_lacking(folder, tokenizer, added, templates),
         "rope": {name: shape[name] for name in ("rope_theta", "rope_scaling")},
         "files": sorted(
             path.name + "/" * path.is_dir()
@@ -89,6 +85,22 @@ def read_beside(folder: Path, tokenizer: Tokenizer, kind: Kind = KINDS[0]) -> di
         "values": values,
         "texts": texts,
     }
+
+
+def _check(folder: Path, values: dict[str, Any], texts: dict[str, str], vocabulary: int) -> None:
+    """Raise ValueError if values are wrong or contradict each other."""
+    tokenizer_config = values.get(TOKENIZER, {})
+    longest = tokenizer_config.get("model_max_length")
+    if longest is not None and type(longest) not in (int, float):
+        raise ValueError(
+            f"{folder / TOKENIZER}: expected model_max_length as a number, got {longest!r}"
+        )
+    _note_begin_tokens(folder, values)
+    for name in ("config.json", GENERATION):
+        for field in _IDS:
+            _check_ids(folder / name, field, values.get(name, {}).get(field), vocabulary)
+    _check_names(folder, tokenizer_config, values.get(SPECIAL, {}))
+    _check_templates(folder, tokenizer_config, texts)
 
 
 def token_name(token: Any) -> Any:
@@ -106,19 +118,10 @@ def is_template(name: str) -> bool:
     return name.startswith((TEMPLATE, "chat_template.json", "additional_chat_templates/"))
 
 
-def _templates(tokenizer_config: dict[str, Any], texts: dict[str, str]) -> list[str]:
-    """Return the texts of all chat templates."""
-    said = json.dumps(tokenizer_config.get("chat_template"), ensure_ascii=False)
-    return [said, *(text for name, text in texts.items() if is_template(name))]
-
-
 def _find_lacking(
     folder: Path, tokenizer: Tokenizer, decoder: dict[str, Any], templates: list[str]
 ) -> list[str]:
-    """Return the folder's added tokens that templates spell and that `tokenizer` lacks.
-
-    decoder  added_tokens_decoder of tokenizer_config.json
-    """
+    """Return the added tokens, with those of `decoder`, that templates spell and the run lacks."""
     others = {
         name: read_json(folder / name) if (folder / name).is_file() else {}
         for name in ("added_tokens.json", "tokenizer.json")
@@ -150,52 +153,10 @@ def _find_texts(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _find_tokenizers(folder: Path, eos: str | None) -> list[Tokenizer | None]:
-    """Return the tokenizers in a folder, with None for a broken one."""
-    found: list[Tokenizer | None] = [load_tokenizer(folder)] if (folder / SPEC).is_file() else []
-    found += [_open(folder / name, eos) for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return found
-
-
-def _leave_out_padding(generation: dict[str, Any], found: list[Tokenizer | None]) -> None:
-    """Leave ids that no tokenizer of the folder has out of suppress_tokens. An export writes those
-    of its own padding, and the run's tokenizer may have made tokens of these.
-    """
-    sizes = [tokenizer.vocab_size for tokenizer in found if tokenizer]
+def _leave_out_padding(generation: dict[str, Any], sizes: list[int]) -> None:
+    """Leave out suppressed ids that no tokenizer of the folder has: they are padding."""
     if sizes and (suppressed := ids(generation.get("suppress_tokens"))):
         generation["suppress_tokens"] = [token for token in suppressed if token < max(sizes)]
-
-
-def _find_difference(found: list[Tokenizer | None], tokenizer: Tokenizer) -> str | None:
-    """Return why the ids of a folder's tokenizers mean nothing to `tokenizer`, or None if every
-    token of one of them has the same id there.
-    """
-    if not found:
-        return "it has no tokenizer.json or tokenizer.model to compare with the run's tokenizer"
-    if any(_is_part(other, tokenizer) for other in found):
-        return None
-    return "the run has another tokenizer"
-
-
-def _open(file: Path, eos: str | None) -> Tokenizer | None:
-    """Open a tokenizer whose end-of-text token may be another than the run's. Return None for one
-    that is broken or has no such token.
-    """
-    for name in dict.fromkeys((eos, None)):
-        try:
-            return open_tokenizer(str(file), name)
-        except ValueError:
-            continue
-    return None
-
-
-def _is_part(other: Tokenizer | None, tokenizer: Tokenizer) -> bool:
-    """Whether every token of `other` is one of `tokenizer`, with the same id."""
-    if other is None or other.vocab_size > tokenizer.vocab_size:
-        return False
-    return other.identity == tokenizer.identity or all(
-        other.name_of(token) == tokenizer.name_of(token) for token in range(other.vocab_size)
-    )
 
 
 def _note_begin_tokens(folder: Path, values: dict[str, Any]) -> None:
@@ -203,11 +164,10 @@ def _note_begin_tokens(folder: Path, values: dict[str, Any]) -> None:
     [one, other] = (
         values.get(name, {}).get("bos_token_id") for name in ("config.json", GENERATION)
     )
-    if None not in (one, other) and one != other and ranks.rank() == 0:
-        print(
+    if None not in (one, other) and one != other:
+        ranks.warn(
             f"{folder} has bos_token_id {one} in config.json and {other} in {GENERATION}: neither "
-            "is used; --bos says how texts begin",
-            file=sys.stderr,
+            "is used; --bos says how texts begin"
         )
 
 

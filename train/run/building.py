@@ -17,16 +17,17 @@ from train.data.tokenizer import Tokenizer
 from train.engine import Engine
 from train.engine.common import AdamW
 from train.registry import load
-from train.run.config import DTYPES, TrainConfig
+from train.run.checks import check_strategy
+from train.run.config import TrainConfig
 from train.run.distributed import rank_timeout
 from train.run.kinds import ModelConfig, kind_of
+from train.run.settings import DTYPES
 from train.run.watchdog import Watchdog
 
 
 def make_groups(config: TrainConfig, data: Source | None = None) -> SequenceParallel:
-    """Make the groups of ranks that share the sequences of `data`, or of any text.
-
-    Raises ValueError if the ranks cannot be grouped, or if --strategy cannot run on these groups.
+    """Make the groups of ranks that share sequences. Raises ValueError if the ranks cannot be
+    grouped, or if --strategy cannot run on them.
     """
     world = dist.get_world_size()
     if world % config.sp_size:
@@ -42,7 +43,7 @@ def make_groups(config: TrainConfig, data: Source | None = None) -> SequencePara
         timeout=rank_timeout(config),
     )
     group_size = make_rings(sp.process_group, sp.double_group).inner.size
-    config.check_strategy(group_size, data.example_scores if data else None)
+    check_strategy(config, group_size, data.example_scores if data else None)
     return sp
 
 
@@ -53,9 +54,7 @@ def make_engine(
     device: torch.device,
     trains: bool = True,
 ) -> Engine:
-    """Build the model on the engine that init_distributed chose. Unless it `trains`, it has no
-    optimizer state.
-    """
+    """Build the model on the chosen engine, with optimizer state if it `trains`."""
     make, dtype = load(kind_of(model).model), DTYPES[config.dtype]
     adamw = AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
     optimizer = adamw if trains else None

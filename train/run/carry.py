@@ -59,14 +59,11 @@ class Carried:
             (folder / name).write_text(text, errors="surrogateescape")
 
     def describe(self) -> str:
-        """Return what was taken over and what was left out, one group a line."""
+        """List the parts that were taken over and left out, one group a line."""
         if self.folder is None:
             return ""
-        places = {
-            "config.json": self.config,
-            GENERATION: self.generation,
-            TOKENIZER: self.tokenizer,
-        }
+        places = {"config.json": self.config, GENERATION: self.generation}
+        places[TOKENIZER] = self.tokenizer
         lines = [f"taken over from {self.folder}:", *(f"  {name}" for name in self.texts)]
         lines += [f"  {place}: {', '.join(said)}" for place, said in places.items() if said]
         lines = lines if lines[1:] else [f"nothing was taken over from {self.folder}"]
@@ -82,7 +79,7 @@ def carry_over(
     longest: int,
     written: Mapping[str, Any],
 ) -> Carried:
-    """Return what an export of a checkpoint takes over from the folder of its first weights.
+    """Choose the parts that an export takes over from the folder of its first weights.
 
     state    the checkpoint's
     begin    the token after which training began texts, or None
@@ -98,9 +95,12 @@ def carry_over(
     tokens = _Tokens(carried, tokenizer, foreign)
     _take_generation(carried, values.get(GENERATION, {}), tokens)
     _take_config(carried, values["config.json"], tokens, {*written, *_REWRITTEN})
-    special = values.get(SPECIAL, {})
-    settings = {name: value for name, value in special.items() if value is not None}
-    settings |= {k: v for k, v in values.get(TOKENIZER, {}).items() if v is not None}
+    settings = {
+        name: value
+        for place in (SPECIAL, TOKENIZER)
+        for name, value in values.get(place, {}).items()
+        if value is not None
+    }
     no_template = foreign
     if record["lacking"] and not foreign:
         no_template = f"the run's tokenizer lacks {', '.join(map(repr, record['lacking']))}"
@@ -113,7 +113,7 @@ def carry_over(
 
 
 def _without_record(source: str | None) -> Carried:
-    """Return what is taken over if a checkpoint says nothing of the folder `source`."""
+    """Take nothing over, since the checkpoint has no record of the folder `source`."""
     if source is None or is_file(source):
         return Carried(None)
     carried = Carried(source)
@@ -123,7 +123,7 @@ def _without_record(source: str | None) -> Carried:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokens of the folder: those that the run's tokenizer has are taken over."""
+    """Tokens of the folder, which are taken over if the run's tokenizer has them."""
 
     carried: Carried
     tokenizer: Tokenizer
@@ -140,9 +140,7 @@ class _Tokens:
         return known
 
     def take_names(self, name: str, value: Any) -> Any:
-        """Return the special tokens of a field of tokenizer_config.json that the run's tokenizer
-        has: a name, a list, or names by role.
-        """
+        """Return the special tokens that the run's tokenizer has: a name, a list, or by role."""
         by_role = isinstance(value, dict) and "content" not in value
         pairs = value.items() if by_role else enumerate(ids(value))
         names = {role: token_name(token) for role, token in pairs}
@@ -241,7 +239,7 @@ def _take_length(carried: Carried, said: Any, rows: int, longest: int, same_rope
 def _take_files(
     carried: Carried, record: Mapping[str, Any], no_template: str | None, model_type: str
 ) -> None:
-    """Take over chat templates and licences, and say why other files are left out."""
+    """Take over chat templates and licences, and explain why other files are left out."""
     for name, text in record["texts"].items():
         if no_template and is_template(name):
             carried.leave_out(no_template, name)

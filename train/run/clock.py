@@ -12,9 +12,7 @@ import torch
 
 
 class Clock:
-    """Seconds by phase. On GPUs a phase is measured by CUDA events, and nothing waits until
-    `read`. Traces of a profiler show the phases, too.
-    """
+    """Seconds by phase. On GPUs events measure them, and nothing waits until `read`."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"

@@ -21,7 +21,7 @@ def describe_run(
     batches: Dealer,
     step: int,
 ) -> str:
-    """Return what is trained, on which ranks and data, after which step."""
+    """Describe the model, the ranks, the data, and the step after which the run resumes."""
     c, describe, epoch = config, batches.describe, inputs.training.epoch
     resumed = f", resumed after step {step}" if step else ""
     if resume.begins_stage(c):

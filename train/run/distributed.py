@@ -17,9 +17,8 @@ from train.run.replacement import open_store
 
 
 def init_distributed(config: TrainConfig) -> torch.device:
-    """Join the ranks that the environment names, or run alone. Return the device.
-
-    Raises ValueError if a device or an engine is not available or does not fit other settings.
+    """Join the ranks that the environment names, or run alone. Return the device. Raises ValueError
+    if a device or an engine is not available or does not fit other settings.
     """
     if config.restarts and "RANK" in os.environ and not has_launcher():
         raise ValueError("--restarts is for --processes; under torchrun give it --max-restarts")
@@ -44,10 +43,7 @@ def init_distributed(config: TrainConfig) -> torch.device:
 
 
 def choose_engine(config: TrainConfig, device: torch.device) -> str:
-    """Return the engine, "bmtrain" or "torch".
-
-    Raises ValueError if it is not available here or does not fit other settings.
-    """
+    """Return "bmtrain" or "torch". Raises ValueError if it is not available or does not fit."""
     available = device.type == "cuda" and kernels.installed("bmtrain")
     engine = config.engine
     if engine == "auto":
@@ -73,9 +69,7 @@ def free_port() -> int:
 
 
 def _device(wanted: str) -> torch.device:
-    """Return this process's device. Raises ValueError if GPUs were asked for and this machine has
-    fewer than processes.
-    """
+    """Return this process's device. Raises ValueError if --device cuda has too few GPUs."""
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if wanted == "cuda" and gpus < here:
         processes = counted(here, "process", "processes")

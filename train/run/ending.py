@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from train.run.watchdog import Watchdog
 
 
 def acknowledge() -> None:
-    """Say that a signal arrived. A launcher does so itself."""
+    """Print that a signal arrived. A launcher does so itself."""
     if ranks.rank() == 0 and not has_launcher():
         print_error(NOTED)
 
@@ -30,21 +31,35 @@ def end_now(watchdog: Watchdog) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
+def run_rank(
+    work: Callable[[], None], watchdog: Watchdog, advise: Callable[[], str] | None = None
+) -> int:
+    """Do all the work of a rank. Return its exit code. `advise` tells how to save memory."""
+    # reuse compiled kernels in the next run
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    try:
+        work()
+    except Exception as error:
+        code = explain(error, watchdog, advise)
+        if code is None:
+            raise
+        return code
+    finally:
+        watchdog.close()
+    return 0
+
+
 def explain(
-    error: Exception,
-    watchdog: Watchdog,
-    program: str = "pretrain.py",
-    advise: Callable[[], str] | None = None,
+    error: Exception, watchdog: Watchdog, advise: Callable[[], str] | None = None
 ) -> int | None:
     """Print why the run ends and where its last checkpoint is. Return the exit code: 2 for an error
-    that would only happen again, 1 if a process of a rank was killed. Return None for an unexpected
-    error. The caller then prints the traceback.
-
-    `advise` returns what to do if the memory of a GPU was not enough.
+    that would only happen again, LOST_CONTACT if another rank is the cause. Return None for an
+    unexpected error, whose traceback the caller prints.
 
     An error that is the same on every rank is printed by rank 0 only. torchrun's summary gets the
     message of every rank.
     """
+    program = watchdog.program
     rank, code, said, speaks = ranks.rank(), None, "", True
     if isinstance(error, (ranks.RankError, FloatingPointError)):
         code, said, speaks = 2, f"{program}: {error}", rank == 0
@@ -57,8 +72,6 @@ def explain(
         code, said = 2, f"{program}: {_join_sentences(lacking, advise() if advise else '')}"
     elif isinstance(error, (ValueError, OSError)):
         code, said = 2, f"{program}: rank {rank}: {error}"
-    if code == 2 and ranks.lost_child(error):
-        code = 1
     unexpected = f"{program}: rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]
     leave_reason(
         _join_sentences(said or unexpected, watchdog.last_words), cause=code != ranks.LOST_CONTACT
@@ -72,11 +85,20 @@ def _join_sentences(*sentences: str) -> str:
     return "; ".join(filter(None, sentences))
 
 
-def leave(code: int) -> NoReturn:
-    """End the process at once, because interpreter shutdown may wait for collectives that never
-    end.
+def run_script(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Call `main` with the arguments of the command line, and end the process with its code."""
+    try:
+        _leave(main(sys.argv[1:]))
+    except SystemExit as given:  # argparse has printed the reason
+        _leave(given.code if isinstance(given.code, int) else 1)
+    except BaseException:  # noqa: BLE001 - every process ends by `_leave`
+        traceback.print_exc()
+        _leave(1)
 
-    In torch 2.13, a gloo thread that drops a tensor during shutdown also aborts the process.
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once. Its shutdown may wait for collectives that never end, and in torch
+    2.13 a gloo thread that drops a tensor meanwhile aborts the process.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the disk may be full, or the terminal gone

@@ -25,10 +25,8 @@ class EvaluationStopped(Exception):
 
 
 class Evaluations:
-    """The evaluations of a run. Raises RankError on every rank for tasks that it cannot do.
-
-    alive  called before each micro-batch, with what is done. It raises EvaluationStopped on every
-           rank if the run must stop.
+    """The evaluations of a run. `alive` is called before each micro-batch with what is done. It
+    raises EvaluationStopped on every rank if the run must stop.
     """
 
     def __init__(
@@ -64,18 +62,14 @@ class Evaluations:
         return bool(self.names) and (step >= config.steps or is_due(step, config.eval_every))
 
     def is_missing(self, step: int, metrics: Metrics | NoMetrics) -> bool:
-        """Whether `step` was saved but not evaluated, because the run ended in between. Every rank
-        must call this function.
-        """
+        """Whether `step` was saved but not evaluated, because the run ended in between."""
         if not step or not self.is_due(step):
             return False
         recorded = all(metrics.has(step, name) for name in self.names)
         return not ranks.gather(recorded)[0]
 
     def run(self, step: int, metrics: Metrics | NoMetrics) -> bool:
-        """Record the numbers of an evaluation after `step`. Return False if the run must stop
-        meanwhile.
-        """
+        """Record an evaluation after `step`. Return False if the run must stop meanwhile."""
         try:
             if self._inputs.validation:
                 self._measure_loss(step, metrics)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +24,10 @@ from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.registry import KINDS, Kind, load
 from train.run import resume
-from train.run.config import DTYPES, TrainConfig
+from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig, kind_of
 from train.run.same_tokenizer import check_folder
+from train.run.settings import DTYPES
 
 _MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # share of padding that is refused, and reported
 
@@ -55,9 +55,8 @@ class Inputs:
 
 
 def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
-    """Open what `config` names. Documents are not kept apart yet.
-
-    Raises ValueError if the model, the kernel or the data do not fit together.
+    """Open what `config` names, with documents not kept apart yet. Raises ValueError if the model,
+    the kernel or the data do not fit together.
     """
     model = _grow(config, config.model_config())
     kind = kind_of(model)
@@ -69,10 +68,8 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
 
 
 def check_same_data(inputs: Inputs) -> None:
-    """Check that all ranks opened the same data. Hosts may have copies on disks of their own. Every
+    """Raise RankError on every rank if ranks opened other data, as hosts with copies may. Every
     rank must call this function.
-
-    Raises RankError on every rank otherwise.
     """
     opened = [*parts(inputs.training).values(), *inputs.validation.values()]
     mine = [(str(data.folder), data.identity) for data in opened]
@@ -89,11 +86,9 @@ def check_same_data(inputs: Inputs) -> None:
 
 
 def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | None) -> Inputs:
-    """Return the inputs with documents kept apart or not, and with their begin token. `resumed` is
-    the checkpoint to resume from.
-
-    Raises ValueError if the starts of documents are not known, if the begin token is unknown, or if
-    most positions would be padding.
+    """Return the inputs with documents kept apart or not, and their begin token, as in the
+    checkpoint `resumed`. Raises ValueError if that is not possible, or if most positions would be
+    padding.
     """
     apart = resume.choose_documents(config, resumed, inputs.training)
     bos = resume.choose_begin_token(config, resumed, apart, inputs.training, inputs.tokenizer)
@@ -107,9 +102,7 @@ def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | No
 
 
 def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Source:
-    """Open --data. Raises ValueError if two sources of a mixture have the same text, or different
-    tokenizers.
-    """
+    """Open --data. Raises ValueError if sources have the same text, or other tokenizers."""
     if isinstance(config.data, str):
         return open_source(config, kind, model, config.data)
     shares = parse_shares(config.data)
@@ -128,9 +121,7 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
 
 
 def _grow(config: TrainConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model with a vocabulary for the data's tokenizer, if --grow-vocabulary is given.
-    All sources of a mixture have the same tokenizer.
-    """
+    """Return the model, with --grow-vocabulary with all tokens of the data's tokenizer."""
     if not config.grow_vocabulary:
         return model
     data = config.data
@@ -157,9 +148,7 @@ def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str
 def open_data(
     config: TrainConfig, kind: Kind, model: ModelConfig, folder: str, name: str | None = None
 ) -> Stored:
-    """Open a data folder. Raises ValueError, which calls the model `name`, if it has more tokens
-    than the model.
-    """
+    """Open a data folder. Raises ValueError if it has more tokens than the model, called `name`."""
     data: Stored = load(kind.data).open(folder, model, config.seq_len, config.seed)
     _check_vocabulary(name or config.model_name, model, folder, data)
     return data
@@ -177,16 +166,14 @@ def _check_vocabulary(name: str, model: ModelConfig, folder: str, data: Source) 
 def _open_validation(
     config: TrainConfig, kind: Kind, model: ModelConfig, training: Source
 ) -> dict[str, Stored]:
-    """Open --val-data. Raises ValueError if its tokenizer is not the training data's. Warn of a
-    folder that is training data.
-    """
+    """Open --val-data. Raises ValueError if its tokenizer is not the training data's."""
     opened, trained = {}, [part.folder for part in parts(training).values()]
     for name, folder in validation_folders(config.val_data).items():
         data = opened[name] = open_data(config, kind, model, folder)
         for own in trained:
             if data.folder.samefile(own):
                 same = f"--val-data and --data are the same folder, {own}"
-                _warn(f"{same}: the validation loss will be measured on training text")
+                ranks.warn(f"{same}: the validation loss will be measured on training text")
         check_folder(trained[0], data.folder, data.folder)
     return opened
 
@@ -199,14 +186,14 @@ def check_padding(config: TrainConfig, data: Source) -> None:
     said = f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding"
     if padding > _MOST_PADDING:
         raise ValueError(f"{said} at --seq-len {config.seq_len}: give more text or a shorter one")
-    _warn(f"{said} at --seq-len {config.seq_len}")
+    ranks.warn(f"{said} at --seq-len {config.seq_len}")
 
 
 def warn_of_length(config: TrainConfig, model: ModelConfig) -> None:
     """Warn if rows are longer than the sequences that the model was made for."""
     longest = model.longest_sequence if isinstance(model, CPMConfig) else None
     if longest and config.seq_len > longest:
-        _warn(
+        ranks.warn(
             f"--seq-len {config.seq_len:,} is beyond the {longest:,} tokens that the model was "
             "made for: see --rope-theta and --rope-scaling"
         )
@@ -222,8 +209,3 @@ def check_kernel(config: TrainConfig, model: ModelConfig, device: torch.device) 
         kernels.pick(config.flash, q, k, Spec(model.head_dim**-0.5, config.deterministic))
     except ValueError as error:
         raise ValueError(f"--flash {config.flash}: {error}") from error
-
-
-def _warn(text: str) -> None:
-    if ranks.rank() == 0:
-        print(text, file=sys.stderr)

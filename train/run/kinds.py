@@ -22,11 +22,9 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 def config_of(values: Any) -> ModelConfig:
-    """Return the configuration in the values of a JSON file, or in the values of `to_dict`.
-
-    The values are the fields of CPMConfig, or of CPM-Live with or without a model_type, or a
-    config.json of Hugging Face or ModelCenter. Raises ValueError or TypeError for others, and
-    ValueError if the kind is ambiguous.
+    """Return the configuration in the values of a JSON file: the fields of CPMConfig, those of
+    CPM-Live, or a config.json of Hugging Face or ModelCenter. Raises ValueError or TypeError for
+    others.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")

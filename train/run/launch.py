@@ -43,9 +43,7 @@ class Restarts:
     root: Path | None = None
 
     def arguments(self) -> list[str]:
-        """Return the options that replace those of the first start. Without a checkpoint the run
-        starts as it did at first.
-        """
+        """Return the options that replace earlier ones: none if there is no checkpoint."""
         return ["--resume", "auto"] if self.root and checkpoint.listed(self.root) else []
 
 
@@ -131,9 +129,7 @@ def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subproc
 
 
 def _ignore_interrupts() -> None:
-    """Ignore Ctrl-C in a rank. A terminal sends it to all processes, but the launcher stops the
-    ranks.
-    """
+    """Ignore Ctrl-C, which a terminal sends to all processes. The launcher stops the ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -163,9 +159,7 @@ def _stop_others(started: list[subprocess.Popen], ended: dict[int, int]) -> _Fai
 
 
 def _find_cause(failed: dict[int, int]) -> int:
-    """Return the rank that made the others fail: one that was killed first, else one that knew the
-    reason, else the first.
-    """
+    """Return the rank that was killed first, else one that knew the reason, else the first."""
     first = next(iter(failed))
     if failed[first] < 0:
         return first
@@ -185,9 +179,7 @@ def _describe_code(code: int) -> str:
 
 
 def _exit_code(code: int) -> int:
-    """Return the exit code as a shell reports it: 128 + the signal for a process that a signal
-    killed.
-    """
+    """Return the exit code as a shell reports it: 128 + the signal that killed a process."""
     return code if code >= 0 else 128 - code
 
 

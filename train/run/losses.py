@@ -14,10 +14,8 @@ from train.engine import Engine
 
 
 class LossSums:
-    """Sums of token losses over the micro-batches of a step, on this rank. `sources` is the number
-    of sources in a mixture, or 0.
-
-    The host waits only in `read`.
+    """Sums of this rank's token losses in a step, of all and of each of `sources` sources. The host
+    waits only in `read`.
     """
 
     def __init__(self, sources: int):
@@ -43,9 +41,7 @@ class LossSums:
 def mean_losses(
     name: str, sources: Iterable[str], losses: Sequence[float], targets: Sequence[float]
 ) -> dict[str, float]:
-    """Return the mean loss of each source that has a name and targets, as a record names it:
-    NAME/SOURCE.
-    """
+    """Return the mean loss of each named source that has targets, as NAME/SOURCE."""
     return {
         f"{name}/{source}": loss / count
         for source, loss, count in zip(sources, losses, targets, strict=True)
@@ -57,10 +53,8 @@ def mean_losses(
 def measure_losses(
     sources: Mapping[str, Stored], batches: Dealer, engine: Engine, alive: Callable[[], None]
 ) -> dict[str, float]:
-    """Return the mean token loss over evenly spaced sequences of each source, and over all of them,
-    as a record names them. Every rank must call this function.
-
-    `alive` is called before each micro-batch.
+    """Return the mean token loss of each source and of all, as a record names them, over evenly
+    spaced sequences. Every rank must call it. `alive` is called before each micro-batch.
     """
     sums = []
     for data in sources.values():

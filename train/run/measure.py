@@ -12,9 +12,10 @@ from bmt_burst import IGNORE_INDEX, SequenceParallel
 from bmt_burst.ranks.rings import make_rings
 from train.data.batches import Work
 from train.engine import Engine
-from train.run.config import DTYPES, TrainConfig
+from train.run.config import TrainConfig
 from train.run.flops import peak_tflops, step_flops
 from train.run.kinds import ModelConfig
+from train.run.settings import DTYPES
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,7 @@ class StepWork:
 def count_work(
     micro_batches: Sequence[Work], sp: SequenceParallel, engine: Engine, sources: int = 0
 ) -> StepWork:
-    """Count the work of a step, of a mixture of `sources` sources. Every rank must call this
-    function.
-    """
+    """Count the work of a step of `sources` sources. Every rank must call this function."""
     group, groups = dist.get_rank() // sp.size, dist.get_world_size() // sp.size
     slowest = [0.0] * groups
     names = list(micro_batches[0].counts)

@@ -52,11 +52,9 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 class Metrics:
-    """The records of a run of `steps` steps that starts or resumes after step `start`. Records of
-    later steps, which the run repeats, are put aside. `wandb` gets every record, too.
-
-    In a terminal there is a progress bar. Elsewhere every `log_every`-th step prints a line, as do
-    the first step, the last step and those with a jump of the loss.
+    """The records of a run of `steps` steps that begins after step `start`. Later records are put
+    aside. `wandb` also gets every record. Without a terminal, which has a bar, a line is printed
+    every `log_every` steps, and for the first, the last, and a jump of the loss.
     """
 
     def __init__(
@@ -106,9 +104,7 @@ class Metrics:
         return any(record["step"] == step and name in record for record in reversed(self.records))
 
     def progress(self, step: int) -> None:
-        """Show the last record, which belongs to `step`. Warn if its loss is far above the losses
-        before it.
-        """
+        """Show the last record, which belongs to `step`. Warn if its loss jumps."""
         record, now = self.records[-1], time.monotonic()
         first = self._first = self._first or (step, now)
         usual = self._usual_loss()
@@ -116,23 +112,20 @@ class Metrics:
         if spike:
             self.say(
                 f"step {step}: loss spike, {record['loss']:.4f} where at most {usual:.4f} is "
-                f"usual; "
-                "if it stays high, resume from an earlier checkpoint with a smaller --lr"
+                "usual; if it stays high, resume from an earlier checkpoint with a smaller --lr"
             )
         line = ", ".join(text(record[name]) for name, text in _SHOWN.items() if name in record)
+        shown = spike or step in (first[0], self.steps) or step % self._log_every == 0
         with printing():
             if not self._bar.disable:
                 self._bar.set_postfix_str(line, refresh=False)
                 self._bar.update()
-            elif spike or step in (first[0], self.steps) or step % self._log_every == 0:
-                print(
-                    f"step {step}/{self.steps}: {line}, {self._times(first, step, now)}", flush=True
-                )
+            elif shown:
+                times = self._times(first, step, now)
+                print(f"step {step}/{self.steps}: {line}, {times}", flush=True)
 
     def _times(self, shown: tuple[int, float], step: int, now: float) -> str:
-        """Return the elapsed time and the time left, estimated from the mean step since `shown`,
-        the first step that was shown, and when.
-        """
+        """Return the elapsed time and the time left, by the mean step since one was `shown`."""
         first, since = shown
         seconds = (now - since) / (step - first) if step > first else now - self._began
         elapsed, left = (
@@ -141,9 +134,7 @@ class Metrics:
         return f"{elapsed} elapsed, ETA {left}"
 
     def _usual_loss(self) -> float | None:
-        """Return the mean plus six standard deviations of the losses before the last record, or
-        None while there are too few.
-        """
+        """Return the mean plus six standard deviations of earlier losses, or None for too few."""
         losses = [
             r["loss"]
             for r in self.records[-_WINDOW - 1 : -1]
@@ -182,25 +173,16 @@ class Metrics:
 
 
 class NoMetrics:
-    """Metrics of a rank that records and says nothing, since rank 0 does."""
-
-    def record(self, step: int, **values: float) -> None:
-        pass
+    """Metrics of a rank that records and prints nothing, since rank 0 does."""
 
     def has(self, step: int, name: str) -> bool:
         return False
 
-    def progress(self, step: int) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def draw(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def record(self, step: int, **values: float) -> None: ...
+    def progress(self, step: int) -> None: ...
+    def say(self, text: str) -> None: ...
+    def draw(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
@@ -235,9 +217,7 @@ def plot_losses(records: list[dict[str, Any]], file: Path) -> None:
 
 
 def _keep_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records up to `step`, and keep only these in the file. Move later records and
-    broken lines to FILE.dropped.
-    """
+    """Keep the records up to `step` in a file, and return them. Move others to FILE.dropped."""
     records, kept, dropped = [], [], []
     for number, line in enumerate(file.read_bytes().splitlines() if file.is_file() else []):
         record = _parse(line)
@@ -273,9 +253,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _print_write_error(arguments: threading.ExceptHookArgs) -> None:
-    """Print one line for a thread that dies of a failed write, as TensorBoard's may. The next
-    record raises the same error and names the file.
-    """
+    """Print one line for a thread, as TensorBoard's, that dies of a failed write."""
     if isinstance(arguments.exc_value, OSError):
         name = arguments.thread.name if arguments.thread else "a thread"
         print_error(f"{name}: {arguments.exc_value}")

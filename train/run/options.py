@@ -14,22 +14,31 @@ from typing import Any
 from train.base.command_line import ArgumentParser
 from train.base.wording import flag
 from train.data.shares import parse_sources
-from train.run.config import DATA, MODEL, OPTIMIZER, PARALLEL, RUN, SOURCES, TrainConfig
+from train.run.config import TrainConfig
+from train.run.settings import fields_by_group
+
+_SOURCES = str | dict  # a path, or texts by name
+_KINDS = {
+    "Mapping[str, Any]": dict,
+    "str | Mapping[str, str]": _SOURCES,
+    **{kind.__name__: kind for kind in (bool, int, float, str)},
+}
+
+
+def _kind_of(f: dataclasses.Field) -> Any:
+    """Return the type of a field's values, except None."""
+    return _KINDS[str(f.type).removesuffix(" | None")]
 
 
 def parse_options(argv: Sequence[str] | None = None) -> tuple[ArgumentParser, dict[str, Any]]:
-    """Return the options that are given on the command line `argv`, and their parser, which reports
-    errors.
-    """
+    """Return the options given on a command line, and their parser, which reports errors."""
     parser = _parser()
     return parser, vars(parser.parse_args(argv))
 
 
 def make_config(given: dict[str, Any]) -> TrainConfig:
-    """Return the configuration of the options `given`. They override --config FILE, which overrides
-    the defaults.
-
-    Raises ValueError for wrong options, and OSError for a file that cannot be read.
+    """Return the configuration of the options `given`. They override --config FILE, and it the
+    defaults. Raises ValueError for wrong options, and OSError for a file that cannot be read.
     """
     file = given.pop("config", None)
     values = read_values(read_file(Path(file), "--config"), file) if file else {}
@@ -38,11 +47,11 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="pretrain.py",
-        description="Pretrain a CPM language model on long sequences, each cut over --sp-size "
-        "ranks.",
+        "pretrain.py",
+        "Pretrain a CPM language model on long sequences, each cut over --sp-size ranks.",
         epilog="Example: python train/pretrain.py --processes 2 --sp-size 2 --resume auto "
         "--data data/stdlib/train",
+        formatter_class=argparse.HelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -64,46 +73,34 @@ def _parser() -> ArgumentParser:
         help="print the memory, the time and the longest sequence of this run, and end without "
         "training; needs no GPU and no data",
     )
-    groups = {
-        name: parser.add_argument_group(name) for name in (MODEL, DATA, PARALLEL, OPTIMIZER, RUN)
-    }
-    for f in dataclasses.fields(TrainConfig):
-        _add_option(groups[f.metadata["group"]], f)
+    add_options(parser, {f.name for f in dataclasses.fields(TrainConfig)})
     return parser
 
 
 def add_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add the options of TrainConfig called `names` to another script's parser, in their groups.
-
-    Those that are not given are missing from the result, as by argparse.SUPPRESS.
-    """
-    groups: dict[str, Any] = {}
-    for f in dataclasses.fields(TrainConfig):
-        if f.name in names:
-            group = f.metadata["group"]
-            groups.setdefault(group, parser.add_argument_group(group))
-            _add_option(groups[group], f)
+    """Add the options of TrainConfig called `names` to a parser, without defaults."""
+    for name, fields in fields_by_group().items():
+        if wanted := [f for f in fields if f.name in names]:
+            group = parser.add_argument_group(name)
+            for f in wanted:
+                _add_option(group, f)
 
 
 def _add_option(group: Any, f: dataclasses.Field) -> None:
     """Add the option of a field of TrainConfig."""
-    kind = f.metadata.get("kind", type(f.default))
+    kind, choices = _kind_of(f), f.metadata.get("choices")
     shown = "" if f.default is None else f" (default: {f.default})"
     extra: dict[str, Any] = {"help": f.metadata["help"].replace("%", "%%") + shown}
     if kind is bool:
         extra["action"] = argparse.BooleanOptionalAction
-    elif kind is SOURCES:
+    elif kind is _SOURCES:
         extra |= {"action": SourcesAction, "nargs": "+", "metavar": "PATH"}
+    elif choices:
+        extra |= {"type": kind, "choices": choices}
+    elif kind is dict:
+        extra |= {"type": _json_object, "metavar": "JSON"}
     else:
-        extra |= {
-            "type": _json_object if kind is dict else kind,
-            "choices": f.metadata.get("choices"),
-        }
-        extra |= (
-            {}
-            if extra["choices"]
-            else {"metavar": "JSON" if kind is dict else kind.__name__.upper()}
-        )
+        extra |= {"type": kind, "metavar": kind.__name__.upper()}
     group.add_argument(flag(f.name), default=argparse.SUPPRESS, **extra)
 
 
@@ -153,21 +150,19 @@ def read_file(path: Path, option: str) -> dict[str, Any]:
 
 
 def read_values(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return options with the types of TrainConfig's fields. Raises ValueError, which says `where`
-    they are, for unknown options and other types.
-    """
+    """Return options with their fields' types. Raises ValueError, which names `where` they are."""
     fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
     for name, value in values.items():
         if name not in fields:
             raise ValueError(
                 f"{where}: unknown option {name!r}; expected one of {', '.join(fields)}"
             )
-        kind = fields[name].metadata.get("kind", type(fields[name].default))
+        kind = _kind_of(fields[name])
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             values[name] = float(value)
         elif value is None and fields[name].default is None:
             continue  # JSON's way to leave it unset
         elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            wanted = "a path or a table" if kind is SOURCES else kind.__name__
+            wanted = "a path or a table" if kind is _SOURCES else kind.__name__
             raise ValueError(f"{where}: {name} must be {wanted}, got {value!r}")
     return values

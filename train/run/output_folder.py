@@ -1,6 +1,6 @@
 """Checks of --output before the first step: that all hosts share it, and that its disk has room.
 
-A save would fail otherwise, after hours. Its files are those of all ranks, in one folder.
+Otherwise a save would fail, after hours. All ranks write their files into one folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from train.base import ranks
@@ -21,64 +20,44 @@ from train.checkpoints.rank_file import RankFile
 from train.engine import Engine
 from train.run.config import TrainConfig
 
-_PATIENCE = 10.0  # seconds until a file that one host wrote must be there for the others
+_PATIENCE = 10.0  # seconds until a file that one host wrote must be visible to the others
 _TICK = 0.1
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def check_shared(root: Path) -> None:
-    """Check that every rank sees the same folder `root`, and can write files to a folder of rank 0
-    in it, as a save does. Every rank must call this function.
-
-    Raises RankError on every rank otherwise.
+    """Check that every rank writes to the same folder `root`: each leaves a file there, and must
+    see those of all ranks. Raises RankError on every rank otherwise.
     """
-    host = socket.gethostname()
     # the name of a save that was given up, which the next save removes
-    token, name = ranks.gather((secrets.token_hex(8), f".step_check_{secrets.token_hex(4)}"))[0]
-    folder = root / name
+    folder = root / ranks.gather(f".step_check_{secrets.token_hex(8)}")[0]
+    files = [f"rank {rank} on {host}" for rank, host in enumerate(ranks.gather(_host()))]
     try:
-        ranks.together(lambda: _leave_token(folder, token) if ranks.rank() == 0 else None)
-        first = ranks.gather(f"rank 0 on {host}")[0]
-        ranks.together(lambda: _answer(folder, token, f"{host} does not see", first))
-        ranks.together(lambda: _read_answers(folder) if ranks.rank() == 0 else None)
+        ranks.together(lambda: _leave_file(folder / files[ranks.rank()]))
+        ranks.together(lambda: _wait_for_files(folder, files))
     finally:
-        if ranks.rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _leave_token(folder: Path, token: str) -> None:
-    folder.mkdir()
-    with writing(folder / "token"):
-        (folder / "token").write_text(token)
+def _host() -> str:
+    return socket.gethostname()
 
 
-def _answer(folder: Path, token: str, problem: str, first: str) -> None:
-    """Wait until the token is there, and write a file beside it."""
-    deadline, found = time.monotonic() + _PATIENCE, None
-    while found != token:
-        with suppress(FileNotFoundError):
-            found = (folder / "token").read_text()
-        if found != token and time.monotonic() > deadline:
-            raise ValueError(
-                f"{problem} in {folder.parent.absolute()} what {first} wrote there: checkpoints "
-                "need one --output on a file system that all hosts share. With disks of their own, "
-                "train on one host, or with --no-save, which leaves curves only"
-            )
-        time.sleep(0 if found == token else _TICK)
-    answer = folder / f"rank_{ranks.rank():05d}"
-    with writing(answer):
-        answer.write_text(token)
+def _leave_file(file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    with writing(file):
+        file.touch()
 
 
-def _read_answers(folder: Path) -> None:
-    """Raise ValueError unless rank 0 sees the files of all ranks."""
-    expected = {f"rank_{rank:05d}" for rank in range(ranks.world_size())}
+def _wait_for_files(folder: Path, files: Sequence[str]) -> None:
+    """Raise ValueError if one of the files cannot be seen after some seconds."""
     deadline = time.monotonic() + _PATIENCE
-    while missing := sorted(expected - {file.name for file in folder.iterdir()}):
+    while missing := sorted(set(files) - {file.name for file in folder.iterdir()}):
         if time.monotonic() > deadline:
             raise ValueError(
-                f"expected files of all ranks in {folder.parent.absolute()}, but those of "
-                f"{', '.join(missing)} are not there"
+                f"{_host()} does not see in {folder.parent.absolute()} what {missing[0]} wrote "
+                "there: checkpoints need one --output on a file system that all hosts share. With "
+                "disks of their own, train on one host, or with --no-save, which leaves curves only"
             )
         time.sleep(_TICK)
 
@@ -87,21 +66,19 @@ def check_room(engine: Engine, step: int, config: TrainConfig, *later: TrainConf
     """Check that disks have room for the checkpoints that a run keeps after `step`, and for those
     of all `later` stages. Every rank must call this function.
 
-    A save removes the oldest checkpoint only when a newer one is whole. If there is no room, it
-    removes those first that it would not keep, except the last good one. So two are needed, or
-    --keep-last if that is more. Raises RankError on every rank if there is less room.
+    A save removes the oldest checkpoint when the new one is whole. If there is no room, it first
+    removes those that it would not keep, except the last good one. So the disk needs room for two,
+    or for --keep-last if that is more. Raises RankError on every rank if there is less.
     """
     size = sum(ranks.gather(RankFile.of(engine.state()).size))
     wanted = [(config, count_saves(config, step)), *((x, count_saves(x, 0)) for x in later)]
-    ranks.together(lambda: _check_room(size, wanted) if ranks.rank() == 0 else None)
+    ranks.on_first(lambda: _check_room(size, wanted))
 
 
 def _check_room(size: int, wanted: Sequence[tuple[TrainConfig, int]]) -> None:
-    """Raise ValueError if the disk of an output has no room for checkpoints of `size` bytes. For
-    each output, `wanted` has the number of saves that are due.
-    """
-    needs: Counter[int] = Counter()  # checkpoints on each device, and bytes that they may take
-    room: Counter[int] = Counter()
+    """Raise ValueError if a disk has no room for the checkpoints of each output that are due."""
+    needs: Counter[int] = Counter()  # checkpoints on each device
+    room: Counter[int] = Counter()  # bytes on it that they may take
     for config, saves in wanted:
         root = Path(config.output)
         there = checkpoint.listed(root)
@@ -109,15 +86,14 @@ def _check_room(size: int, wanted: Sequence[tuple[TrainConfig, int]]) -> None:
         device = place.stat().st_dev
         if device not in room:
             room[device] = shutil.disk_usage(place).free
-        # files of a save that was killed are removed by the next one
+        # the next save removes files of one that was killed
         room[device] += sum(map(checkpoint.count_bytes, [*there, *root.glob(".step_*")]))
         needs[device] += min(max(config.keep_last, 2), len(there) + saves)
         if saves and room[device] < needs[device] * size:
             raise ValueError(
-                f"{place.absolute()} has no room for the checkpoints of this run: "
-                f"{needs[device]} of {_show_bytes(size)} need "
-                f"{_show_bytes(needs[device] * size)}, and {_show_bytes(room[device])} are free or "
-                f"used by older ones; --keep-last is "
+                f"{place.absolute()} has no room for the checkpoints of this run: {needs[device]} "
+                f"of {_show_bytes(size)} need {_show_bytes(needs[device] * size)}, and "
+                f"{_show_bytes(room[device])} are free or used by older ones; --keep-last is "
                 f"{config.keep_last}, and a save needs 2 at least, since the one before stays "
                 "until the new one is whole"
             )

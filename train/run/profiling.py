@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,7 @@ _WIDTH = 60  # characters of a name
 
 
 def parse_steps(text: str, steps: int) -> range:
-    """Return the steps of FIRST:LAST, both included. Raises ValueError unless a run of `steps`
-    steps has them.
-    """
+    """Return the steps of FIRST:LAST. Raises ValueError unless a run of `steps` steps has them."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match:
         raise ValueError(f"--profile must be FIRST:LAST, two steps as in 5:7, got {text!r}")
@@ -37,10 +35,12 @@ def parse_steps(text: str, steps: int) -> range:
 
 
 class Profiler:
-    """A profiler of the steps in a range. A resumed run profiles those that it still does."""
+    """A profiler of a range of steps, as many as a run takes. `say` prints a table."""
 
-    def __init__(self, steps: range, folder: Path, device: torch.device):
-        self._steps, self._folder, self._device = steps, folder, device
+    def __init__(
+        self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]
+    ):
+        self._steps, self._folder, self._device, self._say = steps, folder, device, say
         self._profile: profile | None = None
         self._first = 0
         self._seconds: Counter[str] = Counter()  # of the profiled steps, by phase
@@ -56,21 +56,17 @@ class Profiler:
         self._seconds.clear()
         self._profile.start()
 
-    def end(self, step: int, seconds: float, phases: Mapping[str, float]) -> str | None:
-        """Note the seconds of `step`, which has ended, and of its phases. Return the table after
-        the last step. Every rank must call this function.
-        """
-        if self._profile is None:
-            return None
-        self._seconds.update({**phases, "other": seconds - sum(phases.values())})
-        return self.finish(step) if step == self._steps[-1] else None
+    def end(self, step: int, seconds: float, phases: Mapping[str, float]) -> None:
+        """Note the seconds of `step`, which has ended, and of its phases."""
+        if self._profile is not None:
+            self._seconds.update({**phases, "other": seconds - sum(phases.values())})
+            if step == self._steps[-1]:
+                self.finish(step)
 
-    def finish(self, step: int) -> str | None:
-        """Write the trace of the steps up to `step`, if there is one. Return the table. Every rank
-        must call this function.
-        """
+    def finish(self, step: int) -> None:
+        """Write the trace of the steps up to `step`, if there is one, and print the table."""
         if self._profile is None:
-            return None
+            return
         done, self._profile = self._profile, None
         done.stop()
         name = f"steps_{self._first}-{step}"
@@ -79,14 +75,8 @@ class Profiler:
         heading = f"profile of steps {self._first} to {step} on rank 0, in ms a step; traces of "
         heading += f"all ranks: {self._folder}/{name}_rank_*.json.gz"
         operators = sum_operators(done.key_averages(), self._device.type == "cuda")
-        return "\n".join(
-            [
-                heading,
-                *table("phase", self._seconds, count),
-                "",
-                *table("operator", operators, count),
-            ]
-        )
+        phases = table("phase", self._seconds, count)
+        self._say("\n".join([heading, *phases, "", *table("operator", operators, count)]))
 
     def _write(self, done: profile, name: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -94,9 +84,7 @@ class Profiler:
 
 
 def sum_operators(events: Any, cuda: bool) -> Mapping[str, float]:
-    """Return the seconds of each operator without those that it calls. On GPUs it is each kernel,
-    which no operator shares with another one.
-    """
+    """Return the seconds of each operator without those that it calls, or of each GPU kernel."""
     seconds: Counter[str] = Counter()
     for event in events:
         if event.is_user_annotation:

@@ -1,13 +1,14 @@
-"""The progress of a run."""
+"""The progress of a run, and its optimizer steps, some of which may be skipped."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from train.base.wording import counted
-from train.data.skips import Skips
-from train.run.kinds import ModelConfig
+from train.engine import Engine
+from train.run.settings import Settings
 
 _CALMER = (
     "give a smaller --lr than {:g}; if the last good checkpoint still explodes, resume from an "
@@ -17,8 +18,12 @@ _CALMER = (
 
 @dataclass
 class Progress:
-    """The progress of a run: steps, samples read, skipped steps (their loss or gradients were not
-    finite), and skipped steps in a row up to now.
+    """The progress of a run.
+
+    step            steps so far
+    samples         samples that were read
+    skipped         skipped steps: their loss or gradients were not finite
+    skips_in_a_row  skipped steps in a row up to now
     """
 
     step: int = 0
@@ -34,19 +39,28 @@ class Progress:
         return f"step {self.step}: {what}; {skipped}: {_CALMER.format(lr)}"
 
 
-@dataclass(frozen=True)
-class Start:
-    """The state from which a rank begins.
-
-    progress     zero for a new run or a new stage
-    model        the configuration, with the length that resumed weights were made for
-    longest_row  the length of the longest row in all stages
-    beside       the record of what stood beside the weights of --init-from (train/run/beside.py)
-    skips        the ranges of the training data that are left out
+def optimize(
+    engine: Engine,
+    progress: Progress,
+    settings: Settings,
+    loss: float,
+    lr: float,
+    say: Callable[[str], None],
+) -> dict[str, float]:
+    """Take an optimizer step, or skip it if loss or gradients are not finite. Return numbers to
+    record. Raises FloatingPointError on every rank if too many steps in a row were skipped.
     """
-
-    progress: Progress
-    model: ModelConfig
-    longest_row: int
-    beside: dict[str, Any] | None
-    skips: Skips = field(default_factory=Skips)
+    try:
+        if not math.isfinite(loss):
+            engine.clear_gradients()
+            raise FloatingPointError(f"the loss is {loss}")
+        grad_norm = engine.step(lr, settings.clip)
+    except FloatingPointError as error:
+        progress.skipped += 1
+        progress.skips_in_a_row += 1
+        say(f"step {progress.step}: skipped, {error}; {progress.skips_in_a_row} in a row")
+        if progress.skips_in_a_row >= settings.max_skips:
+            raise FloatingPointError(progress.describe_skips(str(error), settings.lr)) from error
+        return {"skipped": progress.skipped}
+    progress.skips_in_a_row = 0
+    return {"loss": loss, "grad_norm": grad_norm}

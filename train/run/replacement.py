@@ -28,9 +28,7 @@ _CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def agree_on_store() -> dict[str, str]:
-    """Open a socket for the next store on rank 0. Return the environment variables that name it.
-    Every rank must call this function.
-    """
+    """Open a socket for the next store on rank 0. Return the variables that name it."""
     if "RANK" not in os.environ:
         return {}
     listener, place = None, ("", 0)
@@ -51,9 +49,7 @@ def agree_on_store() -> dict[str, str]:
 
 @functools.cache
 def open_store() -> dist.TCPStore | None:
-    """Open the store on the socket that this process inherited, if it inherited one. The store is
-    open until the process ends.
-    """
+    """Open the store on the inherited socket, if there is one, until the process ends."""
     listener = os.environ.pop(_LISTENER, None)
     if listener is None:
         return None
@@ -70,9 +66,7 @@ def open_store() -> dist.TCPStore | None:
 def replace_process(
     argv: Sequence[str], variables: Mapping[str, str], stop: StopSignal
 ) -> NoReturn:
-    """Replace this process by `python argv...`, with further environment variables. After a signal
-    to stop, end it instead.
-    """
+    """Replace this process by `python argv...`, or end it after a signal to stop."""
     if stop.close():
         signal.raise_signal(signal.SIGTERM)
     inherited = variables.get(_LISTENER)

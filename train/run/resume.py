@@ -11,12 +11,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
-
-import torch
-from bmt_burst.strategies.machine import machine_line, parse_machine, use_machine
 
 from models.config import CPMConfig
 from models.cpm_live.config import LiveConfig
@@ -32,41 +28,16 @@ from train.run.config import TrainConfig
 from train.run.kinds import config_of
 from train.run.progress import Progress
 from train.run.schedule import learning_rate
+from train.run.settings import fields_by_group
 
+# settings that do not affect the result
 _TECHNICAL = {
-    *(
-        "resume",
-        "output",
-        "processes",
-        "restarts",
-        "save_every",
-        "save_in_background",
-        "keep_last",
-        "eval_every",
-        "eval_sequences",
-        "eval_tasks",
-        "max_skips",
-    ),
-    *(
-        "checkpointing",
-        "checkpointing_blocks",
-        "checkpointing_every",
-        "offload",
-        "offload_optimizer",
-        "timeout",
-        "save",
-        "new_stage",
-    ),
-    "allow_other_tokenizer",
-    "untie",  # the model itself is compared
-    "grow_vocabulary",
-    "log_every",
-    "wandb",
-    "profile",
-    "stop_after",
-    "time_limit",
-}  # settings that do not affect the result
-
+    *(field.name for field in fields_by_group()["the run"]),
+    *("processes", "restarts", "max_skips", "stop_after"),
+    *("checkpointing", "checkpointing_blocks", "checkpointing_every"),
+    *("offload", "offload_optimizer", "allow_other_tokenizer"),
+    *("untie", "grow_vocabulary"),  # the model itself is compared
+} - {"seed", "skip_data"}
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
 # fields of a model that a stage may change
 _CHANGED_BY_STAGES = {"rope_theta", "rope_scaling", "window", "window_pattern", "sparse"}
@@ -78,11 +49,9 @@ _JUMP = 0.01  # relative change of a learning rate that is reported
 
 
 def choose_checkpoint(config: TrainConfig) -> Path | None:
-    """Return the checkpoint that the configuration asks for, or None for the start. Every rank must
-    call this function.
-
-    Raises RankError if the output has checkpoints that the run would not continue, or only damaged
-    ones, or if the checkpoint has another format or lacks a part of its state.
+    """Return the checkpoint to resume from, or None. Every rank must call this function. Raises
+    RankError if the output has checkpoints that the run would not continue, or only damaged ones,
+    or if the checkpoint has another format or lacks a part of its state.
     """
     root = Path(config.output)
     if config.resume == "never":
@@ -93,15 +62,16 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
         return None
     auto = config.resume == "auto"
     path = checkpoint.newest(root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
-    if config.new_stage and path is None:
-        raise ranks.RankError(
-            f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one"
-        )
-    if path is None and config.skip_data:
-        raise ranks.RankError(
-            f"--skip-data {config.skip_data} needs a checkpoint to resume from, but {root} has none"
-        )
     if path is None:
+        if config.new_stage:
+            raise ranks.RankError(
+                f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one"
+            )
+        if config.skip_data:
+            option = f"--skip-data {config.skip_data}"
+            raise ranks.RankError(
+                f"{option} needs a checkpoint to resume from, but {root} has none"
+            )
         return None
     if begins_stage(config) and checkpoint.listed(root):
         raise ranks.RankError(
@@ -120,9 +90,8 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def check_state(saved: checkpoint.Checkpoint) -> None:
-    """Raise ValueError if the state lacks what every run has saved.
-
-    Without its samples, for example, a run would silently read the data from the start again.
+    """Raise ValueError if the state lacks what every run has saved. Without its samples, for
+    example, a run would read the data from the start again.
     """
     if not isinstance(saved.state, dict):
         raise ValueError(f"expected state.json of {saved.path} to have names and values")
@@ -142,9 +111,7 @@ def check_state(saved: checkpoint.Checkpoint) -> None:
 
 
 def saved_skips(state: dict) -> Skips:
-    """Return the ranges of the data that a checkpoint's run leaves out. Older checkpoints have
-    none. Raises ValueError if the state has no such ranges.
-    """
+    """Return the ranges of data that a run leaves out. Older checkpoints have none."""
     try:
         return Skips.of(state.get("skip_data", []))
     except ValueError as error:
@@ -152,9 +119,8 @@ def saved_skips(state: dict) -> Skips:
 
 
 def choose_skips(config: TrainConfig, state: dict, progress: Progress) -> Skips:
-    """Return the ranges of the data to leave out: those of a checkpoint's state, and --skip-data.
-
-    Raises ValueError if the run cannot leave out the sequences of --skip-data any more.
+    """Return the ranges of the data to leave out: those of a state, and --skip-data. Raises
+    ValueError if the run cannot leave them out any more.
     """
     skips = saved_skips(state)
     if config.skip_data is None:
@@ -169,49 +135,40 @@ def begins_stage(config: TrainConfig) -> bool:
 
 
 def choose_documents(config: TrainConfig, path: Path | None, data: Source) -> bool:
-    """Whether to keep documents apart: as configured, else as in the checkpoint `path`, else if
-    their starts are known.
-    """
+    """Whether to keep documents apart: by option, else as before, else if it is possible."""
     if config.documents == "auto" and path is not None and not begins_stage(config):
         return saved_documents(checkpoint.Checkpoint(path).state) == "mask"
     return data.finds_documents if config.documents == "auto" else config.documents == "mask"
 
 
 def saved_documents(state: dict) -> str:
-    """Return what a checkpoint's run did: "mask" or "ignore". Older checkpoints do not say, because
-    "ignore" was the only way.
-    """
+    """Return "mask" or "ignore". Older checkpoints do not have it: all ignored documents."""
     return state["data"].get("documents", "ignore")
 
 
 def choose_begin_token(
     config: TrainConfig, path: Path | None, apart: bool, data: Source, tokenizer: Tokenizer
 ) -> int | None:
-    """Return the begin token of documents: as configured, else as in the checkpoint `path`, else
-    the one of `data`.
-
-    Return None if documents get no begin token, for example if they are not kept `apart`. Raises
-    ValueError for a token that the tokenizer lacks.
+    """Return the begin token of documents, as configured, as in the checkpoint `path`, or as in
+    `data`. Return None if there is none, also if documents are not kept `apart`. Raises ValueError
+    for a token that the tokenizer lacks.
     """
     if config.bos == "none" or (config.bos == "auto" and not apart) or data.kind:
         return None
     if config.bos == "auto" and path is not None and not begins_stage(config):
         return saved_begin_token(checkpoint.Checkpoint(path).state)
     if config.bos == "auto":
-        if data.bos_id is None and ranks.rank() == 0:
-            print(
+        if data.bos_id is None:
+            ranks.warn(
                 f"{data.folder} was prepared without a begin token, so documents get none; "
-                "--bos TOKEN puts one in front of each",
-                file=sys.stderr,
+                "--bos TOKEN puts one in front of each"
             )
         return data.bos_id
     return named_token(config.bos, tokenizer, str(data.folder))
 
 
 def named_token(bos: str, tokenizer: Tokenizer, owner: str) -> int:
-    """Return the id of the token that --bos names. Raises ValueError if the tokenizer of `owner`
-    lacks it.
-    """
+    """Return the id of --bos TOKEN. Raises ValueError if the tokenizer of `owner` lacks it."""
     found = tokenizer.id_of(bos)
     if found is None:
         raise ValueError(f"--bos must be auto, none or a token of {owner}'s tokenizer, got {bos!r}")
@@ -219,39 +176,19 @@ def named_token(bos: str, tokenizer: Tokenizer, owner: str) -> int:
 
 
 def saved_begin_token(state: dict) -> int | None:
-    """Return the begin token of a checkpoint's run. Older checkpoints do not say, because there
-    were none.
-    """
+    """Return the begin token of a checkpoint's run. Older runs had none."""
     return state["data"].get("bos")
 
 
 def longest_row(state: dict) -> int:
-    """Return the length of the longest row in all stages of a checkpoint's run. Older checkpoints
-    only know the last stage.
-    """
+    """Return the longest row of all stages. Older checkpoints only know the last stage."""
     return state.get("longest_row", state["config"]["seq_len"])
 
 
 def keep_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
-    """Return the model with the length that a checkpoint's weights were made for, if its state has
-    it.
-    """
+    """Return the model with the length for which a checkpoint's weights were made."""
     made_for = state["model"].get("max_position_embeddings")
     return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
-
-
-def keep_machine(state: dict, device: torch.device) -> None:
-    """Let "auto" choose strategies by the constants that a checkpoint's run had, so that they, and
-    the bits that they compute, stay. Runs before there were constants had the ring.
-    """
-    line, own = state.get("machine"), machine_line(device)
-    use_machine(None if line is None else parse_machine(line, "the checkpoint's machine"))
-    if line != own and ranks.rank() == 0:
-        print(
-            "strategies are chosen as before the checkpoint was saved, for "
-            f"{line or 'an unknown machine'}, not for {own or 'this one, which is unknown'}",
-            file=sys.stderr,
-        )
 
 
 def check_same(
@@ -261,9 +198,8 @@ def check_same(
     new_stage: bool,
     tokenizer: Tokenizer,
 ) -> None:
-    """Raise ValueError unless the checkpoint has the same model, and was reading the same data.
-
-    A new stage may have other rotary positions, windows, sparse attention and data.
+    """Raise ValueError unless the checkpoint has the same model, and was reading the same data. A
+    new stage may have other rotary positions, windows, sparse attention and data.
     """
     try:
         # fields that the checkpoint lacks have the value that was implied then
@@ -271,15 +207,13 @@ def check_same(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{saved.path} holds an unknown model: {error}") from error
     changed = _differences(before.to_dict(), model.to_dict())
-    if changed := {name: values for name, values in changed.items() if name not in _NOTES}:
-        if not changed.keys() <= _CHANGED_BY_STAGES:
-            raise ValueError(
-                f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}"
-            )
-        if not new_stage:
-            raise ValueError(
-                f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}; {_STAGE}"
-            )
+    changed = {name: values for name, values in changed.items() if name not in _NOTES}
+    allowed = changed.keys() <= _CHANGED_BY_STAGES
+    if changed and not (allowed and new_stage):
+        advice = f"; {_STAGE}" if allowed else ""
+        raise ValueError(
+            f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}{advice}"
+        )
     reading = saved.state["data"] | {
         "documents": saved_documents(saved.state),
         "bos": saved_begin_token(saved.state),
@@ -299,14 +233,12 @@ def _differences(before: dict, now: dict) -> dict[str, tuple]:
 
 
 def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
-    """Return what changed, with both values: settings as options, begin tokens by name."""
+    """List changes with both values: settings as options, begin tokens by name."""
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
     said = []
     for name, values in differences.items():
         if name == "bos":
-            values = tuple(
-                "none" if token is None else _token_name(token, tokenizer) for token in values
-            )
+            values = tuple(_token_name(token, tokenizer) for token in values)
         said.append(_show_change(flag(name) if name in settings else name, *values))
     return ", ".join(said)
 
@@ -318,62 +250,47 @@ def _show_change(name: str, before: Any, after: Any) -> str:
     return f"{name} {before} -> {after}"
 
 
-def _token_name(token: int, tokenizer: Tokenizer) -> str:
+def _token_name(token: int | None, tokenizer: Tokenizer) -> str:
     """Return a token's name. A checkpoint may be of another tokenizer, with more tokens."""
+    if token is None:
+        return "none"
     return tokenizer.name_of(token) if token < tokenizer.vocab_size else f"token {token}"
 
 
 def print_changes(
     state: dict, now: dict, config: TrainConfig, next_step: int, tokenizer: Tokenizer
 ) -> None:
-    """Print which settings differ between the run of `state` and this one, if they matter for the
-    result.
-
-    `now` is the same part of this run's state. Also print if the learning rate of `next_step`
-    differs from the one that the earlier run would have had.
+    """Print which settings that affect the result differ between `state` and `now`, the same part
+    of this run's state. Also print a jump of the learning rate at `next_step`.
     """
-    if ranks.rank():
-        return
     before, now = _settings(state), _settings(now)
     changed = {
         k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v
     }
-    changed.pop("skip_data", None)  # checkpoints remember it, and the run says so itself
+    changed.pop("skip_data", None)  # checkpoints remember it, and the run prints it
     if changed:
-        print("changed since the checkpoint:", _list_changes(changed, tokenizer), file=sys.stderr)
+        ranks.warn(f"changed since the checkpoint: {_list_changes(changed, tokenizer)}")
     if next_step <= config.steps:
         _print_jump(state, config, next_step)
 
 
 def changed_settings(state: dict, config: TrainConfig) -> str:
-    """Return which settings differ between the run of `state` and `config`, as options with both
-    values, if they matter for the result.
-    """
+    """Return the settings that differ between a state and `config` and affect the result."""
     now = json.loads(json.dumps(config.to_dict()))  # as a state is stored
-    changed = _differences(state["config"], now).items()
-    return ", ".join(
-        _show_change(flag(name), *values)
-        for name, values in changed
-        if name in now and name not in _TECHNICAL
-    )
+    changed = _differences(state["config"], now)
+    kept = [name for name in changed if name in now and name not in _TECHNICAL]
+    return ", ".join(_show_change(flag(name), *changed[name]) for name in kept)
 
 
 def _settings(state: dict) -> dict:
-    """Return the configuration in a state, with choices such as "auto" replaced by their
-    meaning.
-    """
+    """Return the settings of a state, with "auto" replaced by its meaning."""
     config, documents = state["config"], saved_documents(state)
     layout, window = config.get("layout"), state["model"].get("window")
     if layout == "auto":
         layout = "balanced" if window or documents != "ignore" else "zigzag"
-    by_default = {"strategy": "auto"}  # missing in older checkpoints
-    meant = {
-        "documents": documents,
-        "bos": saved_begin_token(state),
-        "layout": layout,
-        "window": config.get("window"),
-    }
-    return by_default | config | meant
+    meant = {"documents": documents, "bos": saved_begin_token(state), "layout": layout}
+    # older checkpoints lack some settings
+    return {"strategy": "auto", "window": None} | config | meant
 
 
 def _print_jump(state: dict, config: TrainConfig, next_step: int) -> None:
@@ -383,4 +300,4 @@ def _print_jump(state: dict, config: TrainConfig, next_step: int) -> None:
     expected = learning_rate(state["step"] + 1, then) if state["step"] < then.steps else last
     if not math.isclose(lr, expected, rel_tol=_JUMP):
         was = f"{last:.3e} at the checkpoint's step {state['step']}"
-        print(f"the learning rate jumps: {was}, {lr:.3e} at step {next_step}", file=sys.stderr)
+        ranks.warn(f"the learning rate jumps: {was}, {lr:.3e} at step {next_step}")

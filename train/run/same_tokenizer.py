@@ -6,25 +6,22 @@ only the size of the vocabulary is compared with the model's.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from models.tensor_files import folder_of
 from train.base import ranks
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer, saved_identity
+from train.data.tokenizer_base import SPEC
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # as other programs name them
+_FILES = ("tokenizer.json", "tokenizer.model")  # as other programs name them
 _SHOWN = 12  # digits of an identity that are shown
 
 
 def check_folder(
     data: Path, other: Path, name: Path | str, data_name: Path | str | None = None
 ) -> None:
-    """Raise ValueError unless folder `other` has the same tokenizer as folder `data`. The error
-    calls them `name` and `data_name`.
-    """
+    """Raise ValueError unless both folders have one tokenizer. Errors use their names."""
     data_name = data_name or data
     expected, found = saved_identity(data), saved_identity(other)
     if expected is None or found is None:
@@ -42,72 +39,66 @@ def check_weights(
     """Raise ValueError if the weights belong to another tokenizer than the folder `data`.
 
     `weights` is a folder or a file of weights, and `tokenizer` is the data's tokenizer. It is
-    compared with each tokenizer beside the weights: the one that export.py saved, and those in
-    files with the usual names. If the vocabulary `grows`, it may have more tokens than one of them.
-    If none matches and `allowed` is set, a warning is printed instead.
+    compared with each tokenizer next to the weights. If the vocabulary `grows`, it may have more
+    tokens than one of them. If none matches and `allowed` is set, a warning is printed instead.
     """
-    expected, folder = saved_identity(data), folder_of(weights)
-    identities, said = _tokenizers_in(folder, tokenizer.eos)
-    if expected is None or not said:
+    expected, found = saved_identity(data), list(find_tokenizers(folder_of(weights), tokenizer.eos))
+    if expected is None or not found:
         _warn_of_missing(data if expected is None else weights)
-    elif expected not in identities and not (grows and _extends(tokenizer, folder)):
-        problem = (
-            f"{weights} has another tokenizer than {data}: expected {expected[:_SHOWN]}, "
-            f"got {', '.join(said)}"
+        return
+    others = [other for _, other in found if isinstance(other, Tokenizer)]
+    same = any(expected == other.identity for other in others)
+    if same or (grows and any(extends(tokenizer, other) for other in others)):
+        return
+    shown = [
+        f"{other.identity[:_SHOWN]} {where}" if isinstance(other, Tokenizer) else other
+        for where, other in found
+    ]
+    problem = (
+        f"{weights} has another tokenizer than {data}: expected {expected[:_SHOWN]}, "
+        f"got {', '.join(shown)}"
+    )
+    if grows:
+        problem += f"; the tokenizer of {data} does not have all its tokens under the same ids"
+    if not allowed:
+        raise ValueError(
+            f"{problem}; give data that was made with its tokenizer, or --allow-other-tokenizer"
         )
-        if grows:
-            problem += f"; the tokenizer of {data} does not have all its tokens under the same ids"
-        if not allowed:
-            raise ValueError(
-                f"{problem}; give data that was made with its tokenizer, or --allow-other-tokenizer"
-            )
-        _warn(problem)
+    ranks.warn(problem)
 
 
-def _extends(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Whether a tokenizer has all tokens of one of those in a folder, under the same ids."""
-    return any(
-        old.vocab_size <= tokenizer.vocab_size
-        and all(old.name_of(i) == tokenizer.name_of(i) for i in range(old.vocab_size))
-        for old in _open_tokenizers(folder, tokenizer.eos)
+def find_tokenizers(folder: Path, eos: str | None) -> Iterator[tuple[str, Tokenizer | str]]:
+    """Yield the tokenizers in a folder: where each was found, and the tokenizer, or why it cannot
+    be read. The one that export.py saved is the first.
+
+    `eos` is the end-of-text token of those that have such a token.
+    """
+    if (folder / SPEC).is_file():
+        yield "as it was exported", load_tokenizer(folder)
+    for name in _FILES:
+        if (folder / name).is_file():
+            yield f"of {name}", _open(folder / name, eos)
+
+
+def _open(file: Path, eos: str | None) -> Tokenizer | str:
+    problem = ""
+    for name in dict.fromkeys((eos, None)):
+        try:
+            return open_tokenizer(str(file), name)
+        except ValueError as error:
+            problem = problem or str(error)
+    return problem
+
+
+def extends(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+    """Whether `tokenizer` has all tokens of `other`, under the same ids."""
+    return other.identity == tokenizer.identity or (
+        other.vocab_size <= tokenizer.vocab_size
+        and all(other.name_of(i) == tokenizer.name_of(i) for i in range(other.vocab_size))
     )
 
 
-def _open_tokenizers(folder: Path, eos: str | None) -> Iterator[Tokenizer]:
-    """Yield the tokenizers in a folder, without broken ones."""
-    if saved_identity(folder):
-        yield load_tokenizer(folder)
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            with suppress(ValueError):  # _tokenizers_in describes it
-                yield open_tokenizer(str(folder / name), eos)
-
-
-def _tokenizers_in(folder: Path, eos: str | None) -> tuple[set[str], list[str]]:
-    """Return the identities of the tokenizers in a folder, and a description of each, including
-    broken ones.
-
-    `eos` is the end-of-text token for tokenizers that other programs saved.
-    """
-    identities, said = set(), []
-    if saved := saved_identity(folder):
-        identities, said = {saved}, [f"{saved[:_SHOWN]} as it was exported"]
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            try:
-                found = open_tokenizer(str(folder / name), eos).identity
-            except ValueError as error:
-                said.append(str(error))
-            else:
-                identities.add(found)
-                said.append(f"{found[:_SHOWN]} of {name}")
-    return identities, said
-
-
 def _warn_of_missing(folder: Path | str) -> None:
-    _warn(f"{folder} has no identity of its tokenizer: only the size of the vocabulary is checked")
-
-
-def _warn(text: str) -> None:
-    if ranks.rank() == 0:
-        print(text, file=sys.stderr)
+    ranks.warn(
+        f"{folder} has no identity of its tokenizer: only the size of the vocabulary is checked"
+    )

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from train.base import ranks
-from train.base.files import printing
 from train.base.wording import counted, flag
 from train.checkpoints import checkpoint
 from train.data.batches import choose_micro_batch_size
@@ -52,7 +51,7 @@ _COMMON = {
     *("model", "init_from", "allow_other_tokenizer", "untie", "grow_vocabulary"),
     *("processes", "restarts", "output", "time_limit"),
 }
-# options whose numbers are of one stage
+# options with numbers of one stage
 _OWN = {"skip_data", "stop_after"}
 _REFUSED = {
     "resume": "stages always resume where they stopped; to repeat steps, remove checkpoints",
@@ -75,9 +74,7 @@ class Stage:
 
     @property
     def last_checkpoint(self) -> Path:
-        """The checkpoint at which the next stage begins. It is past the last step if --steps was
-        lowered after it was saved.
-        """
+        """The checkpoint at which the next stage begins, also if --steps was lowered since."""
         last = checkpoint.folder(self.folder, self.config.steps)
         return max([last, *checkpoint.listed(self.folder)[:1]])
 
@@ -92,17 +89,12 @@ class Stages:
 
     @property
     def config(self) -> TrainConfig:
-        """The settings of the current stage, which say where it begins."""
+        """The settings of the current stage, with the place where it begins."""
         config, number = self.current.config, self.current.number
         if _given_number() is None or number == 1:
             return dataclasses.replace(config, resume="auto")
         before = self.all[number - 2].last_checkpoint
         return dataclasses.replace(config, resume=str(before), new_stage=True)
-
-    @property
-    def next(self) -> Stage | None:
-        """The stage after the current one, if there is one."""
-        return next(iter(self.later), None)
 
     @property
     def later(self) -> tuple[Stage, ...]:
@@ -115,9 +107,7 @@ class Stages:
         return f"pretrain.py: stage {self.current.name}"
 
     def describe(self) -> str:
-        """Return which stage this is. A line follows for each stage that is done, if its settings
-        have changed since.
-        """
+        """Return which stage this is, and which settings of finished stages have changed since."""
         number, name = self.current.number, self.current.name
         lines = [f"stage {number} of {len(self.all)}: {name}, in {self.current.folder}"]
         for stage in self.all[: number - 1]:
@@ -126,36 +116,35 @@ class Stages:
         return "\n".join(lines)
 
     def outlook(self) -> str:
-        """Return what the run leaves when it ends, as checkpoint.outlook does."""
+        """Return the outlook of the run when it ends, as checkpoint.outlook does."""
         return checkpoint.outlook(_last_begun(self.all).folder)
 
     def leave(self, finished: bool, stopping: bool) -> dict[str, str] | None:
-        """Return the environment variables of the process that trains the next stage. Return None
-        if there is none, or if this stage is not `finished`. Every rank must call this function.
-
-        If any rank is `stopping`, the next stage does not begin.
+        """Return the variables of the process that trains the next stage. Return None if there is
+        none, if this stage is not `finished`, or if any rank is `stopping`. Every rank must call
+        this function.
         """
         if not finished or any(ranks.gather(stopping)):
             if finished:
-                _say(f"stopped after stage {self.current.name}; to resume, run the same command")
+                ranks.say(
+                    f"stopped after stage {self.current.name}; to resume, run the same command"
+                )
             return None
-        if self.next is None:
-            _say(f"all {counted(len(self.all), 'stage')} of {self.file} are done")
+        if not self.later:
+            ranks.say(f"all {counted(len(self.all), 'stage')} of {self.file} are done")
             return None
-        return {**agree_on_store(), STAGE: str(self.next.number)}
+        return {**agree_on_store(), STAGE: str(self.later[0].number)}
 
     def check(self, device: torch.device) -> None:
-        """Say which stage begins. Check the data and the sizes of this stage and of all that follow
-        it. Every rank must call this function.
-
-        Raises RankError, which names the stage, on every rank.
+        """Print which stage begins. Check the data and sizes of it and of all that follow. Every
+        rank must call it. Raises RankError, which names the stage, on every rank.
         """
         if len(set(ranks.gather(self.current.number))) > 1:
             raise ranks.RankError(
                 f"ranks find checkpoints of different stages in {self.current.folder.parent}: "
                 "expected one file system for all hosts"
             )
-        _say(self.describe())
+        ranks.say(self.describe())
         for inputs in ranks.together(lambda: self._check_inputs(device)):
             check_same_data(inputs)
 
@@ -173,9 +162,7 @@ class Stages:
 
 
 def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | None]:
-    """Return the configuration of the command line `argv`, and its stages if it has --stages. The
-    configuration is then the current stage's.
-    """
+    """Return the configuration of a command line, or the one of its current stage."""
     parser, given = parse_options(argv)
     file = given.pop("stages", None)
     given.pop("dry_run", None)
@@ -189,10 +176,8 @@ def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | 
 
 
 def read_stages(file: Path, given: Mapping[str, Any]) -> Stages:
-    """Read the stages of `file`, and choose the current one. The options `given` on the command
-    line override those of all stages.
-
-    Raises ValueError, which names the stage, for options that do not fit.
+    """Read the stages of `file`, and choose the current one. Options `given` on the command line
+    override those of all stages. Raises ValueError, which names the stage.
     """
     common = read_file(file, "--stages")
     tables = common.pop("stage", None)
@@ -279,9 +264,7 @@ def _given_number() -> int | None:
 
 
 def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -> Inputs:
-    """Open the inputs of a stage. Raises ValueError for options that do not fit them or the ranks,
-    or if the tokenizer is not that of the folder `data`.
-    """
+    """Open the inputs of a stage, with the tokenizer of folder `data`. Raises ValueError."""
     config, world = stage.config, ranks.world_size()
     try:
         check_installed(config.wandb)
@@ -297,12 +280,6 @@ def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -
     except (ValueError, OSError) as error:
         raise ValueError(f"stage {stage.name}: {error}") from error
     return inputs
-
-
-def _say(text: str) -> None:
-    if ranks.rank() == 0:
-        with printing():
-            print(text, flush=True)
 
 
 def _changes_since(stage: Stage) -> str:

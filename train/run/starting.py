@@ -46,9 +46,7 @@ def expected_weights(source: Path, model: ModelConfig, name: str, untie: bool) -
 
 
 def _is_live(folder: Path, values: dict[str, Any]) -> bool:
-    """Whether a folder has a model of CPM-Live. Sizes alone do not tell one from ModelCenter's
-    Llama, but the names of weights do.
-    """
+    """Whether a folder has a model of CPM-Live. Sizes do not tell, but names of weights do."""
     if "dim_model" not in values:
         return values.get("model_type") in list(HF_KINDS)
     if is_model_center(values) or values.get("model_type") in list(HF_KINDS.values()):

@@ -49,9 +49,7 @@ def check_time_limit(text: str) -> None:
 
 
 def running_time() -> float:
-    """Return the seconds since the start of the process that started this rank, or of this process
-    if it was started alone.
-    """
+    """Return the seconds since the launcher of this rank, or this process, was started."""
     pid = os.getppid() if has_agent() or has_launcher() else os.getpid()
     # the command's name, in parentheses, may have spaces
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -60,11 +58,7 @@ def running_time() -> float:
 
 
 class TimeLimit:
-    """The --time-limit of a run, as one rank sees it.
-
-    text      the limit as it was given; None for a run without one
-    save_s    seconds of the longest of the last saves; 0 before the first
-    """
+    """The --time-limit of a run, or none. `save_s` has the seconds of the longest recent save."""
 
     def __init__(self, text: str | None):
         self.text, self.save_s = text, 0.0
@@ -93,9 +87,7 @@ class TimeLimit:
         self.save_s = max(self._saves)
 
     def is_late(self, writing: bool = False) -> bool:
-        """Whether the run must stop now, so that it saves in time. While it is `writing` a
-        checkpoint, it needs the time of two saves.
-        """
+        """Whether to stop now, to save in time. A save that is `writing` also takes time."""
         if self.text is None:
             return False
         now = 0.0 if self._step_began is None else time.monotonic() - self._step_began

@@ -14,13 +14,12 @@ from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
 from train.data.folder import Sequences
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
-from train.data.tokenizer_base import SPEC
 from train.engine import Engine
 from train.run import resume
 from train.run.config import TrainConfig
 from train.run.inputs import check_kernel, check_padding, open_data, warn_of_length
 from train.run.kinds import config_of, kind_of
-from train.run.same_tokenizer import TOKENIZER_FILES, check_folder, check_weights
+from train.run.same_tokenizer import check_folder, check_weights, find_tokenizers
 
 _FROM_RUN = ("seq_len", "dtype")  # settings that are a run's, unless they are given
 
@@ -53,10 +52,7 @@ class Trained:
             engine.load(checkpoint.Checkpoint(self.path).read, optimizer_steps=0)
 
     def open_data(self, folder: str) -> Sequences:
-        """Open the text of a data folder. Documents are kept apart as in training.
-
-        Raises ValueError if the folder has another tokenizer than the model.
-        """
+        """Open a data folder, as in training. Raises ValueError if it has another tokenizer."""
         config, kind = self.config, kind_of(self.model)
         data: Any = open_data(config, kind, self.model, folder, str(self.path or config.model_name))
         place = data.folder
@@ -75,10 +71,8 @@ class Trained:
 def open_trained(
     given: dict[str, Any], path: Path | None, tokenizer: str | None, device: torch.device
 ) -> Trained:
-    """Return the model of checkpoint `path`, or of --init-from in the settings `given`.
-
-    `tokenizer` names a tokenizer, as for prepare_data.py, in place of the model's own. Raises
-    ValueError if the model is not a dense CPM, or if it has no tokenizer.
+    """Return the model of checkpoint `path`, or of --init-from in the settings `given`. `tokenizer`
+    replaces the model's own. Raises ValueError if it is not a dense CPM, or if it has no tokenizer.
     """
     if path is None:
         config = TrainConfig(**given)
@@ -108,15 +102,14 @@ def checkpoint_tokenizer(path: Path) -> Tokenizer:
 
 
 def _find_tokenizer(path: Path | None, config: TrainConfig) -> Tokenizer:
-    """Return the tokenizer of a checkpoint, or the one beside the weights."""
+    """Return the tokenizer of a checkpoint, or the one next to the weights."""
     if path is not None:
         return checkpoint_tokenizer(path)
     folder = folder_of(config.init_from or "")
-    if (folder / SPEC).is_file():
-        return load_tokenizer(folder)
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            return open_tokenizer(str(folder / name))
+    for _, found in find_tokenizers(folder, None):
+        if isinstance(found, Tokenizer):
+            return found
+        raise ValueError(found)
     raise ValueError(f"{folder} has no tokenizer: give --tokenizer")
 
 

@@ -36,10 +36,7 @@ def check_installed(project: str | None) -> None:
 
 
 class WandbRun:
-    """The wandb run of the training run in `folder`, with its settings.
-
-    Raises ValueError if wandb refuses to start, for example because nobody is logged in.
-    """
+    """The wandb run of the run in `folder`. Raises ValueError if wandb refuses to start."""
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any]):
         self._wandb: Any = importlib.import_module("wandb")

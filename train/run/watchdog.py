@@ -47,7 +47,7 @@ class Watchdog:
         self.alive(self.doing)
 
     def alive(self, doing: str) -> None:
-        """Give a sign of life. `doing` says what the rank does next."""
+        """Give a sign of life. `doing` is what the rank does next."""
         self.doing, self._since = doing, time.monotonic()
         faulthandler.dump_traceback_later(
             self.timeout + _GRACE, exit=True, file=self._file or sys.stderr
@@ -62,6 +62,7 @@ class Watchdog:
             self._file.close()
             if empty:
                 Path(self._file.name).unlink(missing_ok=True)
+            self._file = None
 
     def _watch(self) -> None:
         while not self._over.wait(min(_TICK, self.timeout / 4)):

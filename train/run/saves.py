@@ -1,0 +1,62 @@
+"""The saves of a run: each step is saved once, and reported when its checkpoint is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.checkpoints.saver import Saver
+from train.engine import Shard
+from train.run.metrics import Metrics, NoMetrics
+from train.run.time_limit import TimeLimit
+from train.run.watchdog import Watchdog
+
+
+class Saves:
+    """The saves of a run that begins after `step`.
+
+    saver  what writes them
+    step   the last step that was saved, or with which the run began
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        step: int,
+        limit: TimeLimit,
+        watchdog: Watchdog,
+        metrics: Metrics | NoMetrics,
+    ):
+        self.saver, self.step = saver, step
+        self._limit, self._watchdog, self._metrics = limit, watchdog, metrics
+
+    def save(self, state: dict[str, Any], shards: dict[str, Shard], keep_last: int | None) -> None:
+        """Save the step of `state`. The shards may change afterwards."""
+        self._watchdog.alive(f"saving step {state['step']}")
+        self.saver.save(state, shards, keep_last)
+        self.step = state["step"]
+        self.report()
+        self._metrics.draw()
+
+    def report(self) -> None:
+        """Print which checkpoints have become whole, and note their seconds."""
+        for saved in self.saver.take_saved():
+            self._limit.note_save(saved.seconds)
+            self._metrics.say(str(saved))
+
+    def wait(self) -> None:
+        """Wait until the last save is whole."""
+        self._watchdog.alive(f"waiting until step {self.step} is saved")
+        self.saver.wait()
+        self.report()
+
+    def wait_despite(self, error: Exception) -> None:
+        """Wait for the last save of a run that ends by `error`."""
+        try:
+            self.wait()
+        except RuntimeError as problem:  # of the save, or of another rank
+            self._metrics.say(f"{problem}, after: {error}")
+
+    def close(self) -> None:
+        """Wait until the last save is whole, and free its memory."""
+        self.wait()
+        self.saver.close()

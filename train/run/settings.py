@@ -1,0 +1,363 @@
+"""The settings of a pretraining run, as fields.
+
+options.py makes the command line and the config file of them, checks.py checks them, and config.py
+adds the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bmt_burst import strategies
+from bmt_burst.offload import Offload
+from bmt_burst.sequence.layout import LAYOUTS
+from models.blocks import CHECKPOINTING, Saving
+from models.tensor_files import is_file
+from train.evaluation.tasks import parse_tasks
+from train.run.kinds import PRESETS
+from train.run.profiling import parse_steps
+
+SCHEDULES = ("wsd", "cosine", "linear")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# groups of options, each with its first one, in the order of --help
+_GROUPS = {
+    "model": "model",
+    "data": "data",
+    "processes": "parallelism",
+    "steps": "optimization",
+    "output": "the run",
+}
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """Return a field with its text in --help, and its `choices` or the `least` number."""
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run."""
+
+    model: str = option(
+        "cpm-tiny",
+        f"a preset ({', '.join(PRESETS)}), or a JSON file with the fields of CPMConfig or of "
+        "CPM-Live's configurations",
+    )
+    init_from: str | None = option(
+        None,
+        "starting weights: a folder with a config.json, which then replaces --model, of a Llama, "
+        "Mistral, Qwen2, Qwen3, MiniCPM or CPM-Bee; or a file for --model (.pt, .bin, .pth or "
+        ".safetensors), under the names of Hugging Face, ModelCenter's Llama or CPM-Live",
+    )
+    untie: bool = option(
+        False,
+        "train a head of its own, where the model ties it to the embeddings; it starts as the head "
+        "in the files of --init-from or, if they have none, as a copy of the embeddings",
+    )
+    grow_vocabulary: bool = option(
+        False,
+        "with --init-from: add rows for the new tokens of the data's tokenizer, which must extend "
+        "the tokenizer of the weights; a new row is the mean of the others with small noise",
+    )
+    allow_other_tokenizer: bool = option(
+        False,
+        "with --init-from: start even if the tokenizer of the weights differs from the data's",
+    )
+    rope_theta: float | None = option(
+        None,
+        "base of the rotary positions, instead of the model's; a larger base suits longer "
+        "sequences",
+    )
+    rope_scaling: Mapping[str, Any] | None = option(
+        None,
+        "scaling of the rotary positions, instead of the model's: "
+        """'{"kind": "yarn", "factor": 4, "original_length": 32768}'; """
+        "models/rope.py lists kinds and numbers",
+    )
+    sparse: Mapping[str, Any] | None = option(
+        None,
+        "sparse attention in all layers, instead of the model's: '{}' for InfLLM-V2 as MiniCPM4 "
+        """has it, or with other constants, '{"dense_len": 4096}'; """
+        "bmt_burst.InfLLMV2 lists them",
+    )
+    window: int | None = option(
+        None,
+        "number of tokens that a token attends to, itself included, in the layers that have a "
+        "window; in all layers if the model has none",
+        least=1,
+    )
+    dtype: str = option(
+        "fp32",
+        "weights and activations in forward and backward; master weights and AdamW are always fp32",
+        choices=tuple(DTYPES),
+    )
+
+    data: str | Mapping[str, str] = option(
+        "data/stdlib/train",
+        "folder of training tokens, from prepare_data.py; or several, each as NAME=PATH:WEIGHT. "
+        "Weights are shares of tokens, and are normalised",
+    )
+    val_data: str | Mapping[str, str] | None = option(
+        None,
+        "folder of validation tokens; or several, each as NAME=PATH, with a loss for each name",
+    )
+    documents: str = option(
+        "auto",
+        "mask: tokens attend to their own document only, positions restart in each document, and "
+        "its last token has no target; ignore: a sequence is one text; auto: mask if the data says "
+        "where documents start, else ignore; a resumed run keeps its choice",
+        choices=("auto", "mask", "ignore"),
+    )
+    bos: str = option(
+        "auto",
+        "the token in front of each document, unless the data has it there: a token of the "
+        "tokenizer, or none; auto: the tokenizer's begin token, else its end-of-text token, and "
+        "none for older data folders and with --documents ignore; a resumed run keeps its choice",
+    )
+    seq_len: int = option(512, "tokens in one sequence, over all ranks that share it", least=1)
+    batch_size: int = option(8, "sequences in one optimizer step, over all ranks", least=1)
+    micro_batch_size: int | None = option(
+        None,
+        "sequences that a rank computes at once; the rest is gradient accumulation. By default "
+        "the largest number up to 8 that divides a data parallel group's sequences",
+        least=1,
+    )
+
+    processes: int = option(
+        1, "processes to start on this machine; leave at 1 under torchrun", least=1
+    )
+    restarts: int = option(
+        0,
+        "times that a failed run starts again from its last checkpoint, on this machine; not after "
+        "an error with exit code 2, such as a wrong option",
+        least=0,
+    )
+    sp_size: int = option(1, "ranks that share a sequence; the others are data parallel", least=1)
+    strategy: str = option(
+        "auto",
+        "how the ranks of a sequence share attention. ring: each rank sends keys and values to "
+        "the next; all-gather: a ring that sends all keys and values of a host at once; one-call: "
+        "gathers all of a short sequence first, then computes; ulysses: each rank computes whole "
+        "heads; usp: ulysses in groups of --ulysses-size ranks, a ring "
+        "between the groups; auto: usp if --ulysses-size is given, otherwise it decides call by "
+        "call: one-call below about 0.35 TFLOP of forward work a rank, else ring",
+        choices=("auto", *strategies.names()),
+    )
+    inner_size: int | None = option(None, "ranks of a host, for the double ring", least=1)
+    ulysses_size: int | None = option(
+        None,
+        "consecutive ranks that share heads, for usp; excludes --inner-size. By default the ranks "
+        "of a host",
+        least=1,
+    )
+    layout: str = option(
+        "auto",
+        "how a sequence is cut over its ranks; auto: equal work for its documents and windows "
+        "(in full layers, if there are any), else zigzag",
+        choices=("auto", *LAYOUTS),
+    )
+    engine: str = option(
+        "auto",
+        "the engine that shards and updates the model: bmtrain on GPUs, torch (FSDP2) anywhere; "
+        "auto: bmtrain if it is installed and there are GPUs",
+        choices=("auto", "torch", "bmtrain"),
+    )
+    device: str = option(
+        "auto",
+        "where to train; auto: on GPUs if there is one for each process of this machine",
+        choices=("auto", "cpu", "cuda"),
+    )
+    flash: str = option("auto", "the attention kernel, see bmt_burst.burst_attn_func")
+    deterministic: bool = option(
+        False, "use kernels that give identical bits in every run (CPU kernels always do)"
+    )
+
+    checkpointing: str = option(
+        "none",
+        "what the backward recomputes; selective: everything except the attention; full: "
+        "everything",
+        choices=CHECKPOINTING,
+    )
+    checkpointing_blocks: int | None = option(
+        None,
+        "apply --checkpointing to this many blocks, the first ones. By default to all",
+        least=0,
+    )
+    checkpointing_every: int | None = option(
+        None,
+        "keep only the input of every so many blocks; the backward computes these blocks again, "
+        "which meanwhile save what --checkpointing says. By default that of each block",
+        least=2,
+    )
+    mlp_tile: int | None = option(
+        None,
+        "tokens that a block's output projection, norm and feed-forward compute at once; the "
+        "backward computes them again. By default all tokens of a rank",
+        least=1,
+    )
+    offload: bool = option(
+        False,
+        "keep saved activations in host memory; needs --checkpointing, and has no effect on CPUs",
+    )
+    offload_optimizer: bool = option(
+        False, "keep master weights and AdamW's state in host memory; engine bmtrain only"
+    )
+
+    steps: int = option(1000, "optimizer steps of the whole run", least=1)
+    stop_after: int | None = option(
+        None,
+        "save and stop after this step. The schedule is that of --steps, and --resume auto "
+        "continues it",
+        least=1,
+    )
+    lr: float = option(1e-3, "peak learning rate")
+    schedule: str = option("wsd", "learning rate after warm-up", choices=SCHEDULES)
+    warmup_steps: int | None = option(
+        None, "steps of linear warm-up; by default 5% of steps", least=0
+    )
+    decay_steps: int | None = option(
+        None, "last steps, in which wsd decays; by default 20%", least=0
+    )
+    min_lr_ratio: float = option(0.05, "learning rate at the end, as a share of the peak")
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0)
+    beta1: float = option(0.9, "AdamW's beta 1")
+    beta2: float = option(0.95, "AdamW's beta 2")
+    clip: float = option(1.0, "largest global gradient norm")
+    max_skips: int = option(
+        10,
+        "end the run after this many skipped steps in a row; a step is skipped if its loss or "
+        "gradient norm is not finite",
+        least=1,
+    )
+
+    output: str = option("runs/cpm", "folder for checkpoints, logs and curves")
+    resume: str = option(
+        "never",
+        "auto: resume from the newest whole checkpoint in --output, or start if there is none; "
+        "never: refuse an --output that has checkpoints; or the folder of a checkpoint",
+    )
+    new_stage: bool = option(
+        False,
+        "with --resume CHECKPOINT: start another stage, which may have other data, length, rope "
+        "base or windows. It keeps weights and optimizer, and restarts steps, samples and "
+        "schedule. --resume auto continues a stage",
+    )
+    seed: int = option(0, "seed of starting weights and data order", least=0)
+    skip_data: str | None = option(
+        None,
+        "FROM:TO, with --resume: leave out sequences FROM to TO - 1 of the data order, counted "
+        "from 0 as --batch-size counts them. Steps and schedule stay. Checkpoints remember it",
+    )
+    save: bool = option(True, "write checkpoints; otherwise a run leaves only its curves")
+    save_every: int = option(
+        200, "steps between checkpoints; the last step is always saved; 0: only the last", least=0
+    )
+    save_in_background: bool = option(
+        True,
+        "write checkpoints while training continues, from a copy in host memory (on Linux, if half "
+        "of the free host memory is enough)",
+    )
+    keep_last: int = option(2, "checkpoints to keep", least=1)
+    log_every: int = option(
+        10,
+        "steps between the lines of a log; the first and the last step also get one. A terminal "
+        "shows a bar with every step instead, and metrics.jsonl has every step",
+        least=1,
+    )
+    eval_every: int = option(
+        100, "steps between evaluations on --val-data; 0: only after the last", least=0
+    )
+    eval_sequences: int = option(32, "sequences of each source in one evaluation", least=1)
+    eval_tasks: str | None = option(
+        None,
+        "tasks of evaluate.py in each evaluation, at --seq-len, with one number each in the log: "
+        "needle and variables have the share of answers that were found, positions has the loss at "
+        "the last positions of --val-data; for example needle,positions",
+    )
+    wandb: str | None = option(None, "project of Weights & Biases that also gets the records")
+    profile: str | None = option(None, "steps to profile, FIRST:LAST; traces go to --output")
+    timeout: float = option(
+        1800.0, "seconds without a sign of life after which a rank prints its stacks and ends"
+    )
+    time_limit: str | None = option(
+        None,
+        "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before this time "
+        "is over. It includes restarts and stages",
+    )
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """The options of burst_attn_func for every attention of the model."""
+        has_groups = self.strategy == "auto" and self.ulysses_size is not None
+        strategy = "usp" if has_groups else self.strategy
+        return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
+
+    @property
+    def evaluation_tasks(self) -> tuple[str, ...]:
+        """The tasks of --eval-tasks."""
+        return () if self.eval_tasks is None else parse_tasks(self.eval_tasks, "--eval-tasks")
+
+    @property
+    def saves_while_training(self) -> bool:
+        """Whether checkpoints are due between steps, and may be written in the background."""
+        return self.save and self.save_in_background and 0 < self.save_every < self.last_step
+
+    @property
+    def needs_shared_output(self) -> bool:
+        """Whether all ranks write to --output or read from it."""
+        return self.save or self.resume != "never"
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of --profile."""
+        return parse_steps(self.profile, self.steps) if self.profile else range(0)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the command ends: the last one, or --stop-after."""
+        return self.steps if self.stop_after is None else self.stop_after
+
+    @property
+    def warmup(self) -> int:
+        return self.steps // 20 if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def decay(self) -> int:
+        return self.steps // 5 if self.decay_steps is None else self.decay_steps
+
+    def saving(self) -> Saving:
+        """Return the choice of what blocks save for the backward."""
+        return Saving(
+            self.checkpointing,
+            Offload() if self.offload else None,
+            blocks=self.checkpointing_blocks,
+            every=self.checkpointing_every,
+            tile=self.mlp_tile,
+        )
+
+    @property
+    def model_name(self) -> str:
+        """The model as its user named it, for messages."""
+        if self.init_from and not is_file(self.init_from):
+            return f"--init-from {self.init_from}"
+        if self.model == Settings.model:
+            return f"the default model, {self.model}"
+        return f"--model {self.model}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def fields_by_group() -> dict[str, list[dataclasses.Field]]:
+    """Return the fields of each group of options."""
+    found: dict[str, list[dataclasses.Field]] = {}
+    name = ""
+    for each in dataclasses.fields(Settings):
+        name = _GROUPS.get(each.name, name)
+        found.setdefault(name, []).append(each)
+    return found

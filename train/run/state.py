@@ -1,0 +1,97 @@
+"""The state of a run: where it begins, and what its checkpoints hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train.base import ranks
+from train.checkpoints import checkpoint
+from train.checkpoints.weights import load_weights
+from train.data.skips import Skips
+from train.engine import Engine
+from train.run import resume
+from train.run.beside import read_beside
+from train.run.config import TrainConfig
+from train.run.inputs import Inputs
+from train.run.kinds import ModelConfig
+from train.run.progress import Progress
+from train.run.same_tokenizer import check_folder, check_weights
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state from which a rank begins.
+
+    progress     zero for a new run or a new stage
+    model        the configuration, with the length that resumed weights were made for
+    longest_row  the length of the longest row in all stages
+    beside       the record of the folder of --init-from (train/run/beside.py)
+    skips        the ranges of the training data that are left out
+    """
+
+    progress: Progress
+    model: ModelConfig
+    longest_row: int
+    beside: dict[str, Any] | None
+    skips: Skips = field(default_factory=Skips)
+
+
+def begin(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path | None) -> Start:
+    """Load the checkpoint `path` into the engine, else the weights of --init-from, if any."""
+    if path is not None:
+        return _load(config, inputs, engine, path)
+    beside = None
+    if source := config.init_from:
+        weights, tokenizer = Path(source), inputs.tokenizer
+        allowed, grows = config.allow_other_tokenizer, config.grow_vocabulary
+        check_weights(inputs.folder, tokenizer, weights, allowed, grows)
+        if weights.is_dir():
+            beside = read_beside(weights, tokenizer, inputs.kind)
+        load_weights(source, engine, config.expected_weights(), config.seed)
+    return Start(Progress(), inputs.model, config.seq_len, beside)
+
+
+def _load(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path) -> Start:
+    """Load a checkpoint, also its loss scale, its random numbers, and its place in the data."""
+    saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(config)
+    resume.check_same(saved, inputs.model, inputs.training.identity, new_stage, inputs.tokenizer)
+    check_folder(inputs.folder, path / checkpoint.TOKENIZER, path)
+    so_far = {} if new_stage else saved.state
+    names = [field.name for field in dataclasses.fields(Progress)]
+    progress = Progress(**{name: so_far.get(name, 0) for name in names})
+    model = resume.keep_length(inputs.model, saved.state)
+    skips = resume.choose_skips(config, so_far, progress)
+    identity = describe_identity(config, inputs, model)
+    resume.print_changes(saved.state, identity, config, progress.step + 1, inputs.tokenizer)
+    engine.load(saved.read, saved.state["optimizer_steps"])
+    if saved.state["config"]["dtype"] == config.dtype:
+        engine.loss_scale = saved.state.get("loss_scale", engine.loss_scale)
+        engine.steps_at_scale = saved.state.get("steps_at_scale", 0)
+    saved.restore_rng(ranks.rank())
+    inputs.training.restore(so_far.get("reading", {}))
+    longest_row = max(config.seq_len, resume.longest_row(saved.state))
+    return Start(progress, model, longest_row, saved.state.get("beside"), skips)
+
+
+def make_state(config: TrainConfig, inputs: Inputs, engine: Engine, start: Start) -> dict[str, Any]:
+    """Return the state of a checkpoint, in JSON's types. `start` has the present progress."""
+    progress = start.progress
+    return {
+        **dataclasses.asdict(progress),
+        "optimizer_steps": engine.optimizer_steps,
+        "loss_scale": engine.loss_scale,
+        "steps_at_scale": engine.steps_at_scale,
+        "longest_row": start.longest_row,
+        "beside": start.beside,
+        "reading": inputs.training.state(start.skips.end(progress.samples)),
+        "skip_data": list(start.skips.ranges),
+        **describe_identity(config, inputs, start.model),
+    }
+
+
+def describe_identity(config: TrainConfig, inputs: Inputs, model: ModelConfig) -> dict[str, Any]:
+    """Return the part of a state that identifies its run."""
+    return {"data": inputs.training.identity, "model": model.to_dict(), "config": config.to_dict()}
