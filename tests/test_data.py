@@ -3,8 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +12,12 @@ import torch
 from bmt_burst import IGNORE_INDEX
 from models.rope import Linear
 from tests.helpers import ROOT
+from tests.preparing import EOS, documents, prepare
 from train.data.folder import Sequences, TokenFile
-from train.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
+from train.data.tokenizer import load_tokenizer, open_tokenizer
 from train.run.config import TrainConfig
 from train.run.schedule import learning_rate
 from train.run.stages import parse_run
-
-EOS = ByteTokenizer.eos_id
-
-
-def prepare(*arguments, code=0):
-    command = [sys.executable, ROOT / "train/prepare_data.py", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    return done.stdout + done.stderr
-
-
-def documents(folder):
-    """The documents of a folder of tokens, by its index."""
-    file = TokenFile(folder)
-    starts = [*np.fromfile(folder / "documents.bin", dtype=np.int64), len(file.tokens)]
-    return [file.tokens[a:b].tolist() for a, b in itertools.pairwise(starts)]
 
 
 def test_text_and_json_lines_become_documents(tmp_path):

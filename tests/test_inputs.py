@@ -1,18 +1,15 @@
 """Inputs of prepare_data.py beside plain text: zstd, tables, datasets folders, broken shards."""
 
 import gzip
-import io
 import json
 import shutil
-import signal
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.test_prepare import jsonl, texts
+from tests.preparing import jsonl, prepare, texts
 from train import make_vocabulary, prepare_data
 from train.data import tables
 from train.data.files import TextFile
@@ -22,26 +19,6 @@ from train.data.text import read_pieces
 zstandard = pytest.importorskip("zstandard")
 
 LONG = [f"{i} " + "word " * (i % 50) for i in range(3000)]
-
-
-def prepare(*arguments, code=0) -> str:
-    """Run prepare_data.py in this process. Return what it prints.
-
-    At its end it ignores interrupts, since its process ends with it.
-    """
-    said, before, on_interrupt = io.StringIO(), sys.argv, signal.getsignal(signal.SIGINT)
-    sys.argv = ["prepare_data.py", *map(str, arguments)]
-    try:
-        with redirect_stdout(said), redirect_stderr(said):
-            prepare_data.main()
-    except SystemExit as end:
-        assert end.code == code, said.getvalue()
-    else:
-        assert code == 0, said.getvalue()
-    finally:
-        sys.argv = before
-        signal.signal(signal.SIGINT, on_interrupt)
-    return said.getvalue()
 
 
 def table(*values: str | None, **columns) -> pa.Table:
@@ -233,7 +210,7 @@ def test_of_a_datasets_folder_only_listed_shards_are_read(tmp_path):
     assert f"{tmp_path}/d has the splits train, test: give the folders of those to read" in said
     said = prepare("--input", tmp_path / "d", "--exclude", "test", *out)
     cache = tmp_path / "d/train/cache-1.arrow"
-    assert f"not read: 1 arrow file that no state.json lists, such as {cache}\n" in said
+    assert f"not read: {cache} (an arrow file that no state.json lists)\n" in said
     assert texts(tmp_path / "out/train") == ["a", "b"]
     prepare("--input", tmp_path / "d/train", tmp_path / "d/test", *out)
     assert texts(tmp_path / "out/train") == ["a", "b", "c"]
@@ -246,7 +223,7 @@ def test_of_a_datasets_folder_only_listed_shards_are_read(tmp_path):
 def test_a_zst_that_is_none_is_not_read(tmp_path):
     (tmp_path / "x.txt.zst").write_text("plain")
     said = prepare("--input", tmp_path / "x.txt.zst", "--output", tmp_path / "out", code=2)
-    assert "is not read: it is a .zst file that is not compressed by zstd" in said
+    assert "1 broken shard, " in said and "x.txt.zst: zstd decompress" in said
 
 
 def test_instances_and_vocabularies_are_not_made_of_tables(tmp_path, capsys):

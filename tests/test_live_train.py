@@ -18,8 +18,8 @@ from models.cpm_bee import CPMBee
 from models.cpm_live.config import PRESETS
 from tests.helpers import ROOT, run_script
 from tests.live import changed
+from tests.preparing import prepare
 from tests.test_bmtrain import run_pretrain
-from tests.test_data import prepare
 from tests.test_train import command, curve, train
 from train import export, generate, make_vocabulary
 from train.checkpoints import checkpoint

@@ -5,8 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from tests.test_data import EOS, documents
-from tests.test_inputs import prepare
+from tests.preparing import EOS, documents, prepare
 from tests.test_tokenizer import byte_level  # noqa: F401 - a fixture
 from train import prepare_data
 from train.data import megatron

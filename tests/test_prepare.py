@@ -17,22 +17,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import ROOT
-from tests.test_data import EOS, documents, prepare
+from tests.preparing import EOS, documents, jsonl, prepare, texts
 from tests.test_tokenizer import byte_level  # noqa: F401 - a fixture
 from train.data.folder import TokenFile
 from train.data.tokenizer import load_tokenizer
-
-
-def texts(folder) -> list[str]:
-    """The documents of a folder of byte tokens, as text."""
-    return [
-        bytes(token for token in document if token != EOS).decode()
-        for document in documents(folder)
-    ]
-
-
-def jsonl(*records: str) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in records)
 
 
 def test_the_number_of_processes_does_not_change_a_byte(byte_level, tmp_path):  # noqa: F811
@@ -104,7 +92,6 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     (folder / "myself.txt").symlink_to("myself.txt")
     (folder / "sub/loop").symlink_to("..")
     (folder / "empty.txt").touch()
-    (folder / "false.txt.gz").write_text("not compressed")
     (folder / "again.txt").symlink_to("a.txt")
     os.link(folder / "c.JsonL", folder / "hard.jsonl")
     os.mkfifo(folder / "pipe.txt")
@@ -114,17 +101,16 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     inputs = (folder, folder / "a.txt", folder / "sub/../a.txt", folder / "sub")
     said = prepare("--input", *inputs, "--output", tmp_path / "out")
     assert texts(tmp_path / "out/train") == ["a", "c", "d1\nd2\n", "e", "b", "name"]
-    expected = [
-        (4, "files of other kinds", "f.md"),
-        (1, "link to nothing", "gone.txt"),
-        (2, "links to folders", "sub/loop"),
-        (1, "file that cannot be read (Too many levels of symbolic links)", "myself.txt"),
-        (1, "empty file", "empty.txt"),
-        (1, ".gz file that is not compressed by gzip", "false.txt.gz"),
-        (5, "other names of files that are read once", "again.txt"),
-        (2, "pipes, sockets and devices", "pipe.txt"),
-    ]
-    lines = [f"{count} {reason}, such as {folder / name}" for count, reason, name in expected]
+    expected = {
+        "f.md": "(a file of another kind) and 3 more",
+        "gone.txt": "(a link to nothing)",
+        "sub/loop": "(a link to a folder) and 1 more",
+        "myself.txt": "(a file that cannot be read: Too many levels of symbolic links)",
+        "empty.txt": "(empty)",
+        "again.txt": "(another name of a file that is read once) and 4 more",
+        "pipe.txt": "(a pipe, socket or device) and 1 more",
+    }
+    lines = [f"{folder / name} {reason}" for name, reason in expected.items()]
     assert sorted(TokenFile(tmp_path / "out/train").index["not_read"]) == sorted(lines)
     assert all(f"not read: {line}\n" in said for line in lines)
 
@@ -140,15 +126,15 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
         (
             "x.txt.gz",
             b"text",
-            "x.txt.gz is not read: it is a .gz file that is not compressed by gzip",
+            "1 broken shard, .*x.txt.gz: Not a gzipped file",
         ),
-        ("x.txt", b"", "there is no text to read: 1 empty file, such as"),
-        ("x.jsonl.gz", b"", "there is no text to read: 1 empty file, such as"),
+        ("x.txt", b"", "there is no text to read: .* \\(empty\\)"),
+        ("x.jsonl.gz", b"", "there is no text to read: .* \\(empty\\)"),
         ("x.txt", None, "no such input: .*x.txt, a link to nothing"),
         (
             "sub/x.md",
             b"text",
-            "has no file that matches .* 1 file of another kind, such as",
+            r"has no file that matches .* \(a file of another kind\)",
         ),
     ],
 )
@@ -158,7 +144,7 @@ def test_inputs_without_text_are_refused_before_any_work(name, content, message,
     path.symlink_to("nowhere") if content is None else path.write_bytes(content)
     given = path if path.parent == tmp_path else path.parent
     said = prepare("--input", given, "--output", tmp_path / "out", code=2)
-    assert re.fullmatch(f"prepare_data.py: .*{message}.*\n", said)
+    assert re.search(f"prepare_data.py: .*{message}.*\n", said)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -232,7 +218,7 @@ def running(tmp_path, *arguments) -> subprocess.Popen:
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 600
-    while not any((tmp_path / "out.partial").glob("new/train/tokens.bin")):
+    while not any((tmp_path / ".out.partial").glob("train/tokens.bin")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
     return process
@@ -250,15 +236,15 @@ def test_one_run_at_a_time_and_a_killed_one_is_replaced(much, tmp_path):
     arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
     process = running(tmp_path, *much)
     said = prepare(*arguments, code=2)
-    assert f"out.partial is in use by process {process.pid} on " in said
-    assert (tmp_path / "out.partial/new/train/tokens.bin").exists()
+    assert f".out.partial is in use by process {process.pid} on " in said
+    assert (tmp_path / ".out.partial/train/tokens.bin").exists()
     process.kill()
     process.communicate()
-    assert (tmp_path / "out.partial").is_dir()
+    assert (tmp_path / ".out.partial").is_dir()
     prepare(*arguments)
     assert texts(tmp_path / "out/train") == ["text"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"train"}
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / ".out.partial").exists()
 
 
 def children_of(process: subprocess.Popen) -> list[int]:
@@ -325,12 +311,11 @@ import os, signal
 from pathlib import Path
 from train import prepare_data
 
-def emptied(folder, empty=prepare_data._empty):
-    if folder.with_name("out").exists():
-        os.kill(os.getpid(), signal.SIGINT)
-    empty(folder)
+def removed(output, interrupts, remove=prepare_data._remove_old):
+    remove(output, interrupts)
+    os.kill(os.getpid(), signal.SIGINT)
 
-prepare_data._empty = emptied
+prepare_data._remove_old = removed
 prepare_data.main()
 """
 
@@ -371,15 +356,6 @@ def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_pat
     )
     assert "Traceback" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
-
-
-def test_a_folder_of_somebody_elses_is_not_worked_in(tmp_path):
-    (tmp_path / "x.txt").write_text("text")
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial/mine").write_text("precious")
-    arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
-    assert "out.partial, which prepare_data.py did not write" in prepare(*arguments, code=2)
-    assert (tmp_path / "out.partial/mine").read_text() == "precious"
 
 
 def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
@@ -426,52 +402,23 @@ def test_options_that_mean_nothing_are_refused(arguments, message, tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
 
 
-ENCODED = {
-    "UTF-16": ("utf-16", "UTF-16"),
-    "UTF-16 without a mark": ("utf-16-be", "UTF-16BE"),
-    "UTF-32": ("utf-32", "UTF-32"),
-    "GBK": ("gbk", "GB18030"),
-    "Windows": ("cp1252", "WINDOWS-1252"),
-    "Windows, that GB18030 could be": ("cp1252", "WINDOWS-1252"),
-}
-
-
-@pytest.mark.parametrize(
-    ("encoding", "ending"),
-    [*((name, ".txt") for name in ENCODED), ("UTF-16", ".jsonl"), ("UTF-16", ".txt.gz")],
-)
-def test_text_of_another_encoding_is_refused_and_the_encoding_guessed(encoding, ending, tmp_path):
-    """Zeros are valid UTF-8, so that a line of UTF-16 may be; JSON would be read in UTF-16, a byte
-    late.
-    """
-    codec, guess = ENCODED[encoding]
-    word = (
-        {"gbk": "环注意力", "cp1252": "é è à"}.get(codec, "ring")
-        if "could be" not in encoding
-        else "größer, répéter"
-    )
+@pytest.mark.parametrize("codec", ["utf-16", "utf-16-be", "utf-32", "gbk", "cp1252"])
+@pytest.mark.parametrize("ending", [".txt", ".jsonl"])
+def test_text_of_another_encoding_is_refused(codec, ending, tmp_path):
+    """Zeros are valid UTF-8, so lines of UTF-16 may be. json.loads reads UTF-16, a byte late."""
+    word = {"gbk": "环注意力", "cp1252": "é è à"}.get(codec, "ring")
     lines = [f"{word} number {i}" for i in range(51)]
-    text = "".join(
-        f"{line if ending != '.jsonl' else json.dumps({'text': line}, ensure_ascii=False)}\n"
-        for line in lines
-    )
-    content = text.encode(codec)
-    (tmp_path / f"x{ending}").write_bytes(
-        gzip.compress(content) if ending.endswith("gz") else content
-    )
-    said = prepare("--input", tmp_path, "--output", tmp_path / "out", code=2)
-    assert re.search(
-        r"prepare_data\.py: 5[12] of 5[12] lines are bad, more than --max-bad 0\.01 of them\. ",
-        said,
-    )
-    assert (
-        f"x{ending} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. The first: " in said
-    )
+    if ending == ".jsonl":
+        lines = [json.dumps({"text": line}, ensure_ascii=False) for line in lines]
+    (tmp_path / f"x{ending}").write_bytes("".join(f"{line}\n" for line in lines).encode(codec))
+    printed = prepare("--input", tmp_path, "--output", tmp_path / "out", code=2)
+    bad = r"5[12] of 5[12] lines are bad, more than --max-bad 0\.01 of them.*: not UTF-8: "
+    assert re.search(bad, printed)
     assert not (tmp_path / "out").exists()
 
 
 def test_more_bad_lines_than_allowed_write_nothing(tmp_path):
-    """Empty lines do not count. Lines that are bad for another reason are in no encoding."""
+    """Empty lines do not count. Records without the field do."""
     (tmp_path / "x.jsonl").write_bytes(jsonl(*map(str, range(98))) + b"{}\n" * 2 + b"\n" * 300)
     arguments = ("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out")
     said = prepare(*arguments, code=2)

@@ -11,9 +11,9 @@ import pytest
 from pyarrow import parquet
 
 from bmt_burst import IGNORE_INDEX
-from tests.test_inputs import prepare, save_to_disk, table
+from tests.preparing import jsonl, prepare
+from tests.test_inputs import save_to_disk, table
 from tests.test_model import SMALL
-from tests.test_prepare import jsonl
 from tests.test_trainer import alone, records, settings, train  # noqa: F401 - two fixtures
 from train.base import ranks
 from train.checkpoints.checkpoint import Checkpoint
