@@ -21,9 +21,10 @@ import torch
 
 from bmt_burst.sequence.layout import IGNORE_INDEX
 from train.base.wording import counted
+from train.data.bad import BadLines
 from train.data.files import TextFile
 from train.data.folder import Row
-from train.data.text import BadLines, Encoded, Encoder, TextLines, read_pieces
+from train.data.text import Encoded, Encoder, TextLines, read_pieces
 
 
 @dataclass(frozen=True, order=True)

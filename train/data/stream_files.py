@@ -15,17 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from train.base.wording import counted
-from train.data.files import (
-    ARROW,
-    JSON,
-    METADATA,
-    PARQUET,
-    RECORDS,
-    TextFile,
-    Unread,
-    find_files,
-    is_metadata,
-)
+from train.data.files import ARROW, JSON, PARQUET, RECORDS, TextFile
+from train.data.find import METADATA, Unread, find_files, is_metadata
 from train.data.forms import AUTO
 from train.data.remote import has_wildcards, is_remote, list_remote
 from train.data.tokenizer_base import Tokenizer

@@ -5,12 +5,12 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from train.base.wording import counted
+from train.data.bad import BadLines, BrokenShards
 from train.data.compressed import BrokenFile, decompressed
 from train.data.files import ARROW, MEGATRON, PARQUET, TextFile, find_form, named
 from train.data.forms import ARRAY, PLAIN, split_array
@@ -21,7 +21,6 @@ from train.data.records import (
     decode_utf8,
     describe_fields,
     find_value,
-    guess_encoding,
     parse_json,
 )
 from train.data.tables import Texts, check_table, read_texts
@@ -30,48 +29,6 @@ from train.data.tokenizer_base import Tokenizer
 from train.registry import kind_of_data, load
 
 _PIECE = 1 << 20  # bytes of text that are tokenized at once, up to the end of a line
-_LISTED = 20  # bad lines that are listed
-
-
-@dataclass
-class BadLines:
-    """Lines that could not be used, and characters in other lines that the tokenizer left out.
-
-    among  number of all lines that are not empty
-    file   the first file with a bad line
-    """
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-    left_out: int = 0
-    among: int = 0
-    file: TextFile | None = None
-
-    def add(self, file: TextFile, line: int, reason: str) -> None:
-        self.extend(BadLines(1, [f"{file}:{line}: {reason}"], file=file))
-
-    def extend(self, later: BadLines) -> None:
-        self.count += later.count
-        self.left_out += later.left_out
-        self.among += later.among
-        self.first += later.first[: _LISTED - len(self.first)]
-        self.file = self.file or later.file
-
-    def check(self, most: float) -> None:
-        """Raise ValueError if more than the share `most` of the lines are bad."""
-        if self.count and self.count / self.among > most:
-            raise ValueError(self.summary(f", more than --max-bad {most:g} of them"))
-
-    def summary(self, too_many: str = "") -> str:
-        """Return how many lines are bad, a guess of their encoding, and the first ones."""
-        if self.file is None:
-            return "no line is bad"
-        verb = "is" if self.count == 1 else "are"
-        said = [f"{self.count:,} of {counted(self.among, 'line')} {verb} bad{too_many}"]
-        if guess := guess_encoding(_first_bytes(self.file)):
-            said.append(f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it")
-        said.append(f"The first: {'; '.join(self.first[:3])}")
-        return ". ".join(said)
 
 
 @dataclass(frozen=True)
@@ -110,6 +67,10 @@ class TextLines:
     size: int
     damage: str | None = None
 
+    def counts(self, line: bytes | None) -> bool:
+        """Whether a line is one of those that must not be bad. All rows of a table are."""
+        return self.file.form is None or bool(line and line.strip())
+
     def __str__(self) -> str:
         return f"{self.file}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
 
@@ -126,24 +87,6 @@ class Encoded:
     bad: BadLines
     size: int
     damage: str | None = None
-
-
-class BrokenShards:
-    """Files that end early or cannot be decoded: each with the reason. At most `most` are allowed;
-    one more raises ValueError with the names of all.
-    """
-
-    def __init__(self, most: int):
-        self.most = most
-        self.found: list[str] = []
-
-    def add(self, file: TextFile, reason: str) -> None:
-        self.found.append(f"{file}: {reason}")
-        if len(self.found) > self.most:
-            shards = counted(len(self.found), "broken shard")
-            raise ValueError(
-                f"{shards}, more than --max-bad-shards {self.most}: {'; '.join(self.found)}"
-            )
 
 
 class Reader(Protocol):
@@ -213,18 +156,11 @@ class Encoder:
     def __call__(self, piece: TextLines | TokenPiece) -> Encoded:
         if isinstance(piece, TokenPiece):
             return Encoded(piece.file, list(self._tokens(piece)), BadLines(), piece.size)
-        kind = piece.file.kind
-        bad, before = BadLines(), self.tokenizer.left_out
-        if kind in (PARQUET, ARROW):
-            bad.among = len(piece.lines)
-            documents = list(self._rows(piece, bad))
+        bad, before = BadLines(among=sum(map(piece.counts, piece.lines))), self.tokenizer.left_out
+        if piece.file.form == PLAIN:
+            documents = [(Document(piece.file), self._reader.of_text(plain_text(piece, bad)))]
         else:
-            bad.among = sum(1 for line in piece.lines if line and line.strip())
-            documents = (
-                list(self._records(piece, bad))
-                if piece.file.has_records
-                else ([(Document(piece.file), self._reader.of_text(plain_text(piece, bad)))])
-            )
+            documents = list(self._records(piece, bad))
         bad.left_out = self.tokenizer.left_out - before
         return Encoded(piece.file, documents, bad, piece.size, piece.damage)
 
@@ -242,23 +178,18 @@ class Encoder:
             ended = len(ids) > 0 and ids[-1] == eos
             yield Document(piece.file, number), ids[:-1] if ended else ids
 
-    def _rows(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
-        for number, text in enumerate(piece.lines, piece.first_line):
-            try:
-                if text is None:
-                    raise BadRecord(f"no text in field {self._field!r}")
-                found = self._reader.of_text(decode_utf8(text))
-            except BadRecord as error:
-                bad.add(piece.file, number, str(error))
-            else:
-                yield Document(piece.file, number), found
-
     def _records(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
+        """Yield the documents in records of JSON, or in rows of a table."""
         for number, line in enumerate(piece.lines, piece.first_line):
-            if not line or not line.strip():
+            if not piece.counts(line):
                 continue
             try:
-                found = self._reader.of_record(parse_json(line))
+                if piece.file.has_records:
+                    found = self._reader.of_record(parse_json(line or b""))
+                elif line is None:
+                    raise BadRecord(f"no text in field {self._field!r}")
+                else:
+                    found = self._reader.of_text(decode_utf8(line))
             except BadRecord as error:
                 bad.add(piece.file, number, str(error))
             else:
@@ -382,13 +313,6 @@ def _take_rows(texts: Iterator[tuple[Texts, int]]) -> Iterator[_Part]:
         damage = str(error)
     if rows or damage:
         yield rows, place, damage
-
-
-def _first_bytes(file: TextFile) -> bytes:
-    """Return the first part of a text. Raises ValueError if it can no longer be read."""
-    if file.kind in (PARQUET, ARROW):
-        return b""
-    return b"".join(line or b"" for line in next(read_pieces(file)).lines)
 
 
 def plain_text(piece: TextLines, bad: BadLines) -> str:
