@@ -299,13 +299,10 @@ def replaced(file):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            truncated,
-            "tokens.bin (ends at byte 100|had 202 bytes when it was opened, and now has 100)",
-        ),
-        (rewritten, "tokens.bin was written to while it was read"),
-        (replaced, "tokens.bin was replaced by another file"),
-        (os.unlink, "tokens.bin was removed"),
+        (truncated, "changed, truncated or .*: it had 202 bytes, and now has 100"),
+        (rewritten, "changed, truncated or replaced since it was opened"),
+        (replaced, "changed, truncated or replaced since it was opened"),
+        (os.unlink, "cannot be read at byte .*No such file"),
     ],
 )
 def test_files_that_change_under_a_run_are_named(change, message, token_folder):
@@ -313,7 +310,7 @@ def test_files_that_change_under_a_run_are_named(change, message, token_folder):
     read(data, [0, 6])
     change(token_folder / "tokens.bin")
     for index in (0, 6):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"tokens.bin .*{message}"):
             data.read(index)
 
 

@@ -55,10 +55,8 @@ def test_tokens_of_any_dtype_are_kept(code, kind, ending, tmp_path):
 
 
 def test_documents_of_several_sequences_in_small_parts(tmp_path, monkeypatch):
-    """Places are read a few at a time, and a part ends after a document."""
+    """A part ends after a document."""
     write(tmp_path / "x", cut=[2, 0, 1, 1])
-    for name in ("_CHECKED", "_DOCUMENTS"):
-        monkeypatch.setattr(megatron, name, 1)
     monkeypatch.setattr(megatron, "_PIECE", 6)
     pieces = [*megatron.IndexedTokens(TextFile(tmp_path / "x.bin", "x.bin")).pieces()]
     read = [[bytes(ids.tolist()) for ids in piece.documents] for piece in pieces]

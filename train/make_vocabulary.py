@@ -7,8 +7,8 @@ words.
         --output data/corpus
 
 It reads text as prepare_data.py does, and counts all keys and texts of a record. Up to half of the
-vocabulary are the most frequent characters. The rest are the words that save the most tokens. For real
-training, use the vocabulary that belongs to a model's weights.
+vocabulary are the most frequent characters. The rest are the words that save the most tokens. For
+real training, use the vocabulary that belongs to a model's weights.
 """
 
 from __future__ import annotations
