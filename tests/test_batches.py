@@ -25,11 +25,8 @@ class Tokens:
     """A token file in memory."""
 
     def __init__(self, count: int):
-        self.folder, self.tokens, self.index = (
-            "memory",
-            np.arange(count, dtype=np.uint16),
-            {"vocab_size": count},
-        )
+        self.folder, self.instances, self.index = "memory", None, {"vocab_size": count}
+        self.tokens = np.arange(count, dtype=np.uint16)
 
 
 def batches(

@@ -253,7 +253,7 @@ def test_large_files_are_compared_by_samples_when_opened_and_whole_when_asked(
 ):
     (tmp_path / "x.txt").write_text("0123456789" * 200_000)
     prepare("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
-    monkeypatch.setattr("train.data.folder._CHEAP", 1000)
+    monkeypatch.setattr("train.data.token_file._CHEAP", 1000)
     file = tmp_path / "out/train/tokens.bin"
     content = bytearray(file.read_bytes())
     content[100_000] ^= 1  # between the first sample and the second

@@ -147,7 +147,7 @@ def test_wrong_starts_of_documents_are_refused(folder, starts, message, monkeypa
     with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
         TokenFile(folder)
     # as of a large file, which is checked where it is read
-    monkeypatch.setattr("train.data.folder._CHEAP", 0)
+    monkeypatch.setattr("train.data.token_file._CHEAP", 0)
     with pytest.raises(ValueError, match=f"documents.bin.*{message}"):
         Sequences(TokenFile(folder), 78, 0, documents=True).read(0)
     # all is checked, since all places depend on it

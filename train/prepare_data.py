@@ -9,8 +9,8 @@ datasets.Dataset.save_to_disk wrote, Megatron-LM's PREFIX.bin with PREFIX.idx, a
 these. The content of a file decides whether it has a JSON record a line or is one JSON array. The
 extra "data" has the packages that read .zst files and tables. docs/pretraining.md says more.
 
-The script writes OUTPUT/train and, with a validation share, OUTPUT/val, as train/data/folder.py
-describes them. A document's name alone decides whether it is for validation, so a corpus that is
+The script writes OUTPUT/train and, with a validation share, OUTPUT/val (train/data/token_file.py
+lists their files). A document's name alone decides whether it is for validation, so a corpus that is
 moved or copied gets the same split. With --stream the script only names the inputs in OUTPUT/train,
 and pretrain.py reads and tokenizes them while it trains. With a vocabulary of CPM-Live (--tokenizer
 cpm-bee:FILE, cpm-ant:FILE), lines are instances (train/cpm_live/instances.py).

@@ -9,7 +9,7 @@ import numpy as np
 
 from train.cpm_live.instances import Instance
 from train.cpm_live.stored import InstanceFiles
-from train.data.folder import TokenFile
+from train.data.token_file import TokenFile
 
 
 class InstanceFile(TokenFile):

@@ -26,7 +26,7 @@ from train.base.wording import counted
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffle_answers
 from train.cpm_live.packing import pack_rows
-from train.data.folder import StoredRows
+from train.data.source import Stored
 
 _DEEPEST = 8  # largest number of steps to a common ancestor that is distinguished
 _HIDDEN_SHARE = 0.15  # hidden share of a text with task "mlm" (BERT, arXiv 1810.04805)
@@ -54,7 +54,7 @@ class Row:
     instances: int
 
 
-class PackedRows(StoredRows):
+class PackedRows(Stored):
     """The instances of a folder as rows of `seq_len` tokens. Raises ValueError if none fits.
 
     instances      number of instances that are read
@@ -70,7 +70,8 @@ class PackedRows(StoredRows):
     left_out = too_many = cut = 0
 
     def __init__(self, file: InstanceFile, config: LiveConfig, seq_len: int, seed: int):
-        self.file, self.config, self.seq_len, self.seed = file, config, seq_len, seed
+        super().__init__(file, seed)
+        self.config, self.seq_len = config, seq_len
         lengths, slices = self._items()
         if not len(lengths):
             are_many = (f"{has} too many texts to predict" for has in ("has", "have"))

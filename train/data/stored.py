@@ -1,5 +1,5 @@
-"""Tokens in a folder: written once from start to end, and read in slices. folder.py lists the
-files.
+"""Tokens in a folder: written once from start to end, and read in slices. token_file.py lists
+the files.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from train.base import ranks
 from train.base.wording import counted
 from train.data.folder import Row
 from train.data.lane import BlockReader, Damage, Lane, Reading
+from train.data.source import Source
 from train.data.stream_files import StreamFiles
 from train.data.text import Encoder
 from train.data.tokenizer import load_tokenizer
@@ -34,14 +35,10 @@ class Sizes:
     seed: int
 
 
-class Stream:
-    """The rows of a stream (train.data.source.Source)."""
+class Stream(Source):
+    """The rows of a stream."""
 
-    kind = None
     finds_documents = True
-    epoch = None
-    padding = 0.0
-    example_scores = None
 
     def __init__(
         self,
@@ -56,14 +53,11 @@ class Stream:
         self.folder, self.documents, self.bos = folder, documents, bos
         self._files, self._sizes, self._announces = files, sizes, announces
         self._tokenizer = load_tokenizer(folder)
+        self.vocab_size = self._tokenizer.vocab_size
         self.num_lanes = _count_lanes(len(files.files), sizes.batch_size)
         self._lanes: dict[int, Lane] = {}
         self._saved = [Lane.new_state() for _ in range(self.num_lanes)]
         self._broken: dict[int, Damage] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.vocab_size
 
     @property
     def bos_id(self) -> int:
