@@ -10,10 +10,11 @@ these. The content of a file decides whether it has a JSON record a line or is o
 extra "data" has the packages that read .zst files and tables. docs/pretraining.md says more.
 
 The script writes OUTPUT/train and, with a validation share, OUTPUT/val (train/data/token_file.py
-lists their files). A document's name alone decides whether it is for validation, so a corpus that is
-moved or copied gets the same split. With --stream the script only names the inputs in OUTPUT/train,
-and pretrain.py reads and tokenizes them while it trains. With a vocabulary of CPM-Live (--tokenizer
-cpm-bee:FILE, cpm-ant:FILE), lines are instances (train/cpm_live/instances.py).
+lists their files). A document's name alone decides whether it is for validation, so a corpus that
+is moved or copied gets the same split. With --stream the script only names the inputs in
+OUTPUT/train, and pretrain.py reads and tokenizes them while it trains. With a vocabulary of
+CPM-Live (--tokenizer cpm-bee:FILE, cpm-ant:FILE), lines are instances
+(train/cpm_live/instances.py).
 
 Files may be larger than memory, but a line may not. --workers processes share the work, and the
 result does not depend on their number. Lines that are not UTF-8, not JSON, or lack the field are

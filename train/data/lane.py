@@ -22,8 +22,8 @@ import torch
 from bmt_burst.sequence.layout import IGNORE_INDEX
 from train.base.wording import counted
 from train.data.bad import BadLines
-from train.data.files import TextFile
 from train.data.folder import Row
+from train.data.stream_files import StreamFiles
 from train.data.text import Encoded, Encoder, TextLines, read_pieces
 
 
@@ -56,24 +56,6 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The rules by which a lane reads its files.
-
-    field         the field or column of the text
-    block_tokens  tokens after which a block ends
-    max_bad       largest share of bad lines among those that were read so far
-    seed          seed of the orders of files and documents, with the number of the lane
-    bos           the token in front of each document, unless it has it; None for none
-    """
-
-    field: str
-    block_tokens: int
-    max_bad: float
-    seed: tuple[int, int]
-    bos: int | None
-
-
-@dataclass(frozen=True)
 class Damage:
     """The damage to a file.
 
@@ -86,26 +68,56 @@ class Damage:
     reason: str
 
 
-class BlockReader:
-    """Reads the blocks of a lane.
+class BrokenFiles:
+    """The broken files of a stream that are known, by their numbers.
 
-    files   the files of the lane, by their numbers in the stream
-    broken  the broken files that are known, which gets those that are found
-    report  called with the number of a file in which damage was found
-    say     called with a sentence for the log
+    announce  called with a sentence for the log
+    """
+
+    def __init__(self, stream: StreamFiles, announce: Callable[[str], None]):
+        self.found: dict[int, Damage] = {}
+        self._stream, self.announce = stream, announce
+
+    def add(self, number: int, damage: Damage) -> None:
+        """Announce a broken file. Raises ValueError if there are too many."""
+        self.found[number] = damage
+        self.announce(f"the rest of a broken shard is skipped: {self._describe(number)}")
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError if there are too many broken files."""
+        if len(self.found) > (most := self._stream.max_bad_shards):
+            raise ValueError(
+                f"{counted(len(self.found), 'broken shard')}, more than --max-bad-shards {most}: "
+                f"{'; '.join(map(self._describe, sorted(self.found)))}"
+            )
+
+    def _describe(self, number: int) -> str:
+        file, _ = self._stream.files[number]
+        return f"{file}: {self.found[number].reason}"
+
+
+class BlockReader:
+    """Reads the blocks of lane `number` of `lanes` lanes.
+
+    bos  the token in front of each document, unless it has it; None for none
     """
 
     def __init__(
         self,
-        files: dict[int, TextFile],
+        stream: StreamFiles,
         encoder: Encoder,
-        how: Reading,
-        broken: dict[int, Damage],
-        report: Callable[[int], None],
-        say: Callable[[str], None],
+        number: int,
+        lanes: int,
+        seed: int,
+        bos: int | None,
+        broken: BrokenFiles,
     ):
-        self._files, self._encoder, self._how = files, encoder, how
-        self._broken, self._report, self._say = broken, report, say
+        files = enumerate(file for file, _ in stream.files)
+        self._files = {i: file for i, file in files if i % lanes == number}
+        self._block_tokens = -(-stream.shuffle_tokens // lanes)
+        self._stream, self._encoder, self._broken = stream, encoder, broken
+        self._seed, self._bos = (seed, number), bos
         self._bad = BadLines()
         self._place: Place | None = None  # where `_parts` continues
         self._parts: Iterator[tuple[Encoded | None, Place]] = iter(())
@@ -120,26 +132,22 @@ class BlockReader:
             self._parts = self._read_parts(start)
         documents: list[np.ndarray] = []
         bad, tokens, end = BadLines(), 0, start
-        while tokens < self._how.block_tokens and end.epoch == start.epoch:
+        while tokens < self._block_tokens and end.epoch == start.epoch:
             encoded, end = next(self._parts)
             if encoded is not None:
                 bad.extend(encoded.bad)
                 documents += [self._complete(ids) for _, ids in encoded.documents if len(ids)]
                 tokens = sum(map(len, documents))
-        self._count_bad(bad)
+        if bad.count:
+            skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
+            self._broken.announce(f"{skipped}, the first: {bad.first[0]}")
+        self._bad.extend(bad)
+        self._bad.check(self._stream.max_bad)
         self._place = end
         return self._shuffle(start, end, documents)
 
-    def _count_bad(self, bad: BadLines) -> None:
-        """Say which lines are bad. Raises ValueError if they are too many."""
-        if bad.count:
-            skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
-            self._say(f"{skipped}, the first: {bad.first[0]}")
-        self._bad.extend(bad)
-        self._bad.check(self._how.max_bad)
-
     def _shuffle(self, start: Place, end: Place, documents: Sequence[np.ndarray]) -> Block:
-        chance = np.random.default_rng((*self._how.seed, 1, start.epoch, start.file, start.line))
+        chance = np.random.default_rng((*self._seed, 1, start.epoch, start.file, start.line))
         documents = [documents[i] for i in chance.permutation(len(documents))]
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.empty(0, np.int64)
@@ -147,8 +155,7 @@ class BlockReader:
 
     def _complete(self, ids: Any) -> np.ndarray:
         """Return a document with its begin token and its end-of-text token."""
-        bos = self._how.bos
-        begin = [] if bos is None or ids[0] == bos else [bos]
+        begin = [] if self._bos is None or ids[0] == self._bos else [self._bos]
         return np.concatenate([begin, ids, [self._encoder.tokenizer.eos_id]]).astype(ids.dtype)
 
     def _read_parts(self, start: Place) -> Iterator[tuple[Encoded | None, Place]]:
@@ -171,17 +178,16 @@ class BlockReader:
 
     def _order(self, epoch: int) -> list[int]:
         """Return the numbers of the files in the order of an epoch."""
-        chance = np.random.default_rng((*self._how.seed, 0, epoch))
+        chance = np.random.default_rng((*self._seed, 0, epoch))
         return [list(self._files)[i] for i in chance.permutation(len(self._files))]
 
     def _read_file(self, number: int, line: int) -> Iterator[TextLines]:
         """Yield the parts of a file from a line on, up to known damage."""
-        known = self._broken.get(number)
-        for piece in read_pieces(self._files[number], self._how.field):
+        known = self._broken.found.get(number)
+        for piece in read_pieces(self._files[number], self._stream.field):
             lines = len(piece.lines) if known is None else known.whole - piece.first_line + 1
             if piece.damage and known is None:
-                self._broken[number] = Damage(piece.first_line + lines - 1, piece.damage)
-                self._report(number)
+                self._broken.add(number, Damage(piece.first_line + lines - 1, piece.damage))
             if piece.first_line >= line and lines > 0:
                 yield replace(piece, lines=piece.lines[:lines])
             if lines < len(piece.lines):
@@ -219,7 +225,7 @@ class Lane:
         return self._place.epoch
 
     def skip(self, rows: int) -> None:
-        """Leave out some rows."""
+        """Leave out rows."""
         assert rows >= 0
         self.rows += rows
         self._token += rows * self._seq_len
