@@ -26,17 +26,13 @@ Extended = tuple[Tensor, Tensor]  # tokens and sub-ids, (N,) int64
 
 @dataclass(frozen=True)
 class LiveMicroBatch:
-    """One micro-batch of instances: B rows, S tokens of each.
+    """One micro-batch of instances. It is train.data.batches.Work.
 
     inputs     arguments of the model's forward that precede `scores`
-    labels     (B, S) int64, IGNORE_INDEX where there is no target
     scores     scores of the whole rows
     layouts    layouts of the rows on the ranks
     instances  number of instances in all B rows
     targets    number of targets on all ranks that share the rows
-    work       for each of these ranks, the visible pairs of its queries: of one head, summed over
-               all layers with attention
-    sources    the number of each row's source in a mixture; None for other data
     """
 
     inputs: tuple[Tensor, ...]

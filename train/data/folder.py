@@ -37,6 +37,24 @@ class Row:
     documents: tuple[int, ...]
 
 
+def make_row(window: np.ndarray, starts: np.ndarray | None, seq_len: int) -> Row:
+    """Return the row of consecutive tokens. The last one is only a target. Positions after them are
+    padding.
+
+    `starts` are the places in `window` above 0 where documents start; None if they are not kept
+    apart.
+    """
+    filled = len(window) - 1
+    tokens = torch.zeros(seq_len, dtype=torch.int64)
+    labels = torch.full((seq_len,), IGNORE_INDEX)
+    tokens[:filled], labels[:filled] = torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
+    bounds = {0, seq_len}
+    if starts is not None:
+        labels[torch.from_numpy(starts - 1)] = IGNORE_INDEX
+        bounds |= {*starts[starts < filled].tolist(), filled}
+    return Row(tokens, labels, tuple(sorted(bounds)))
+
+
 class Sequences(Stored):
     """Tokens as sequences of `seq_len` inputs and their next tokens. Each token is a target once an
     epoch.
@@ -118,27 +136,18 @@ class Sequences(Stored):
         """Return sequence `index`. None stands for one without any target. Raises ValueError for
         unknown tokens.
         """
-        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
-        labels = torch.full((self.seq_len,), IGNORE_INDEX)
-        bounds = [0]
-        if index is not None:
-            start = index * self.seq_len
-            window = self._read_window(index)
-            filled = len(window) - 1
-            tokens[:filled], labels[:filled] = window[:-1], window[1:]
-            if self._starts is not None:
-                starts = self._starts.between(start + 1, start + filled + 1)
-                after = torch.from_numpy(starts) - start
-                labels[after - 1] = IGNORE_INDEX
-                bounds += [*after[after < filled].tolist(), filled]
-        if bounds[-1] < self.seq_len:
-            bounds.append(self.seq_len)
-        return Row(tokens, labels, tuple(bounds))
+        if index is None:
+            return make_row(np.zeros(1, np.int64), None, self.seq_len)
+        start, window = index * self.seq_len, self._read_window(index)
+        if self._starts is None:
+            return make_row(window, None, self.seq_len)
+        starts = self._starts.between(start + 1, start + len(window)) - start
+        return make_row(window, starts, self.seq_len)
 
-    def _read_window(self, index: int) -> Tensor:
+    def _read_window(self, index: int) -> np.ndarray:
         """Return the tokens of sequence `index` and the next one, up to the last token: int64."""
         start = index * self.seq_len
-        window = torch.from_numpy(self._text[start : start + self.seq_len + 1].astype(np.int64))
+        window = self._text[start : start + self.seq_len + 1].astype(np.int64)
         if window.max() >= self.vocab_size:
             raise ValueError(
                 f"{self.folder}: expected tokens below {self.vocab_size}, the size of the "

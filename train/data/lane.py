@@ -17,12 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from bmt_burst.sequence.layout import IGNORE_INDEX
 from train.base.wording import counted
 from train.data.bad import BadLines
-from train.data.folder import Row
+from train.data.folder import Row, make_row
 from train.data.stream_files import StreamFiles
 from train.data.text import Encoded, Encoder, TextLines, read_pieces
 
@@ -250,7 +248,9 @@ class Lane:
             starts.append(block.starts[first:last] - token + filled)
             window.append(part.astype(np.int64))
             filled, token, number = filled + len(part), 0, number + 1
-        row = self._make_row(np.concatenate(window), np.concatenate(starts))
+        row_starts = np.concatenate(starts)
+        kept = row_starts[row_starts > 0] if self._documents else None
+        row = make_row(np.concatenate(window), kept, self._seq_len)
         self.skip(1)
         return row
 
@@ -261,13 +261,3 @@ class Lane:
         block = following.result()
         self._next = self._thread.submit(self._reader.read, block.end)
         self._blocks.append(block)
-
-    def _make_row(self, window: np.ndarray, starts: np.ndarray) -> Row:
-        """Return the row of a window of tokens in which documents start at `starts`."""
-        tokens, labels = torch.from_numpy(window[:-1]), torch.from_numpy(window[1:]).clone()
-        inside: list[int] = []
-        if self._documents:
-            starts = starts[starts > 0]
-            labels[torch.from_numpy(starts - 1)] = IGNORE_INDEX
-            inside = starts[starts < self._seq_len].tolist()
-        return Row(tokens, labels, (0, *inside, self._seq_len))
