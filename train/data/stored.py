@@ -5,6 +5,7 @@ the files.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import weakref
@@ -154,15 +155,11 @@ class TokenWriter(DataWriter[np.ndarray]):
         """
         tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
         documents = np.fromfile(other.folder / "documents.bin", dtype=np.int64)
-        documents = np.concatenate([[start], documents[(documents > start) & (documents < end)]])
-        self._note_documents(documents - start + self.tokens)
-        for place in range(start, end, _COPIED):
-            part = tokens[place : min(place + _COPIED, end)]
-            starts = documents[(documents >= place) & (documents < place + len(part))]
-            self.begun += int((part[starts - place] == self.tokenizer.bos_id).sum())
-            self._append(part)
-        if tokens[end - 1 : end] != self.tokenizer.eos_id:
-            self._append([self.tokenizer.eos_id])
+        inside = documents[(documents > start) & (documents < end)].tolist()
+        for first, last in itertools.pairwise([start, *inside, end]):
+            ended = int(tokens[last - 1 : last][0]) == self.tokenizer.eos_id
+            stop = last - int(ended)  # `write` adds an eos
+            self.write(tokens[at : min(at + _COPIED, stop)] for at in range(first, stop, _COPIED))
 
     def _notes(self) -> dict[str, Any]:
         """Return the begin token and how many documents start with it."""

@@ -38,11 +38,6 @@ def read_texts(opened: BinaryIO, kind: str, field: str) -> Iterator[tuple[Texts,
         raise BrokenFile(str(error).strip()) from error
 
 
-def check_table(opened: BinaryIO, kind: str, field: str) -> None:
-    """Read the first rows, and raise what `read_texts` raises."""
-    next(read_texts(opened, kind, field), None)
-
-
 def import_pyarrow(part: str = "") -> Any:
     """Import pyarrow. Raises ValueError with the pip command if it is not installed."""
     return import_extra(f"pyarrow{part}", "pyarrow", "a .parquet file or a datasets folder")

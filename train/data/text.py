@@ -23,7 +23,7 @@ from train.data.records import (
     find_value,
     parse_json,
 )
-from train.data.tables import Texts, check_table, read_texts
+from train.data.tables import Texts, read_texts
 from train.data.tokenizer import open_tokenizer
 from train.data.tokenizer_base import Tokenizer
 from train.registry import kind_of_data, load
@@ -126,8 +126,8 @@ def text_in(record: Any, json_field: str) -> str:
     try:
         text = find_value(record, json_field)
     except KeyError as error:
-        said = f"no text in field {json_field!r}; the record {describe_fields(record)}"
-        raise BadRecord(said) from error
+        fields = describe_fields(record)
+        raise BadRecord(f"no text in field {json_field!r}; the record {fields}") from error
     if not isinstance(text, str):
         raise BadRecord(f"no text in field {json_field!r}, but {type(text).__name__}")
     return check_unicode(text)
@@ -213,7 +213,7 @@ def find_broken(
                     IndexedTokens(file)
             elif file.kind in (PARQUET, ARROW):
                 with named(file), file.open() as opened:
-                    check_table(opened, file.kind, field or "")
+                    next(read_texts(opened, file.kind, field or ""), None)
             else:
                 _check_records(file, field)
         except BrokenFile as error:
@@ -235,16 +235,17 @@ def _check_records(file: TextFile, field: str | None) -> None:
         try:
             record = parse_json(line or b"")
             value = find_value(record, field)
-            if isinstance(value, str | None):
-                return
-            said = f"has {type(value).__name__} there"
         except BadRecord:
             continue  # it is counted when all lines are read
         except KeyError:
-            said = describe_fields(record)
+            held = describe_fields(record)
             if isinstance(record, list):
-                said += f"; --format {ARRAY} reads a list of records"
-        first = first or said
+                held += f"; --format {ARRAY} reads a list of records"
+        else:
+            if isinstance(value, str | None):
+                return
+            held = f"has {type(value).__name__} there"
+        first = first or held
     if first:
         raise ValueError(
             f"{file}: expected text in field {field!r}, see --field; the first record {first}. In "
