@@ -122,6 +122,11 @@ class LiveBatches(Dealer[LiveMicroBatch]):
         whole row, (S,) int64.
         """
 
+    def _shard_fields(
+        self, rows: Sequence[Row], layouts: Sequence[Layout], *names: str
+    ) -> list[Tensor]:
+        return [self._shard([row.fields[name].long() for row in rows], layouts) for name in names]
+
     def _count_work(self, row: Row, layout: Layout) -> tuple[int, ...]:
         return self._count_pairs(keys_seen(row.scores.mask) * self._model.num_attentions, layout)
 
@@ -136,10 +141,7 @@ class BeeBatches(LiveBatches):
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        mine = (
-            self._shard([row.fields[name].long() for row in rows], layouts)
-            for name in ("input", "input_sub")
-        )
+        mine = self._shard_fields(rows, layouts, "input", "input_sub")
         extended = extended_table(rows)
         check_subs(self._model, extended[1])
         return (*mine, *extended), [
@@ -153,10 +155,7 @@ class AntBatches(LiveBatches):
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        mine = (
-            self._shard([row.fields[name].long() for row in rows], layouts)
-            for name in ("input", "segment")
-        )
+        mine = self._shard_fields(rows, layouts, "input", "segment")
         positions = torch.stack([layout.positions(self.sp.rank) for layout in layouts])
         return (*mine, positions), [row.targets for row in rows]
 

@@ -7,7 +7,6 @@ answers of an instance in another order, and for an Ant another hidden part.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
 from collections.abc import Sequence, Sized
@@ -32,8 +31,9 @@ _DEEPEST = 8  # largest number of steps to a common ancestor that is distinguish
 _HIDDEN_SHARE = 0.15  # hidden share of a text with task "mlm" (BERT, arXiv 1810.04805)
 # The hidden tokens are in a few short runs (SpanBERT, arXiv 1907.10529).
 _HIDDEN_LENGTH, _MOST_RUNS = 3, 16
-_SMALL_TREE = 64  # segments
 _ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # seeds for different uses of random numbers
+# the arguments of bee_scores after the configuration
+_BEE_SCORED = "length context sample_ids num_segments segment segment_rel_offset segment_rel span"
 
 
 @dataclass(frozen=True)
@@ -101,24 +101,22 @@ class PackedRows(Stored):
 
     @property
     def description(self) -> str:
-        said = [counted(self.instances, "instance")]
+        parts = [counted(self.instances, "instance")]
         for count, what, done in (
             (self.left_out, "longer than a row", "left out"),
             (self.too_many, "with too many texts to predict", "left out"),
             (self.cut, "longer than a row", "cut"),
         ):
             if count:
-                said.append(counted(count, f"{what} is {done}", f"{what} are {done}"))
-        return ", ".join(said)
+                parts.append(counted(count, f"{what} is {done}", f"{what} are {done}"))
+        return ", ".join(parts)
 
     @property
     def padding(self) -> float:
-        """The share of an epoch's positions that are padding."""
         return 1 - self._tokens / (len(self) * self.seq_len)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The facts that must stay the same, so that a sample number means the same sample."""
         numbers = {
             "tokens": len(self.file.tokens),
             "digest": self.file.digest,
@@ -127,7 +125,6 @@ class PackedRows(Stored):
         return numbers | self.file.hashes | {"seed": self.seed, "documents": "instances"}
 
     def of_sample(self, sample: int) -> Row:
-        """Return the row that is sample number `sample` of a run."""
         return self._row(
             self.order(sample), np.random.default_rng((self.seed, _TRAINING, sample)), training=True
         )
@@ -189,17 +186,7 @@ def bee_row(config: BeeConfig, instances: Sequence[Instance], seq_len: int, eos_
         **_number_spans(instances, seq_len),
     }
     targets, target_subs = (fields.pop(name).long() for name in ("targets", "target_subs"))
-    names = (
-        "length",
-        "context",
-        "sample_ids",
-        "num_segments",
-        "segment",
-        "segment_rel_offset",
-        "segment_rel",
-        "span",
-    )
-    scores = bee_scores(config, *(fields[name] for name in names))
+    scores = bee_scores(config, *(fields[name] for name in _BEE_SCORED.split()))
     return Row(fields, scores, targets, target_subs, len(instances))
 
 
@@ -251,17 +238,6 @@ def relation(parents: np.ndarray, most: int) -> np.ndarray:
     u and w are the steps from the query and from the key to their lowest common ancestor, at most
     `most` - 1.
     """
-    if len(parents) > _SMALL_TREE:
-        return _relation(parents, most)
-    return _cached_relation(parents.tobytes(), most)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cached_relation(parents: bytes, most: int) -> np.ndarray:
-    return _relation(np.frombuffer(parents, dtype=np.int32), most)
-
-
-def _relation(parents: np.ndarray, most: int) -> np.ndarray:
     # above[i, j]: whether segment j is on the way from segment i to the root
     above = np.eye(len(parents), dtype=np.float32)
     for segment, parent in enumerate(parents.tolist()):
