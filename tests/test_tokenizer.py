@@ -33,6 +33,8 @@ def byte_level(tmp_path_factory):
         trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
     )
     backend.add_tokens(["<think>", AddedToken("<tool>", normalized=False)])
+    backend.enable_truncation(2)  # which must have no effect, like the padding
+    backend.enable_padding(length=9)
     file = tmp_path_factory.mktemp("tokenizer") / "bpe.json"
     backend.save(str(file))
     return file
