@@ -73,7 +73,7 @@ def test_a_signal_before_training_ends_the_run_too(folder):
     assert "stopped before training began" in said or "to resume" in said
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2])
 def test_a_second_interrupt_ends_the_run_now(folder, processes):
     """In a step that takes minutes, from which Python's own handlers would not be called."""
     name = f"insisted-{processes}"
