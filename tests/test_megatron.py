@@ -59,9 +59,9 @@ def test_documents_of_several_sequences_in_small_parts(tmp_path, monkeypatch):
     write(tmp_path / "x", cut=[2, 0, 1, 1])
     monkeypatch.setattr(megatron, "_PIECE", 6)
     pieces = [*megatron.IndexedTokens(TextFile(tmp_path / "x.bin", "x.bin")).pieces()]
-    read = [[bytes(ids.tolist()) for ids in piece.documents] for piece in pieces]
+    read = [[bytes(ids.tolist()) for ids in piece.lines] for piece in pieces]
     assert read == [[b"firstsecond\x80"], [b"", b"", b"third document"]]
-    assert [piece.first_document for piece in pieces] == [1, 2]
+    assert [piece.first_line for piece in pieces] == [1, 2]
     assert sum(piece.size for piece in pieces) == (tmp_path / "x.bin").stat().st_size
 
 
@@ -102,8 +102,8 @@ def test_an_eos_at_the_end_is_not_doubled_and_names_choose_validation(byte_level
         ({"documents": [0, 3, 2, 4]}, "x.idx: documents must start at rising sequences, from 0"),
         ({"documents": [0, 1, 2, 3]}, "x.idx: documents end at sequence 3, but there are 4"),
         ({"documents": []}, "x.idx: documents end at sequence 0, but there are 4 sequences"),
-        ({"texts": [b"good", [65, 300]]}, "x.bin, documents 1 to 2: document 2 has token 300, but"),
-        ({"texts": [b"good", [-1]]}, "x.bin, documents 1 to 2: document 2 has token -1, but"),
+        ({"texts": [b"good", [65, 300]]}, "x.bin, lines 1 to 2: document 2 has token 300, but"),
+        ({"texts": [b"good", [-1]]}, "x.bin, lines 1 to 2: document 2 has token -1, but"),
     ],
 )
 def test_other_files_are_refused_by_name(changes, message, tmp_path):

@@ -266,12 +266,12 @@ class Dropped:
         for _ in range(100):
             pass
 
-def read(path, field, pieces=prepare_data.read_parts):
+def read(path, field, pieces=prepare_data.read_pieces):
     for piece in pieces(path, field):
         Dropped()
         yield piece
 
-prepare_data.read_parts = read
+prepare_data.read_pieces = read
 prepare_data.main()
 """
 LATE = """

@@ -31,10 +31,10 @@ from train.base.files import writing
 from train.base.wording import counted
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, bee_parts, is_special
 from train.data.bad import BadLines
-from train.data.files import TextFile
+from train.data.files import Piece, TextFile
 from train.data.find import add_inputs, check_holds_text, find_files
 from train.data.records import BadRecord, check_unicode, parse_json
-from train.data.text import TextLines, plain_text, read_pieces
+from train.data.text import plain_text, read_pieces
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
 SPECIAL = {
@@ -86,7 +86,7 @@ def texts_of(file: TextFile, model: str, bad: BadLines) -> Iterator[str]:
             raise ValueError(f"{file} is broken: {piece.damage}")
 
 
-def _texts_of_records(piece: TextLines, model: str, bad: BadLines) -> Iterator[str]:
+def _texts_of_records(piece: Piece, model: str, bad: BadLines) -> Iterator[str]:
     for number, line in enumerate(piece.lines, piece.first_line):
         if not piece.counts(line):
             continue

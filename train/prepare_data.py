@@ -55,7 +55,7 @@ from train.data.files import MEGATRON, TextFile
 from train.data.find import add_inputs, check_holds_text, find_files
 from train.data.stored import DataWriter, make_writer
 from train.data.stream_files import StreamFiles, find_streamed
-from train.data.text import Document, Encoded, Encoder, find_broken, make_reader, read_parts
+from train.data.text import Document, Encoded, Encoder, find_broken, make_reader, read_pieces
 from train.data.tokenizer import Tokenizer, open_tokenizer
 
 _SMALL = 1 << 23  # bytes of text below which starting processes takes longer than it saves
@@ -134,7 +134,7 @@ def _tokenize(
     size = sum(file.path.stat().st_size for file in files)
     text = sum(file.path.stat().st_size for file in files if file.kind != MEGATRON)
     encoder = functools.partial(Encoder.open, args.tokenizer, args.field, args.eos)
-    pieces = (piece for file in files for piece in read_parts(file, args.field))
+    pieces = (piece for file in files for piece in read_pieces(file, args.field))
     results = map_in_order(encoder, pieces, _workers(args.workers, args.tokenizer, text))
     lines = BadLines()
     with closing(results), tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from train.data.compressed import decompressed, read_ahead
@@ -83,6 +84,34 @@ class TextFile:
     def open(self) -> io.BufferedReader:
         """Open the file. Raises OSError if it cannot be read."""
         return open_remote(self.url) if self.url else open(self.path, "rb")
+
+
+Texts = list[Any]  # bytes; None for a row without text; arrays of token ids
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive lines, records or documents of a file: a few MiB at most unless one is longer.
+
+    file        the file, with its form
+    first_line  the number of the first one, from 1
+    lines       lines, records as JSON, texts of rows, or token ids of documents
+    size        bytes of the file, compressed if it is, since the piece before
+    damage      the reason that nothing can be read after these lines
+    """
+
+    file: TextFile
+    first_line: int
+    lines: Texts
+    size: int
+    damage: str | None = None
+
+    def counts(self, line: Any) -> bool:
+        """Whether a line is one of those that must not be bad. All rows of a table are."""
+        return self.file.form is None or bool(line and line.strip())
+
+    def __str__(self) -> str:
+        return f"{self.file}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
 
 
 def compression(path: Path) -> str | None:

@@ -20,9 +20,10 @@ import numpy as np
 
 from train.base.wording import counted
 from train.data.bad import BadLines
+from train.data.files import Piece
 from train.data.folder import Row, make_row
 from train.data.stream_files import StreamFiles
-from train.data.text import Encoded, Encoder, TextLines, read_pieces
+from train.data.text import Encoded, Encoder, read_pieces
 
 
 @dataclass(frozen=True, order=True)
@@ -179,7 +180,7 @@ class BlockReader:
         chance = np.random.default_rng((*self._seed, 0, epoch))
         return [list(self._files)[i] for i in chance.permutation(len(self._files))]
 
-    def _read_file(self, number: int, line: int) -> Iterator[TextLines]:
+    def _read_file(self, number: int, line: int) -> Iterator[Piece]:
         """Yield the parts of a file from a line on, up to known damage."""
         known = self._broken.found.get(number)
         for piece in read_pieces(self._files[number], self._stream.field):

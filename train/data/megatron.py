@@ -19,36 +19,17 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from train.data.files import TextFile
+from train.data.files import Piece, TextFile
 from train.data.stored import StoredNumbers
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _PIECE = 1 << 19  # tokens that are read at once, up to the end of a document
-
-
-@dataclass(frozen=True)
-class TokenPiece:
-    """Consecutive documents of a .bin, as token ids.
-
-    first_document  the number of the first one, from 1
-    size            bytes of the .bin
-    """
-
-    file: TextFile
-    first_document: int
-    documents: list[np.ndarray]
-    size: int
-
-    def __str__(self) -> str:
-        last = self.first_document + len(self.documents) - 1
-        return f"{self.file.path}, documents {self.first_document} to {last}"
 
 
 class IndexedTokens:
@@ -79,7 +60,7 @@ class IndexedTokens:
                 "sequences"
             )
 
-    def pieces(self) -> Iterator[TokenPiece]:
+    def pieces(self) -> Iterator[Piece]:
         """Yield all documents, several at a time."""
         number, documents, size = 1, list[np.ndarray](), 0
         for start, stop in itertools.pairwise(map(int, self._ends[self._firsts])):
@@ -91,8 +72,8 @@ class IndexedTokens:
         if documents:
             yield self._piece(number, documents)
 
-    def _piece(self, number: int, documents: list[np.ndarray]) -> TokenPiece:
-        return TokenPiece(self._file, number, documents, sum(ids.nbytes for ids in documents))
+    def _piece(self, number: int, documents: list[np.ndarray]) -> Piece:
+        return Piece(self._file, number, documents, sum(ids.nbytes for ids in documents))
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:

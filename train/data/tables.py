@@ -8,13 +8,11 @@ from typing import Any, BinaryIO
 
 from train.data.compressed import BrokenFile
 from train.data.extras import import_extra
-from train.data.files import ARROW
+from train.data.files import ARROW, Texts
 
 _ROWS = 128  # rows that are read at once
 _BUFFER = 1 << 20  # bytes of a column of Parquet
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a whole stream of Arrow
-
-Texts = list[bytes | None]  # None for a row without text
 
 
 def read_texts(opened: BinaryIO, kind: str, field: str) -> Iterator[tuple[Texts, int]]:

@@ -12,9 +12,9 @@ import numpy as np
 
 from train.data.bad import BadLines, BrokenShards
 from train.data.compressed import BrokenFile, decompressed
-from train.data.files import ARROW, MEGATRON, PARQUET, TextFile, find_form, named
+from train.data.files import ARROW, MEGATRON, PARQUET, Piece, TextFile, Texts, find_form, named
 from train.data.forms import ARRAY, PLAIN, split_array
-from train.data.megatron import IndexedTokens, TokenPiece
+from train.data.megatron import IndexedTokens
 from train.data.records import (
     BadRecord,
     check_unicode,
@@ -23,12 +23,13 @@ from train.data.records import (
     find_value,
     parse_json,
 )
-from train.data.tables import Texts, read_texts
+from train.data.tables import read_texts
 from train.data.tokenizer import open_tokenizer
 from train.data.tokenizer_base import Tokenizer
 from train.registry import kind_of_data, load
 
 _PIECE = 1 << 20  # bytes of text that are tokenized at once, up to the end of a line
+_END: Any = object()
 
 
 @dataclass(frozen=True)
@@ -47,32 +48,6 @@ class Document:
     def name(self) -> str:
         """A name that stays the same if the input is moved."""
         return self.file.name if self.line is None else f"{self.file.name}:{self.line}"
-
-
-@dataclass(frozen=True)
-class TextLines:
-    """Whole lines of a file, records of a JSON array, or rows of a table: a few MiB at most unless
-    one is longer.
-
-    file        the file, with its form
-    first_line  the number of the first line, record or row, from 1
-    lines       lines, records as JSON, or the texts of rows; None for a row without text
-    size        bytes of the file, compressed if it is, since the piece before
-    damage      the reason that nothing can be read after these lines
-    """
-
-    file: TextFile
-    first_line: int
-    lines: Texts
-    size: int
-    damage: str | None = None
-
-    def counts(self, line: bytes | None) -> bool:
-        """Whether a line is one of those that must not be bad. All rows of a table are."""
-        return self.file.form is None or bool(line and line.strip())
-
-    def __str__(self) -> str:
-        return f"{self.file}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
 
 
 @dataclass(frozen=True)
@@ -153,9 +128,7 @@ class Encoder:
         """Return an encoder with the tokenizer of this name."""
         return cls(open_tokenizer(tokenizer, eos), json_field)
 
-    def __call__(self, piece: TextLines | TokenPiece) -> Encoded:
-        if isinstance(piece, TokenPiece):
-            return Encoded(piece.file, list(self._tokens(piece)), BadLines(), piece.size)
+    def __call__(self, piece: Piece) -> Encoded:
         bad, before = BadLines(among=sum(map(piece.counts, piece.lines))), self.tokenizer.left_out
         if piece.file.form == PLAIN:
             documents = [(Document(piece.file), self._reader.of_text(plain_text(piece, bad)))]
@@ -164,28 +137,16 @@ class Encoder:
         bad.left_out = self.tokenizer.left_out - before
         return Encoded(piece.file, documents, bad, piece.size, piece.damage)
 
-    def _tokens(self, piece: TokenPiece) -> Iterator[tuple[Document, np.ndarray]]:
-        """Yield documents of token ids, without an eos at the end. Raises ValueError for ids that
-        the tokenizer does not have.
-        """
-        size, eos = self.tokenizer.vocab_size, self.tokenizer.eos_id
-        for number, ids in enumerate(piece.documents, piece.first_document):
-            for token in (int(ids.min()), int(ids.max())) if len(ids) else ():
-                if not 0 <= token < size:
-                    raise ValueError(
-                        f"document {number} has token {token}, but --tokenizer has {size} tokens"
-                    )
-            ended = len(ids) > 0 and ids[-1] == eos
-            yield Document(piece.file, number), ids[:-1] if ended else ids
-
-    def _records(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
-        """Yield the documents in records of JSON, or in rows of a table."""
+    def _records(self, piece: Piece, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
+        """Yield the documents in records of JSON, in rows of a table, or in token ids."""
         for number, line in enumerate(piece.lines, piece.first_line):
             if not piece.counts(line):
                 continue
             try:
                 if piece.file.has_records:
                     found = self._reader.of_record(parse_json(line or b""))
+                elif piece.file.kind == MEGATRON:
+                    found = self._check_ids(number, line)
                 elif line is None:
                     raise BadRecord(f"no text in field {self._field!r}")
                 else:
@@ -194,6 +155,18 @@ class Encoder:
                 bad.add(piece.file, number, str(error))
             else:
                 yield Document(piece.file, number), found
+
+    def _check_ids(self, number: int, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a document without an eos at the end. Raises ValueError for ids that
+        the tokenizer does not have.
+        """
+        size = self.tokenizer.vocab_size
+        for token in (int(ids.min()), int(ids.max())) if len(ids) else ():
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"document {number} has token {token}, but --tokenizer has {size} tokens"
+                )
+        return ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_id else ids
 
 
 def find_broken(
@@ -253,70 +226,58 @@ def _check_records(file: TextFile, field: str | None) -> None:
         )
 
 
-def read_parts(file: TextFile, field: str) -> Iterator[TextLines | TokenPiece]:
-    """Yield what a file holds in parts: text, the texts of column `field`, or tokens."""
-    return IndexedTokens(file).pieces() if file.kind == MEGATRON else read_pieces(file, field)
-
-
-def read_pieces(file: TextFile, field: str = "") -> Iterator[TextLines]:
+def read_pieces(file: TextFile, field: str = "") -> Iterator[Piece]:
     """Yield the text of a file, without a byte-order mark of UTF-8. Of a JSON array, yield its
-    records, and of a table the texts of column `field`.
+    records, of a table the texts of column `field`, and of a .bin its documents.
 
-    Raises ValueError if the file cannot be read, and as `find_form`. The last part reports damage.
+    Raises ValueError if the file cannot be read, and as `find_form`. The last piece reports damage.
     """
     with named(file), file.open() as raw:
-        if file.kind in (PARQUET, ARROW):
-            parts = _take_rows(read_texts(raw, file.kind, field))
+        if file.kind == MEGATRON:
+            yield from IndexedTokens(file).pieces()
+        elif file.kind in (PARQUET, ARROW):
+            place = [0]
+            rows = _rows(read_texts(raw, file.kind, field), place)
+            yield from _cut(file, rows, lambda: place[0])
         else:
             file = find_form(file, raw)
             text = decompressed(raw, file.compression)
             records = split_array(text) if file.form == ARRAY else iter(text.readline, b"")
-            parts = _take_lines(records, raw.tell)
-        first_line, before = 1, 0
-        for lines, place, damage in parts:
-            yield TextLines(file, first_line, lines, place - before, damage)
-            first_line, before = first_line + len(lines), place
+            yield from _cut(file, _without_mark(records), raw.tell)
 
 
-_Part = tuple[Texts, int, str | None]  # lines, the place in the file, and damage behind them
-
-
-def _take_lines(text: Iterator[bytes], tell: Callable[[], int]) -> Iterator[_Part]:
-    """Yield the lines of a file, or the records of an array, in parts."""
-    damage, marked = None, codecs.BOM_UTF8
+def _cut(file: TextFile, lines: Iterator[bytes | None], tell: Callable[[], int]) -> Iterator[Piece]:
+    """Yield lines or rows in pieces. `tell` returns the place in the file."""
+    damage, first_line, before = None, 1, 0
     while damage is None:
-        lines: Texts = []
+        taken: Texts = []
         length = 0
         try:
-            while length < _PIECE and (line := next(text, b"")):
-                lines.append(line.removeprefix(marked))
-                length, marked = length + len(line), b""
+            while length < _PIECE and (line := next(lines, _END)) is not _END:
+                taken.append(line)
+                length += len(line or b"")
         except BrokenFile as error:
             damage = str(error)
-        if not lines and damage is None:
+        if not taken and damage is None:
             return
-        yield lines, tell(), damage
+        place = tell()
+        yield Piece(file, first_line, taken, place - before, damage)
+        first_line, before = first_line + len(taken), place
 
 
-def _take_rows(texts: Iterator[tuple[Texts, int]]) -> Iterator[_Part]:
-    """Yield the rows of a table in parts."""
-    rows: Texts = []
-    length, place, damage = 0, 0, None
-    try:
-        for more, place in texts:
-            for row in more:
-                rows.append(row)
-                length += len(row or b"")
-                if length >= _PIECE:
-                    yield rows, place, None
-                    rows, length = [], 0
-    except BrokenFile as error:
-        damage = str(error)
-    if rows or damage:
-        yield rows, place, damage
+def _rows(texts: Iterator[tuple[Texts, int]], place: list[int]) -> Iterator[bytes | None]:
+    """Yield the rows of a table. `place` gets the place in the file at which they end."""
+    for rows, place[0] in texts:
+        yield from rows
 
 
-def plain_text(piece: TextLines, bad: BadLines) -> str:
+def _without_mark(lines: Iterator[bytes]) -> Iterator[bytes]:
+    if (first := next(lines, None)) is not None:
+        yield first.removeprefix(codecs.BOM_UTF8)
+        yield from lines
+
+
+def plain_text(piece: Piece, bad: BadLines) -> str:
     """Return the text of a part, without bad lines."""
     good = []
     for number, line in enumerate(piece.lines, piece.first_line):
