@@ -131,7 +131,7 @@ def test_truncated_and_missing_files_are_refused_by_name(tmp_path):
         (tmp_path / "x.idx").write_bytes(index[:size])
         assert message in prepare(*arguments, tmp_path / "x", code=2)
     (tmp_path / "x.idx").unlink()
-    assert "x.bin has no x.idx beside it" in prepare(*arguments, tmp_path / "x.bin", code=2)
+    assert "x.bin has no x.idx next to it" in prepare(*arguments, tmp_path / "x.bin", code=2)
     write(tmp_path / "x")
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-4])
     assert "x.bin has 100 bytes, but x.idx lists 104" in prepare(*arguments, tmp_path / "x", code=2)

@@ -89,7 +89,7 @@ class PackedRows(Stored):
         return cls(InstanceFile(folder, model.model_type), model, seq_len, seed)
 
     def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
-        """Return the rows unchanged: instances say which tokens see each other."""
+        """Return the rows unchanged: instances are always kept apart."""
         return self
 
     @property
@@ -327,7 +327,7 @@ def ant_row(
     padding.
 
     The conventions are CPM-Live's. Only the first columns of a row are looked up among the prompts.
-    Prompts of later spans are looked up among the words. Padding is a span too.
+    Prompts of later spans are looked up among the words. Padding is a span.
     """
     parts, spans = [], []
     for text, task, hides in zip(texts, tasks, hidden, strict=True):

@@ -29,7 +29,7 @@ _LARGEST_DEFAULT = 8  # sequences
 
 
 class Settings(Protocol):
-    """The part of TrainConfig that says how sequences are dealt to ranks and cut."""
+    """The fields of TrainConfig by which sequences are dealt to ranks and cut."""
 
     @property
     def seq_len(self) -> int: ...

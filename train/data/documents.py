@@ -53,7 +53,7 @@ class StoredDocuments(Documents):
         return self._check(self.starts[first:last], start, stop)
 
     def _index(self, token: int) -> int:
-        """Return the number of documents that start before a token."""
+        """Count the documents that start before a token."""
         return bisect.bisect_left(
             range(len(self.starts)), token, key=lambda i: int(self.starts[i : i + 1][0])
         )

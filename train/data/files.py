@@ -27,7 +27,7 @@ TEXT = ".txt"  # this and the next ones may also be compressed
 RECORDS = (".jsonl", ".ndjson", ".jsonlines")  # a record a line
 JSON = ".json"  # lines, or one array of records
 PARQUET, ARROW = ".parquet", ".arrow"  # tables; .arrow only as a shard of a datasets folder
-MEGATRON = ".bin"  # tokens, with their .idx beside
+MEGATRON = ".bin"  # tokens, with an .idx
 NO_TEXT = (PARQUET, ARROW, MEGATRON)
 _COMPRESSED = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
 

@@ -1,4 +1,4 @@
-"""Finding the files that --input names, in folders too."""
+"""The search for the files that --input names, also in folders."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _file_of_tokens(path: Path) -> Path:
 
 def _open_form(file: TextFile, asked: str, in_folder: bool, pattern: str | None) -> TextFile | None:
     """Return the file with its form. Return None for a .json of one object over several lines that
-    only its folder names: it may describe the files beside it.
+    was found in a folder: it may describe other files.
 
     Raises ValueError as `find_form`, and for plain text that neither a .txt nor `pattern` is.
     """
@@ -193,7 +193,7 @@ def _check_named(path: Path) -> None:
             "state.json"
         )
     if kind_of(path) == MEGATRON and not path.with_suffix(".idx").is_file():
-        raise ValueError(f"{path} has no {path.with_suffix('.idx').name} beside it")
+        raise ValueError(f"{path} has no {path.with_suffix('.idx').name} next to it")
     if problem := _find_problem(path):
         raise ValueError(f"{path} is not read: it is {problem}")
 
@@ -233,8 +233,8 @@ def _belongs_to_others(path: Path, shards: list[str] | None) -> bool:
 
 
 def _find_reason(path: Path, pattern: str | None, shards: list[str] | None) -> str | None:
-    """Return the reason that a file of a folder is not read, or None. Files that --glob matches are
-    text at least.
+    """Return the reason not to read a file of a folder, or None. Files that --glob matches are text
+    at least.
     """
     kind = kind_of(path)
     if pattern and not path.absolute().match(pattern):
@@ -251,7 +251,7 @@ def _find_reason(path: Path, pattern: str | None, shards: list[str] | None) -> s
 
 
 def _find_problem(path: Path) -> str | None:
-    """Return the reason that keeps a file from being opened, or None."""
+    """Return the reason for which a file cannot be opened, or None."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return "a pipe, socket or device"
@@ -264,8 +264,8 @@ def _find_problem(path: Path) -> str | None:
 
 
 def _listed_shards(folder: Path) -> list[str] | None:
-    """Return the shards that the state.json of a datasets folder lists, or None if it is not one.
-    Raises ValueError if one is missing.
+    """Return the shards in the state.json of a datasets folder, or None for another state.json.
+    Raises ValueError if a shard is missing.
     """
     try:
         listed = json.loads((folder / "state.json").read_bytes())["_data_files"]

@@ -35,7 +35,7 @@ _PIECE = 1 << 19  # tokens that are read at once, up to the end of a document
 class IndexedTokens:
     """The documents of a .bin and its .idx, which is read as a whole.
 
-    Raises ValueError if one of them is not what the format says, or does not fit the other.
+    Raises ValueError if one of them breaks the format, or does not fit the other.
     """
 
     def __init__(self, file: TextFile):

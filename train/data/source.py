@@ -79,8 +79,8 @@ class Source(ABC):
         """Return the row that is sample number `sample` of the run."""
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return the state that a checkpoint after `samples` samples stores: values of JSON. It is
-        empty for a source that finds each sample by its number.
+        """Return the state after `samples` samples for a checkpoint: values of JSON. It is empty
+        for a source that finds each sample by its number.
         """
         return {}
 

@@ -175,8 +175,7 @@ def find_broken(
     """Return the files that can be opened. `broken` gets the tables with a damaged start or end.
 
     Raises ValueError for a table without text in column `field`, for records that all lack it, for
-    tokens that are not what their index says, and if a package is missing. Without a `field`,
-    records may have any.
+    tokens that do not fit their index, and if a package is missing.
     """
     whole = []
     for file in files:

@@ -124,7 +124,7 @@ class TokenFile:
                     found = hashlib.file_digest(opened, "sha256").hexdigest()
                 if found != expected:
                     raise ValueError(
-                        f"{file} was changed: its sha256 is {found}, index.json says {expected}"
+                        f"{file} was changed: its sha256 is {found}, expected {expected}"
                     )
         if self.index.get("digest") != self.digest:
             raise ValueError(
@@ -168,6 +168,5 @@ class TokenFile:
             raise ValueError(f"{self.folder} has no {name}")
         if file.stat().st_size != expected:
             raise ValueError(
-                f"{file} has {counted(file.stat().st_size, 'byte')}, but its index says "
-                f"{expected:,}"
+                f"{file} has {counted(file.stat().st_size, 'byte')}, but its index has {expected:,}"
             )

@@ -1,9 +1,9 @@
 """Tokenizers: bytes, which are built in; a `tokenizers` (.json) or SentencePiece (.model) file; or
 a vocabulary of CPM-Live's models (train/cpm_live/tokenizers.py).
 
-`save` writes a tokenizer into a folder, and `load_tokenizer` reads it again. So tokens, checkpoints
-and generated text always belong to the tokenizer that made them. The folder also has the
-tokenizer's identity, by which train/run/same_tokenizer.py compares data, checkpoints and weights.
+`save` writes a tokenizer into a folder, and `load_tokenizer` reads it. So tokens, checkpoints and
+generated text always belong to the tokenizer that made them. The folder also has the tokenizer's
+identity, by which train/run/same_tokenizer.py compares data, checkpoints and weights.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class JsonTokenizer(Tokenizer):
 
         self.file, self.eos = file, eos
         self._backend = Backend.from_file(str(file))
-        self._backend.no_truncation()  # some files set a length for truncation and padding
+        self._backend.no_truncation()  # files may set a length for truncation and padding
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # as text
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
