@@ -202,22 +202,14 @@ def test_changed_files_are_named(name, token_folder):
         TokenFile(token_folder)
 
 
-def test_large_files_are_compared_by_samples_when_opened_and_whole_when_asked(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "x.txt").write_text("0123456789" * 200_000)
-    prepare("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
-    monkeypatch.setattr("train.data.token_file._CHEAP", 1000)
-    file = tmp_path / "out/train/tokens.bin"
+def test_large_files_are_compared_by_samples(token_folder, monkeypatch):
+    monkeypatch.setattr("train.data.token_file._CHEAP", 100)
+    file = token_folder / "tokens.bin"
     content = bytearray(file.read_bytes())
-    content[100_000] ^= 1  # between the first sample and the second
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokens.bin was changed: its sha256"):
-        TokenFile(tmp_path / "out/train").verify()
     content[0] ^= 1
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"tokens.bin was changed: its tokens differ"):
-        TokenFile(tmp_path / "out/train")
+        TokenFile(token_folder)
 
 
 def test_folders_of_older_versions_open_and_say_what_is_not_checked(token_folder, capsys):

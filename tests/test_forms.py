@@ -19,7 +19,7 @@ from train.data import forms, text
 from train.data.compressed import BrokenFile
 from train.data.files import TextFile
 from train.data.folder import TokenFile
-from train.data.forms import ARRAY, LINES, OBJECT, PLAIN, has_only_json, recognize, split_array
+from train.data.forms import ARRAY, LINES, OBJECT, PLAIN, recognize, split_array
 from train.data.records import describe_fields, find_value
 from train.data.text import read_pieces
 
@@ -162,29 +162,16 @@ def test_files_that_contradict_their_names_or_hold_no_records_are_refused(
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        '{"a": f(),\n "b": 2}\n',
-        '[{"a": 1}]\n.map(f)\n',
-        '[{"a": 1},\n {"a": 2}];\n',
-        '{"quote": he said\n',
-        '[{"a": 1}]\nprose\n',
-    ],
-)
-def test_code_and_prose_that_begin_like_json_are_plain_text(code, tmp_path):
-    for name in ("x.txt", "x.js"):
-        (tmp_path / name).write_text(code)
-        out = ("--output", tmp_path / "out", "--overwrite")
-        prepare("--input", tmp_path, "--glob", name, *out)
+def test_code_that_begins_like_json_is_refused_unless_its_form_is_named(tmp_path):
+    for code, message in (
+        ('{"a": f(),\n "b": 2}\n', "object over"),
+        ('[{"a": 1}]\n.map(f)\n', "JSON ar"),
+    ):
+        (tmp_path / "x.js").write_text(code)
+        out = ("--glob", "*.js", "--output", tmp_path / "out", "--overwrite")
+        assert message in prepare("--input", tmp_path, *out, code=2)
+        prepare("--input", tmp_path, *out, "--format", "text")
         assert texts(tmp_path / "out/train") == [code]
-
-
-def test_json_with_trailing_commas_or_a_cut_end_is_no_plain_text():
-    for content in (PRETTY, IN_ARRAY, PRETTY.replace(b"}", b",}"), IN_ARRAY + b" -1.5e3 NaN"):
-        assert all(has_only_json(MARK + content[:end]) for end in range(len(content) + 1))
-    for code in (b'{"a": 1};', b'{"a": x', b'{"a": nul,', b"{'a': 1}"):
-        assert not has_only_json(code)
 
 
 def test_a_form_may_be_named(tmp_path):

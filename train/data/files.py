@@ -11,16 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from train.data.compressed import decompressed, read_ahead
-from train.data.forms import (
-    ARRAY,
-    AUTO,
-    LINES,
-    OBJECT,
-    PEEKED,
-    PLAIN,
-    has_only_json,
-    recognize,
-)
+from train.data.forms import ARRAY, AUTO, LINES, OBJECT, PEEKED, PLAIN, recognize
 from train.data.remote import open_remote
 
 TEXT = ".txt"  # this and the next ones may also be compressed
@@ -152,8 +143,6 @@ def find_form(file: TextFile, raw: io.BufferedReader) -> TextFile:
     raw.seek(0)
     form = recognize(start, whole=end is not None, by_line=file.kind in RECORDS)
     named_json = file.kind in (*RECORDS, JSON)
-    if form in (ARRAY, OBJECT) and not named_json and not has_only_json(start):
-        form = PLAIN  # code, for example
     if file.kind == TEXT and form != PLAIN:
         held = {LINES: "lines of JSON", ARRAY: "a JSON array", OBJECT: "a JSON object"}[form]
         records = "" if form == OBJECT else f"--format {form} reads its records, and "

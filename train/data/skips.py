@@ -84,7 +84,7 @@ def parse_range(text: str) -> Range:
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match or int(match[1]) >= int(match[2]):
         raise ValueError(
-            "--skip-data must be FROM:TO, two rising numbers of sequences as in 4000:4800, got "
+            "--skip-data must be FROM:TO, two numbers of sequences that rise, as in 4000:4800, got "
             f"{text!r}"
         )
     return int(match[1]), int(match[2])

@@ -62,7 +62,7 @@ class TokenFile:
             self._check_size("documents.bin", self.index["documents"] * 8)
         self.tokens = StoredNumbers(self.folder / "tokens.bin", dtype)
         if "sha256" in self.index:
-            self.verify(_CHEAP)
+            self._verify()
         elif ranks.rank() == 0:
             print(
                 f"{self.folder} has an older index.json without sha256, so file contents are not "
@@ -109,17 +109,15 @@ class TokenFile:
         """The sha256 of samples of the tokens. It tells texts of the same length apart."""
         return sample_digest(self.tokens)
 
-    def verify(self, up_to: float = float("inf")) -> None:
-        """Compare all bytes of files up to `up_to` bytes with the index, and samples of the tokens
-        in any case.
-
+    def _verify(self) -> None:
+        """Compare all bytes of files that are not large with the index, and samples of the tokens.
         Raises ValueError with the file's name if they differ.
         """
         for name, expected in self.index["sha256"].items():
             file = inside(self.folder, name)
             if not file.is_file():
                 raise ValueError(f"{self.folder} has no {name}")
-            if file.stat().st_size <= up_to:
+            if file.stat().st_size <= _CHEAP:
                 with open(file, "rb") as opened:
                     found = hashlib.file_digest(opened, "sha256").hexdigest()
                 if found != expected:
@@ -128,8 +126,7 @@ class TokenFile:
                     )
         if self.index.get("digest") != self.digest:
             raise ValueError(
-                f"{self.folder / 'tokens.bin'} was changed: its tokens differ from the "
-                "tokens that index.json was written for"
+                f"{self.folder / 'tokens.bin'} was changed: its tokens differ from the index's"
             )
 
     def _read_index(self) -> dict:
