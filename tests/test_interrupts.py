@@ -271,9 +271,8 @@ def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
     [_, _, *flags] = command(folder, "killed-often", **options)
     script = folder / "killer.py"
     script.write_text(KILLER)
-    code, printed = run_script(
-        None, script, "4", folder / "spared", folder / "killed-often", *flags
-    )
+    folders = folder / "spared", folder / "killed-often"
+    code, printed = run_script(None, script, "4", *folders, *flags)
     assert code == 0, printed
     assert "resumed after step" in printed
     for name in ("loss", "val_loss"):
