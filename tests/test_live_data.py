@@ -652,18 +652,6 @@ def test_ranks_have_the_parts_of_rows_that_they_compute_with(bee_folder, monkeyp
     assert sum(int((batch.labels >= 0).sum()) for batch in read) == targets
 
 
-def test_steps_read_ahead_are_those_read_in_time(bee_folder, monkeypatch):
-    data = bee_rows(bee_folder)
-    batches, other = (dealer(monkeypatch, bee_folder, steps=3) for _ in range(2))
-    in_order = [batches.of_step(data, first, last=first == 8) for first in (0, 4, 8)]
-    assert batches._ahead is None  # after the last step
-    for first in (8, 0, 4):  # none of which is the next
-        [mine], [expected] = in_order[first // 4], other.of_step(data, first)
-        assert mine.labels.equal(expected.labels)
-        assert all(a.equal(b) for a, b in zip(mine.inputs, expected.inputs, strict=True))
-        assert mine.scores == expected.scores
-
-
 @pytest.mark.parametrize(("size", "steps"), [(2, 5), (8, 4)])
 def test_a_run_continues_with_batches_of_another_size(bee_folder, monkeypatch, size, steps):
     """After two steps of 4, each sample is read once, and none after the last step."""

@@ -358,15 +358,6 @@ def test_what_is_whole_on_a_rank_does_not_travel(inner, backward):
     ]
 
 
-def test_balanced_layouts_of_documents_send_less_than_zigzag():
-    mask = Mask.documents((0, 5, 19, 30, 31, 44, 60, 64))
-    totals = [
-        sum(size for rank in messages(mask, layout) for half in rank for _, size in half)
-        for layout in (Layout.balanced(mask, 4), Layout.zigzag(64, 4))
-    ]
-    assert totals[0] < 0.7 * totals[1]
-
-
 def test_plans_of_many_masks_take_no_more_memory_than_of_some():
     """Masks of which no two are alike: what is kept of them is of the last ones."""
 
