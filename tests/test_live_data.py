@@ -347,60 +347,51 @@ def test_lines_that_are_no_instances_are_counted_and_reported(tmp_path):
     assert "task must be one of mlm, lm, got 'other'" in printed
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_characters_that_an_ant_leaves_out_are_counted_and_reported(tmp_path, workers):
+def test_characters_that_an_ant_leaves_out_are_counted_and_reported(tmp_path):
+    """By several processes."""
     lines = [{"text": "déf f(é)é"}] * 700 + [{"text": "é", "task": "none"}, {"text": "é"}]
-    options = ("--workers", workers)
-    printed = prepare_lines(tmp_path / "x", lines, *options, model="cpm-ant")
+    printed = prepare_lines(tmp_path / "x", lines, "--workers", 2, model="cpm-ant")
     assert "\n2,101 characters that the vocabulary lacks were left out\n" in printed
     assert InstanceFile(tmp_path / "x/train", "cpm-ant").index["left_out_characters"] == 2101
-    printed = prepare_lines(tmp_path / "y", [{"text": "def"}], *options, model="cpm-ant")
+    printed = prepare_lines(tmp_path / "y", [{"text": "def"}], model="cpm-ant")
     assert "left out" not in printed
 
 
-def test_workers_and_a_split_by_number(tmp_path):
-    for workers in (1, 2):
-        prepare_lines(tmp_path / str(workers), LINES[:4], "--workers", workers)
-    one, two = (sorted((tmp_path / f"{w}/train").iterdir()) for w in (1, 2))
-    assert [f.name for f in one] == [f.name for f in two]
-    same = [a.read_bytes() == b.read_bytes() or a.name for a, b in zip(one, two, strict=True)]
-    assert {*same} == {True, "index.json"}  # which names the input
-    printed = prepare_lines(tmp_path / "split", LINES[:4], "--val-fraction", 1e-9)
+def test_few_instances_are_split_by_number(tmp_path):
+    printed = prepare_lines(tmp_path / "x", LINES[:4], "--val-fraction", 1e-9)
     assert "4 documents are too few to choose from: the last instances are for valid" in printed
-    parts = [InstanceFile(tmp_path / "split" / part, "cpm-bee") for part in ("train", "val")]
-    assert [len(part.all.lengths) for part in parts] == [3, 1]
-    whole = InstanceFile(tmp_path / "1/train", "cpm-bee")
-    assert parts[1].instance(0).tokens.tolist() == whole.instance(3).tokens.tolist()
+    train, val = (InstanceFile(tmp_path / "x" / part, "cpm-bee") for part in ("train", "val"))
+    assert [len(part.all.lengths) for part in (train, val)] == [3, 1]
+    last, _ = bee_instance(load_tokenizer(tmp_path / "x/val"), LINES[3])
+    assert val.instance(0).tokens.tolist() == last.tokens.tolist()
 
 
 def test_folders_of_other_data_and_damaged_ones_are_refused(bee_folder, ant_folder, tmp_path):
-    bee_folder = shutil.copytree(bee_folder, tmp_path / "bee")
-    with pytest.raises(
-        ValueError, match=r"holds instances of cpm-bee, but this model reads plain text"
-    ):
-        TokenFile(bee_folder / "train")
-    with pytest.raises(
-        ValueError, match="holds instances of cpm-ant, but this model reads instances of cpm-bee"
-    ):
-        InstanceFile(ant_folder / "train", "cpm-bee")
-    segments = bee_folder / "train/segments.bin"
+    folder = shutil.copytree(bee_folder / "train", tmp_path / "bee")
+
+    def check(message, open_file):
+        with pytest.raises(ValueError, match=message):
+            open_file()
+
+    def bees():
+        return InstanceFile(folder, "cpm-bee")
+
+    other = "holds instances of cpm-ant, but this model reads instances of cpm-bee"
+    check("of cpm-bee, but this model reads plain text", lambda: TokenFile(folder))
+    check(other, lambda: InstanceFile(ant_folder / "train", "cpm-bee"))
+    segments, index = folder / "segments.bin", json.loads((folder / "index.json").read_text())
     data = bytearray(segments.read_bytes())
     data[0] += 1
     segments.write_bytes(bytes(data))
-    with pytest.raises(ValueError, match=r"segments.bin was changed"):
-        InstanceFile(bee_folder / "train", "cpm-bee")
-    index = json.loads((bee_folder / "train/index.json").read_text())
+    check("segments.bin was changed", bees)
     index["sha256"].pop("segments.bin")
-    (bee_folder / "train/index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="the segments of instance 0 do not match its tokens"):
-        InstanceFile(bee_folder / "train", "cpm-bee").instance(0)
+    (folder / "index.json").write_text(json.dumps(index))
+    check("the segments of instance 0 do not match its tokens", lambda: bees().instance(0))
     segments.write_bytes(bytes(data[:-16]) + b"\0" * 32)
-    with pytest.raises(ValueError, match=r"do not match its tokens|that do not match"):
-        file = InstanceFile(bee_folder / "train", "cpm-bee")
-        file.instance(index["documents"] - 1)
-    (bee_folder / "train/subs.bin").unlink()
-    with pytest.raises(ValueError, match=r"has no subs.bin"):
-        InstanceFile(bee_folder / "train", "cpm-bee")
+    last = index["documents"] - 1
+    check("do not match its tokens|that do not match", lambda: bees().instance(last))
+    (folder / "subs.bin").unlink()
+    check("has no subs.bin", bees)
 
 
 # Rows
