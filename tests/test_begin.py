@@ -12,7 +12,7 @@ import torch
 
 from bmt_burst import IGNORE_INDEX
 from tests.test_documents import EOS, LENGTHS, without_documents
-from train.data import begin
+from train.data import documents
 from train.data.folder import Sequences, TokenFile
 from train.data.stored import StoredNumbers, TokenWriter
 from train.data.tokenizer import ByteTokenizer
@@ -145,7 +145,7 @@ def test_a_search_goes_through_all_of_the_data(folder, monkeypatch):
     without_bos(folder)
     expected = TokenFile(folder).with_begin_token(3)[:]
     assert len(expected) == 79 + 8
-    monkeypatch.setattr(begin, "_SCANNED", 4)
+    monkeypatch.setattr(documents, "_SCANNED", 4)
     assert (TokenFile(folder).with_begin_token(3)[:] == expected).all()
 
 

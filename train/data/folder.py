@@ -2,7 +2,7 @@
 
 Documents are kept apart (--documents mask) or not (ignore). If they are, the mask of a sequence is
 cut where documents start. A sequence that starts inside a document starts with the rest of it. Each
-document may get a begin token (--bos, see begin.py).
+document may get a begin token (--bos, see documents.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst.sequence.layout import IGNORE_INDEX
-from train.data.begin import BegunText
-from train.data.documents import Documents
+from train.data.documents import BegunText, Documents
 from train.data.source import Stored
 from train.data.stored import StoredNumbers
 from train.data.token_file import TokenFile

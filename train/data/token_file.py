@@ -26,8 +26,7 @@ import numpy as np
 from train.base import ranks
 from train.base.paths import inside
 from train.base.wording import counted
-from train.data.begin import BegunText
-from train.data.documents import Documents, DocumentsByEos, StoredDocuments
+from train.data.documents import BegunText, Documents, DocumentsByEos, StoredDocuments
 from train.data.stored import StoredNumbers, sample_digest
 
 _CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
