@@ -55,7 +55,7 @@ def test_validation_documents_are_chosen_by_name(tmp_path):
 
 
 def _write_corpus(folder: Path) -> None:
-    """Write a folder of texts, and a file of records beside it."""
+    """Write a folder of texts, and a file of records next to it."""
     (folder / "sub").mkdir(parents=True)
     for i in range(40):
         (folder / f"sub/{i}.txt").write_text(f"text {i}")

@@ -155,8 +155,8 @@ def test_files_that_contradict_their_names_or_hold_no_records_are_refused(
 ):
     (tmp_path / name).write_bytes(content)
     out = ("--output", tmp_path / "out", "--field", "data.text")
-    said = prepare("--input", tmp_path / name, *out, code=2)
-    assert f"{tmp_path / name}" in said and message in said
+    printed = prepare("--input", tmp_path / name, *out, code=2)
+    assert f"{tmp_path / name}" in printed and message in printed
     if name in ("x.txt", "x.ipynb"):  # also of a folder
         assert message in prepare("--input", tmp_path, "--glob", name, *out, code=2)
     assert not list(tmp_path.glob("out*"))
@@ -186,8 +186,8 @@ def test_a_form_may_be_named(tmp_path):
     ):
         prepare("--input", tmp_path / name, *out, form)
         assert texts(tmp_path / "out/train") == expected
-    said = prepare("--input", tmp_path / "x.txt", *out, ARRAY, code=2)
-    assert "x.txt: expected one JSON array, which begins with [, got '{" in said
+    printed = prepare("--input", tmp_path / "x.txt", *out, ARRAY, code=2)
+    assert "x.txt: expected one JSON array, which begins with [, got '{" in printed
     vocabulary = ["--model", "cpm-ant", "--output", str(tmp_path / "v"), "--format", ARRAY]
     make_vocabulary.main([*vocabulary, "--input", str(tmp_path / "y.jsonl")])
     assert "data" in (tmp_path / "v").read_text().split("\n")
@@ -225,19 +225,19 @@ def test_a_stream_with_a_wrong_field_is_refused_when_it_is_prepared(tmp_path):
     message = (
         "expected text in field 'text', see --field; the first record has the fields id, data.text"
     )
-    said = prepare(*out, tmp_path / "good.jsonl", tmp_path / "wrong.json", code=2)
-    assert f"{tmp_path}/wrong.json: {message}" in said
-    said = prepare(*out, tmp_path / "wrong.json", "--field", "id", code=2)
-    assert "expected text in field 'id', see --field; the first record has int there." in said
+    printed = prepare(*out, tmp_path / "good.jsonl", tmp_path / "wrong.json", code=2)
+    assert f"{tmp_path}/wrong.json: {message}" in printed
+    printed = prepare(*out, tmp_path / "wrong.json", "--field", "id", code=2)
+    assert "expected text in field 'id', see --field; the first record has int there." in printed
     memory = fsspec.filesystem("memory")
     try:
         memory.pipe("/wrong/a.json.gz", gzip.compress(IN_ARRAY))
         memory.pipe("/wrong/dataset_infos.json", PRETTY)
-        said = prepare(*out, tmp_path / "good.jsonl", "memory://wrong/*", code=2)
-        assert f"memory:///wrong/a.json.gz: {message}" in said
+        printed = prepare(*out, tmp_path / "good.jsonl", "memory://wrong/*", code=2)
+        assert f"memory:///wrong/a.json.gz: {message}" in printed
         assert (tmp_path / "out/train/index.json").read_bytes() == before
-        said = prepare(*out, "memory://wrong/*", "--field", "data.text")
-        assert "a stream of 1 file," in said and "wrong/dataset_infos.json" in said
+        printed = prepare(*out, "memory://wrong/*", "--field", "data.text")
+        assert "a stream of 1 file," in printed and "wrong/dataset_infos.json" in printed
         assert take(opened(tmp_path / "out/train"), range(1))
     finally:
         memory.store.clear()

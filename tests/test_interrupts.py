@@ -31,8 +31,8 @@ def test_a_folder_has_one_run_at_a_time(folder):
     first = start(command(folder, "shared", steps=100_000))
     wait_for_steps(folder / "shared", 3, first)
     before = (folder / "shared/metrics.jsonl").read_text()
-    said = train(folder, "shared", code=2, processes=2, resume="auto")
-    assert f"{folder}/shared is in use by process {first.pid} on " in said
+    printed = train(folder, "shared", code=2, processes=2, resume="auto")
+    assert f"{folder}/shared is in use by process {first.pid} on " in printed
     assert (folder / "shared/metrics.jsonl").read_text().startswith(before)
     os.kill(first.pid, signal.SIGHUP)
     assert "to resume, run the same command with --resume auto" in first.communicate()[0]
@@ -44,8 +44,8 @@ def test_a_folder_has_one_run_at_a_time(folder):
     [(signal.SIGINT, 2, 2), (signal.SIGUSR1, 1, 1)],
 )
 def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
-    """Once for all, though a terminal and Slurm send it to the launcher and to the ranks, and some
-    launchers twice.
+    """Once for all, though a terminal and Slurm send it to the launcher and to the ranks, and other
+    launchers send it twice.
     """
     name = f"signal-{signum}-{processes}"
     arguments = command(folder, name, processes=processes, sp_size=processes, steps=100_000)
@@ -53,11 +53,13 @@ def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
     wait_for_steps(folder / name, 3, run)
     for _ in range(times):
         os.killpg(run.pid, signum)
-    said, _ = run.communicate()
-    assert run.returncode == 0, said
-    assert said.count("stopping after this step; press Ctrl-C again to end the run now") == 1
+    printed, _ = run.communicate()
+    assert run.returncode == 0, printed
+    assert printed.count("stopping after this step; press Ctrl-C again to end the run now") == 1
     steps = len(curve(folder, name))
-    assert f"stopped after step {steps}; to resume, run the same command with --resume auto" in said
+    assert (
+        f"stopped after step {steps}; to resume, run the same command with --resume auto" in printed
+    )
     assert checkpoint.newest(folder / name) == folder / name / f"step_{steps:08d}"
 
 
@@ -68,9 +70,9 @@ def test_a_signal_before_training_ends_the_run_too(folder):
     while len(children(run.pid)) < 2:
         time.sleep(0.02)
     os.killpg(run.pid, signal.SIGUSR2)
-    said, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, said
-    assert "stopped before training began" in said or "to resume" in said
+    printed, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, printed
+    assert "stopped before training began" in printed or "to resume" in printed
 
 
 def test_a_second_interrupt_ends_the_run_now(folder):
@@ -80,21 +82,21 @@ def test_a_second_interrupt_ends_the_run_now(folder):
     train(folder, name, steps=2)
     long = {"steps": 30, "batch_size": 100_000, "resume": "auto"}
     run = start(command(folder, name, processes=2, sp_size=2, **long))
-    said = read_until(run, "resumed after step 2")
+    printed = read_until(run, "resumed after step 2")
     time.sleep(3)  # until it is in the step
     os.killpg(run.pid, signal.SIGINT)
-    said += read_until(run, "stopping after this step")
+    printed += read_until(run, "stopping after this step")
     time.sleep(1)
     assert run.poll() is None
     os.killpg(run.pid, signal.SIGINT)
-    said += run.communicate()[0]
-    assert run.returncode == 130, said
-    assert said.count("stopping after this step") == 1
+    printed += run.communicate()[0]
+    assert run.returncode == 130, printed
+    assert printed.count("stopping after this step") == 1
     assert (
         f"the last good checkpoint is {last}; to resume from it, run the same command with "
-        "--resume auto" in said
+        "--resume auto" in printed
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
 
 
 class Started:
@@ -230,7 +232,7 @@ def test_a_killed_run_resumes_where_it_saved(folder):
     assert killed == whole
 
 
-# Forks runs of one rank: one that is spared, then some that are killed within the time that it
+# Forks runs of one rank: one that is spared, then others that are killed within the time that it
 # took, then the last. A machine may be slower by then: as long as nothing was saved they get more
 # time. No curve is drawn, which would be most of the time.
 KILLER = """
@@ -310,11 +312,11 @@ def test_ranks_save_and_end_when_torchruns_agent_dies_of_a_signal(folder):
     assert len(ranks) == 2
     for pid in (agent.pid, ranks[0]):  # one rank hears only that the agent died
         os.kill(pid, signal.SIGUSR1)
-    said, _ = agent.communicate(timeout=600)
+    printed, _ = agent.communicate(timeout=600)
     assert agent.returncode == -signal.SIGUSR1
     wait_until_ended(ranks)
     steps = len(curve(folder, "agent"))
-    assert f"stopped after step {steps}; to resume, run the same command" in said
+    assert f"stopped after step {steps}; to resume, run the same command" in printed
     assert checkpoint.newest(folder / "agent") == folder / "agent" / f"step_{steps:08d}"
     lock(folder / "agent").close()
 
@@ -323,11 +325,11 @@ def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
     """Rank 1 stops itself when it starts, so that rank 0 waits for it."""
     options = {"processes": 2, "sp_size": 2, "timeout": 3}
     run = Started(command(folder, "hanging", **options)[1:], stopped_rank=1)
-    said, _ = run.communicate()
+    printed, _ = run.communicate()
     assert run.returncode != 0
-    assert "rank 0: no sign of life for" in said
-    assert "in waiting for the other ranks to join" in said
-    assert "init_process_group" in said  # where it waits
+    assert "rank 0: no sign of life for" in printed
+    assert "in waiting for the other ranks to join" in printed
+    assert "init_process_group" in printed  # where it waits
 
 
 def children(pid: int) -> list[int]:
@@ -335,7 +337,7 @@ def children(pid: int) -> list[int]:
 
 
 def wait_until_ended(pids: list[int]) -> None:
-    """Within a time that is short beside those for which ranks wait for each other."""
+    """Wait for less time than ranks wait for each other."""
     deadline = time.monotonic() + 60
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline

@@ -216,7 +216,7 @@ def peak():
 
 
 def test_a_long_text_streams_to_disk_and_its_parts_are_read_alone(tmp_path, peak, monkeypatch):
-    """6M tokens, of which 96 MiB as they come: neither writing, dividing nor reading has more than
+    """6M tokens, 96 MiB as they arrive: neither writing, dividing nor reading has more than
     a few pieces.
     """
     writer = AntWriter(tmp_path / "whole", Spelled())

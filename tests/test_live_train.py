@@ -79,7 +79,7 @@ def folder(tmp_path_factory) -> Path:
         inputs = ["--input", str(text), "--output", str(vocabulary)]
         make_vocabulary.main(["--model", f"cpm-{name}", "--size", "200", *inputs])
         tokenizer = f"cpm-{'ant-greedy' if name == 'ant' else name}:{vocabulary}"
-        # all of them fit into a row: a hash might choose only some that are too long
+        # all of them fit into a row: a hash might choose only those that are too long
         val = sorted(lines, key=lambda line: len(json.dumps(line)))[:50:5]
         for part, chosen in (("train", [x for x in lines if x not in val]), ("val", val)):
             file = as_jsonl(folder / f"{name}-{part}.jsonl", chosen)
@@ -165,10 +165,10 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(folder, whole, name):
 )
 def test_bmtrain_gives_the_same(folder, whole, tmp_path):
     name = "bee"
-    said = run_pretrain(
+    printed = run_pretrain(
         2, tmp_path, command(folder, f"{name}-bmtrain", sp_size=2, **options(folder, name))
     )
-    assert "BMTrainEngine" in said
+    assert "BMTrainEngine" in printed
     expected = [pytest.approx(row, rel=1e-5) for row in whole[name]]
     assert curve(folder, f"{name}-bmtrain", "loss", "grad_norm") == expected
 

@@ -74,8 +74,8 @@ def test_an_eos_at_the_end_is_not_doubled_and_names_choose_validation(byte_level
     (tmp_path / "in").mkdir()
     write(tmp_path / "in/x", ended, 8, "H")
     arguments = ("--input", tmp_path / "in", "--tokenizer", byte_level, "--val-fraction", 0.3)
-    said = prepare(*arguments, "--output", tmp_path / "out", "--workers", 1)
-    assert "not read" not in said
+    printed = prepare(*arguments, "--output", tmp_path / "out", "--workers", 1)
+    assert "not read" not in printed
     for part in ("train", "val"):
         chosen = [
             [*ids, tokenizer.eos_id]
@@ -108,12 +108,12 @@ def test_an_eos_at_the_end_is_not_doubled_and_names_choose_validation(byte_level
 )
 def test_other_files_are_refused_by_name(changes, message, tmp_path):
     write(tmp_path / "x", **changes)
-    said = prepare(
+    printed = prepare(
         *("--input", tmp_path / "x.bin", "--output", tmp_path / "out", "--tokenizer", "bytes"),
         *("--max-bad-shards", 9),
         code=2,
     )
-    assert message in said
+    assert message in printed
     assert not list(tmp_path.glob("out*"))
 
 
@@ -139,5 +139,5 @@ def test_truncated_and_missing_files_are_refused_by_name(tmp_path):
 
 def test_the_tokenizer_must_be_named(tmp_path):
     write(tmp_path / "x")
-    said = prepare("--input", tmp_path / "x", "--output", tmp_path / "out", code=2)
-    assert "x.bin holds tokens: --tokenizer must name the one that made them" in said
+    printed = prepare("--input", tmp_path / "x", "--output", tmp_path / "out", code=2)
+    assert "x.bin holds tokens: --tokenizer must name the one that made them" in printed

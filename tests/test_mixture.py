@@ -94,9 +94,9 @@ def test_a_source_that_ends_starts_over_in_a_new_order():
     epochs = [read["a"][i : i + 6] for i in range(0, 36, 6)]
     assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    said = [(at, starting_over(data, at, at + 4)) for at in range(0, 48, 4)]
+    printed = [(at, starting_over(data, at, at + 4)) for at in range(0, 48, 4)]
     # b has read its row after the first 4 samples, and a its 6 after 8
-    assert [x for x in said if x[1]] == [(4, ["b"]), (8, ["a"])]
+    assert [x for x in printed if x[1]] == [(4, ["b"]), (8, ["a"])]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_evaluated_sources_need_no_weights_and_a_path_stays_a_path(tmp_path, mon
 
 @pytest.fixture
 def mixed(settings, tmp_path) -> dict:  # noqa: F811
-    """Settings with two sources, one of which is short, and validation data of both."""
+    """Settings with two sources, a long one and a short one, and validation data of both."""
     writer = TokenWriter(tmp_path / "short", ByteTokenizer())
     writer.write([ByteTokenizer().encode("a book " * 25)])
     writer.finish()
@@ -171,10 +171,10 @@ def mixed(settings, tmp_path) -> dict:  # noqa: F811
 
 def test_a_resumed_run_is_bitwise_equal_and_losses_are_named(mixed, tmp_path, capsys):
     assert train(mixed)
-    said = capsys.readouterr().out
-    assert "a mixture of 75.000% code (" in said
-    assert said.count("books starts over, in a new order") == 1
-    assert "step 5: code starts over" not in said
+    printed = capsys.readouterr().out
+    assert "a mixture of 75.000% code (" in printed
+    assert printed.count("books starts over, in a new order") == 1
+    assert "step 5: code starts over" not in printed
     whole = {name: records(tmp_path / "run", name) for name in NAMES}
     assert whole["epoch/books"][6] == 6 / 3
     # the mean of both, weighted by targets, is the loss
@@ -287,7 +287,7 @@ def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
 
 @pytest.mark.slow
 def test_mixtures_resume_on_other_ranks(mixed, tmp_path):
-    """From two data parallel ranks, of which one has no row of a source, to two sequence parallel
+    """From two data parallel ranks, one without a row of a source, to two sequence parallel
     ranks. Losses are those of one rank up to rounding in fp32.
     """
     mixed |= {"val_data": None, "save_every": 3}
@@ -295,12 +295,12 @@ def test_mixtures_resume_on_other_ranks(mixed, tmp_path):
     values = mixed | {"output": str(tmp_path / "ranks"), "resume": "auto"}
     (tmp_path / "run.json").write_text(json.dumps(values))
     run = ["train/pretrain.py", "--config", tmp_path / "run.json", "--processes", 2]
-    code, said = run_script(2, *run)
-    assert code == 0, said
+    code, printed = run_script(2, *run)
+    assert code == 0, printed
     checkpoint._remove(tmp_path / "ranks/step_00000006")
-    code, said = run_script(2, *run, "--sp-size", 2)
-    assert code == 0, said
-    assert "resumed after step 3" in said
+    code, printed = run_script(2, *run, "--sp-size", 2)
+    assert code == 0, printed
+    assert "resumed after step 3" in printed
     for name in NAMES:
         found, expected = (records(tmp_path / folder, name) for folder in ("ranks", "run"))
         assert found == pytest.approx(expected, rel=1e-5)

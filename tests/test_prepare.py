@@ -68,7 +68,7 @@ def test_a_process_that_cannot_work_ends_the_run_with_the_files_name(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {"words.json", "x.txt"}
 
 
-def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
+def test_other_files_of_a_folder_are_counted_and_reported(tmp_path):
     folder = tmp_path / "in"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text("a")
@@ -89,7 +89,7 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "s.txt"))
     inputs = (folder, folder / "a.txt", folder / "sub/../a.txt", folder / "sub")
-    said = prepare("--input", *inputs, "--output", tmp_path / "out")
+    printed = prepare("--input", *inputs, "--output", tmp_path / "out")
     assert texts(tmp_path / "out/train") == ["a", "c", "d1\nd2\n", "e", "b", "name"]
     expected = {
         "f.md": "(a file of another kind) and 3 more",
@@ -102,7 +102,7 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     }
     lines = [f"{folder / name} {reason}" for name, reason in expected.items()]
     assert sorted(TokenFile(tmp_path / "out/train").index["not_read"]) == sorted(lines)
-    assert all(f"not read: {line}\n" in said for line in lines)
+    assert all(f"not read: {line}\n" in printed for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +135,15 @@ def test_whole_lines_before_the_damage_of_a_gz_are_read_and_the_damage_is_report
     (tmp_path / "sum.jsonl.gz").write_bytes(changed)
     (tmp_path / "z.txt").write_text("after")
     arguments = ("--input", tmp_path, "--output", tmp_path / "out", "--workers", 2)
-    said = prepare(*arguments, "--max-bad-shards", 2)
+    printed = prepare(*arguments, "--max-bad-shards", 2)
     first, *others = texts(tmp_path / "out/train")
     read = first.splitlines()
     assert 20_000 < len(read) < 40_000
     assert read == lines[: len(read)]
     assert others == ["after"]  # what came shortly before the damage may be damaged too
-    assert "2 broken shards were skipped from the damage on" in said
-    assert "cut.txt.gz: Compressed file ended before the end-of-stream marker" in said
-    assert "sum.jsonl.gz: CRC check failed" in said
+    assert "2 broken shards were skipped from the damage on" in printed
+    assert "cut.txt.gz: Compressed file ended before the end-of-stream marker" in printed
+    assert "sum.jsonl.gz: CRC check failed" in printed
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.999])
@@ -247,10 +247,10 @@ def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_
     time.sleep(0.5)
     for one in (process.pid, *children):  # as a terminal does: all processes get it
         os.kill(one, signal.SIGINT)
-    said = process.communicate(timeout=600)[1]
+    printed = process.communicate(timeout=600)[1]
     assert process.returncode == 130
-    assert said.splitlines()[-1] == "prepare_data.py: interrupted, nothing was written"
-    assert "Traceback" not in said
+    assert printed.splitlines()[-1] == "prepare_data.py: interrupted, nothing was written"
+    assert "Traceback" not in printed
     assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
     assert not any(alive(child) for child in children)
 
@@ -334,10 +334,10 @@ def test_more_bad_lines_than_allowed_write_nothing(tmp_path):
     """Empty lines do not count. Records without the field do."""
     (tmp_path / "x.jsonl").write_bytes(jsonl(*map(str, range(98))) + b"{}\n" * 2 + b"\n" * 300)
     arguments = ("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out")
-    said = prepare(*arguments, code=2)
+    printed = prepare(*arguments, code=2)
     reason = "no text in field 'text'"
-    assert "2 of 100 lines are bad, more than --max-bad 0.01 of them. The first: " in said
-    assert f"x.jsonl:99: {reason}; " in said
+    assert "2 of 100 lines are bad, more than --max-bad 0.01 of them. The first: " in printed
+    assert f"x.jsonl:99: {reason}; " in printed
     assert not (tmp_path / "out").exists()
     assert "2 bad lines were skipped" in prepare(*arguments, "--max-bad", 0.02)
     (tmp_path / "x.jsonl").write_bytes(jsonl("good") + b"{}\n")

@@ -124,7 +124,7 @@ def test_many_rows_fit_into_a_message():
         assert outs[0].shape == (120, 65, 1, 8)
 
 
-def test_rows_that_are_alike_are_a_plain_batch():
+def test_identical_rows_are_a_plain_batch():
     """The same numbers, and as many messages, as one mask for all."""
     tensors = random_qkv(2, 24, 2, 2, 8)
     mask, layout = Mask.documents((0, 7, 24)), Layout.zigzag(24, 3)
@@ -359,7 +359,7 @@ def test_what_is_whole_on_a_rank_does_not_travel(inner, backward):
 
 
 def test_plans_of_many_masks_take_no_more_memory_than_of_some():
-    """Masks of which no two are alike: what is kept of them is of the last ones."""
+    """All masks are different, and the plans of the last ones are kept."""
 
     count = _MOST_PLANS + 9
     masks = [

@@ -31,7 +31,7 @@ TEXTS = [[f"<{i}.{j}" + "x" * (i * j % 40) for j in range(20 + i)] for i in rang
 
 
 def write_files(folder) -> None:
-    """Write shards of all kinds, of which two make one lane."""
+    """Write shards of all kinds."""
     folder.mkdir()
     for i, texts in enumerate(TEXTS[:4]):
         (folder / f"{i}.jsonl.gz").write_bytes(gzip.compress(jsonl(*texts)))
@@ -216,8 +216,8 @@ def test_too_many_broken_shards_end_the_run_with_their_names(folder, monkeypatch
 def test_tables_that_are_broken_are_left_out_before(folder):
     break_file(folder.parents[1] / "in/5.parquet")
     assert "1 broken shard, more than" in make_stream(folder.parents[1], code=2)
-    said = make_stream(folder.parents[1], "--max-bad-shards", 1)
-    assert f"a stream of {FILES - 1} files" in said and "in/5.parquet: Parquet magic" in said
+    printed = make_stream(folder.parents[1], "--max-bad-shards", 1)
+    assert f"a stream of {FILES - 1} files" in printed and "in/5.parquet: Parquet magic" in printed
 
 
 def test_bad_lines_are_skipped_up_to_a_share(folder, capsys):
@@ -282,8 +282,8 @@ def test_a_stream_may_be_at_addresses(tmp_path):
         with memory.open("/corpus/4.parquet", "wb") as file:
             parquet.write_table(table(*TEXTS[4]), file)
         out = ("--output", tmp_path / "out", "--stream", "--overwrite", "--input")
-        said = prepare(*out, "memory://corpus/*")
-        assert "a stream of 5 files" in said
+        printed = prepare(*out, "memory://corpus/*")
+        assert "a stream of 5 files" in printed
         read = read_documents(take(opened(tmp_path / "out/train"), range(64)))
         assert {x for texts in TEXTS[:5] for x in texts} == {*read}
         assert "no file matches memory://corpus/*.zst" in prepare(

@@ -1,4 +1,4 @@
-"""Tokenizers: what text may not become, and what is said of folders and files that hold none."""
+"""Tokenizers: spelled special tokens, broken files and folders, and identities."""
 
 import json
 
