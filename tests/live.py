@@ -8,7 +8,9 @@ import dataclasses
 import functools
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -20,6 +22,7 @@ from models.cpm_bee import BeeConfig, CPMBee, bee_scores
 from models.cpm_live.config import LiveConfig
 from models.cpm_live.layers import LiveModel
 from tests.helpers import ROOT
+from train import make_vocabulary
 
 BEE_FIELDS = [
     "length",
@@ -118,6 +121,19 @@ def golden(name: str) -> Golden:
 
 def changed(config: LiveConfig, **changes) -> LiveConfig:
     return dataclasses.replace(config, **changes)
+
+
+def write_vocabulary(file: Path, *pieces: str, model: str = "cpm-bee") -> Path:
+    """Write the model's special tokens and these pieces, one a line."""
+    file.write_text("".join(f"{piece}\n" for piece in (*make_vocabulary.SPECIAL[model], *pieces)))
+    return file
+
+
+def as_jsonl(file: Path, lines: Sequence) -> Path:
+    """Write lines of JSON. Texts are written as they are."""
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    file.write_text("".join(f"{text}\n" for text in texts))
+    return file
 
 
 def bee_instance() -> tuple[dict[str, Tensor], list[tuple[int, int]]]:

@@ -25,11 +25,8 @@ class Tokens:
     """A token file in memory."""
 
     def __init__(self, count: int):
-        self.folder, self.tokens, self.index = (
-            "memory",
-            np.arange(count, dtype=np.uint16),
-            {"vocab_size": count},
-        )
+        self.folder, self.instances, self.index = "memory", None, {"vocab_size": count}
+        self.tokens = np.arange(count, dtype=np.uint16)
 
 
 def batches(
@@ -39,9 +36,8 @@ def batches(
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     config = TrainConfig(**{"seq_len": 16} | options)
     layout = "zigzag" if config.layout == "auto" else config.layout
-    return Batches(
-        config, model, SequenceParallel(rank % sp_size, sp_size, layout), torch.device("cpu")
-    )
+    sp = SequenceParallel(rank % sp_size, sp_size, layout)
+    return Batches(config, model, sp, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -107,26 +103,14 @@ def test_validation_losses_do_not_depend_on_the_ranks(monkeypatch, world, sp_siz
 @pytest.mark.parametrize(
     ("world", "options", "message"),
     [
-        (
-            3,
-            {},
-            "--batch-size 8 is not a multiple of 3 data parallel groups: give --batch-size 6 or 9",
-        ),
-        (
-            16,
-            {},
-            "--batch-size 8 is not a multiple of 16 data parallel groups: give --batch-size 16",
-        ),
+        (3, {}, "--batch-size 8 .* 3 data parallel groups: give --batch-size 6 or 9"),
+        (16, {}, "--batch-size 8 .* 16 data parallel groups: give --batch-size 16"),
         (
             1,
             {"micro_batch_size": 3},
-            "--batch-size 8 is not .* --micro-batch-size 3 times 1 data parallel group:",
+            "not .* --micro-batch-size 3 times 1 data parallel group",
         ),
-        (
-            2,
-            {"micro_batch_size": 8},
-            r"--micro-batch-size 8 times 2 data parallel groups: .* that divides 4",
-        ),
+        (2, {"micro_batch_size": 8}, "8 times 2 data parallel groups: .* that divides 4"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(
@@ -136,10 +120,10 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(
         batches(monkeypatch, 0, world, 1, **options)
 
 
-@pytest.mark.parametrize("layout", ["auto", "contiguous"])
-def test_layouts_are_checked_against_the_sequence_parallel_ranks(monkeypatch, layout):
-    with pytest.raises(ValueError, match="too short for 32 ranks"):
-        batches(monkeypatch, 0, 32, 32, layout=layout)
+def test_layouts_are_checked_against_the_sequence_parallel_ranks(monkeypatch):
+    for layout in ("auto", "contiguous"):
+        with pytest.raises(ValueError, match="too short for 32 ranks"):
+            batches(monkeypatch, 0, 32, 32, layout=layout)
 
 
 def test_the_longest_document_of_a_micro_batch_decides_whether_its_calls_are_sparse(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from bmt_burst import IGNORE_INDEX
 from tests.test_documents import EOS, LENGTHS, without_documents
-from train.data import begin
+from train.data import documents
 from train.data.folder import Sequences, TokenFile
 from train.data.stored import StoredNumbers, TokenWriter
 from train.data.tokenizer import ByteTokenizer
@@ -65,22 +65,18 @@ def without_bos(folder) -> None:
 def rows_by_hand(
     documents: list[list[int]], seq_len: int
 ) -> list[tuple[list[int], list[int], list[int]]]:
-    """Tokens, labels and documents of rows that are cut from whole documents, token by token."""
+    """Return tokens, labels and documents of rows that are cut from documents token by token."""
     tokens = list(itertools.chain(*documents))
     starts = set(itertools.accumulate(map(len, documents), initial=0))
     rows = []
     for first in range(0, len(tokens) - 1, seq_len):
         places = range(first, min(first + seq_len, len(tokens) - 1))
         rest = seq_len - len(places)
+        read = [tokens[place] for place in places]
+        labels = [IGNORE_INDEX if x + 1 in starts else tokens[x + 1] for x in places]
         inside = [place - first for place in places if place in starts]
-        rows.append(
-            (
-                [tokens[place] for place in places] + [0] * rest,
-                [IGNORE_INDEX if place + 1 in starts else tokens[place + 1] for place in places]
-                + [IGNORE_INDEX] * rest,
-                sorted({0, *inside, len(places), seq_len}),
-            )
-        )
+        bounds = sorted({0, *inside, len(places), seq_len})
+        rows.append((read + [0] * rest, labels + [IGNORE_INDEX] * rest, bounds))
     return rows
 
 
@@ -105,7 +101,7 @@ def test_rows_are_cut_from_documents_with_a_begin_token_each(tmp_path, text, bos
         without_documents(tmp_path / "data", documents=None)
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 16, 200])
+@pytest.mark.parametrize("seq_len", [1, 16, 200])
 def test_every_token_of_every_document_is_a_target_once(folder, seq_len):
     data = Sequences(TokenFile(folder), seq_len, 0, documents=True, bos=EOS)
     labels = torch.cat([data.read(index).labels for index in range(len(data))])
@@ -128,28 +124,18 @@ def test_data_that_says_how_its_documents_begin_is_not_searched(
     """
     monkeypatch.setattr(ByteTokenizer, "bos_id", BOS)
     whole = written(tmp_path / "data", TEXTS[text])
-    writer, part = (
-        TokenWriter(tmp_path / "whole", ByteTokenizer()),
-        TokenWriter(tmp_path / "part", ByteTokenizer()),
-    )
+    writer, part = (TokenWriter(tmp_path / x, ByteTokenizer()) for x in ("whole", "part"))
     for document in TEXTS[text]:
         writer.write([[], np.array(document[:1]), document[1:]])
-    assert (
-        writer.begun
-        == whole.index["begun_documents"]
-        == sum(document[0] == BOS for document in TEXTS[text])
-    )
+    begun = sum(document[0] == BOS for document in TEXTS[text])
+    assert writer.begun == whole.index["begun_documents"] == begun
     writer.close()
     monkeypatch.setattr("train.data.stored._COPIED", 3)
     part.copy(writer, 0, writer.tokens)
-    assert part.begun == writer.begun
-    read = []
-    plain = StoredNumbers.__getitem__
-    monkeypatch.setattr(
-        StoredNumbers,
-        "__getitem__",
-        lambda numbers, part: read.append(numbers) or plain(numbers, part),
-    )
+    assert (part.begun, part.tokens, part.documents) == (begun, writer.tokens, writer.documents)
+    read, plain = [], StoredNumbers.__getitem__
+    recorded = lambda numbers, part: read.append(numbers) or plain(numbers, part)  # noqa: E731
+    monkeypatch.setattr(StoredNumbers, "__getitem__", recorded)
     whole.with_begin_token(BOS)
     assert (whole.tokens in read) == scanned
 
@@ -159,7 +145,7 @@ def test_a_search_goes_through_all_of_the_data(folder, monkeypatch):
     without_bos(folder)
     expected = TokenFile(folder).with_begin_token(3)[:]
     assert len(expected) == 79 + 8
-    monkeypatch.setattr(begin, "_SCANNED", 4)
+    monkeypatch.setattr(documents, "_SCANNED", 4)
     assert (TokenFile(folder).with_begin_token(3)[:] == expected).all()
 
 
@@ -176,38 +162,37 @@ def test_without_begin_tokens_rows_are_those_of_before_bit_for_bit(folder, docum
     for _ in ("documents.bin", "eos"):
         data = Sequences(TokenFile(folder), 16, 3, documents=documents)
         rows = [data.read(data.order(sample)) for sample in range(2 * len(data))]
-        said = "".join(
+        shown = (
             repr((row.tokens.tolist(), row.labels.tolist(), row.documents if documents else None))
             for row in rows
         )
-        assert hashlib.sha256(said.encode()).hexdigest() == OF_BEFORE[documents]
+        assert hashlib.sha256("".join(shown).encode()).hexdigest() == OF_BEFORE[documents]
         without_documents(folder, documents=None)
 
 
-def test_a_begin_token_needs_documents_that_are_told_apart(folder):
-    with pytest.raises(
-        ValueError, match="--bos needs documents that are kept apart: give --documents mask"
+def test_wrong_begin_tokens_are_refused(folder):
+    file, index = TokenFile(folder), json.loads((folder / "index.json").read_text())
+    for message, make in (
+        (
+            "--bos needs documents that are kept apart: give",
+            lambda: Sequences(file, 16, 0, bos=EOS),
+        ),
+        (
+            "data: expected a begin token below 257, the size of the vocabulary, got 257",
+            lambda: Sequences(file, 16, 0, documents=True, bos=257),
+        ),
+        (
+            "--bos </s> does not go with --documents ignore",
+            lambda: TrainConfig(documents="ignore", bos="</s>"),
+        ),
+        (
+            "--bos does not go with --model cpm-bee-tiny, a cpm-bee: its instances say",
+            lambda: TrainConfig(model="cpm-bee-tiny", bos="<s>").model_config(),
+        ),
     ):
-        Sequences(TokenFile(folder), 16, 0, bos=EOS)
-    with pytest.raises(
-        ValueError,
-        match="data: expected a begin token below 257, the size of the vocabulary, got 257",
-    ):
-        Sequences(TokenFile(folder), 16, 0, documents=True, bos=257)
-    with pytest.raises(ValueError, match="--bos </s> does not go with --documents ignore"):
-        TrainConfig(documents="ignore", bos="</s>")
-    with pytest.raises(
-        ValueError,
-        match="--bos does not go with --model cpm-bee-tiny, a cpm-bee: its instances say",
-    ):
-        TrainConfig(model="cpm-bee-tiny", bos="<s>").model_config()
-
-
-def test_a_begin_token_that_is_none_is_refused(folder):
-    index = json.loads((folder / "index.json").read_text())
+        with pytest.raises(ValueError, match=message):
+            make()
     for wrong in (257, -1, "</s>", True):
         (folder / "index.json").write_text(json.dumps(index | {"bos_id": wrong}))
-        with pytest.raises(
-            ValueError, match=rf"index.json: expected a bos_id among 257 tokens, got {wrong!r}"
-        ):
+        with pytest.raises(ValueError, match=f"expected a bos_id among 257 tokens, got {wrong!r}"):
             TokenFile(folder)

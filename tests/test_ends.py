@@ -11,7 +11,7 @@ import pytest
 
 from models.cpm_live.config import PRESETS
 from tests.live import changed
-from tests.test_inputs import prepare
+from tests.preparing import prepare
 from tests.test_trainer import alone, records, train  # noqa: F401
 from tests.test_trainer import settings as of_two_micro_batches  # noqa: F401
 from train import make_vocabulary

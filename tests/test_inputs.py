@@ -1,18 +1,15 @@
-"""Inputs of prepare_data.py beside plain text: zstd, tables, datasets folders, broken shards."""
+"""Inputs of prepare_data.py: zstd, tables, datasets folders and broken shards."""
 
 import gzip
-import io
 import json
 import shutil
-import signal
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.test_prepare import jsonl, texts
+from tests.preparing import jsonl, prepare, texts
 from train import make_vocabulary, prepare_data
 from train.data import tables
 from train.data.files import TextFile
@@ -24,32 +21,12 @@ zstandard = pytest.importorskip("zstandard")
 LONG = [f"{i} " + "word " * (i % 50) for i in range(3000)]
 
 
-def prepare(*arguments, code=0) -> str:
-    """Run prepare_data.py in this process. Return what it prints.
-
-    At its end it ignores interrupts, since its process ends with it.
-    """
-    said, before, on_interrupt = io.StringIO(), sys.argv, signal.getsignal(signal.SIGINT)
-    sys.argv = ["prepare_data.py", *map(str, arguments)]
-    try:
-        with redirect_stdout(said), redirect_stderr(said):
-            prepare_data.main()
-    except SystemExit as end:
-        assert end.code == code, said.getvalue()
-    else:
-        assert code == 0, said.getvalue()
-    finally:
-        sys.argv = before
-        signal.signal(signal.SIGINT, on_interrupt)
-    return said.getvalue()
-
-
 def table(*values: str | None, **columns) -> pa.Table:
     return pa.table({"id": [*range(len(values))], "text": [*values], **columns})
 
 
 def write_shard(path, values) -> None:
-    """Write a shard of a datasets folder: a stream of Arrow, some rows a batch."""
+    """Write a shard of a datasets folder: a stream of Arrow in batches."""
     with pa.OSFile(str(path), "wb") as file:
         written = table(*values)
         with pa.ipc.new_stream(file, written.schema) as stream:
@@ -86,9 +63,9 @@ def test_all_kinds_of_files_hold_the_same_documents(tmp_path):
         with_kind = table(*rows).set_column(1, "text", column)
         parquet.write_table(with_kind, folder / f"d{i}.PARQUET")
     save_to_disk(folder / "e", rows[:1500], rows[1500:])
-    said = prepare("--input", folder, "--output", tmp_path / "out")
+    printed = prepare("--input", folder, "--output", tmp_path / "out")
     assert texts(tmp_path / "out/train") == rows * 7
-    assert "not read" not in said
+    assert "not read" not in printed
     (tmp_path / "x.txt.zst").write_bytes(b"\x50\x2a\x4d\x18\x02\0\0\0ab" + compress(b"one\n", b"2"))
     prepare("--input", tmp_path / "x.txt.zst", "--output", tmp_path / "text")
     assert texts(tmp_path / "text/train") == ["one\n2"]
@@ -112,12 +89,12 @@ def test_rows_without_text_are_bad_lines(tmp_path):
     bad = pa.array([b"good", b"\xff", b"a\0\0\0"]).view(pa.binary()).cast(pa.string(), safe=False)
     values = pa.concat_arrays([bad, pa.array([None, ""], pa.string())])
     parquet.write_table(pa.table({"text": values}), tmp_path / "x.parquet")
-    said = prepare("--input", tmp_path, "--output", tmp_path / "out", "--max-bad", 0.6)
+    printed = prepare("--input", tmp_path, "--output", tmp_path / "out", "--max-bad", 0.6)
     assert texts(tmp_path / "out/train") == ["good"]
     listed = TokenFile(tmp_path / "out/train").index["first_bad_lines"]
     where = tmp_path / "x.parquet"
     assert [line.partition(": ")[0] for line in listed] == [f"{where}:{i}" for i in (2, 3, 4)]
-    assert "not UTF-8: invalid start byte" in said and "no text in field 'text'" in said
+    assert "not UTF-8: invalid start byte" in printed and "no text in field 'text'" in printed
     assert "3 of 5 lines are bad" in prepare("--input", where, "--output", tmp_path / "o2", code=2)
 
 
@@ -162,7 +139,7 @@ def write_broken_shards(folder) -> None:
 def test_broken_shards_are_named_and_their_rest_is_skipped(workers, tmp_path):
     write_broken_shards(tmp_path / "in")
     arguments = ("--input", tmp_path / "in", "--workers", workers, "--output", tmp_path / "out")
-    said = prepare(*arguments, "--max-bad-shards", 6)
+    printed = prepare(*arguments, "--max-bad-shards", 6)
     index = TokenFile(tmp_path / "out/train").index
     listed = [line.removeprefix(f"{tmp_path}/in/") for line in index["broken_shards"]]
     starts = [
@@ -172,8 +149,8 @@ def test_broken_shards_are_named_and_their_rest_is_skipped(workers, tmp_path):
     ]
     assert len(listed) == len(starts)
     assert all(line.startswith(start) for line, start in zip(listed, starts, strict=True)), listed
-    assert "6 broken shards were skipped from the damage on:\n" in said
-    assert all(line in said for line in index["broken_shards"])
+    assert "6 broken shards were skipped from the damage on:\n" in printed
+    assert all(line in printed for line in index["broken_shards"])
     read = texts(tmp_path / "out/train")
     assert read[-1] == "whole" and read[-1001:-1] == LONG[:1000]  # d's first row group
     by_gzip = read[1:].index(LONG[0]) + 1
@@ -185,11 +162,11 @@ def test_broken_shards_are_named_and_their_rest_is_skipped(workers, tmp_path):
 def test_more_broken_shards_than_allowed_write_nothing_and_are_named(most, tmp_path):
     write_broken_shards(tmp_path / "in")
     arguments = ("--input", tmp_path / "in", "--output", tmp_path / "out")
-    said = prepare(*arguments, "--max-bad-shards", most, code=2)
+    printed = prepare(*arguments, "--max-bad-shards", most, code=2)
     names = ["c.parquet", "e/data-00000", "e/data-00001", "a.jsonl.gz", "b.jsonl.zst", "d.parquet"]
     shards = "shards" if most else "shard"
-    assert f"{most + 1} broken {shards}, more than --max-bad-shards {most}: " in said
-    assert all(f"{tmp_path}/in/{name}" in said for name in names[: most + 1])
+    assert f"{most + 1} broken {shards}, more than --max-bad-shards {most}: " in printed
+    assert all(f"{tmp_path}/in/{name}" in printed for name in names[: most + 1])
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -217,9 +194,9 @@ def test_a_missing_package_is_named_with_the_command(name, package, tmp_path, mo
     parquet.write_table(table("a"), tmp_path / "x.parquet")
     save_to_disk(tmp_path / "d", ["a"])
     monkeypatch.setitem(sys.modules, package, None)
-    said = prepare("--input", tmp_path / name, "--output", tmp_path / "out", code=2)
-    assert f"needs {package}, which cannot be imported" in said
-    assert f"pip install {package}, or pip install '.[data]' in the repository" in said
+    printed = prepare("--input", tmp_path / name, "--output", tmp_path / "out", code=2)
+    assert f"needs {package}, which cannot be imported" in printed
+    assert f"pip install {package}, or pip install '.[data]' in the repository" in printed
 
 
 def test_of_a_datasets_folder_only_listed_shards_are_read(tmp_path):
@@ -229,24 +206,24 @@ def test_of_a_datasets_folder_only_listed_shards_are_read(tmp_path):
     (tmp_path / "d/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     write_shard(tmp_path / "d/train/cache-1.arrow", ["again"])
     out = ("--output", tmp_path / "out", "--overwrite")
-    said = prepare("--input", tmp_path / "d", *out, code=2)
-    assert f"{tmp_path}/d has the splits train, test: give the folders of those to read" in said
-    said = prepare("--input", tmp_path / "d", "--exclude", "test", *out)
+    printed = prepare("--input", tmp_path / "d", *out, code=2)
+    assert f"{tmp_path}/d has the splits train, test: give the folders of those to read" in printed
+    printed = prepare("--input", tmp_path / "d", "--exclude", "test", *out)
     cache = tmp_path / "d/train/cache-1.arrow"
-    assert f"not read: 1 arrow file that no state.json lists, such as {cache}\n" in said
+    assert f"not read: {cache} (an arrow file that no state.json lists)\n" in printed
     assert texts(tmp_path / "out/train") == ["a", "b"]
     prepare("--input", tmp_path / "d/train", tmp_path / "d/test", *out)
     assert texts(tmp_path / "out/train") == ["a", "b", "c"]
     assert f"{cache} is one shard: give its folder" in prepare("--input", cache, *out, code=2)
     (tmp_path / "d/train/data-00001-of-00002.arrow").unlink()
-    said = prepare("--input", tmp_path / "d/train", *out, code=2)
-    assert "state.json lists data-00001-of-00002.arrow, which is missing" in said
+    printed = prepare("--input", tmp_path / "d/train", *out, code=2)
+    assert "state.json lists data-00001-of-00002.arrow, which is missing" in printed
 
 
 def test_a_zst_that_is_none_is_not_read(tmp_path):
     (tmp_path / "x.txt.zst").write_text("plain")
-    said = prepare("--input", tmp_path / "x.txt.zst", "--output", tmp_path / "out", code=2)
-    assert "is not read: it is a .zst file that is not compressed by zstd" in said
+    printed = prepare("--input", tmp_path / "x.txt.zst", "--output", tmp_path / "out", code=2)
+    assert "1 broken shard, " in printed and "x.txt.zst: zstd decompress" in printed
 
 
 def test_instances_and_vocabularies_are_not_made_of_tables(tmp_path, capsys):
@@ -256,12 +233,12 @@ def test_instances_and_vocabularies_are_not_made_of_tables(tmp_path, capsys):
     arguments = ["--model", "cpm-ant", "--output", str(tmp_path / "v.txt"), "--input"]
     make_vocabulary.main([*arguments, str(tmp_path / "x.jsonl.zst")])
     vocabulary = tmp_path / "v.txt"
-    said = prepare(
+    printed = prepare(
         *("--input", tmp_path / "x.parquet", "--output", tmp_path / "out"),
         *("--tokenizer", f"cpm-ant-greedy:{vocabulary}"),
         code=2,
     )
-    assert "x.parquet: data for cpm-ant is made from .txt and .jsonl files only" in said
+    assert "x.parquet: data for cpm-ant is made from .txt and .jsonl files only" in printed
     vocabulary.unlink()
     for name, message in (
         ("x.parquet", "x.parquet: a vocabulary is made from .txt and .jsonl files only"),

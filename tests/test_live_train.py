@@ -2,6 +2,7 @@
 on several.
 """
 
+import itertools
 import json
 import re
 import shlex
@@ -17,9 +18,9 @@ from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
 from models.cpm_live.config import PRESETS
 from tests.helpers import ROOT, run_script
-from tests.live import changed
+from tests.live import as_jsonl, changed
+from tests.preparing import prepare
 from tests.test_bmtrain import run_pretrain
-from tests.test_data import prepare
 from tests.test_train import command, curve, train
 from train import export, generate, make_vocabulary
 from train.checkpoints import checkpoint
@@ -48,37 +49,23 @@ OPTIONS = {
 
 
 def functions() -> list[tuple[str, str]]:
-    """Heads and bodies of short functions of Python's own library, which is the quickstart's
-    text.
-    """
+    """Return heads and bodies of short functions of Python's library, the quickstart's text."""
     found = []
     for name in ("bisect", "heapq", "textwrap", "stat", "shlex", "queue"):
         lines = (Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_text().splitlines()
-        heads = (
-            i
-            for i, line in enumerate(lines)
-            if line.lstrip().startswith("def ") and line.endswith(":")
-        )
-        found += [(lines[i].strip(), lines[i + 1].strip()) for i in heads]
+        stripped = [line.strip() for line in lines]
+        pairs = itertools.pairwise(stripped)
+        found += [pair for pair in pairs if pair[0].startswith("def ") and pair[0].endswith(":")]
     return [(head, body) for head, body in found if len(head) + len(body) < 60]
-
-
-def write_lines(file: Path, instances: list) -> None:
-    """Write instances as lines of JSON."""
-    file.write_text("".join(json.dumps(instance) + "\n" for instance in instances))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Instances of both models, with a vocabulary that is made of them, and small models; each in a
-    folder.
-    """
+    """Instances of both models, with a vocabulary that is made of them, and small models."""
     folder = tmp_path_factory.mktemp("live")
+    rest = {"<mask_0>": "of <mask_1> é", "<mask_1>": "x"}
     bees = [
-        {
-            "head": escaped(head),
-            "<ans>": {"body": escaped(body), "<mask_0>": "of <mask_1> é", "<mask_1>": "x"},
-        }
+        {"head": escaped(head), "<ans>": {"body": escaped(body), **rest}}
         for head, body in functions()
     ]
     bees = [[bee, bees[i - 1]] if i % 4 == 0 else bee for i, bee in enumerate(bees)]
@@ -87,67 +74,42 @@ def folder(tmp_path_factory) -> Path:
         for i, (head, body) in enumerate(functions())
     ]
     for name, lines in (("bee", bees), ("ant", ants)):
-        # Validation has the shortest instances, which fit into a row.
-        (folder / f"{name}-val.jsonl").write_text(
-            "".join(sorted((json.dumps(line) + "\n" for line in lines), key=len)[:6])
-        )
         text, vocabulary = folder / f"{name}.jsonl", folder / f"{name}.txt"
-        write_lines(text, lines)
-        flags = [
-            "--model",
-            f"cpm-{name}",
-            "--size",
-            "200",
-            "--input",
-            str(text),
-            "--output",
-            str(vocabulary),
-        ]
-        make_vocabulary.main(flags)
+        as_jsonl(text, lines)
+        inputs = ["--input", str(text), "--output", str(vocabulary)]
+        make_vocabulary.main(["--model", f"cpm-{name}", "--size", "200", *inputs])
         tokenizer = f"cpm-{'ant-greedy' if name == 'ant' else name}:{vocabulary}"
-        # all of them fit into a row: a hash might choose only some that are too long
+        # all of them fit into a row: a hash might choose only those that are too long
         val = sorted(lines, key=lambda line: len(json.dumps(line)))[:50:5]
         for part, chosen in (("train", [x for x in lines if x not in val]), ("val", val)):
-            write_lines(folder / f"{name}-{part}.jsonl", chosen)
-            prepare(
-                "--input",
-                folder / f"{name}-{part}.jsonl",
-                "--tokenizer",
-                tokenizer,
-                "--output",
-                folder / f"{name}-{part}",
-            )
-        (folder / f"{name}.json").write_text(
-            json.dumps(changed(PRESETS[f"cpm-{name}-tiny"], **SHAPE).to_dict())
-        )
+            file = as_jsonl(folder / f"{name}-{part}.jsonl", chosen)
+            output = folder / f"{name}-{part}"
+            prepare("--input", file, "--tokenizer", tokenizer, "--output", output)
+        config = changed(PRESETS[f"cpm-{name}-tiny"], **SHAPE)
+        (folder / f"{name}.json").write_text(json.dumps(config.to_dict()))
     return folder
 
 
 def options(folder, name, **more):
-    return OPTIONS | {
-        "model": folder / f"{name}.json",
-        "data": folder / f"{name}-train/train",
-        **more,
-    }
+    files = {"model": folder / f"{name}.json", "data": folder / f"{name}-train/train"}
+    return OPTIONS | files | more
+
+
+def evaluated(folder, name) -> dict:
+    sizes = {"eval_every": 3, "eval_sequences": 3, "save_every": 3, "keep_last": 9}
+    return {"val_data": folder / f"{name}-val/train", **sizes}
 
 
 @pytest.fixture(scope="module")
 def whole(folder) -> dict[str, list[tuple]]:
-    """Losses and gradient norms of one process, of both models: what all other ways must
-    reproduce.
+    """Losses and gradient norms of one process, of both models. All other ways must reproduce
+    them.
     """
     found = {}
     for name in ("bee", "ant"):
-        evaluated = {
-            "val_data": folder / f"{name}-val/train",
-            "eval_every": 3,
-            "eval_sequences": 3,
-            "save_every": 3,
-        }
-        said = train(folder, name, **options(folder, name, keep_last=9, **evaluated))
-        assert " sequences an epoch, " in said
+        printed = train(folder, name, **options(folder, name, **evaluated(folder, name)))
         counts = r"\d+ instances?(, \d+ longer than a row (is|are) (left out|cut))?"
-        assert re.search(rf"sequences an epoch, {counts}; validation: {counts}\n", said)
+        assert re.search(rf"sequences an epoch, {counts}; validation: {counts}\n", printed)
         found[name] = curve(folder, name, "loss", "grad_norm")
     return found
 
@@ -157,18 +119,14 @@ def records(folder, name) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("name", "processes", "more"),
-    [
-        ("bee", 2, {"sp_size": 2}),
-        ("bee", 4, {"sp_size": 2, "layout": "striped", "strategy": "ulysses"}),
-        ("ant", 4, {"sp_size": 4, "ulysses_size": 2}),
-    ],
-    ids=["bee-sp2", "bee-dp2xsp2-ulysses", "ant-usp"],
+    ("name", "more"),
+    [("bee", {"sp_size": 2}), ("ant", {"sp_size": 4, "ulysses_size": 2})],
+    ids=["bee-dp2xsp2", "ant-usp"],
 )
-def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, name, processes, more):
-    """In fp32: sums in other orders, which the steps before have carried on."""
-    output = f"{name}-{processes}-{'-'.join(map(str, more.values()))}"
-    train(folder, output, processes=processes, **options(folder, name, **more))
+def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, name, more):
+    """In fp32: sums in other orders, which earlier steps have carried on."""
+    output = f"{name}-ranks"
+    train(folder, output, processes=4, **options(folder, name, **more))
     for mine, expected in zip(curve(folder, output, "loss", "grad_norm"), whole[name], strict=True):
         assert mine == pytest.approx(expected, rel=1e-5)
 
@@ -185,21 +143,20 @@ def test_the_run_learns_and_leaves_its_records(folder, whole, name):
 
 
 @BOTH
-def test_resuming_is_as_not_stopping(folder, whole, name):
-    """Bit for bit, in the middle of an epoch: rows, answers in another order and hidden tokens are
-    as they were.
+def test_a_resumed_run_equals_one_that_was_not_stopped(folder, whole, name):
+    """Bit for bit, in the middle of an epoch: rows, orders of answers and hidden tokens are the
+    same.
     """
     output = f"{name}-resumed"
-    train(folder, output, **options(folder, name, save_every=3, keep_last=9))
+    shutil.copytree(folder / name, folder / output)
     checkpoint._remove(folder / output / "step_00000006")
-    said = train(folder, output, resume="auto", **options(folder, name))
-    assert "resumed after step 3" in said
+    same = options(folder, name, resume="auto", **evaluated(folder, name))
+    assert "resumed after step 3" in train(folder, output, **same)
     assert curve(folder, output, "loss", "grad_norm") == whole[name]
-    said = train(folder, output, code=2, resume="auto", **options(folder, name) | {"seq_len": 120})
-    assert "was reading other data: --seq-len 96 -> 120" in said
-    other = {"bee": "ant", "ant": "bee"}[name]
-    said = train(folder, output, code=2, resume="auto", **options(folder, other))
-    assert "holds another model: " in said
+    printed = train(folder, output, code=2, **same | {"seq_len": 120})
+    assert "was reading other data: --seq-len 96 -> 120" in printed
+    other = options(folder, {"bee": "ant", "ant": "bee"}[name], resume="auto")
+    assert "holds another model: " in train(folder, output, code=2, **other)
 
 
 @pytest.mark.skipif(not kernels.installed("bmtrain"), reason="needs the package bmtrain")
@@ -208,10 +165,10 @@ def test_resuming_is_as_not_stopping(folder, whole, name):
 )
 def test_bmtrain_gives_the_same(folder, whole, tmp_path):
     name = "bee"
-    said = run_pretrain(
+    printed = run_pretrain(
         2, tmp_path, command(folder, f"{name}-bmtrain", sp_size=2, **options(folder, name))
     )
-    assert "BMTrainEngine" in said
+    assert "BMTrainEngine" in printed
     expected = [pytest.approx(row, rel=1e-5) for row in whole[name]]
     assert curve(folder, f"{name}-bmtrain", "loss", "grad_norm") == expected
 
@@ -221,58 +178,43 @@ def test_a_bee_fills_in_blanks(folder, whole, capsys):
         {"head": "def f(x):", "<ans>": {"body": "", "<mask_0>": "of <mask_1>"}},
         {"head": "q<<", "<ans>": "x"},
     ]
-    flags = [
-        "--run",
-        str(folder / "bee"),
-        "--prompt",
-        json.dumps(prompt),
-        "--tokens",
-        "6",
-        "--temperature",
-        "0",
-    ]
-    generate.main(flags)
-    said = capsys.readouterr().out
-    answer = json.loads(said)
-    assert answer[1] == prompt[1]
-    assert answer[0]["head"] == "def f(x):"
-    assert list(answer[0]["<ans>"]) == ["body", "<mask_0>"]
-    assert answer[0]["<ans>"]["<mask_0>"].startswith("of <mask_1>")
-    generate.main(flags)
-    assert capsys.readouterr().out == said
+    run = ["--run", str(folder / "bee"), "--tokens", "6", "--temperature", "0", "--prompt"]
+    generate.main([*run, json.dumps(prompt)])
+    printed = capsys.readouterr().out
+    main, sample = json.loads(printed)
+    assert sample == prompt[1]
+    assert main["head"] == "def f(x):"
+    assert list(main["<ans>"]) == ["body", "<mask_0>"]
+    assert main["<ans>"]["<mask_0>"].startswith("of <mask_1>")
+    generate.main([*run, json.dumps(prompt)])
+    assert capsys.readouterr().out == printed
     for wrong, message in (
         ("text", "must be an instance as JSON"),
         ('{"a": "b"}', "there is nothing to fill in"),
     ):
         with pytest.raises(SystemExit):
-            generate.main([*flags[:2], "--prompt", wrong])
+            generate.main([*run, wrong])
         assert message in capsys.readouterr().err
 
 
 def test_an_ant_continues_a_text(folder, whole, capsys):
-    generate.main(
-        ["--run", str(folder / "ant"), "--prompt", "def f(x", "--tokens", "12", "--seed", "1"]
-    )
-    said = capsys.readouterr().out
-    assert said.startswith("def f(x")
-    assert len(said) > len("def f(x\n")
+    run = ["--run", str(folder / "ant"), "--tokens", "12", "--seed", "1"]
+    generate.main([*run, "--prompt", "def f(x"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("def f(x")
+    assert len(printed) > len("def f(x\n")
 
 
 @BOTH
-def test_weights_go_to_cpm_lives_format_and_come_back(folder, whole, name, capsys):
-    """A file of names and tensors, which the models load as they are, and a run that starts from
-    them.
-    """
-    run, output = folder / name, folder / f"{name}-exported"
+def test_weights_are_exported_and_read_in_cpm_lives_format(folder, whole, name, capsys):
+    """The models load a file of names and tensors as it is, and a run starts from it."""
+    output = folder / f"{name}-exported"
+    flags = ["--run", str(folder / name), "--output", str(output)]
     with pytest.raises(SystemExit):
-        export.main(["--run", str(run), "--output", str(output)])
-    assert (
-        f"a cpm-{name} has no Hugging Face format here: give --format bmtrain"
-        in capsys.readouterr().err
-    )
-    export.main(
-        ["--run", str(run), "--output", str(output), "--format", "bmtrain", "--dtype", "fp16"]
-    )
+        export.main(flags)
+    no_format = f"a cpm-{name} has no Hugging Face format here: give --format bmtrain"
+    assert no_format in capsys.readouterr().err
+    export.main([*flags, "--format", "bmtrain", "--dtype", "fp16"])
     weights = torch.load(output / "model.pt", weights_only=True)
     config = changed(PRESETS[f"cpm-{name}-tiny"], **SHAPE)
     assert json.loads((output / "model.json").read_text()) == config.to_dict()
@@ -285,16 +227,8 @@ def test_weights_go_to_cpm_lives_format_and_come_back(folder, whole, name, capsy
         source.mkdir()
         shutil.copy(output / "model.pt", source / "pytorch_model.bin")
         shutil.copy(output / "model.json", source / "config.json")
-    more = {
-        "init_from": source,
-        "val_data": folder / f"{name}-val/train",
-        "eval_sequences": 3,
-    }
-    train(
-        folder,
-        f"{name}-from",
-        **options(folder, name, **more) | {"steps": 1, "lr": 1e-30, "warmup_steps": 0},
-    )
+    more = {"init_from": source, "steps": 1, "lr": 1e-30, "warmup_steps": 0, "save_every": 0}
+    train(folder, f"{name}-from", **options(folder, name, **evaluated(folder, name) | more))
     losses = [records(folder, output)[-1]["val_loss"] for output in (name, f"{name}-from")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # weights were rounded to fp16
 
@@ -308,7 +242,7 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
         shown + "".join(json.dumps(line) + "\n" for line in sums)
     )
     commands = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1].replace("\\\n", " ").splitlines()
-    said = []
+    printed = []
     for line in commands:
         there = re.sub(
             r"\b(instances\.jsonl|vocabulary\.txt|data/|runs/|exported/)", rf"{tmp_path}/\1", line
@@ -317,34 +251,25 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
         ranks = 2 if "--processes 2" in line else None
         code, output = run_script(ranks, script, *arguments)
         assert (python, code) == ("python", 0), output
-        said.append(output)
-    assert "data/bee/train: " in said[1] and "84 instances" in said[1]
-    assert "bad lines" not in said[1]
-    assert "1 data parallel x 2 sequence parallel ranks" in said[2]
-    assert json.loads(said[3].splitlines()[-1])["question"] == "2 + 3"
+        printed.append(output)
+    assert "data/bee/train: " in printed[1] and "84 instances" in printed[1]
+    assert "bad lines" not in printed[1]
+    assert "1 data parallel x 2 sequence parallel ranks" in printed[2]
+    assert json.loads(printed[3].splitlines()[-1])["question"] == "2 + 3"
     assert (tmp_path / "exported/bee/model.pt").is_file()
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "message"),
+    ("more", "message"),
     [
-        ("bee", {"documents": "ignore"}, "--documents does not go with --model"),
-        ("ant", {"window": 9}, "--window does not go with --model"),
-        ("bee", {"seq_len": 20}, "no instance that fits into --seq-len 20"),
-        (
-            "bee",
-            {"data": "ant-train/train"},
-            "holds instances of cpm-ant, but this model reads instances of cpm-bee",
-        ),
-        (
-            "bee",
-            {"model": "cpm-tiny"},
-            "holds instances of cpm-bee, but this model reads plain text",
-        ),
+        ({"documents": "ignore"}, "--documents does not go with --model"),
+        ({"seq_len": 20}, "no instance that fits into --seq-len 20"),
+        ({"data": "ant-train/train"}, "holds instances of cpm-ant, but this model reads instances"),
+        ({"model": "cpm-tiny"}, "holds instances of cpm-bee, but this model reads plain text"),
     ],
 )
-def test_wrong_runs_are_refused(folder, name, more, message):
+def test_wrong_runs_are_refused(folder, more, message):
     more = {k: folder / v if k == "data" else v for k, v in more.items()}
-    said = train(folder, "wrong", code=2, **options(folder, name) | more)
-    assert message in said
-    assert "Traceback" not in said
+    printed = train(folder, "wrong", code=2, **options(folder, "bee") | more)
+    assert message in printed
+    assert "Traceback" not in printed

@@ -5,8 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from tests.test_data import EOS, documents
-from tests.test_inputs import prepare
+from tests.preparing import EOS, documents, prepare
 from tests.test_tokenizer import byte_level  # noqa: F401 - a fixture
 from train import prepare_data
 from train.data import megatron
@@ -56,15 +55,13 @@ def test_tokens_of_any_dtype_are_kept(code, kind, ending, tmp_path):
 
 
 def test_documents_of_several_sequences_in_small_parts(tmp_path, monkeypatch):
-    """Places are read a few at a time, and a part ends after a document."""
+    """A part ends after a document."""
     write(tmp_path / "x", cut=[2, 0, 1, 1])
-    for name in ("_CHECKED", "_DOCUMENTS"):
-        monkeypatch.setattr(megatron, name, 1)
     monkeypatch.setattr(megatron, "_PIECE", 6)
     pieces = [*megatron.IndexedTokens(TextFile(tmp_path / "x.bin", "x.bin")).pieces()]
-    read = [[bytes(ids.tolist()) for ids in piece.documents] for piece in pieces]
+    read = [[bytes(ids.tolist()) for ids in piece.lines] for piece in pieces]
     assert read == [[b"firstsecond\x80"], [b"", b"", b"third document"]]
-    assert [piece.first_document for piece in pieces] == [1, 2]
+    assert [piece.first_line for piece in pieces] == [1, 2]
     assert sum(piece.size for piece in pieces) == (tmp_path / "x.bin").stat().st_size
 
 
@@ -77,8 +74,8 @@ def test_an_eos_at_the_end_is_not_doubled_and_names_choose_validation(byte_level
     (tmp_path / "in").mkdir()
     write(tmp_path / "in/x", ended, 8, "H")
     arguments = ("--input", tmp_path / "in", "--tokenizer", byte_level, "--val-fraction", 0.3)
-    said = prepare(*arguments, "--output", tmp_path / "out", "--workers", 1)
-    assert "not read" not in said
+    printed = prepare(*arguments, "--output", tmp_path / "out", "--workers", 1)
+    assert "not read" not in printed
     for part in ("train", "val"):
         chosen = [
             [*ids, tokenizer.eos_id]
@@ -105,18 +102,18 @@ def test_an_eos_at_the_end_is_not_doubled_and_names_choose_validation(byte_level
         ({"documents": [0, 3, 2, 4]}, "x.idx: documents must start at rising sequences, from 0"),
         ({"documents": [0, 1, 2, 3]}, "x.idx: documents end at sequence 3, but there are 4"),
         ({"documents": []}, "x.idx: documents end at sequence 0, but there are 4 sequences"),
-        ({"texts": [b"good", [65, 300]]}, "x.bin, documents 1 to 2: document 2 has token 300, but"),
-        ({"texts": [b"good", [-1]]}, "x.bin, documents 1 to 2: document 2 has token -1, but"),
+        ({"texts": [b"good", [65, 300]]}, "x.bin, lines 1 to 2: document 2 has token 300, but"),
+        ({"texts": [b"good", [-1]]}, "x.bin, lines 1 to 2: document 2 has token -1, but"),
     ],
 )
 def test_other_files_are_refused_by_name(changes, message, tmp_path):
     write(tmp_path / "x", **changes)
-    said = prepare(
+    printed = prepare(
         *("--input", tmp_path / "x.bin", "--output", tmp_path / "out", "--tokenizer", "bytes"),
         *("--max-bad-shards", 9),
         code=2,
     )
-    assert message in said
+    assert message in printed
     assert not list(tmp_path.glob("out*"))
 
 
@@ -134,7 +131,7 @@ def test_truncated_and_missing_files_are_refused_by_name(tmp_path):
         (tmp_path / "x.idx").write_bytes(index[:size])
         assert message in prepare(*arguments, tmp_path / "x", code=2)
     (tmp_path / "x.idx").unlink()
-    assert "x.bin has no x.idx beside it" in prepare(*arguments, tmp_path / "x.bin", code=2)
+    assert "x.bin has no x.idx next to it" in prepare(*arguments, tmp_path / "x.bin", code=2)
     write(tmp_path / "x")
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-4])
     assert "x.bin has 100 bytes, but x.idx lists 104" in prepare(*arguments, tmp_path / "x", code=2)
@@ -142,5 +139,5 @@ def test_truncated_and_missing_files_are_refused_by_name(tmp_path):
 
 def test_the_tokenizer_must_be_named(tmp_path):
     write(tmp_path / "x")
-    said = prepare("--input", tmp_path / "x", "--output", tmp_path / "out", code=2)
-    assert "x.bin holds tokens: --tokenizer must name the one that made them" in said
+    printed = prepare("--input", tmp_path / "x", "--output", tmp_path / "out", code=2)
+    assert "x.bin holds tokens: --tokenizer must name the one that made them" in printed

@@ -17,22 +17,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import ROOT
-from tests.test_data import EOS, documents, prepare
+from tests.preparing import EOS, documents, jsonl, prepare, texts
 from tests.test_tokenizer import byte_level  # noqa: F401 - a fixture
 from train.data.folder import TokenFile
 from train.data.tokenizer import load_tokenizer
-
-
-def texts(folder) -> list[str]:
-    """The documents of a folder of byte tokens, as text."""
-    return [
-        bytes(token for token in document if token != EOS).decode()
-        for document in documents(folder)
-    ]
-
-
-def jsonl(*records: str) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in records)
 
 
 def test_the_number_of_processes_does_not_change_a_byte(byte_level, tmp_path):  # noqa: F811
@@ -46,51 +34,41 @@ def test_the_number_of_processes_does_not_change_a_byte(byte_level, tmp_path):  
     (tmp_path / "in/d.txt").write_text("short")
     written = []
     for workers in (1, 3):
+        output = tmp_path / str(workers)
         arguments = ("--tokenizer", byte_level, "--val-fraction", 0.3, "--workers", workers)
-        said = prepare("--input", tmp_path / "in", "--output", tmp_path / str(workers), *arguments)
-        assert "2 bad lines were skipped" in said
-        files = sorted(path for path in (tmp_path / str(workers)).rglob("*") if path.is_file())
-        written.append(
-            {path.relative_to(tmp_path / str(workers)): path.read_bytes() for path in files}
-        )
+        printed = prepare("--input", tmp_path / "in", "--output", output, *arguments)
+        assert "2 bad lines were skipped" in printed
+        files = sorted(path for path in output.rglob("*") if path.is_file())
+        written.append({path.relative_to(output): path.read_bytes() for path in files})
     assert written[0] == written[1]
     tokenizer = load_tokenizer(tmp_path / "1/val")
     both = documents(tmp_path / "1/train") + documents(tmp_path / "1/val")
-    assert sorted(map(tokenizer.decode, both)) == sorted(
-        [lines + lines, *(f"text {i}" for i in range(500)), "packed", "twice", "short"]
-    )
+    expected = [lines + lines, *(f"text {i}" for i in range(500)), "packed", "twice", "short"]
+    assert sorted(map(tokenizer.decode, both)) == sorted(expected)
 
 
-def test_a_process_that_cannot_work_ends_the_run_with_the_files_name(byte_level, tmp_path):  # noqa: F811
+def test_a_process_that_cannot_work_ends_the_run_with_the_files_name(tmp_path):
     """A special token of one character, which the model knows only as such, has no other
     spelling.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    backend = Tokenizer(
-        models.WordLevel({"</s>": 0, "a": 1, "§": 2, "[UNK]": 3}, unk_token="[UNK]")
-    )
+    vocabulary = {"</s>": 0, "a": 1, "§": 2, "[UNK]": 3}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["</s>", "§"])
     backend.save(str(tmp_path / "words.json"))
     (tmp_path / "x.txt").write_text("a\n§ a\n")
+    arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--tokenizer")
     for workers in (1, 2):
-        arguments = (
-            "--input",
-            tmp_path / "x.txt",
-            "--output",
-            tmp_path / "out",
-            "--workers",
-            workers,
-        )
-        said = prepare(*arguments, "--tokenizer", tmp_path / "words.json", code=2)
-        assert f"prepare_data.py: {tmp_path}/x.txt, lines 1 to 2: " in said
-        assert "only as special token §" in said
-        assert "Traceback" not in said
+        words = tmp_path / "words.json"
+        printed = prepare(*arguments, words, "--workers", workers, code=2)
+        assert f"prepare_data.py: {tmp_path}/x.txt, lines 1 to 2: " in printed
+        assert "only as special token §" in printed
         assert {path.name for path in tmp_path.iterdir()} == {"words.json", "x.txt"}
 
 
-def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
+def test_other_files_of_a_folder_are_counted_and_reported(tmp_path):
     folder = tmp_path / "in"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text("a")
@@ -104,7 +82,6 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     (folder / "myself.txt").symlink_to("myself.txt")
     (folder / "sub/loop").symlink_to("..")
     (folder / "empty.txt").touch()
-    (folder / "false.txt.gz").write_text("not compressed")
     (folder / "again.txt").symlink_to("a.txt")
     os.link(folder / "c.JsonL", folder / "hard.jsonl")
     os.mkfifo(folder / "pipe.txt")
@@ -112,58 +89,43 @@ def test_what_a_folder_has_besides_text_is_counted_and_said(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "s.txt"))
     inputs = (folder, folder / "a.txt", folder / "sub/../a.txt", folder / "sub")
-    said = prepare("--input", *inputs, "--output", tmp_path / "out")
+    printed = prepare("--input", *inputs, "--output", tmp_path / "out")
     assert texts(tmp_path / "out/train") == ["a", "c", "d1\nd2\n", "e", "b", "name"]
-    expected = [
-        (4, "files of other kinds", "f.md"),
-        (1, "link to nothing", "gone.txt"),
-        (2, "links to folders", "sub/loop"),
-        (1, "file that cannot be read (Too many levels of symbolic links)", "myself.txt"),
-        (1, "empty file", "empty.txt"),
-        (1, ".gz file that is not compressed by gzip", "false.txt.gz"),
-        (5, "other names of files that are read once", "again.txt"),
-        (2, "pipes, sockets and devices", "pipe.txt"),
-    ]
-    lines = [f"{count} {reason}, such as {folder / name}" for count, reason, name in expected]
+    expected = {
+        "f.md": "(a file of another kind) and 3 more",
+        "gone.txt": "(a link to nothing)",
+        "sub/loop": "(a link to a folder) and 1 more",
+        "myself.txt": "(a file that cannot be read: Too many levels of symbolic links)",
+        "empty.txt": "(empty)",
+        "again.txt": "(another name of a file that is read once) and 4 more",
+        "pipe.txt": "(a pipe, socket or device) and 1 more",
+    }
+    lines = [f"{folder / name} {reason}" for name, reason in expected.items()]
     assert sorted(TokenFile(tmp_path / "out/train").index["not_read"]) == sorted(lines)
-    assert all(f"not read: {line}\n" in said for line in lines)
+    assert all(f"not read: {line}\n" in printed for line in lines)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "x.gz",
-            gzip.compress(b"a", mtime=0),
-            "x.gz is neither .txt nor .jsonl or .json, compressed",
-        ),
-        (
-            "x.txt.gz",
-            b"text",
-            "x.txt.gz is not read: it is a .gz file that is not compressed by gzip",
-        ),
-        ("x.txt", b"", "there is no text to read: 1 empty file, such as"),
-        ("x.jsonl.gz", b"", "there is no text to read: 1 empty file, such as"),
+        ("x.gz", gzip.compress(b"a"), "x.gz is neither .txt nor .jsonl or .json, compressed"),
+        ("x.txt.gz", b"text", "1 broken shard, .*x.txt.gz: Not a gzipped file"),
+        ("x.txt", b"", r"there is no text to read: .* \(empty\)"),
         ("x.txt", None, "no such input: .*x.txt, a link to nothing"),
-        (
-            "sub/x.md",
-            b"text",
-            "has no file that matches .* 1 file of another kind, such as",
-        ),
+        ("sub/x.md", b"text", r"has no file that matches .* \(a file of another kind\)"),
     ],
 )
-def test_inputs_without_text_are_refused_before_any_work(name, content, message, tmp_path):
+def test_inputs_without_text_are_refused(name, content, message, tmp_path):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.symlink_to("nowhere") if content is None else path.write_bytes(content)
     given = path if path.parent == tmp_path else path.parent
-    said = prepare("--input", given, "--output", tmp_path / "out", code=2)
-    assert re.fullmatch(f"prepare_data.py: .*{message}.*\n", said)
-    assert not list(tmp_path.glob("out*"))
+    printed = prepare("--input", given, "--output", tmp_path / "out", code=2)
+    assert re.search(f"prepare_data.py: .*{message}.*\n", printed)
+    assert not list(tmp_path.glob("*out*"))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_whole_lines_before_the_damage_of_a_gz_are_read_and_the_damage_is_said(workers, tmp_path):
+def test_whole_lines_before_the_damage_of_a_gz_are_read_and_the_damage_is_reported(tmp_path):
     rng = np.random.default_rng(0)
     lines = [rng.bytes(30).hex() for _ in range(60_000)]
     packed = gzip.compress("".join(f"{line}\n" for line in lines).encode())
@@ -172,40 +134,38 @@ def test_whole_lines_before_the_damage_of_a_gz_are_read_and_the_damage_is_said(w
     changed[-6] ^= 1  # in the checksum
     (tmp_path / "sum.jsonl.gz").write_bytes(changed)
     (tmp_path / "z.txt").write_text("after")
-    arguments = ("--input", tmp_path, "--output", tmp_path / "out", "--workers", workers)
-    said = prepare(*arguments, "--max-bad-shards", 2)
+    arguments = ("--input", tmp_path, "--output", tmp_path / "out", "--workers", 2)
+    printed = prepare(*arguments, "--max-bad-shards", 2)
     first, *others = texts(tmp_path / "out/train")
     read = first.splitlines()
     assert 20_000 < len(read) < 40_000
     assert read == lines[: len(read)]
     assert others == ["after"]  # what came shortly before the damage may be damaged too
-    assert "2 broken shards were skipped from the damage on" in said
-    assert "cut.txt.gz: Compressed file ended before the end-of-stream marker" in said
-    assert "sum.jsonl.gz: CRC check failed" in said
+    assert "2 broken shards were skipped from the damage on" in printed
+    assert "cut.txt.gz: Compressed file ended before the end-of-stream marker" in printed
+    assert "sum.jsonl.gz: CRC check failed" in printed
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.999])
 @pytest.mark.parametrize("names", ["a.txt", "a.txt b.txt", "a.jsonl"])
 def test_both_parts_get_tokens_from_few_documents(fraction, names, tmp_path):
-    given = {}
-    for name in names.split():
-        given[name] = "".join(f"{name} line {i}\n" for i in range(100))
-        content = jsonl(given[name]) if name.endswith("jsonl") else given[name].encode()
+    given = {name: "".join(f"{name} line {i}\n" for i in range(100)) for name in names.split()}
+    for name, text in given.items():
+        content = jsonl(text) if name.endswith("jsonl") else text.encode()
         (tmp_path / name).write_bytes(content)
     inputs = [tmp_path / name for name in given]
     prepare("--input", *inputs, "--output", tmp_path / "out", "--val-fraction", fraction)
     train, val = (texts(tmp_path / "out" / part) for part in ("train", "val"))
     assert train and val
     for part in ("train", "val"):  # documents end with eos, whole or not
-        assert all(
-            document[-1] == EOS and len(document) > 1
-            for document in documents(tmp_path / "out" / part)
-        )
-    if "jsonl" in names or len(given) == 1:  # a document that was cut
-        assert "".join(train) + "".join(val) == "".join(given.values())
-        assert len("".join(val)) == pytest.approx(fraction * len("".join(given.values())), abs=5)
+        read = documents(tmp_path / "out" / part)
+        assert all(ids[-1] == EOS and len(ids) > 1 for ids in read)
+    both, whole = "".join(train + val), "".join(given.values())
+    if len(given) == 1:  # a document that was cut
+        assert both == whole
+        assert len("".join(val)) == pytest.approx(fraction * len(whole), abs=5)
     else:
-        assert sorted("".join(train) + "".join(val)) == sorted("".join(given.values()))
+        assert sorted(both) == sorted(whole)
 
 
 def test_two_tokens_are_too_few_for_two_parts_and_three_are_not(tmp_path):
@@ -215,24 +175,17 @@ def test_two_tokens_are_too_few_for_two_parts_and_three_are_not(tmp_path):
     assert not list(tmp_path.glob("out*"))
     (tmp_path / "x.txt").write_text("ab")
     prepare(*arguments)
-    assert [documents(tmp_path / "out" / part) for part in ("train", "val")] == [
-        [[97, EOS]],
-        [[98, EOS]],
-    ]
+    assert documents(tmp_path / "out/train") == [[97, EOS]]
+    assert documents(tmp_path / "out/val") == [[98, EOS]]
 
 
 def running(tmp_path, *arguments) -> subprocess.Popen:
-    """A preparation that is under way: its input does not end before the test does."""
-    command = [
-        sys.executable,
-        ROOT / "train/prepare_data.py",
-        "--output",
-        tmp_path / "out",
-        *map(str, arguments),
-    ]
+    """Start a preparation. Its input does not end before the test does."""
+    command = [sys.executable, ROOT / "train/prepare_data.py", "--output", tmp_path / "out"]
+    command += map(str, arguments)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 600
-    while not any((tmp_path / "out.partial").glob("new/train/tokens.bin")):
+    while not (tmp_path / ".out.partial/train/tokens.bin").exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
     return process
@@ -249,16 +202,16 @@ def test_one_run_at_a_time_and_a_killed_one_is_replaced(much, tmp_path):
     (tmp_path / "x.txt").write_text("text")
     arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
     process = running(tmp_path, *much)
-    said = prepare(*arguments, code=2)
-    assert f"out.partial is in use by process {process.pid} on " in said
-    assert (tmp_path / "out.partial/new/train/tokens.bin").exists()
+    in_use = f".out.partial is in use by process {process.pid} on "
+    assert in_use in prepare(*arguments, code=2)
+    assert (tmp_path / ".out.partial/train/tokens.bin").exists()
     process.kill()
     process.communicate()
-    assert (tmp_path / "out.partial").is_dir()
+    assert (tmp_path / ".out.partial").is_dir()
     prepare(*arguments)
     assert texts(tmp_path / "out/train") == ["text"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"train"}
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / ".out.partial").exists()
 
 
 def children_of(process: subprocess.Popen) -> list[int]:
@@ -294,10 +247,10 @@ def test_an_interrupted_run_leaves_one_line_and_nothing_else(workers, much, tmp_
     time.sleep(0.5)
     for one in (process.pid, *children):  # as a terminal does: all processes get it
         os.kill(one, signal.SIGINT)
-    said = process.communicate(timeout=600)[1]
+    printed = process.communicate(timeout=600)[1]
     assert process.returncode == 130
-    assert said.splitlines()[-1] == "prepare_data.py: interrupted, nothing was written"
-    assert "Traceback" not in said
+    assert printed.splitlines()[-1] == "prepare_data.py: interrupted, nothing was written"
+    assert "Traceback" not in printed
     assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
     assert not any(alive(child) for child in children)
 
@@ -312,12 +265,12 @@ class Dropped:
         for _ in range(100):
             pass
 
-def read(path, field, pieces=prepare_data.read_parts):
+def read(path, field, pieces=prepare_data.read_pieces):
     for piece in pieces(path, field):
         Dropped()
         yield piece
 
-prepare_data.read_parts = read
+prepare_data.read_pieces = read
 prepare_data.main()
 """
 LATE = """
@@ -325,12 +278,11 @@ import os, signal
 from pathlib import Path
 from train import prepare_data
 
-def emptied(folder, empty=prepare_data._empty):
-    if folder.with_name("out").exists():
-        os.kill(os.getpid(), signal.SIGINT)
-    empty(folder)
+def removed(output, interrupts, remove=prepare_data._remove_old):
+    remove(output, interrupts)
+    os.kill(os.getpid(), signal.SIGINT)
 
-prepare_data._empty = emptied
+prepare_data._remove_old = removed
 prepare_data.main()
 """
 
@@ -339,145 +291,53 @@ prepare_data.main()
     ("code", "returned"), [(DROPPED, 130), (LATE, 0)], ids=["ignored by Python", "too late"]
 )
 def test_an_interrupted_run_writes_nothing_or_all(code, returned, tmp_path):
-    """Python ignores an interrupt in a callback; one that comes when all is written ends
+    """Python ignores an interrupt in a callback. One that arrives when all is written ends
     nothing.
     """
     (tmp_path / "x.txt").write_text("text")
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "--input",
-        tmp_path / "x.txt",
-        "--output",
-        tmp_path / "out",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, "--input", "x.txt", "--output", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == returned, done.stderr
     assert ("interrupted, nothing was written" in done.stderr) == (returned == 130)
-    assert {path.name for path in tmp_path.iterdir()} == {"x.txt"} | (
-        {"out"} if returned == 0 else set()
-    )
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == ({"x.txt", "out"} if returned == 0 else {"x.txt"})
 
 
 def test_a_process_that_is_killed_ends_the_run_with_the_files_name(much, tmp_path):
     process = running(tmp_path, *much, "--workers", 2)
     os.kill(wait_for_children(process, 3)[-1], signal.SIGKILL)
-    said = process.communicate(timeout=600)[1]
+    printed = process.communicate(timeout=600)[1]
     assert process.returncode == 2
-    reason = "the worker process died with exit code -9"
-    assert re.search(
-        rf"prepare_data.py: {tmp_path}/much.txt, lines \d+ to \d+: {reason}$", said.strip()
-    )
-    assert "Traceback" not in said
+    reason = r"lines \d+ to \d+: the worker process died with exit code -9$"
+    assert re.search(rf"prepare_data.py: {tmp_path}/much.txt, {reason}", printed.strip())
+    assert "Traceback" not in printed
     assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
 
 
-def test_a_folder_of_somebody_elses_is_not_worked_in(tmp_path):
-    (tmp_path / "x.txt").write_text("text")
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial/mine").write_text("precious")
-    arguments = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out")
-    assert "out.partial, which prepare_data.py did not write" in prepare(*arguments, code=2)
-    assert (tmp_path / "out.partial/mine").read_text() == "precious"
-
-
-def test_an_output_that_is_a_link_or_holds_more_is_not_replaced(tmp_path):
-    (tmp_path / "x.txt").write_text("text")
-    prepare("--input", tmp_path / "x.txt", "--output", tmp_path / "real")
-    (tmp_path / "out").symlink_to("real")
-    arguments = ("--input", tmp_path / "x.txt", "--overwrite", "--output")
-    assert "out is a link, which is not replaced" in prepare(*arguments, tmp_path / "out", code=2)
-    (tmp_path / "real/notes.md").touch()
-    assert "holds files that prepare_data.py did not write" in prepare(
-        *arguments, tmp_path / "real", code=2
-    )
-    assert (tmp_path / "real/notes.md").exists()
-
-
-def test_a_wrong_command_line_takes_one_line():
-    said = prepare("--input", "x.txt", "--output", "out", "--workers", "many", code=2)
-    assert (
-        said == "prepare_data.py: argument --workers: invalid int value: 'many'; see "
-        "prepare_data.py --help\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--input", ""), '--input must not be ""; the current folder is .'),
-        (("--input", "x.txt", ""), '--input must not be ""; the current folder is .'),
-        (("--input", "x.txt", "--output", ""), "--output must not be empty"),
-        (
-            ("--input", "x.txt", "--max-bad", 1.5),
-            "--max-bad must be at least 0 and at most 1, got 1.5",
-        ),
-        (
-            ("--input", "x.txt", "--eos", "</s>"),
-            "--eos is for a .json or .model file, got '</s>' for bytes",
-        ),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.txt").write_text("text")
-    assert f"prepare_data.py: {message}" in prepare("--output", "out", *arguments, code=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
-
-
-ENCODED = {
-    "UTF-16": ("utf-16", "UTF-16"),
-    "UTF-16 without a mark": ("utf-16-be", "UTF-16BE"),
-    "UTF-32": ("utf-32", "UTF-32"),
-    "GBK": ("gbk", "GB18030"),
-    "Windows": ("cp1252", "WINDOWS-1252"),
-    "Windows, that GB18030 could be": ("cp1252", "WINDOWS-1252"),
-}
-
-
-@pytest.mark.parametrize(
-    ("encoding", "ending"),
-    [*((name, ".txt") for name in ENCODED), ("UTF-16", ".jsonl"), ("UTF-16", ".txt.gz")],
-)
-def test_text_of_another_encoding_is_refused_and_the_encoding_guessed(encoding, ending, tmp_path):
-    """Zeros are valid UTF-8, so that a line of UTF-16 may be; JSON would be read in UTF-16, a byte
-    late.
-    """
-    codec, guess = ENCODED[encoding]
-    word = (
-        {"gbk": "环注意力", "cp1252": "é è à"}.get(codec, "ring")
-        if "could be" not in encoding
-        else "größer, répéter"
-    )
+@pytest.mark.parametrize("codec", ["utf-16", "utf-16-be", "utf-32", "gbk", "cp1252"])
+@pytest.mark.parametrize("ending", [".txt", ".jsonl"])
+def test_text_of_another_encoding_is_refused(codec, ending, tmp_path):
+    """Zeros are valid UTF-8, so lines of UTF-16 may be. json.loads reads UTF-16, a byte late."""
+    word = {"gbk": "环注意力", "cp1252": "é è à"}.get(codec, "ring")
     lines = [f"{word} number {i}" for i in range(51)]
-    text = "".join(
-        f"{line if ending != '.jsonl' else json.dumps({'text': line}, ensure_ascii=False)}\n"
-        for line in lines
-    )
-    content = text.encode(codec)
-    (tmp_path / f"x{ending}").write_bytes(
-        gzip.compress(content) if ending.endswith("gz") else content
-    )
-    said = prepare("--input", tmp_path, "--output", tmp_path / "out", code=2)
-    assert re.search(
-        r"prepare_data\.py: 5[12] of 5[12] lines are bad, more than --max-bad 0\.01 of them\. ",
-        said,
-    )
-    assert (
-        f"x{ending} looks like {guess}: iconv -f {guess} -t UTF-8 converts it. The first: " in said
-    )
+    if ending == ".jsonl":
+        lines = [json.dumps({"text": line}, ensure_ascii=False) for line in lines]
+    (tmp_path / f"x{ending}").write_bytes("".join(f"{line}\n" for line in lines).encode(codec))
+    printed = prepare("--input", tmp_path, "--output", tmp_path / "out", code=2)
+    bad = r"5[12] of 5[12] lines are bad, more than --max-bad 0\.01 of them.*: not UTF-8: "
+    assert re.search(bad, printed)
     assert not (tmp_path / "out").exists()
 
 
 def test_more_bad_lines_than_allowed_write_nothing(tmp_path):
-    """Empty lines do not count. Lines that are bad for another reason are in no encoding."""
+    """Empty lines do not count. Records without the field do."""
     (tmp_path / "x.jsonl").write_bytes(jsonl(*map(str, range(98))) + b"{}\n" * 2 + b"\n" * 300)
     arguments = ("--input", tmp_path / "x.jsonl", "--output", tmp_path / "out")
-    said = prepare(*arguments, code=2)
+    printed = prepare(*arguments, code=2)
     reason = "no text in field 'text'"
-    assert "2 of 100 lines are bad, more than --max-bad 0.01 of them. The first: " in said
-    assert f"x.jsonl:99: {reason}; " in said
+    assert "2 of 100 lines are bad, more than --max-bad 0.01 of them. The first: " in printed
+    assert f"x.jsonl:99: {reason}; " in printed
     assert not (tmp_path / "out").exists()
     assert "2 bad lines were skipped" in prepare(*arguments, "--max-bad", 0.02)
     (tmp_path / "x.jsonl").write_bytes(jsonl("good") + b"{}\n")
@@ -497,16 +357,15 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert texts(tmp_path / "out/train") == ["one\n\ufefftwo\n", "three", "four", "five"]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_end_of_text_may_be_any_token(workers, byte_level, tmp_path):  # noqa: F811
+def test_the_end_of_text_may_be_any_token(byte_level, tmp_path):  # noqa: F811
     """One that is in no list, and one that is not special; text that spells it stays text."""
     (tmp_path / "x.txt").write_text("a <tool> b")
-    arguments = ("--input", tmp_path / "x.txt", "--tokenizer", byte_level, "--workers", workers)
+    arguments = ("--input", tmp_path / "x.txt", "--tokenizer", byte_level, "--workers", 2)
     prepare(*arguments, "--eos", "<tool>", "--output", tmp_path / "out")
     [ids] = documents(tmp_path / "out/train")
     tokenizer = load_tokenizer(tmp_path / "out/train")
     assert ids.index(tokenizer.eos_id) == len(ids) - 1
     assert tokenizer.decode(ids) == "a <tool> b"
     assert tokenizer.eos_id == TokenFile(tmp_path / "out/train").index["eos_id"] != 0
-    said = prepare(*arguments, "--eos", "<end>", "--output", tmp_path / "other", code=2)
-    assert f"cannot read tokenizer {byte_level}: it has no end-of-text token '<end>'" in said
+    printed = prepare(*arguments, "--eos", "<end>", "--output", tmp_path / "other", code=2)
+    assert f"cannot read tokenizer {byte_level}: it has no end-of-text token '<end>'" in printed

@@ -1,4 +1,4 @@
-"""Tokenizers: what text may not become, and what is said of folders and files that hold none."""
+"""Tokenizers: spelled special tokens, broken files and folders, and identities."""
 
 import json
 
@@ -9,13 +9,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
 from train.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer, saved_identity
 
-SPELLED = [
-    "a </s> b",
-    "</s>",
-    "</s></s>\n<|endoftext|>x",
-    "no such thing, but <think>, <tool>, <s> and ü",
-    "",
-]
+SPELLED = ["a </s> b", "</s>", "</s></s>\n<|endoftext|>x", "but <think>, <tool>, <s> and ü", ""]
+
+
+def words_file(folder, tokens, special=(), processor=None):
+    """Write a tokenizer of whole words."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([*special])
+    if processor is not None:
+        backend.post_processor = processor(backend)
+    backend.save(str(folder / "words.json"))
+    return str(folder / "words.json")
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +39,21 @@ def byte_level(tmp_path_factory):
         trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet),
     )
     backend.add_tokens(["<think>", AddedToken("<tool>", normalized=False)])
+    backend.enable_truncation(2)  # which must have no effect, like the padding
+    backend.enable_padding(length=9)
     file = tmp_path_factory.mktemp("tokenizer") / "bpe.json"
     backend.save(str(file))
     return file
 
 
-@pytest.mark.parametrize("text", SPELLED)
-def test_spelled_special_tokens_stay_text(text, byte_level, tmp_path):
+def test_spelled_special_tokens_stay_text(byte_level, tmp_path):
     open_tokenizer(str(byte_level)).save(tmp_path)
     for tokenizer in (open_tokenizer(str(byte_level)), load_tokenizer(tmp_path), ByteTokenizer()):
-        ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
-        assert tokenizer.eos_id not in ids
-        assert tokenizer.decode(ids.tolist()) == text
-        assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == text
+        for text in SPELLED:
+            ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
+            assert tokenizer.eos_id not in ids
+            assert tokenizer.decode(ids.tolist()) == text
+            assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == text
 
 
 def test_special_tokens_among_a_models_pieces_of_text_are_cut(tmp_path):
@@ -64,11 +72,14 @@ def test_special_tokens_among_a_models_pieces_of_text_are_cut(tmp_path):
     assert tokenizer.decode(ids).replace(" ", "") == "a</s>b</s></s></s>" * 50
 
 
-def test_an_end_of_text_token_that_is_not_marked_as_special_is_cut_too(tmp_path):
-    backend = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.save(str(tmp_path / "words.json"))
-    assert open_tokenizer(str(tmp_path / "words.json")).encode("a </s> a").tolist() == [1, 2, 2, 1]
+def test_an_end_of_text_token_that_is_not_marked_as_special_is_cut(tmp_path):
+    """Unknown text does not become it either."""
+    file = words_file(tmp_path, ["</s>", "a", "[UNK]"])
+    assert open_tokenizer(file).encode("a </s> a").tolist() == [1, 2, 2, 1]
+    tokenizer = open_tokenizer(file, "[UNK]")
+    assert tokenizer.encode("a a").tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"words.json encodes 'b' only as special token \[UNK\]"):
+        tokenizer.encode("a bb")
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +112,20 @@ def test_control_symbols_of_sentencepiece_stay_text(sentencepiece):
     assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": 3}', "\0"])
-def test_broken_tokenizer_files_are_named(content, tmp_path):
-    (tmp_path / "x.json").write_text(content)
-    (tmp_path / "x.model").write_text(content)
+def test_broken_tokenizer_files_are_named(tmp_path):
     (tmp_path / "tokenizer.spec.json").write_text('{"kind": "JsonTokenizer", "file": "x.json"}')
-    for work in (
-        lambda: open_tokenizer(str(tmp_path / "x.json")),
-        lambda: open_tokenizer(str(tmp_path / "x.model")),
-        lambda: load_tokenizer(tmp_path),
-    ):
-        with pytest.raises(
-            ValueError, match=r"cannot read tokenizer .*x\.(json|model): ."
-        ) as raised:
-            work()
-        assert "\n" not in str(raised.value)
+    for content in ("", "{}", "[1]", '{"model": 3}', "\0"):
+        (tmp_path / "x.json").write_text(content)
+        (tmp_path / "x.model").write_text(content)
+        for work in (
+            lambda: open_tokenizer(str(tmp_path / "x.json")),
+            lambda: open_tokenizer(str(tmp_path / "x.model")),
+            lambda: load_tokenizer(tmp_path),
+        ):
+            expected = r"cannot read tokenizer .*x\.(json|model): ."
+            with pytest.raises(ValueError, match=expected) as raised:
+                work()
+            assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -127,29 +137,19 @@ def test_broken_tokenizer_files_are_named(content, tmp_path):
         ('{"kind": "Other", "file": null}', "does not name a tokenizer: KeyError: 'Other'"),
         ('{"kind": ["JsonTokenizer"], "file": null}', "does not name a tokenizer"),
         ('{"kind": "JsonTokenizer"}', "does not name a tokenizer: KeyError: 'file'"),
-        ('{"kind": "JsonTokenizer", "file": "gone.json"}', r"no tokenizer file .*/gone\.json"),
-        (
-            '{"kind": "JsonTokenizer", "file": "link.json"}',
-            "link.json leads out of its folder, to .*bpe.json",
-        ),
-        (
-            '{"kind": "JsonTokenizer", "file": "loop.json"}',
-            "loop.json leads nowhere|no tokenizer file .*loop.json",
-        ),
-        *(
-            (
-                json.dumps({"kind": "SentencePieceTokenizer", "file": name}),
-                "expected the name of a file in this folder",
-            )
-            for name in (None, 3, "", ".", "..", "../x.model", "/etc/passwd", "sub/x.model")
-        ),
+        ("gone.json", r"no tokenizer file .*/gone\.json"),
+        ("link.json", "link.json leads out of its folder, to .*bpe.json"),
+        ("loop.json", "loop.json leads nowhere|no tokenizer file .*loop.json"),
+        *((name, "expected the name of a file") for name in (3, "", ".", "..", "../x", "sub/x")),
     ],
 )
 def test_folders_without_a_tokenizer_of_their_own_are_refused(spec, message, byte_level, tmp_path):
     (tmp_path / "link.json").symlink_to(byte_level)
     (tmp_path / "loop.json").symlink_to("loop.json")
     if spec is not None:
-        (tmp_path / "tokenizer.spec.json").write_text(spec)
+        is_whole = str(spec).startswith(("{", "["))
+        text = spec if is_whole else json.dumps({"kind": "JsonTokenizer", "file": spec})
+        (tmp_path / "tokenizer.spec.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         load_tokenizer(tmp_path)
 
@@ -189,32 +189,26 @@ def test_a_tokenizer_is_saved_under_a_name_that_no_other_file_has(byte_level, tm
         (["<|begin_of_text|>", "<|end_of_text|>"], "<|begin_of_text|>", "<|begin_of_text|>"),
         (["<|endoftext|>", "[BEGIN]"], "[BEGIN]", "[BEGIN]"),
         (["<|endoftext|>", "[BEGIN]"], None, "<|endoftext|>"),
+        (["</s>"], "", "</s>"),
     ],
 )
 def test_a_begin_token_is_known_by_its_name_or_its_place_in_front_or_is_the_end_of_text(
     special, in_front, begin, tmp_path
 ):
     """A piece of text that is called <s> is none."""
-    backend = Tokenizer(models.WordLevel({"a": 0, "<s>": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(special)
-    if in_front:
-        template = processors.TemplateProcessing(
-            single=f"{in_front} $A", special_tokens=[(in_front, backend.token_to_id(in_front))]
-        )
-        backend.post_processor = processors.Sequence([processors.ByteLevel(), template])
-    backend.save(str(tmp_path / "words.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "words.json"))
-    assert tokenizer.bos_id == tokenizer.id_of(begin) == backend.token_to_id(begin)
+
+    def template(backend):
+        tokens = [(token, backend.token_to_id(token)) for token in [in_front] if token]
+        single = f"{in_front} $A" if in_front else []
+        rules = processors.TemplateProcessing(single=single, special_tokens=tokens)
+        return processors.Sequence([processors.ByteLevel(), rules]) if in_front else rules
+
+    made = None if in_front is None else template
+    file = words_file(tmp_path, ["a", "<s>", "[UNK]"], special, made)
+    tokenizer = open_tokenizer(file)
+    assert tokenizer.name_of(tokenizer.bos_id) == begin
+    assert tokenizer.bos_id == tokenizer.id_of(begin)
     assert tokenizer.id_of("<none>") is None
-
-
-def test_a_template_without_tokens_in_front_is_read(tmp_path):
-    backend = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    backend.add_special_tokens(["</s>"])
-    backend.post_processor = processors.TemplateProcessing(single=[], special_tokens=[])
-    backend.save(str(tmp_path / "words.json"))
-    assert open_tokenizer(str(tmp_path / "words.json")).bos_id == backend.token_to_id("</s>")
 
 
 def test_the_end_of_text_of_sentencepiece_is_a_control_symbol(sentencepiece, tmp_path):
@@ -223,16 +217,6 @@ def test_the_end_of_text_of_sentencepiece_is_a_control_symbol(sentencepiece, tmp
     for token in ("<sep>", "fox", "<unk>", "", "<end>"):
         with pytest.raises(ValueError, match=f"must be one of its control symbols, got '{token}'"):
             open_tokenizer(str(sentencepiece), token)
-
-
-def test_unknown_text_does_not_become_the_end_of_text(tmp_path):
-    backend = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.save(str(tmp_path / "words.json"))
-    tokenizer = open_tokenizer(str(tmp_path / "words.json"), "[UNK]")
-    assert tokenizer.encode("a a").tolist() == [1, 1]
-    with pytest.raises(ValueError, match=r"words.json encodes 'b' only as special token \[UNK\]"):
-        tokenizer.encode("a bb")
 
 
 def written(folder, name, settings):

@@ -35,7 +35,7 @@ from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
-from train.data.shares import evaluated_folders, training_folders, validation_folders
+from train.data.shares import evaluated_folders, validation_folders
 from train.evaluation import tasks
 from train.evaluation.haystack import SENTENCES
 from train.evaluation.report import write_report
@@ -272,7 +272,7 @@ class Evaluation:
         if folders is None:
             assert self.trained.path is not None
             saved = checkpoint.Checkpoint(self.trained.path).state["config"]
-            folders = validation_folders(saved.get("val_data")) or training_folders(saved["data"])
+            folders = validation_folders(saved.get("val_data")) or evaluated_folders(saved["data"])
             for folder in folders.values():
                 if not Path(folder).is_dir():
                     raise ValueError(f"{folder}, the run's data, is not here: give --data")

@@ -6,10 +6,9 @@ words.
     python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input corpus.jsonl \
         --output data/corpus
 
-It reads .txt, .jsonl and .json files as prepare_data.py does, also as .gz or .zst, and folders of
-them (--glob selects others). It counts all keys and texts of a record. Up to half of the vocabulary
-are the most frequent characters. The rest are the words that save the most tokens. For real
-training, use the vocabulary that belongs to a model's weights.
+It reads text as prepare_data.py does, and counts all keys and texts of a record. Up to half of the
+vocabulary are the most frequent characters. The rest are the words that save the most tokens. For
+real training, use the vocabulary that belongs to a model's weights.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ from train.base.command_line import ArgumentParser
 from train.base.files import writing
 from train.base.wording import counted
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, bee_parts, is_special
-from train.data.files import TextFile, check_holds_text, find_files
-from train.data.forms import FORMATS
+from train.data.bad import BadLines
+from train.data.files import Piece, TextFile
+from train.data.find import add_inputs, check_holds_text, find_files
 from train.data.records import BadRecord, check_unicode, parse_json
-from train.data.text import BadLines, TextLines, plain_text, read_pieces
+from train.data.text import plain_text, read_pieces
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")
 SPECIAL = {
@@ -86,22 +86,16 @@ def texts_of(file: TextFile, model: str, bad: BadLines) -> Iterator[str]:
             raise ValueError(f"{file} is broken: {piece.damage}")
 
 
-def _texts_of_records(piece: TextLines, model: str, bad: BadLines) -> Iterator[str]:
+def _texts_of_records(piece: Piece, model: str, bad: BadLines) -> Iterator[str]:
     for number, line in enumerate(piece.lines, piece.first_line):
+        if not piece.counts(line):
+            continue
         try:
-            if line and line.strip():
-                yield from _drop_special(_find_strings(parse_json(line)), model)
+            for text in _find_strings(parse_json(line or b"")):
+                parts = bee_parts(text) if model == "cpm-bee" else [(text, False)]
+                yield from (part for part, is_special_token in parts if not is_special_token)
         except BadRecord as error:
             bad.add(piece.file, number, str(error))
-
-
-def _drop_special(texts: Iterator[str], model: str) -> Iterator[str]:
-    """Yield the texts, without the special tokens that a Bee's texts name."""
-    if model != "cpm-bee":
-        yield from texts
-        return
-    for text in texts:
-        yield from (part for part, special in bee_parts(text) if not special)
 
 
 def _find_strings(value: Any) -> Iterator[str]:
@@ -141,11 +135,8 @@ def make(args: argparse.Namespace) -> None:
     _write_file(Path(args.output), "".join(f"{piece}\n" for piece in pieces))
     made, read = counted(len(pieces), "piece"), counted(len(files), "file")
     print(f"{args.output}: {made}, {len(special)} of them special, from {read}")
-    for line in unread.lines():
-        print(f"not read: {line}", file=sys.stderr)
-    if bad.count:
-        skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
-        print(f"{skipped}, the first:", *bad.first[:5], sep="\n  ", file=sys.stderr)
+    unread.report()
+    bad.report()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -160,12 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         required=True,
         help="the model; its special tokens begin the vocabulary",
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help=".txt, .jsonl or .json files, also as .gz or .zst, or folders",
-    )
+    add_inputs(parser, "no tables")
     parser.add_argument("--output", required=True, help="file to write; must not exist")
     parser.add_argument("--size", type=int, default=4000, help="most lines (default: 4000)")
     parser.add_argument(
@@ -174,11 +160,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[],
         help="further special tokens that the data names, such as '<mask_0>'",
     )
-    parser.add_argument(
-        "--format", choices=FORMATS, default=FORMATS[0], help="as in prepare_data.py"
-    )
-    parser.add_argument("--glob", help="as in prepare_data.py")
-    parser.add_argument("--exclude", nargs="*", default=[], help="as in prepare_data.py")
     args = parser.parse_args(argv)
     try:
         make(args)

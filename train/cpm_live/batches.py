@@ -26,17 +26,13 @@ Extended = tuple[Tensor, Tensor]  # tokens and sub-ids, (N,) int64
 
 @dataclass(frozen=True)
 class LiveMicroBatch:
-    """One micro-batch of instances: B rows, S tokens of each.
+    """One micro-batch of instances. It is train.data.batches.Work.
 
     inputs     arguments of the model's forward that precede `scores`
-    labels     (B, S) int64, IGNORE_INDEX where there is no target
     scores     scores of the whole rows
     layouts    layouts of the rows on the ranks
     instances  number of instances in all B rows
     targets    number of targets on all ranks that share the rows
-    work       for each of these ranks, the visible pairs of its queries: of one head, summed over
-               all layers with attention
-    sources    the number of each row's source in a mixture; None for other data
     """
 
     inputs: tuple[Tensor, ...]
@@ -126,6 +122,11 @@ class LiveBatches(Dealer[LiveMicroBatch]):
         whole row, (S,) int64.
         """
 
+    def _shard_fields(
+        self, rows: Sequence[Row], layouts: Sequence[Layout], *names: str
+    ) -> list[Tensor]:
+        return [self._shard([row.fields[name].long() for row in rows], layouts) for name in names]
+
     def _count_work(self, row: Row, layout: Layout) -> tuple[int, ...]:
         return self._count_pairs(keys_seen(row.scores.mask) * self._model.num_attentions, layout)
 
@@ -140,10 +141,7 @@ class BeeBatches(LiveBatches):
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        mine = (
-            self._shard([row.fields[name].long() for row in rows], layouts)
-            for name in ("input", "input_sub")
-        )
+        mine = self._shard_fields(rows, layouts, "input", "input_sub")
         extended = extended_table(rows)
         check_subs(self._model, extended[1])
         return (*mine, *extended), [
@@ -157,10 +155,7 @@ class AntBatches(LiveBatches):
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        mine = (
-            self._shard([row.fields[name].long() for row in rows], layouts)
-            for name in ("input", "segment")
-        )
+        mine = self._shard_fields(rows, layouts, "input", "segment")
         positions = torch.stack([layout.positions(self.sp.rank) for layout in layouts])
         return (*mine, positions), [row.targets for row in rows]
 

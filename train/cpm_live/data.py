@@ -9,7 +9,7 @@ import numpy as np
 
 from train.cpm_live.instances import Instance
 from train.cpm_live.stored import InstanceFiles
-from train.data.folder import TokenFile
+from train.data.token_file import TokenFile
 
 
 class InstanceFile(TokenFile):
@@ -33,7 +33,7 @@ class InstanceFile(TokenFile):
         }
 
     def instance(self, number: int, part: slice = slice(None)) -> Instance:
-        """Return the same as InstanceFiles.instance. Raises ValueError for unknown tokens too."""
+        """Return an instance, as InstanceFiles does. Raises ValueError for unknown tokens."""
         found = self.all.instance(number, part)
         if len(found) and found.tokens.max() >= self.index["vocab_size"]:
             raise ValueError(

@@ -91,7 +91,7 @@ def _segment_places(decoder: BeeDecoder, instance: Instance, segment: int) -> It
 
 
 def _allowed_tokens(decoder: BeeDecoder, tokenizer: BeeTokenizer, sub_ids: SubIds) -> Tensor:
-    """Return the tokens that an answer may have, (V,) bool: the tokenizer's tokens and the
+    """Return the possible tokens of an answer, (V,) bool: the tokenizer's tokens and the
     instance's numbered ones, without the tokens that frame texts.
     """
     places = len(decoder.logits)

@@ -7,7 +7,6 @@ answers of an instance in another order, and for an Ant another hidden part.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
 from collections.abc import Sequence, Sized
@@ -26,14 +25,15 @@ from train.base.wording import counted
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, TASKS, Instance, shuffle_answers
 from train.cpm_live.packing import pack_rows
-from train.data.folder import StoredRows
+from train.data.source import Stored
 
 _DEEPEST = 8  # largest number of steps to a common ancestor that is distinguished
 _HIDDEN_SHARE = 0.15  # hidden share of a text with task "mlm" (BERT, arXiv 1810.04805)
 # The hidden tokens are in a few short runs (SpanBERT, arXiv 1907.10529).
 _HIDDEN_LENGTH, _MOST_RUNS = 3, 16
-_SMALL_TREE = 64  # segments
 _ORDER, _TRAINING, _EVALUATION = 0, 1, 2  # seeds for different uses of random numbers
+# the arguments of bee_scores after the configuration
+_BEE_SCORED = "length context sample_ids num_segments segment segment_rel_offset segment_rel span"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Row:
     instances: int
 
 
-class PackedRows(StoredRows):
+class PackedRows(Stored):
     """The instances of a folder as rows of `seq_len` tokens. Raises ValueError if none fits.
 
     instances      number of instances that are read
@@ -70,7 +70,8 @@ class PackedRows(StoredRows):
     left_out = too_many = cut = 0
 
     def __init__(self, file: InstanceFile, config: LiveConfig, seq_len: int, seed: int):
-        self.file, self.config, self.seq_len, self.seed = file, config, seq_len, seed
+        super().__init__(file, seed)
+        self.config, self.seq_len = config, seq_len
         lengths, slices = self._items()
         if not len(lengths):
             are_many = (f"{has} too many texts to predict" for has in ("has", "have"))
@@ -88,7 +89,7 @@ class PackedRows(StoredRows):
         return cls(InstanceFile(folder, model.model_type), model, seq_len, seed)
 
     def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
-        """Return the rows unchanged: instances say which tokens see each other."""
+        """Return the rows unchanged: instances are always kept apart."""
         return self
 
     @property
@@ -100,24 +101,22 @@ class PackedRows(StoredRows):
 
     @property
     def description(self) -> str:
-        said = [counted(self.instances, "instance")]
+        parts = [counted(self.instances, "instance")]
         for count, what, done in (
             (self.left_out, "longer than a row", "left out"),
             (self.too_many, "with too many texts to predict", "left out"),
             (self.cut, "longer than a row", "cut"),
         ):
             if count:
-                said.append(counted(count, f"{what} is {done}", f"{what} are {done}"))
-        return ", ".join(said)
+                parts.append(counted(count, f"{what} is {done}", f"{what} are {done}"))
+        return ", ".join(parts)
 
     @property
     def padding(self) -> float:
-        """The share of an epoch's positions that are padding."""
         return 1 - self._tokens / (len(self) * self.seq_len)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The facts that must stay the same, so that a sample number means the same sample."""
         numbers = {
             "tokens": len(self.file.tokens),
             "digest": self.file.digest,
@@ -126,7 +125,6 @@ class PackedRows(StoredRows):
         return numbers | self.file.hashes | {"seed": self.seed, "documents": "instances"}
 
     def of_sample(self, sample: int) -> Row:
-        """Return the row that is sample number `sample` of a run."""
         return self._row(
             self.order(sample), np.random.default_rng((self.seed, _TRAINING, sample)), training=True
         )
@@ -188,17 +186,7 @@ def bee_row(config: BeeConfig, instances: Sequence[Instance], seq_len: int, eos_
         **_number_spans(instances, seq_len),
     }
     targets, target_subs = (fields.pop(name).long() for name in ("targets", "target_subs"))
-    names = (
-        "length",
-        "context",
-        "sample_ids",
-        "num_segments",
-        "segment",
-        "segment_rel_offset",
-        "segment_rel",
-        "span",
-    )
-    scores = bee_scores(config, *(fields[name] for name in names))
+    scores = bee_scores(config, *(fields[name] for name in _BEE_SCORED.split()))
     return Row(fields, scores, targets, target_subs, len(instances))
 
 
@@ -250,17 +238,6 @@ def relation(parents: np.ndarray, most: int) -> np.ndarray:
     u and w are the steps from the query and from the key to their lowest common ancestor, at most
     `most` - 1.
     """
-    if len(parents) > _SMALL_TREE:
-        return _relation(parents, most)
-    return _cached_relation(parents.tobytes(), most)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cached_relation(parents: bytes, most: int) -> np.ndarray:
-    return _relation(np.frombuffer(parents, dtype=np.int32), most)
-
-
-def _relation(parents: np.ndarray, most: int) -> np.ndarray:
     # above[i, j]: whether segment j is on the way from segment i to the root
     above = np.eye(len(parents), dtype=np.float32)
     for segment, parent in enumerate(parents.tolist()):
@@ -350,7 +327,7 @@ def ant_row(
     padding.
 
     The conventions are CPM-Live's. Only the first columns of a row are looked up among the prompts.
-    Prompts of later spans are looked up among the words. Padding is a span too.
+    Prompts of later spans are looked up among the words. Padding is a span.
     """
     parts, spans = [], []
     for text, task, hides in zip(texts, tasks, hidden, strict=True):

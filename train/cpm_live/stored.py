@@ -1,9 +1,9 @@
 """Instances in a folder: written once from start to end, and read one by one. No torch, because
 data is prepared without it.
 
-tokens.bin, documents.bin, tokenizer.*, index.json   as in train/data/folder.py; a document is an
-                                                     instance. "instances" in the index is the kind
-                                                     of model
+tokens.bin, documents.bin, tokenizer.*, index.json   as in train/data/token_file.py; a document is
+                                                     an instance. "instances" in the index is the
+                                                     kind of model
 subs.bin                                             uint16, the sub-id of each token
 segments.bin                                         (N, 4) int32, see instances.Field
 segment_starts.bin                                   int64, the first segment of each instance

@@ -63,8 +63,8 @@ class Vocabulary:
         return self._spelled[i]
 
     def matched(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Yield the longest piece from the left with its id, again and again. Yield runs of unknown
-        characters with None.
+        """Yield the longest piece at each place with its id, from left to right. Yield runs of
+        unknown characters with None.
         """
         at = unknown = 0
         while at < len(text):
@@ -89,7 +89,7 @@ def is_special(piece: str) -> bool:
 
 def bee_parts(text: str) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a Bee's text: plain text, with `<<` read as `<`, or `<name>`. Each has a
-    flag that says whether it is a special token.
+    flag: whether it is a special token.
 
     Raises BadRecord for a `<` that is neither doubled nor begins a special token.
     """

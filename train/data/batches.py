@@ -29,7 +29,7 @@ _LARGEST_DEFAULT = 8  # sequences
 
 
 class Settings(Protocol):
-    """The part of TrainConfig that says how sequences are dealt to ranks and cut."""
+    """The fields of TrainConfig by which sequences are dealt to ranks and cut."""
 
     @property
     def seq_len(self) -> int: ...
@@ -44,11 +44,11 @@ class Settings(Protocol):
 
 
 class Work(Protocol):
-    """One micro-batch of any kind of model: B sequences, S tokens of each.
+    """One micro-batch of any kind of model: B sequences, S tokens of each on this rank's device.
 
     labels   (B, S) int64, IGNORE_INDEX where there is no target
     work     for each rank that shares the sequences, the visible pairs of its queries: of one head,
-             summed over all layers
+             summed over all layers with attention
     counts   numbers of documents and the like, for the record of a step
     sources  the number of each row's source in a mixture; None for other data
     """
@@ -59,7 +59,6 @@ class Work(Protocol):
     def work(self) -> tuple[int, ...]: ...
     @property
     def counts(self) -> dict[str, int]: ...
-
     @property
     def sources(self) -> tuple[int, ...] | None: ...
 
@@ -151,18 +150,14 @@ class Dealer(ABC, Generic[SomeWork]):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of text on this rank's device: B sequences, S tokens of each.
+    """One micro-batch of text. It is Work.
 
     tokens     (B, S) int64
-    labels     (B, S) int64, IGNORE_INDEX where there is no target
     positions  for the rotary embedding: (S,) int64, or (B, S) if positions restart in each document
     masks      a mask for all rows or for each; None if each token attends to all before it
     layouts    a layout for all rows or for each; None for the layout of `sp`
     documents  number of documents in all B sequences, including those cut at an end; 0 if documents
                are not kept apart
-    work       for each rank that shares the sequences, the visible pairs of its queries: of one
-               head, summed over all layers
-    sources    the number of each row's source in a mixture; None for other data
     """
 
     tokens: Tensor
@@ -179,25 +174,15 @@ class MicroBatch:
         return {"documents": self.documents} if self.documents else {}
 
     def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        return model(
-            self.tokens,
-            self.positions,
-            self.labels,
-            mask=self.masks,
-            layout=self.layouts,
-            by_row=self.sources is not None,
-        )
+        return self._run(model, by_row=self.sources is not None)
 
     def score_tokens(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return each token's loss, 0 without a target, and the most likely next token: (B, S)."""
-        return model(
-            self.tokens,
-            self.positions,
-            self.labels,
-            mask=self.masks,
-            layout=self.layouts,
-            by_token=True,
-        )
+        return self._run(model, by_token=True)
+
+    def _run(self, model: nn.Module, **how: bool) -> tuple[Tensor, Tensor]:
+        inputs = self.tokens, self.positions, self.labels
+        return model(*inputs, mask=self.masks, layout=self.layouts, **how)
 
 
 class Rows(Protocol):
@@ -267,37 +252,34 @@ class Batches(Dealer[MicroBatch]):
         """Return a micro-batch of rows that are one text each. They share a mask and a layout."""
         plan, windowed = self._whole, any(self._windows)
         return MicroBatch(
-            *self._shard_rows(rows, [plan] * len(rows)),
+            **self._shard_rows(rows, [plan] * len(rows)),
             positions=plan.layout.positions(self.sp.rank, self.device),
             masks=plan.mask if windowed else None,
             layouts=plan.layout if windowed else None,
             documents=0,
-            work=tuple(len(rows) * work for work in plan.work),
         )
 
     def _of_documents(self, rows: Sequence[Row]) -> MicroBatch:
         masks = [Mask.documents(row.documents) for row in rows]
         balanced, is_sparse = self.config.layout == "auto", self._is_sparse(masks)
         plans = [self._plan_row(mask, balanced, is_sparse) for mask in masks]
-        positions = self._shard(
-            [plan.mask.positions() for plan in plans], [plan.layout for plan in plans]
-        )
+        layouts = tuple(plan.layout for plan in plans)
         return MicroBatch(
-            *self._shard_rows(rows, plans),
-            positions=positions.to(self.device),
-            masks=tuple(plan.mask for plan in plans),
-            layouts=tuple(plan.layout for plan in plans),
+            **self._shard_rows(rows, plans),
+            positions=self._shard([mask.positions() for mask in masks], layouts).to(self.device),
+            masks=tuple(masks),
+            layouts=layouts,
             documents=sum(len(row.documents) - 1 for row in rows),
-            work=tuple(sum(each) for each in zip(*(plan.work for plan in plans), strict=True)),
         )
 
-    def _shard_rows(self, rows: Sequence[Row], plans: Sequence[_RowPlan]) -> tuple[Tensor, Tensor]:
-        """Return this rank's tokens and labels of each row."""
+    def _shard_rows(self, rows: Sequence[Row], plans: Sequence[_RowPlan]) -> dict[str, Any]:
+        """Return this rank's tokens and labels of each row, and the work of all ranks."""
         layouts = [plan.layout for plan in plans]
-        tokens, labels = (
-            self._shard(x, layouts) for x in ([r.tokens for r in rows], [r.labels for r in rows])
-        )
-        return tokens.to(self.device), labels.to(self.device)
+        return {
+            "tokens": self._shard([row.tokens for row in rows], layouts).to(self.device),
+            "labels": self._shard([row.labels for row in rows], layouts).to(self.device),
+            "work": tuple(map(sum, zip(*(plan.work for plan in plans), strict=True))),
+        }
 
     def _is_sparse(self, masks: Iterable[Mask]) -> bool:
         """Whether calls of rows with these masks are sparse. The longest document decides."""
@@ -321,7 +303,7 @@ class Batches(Dealer[MicroBatch]):
 
 
 def _describe_sparse(sparse: InfLLMV2) -> str:
-    """Return what a log says of sparse attention."""
+    """Describe sparse attention for a log."""
     blocks = f"{sparse.most_blocks} blocks of {counted(sparse.block_size, 'token')}"
     if sparse.dense_len == -1:
         return f"sparse attention to {blocks}"
@@ -329,8 +311,8 @@ def _describe_sparse(sparse: InfLLMV2) -> str:
 
 
 def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:
-    """Return the keys that each query of causal documents attends to in a sparse call, and what the
-    choice costs in keys: (seq_len,) int64.
+    """Return the keys that each query of causal documents attends to in a sparse call, and the cost
+    of the choice in keys: (seq_len,) int64.
 
     A query attends to the tokens at or before it in its `most_blocks` blocks, or in all visible
     blocks if they are fewer. If they are more, it chooses: it multiplies with each visible
@@ -357,16 +339,15 @@ def keys_seen(mask: Mask) -> Tensor:
     if len(whole):
         steps.index_add_(0, whole[:, 0], whole[:, 2]).index_add_(0, whole[:, 1], -whole[:, 2])
     seen = steps.cumsum(0)[:-1]
+    far = mask.seq_len  # no distance reaches the bounds that stand for missing ones
     bounds = [
-        (*s.q, *s.kv, s.low, s.high) for s in mask.slices if s.low is not None or s.high is not None
+        (*s.q, *s.kv, -far if s.low is None else s.low, far if s.high is None else s.high)
+        for s in mask.slices
+        if s.low is not None or s.high is not None
     ]
     if not bounds:
         return seen
-    # no distance reaches the bounds that stand for missing ones
-    far = mask.seq_len
-    rows = torch.tensor(
-        [(*b[:4], -far if b[4] is None else b[4], far if b[5] is None else b[5]) for b in bounds]
-    )
+    rows = torch.tensor(bounds)
     lengths = rows[:, 1] - rows[:, 0]
     first, _, start, stop, low, high = rows.repeat_interleave(lengths, 0).unbind(1)
     before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)

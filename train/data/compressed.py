@@ -15,9 +15,7 @@ _LARGEST_WINDOW = 1 << 31  # bytes; as `zstd --long=31` writes
 
 
 class BrokenFile(Exception):
-    """A file that ends early, or cannot be decoded from some place on. The message has the
-    reason.
-    """
+    """A file that ends early, or cannot be decoded. The message has the reason."""
 
 
 class _Broken(io.RawIOBase):
@@ -65,7 +63,7 @@ class _ZstdReader:
 
 
 def decompressed(raw: io.BufferedReader, by: str | None) -> io.BufferedReader:
-    """Return the text of a file that is compressed `by` ".gz", ".zst" or nothing (None).
+    """Return a reader of the text in a file, compressed `by` ".gz", ".zst" or nothing (None).
 
     Reading raises BrokenFile where the compression is damaged. A BufferedReader reads lines in C.
     """
@@ -82,8 +80,7 @@ def decompressed(raw: io.BufferedReader, by: str | None) -> io.BufferedReader:
 def read_ahead(text: io.BufferedReader, size: int) -> tuple[bytes, str | None]:
     """Return the next `size` bytes of a text, and None.
 
-    If it ends before, return the bytes that are left and the reason: the damage, or "" at the end
-    of the file.
+    If it ends earlier, return the rest and the reason: the damage, or "" at the end of the file.
     """
     parts, length = list[bytes](), 0
     while length < size:

@@ -26,11 +26,6 @@ _COMPARED = 20  # lines
 _OBJECT = re.compile(rb'\{\s*"[^"\n]*"\s*:')
 _ARRAY = re.compile(rb'\[\s*(\]\s*\Z|(\[\s*)?\{\s*"[^"\n]*"\s*:)')
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_NAMES = (b"true", b"false", b"null", b"NaN", b"Infinity", b"-Infinity")
-_WORDS = re.compile(
-    rb"(?:[\s\[\]{},:]++|" + _STRING + rb"|-?\d[\d.eE+-]*+|" + b"|".join(_NAMES) + rb")*+",
-    re.DOTALL,
-)
 _MARKS = re.compile(_STRING + rb'|[\[\]{},"]', re.DOTALL)
 _READ = 1 << 16  # bytes of an array at once, at least
 
@@ -57,17 +52,6 @@ def recognize(start: bytes, whole: bool, by_line: bool) -> str:
     if _ARRAY.match(text):
         return ARRAY
     return OBJECT if _OBJECT.match(text) and _is_open(line) else PLAIN
-
-
-def has_only_json(start: bytes) -> bool:
-    """Whether a text that begins with `start` has only signs and words of JSON, up to a word that
-    `start` may cut. Code and prose that begin like JSON have others.
-    """
-    text = start.removeprefix(codecs.BOM_UTF8)
-    words = _WORDS.match(text)
-    assert words  # it may be empty
-    rest = text[words.end() :]
-    return rest.startswith(b'"') or any(word.startswith(rest) for word in _NAMES)
 
 
 def split_array(text: io.BufferedReader) -> Iterator[bytes]:

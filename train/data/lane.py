@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from bmt_burst.sequence.layout import IGNORE_INDEX
 from train.base.wording import counted
-from train.data.files import TextFile
-from train.data.folder import Row
-from train.data.text import BadLines, Encoded, Encoder, TextLines, read_pieces
+from train.data.bad import BadLines
+from train.data.files import Piece
+from train.data.folder import Row, make_row
+from train.data.stream_files import StreamFiles
+from train.data.text import Encoded, Encoder, read_pieces
 
 
 @dataclass(frozen=True, order=True)
@@ -55,24 +55,6 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The rules by which a lane reads its files.
-
-    field         the field or column of the text
-    block_tokens  tokens after which a block ends
-    max_bad       largest share of bad lines among those that were read so far
-    seed          seed of the orders of files and documents, with the number of the lane
-    bos           the token in front of each document, unless it has it; None for none
-    """
-
-    field: str
-    block_tokens: int
-    max_bad: float
-    seed: tuple[int, int]
-    bos: int | None
-
-
-@dataclass(frozen=True)
 class Damage:
     """The damage to a file.
 
@@ -85,26 +67,56 @@ class Damage:
     reason: str
 
 
-class BlockReader:
-    """Reads the blocks of a lane.
+class BrokenFiles:
+    """The broken files of a stream that are known, by their numbers.
 
-    files   the files of the lane, by their numbers in the stream
-    broken  the broken files that are known, which gets those that are found
-    report  called with the number of a file in which damage was found
-    say     called with a sentence for the log
+    announce  called with a sentence for the log
+    """
+
+    def __init__(self, stream: StreamFiles, announce: Callable[[str], None]):
+        self.found: dict[int, Damage] = {}
+        self._stream, self.announce = stream, announce
+
+    def add(self, number: int, damage: Damage) -> None:
+        """Announce a broken file. Raises ValueError if there are too many."""
+        self.found[number] = damage
+        self.announce(f"the rest of a broken shard is skipped: {self._describe(number)}")
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError if there are too many broken files."""
+        if len(self.found) > (most := self._stream.max_bad_shards):
+            raise ValueError(
+                f"{counted(len(self.found), 'broken shard')}, more than --max-bad-shards {most}: "
+                f"{'; '.join(map(self._describe, sorted(self.found)))}"
+            )
+
+    def _describe(self, number: int) -> str:
+        file, _ = self._stream.files[number]
+        return f"{file}: {self.found[number].reason}"
+
+
+class BlockReader:
+    """Reads the blocks of lane `number` of `lanes` lanes.
+
+    bos  the token in front of each document, unless it has it; None for none
     """
 
     def __init__(
         self,
-        files: dict[int, TextFile],
+        stream: StreamFiles,
         encoder: Encoder,
-        how: Reading,
-        broken: dict[int, Damage],
-        report: Callable[[int], None],
-        say: Callable[[str], None],
+        number: int,
+        lanes: int,
+        seed: int,
+        bos: int | None,
+        broken: BrokenFiles,
     ):
-        self._files, self._encoder, self._how = files, encoder, how
-        self._broken, self._report, self._say = broken, report, say
+        files = enumerate(file for file, _ in stream.files)
+        self._files = {i: file for i, file in files if i % lanes == number}
+        self._block_tokens = -(-stream.shuffle_tokens // lanes)
+        self._stream, self._encoder, self._broken = stream, encoder, broken
+        self._seed, self._bos = (seed, number), bos
         self._bad = BadLines()
         self._place: Place | None = None  # where `_parts` continues
         self._parts: Iterator[tuple[Encoded | None, Place]] = iter(())
@@ -119,26 +131,22 @@ class BlockReader:
             self._parts = self._read_parts(start)
         documents: list[np.ndarray] = []
         bad, tokens, end = BadLines(), 0, start
-        while tokens < self._how.block_tokens and end.epoch == start.epoch:
+        while tokens < self._block_tokens and end.epoch == start.epoch:
             encoded, end = next(self._parts)
             if encoded is not None:
                 bad.extend(encoded.bad)
                 documents += [self._complete(ids) for _, ids in encoded.documents if len(ids)]
                 tokens = sum(map(len, documents))
-        self._count_bad(bad)
+        if bad.count:
+            skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
+            self._broken.announce(f"{skipped}, the first: {bad.first[0]}")
+        self._bad.extend(bad)
+        self._bad.check(self._stream.max_bad)
         self._place = end
         return self._shuffle(start, end, documents)
 
-    def _count_bad(self, bad: BadLines) -> None:
-        """Say which lines are bad. Raises ValueError if they are too many."""
-        if bad.count:
-            skipped = counted(bad.count, "bad line was skipped", "bad lines were skipped")
-            self._say(f"{skipped}, the first: {bad.first[0]}")
-        self._bad.extend(bad)
-        self._bad.check(self._how.max_bad)
-
     def _shuffle(self, start: Place, end: Place, documents: Sequence[np.ndarray]) -> Block:
-        chance = np.random.default_rng((*self._how.seed, 1, start.epoch, start.file, start.line))
+        chance = np.random.default_rng((*self._seed, 1, start.epoch, start.file, start.line))
         documents = [documents[i] for i in chance.permutation(len(documents))]
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.empty(0, np.int64)
@@ -146,8 +154,7 @@ class BlockReader:
 
     def _complete(self, ids: Any) -> np.ndarray:
         """Return a document with its begin token and its end-of-text token."""
-        bos = self._how.bos
-        begin = [] if bos is None or ids[0] == bos else [bos]
+        begin = [] if self._bos is None or ids[0] == self._bos else [self._bos]
         return np.concatenate([begin, ids, [self._encoder.tokenizer.eos_id]]).astype(ids.dtype)
 
     def _read_parts(self, start: Place) -> Iterator[tuple[Encoded | None, Place]]:
@@ -170,17 +177,16 @@ class BlockReader:
 
     def _order(self, epoch: int) -> list[int]:
         """Return the numbers of the files in the order of an epoch."""
-        chance = np.random.default_rng((*self._how.seed, 0, epoch))
+        chance = np.random.default_rng((*self._seed, 0, epoch))
         return [list(self._files)[i] for i in chance.permutation(len(self._files))]
 
-    def _read_file(self, number: int, line: int) -> Iterator[TextLines]:
+    def _read_file(self, number: int, line: int) -> Iterator[Piece]:
         """Yield the parts of a file from a line on, up to known damage."""
-        known = self._broken.get(number)
-        for piece in read_pieces(self._files[number], self._how.field):
+        known = self._broken.found.get(number)
+        for piece in read_pieces(self._files[number], self._stream.field):
             lines = len(piece.lines) if known is None else known.whole - piece.first_line + 1
             if piece.damage and known is None:
-                self._broken[number] = Damage(piece.first_line + lines - 1, piece.damage)
-                self._report(number)
+                self._broken.add(number, Damage(piece.first_line + lines - 1, piece.damage))
             if piece.first_line >= line and lines > 0:
                 yield replace(piece, lines=piece.lines[:lines])
             if lines < len(piece.lines):
@@ -218,7 +224,7 @@ class Lane:
         return self._place.epoch
 
     def skip(self, rows: int) -> None:
-        """Leave out some rows."""
+        """Leave out rows."""
         assert rows >= 0
         self.rows += rows
         self._token += rows * self._seq_len
@@ -243,7 +249,9 @@ class Lane:
             starts.append(block.starts[first:last] - token + filled)
             window.append(part.astype(np.int64))
             filled, token, number = filled + len(part), 0, number + 1
-        row = self._make_row(np.concatenate(window), np.concatenate(starts))
+        row_starts = np.concatenate(starts)
+        kept = row_starts[row_starts > 0] if self._documents else None
+        row = make_row(np.concatenate(window), kept, self._seq_len)
         self.skip(1)
         return row
 
@@ -254,13 +262,3 @@ class Lane:
         block = following.result()
         self._next = self._thread.submit(self._reader.read, block.end)
         self._blocks.append(block)
-
-    def _make_row(self, window: np.ndarray, starts: np.ndarray) -> Row:
-        """Return the row of a window of tokens in which documents start at `starts`."""
-        tokens, labels = torch.from_numpy(window[:-1]), torch.from_numpy(window[1:]).clone()
-        inside: list[int] = []
-        if self._documents:
-            starts = starts[starts > 0]
-            labels[torch.from_numpy(starts - 1)] = IGNORE_INDEX
-            inside = starts[starts < self._seq_len].tolist()
-        return Row(tokens, labels, (0, *inside, self._seq_len))

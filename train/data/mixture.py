@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Self
 
 from bmt_burst import Scores
@@ -20,8 +19,8 @@ _EPOCH = "epoch/"
 _OF_ALL = ("seq_len", "seed", "documents", "bos")  # facts in the identity of each source
 
 
-class Mixture:
-    """The rows of several sources, in the shares of their weights. It is a Source itself.
+class Mixture(Source):
+    """The rows of several sources, in the shares of their weights. Each starts over on its own.
 
     sources  the sources by name, all with the same tokenizer
     names    their names, which number them
@@ -30,23 +29,9 @@ class Mixture:
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, Fraction]):
         self.sources, self.names, self._weights = dict(sources), tuple(sources), dict(weights)
         self.interleaving = Interleaving(weights)
-        self._first = self.sources[self.names[0]]
-
-    @property
-    def folder(self) -> Path:
-        return self._first.folder
-
-    @property
-    def vocab_size(self) -> int:
-        return self._first.vocab_size
-
-    @property
-    def kind(self) -> str | None:
-        return self._first.kind
-
-    @property
-    def documents(self) -> bool:
-        return self._first.documents
+        self._first = first = self.sources[self.names[0]]
+        self.folder, self.vocab_size, self.kind = first.folder, first.vocab_size, first.kind
+        self.documents = first.documents
 
     @property
     def finds_documents(self) -> bool:
@@ -77,23 +62,18 @@ class Mixture:
         return self._first.bos_id
 
     @property
-    def epoch(self) -> None:
-        """Nothing: each source starts over on its own."""
-        return None
-
-    @property
     def padding(self) -> float:
         shares = self.interleaving.shares
         return sum(float(shares[name]) * part.padding for name, part in self.sources.items())
 
     @property
     def description(self) -> str:
-        said = []
+        parts = []
         for name, source in self.sources.items():
             epoch = f"{counted(source.epoch, 'sequence')} an epoch, " if source.epoch else ""
             share = float(self.interleaving.shares[name])
-            said.append(f"{share:.3%} {name} ({epoch}{source.description})")
-        return "a mixture of " + ", ".join(said)
+            parts.append(f"{share:.3%} {name} ({epoch}{source.description})")
+        return "a mixture of " + ", ".join(parts)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -48,12 +48,21 @@ def parse_sources(texts: Sequence[str]) -> str | dict[str, str]:
 def parse_shares(data: Named) -> dict[str, Share]:
     """Return the sources of --data by name. Raises ValueError for wrong names, paths or weights."""
     _check_names("--data", data)
-    return {name: _parse_share(name, text) for name, text in data.items()}
+    shares = {}
+    for name, text in data.items():
+        if (parsed := _parse_weight(text)) is None:
+            raise ValueError(
+                f"--data: expected {name}=PATH:WEIGHT with a positive number as weight, got "
+                f"{name}={text}"
+            )
+        shares[name] = Share(*parsed)
+    return shares
 
 
 def check_sources(data: str | Named, val_data: str | Named | None) -> None:
     """Raise ValueError for wrong values of --data or --val-data."""
-    training_folders(data)
+    if not isinstance(data, str):
+        parse_shares(data)
     validation_folders(val_data)
 
 
@@ -69,14 +78,14 @@ def validation_folders(val_data: str | Named | None) -> dict[str, str]:
 
 
 def evaluated_folders(data: str | Named) -> dict[str, str]:
-    """Return the folders of evaluate.py's --data by name. The name of a single path is empty.
-
-    Weights are left out, so that the value of a training run may be given.
+    """Return the folders of --data by name, without their weights. For evaluate.py, values may have
+    none. The name of a single path is empty.
     """
     if isinstance(data, str):
         return {"": data}
     _check_names("--data", data)
-    return {name: _parse_weight(text)[0] or text for name, text in data.items()}
+    parsed = {name: _parse_weight(text) for name, text in data.items()}
+    return {name: found[0] if found else data[name] for name, found in parsed.items()}
 
 
 def show_sources(value: str | Named | None) -> str:
@@ -91,13 +100,6 @@ def source_words(value: str | Named) -> list[str]:
     return [f"{name}={text}" for name, text in value.items()]
 
 
-def training_folders(data: str | Named) -> dict[str, str]:
-    """Return the folders of --data by name. The name of a single path is empty."""
-    if isinstance(data, str):
-        return {"": data}
-    return {name: share.folder for name, share in parse_shares(data).items()}
-
-
 def _check_names(option: str, sources: Named) -> None:
     if not sources:
         raise ValueError(f"{option} must name at least one source, got none")
@@ -110,24 +112,11 @@ def _check_names(option: str, sources: Named) -> None:
             raise ValueError(f"{option}: expected a path for {name}, got {text!r}")
 
 
-def _parse_share(name: str, text: str) -> Share:
-    """Return the source of the text PATH:WEIGHT."""
-    folder, weight = _parse_weight(text)
-    if not folder:
-        raise ValueError(
-            f"--data: expected {name}=PATH:WEIGHT with a positive number as weight, got "
-            f"{name}={text}"
-        )
-    return Share(folder, weight)
-
-
-def _parse_weight(text: str) -> tuple[str, Fraction]:
-    """Return the path and the weight of the text PATH:WEIGHT. The path is empty for other texts."""
+def _parse_weight(text: str) -> tuple[str, Fraction] | None:
+    """Return the path and the weight of the text PATH:WEIGHT, or None for other texts."""
     folder, _, weight = text.rpartition(":")
     try:
         number = float(weight)
     except ValueError:
-        number = math.nan
-    if not folder or not 0 < number < math.inf:
-        return "", Fraction(0)
-    return folder, Fraction(weight.strip())
+        return None
+    return (folder, Fraction(weight.strip())) if folder and 0 < number < math.inf else None

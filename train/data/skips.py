@@ -70,9 +70,7 @@ class Skips:
                 f"from {read} on"
             )
         if others := [f"{a}:{b}" for a, b in self.ranges if a < end and start < b]:
-            raise ValueError(
-                f"{named} overlaps {', '.join(others)}, which the checkpoint says is skipped"
-            )
+            raise ValueError(f"{named} overlaps {', '.join(others)}, which the checkpoint skips")
         if start >= last:
             raise ValueError(f"{named} is after the sequences that the run reads, up to {last}")
         return Skips(tuple(sorted((*self.ranges, given))))
@@ -86,8 +84,8 @@ def parse_range(text: str) -> Range:
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match or int(match[1]) >= int(match[2]):
         raise ValueError(
-            "--skip-data must be FROM:TO, two numbers of sequences as in 4000:4800, of which the "
-            f"first is smaller, got {text!r}"
+            "--skip-data must be FROM:TO, two numbers of sequences that rise, as in 4000:4800, got "
+            f"{text!r}"
         )
     return int(match[1]), int(match[2])
 

@@ -1,10 +1,11 @@
-"""Tokens in a folder: written once from start to end, and read in slices. folder.py lists the
-files.
+"""Tokens in a folder: written once from start to end, and read in slices. token_file.py lists
+the files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import weakref
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from train.base.files import writing
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
 from train.registry import kind_of_data, load
@@ -30,10 +32,8 @@ class HashedFile:
         self._file, self._hash = open(path, "xb"), hashlib.sha256()
 
     def write(self, data: bytes) -> None:
-        try:
+        with writing(self._file.name):
             self._file.write(data)
-        except OSError as error:  # for a full disk, for example, it names no file
-            raise OSError(error.errno, error.strerror, self._file.name) from error
         self._hash.update(data)
 
     def close(self) -> str:
@@ -79,7 +79,7 @@ class DataWriter(ABC, Generic[Part]):
 
     @abstractmethod
     def _notes(self) -> dict[str, Any]:
-        """Return what else the index says of this kind of data."""
+        """Return facts of this kind of data for the index."""
 
     def close(self) -> dict[str, str]:
         """Close the files of tokens. Return the sha256 of each. The folder is incomplete until
@@ -155,15 +155,11 @@ class TokenWriter(DataWriter[np.ndarray]):
         """
         tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
         documents = np.fromfile(other.folder / "documents.bin", dtype=np.int64)
-        documents = np.concatenate([[start], documents[(documents > start) & (documents < end)]])
-        self._note_documents(documents - start + self.tokens)
-        for place in range(start, end, _COPIED):
-            part = tokens[place : min(place + _COPIED, end)]
-            starts = documents[(documents >= place) & (documents < place + len(part))]
-            self.begun += int((part[starts - place] == self.tokenizer.bos_id).sum())
-            self._append(part)
-        if tokens[end - 1 : end] != self.tokenizer.eos_id:
-            self._append([self.tokenizer.eos_id])
+        inside = documents[(documents > start) & (documents < end)].tolist()
+        for first, last in itertools.pairwise([start, *inside, end]):
+            ended = int(tokens[last - 1 : last][0]) == self.tokenizer.eos_id
+            stop = last - int(ended)  # `write` adds an eos
+            self.write(tokens[at : min(at + _COPIED, stop)] for at in range(first, stop, _COPIED))
 
     def _notes(self) -> dict[str, Any]:
         """Return the begin token and how many documents start with it."""
@@ -203,32 +199,21 @@ class StoredNumbers:
             while position < end and (more := os.pread(self._descriptor, end - position, position)):
                 read += more
                 position += len(more)
+            now = os.stat(self._file)
         except OSError as error:
             raise ValueError(
                 f"{self._file} cannot be read at byte {position}: {error.strerror}"
             ) from error
-        self._check_unchanged()
-        if position < end:
+        if position < end or _state(now) != _state(self._opened):
             raise ValueError(
-                f"{self._file} ends at byte {position}, expected tokens up to byte {end}"
+                f"{self._file} was changed, truncated or replaced since it was opened: it had "
+                f"{counted(self._opened.st_size, 'byte')}, and now has {now.st_size:,}"
             )
         return np.frombuffer(read, dtype=self._dtype)
 
-    def _check_unchanged(self) -> None:
-        before = self._opened
-        try:
-            now = os.stat(self._file)
-        except FileNotFoundError:
-            raise ValueError(f"{self._file} was removed while it was read") from None
-        if not os.path.samestat(before, now):
-            raise ValueError(f"{self._file} was replaced by another file while it was read")
-        if before.st_size != now.st_size:
-            had = counted(before.st_size, "byte")
-            raise ValueError(
-                f"{self._file} had {had} when it was opened, and now has {now.st_size:,}"
-            )
-        if before.st_mtime_ns != now.st_mtime_ns:
-            raise ValueError(f"{self._file} was written to while it was read")
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def sample_digest(tokens: StoredNumbers) -> str:

@@ -17,7 +17,8 @@ from typing import Any, Self
 from train.base import ranks
 from train.base.wording import counted
 from train.data.folder import Row
-from train.data.lane import BlockReader, Damage, Lane, Reading
+from train.data.lane import BlockReader, BrokenFiles, Damage, Lane
+from train.data.source import Source
 from train.data.stream_files import StreamFiles
 from train.data.text import Encoder
 from train.data.tokenizer import load_tokenizer
@@ -34,14 +35,10 @@ class Sizes:
     seed: int
 
 
-class Stream:
-    """The rows of a stream (train.data.source.Source)."""
+class Stream(Source):
+    """The rows of a stream."""
 
-    kind = None
     finds_documents = True
-    epoch = None
-    padding = 0.0
-    example_scores = None
 
     def __init__(
         self,
@@ -56,14 +53,11 @@ class Stream:
         self.folder, self.documents, self.bos = folder, documents, bos
         self._files, self._sizes, self._announces = files, sizes, announces
         self._tokenizer = load_tokenizer(folder)
+        self.vocab_size = self._tokenizer.vocab_size
         self.num_lanes = _count_lanes(len(files.files), sizes.batch_size)
         self._lanes: dict[int, Lane] = {}
         self._saved = [Lane.new_state() for _ in range(self.num_lanes)]
-        self._broken: dict[int, Damage] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.vocab_size
+        self._broken = BrokenFiles(files, self._announce)
 
     @property
     def bos_id(self) -> int:
@@ -72,12 +66,12 @@ class Stream:
     @property
     def description(self) -> str:
         files = counted(len(self._files.files), "file")
-        said = (
+        described = (
             f"documents of {files}, streamed in {counted(self.num_lanes, 'lane')}, "
             f"{self._files.shuffle_tokens:,} tokens shuffled at once, "
             f"{'' if self.documents else 'not '}kept apart"
         )
-        return said + (f", each after begin token {self.bos}" if self.bos is not None else "")
+        return described + (f", each after begin token {self.bos}" if self.bos is not None else "")
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -101,7 +95,7 @@ class Stream:
         lane.skip(self._rows_before(number, sample) - lane.rows)
         row = lane.take()
         if epoch == 0 < lane.epoch:
-            self._say(f"lane {number} starts over, in a new order")
+            self._announce(f"lane {number} starts over, in a new order")
         return row
 
     def state(self, samples: int) -> dict[str, Any]:
@@ -113,12 +107,12 @@ class Stream:
             lane.skip(self._rows_before(number, samples) - lane.rows)
         mine = {number: lane.state() for number, lane in self._lanes.items()}
         # a copy, since the thread may add to it meanwhile
-        for theirs, broken in ranks.gather((mine, dict(self._broken))):
+        for theirs, broken in ranks.gather((mine, dict(self._broken.found))):
             for number, state in theirs.items():
                 self._saved[number] = state
-            self._broken |= broken
-        self._check_broken()
-        damages = sorted(self._broken.items())
+            self._broken.found |= broken
+        self._broken.check()
+        damages = sorted(self._broken.found.items())
         return {
             "lanes": list(self._saved),
             "broken": [[number, x.whole, x.reason] for number, x in damages],
@@ -127,8 +121,9 @@ class Stream:
     def restore(self, state: dict[str, Any]) -> None:
         if state:
             self._saved = state["lanes"]
-            self._broken |= {number: Damage(*damage) for number, *damage in state["broken"]}
-            self._check_broken()
+            found = {number: Damage(*damage) for number, *damage in state["broken"]}
+            self._broken.found |= found
+            self._broken.check()
 
     def _lane_of(self, sample: int) -> int:
         size = self._sizes.batch_size
@@ -142,16 +137,18 @@ class Stream:
 
     def _open_lane(self, number: int) -> Lane:
         if number not in self._lanes:
-            files = dict(enumerate(file for file, _ in self._files.files))
-            mine = {i: file for i, file in files.items() if i % self.num_lanes == number}
-            share = -(-self._files.shuffle_tokens // self.num_lanes)
-            seed = (self._sizes.seed, number)
-            how = Reading(self._files.field, share, self._files.max_bad, seed, self.bos)
             encoder = Encoder(self._tokenizer, self._files.field)
-            reader = BlockReader(mine, encoder, how, self._broken, self._report, self._say)
-            state = self._saved[number]
+            reader = BlockReader(
+                self._files,
+                encoder,
+                number,
+                self.num_lanes,
+                self._sizes.seed,
+                self.bos,
+                self._broken,
+            )
             self._lanes[number] = Lane(
-                reader, self._thread, self._sizes.seq_len, self.documents, state
+                reader, self._thread, self._sizes.seq_len, self.documents, self._saved[number]
             )
         return self._lanes[number]
 
@@ -160,27 +157,9 @@ class Stream:
         """The thread that reads ahead."""
         return ThreadPoolExecutor(1, thread_name_prefix="stream")
 
-    def _report(self, number: int) -> None:
-        """Print the name of a broken file. Raises ValueError if there are too many."""
-        self._say(f"the rest of a broken shard is skipped: {self._describe(number)}")
-        self._check_broken()
-
-    def _say(self, text: str) -> None:
+    def _announce(self, text: str) -> None:
         if self._announces:
             print(f"{self.folder}: {text}", file=sys.stderr, flush=True)
-
-    def _check_broken(self) -> None:
-        """Raise ValueError if there are too many broken files."""
-        if len(self._broken) > (most := self._files.max_bad_shards):
-            raise ValueError(
-                f"{counted(len(self._broken), 'broken shard')}, more than --max-bad-shards {most}: "
-                f"{'; '.join(map(self._describe, sorted(self._broken)))}"
-            )
-
-    def _describe(self, number: int) -> str:
-        """Return the name of a broken file, and its damage."""
-        file, _ = self._files.files[number]
-        return f"{file}: {self._broken[number].reason}"
 
 
 def _count_lanes(files: int, batch_size: int) -> int:

@@ -15,17 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from train.base.wording import counted
-from train.data.files import (
-    ARROW,
-    JSON,
-    METADATA,
-    PARQUET,
-    RECORDS,
-    TextFile,
-    Unread,
-    find_files,
-    is_metadata,
-)
+from train.data.files import ARROW, JSON, PARQUET, RECORDS, TextFile
+from train.data.find import METADATA, Unread, find_files, is_metadata
 from train.data.forms import AUTO
 from train.data.remote import has_wildcards, is_remote, list_remote
 from train.data.tokenizer_base import Tokenizer
@@ -103,7 +94,7 @@ def is_stream(folder: str) -> bool:
     try:
         return "stream" in json.loads((Path(folder) / "index.json").read_text())
     except (OSError, ValueError, TypeError, RecursionError):
-        return False  # whoever opens it as another kind of folder says what is wrong
+        return False  # opening it as another kind of folder reports the error
 
 
 def _open_file(name: str) -> TextFile:
@@ -115,7 +106,7 @@ def find_streamed(
     inputs: Sequence[str], pattern: str | None, exclude: list[str], asked: str = AUTO
 ) -> tuple[list[tuple[TextFile, int]], list[TextFile], Unread]:
     """Return the files that `inputs` name with their sizes, those to check before a run, and the
-    files that were found but are not read. Inputs may be addresses too, with wildcards.
+    files that are not read. Inputs may be addresses, with wildcards.
 
     All local files are to be checked, and the first one of each address, since all would take long.
     The form of a file at an address is found when it is read. Raises ValueError as `find_files`,

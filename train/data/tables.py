@@ -8,13 +8,11 @@ from typing import Any, BinaryIO
 
 from train.data.compressed import BrokenFile
 from train.data.extras import import_extra
-from train.data.files import ARROW
+from train.data.files import ARROW, Texts
 
 _ROWS = 128  # rows that are read at once
 _BUFFER = 1 << 20  # bytes of a column of Parquet
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a whole stream of Arrow
-
-Texts = list[bytes | None]  # None for a row without text
 
 
 def read_texts(opened: BinaryIO, kind: str, field: str) -> Iterator[tuple[Texts, int]]:
@@ -36,11 +34,6 @@ def read_texts(opened: BinaryIO, kind: str, field: str) -> Iterator[tuple[Texts,
         raise BrokenFile(str(error).strip()) from error  # pyarrow's own
     except pyarrow.ArrowException as error:
         raise BrokenFile(str(error).strip()) from error
-
-
-def check_table(opened: BinaryIO, kind: str, field: str) -> None:
-    """Read the first rows, and raise what `read_texts` raises."""
-    next(read_texts(opened, kind, field), None)
 
 
 def import_pyarrow(part: str = "") -> Any:
@@ -82,35 +75,26 @@ def _take_column(batch: Any, path: list[str]) -> Any:
     return import_pyarrow(".compute").struct_field(column, path[1:]) if path[1:] else column
 
 
-def _find_path(pyarrow: Any, inside: Any, field: str) -> list[str] | None:
-    """Return the names that lead to the column `field` through structs, or None if there is none.
-    `inside` is a schema or a type of structs.
+def _paths(pyarrow: Any, inside: Any) -> Iterator[list[str]]:
+    """Yield the names that lead to each field of a schema, or of a type of structs, and to the
+    fields of its structs.
     """
-    if inside.get_field_index(field) >= 0:
-        return [field]
-    outer, dot, inner = field.partition(".")
-    if not dot or inside.get_field_index(outer) < 0:
-        return None
-    held = inside.field(outer).type
-    path = _find_path(pyarrow, held, inner) if pyarrow.types.is_struct(held) else None
-    return path and [outer, *path]
-
-
-def _column_names(pyarrow: Any, inside: Any) -> list[str]:
-    """Return the names of all columns, those in structs with dots."""
-    names = []
     for field in inside:
-        deeper = pyarrow.types.is_struct(field.type) and _column_names(pyarrow, field.type)
-        names += [f"{field.name}.{name}" for name in deeper] if deeper else [field.name]
-    return names
+        yield [field.name]
+        if pyarrow.types.is_struct(field.type):
+            yield from ([field.name, *path] for path in _paths(pyarrow, field.type))
 
 
 def _find_column(pyarrow: Any, schema: Any, field: str) -> list[str]:
     """Return the names that lead to column `field`. Raises ValueError if it is missing or has no
     text.
     """
-    if (path := _find_path(pyarrow, schema, field)) is None:
-        names = ", ".join(_column_names(pyarrow, schema))
+    paths = list(_paths(pyarrow, schema))
+    # a name that has a dot itself wins
+    path = min((path for path in paths if ".".join(path) == field), key=len, default=None)
+    if path is None:
+        outer = [path[:-1] for path in paths]
+        names = ", ".join(".".join(path) for path in paths if path not in outer)
         raise ValueError(f"expected a column {field!r}, see --field; the columns are {names}")
     held = schema.field(path[0]).type
     for name in path[1:]:

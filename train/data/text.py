@@ -5,73 +5,31 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from train.base.wording import counted
+from train.data.bad import BadLines, BrokenShards
 from train.data.compressed import BrokenFile, decompressed
-from train.data.files import ARROW, MEGATRON, PARQUET, TextFile, find_form, named
+from train.data.files import ARROW, MEGATRON, PARQUET, Piece, TextFile, Texts, find_form, named
 from train.data.forms import ARRAY, PLAIN, split_array
-from train.data.megatron import IndexedTokens, TokenPiece
+from train.data.megatron import IndexedTokens
 from train.data.records import (
     BadRecord,
     check_unicode,
     decode_utf8,
     describe_fields,
     find_value,
-    guess_encoding,
     parse_json,
 )
-from train.data.tables import Texts, check_table, read_texts
+from train.data.tables import read_texts
 from train.data.tokenizer import open_tokenizer
 from train.data.tokenizer_base import Tokenizer
 from train.registry import kind_of_data, load
 
 _PIECE = 1 << 20  # bytes of text that are tokenized at once, up to the end of a line
-_LISTED = 20  # bad lines that are listed
-
-
-@dataclass
-class BadLines:
-    """Lines that could not be used, and characters in other lines that the tokenizer left out.
-
-    among  number of all lines that are not empty
-    file   the first file with a bad line
-    """
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-    left_out: int = 0
-    among: int = 0
-    file: TextFile | None = None
-
-    def add(self, file: TextFile, line: int, reason: str) -> None:
-        self.extend(BadLines(1, [f"{file}:{line}: {reason}"], file=file))
-
-    def extend(self, later: BadLines) -> None:
-        self.count += later.count
-        self.left_out += later.left_out
-        self.among += later.among
-        self.first += later.first[: _LISTED - len(self.first)]
-        self.file = self.file or later.file
-
-    def check(self, most: float) -> None:
-        """Raise ValueError if more than the share `most` of the lines are bad."""
-        if self.count and self.count / self.among > most:
-            raise ValueError(self.summary(f", more than --max-bad {most:g} of them"))
-
-    def summary(self, too_many: str = "") -> str:
-        """Return how many lines are bad, a guess of their encoding, and the first ones."""
-        if self.file is None:
-            return "no line is bad"
-        verb = "is" if self.count == 1 else "are"
-        said = [f"{self.count:,} of {counted(self.among, 'line')} {verb} bad{too_many}"]
-        if guess := guess_encoding(_first_bytes(self.file)):
-            said.append(f"{self.file} looks like {guess}: iconv -f {guess} -t UTF-8 converts it")
-        said.append(f"The first: {'; '.join(self.first[:3])}")
-        return ". ".join(said)
+_END: Any = object()
 
 
 @dataclass(frozen=True)
@@ -93,28 +51,6 @@ class Document:
 
 
 @dataclass(frozen=True)
-class TextLines:
-    """Whole lines of a file, records of a JSON array, or rows of a table: a few MiB at most unless
-    one is longer.
-
-    file        the file, with its form
-    first_line  the number of the first line, record or row, from 1
-    lines       lines, records as JSON, or the texts of rows; None for a row without text
-    size        bytes of the file, compressed if it is, since the piece before
-    damage      the reason that nothing can be read after these lines
-    """
-
-    file: TextFile
-    first_line: int
-    lines: Texts
-    size: int
-    damage: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.file}, lines {self.first_line} to {self.first_line + len(self.lines) - 1}"
-
-
-@dataclass(frozen=True)
 class Encoded:
     """The tokens of a part of a file: each document with its ids, or with its instance.
 
@@ -126,24 +62,6 @@ class Encoded:
     bad: BadLines
     size: int
     damage: str | None = None
-
-
-class BrokenShards:
-    """Files that end early or cannot be decoded: each with the reason. At most `most` are allowed;
-    one more raises ValueError with the names of all.
-    """
-
-    def __init__(self, most: int):
-        self.most = most
-        self.found: list[str] = []
-
-    def add(self, file: TextFile, reason: str) -> None:
-        self.found.append(f"{file}: {reason}")
-        if len(self.found) > self.most:
-            shards = counted(len(self.found), "broken shard")
-            raise ValueError(
-                f"{shards}, more than --max-bad-shards {self.most}: {'; '.join(self.found)}"
-            )
 
 
 class Reader(Protocol):
@@ -183,8 +101,8 @@ def text_in(record: Any, json_field: str) -> str:
     try:
         text = find_value(record, json_field)
     except KeyError as error:
-        said = f"no text in field {json_field!r}; the record {describe_fields(record)}"
-        raise BadRecord(said) from error
+        fields = describe_fields(record)
+        raise BadRecord(f"no text in field {json_field!r}; the record {fields}") from error
     if not isinstance(text, str):
         raise BadRecord(f"no text in field {json_field!r}, but {type(text).__name__}")
     return check_unicode(text)
@@ -210,59 +128,45 @@ class Encoder:
         """Return an encoder with the tokenizer of this name."""
         return cls(open_tokenizer(tokenizer, eos), json_field)
 
-    def __call__(self, piece: TextLines | TokenPiece) -> Encoded:
-        if isinstance(piece, TokenPiece):
-            return Encoded(piece.file, list(self._tokens(piece)), BadLines(), piece.size)
-        kind = piece.file.kind
-        bad, before = BadLines(), self.tokenizer.left_out
-        if kind in (PARQUET, ARROW):
-            bad.among = len(piece.lines)
-            documents = list(self._rows(piece, bad))
+    def __call__(self, piece: Piece) -> Encoded:
+        bad, before = BadLines(among=sum(map(piece.counts, piece.lines))), self.tokenizer.left_out
+        if piece.file.form == PLAIN:
+            documents = [(Document(piece.file), self._reader.of_text(plain_text(piece, bad)))]
         else:
-            bad.among = sum(1 for line in piece.lines if line and line.strip())
-            documents = (
-                list(self._records(piece, bad))
-                if piece.file.has_records
-                else ([(Document(piece.file), self._reader.of_text(plain_text(piece, bad)))])
-            )
+            documents = list(self._records(piece, bad))
         bad.left_out = self.tokenizer.left_out - before
         return Encoded(piece.file, documents, bad, piece.size, piece.damage)
 
-    def _tokens(self, piece: TokenPiece) -> Iterator[tuple[Document, np.ndarray]]:
-        """Yield documents of token ids, without an eos at the end. Raises ValueError for ids that
-        the tokenizer does not have.
-        """
-        size, eos = self.tokenizer.vocab_size, self.tokenizer.eos_id
-        for number, ids in enumerate(piece.documents, piece.first_document):
-            for token in (int(ids.min()), int(ids.max())) if len(ids) else ():
-                if not 0 <= token < size:
-                    raise ValueError(
-                        f"document {number} has token {token}, but --tokenizer has {size} tokens"
-                    )
-            ended = len(ids) > 0 and ids[-1] == eos
-            yield Document(piece.file, number), ids[:-1] if ended else ids
-
-    def _rows(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
-        for number, text in enumerate(piece.lines, piece.first_line):
-            try:
-                if text is None:
-                    raise BadRecord(f"no text in field {self._field!r}")
-                found = self._reader.of_text(decode_utf8(text))
-            except BadRecord as error:
-                bad.add(piece.file, number, str(error))
-            else:
-                yield Document(piece.file, number), found
-
-    def _records(self, piece: TextLines, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
+    def _records(self, piece: Piece, bad: BadLines) -> Iterator[tuple[Document, Sized]]:
+        """Yield the documents in records of JSON, in rows of a table, or in token ids."""
         for number, line in enumerate(piece.lines, piece.first_line):
-            if not line or not line.strip():
+            if not piece.counts(line):
                 continue
             try:
-                found = self._reader.of_record(parse_json(line))
+                if piece.file.has_records:
+                    found = self._reader.of_record(parse_json(line or b""))
+                elif piece.file.kind == MEGATRON:
+                    found = self._check_ids(number, line)
+                elif line is None:
+                    raise BadRecord(f"no text in field {self._field!r}")
+                else:
+                    found = self._reader.of_text(decode_utf8(line))
             except BadRecord as error:
                 bad.add(piece.file, number, str(error))
             else:
                 yield Document(piece.file, number), found
+
+    def _check_ids(self, number: int, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a document without an eos at the end. Raises ValueError for ids that
+        the tokenizer does not have.
+        """
+        size = self.tokenizer.vocab_size
+        for token in (int(ids.min()), int(ids.max())) if len(ids) else ():
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"document {number} has token {token}, but --tokenizer has {size} tokens"
+                )
+        return ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_id else ids
 
 
 def find_broken(
@@ -271,8 +175,7 @@ def find_broken(
     """Return the files that can be opened. `broken` gets the tables with a damaged start or end.
 
     Raises ValueError for a table without text in column `field`, for records that all lack it, for
-    tokens that are not what their index says, and if a package is missing. Without a `field`,
-    records may have any.
+    tokens that do not fit their index, and if a package is missing.
     """
     whole = []
     for file in files:
@@ -282,7 +185,7 @@ def find_broken(
                     IndexedTokens(file)
             elif file.kind in (PARQUET, ARROW):
                 with named(file), file.open() as opened:
-                    check_table(opened, file.kind, field or "")
+                    next(read_texts(opened, file.kind, field or ""), None)
             else:
                 _check_records(file, field)
         except BrokenFile as error:
@@ -304,16 +207,17 @@ def _check_records(file: TextFile, field: str | None) -> None:
         try:
             record = parse_json(line or b"")
             value = find_value(record, field)
-            if isinstance(value, str | None):
-                return
-            said = f"has {type(value).__name__} there"
         except BadRecord:
             continue  # it is counted when all lines are read
         except KeyError:
-            said = describe_fields(record)
+            held = describe_fields(record)
             if isinstance(record, list):
-                said += f"; --format {ARRAY} reads a list of records"
-        first = first or said
+                held += f"; --format {ARRAY} reads a list of records"
+        else:
+            if isinstance(value, str | None):
+                return
+            held = f"has {type(value).__name__} there"
+        first = first or held
     if first:
         raise ValueError(
             f"{file}: expected text in field {field!r}, see --field; the first record {first}. In "
@@ -321,77 +225,58 @@ def _check_records(file: TextFile, field: str | None) -> None:
         )
 
 
-def read_parts(file: TextFile, field: str) -> Iterator[TextLines | TokenPiece]:
-    """Yield what a file holds in parts: text, the texts of column `field`, or tokens."""
-    return IndexedTokens(file).pieces() if file.kind == MEGATRON else read_pieces(file, field)
-
-
-def read_pieces(file: TextFile, field: str = "") -> Iterator[TextLines]:
+def read_pieces(file: TextFile, field: str = "") -> Iterator[Piece]:
     """Yield the text of a file, without a byte-order mark of UTF-8. Of a JSON array, yield its
-    records, and of a table the texts of column `field`.
+    records, of a table the texts of column `field`, and of a .bin its documents.
 
-    Raises ValueError if the file cannot be read, and as `find_form`. The last part reports damage.
+    Raises ValueError if the file cannot be read, and as `find_form`. The last piece reports damage.
     """
     with named(file), file.open() as raw:
-        if file.kind in (PARQUET, ARROW):
-            parts = _take_rows(read_texts(raw, file.kind, field))
+        if file.kind == MEGATRON:
+            yield from IndexedTokens(file).pieces()
+        elif file.kind in (PARQUET, ARROW):
+            place = [0]
+            rows = _rows(read_texts(raw, file.kind, field), place)
+            yield from _cut(file, rows, lambda: place[0])
         else:
             file = find_form(file, raw)
             text = decompressed(raw, file.compression)
             records = split_array(text) if file.form == ARRAY else iter(text.readline, b"")
-            parts = _take_lines(records, raw.tell)
-        first_line, before = 1, 0
-        for lines, place, damage in parts:
-            yield TextLines(file, first_line, lines, place - before, damage)
-            first_line, before = first_line + len(lines), place
+            yield from _cut(file, _without_mark(records), raw.tell)
 
 
-_Part = tuple[Texts, int, str | None]  # lines, the place in the file, and damage behind them
-
-
-def _take_lines(text: Iterator[bytes], tell: Callable[[], int]) -> Iterator[_Part]:
-    """Yield the lines of a file, or the records of an array, in parts."""
-    damage, marked = None, codecs.BOM_UTF8
+def _cut(file: TextFile, lines: Iterator[bytes | None], tell: Callable[[], int]) -> Iterator[Piece]:
+    """Yield lines or rows in pieces. `tell` returns the place in the file."""
+    damage, first_line, before = None, 1, 0
     while damage is None:
-        lines: Texts = []
+        taken: Texts = []
         length = 0
         try:
-            while length < _PIECE and (line := next(text, b"")):
-                lines.append(line.removeprefix(marked))
-                length, marked = length + len(line), b""
+            while length < _PIECE and (line := next(lines, _END)) is not _END:
+                taken.append(line)
+                length += len(line or b"")
         except BrokenFile as error:
             damage = str(error)
-        if not lines and damage is None:
+        if not taken and damage is None:
             return
-        yield lines, tell(), damage
+        place = tell()
+        yield Piece(file, first_line, taken, place - before, damage)
+        first_line, before = first_line + len(taken), place
 
 
-def _take_rows(texts: Iterator[tuple[Texts, int]]) -> Iterator[_Part]:
-    """Yield the rows of a table in parts."""
-    rows: Texts = []
-    length, place, damage = 0, 0, None
-    try:
-        for more, place in texts:
-            for row in more:
-                rows.append(row)
-                length += len(row or b"")
-                if length >= _PIECE:
-                    yield rows, place, None
-                    rows, length = [], 0
-    except BrokenFile as error:
-        damage = str(error)
-    if rows or damage:
-        yield rows, place, damage
+def _rows(texts: Iterator[tuple[Texts, int]], place: list[int]) -> Iterator[bytes | None]:
+    """Yield the rows of a table. `place` gets the place in the file at which they end."""
+    for rows, place[0] in texts:
+        yield from rows
 
 
-def _first_bytes(file: TextFile) -> bytes:
-    """Return the first part of a text. Raises ValueError if it can no longer be read."""
-    if file.kind in (PARQUET, ARROW):
-        return b""
-    return b"".join(line or b"" for line in next(read_pieces(file)).lines)
+def _without_mark(lines: Iterator[bytes]) -> Iterator[bytes]:
+    if (first := next(lines, None)) is not None:
+        yield first.removeprefix(codecs.BOM_UTF8)
+        yield from lines
 
 
-def plain_text(piece: TextLines, bad: BadLines) -> str:
+def plain_text(piece: Piece, bad: BadLines) -> str:
     """Return the text of a part, without bad lines."""
     good = []
     for number, line in enumerate(piece.lines, piece.first_line):

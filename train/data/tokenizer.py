@@ -1,9 +1,9 @@
 """Tokenizers: bytes, which are built in; a `tokenizers` (.json) or SentencePiece (.model) file; or
 a vocabulary of CPM-Live's models (train/cpm_live/tokenizers.py).
 
-`save` writes a tokenizer into a folder, and `load_tokenizer` reads it again. So tokens, checkpoints
-and generated text always belong to the tokenizer that made them. The folder also has the
-tokenizer's identity, by which train/run/same_tokenizer.py compares data, checkpoints and weights.
+`save` writes a tokenizer into a folder, and `load_tokenizer` reads it. So tokens, checkpoints and
+generated text always belong to the tokenizer that made them. The folder also has the tokenizer's
+identity, by which train/run/same_tokenizer.py compares data, checkpoints and weights.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from train.registry import KINDS, load
 
 BYTES_END_OF_TEXT = "<|endoftext|>"  # the name of the token that ends a document of bytes
 _BEGIN_OF_TEXT = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[CLS]")
-_NO_SPEC = (ValueError, KeyError, TypeError, RecursionError, OSError)
 _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -66,7 +66,7 @@ class JsonTokenizer(Tokenizer):
 
         self.file, self.eos = file, eos
         self._backend = Backend.from_file(str(file))
-        self._backend.no_truncation()  # some files set a length for truncation and padding
+        self._backend.no_truncation()  # files may set a length for truncation and padding
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # as text
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
@@ -87,13 +87,13 @@ class JsonTokenizer(Tokenizer):
 
     def _end_of_text(self, names: Sequence[str]) -> int:
         """Return the id of the first of `names` that is a token."""
-        known = [self._backend.token_to_id(name) for name in names]
-        if all(i is None for i in known):
-            raise ValueError(
-                f"it has no end-of-text token {' or '.join(map(repr, names))}; name another one "
-                "with --eos"
-            )
-        return next(i for i in known if i is not None)
+        for name in names:
+            if (found := self._backend.token_to_id(name)) is not None:
+                return found
+        raise ValueError(
+            f"it has no end-of-text token {' or '.join(map(repr, names))}; name another one with "
+            "--eos"
+        )
 
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -121,14 +121,14 @@ class JsonTokenizer(Tokenizer):
         """Omit settings that `encode` does not use, and unify the spellings of different versions
         of the package.
         """
-        said = json.loads(self._backend.to_str())
+        rules = json.loads(self._backend.to_str())
         for name in ("version", "truncation", "padding", "post_processor"):
-            said.pop(name)
-        if merges := said["model"].get("merges"):
-            said["model"]["merges"] = [
+            rules.pop(name)
+        if merges := rules["model"].get("merges"):
+            rules["model"]["merges"] = [
                 merge.split(" ") if isinstance(merge, str) else merge for merge in merges
             ]
-        return _without_defaults(said)
+        return _without_defaults(rules)
 
     def _encode_apart(self, text: str) -> np.ndarray:
         """Encode a text that spells a special token, by cutting the spelling in two. Such models
@@ -238,33 +238,26 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     return _read(_BY_SUFFIX[path.suffix], path, eos)
 
 
+@dataclass(frozen=True)
+class _Spec:
+    """The tokenizer of a folder: its class, its file and the options that it was made with."""
+
+    kind: _Open
+    file: str
+    eos: str | None
+    identity: str | None
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer that was saved into `folder`. Raises ValueError if it is missing, broken
     or outside of the folder.
     """
-    spec_file = inside(folder, SPEC)
-    if not spec_file.is_file():
+    spec = _read_spec(folder)
+    if spec is None:
         raise ValueError(f"{folder} has no tokenizer ({SPEC})")
-    try:
-        spec = json.loads(spec_file.read_text())
-        kind, name, eos = _class_named(spec["kind"]), spec["file"], spec.get("eos")
-    except _NO_SPEC as error:
-        raise ValueError(
-            f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}"
-        ) from error
-    if kind is ByteTokenizer:
-        return kind()
-    return _read(kind, inside(folder, name), eos)
-
-
-def _class_named(name: str) -> _Open:
-    """Return the class of a tokenizer. Raises KeyError if there is no such class."""
-    own: dict[str, _Open] = {
-        "ByteTokenizer": ByteTokenizer,
-        "JsonTokenizer": JsonTokenizer,
-        "SentencePieceTokenizer": SentencePieceTokenizer,
-    }
-    return own[name] if name in own else load(_BY_CLASS[name])
+    if spec.kind is ByteTokenizer:
+        return spec.kind()
+    return _read(spec.kind, inside(folder, spec.file), spec.eos)
 
 
 def saved_identity(folder: Path) -> str | None:
@@ -273,21 +266,30 @@ def saved_identity(folder: Path) -> str | None:
     Return None if there is no tokenizer, or an older one without an identity. Raises ValueError if
     it is broken.
     """
-    spec_file = folder / SPEC
-    if not spec_file.is_file():
+    spec = _read_spec(folder)
+    return None if spec is None else spec.identity
+
+
+def _read_spec(folder: Path) -> _Spec | None:
+    file = inside(folder, SPEC)
+    if not file.is_file():
         return None
     try:
-        identity = json.loads(spec_file.read_text()).get("identity")
-    except (*_NO_SPEC, AttributeError) as error:
+        spec = json.loads(file.read_text())
+        kind, identity = _class_named(spec["kind"]), spec.get("identity")
+        if not isinstance(identity, str | None):
+            raise ValueError(f"expected text as its identity, got {identity!r}")
+        return _Spec(kind, spec["file"], spec.get("eos"), identity)
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ValueError(
-            f"{spec_file} does not name a tokenizer: {type(error).__name__}: {error}"
+            f"{file} does not name a tokenizer: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(identity, str | None):
-        raise ValueError(
-            f"{spec_file} does not name a tokenizer: expected text as its identity, "
-            f"got {identity!r}"
-        )
-    return identity
+
+
+def _class_named(name: str) -> _Open:
+    """Return the class of a tokenizer. Raises KeyError if there is no such class."""
+    own = {kind.__name__: kind for kind in (ByteTokenizer, JsonTokenizer, SentencePieceTokenizer)}
+    return own[name] if name in own else load(_BY_CLASS[name])
 
 
 def _read(kind: _Open, path: Path, eos: str | None = None) -> Tokenizer:

@@ -61,8 +61,8 @@ class Tokenizer(ABC):
         """The sha256 of vocabulary, rules and end-of-text token. It is equal for tokenizers that
         give the same ids.
         """
-        said = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()
+        facts = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()
 
     @property
     def dtype(self) -> np.dtype:

@@ -8,6 +8,8 @@ import math
 import torch
 
 from bmt_burst import InfLLMV2, Layout, Scores, kernels, strategies
+from bmt_burst.bias.kernels import load
+from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.spec import Spec
 from models.rope import RopeScaling
@@ -169,7 +171,7 @@ def check_strategy(settings: Settings, group_size: int, scores: Scores | None = 
         sizes=sizes,
         inner=group_size,
         outer=ranks // group_size,
-        scores=scores,
+        scoring=TableScoring(scores, load("reference")) if scores else strategies.DENSE,
     )
     if reason := strategies.load(strategy).refuses(problem):
         options = f"--strategy {strategy}"

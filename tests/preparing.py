@@ -1,0 +1,56 @@
+"""Running prepare_data.py in the process of a test, and reading what it wrote."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import signal
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+
+from train import prepare_data
+from train.data.folder import TokenFile
+from train.data.tokenizer import ByteTokenizer
+
+EOS = ByteTokenizer.eos_id
+
+
+def prepare(*arguments, code: int = 0) -> str:
+    """Run prepare_data.py. Return what it prints.
+
+    At its end it ignores interrupts, because its process usually ends with it.
+    """
+    printed, before, on_interrupt = io.StringIO(), sys.argv, signal.getsignal(signal.SIGINT)
+    sys.argv = ["prepare_data.py", *map(str, arguments)]
+    try:
+        with redirect_stdout(printed), redirect_stderr(printed):
+            prepare_data.main()
+    except SystemExit as end:
+        assert end.code == code, printed.getvalue()
+    else:
+        assert code == 0, printed.getvalue()
+    finally:
+        sys.argv = before
+        signal.signal(signal.SIGINT, on_interrupt)
+    return printed.getvalue()
+
+
+def documents(folder: Path) -> list[list[int]]:
+    """Return the documents of a folder of tokens, by documents.bin."""
+    file = TokenFile(folder)
+    starts = [*np.fromfile(folder / "documents.bin", dtype=np.int64), len(file.tokens)]
+    return [file.tokens[a:b].tolist() for a, b in itertools.pairwise(starts)]
+
+
+def texts(folder: Path) -> list[str]:
+    """Return the documents of a folder of byte tokens as text."""
+    return [bytes(token for token in ids if token != EOS).decode() for ids in documents(folder)]
+
+
+def jsonl(*records: str) -> bytes:
+    """Return lines of JSON with these texts."""
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in records)

@@ -1,0 +1,137 @@
+"""The configuration of a run: files, the command line, models and learning rates."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from models.rope import Linear
+from train.run.config import TrainConfig
+from train.run.schedule import learning_rate
+from train.run.stages import parse_run
+
+
+def test_configuration_comes_from_defaults_file_and_command_line(tmp_path):
+    text = 'seq_len = 64\nlr = 1\nval_data = "v"\ndeterministic = true\n'
+    (tmp_path / "run.toml").write_text(text + '[rope_scaling]\nkind = "linear"\nfactor = 2\n')
+    flags = ["--config", str(tmp_path / "run.toml"), "--seq-len", "128", "--no-deterministic"]
+    config, _ = parse_run(flags)
+    assert (config.seq_len, config.lr) == (128, 1.0)
+    assert (config.val_data, config.deterministic) == ("v", False)
+    assert config.model_config().rope_scaling == Linear(2)
+    again, _ = parse_run(["--rope-scaling", '{"kind": "linear", "factor": 2}'])
+    assert again.model_config() == config.model_config()
+    (tmp_path / "run.json").write_text(json.dumps(config.to_dict()))
+    assert parse_run(["--config", str(tmp_path / "run.json")]) == (config, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--seq-len 0", "--seq-len must be at least 1, got 0"),
+        ("--schedule sgd", "invalid choice: 'sgd'"),
+        ("--lr -1", "--lr must be positive"),
+        ("--lr inf", "--lr must be finite, got inf"),
+        ("--beta1 1.5", "--beta1 must be at least 0 and below 1, got 1.5"),
+        ("--timeout 1e10", "--timeout must be at most 1e+08 seconds"),
+        ("--config CUT", "cut.json: Expecting"),
+        ("--config missing.toml", "No such file"),
+        ("--config BAD", "unknown option 'sequence'"),
+        ("--steps 10 --warmup-steps 6 --decay-steps 6", "--warmup-steps 6 and --decay-steps 6 are"),
+        ("--min-lr-ratio 0", "--min-lr-ratio must be above 0 for --schedule wsd"),
+        ("--min-lr-ratio -0.1 --schedule cosine", "--min-lr-ratio must be at least 0"),
+        ("--min-lr-ratio nan", "--min-lr-ratio must be finite, got nan"),
+        ("--steps many", "argument --steps: invalid int value: 'many'"),
+        ("--stepz 1", "unrecognized arguments: --stepz 1"),
+        (f"--seed {'9' * 20}", "--seed must be below 2^63"),
+        ("--seed -1", "--seed must not be negative"),
+        ("--data ", "--data must not be empty"),
+        ("--checkpointing-blocks 3", "needs --checkpointing selective or full"),
+        ("--offload", "--offload needs --checkpointing selective or full"),
+        ("--eval-sequences 0", "--eval-sequences must be at least 1"),
+        ("--rope-scaling yarn", "argument --rope-scaling: 'yarn' is not JSON: Expecting value"),
+        ("--rope-scaling [1]", "--rope-scaling: expected names and values in braces, got '[1]'"),
+        ('--rope-scaling {"kind":"linear"}', "linear takes factor: missing ['factor']"),
+        ("--sp-size 2 --seq-len 1", "--seq-len 1 is too short for 2 ranks; the smallest is 2"),
+        ("--strategy rings", "argument --strategy: invalid choice: 'rings'"),
+        ("--sp-size 4 --inner-size 3", "--inner-size 3 does not divide --sp-size 4"),
+        ("--sp-size 4 --ulysses-size 3", "--ulysses-size 3 does not divide --sp-size 4"),
+        ("--ulysses-size 1 --inner-size 1", "--inner-size and --ulysses-size both say which ranks"),
+        ("--strategy ring --ulysses-size 1", "is for --strategy usp, got --strategy ring"),
+        ("--strategy ulysses --sp-size 4 --inner-size 2", "ulysses takes all ranks as one"),
+        (
+            "--strategy usp --ulysses-size 2 --sp-size 4 --layout striped --seq-len 32768",
+            "--strategy usp with --layout striped, --seq-len 32768 and --sp-size 4: expected at",
+        ),
+        (
+            "--strategy plain-ring --sp-size 4 --inner-size 2",
+            "--strategy plain-ring, --seq-len 512 and --sp-size 4: expected a single group",
+        ),
+    ],
+)
+def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
+    files = {"BAD": str(tmp_path / "bad.toml"), "CUT": str(tmp_path / "cut.json")}
+    Path(files["BAD"]).write_text("sequence = 3\n")
+    Path(files["CUT"]).write_text('{"lr": ')
+    with pytest.raises(SystemExit) as stopped:
+        parse_run([files.get(word, word) for word in arguments.split(" ")])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("pretrain.py: ")
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_options_that_spoil_a_model_are_named(tmp_path):
+    scaling = {"kind": "yarn", "factor": 4.0, "original_length": 64}
+    expected = r"--rope-theta, --rope-scaling with the default model, cpm-tiny: .* 1, got 0\.5"
+    with pytest.raises(ValueError, match=expected):
+        TrainConfig(rope_theta=0.5, rope_scaling=scaling).model_config()
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"deep\.json: .*recursion"):
+        TrainConfig(model=str(tmp_path / "deep.json")).model_config()
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit):
+        parse_run(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in text for name in TrainConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle"), [("wsd", 1.0), ("cosine", 0.01 + 0.99 * 0.5), ("linear", 1 - 0.99 / 2)]
+)
+def test_learning_rates(schedule, middle):
+    config = TrainConfig(
+        steps=110, warmup_steps=10, decay_steps=20, lr=2.0, schedule=schedule, min_lr_ratio=0.01
+    )
+    rates = [learning_rate(step, config) / 2.0 for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert rates[59] == pytest.approx(middle)
+    assert rates[109] == pytest.approx(0.01)
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
+    if schedule == "wsd":
+        assert rates[89] == 1.0
+        assert rates[99] == pytest.approx(0.1)  # half way down an exponential
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_learning_rates_may_end_at_nothing(schedule):
+    config = TrainConfig(steps=20, lr=2.0, schedule=schedule, min_lr_ratio=0.0)
+    rates = [learning_rate(step, config) for step in range(1, 21)]
+    assert rates[-1] == 0
+    assert all(rate > 0 for rate in rates[:-1])
+
+
+def test_model_from_a_file(tmp_path):
+    from models.config import PRESETS
+
+    (tmp_path / "m.json").write_text(json.dumps(PRESETS["cpm-tiny"].to_dict()))
+    assert TrainConfig(model=str(tmp_path / "m.json")).model_config() == PRESETS["cpm-tiny"]
+    (tmp_path / "m.json").write_text('{"vocab_size": 3, "depth": 4}')
+    with pytest.raises(ValueError, match=r"missing \['hidden_size', .* unknown \['depth'\]"):
+        TrainConfig(model=str(tmp_path / "m.json")).model_config()
+    with pytest.raises(ValueError, match="neither a preset"):
+        TrainConfig(model="cpm-huge").model_config()

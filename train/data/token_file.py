@@ -1,0 +1,168 @@
+"""Tokens on disk, and the order in which training reads them.
+
+prepare_data.py writes a folder of tokens:
+
+    tokens.bin      all documents, one after the other, each ended by eos; uint16 or uint32
+    documents.bin   the place where each document starts: int64, rising from 0; older folders may
+                    lack it
+    tokenizer.*     the tokenizer, with its identity (train/run/same_tokenizer.py)
+    index.json      counts, dtype, sources, and the sha256 of every other file; written last
+
+Opening a folder compares its files with the index: all bytes of files up to 256 MiB, and size and
+samples of larger ones (`sha256sum` compares the rest). The folder may be a link, but its files must
+not lead out of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from train.base import ranks
+from train.base.paths import inside
+from train.base.wording import counted
+from train.data.documents import BegunText, Documents, DocumentsByEos, StoredDocuments
+from train.data.stored import StoredNumbers, sample_digest
+
+_CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
+
+
+class TokenFile:
+    """A folder of tokens. Raises ValueError if it is incomplete, does not match its index, or has
+    files outside of itself.
+
+    instances  the kind of model for which the folder must hold instances; None for documents
+    """
+
+    instances: str | None = None
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.index = self._read_index()
+        if (found := self.index.get("instances")) != self.instances:
+            held, wanted = (
+                f"instances of {x}" if x else "plain text" for x in (found, self.instances)
+            )
+            raise ValueError(
+                f"{self.folder} holds {held}, but this model reads {wanted}: "
+                "see prepare_data.py --tokenizer"
+            )
+        dtype = np.dtype(self.index["dtype"])
+        self._check_size("tokens.bin", self.index["tokens"] * dtype.itemsize)
+        if not self.index["tokens"]:
+            raise ValueError(f"{self.folder / 'tokens.bin'} is empty")
+        documents = inside(self.folder, "documents.bin")
+        if documents.exists() and isinstance(self.index.get("documents"), int):
+            self._check_size("documents.bin", self.index["documents"] * 8)
+        self.tokens = StoredNumbers(self.folder / "tokens.bin", dtype)
+        if "sha256" in self.index:
+            self._verify()
+        elif ranks.rank() == 0:
+            print(
+                f"{self.folder} has an older index.json without sha256, so file contents are not "
+                "checked",
+                file=sys.stderr,
+            )
+        self.documents = self._open_documents(documents)
+
+    def _open_documents(self, file: Path) -> Documents | None:
+        """Return where documents start, or None if that is not known. Check all of documents.bin
+        unless it is large.
+        """
+        if file.exists():
+            stored = StoredDocuments(file, len(self.tokens))
+            if file.stat().st_size <= _CHEAP:
+                stored.check()
+            return stored
+        eos_id = self.index.get("eos_id")
+        return DocumentsByEos(self.tokens, eos_id) if type(eos_id) is int else None
+
+    @property
+    def bos_id(self) -> int | None:
+        """The tokenizer's begin token, which documents get by default. None in older folders."""
+        return self.index.get("bos_id")
+
+    def with_begin_token(self, bos: int) -> BegunText:
+        """Return the text with token `bos` in front of each document. Raises ValueError if it is
+        not known where documents start.
+        """
+        begun = self.index.get("begun_documents") if self.bos_id == bos else None
+        return BegunText(self.tokens, self.known_documents(), bos, begun)
+
+    def known_documents(self) -> Documents:
+        """Return where documents start. Raises ValueError if that is not known."""
+        if self.documents is None:
+            raise ValueError(
+                f"{self.folder} has no documents.bin, and its index.json has no eos_id, so it is "
+                "not known where documents start; give --documents ignore"
+            )
+        return self.documents
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of samples of the tokens. It tells texts of the same length apart."""
+        return sample_digest(self.tokens)
+
+    def _verify(self) -> None:
+        """Compare all bytes of files that are not large with the index, and samples of the tokens.
+        Raises ValueError with the file's name if they differ.
+        """
+        for name, expected in self.index["sha256"].items():
+            file = inside(self.folder, name)
+            if not file.is_file():
+                raise ValueError(f"{self.folder} has no {name}")
+            if file.stat().st_size <= _CHEAP:
+                with open(file, "rb") as opened:
+                    found = hashlib.file_digest(opened, "sha256").hexdigest()
+                if found != expected:
+                    raise ValueError(
+                        f"{file} was changed: its sha256 is {found}, expected {expected}"
+                    )
+        if self.index.get("digest") != self.digest:
+            raise ValueError(
+                f"{self.folder / 'tokens.bin'} was changed: its tokens differ from the index's"
+            )
+
+    def _read_index(self) -> dict:
+        file = inside(self.folder, "index.json")
+        if not file.is_file():
+            raise ValueError(
+                f"{self.folder} has no index.json: it is not a folder that prepare_data.py finished"
+            )
+        try:
+            index = json.loads(file.read_text())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: {error}") from error
+        if isinstance(index, dict) and "stream" in index:
+            raise ValueError(
+                f"{self.folder} is a stream, which only --data of pretrain.py reads: prepare these "
+                "files without --stream"
+            )
+        for name, kind in (("tokens", int), ("dtype", str), ("vocab_size", int)):
+            if not isinstance(index, dict) or not isinstance(index.get(name), kind):
+                raise ValueError(f"{file} has no {name}, {kind.__name__}")
+        if index["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"{file}: expected dtype uint16 or uint32, got {index['dtype']!r}")
+        if not isinstance(index.get("sha256", {}), dict):
+            raise ValueError(f"{file}: expected files in sha256, got {index['sha256']!r}")
+        if (bos := index.get("bos_id")) is not None and not (
+            type(bos) is int and 0 <= bos < index["vocab_size"]
+        ):
+            raise ValueError(
+                f"{file}: expected a bos_id among {index['vocab_size']} tokens, got {bos!r}"
+            )
+        return index
+
+    def _check_size(self, name: str, expected: int) -> None:
+        file = inside(self.folder, name)
+        if not file.is_file():
+            raise ValueError(f"{self.folder} has no {name}")
+        if file.stat().st_size != expected:
+            raise ValueError(
+                f"{file} has {counted(file.stat().st_size, 'byte')}, but its index has {expected:,}"
+            )
