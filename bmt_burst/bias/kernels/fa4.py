@@ -157,11 +157,3 @@ def _scores() -> ModuleType:
     from . import fa4_scores
 
     return fa4_scores
-
-
-@functools.cache
-def _scores() -> ModuleType:
-    """Import the functions of scores."""
-    from . import fa4_scores
-
-    return fa4_scores
