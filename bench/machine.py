@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bench.implementations import Unavailable
-from bmt_burst.transport.processes import host_name
+from bmt_burst.transport.sockets import host_name
 
 GIB = 1 << 30
 _SERIES_MS = 200.0  # of measured calls; as many precede them
