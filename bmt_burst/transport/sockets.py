@@ -31,6 +31,7 @@ _LINE, _FAILED, _CLOSED = b"L", b"F", b"C"
 _HELLO = struct.Struct("<16sI")  # token, rank: what a rank sends first over a new connection
 _FAILING = 5.0  # seconds in which all ranks must fail for their group to stay in use
 _POLL = 1e-3  # seconds between looks into the store
+_GREETING = 5.0  # seconds in which a rank that calls sends its token
 _RECEIVED = 1 << 16  # bytes that are received at once
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -233,36 +234,31 @@ def _open_connections(
     """Return a connection to each other rank. A rank listens for the ranks after it, and calls
     those before it.
     """
-    deadline = time.monotonic() + timeout
     here, token = _find_own_address(store), secrets.token_bytes(16)
     family = socket.AF_INET6 if ":" in here else socket.AF_INET
     with socket.create_server((here, 0), family=family, backlog=size) as server:
         store.set(_key(rank), json.dumps([here, server.getsockname()[1], token.hex()]))
-        _wait_for_keys(store, range(rank), deadline, timeout)
+        _wait_for_keys(store, range(rank), timeout)
         found = {peer: _call(peer, rank, store, timeout) for peer in range(rank)}
+        server.settimeout(timeout)
         while len(found) < size - 1:
-            server.settimeout(max(deadline - time.monotonic(), _POLL))
             try:
                 connection, _ = server.accept()
-                theirs, peer = _HELLO.unpack(_read_exactly(connection, _HELLO.size, timeout))
             except TimeoutError as error:
                 late = [peer for peer in range(rank + 1, size) if peer not in found]
                 raise make_late_error(late, timeout) from error
-            except ConnectionError:
-                continue  # a stranger
-            if secrets.compare_digest(theirs, token):
+            if (peer := _read_caller(connection, token)) is not None:
                 found[peer] = connection
     return found
 
 
-def _wait_for_keys(
-    store: dist.Store, peers: Sequence[int], deadline: float, timeout: float
-) -> None:
+def _wait_for_keys(store: dist.Store, peers: Sequence[int], timeout: float) -> None:
     """Wait until these ranks have written their addresses.
 
     A wait inside the store would keep other threads of this process from it, which may be about
     to make other groups that the other ranks wait for first.
     """
+    deadline = time.monotonic() + timeout
     while not store.check([_key(peer) for peer in peers]):
         if time.monotonic() > deadline:
             late = [peer for peer in peers if not store.check([_key(peer)])]
@@ -284,16 +280,19 @@ def _call(peer: int, rank: int, store: dist.Store, timeout: float) -> socket.soc
     return connection
 
 
-def _read_exactly(connection: socket.socket, nbytes: int, timeout: float) -> bytes:
-    connection.settimeout(timeout)
-    data = b""
-    while len(data) < nbytes:
-        more = connection.recv(nbytes - len(data))
-        if not more:
-            raise ConnectionError(f"expected {nbytes} bytes, got {len(data)}")
-        data += more
+def _read_caller(connection: socket.socket, token: bytes) -> int | None:
+    """Return the rank that has called, None for a stranger, who does not know the token."""
+    connection.settimeout(_GREETING)
+    try:
+        hello = connection.recv(_HELLO.size)
+    except OSError:
+        hello = b""
     connection.settimeout(None)
-    return data
+    if len(hello) < _HELLO.size or not secrets.compare_digest(hello[:16], token):
+        connection.close()
+        return None
+    peer: int = _HELLO.unpack(hello)[1]
+    return peer
 
 
 def _find_own_address(store: dist.Store) -> str:
