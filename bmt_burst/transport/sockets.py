@@ -31,6 +31,7 @@ _LINE, _FAILED, _CLOSED = b"L", b"F", b"C"
 _HELLO = struct.Struct("<16sI")  # token, rank: what a rank sends first over a new connection
 _FAILING = 5.0  # seconds in which all ranks must fail for their group to stay in use
 _POLL = 1e-3  # seconds between looks into the store
+_REASON = 1000  # characters of a reason that are sent
 _GREETING = 5.0  # seconds in which a rank that calls sends its token
 _RECEIVED = 1 << 16  # bytes that are received at once
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -64,14 +65,14 @@ class SocketMessenger(Messenger):
             return self._exchange(_LINE, message, self.timeout)
         except BaseException as error:
             if isinstance(error, RankFailed | RankGone):
-                self.unusable = error
+                self._keep(error)
             self.close(f"while it waited for the others: {type(error).__name__}: {error}")
             raise
 
     def fail(self, reason: str, place: int) -> RuntimeError | None:
         if self.unusable:
             return None
-        mine = f"{place} {reason}".encode()
+        mine = f"{place} {reason[:_REASON]}".encode()
         try:
             theirs = self._exchange(_FAILED, mine, _FAILING)
             if {_place(message) for message in theirs} == {_place(mine)}:
@@ -79,7 +80,10 @@ class SocketMessenger(Messenger):
         except TimeoutError:
             pass  # another rank is still in the call, where it waits for this one
         except (RankFailed, RankGone) as error:
-            self.unusable = error
+            self._keep(error)
+        except BaseException:  # this rank is interrupted
+            self.close(reason)
+            raise
         earlier = self.unusable
         self.close(f"after another one: {earlier}" if earlier else reason)
         return earlier
@@ -90,7 +94,7 @@ class SocketMessenger(Messenger):
             self.unusable = RuntimeError(
                 f"rank {self.rank} of the group, this one, failed {reason}"
             )
-        self._send(_CLOSED, reason.encode())
+        self._send(_CLOSED, reason[:_REASON].encode())
         for peer in self.peers.values():
             with contextlib.suppress(OSError):  # the peer has ended
                 peer.connection.shutdown(socket.SHUT_WR)
@@ -103,6 +107,10 @@ class SocketMessenger(Messenger):
         for number in self.by_number:
             ended.register(number, select.POLLRDHUP)
         return next((self.by_number[number].describe_end() for number, _ in ended.poll(0)), "")
+
+    def _keep(self, error: RuntimeError) -> None:
+        """Keep why the group is unusable, without the tensors that the error's traceback holds."""
+        self.unusable = type(error)(str(error))
 
     def _connect(self) -> None:
         connections = _open_connections(self.rank, self.size, self.store, self.timeout)
@@ -161,6 +169,9 @@ class _Peer:
         self.has_ended = False
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _connections.add(connection)
+
+    def __del__(self) -> None:
+        self.connection.close()
 
     def receive(self) -> bool:
         """Receive what has arrived. Return whether more can."""
