@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from bmt_burst.errors import RankFailed, RankGone
+from bmt_burst.ranks.agreement import format_terms, gather_lines, read_terms, report_failure
 from bmt_burst.ranks.rings import Rings
-from bmt_burst.transport import sockets, watch
+from bmt_burst.transport import ALONE, Transport, sockets, watch
 from bmt_burst.transport.sockets import SocketMessenger
 from bmt_burst.transport.watch import Watch
 
@@ -135,6 +136,69 @@ def test_a_thread_that_waits_for_a_rank_leaves_the_store_to_others():
     for thread in threads:
         thread.join(20)
     assert done == [True] * 4
+
+
+class Ring(Transport):
+    def __init__(self, messenger):
+        self.messenger, self.rank, self.size = messenger, messenger.rank, messenger.size
+
+    def exchange(self, sends, recvs):
+        raise AssertionError("nothing is sent here")
+
+
+def take_step(rings: Rings, step: str) -> str:
+    """Make a call of this kind, or one that fails before it begins, or in the middle. Return the
+    error.
+    """
+
+    def line():
+        if step == "fail":
+            raise KeyError("wrong arguments")
+        return format_terms("a call", {"kind": "a" if step == "break" else step})
+
+    try:
+        terms = read_terms(gather_lines(rings, "a call", line))
+        with report_failure(rings, "a call"):
+            if step == "break":
+                raise MemoryError("no memory left")
+        return "" if all(term == terms[0] for term in terms) else "RanksDisagree"
+    except (ValueError, RuntimeError, MemoryError, KeyError) as error:
+        return type(error).__name__
+
+
+def test_whatever_ranks_do_nothing_is_silent_and_none_hangs(monkeypatch):
+    monkeypatch.setattr(sockets, "_FAILING", 0.02)
+    for seed in range(200):
+        chance, size = random.Random(seed), 2 + seed % 2
+        program = chance.choices("ab", k=5)
+        programs = [list(program) for _ in range(size)]
+        for _ in range(chance.randint(0, 2)):
+            wrong = chance.choice(programs)
+            wrong[chance.randrange(5)] = chance.choice(("a", "b", "fail", "break", "end"))
+
+        def work(messenger, programs=programs):
+            rings, results = Rings(Ring(messenger), ALONE), []
+            messenger.gather(b"connected")
+            for step in programs[messenger.rank]:
+                if step == "end":
+                    break
+                results.append(take_step(rings, step))
+            for peer in messenger.peers.values():  # the process ends
+                peer.connection.close()
+            return results
+
+        found = run(size, work)
+        if all(steps == program for steps in programs):
+            assert found == [[""] * 5] * size
+        lost = False  # whether a rank has ended or failed in an earlier call
+        for number in range(5):
+            steps = [steps[number] for steps in programs]
+            kinds = {"a" if step == "break" else step for step in steps}
+            errors = [errors[number] for errors in found if number < len(errors)]
+            if lost or len(kinds) > 1 or "fail" in kinds:
+                assert all(errors), (seed, number, programs, found)
+            began = "fail" not in steps
+            lost |= "end" in steps or (began and "break" in steps and set(steps) != {"break"})
 
 
 class Ended(BaseException):
