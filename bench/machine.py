@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bench.implementations import Unavailable
-from bmt_burst.transport.processes import host_name
+from bmt_burst.transport.sockets import host_name
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30

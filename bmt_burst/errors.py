@@ -1,10 +1,11 @@
 """Errors about other ranks. Each subclasses a builtin error, so scripts may catch either.
 
-RanksDisagree  ranks did not do the same. All ranks raise it. Their group stays usable if nothing
-               began. A rank that ran ahead says that it had begun.
-RankFailed     another rank failed in the middle of a call. The group is unusable.
+RanksDisagree  ranks did not do the same. All ranks raise it before anything begins. Their group
+               stays usable.
+RankFailed     another rank failed in the middle of a call, or stopped waiting. The group is
+               unusable.
 RankGone       another rank has ended, or the connection to it is lost. The group is unusable.
-RankLate       another rank did not make a call in time
+RankLate       another rank did not make a call in time. The group is unusable.
 
 All can be pickled, for example to send them to another process.
 """
@@ -19,8 +20,8 @@ class RanksDisagree(ValueError):
 
 
 class RankFailed(RuntimeError):
-    """Another rank failed in the middle of a call that all ranks had begun. The text has its
-    reason.
+    """Another rank failed in the middle of a call that all ranks had begun, or stopped waiting for
+    this one. The text has its reason.
     """
 
 
@@ -29,4 +30,4 @@ class RankGone(RuntimeError):
 
 
 class RankLate(RankGone, TimeoutError):
-    """Another rank did not make a call in time, or it stopped waiting for this one before."""
+    """Another rank did not make a call in time."""

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -27,9 +26,7 @@ from bmt_burst.errors import RankFailed
 from bmt_burst.ranks.agreement import gather_terms, read_terms
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
-from bmt_burst.transport import ALONE, Transport, host_memory
-from bmt_burst.transport import bmtrain as transport_of_bmtrain
-from bmt_burst.transport.host_memory import has_ended, process_name
+from bmt_burst.transport import ALONE, Transport, sockets
 from tests.helpers import random_qkv, run_ranks
 
 
@@ -108,7 +105,7 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
     """A kernel fails in the middle of a forward or backward on some ranks; then a call."""
     out, inputs = call(group) if method == "backward" else (None, None)
     undo = failing(kernels.load("cpu"), method, rank, who)
-    host_memory._GIVING_UP = patience(who)
+    sockets._FAILING = patience(who)
     # all that this rank needs of the other has left it by then
     if method == "forward" and rank not in who:
         call(group)
@@ -129,7 +126,7 @@ def patience(who: tuple[int, ...]) -> float:
 
 
 def out_of_step(rank: int) -> list[list[str]]:
-    host_memory._GIVING_UP = patience((0, 1))
+    sockets._FAILING = patience((0, 1))
     cases = [(other_orders,)]
     cases += [
         (broken_off, method, who) for method in ("forward", "backward") for who in ((1,), (0, 1))
@@ -156,37 +153,36 @@ def test_ranks_out_of_step_all_hear_of_it():
                 assert (said, then) == ("MemoryError: no memory left", "torch.Size([1, 6, 2, 8])")
             else:
                 assert "no memory left" in then
-                assert "is unusable" in then
+                assert then.startswith("RankFailed: rank 1") or "its group is unusable" in then
                 assert rank == 0 or said == "MemoryError: no memory left"
 
 
-LOST = RankFailed("rank 1")
-
-
 class Deaf(Transport):
-    """A ring that keeps last words; with a reason of another rank, if one is given."""
+    """A ring that keeps why it was closed; with the error of another rank, if one is given."""
 
     rank, size = 0, 2
 
-    def __init__(self, reason: str = ""):
-        self.reason, self.words = reason, []
+    def __init__(self, earlier: RuntimeError | None = None):
+        self.messenger, self.earlier, self.reasons = self, earlier, []
+        self.unusable = None
 
     def exchange(self, sends, recvs):
         raise AssertionError
 
-    def leave(self, words):
-        self.words.append(words)
+    def close(self, reason):
+        self.reasons.append(reason)
+        self.unusable = RuntimeError(reason)
 
-    def give_up(self, words):
-        self.leave(words)
-        return self.reason
+    def fail(self, reason, place):
+        self.close(reason)
+        return self.earlier
 
 
-@pytest.mark.parametrize("reasons", [(None, None), (LOST, None), (None, LOST)])
-def test_a_rank_that_gives_up_says_so_over_both_rings(reasons):
-    rings = Rings(*map(Deaf, reasons), double=True)
-    assert rings.give_up(b"call 1") is (LOST if any(reasons) else None)
-    assert rings.inner.words == rings.outer.words == [b"call 1"]
+@pytest.mark.parametrize("earlier", [None, RankFailed("rank 1")])
+def test_a_rank_that_fails_reports_it_over_both_rings(earlier):
+    rings = Rings(Deaf(earlier), Deaf(), double=True)
+    assert rings.fail("in call 1") is earlier
+    assert rings.inner.reasons == rings.outer.reasons == ["in call 1"]
 
 
 def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that_hear_it():
@@ -235,8 +231,8 @@ def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fa
 
 
 def test_a_recomputation_that_ends_with_a_call_is_no_failure(monkeypatch):
-    """Between hosts a group is unusable once a rank gives up."""
-    monkeypatch.setattr(Rings, "give_up", fail)
+    """It would make the group unusable."""
+    monkeypatch.setattr(Rings, "fail", fail)
 
     def work(ring):
         inputs = call(ring)[1]
@@ -260,7 +256,7 @@ def unprepared(rank: int) -> list[list[str]]:
         plain, group, said = getattr(holder, method), dist.new_group([0, 1]), []
         for who in ((0, 1), (1,)):
             setattr(holder, method, fail if rank in who else plain)
-            host_memory._GIVING_UP = patience(who)
+            sockets._FAILING = patience(who)
             said.append(said_by(lambda who=who, group=group: call(group, 8 + len(who))))
         setattr(holder, method, plain)
         results.append(said)
@@ -275,7 +271,7 @@ def test_a_rank_that_cannot_prepare_what_it_agreed_on_keeps_nobody_waiting():
     for first, second in zip(*run_ranks(2, unprepared), strict=True):
         assert first[0] == second[0] == second[1] == "MemoryError: no memory left"
         assert first[1].startswith(
-            "RankFailed: rank 1 of the group gave up call 1: MemoryError: no memory left"
+            "RankFailed: rank 1 of the group failed in call 1: MemoryError: no memory left"
         )
 
 
@@ -283,7 +279,7 @@ def unsaved(rank: int) -> list[str]:
     """Autograd fails to save what rank 1 computed: the other one hears of it where it next needs
     that rank.
     """
-    host_memory._GIVING_UP = patience((1,))
+    sockets._FAILING = patience((1,))
     with torch.autograd.graph.saved_tensors_hooks(fail, fail) if rank else contextlib.nullcontext():
         first = said_by(lambda: call(None)) if rank else str(call(None)[0].shape)
     return until_all_know(rank, 2, [first, said_by(lambda: call(None))])
@@ -293,7 +289,7 @@ def test_a_rank_that_cannot_save_what_it_computed_lets_the_others_know():
     first, second = run_ranks(2, unsaved)
     assert (first[0], second[0]) == ("torch.Size([1, 6, 2, 8])", "MemoryError: no memory left")
     assert all(
-        "gave up call 1: MemoryError: no memory left" in said for said in (first[1], second[1])
+        "failed in call 1: MemoryError: no memory left" in said for said in (first[1], second[1])
     )
 
 
@@ -363,15 +359,14 @@ def interrupted_to_the_end(rank: int) -> list[str]:
 def test_a_rank_that_is_interrupted_while_it_waits_says_so():
     first, second = run_ranks(2, interrupted_to_the_end)
     assert first[0] == "MemoryError: interrupted"
-    assert all("rank 0 of the group" in words for words in [first[1], *second])
-    assert all(
-        "gave up waiting for the others: MemoryError" in words for words in [first[1], *second]
-    )
+    for words in (first[1], *second):
+        assert "rank 0 of the group" in words
+        assert "failed while it waited for the others: MemoryError: interrupted" in words
 
 
 def lost_in_a_grid(rank: int) -> list[str]:
     """A kernel fails on rank 0 of two hosts of two; all stay until all know."""
-    host_memory._GIVING_UP = 1.5
+    sockets._FAILING = 1.5
     groups = init_sequence_parallel(4, inner_size=2).groups
     q = torch.zeros(1, 64, 2, 8)
     undo = failing(kernels.load("cpu"), "forward", rank, (0,))
@@ -386,43 +381,28 @@ def test_a_rank_of_a_grid_is_lost_to_all_ranks():
         assert (
             said == "MemoryError: no memory left"
             if rank == 0
-            else said.startswith("RankFailed: rank 0 of")
+            else said.startswith("RankFailed: rank 0 of the group failed in call 1")
         )
         assert "is unusable" in then
 
 
-def leaves_early(rank: int) -> str:
+def ends_early(rank: int) -> str:
     """Rank 1's process ends where rank 0 waits for its backward."""
     out, inputs = call(None)
     return "" if rank else said_by(lambda: differentiate(out, inputs))
 
 
 def test_a_rank_that_has_ended_is_not_waited_for():
-    said, _ = run_ranks(2, leaves_early)
-    assert said.startswith("RankGone: rank 1 of the group has ended, process ")
+    said, _ = run_ranks(2, ends_early)
+    assert said == "RankGone: rank 1 of the group has ended"
 
 
-def test_processes_are_known_to_have_ended():
-    mine, number = process_name(), os.fork()
-    if not number:
-        os._exit(0)
-    gone = f"{number} {mine.partition(' ')[2]}"
-    assert has_ended(gone)  # it began later, so it is another process with this number
-    os.waitpid(number, 0)
-    assert has_ended(gone)
-    assert not has_ended(mine)
-    assert not has_ended("")
-    assert not has_ended(f"{number} 0 pid:[1]")  # numbers of another namespace mean nothing here
-
-
-def first_call_alone(rank: int, devices: str) -> list[str]:
+def first_call_alone(rank: int) -> list[str]:
     """Rank 1 makes a group's first call only after rank 0 has waited for it in vain; then both call
     again.
     """
     ring = make_rings(dist.new_group([0, 1]), (None, None)).inner
-    ring.set_timeout(1.0)  # once all are connected
-    # as of NCCL alone, whose ranks make a gloo group in the first call
-    ring.device_types = frozenset({devices})
+    ring.set_timeout(1.0)
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["rank 0 has waited"])
@@ -434,34 +414,13 @@ def first_call_alone(rank: int, devices: str) -> list[str]:
     return until_all_know(rank, 2, said)
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cuda"])
-def test_who_does_not_make_the_first_call_is_named(devices):
-    expected = (
-        "RankLate: a call of burst_attn_func: rank 1 of the group did not make this call within 1 s"
-    )
-    for rank, (said, then) in enumerate(run_ranks(2, first_call_alone, devices)):
-        assert "rank 0 of the group" in said if rank == 1 else said == expected
-        # Rank 1 finds a closed connection or none, as the time that gloo takes to connect has it.
-        kind = said.partition(":")[0] if rank == 1 else "RankLate"
-        assert kind in ("RankGone", "RankLate")
-        assert (
-            then
-            == f"RuntimeError: rank {rank} of the group, this one, gave up waiting for the others: "
-            f"{kind}; its group is unusable"
-        )
-
-
-def test_who_is_awaited_in_the_store_of_bmtrain_is_named(monkeypatch):
-    found = dist.PrefixStore("a test", dist.HashStore())
-    found.set_timeout(timedelta(seconds=0.1))
-    monkeypatch.setattr(transport_of_bmtrain, "store", lambda: found)
-    ring = object.__new__(transport_of_bmtrain.BMTrainTransport)
-    ring.name, ring.rank, ring.size, ring.gathers = "a group", 0, 2, 0
-    ring.timeout = 0.1
-    with pytest.raises(
-        TimeoutError, match=r"rank 1 of the group did not make this call within 0\.1 s"
-    ):
-        ring._gather_remotely(b"here")
+def test_who_does_not_make_the_first_call_is_named():
+    first, second = run_ranks(2, first_call_alone)
+    late = "rank 1 of the group did not make this call within 1 s"
+    assert first[0] == f"RankLate: a call of burst_attn_func: {late}"
+    assert first[1] == f"RankLate: a call of burst_attn_func: {late}; its group is unusable"
+    assert second[0].startswith("RankGone: rank 0 of the group has ended, or cannot be reached at")
+    assert second[1] == f"{second[0]}; its group is unusable"
 
 
 GRIDS = {
@@ -598,19 +557,9 @@ def test_a_model_is_attached_with_all_its_layers():
         whole.attach(sp.groups)
 
 
-def what_is_left(rank: int) -> tuple[dict[str, list[int]], list[bytes]]:
-    """Open files and threads after each of some groups that came and went, and the files in memory
-    that were made.
-
-    Other tests have such files meanwhile, so it does not do to look for all of them.
-    """
-    counts, made, new_file = {"files": [], "threads": []}, [], host_memory._new_file
-
-    def noted(nbytes: int) -> bytes:
-        made.append(new_file(nbytes))
-        return made[-1]
-
-    host_memory._new_file = noted  # in this process, which ends with the test
+def what_is_left(rank: int) -> dict[str, list[int]]:
+    """Open files and threads after each of some groups that came and went."""
+    counts = {"files": [], "threads": []}
     for _ in range(4):
         group = dist.new_group([0, 1])
         differentiate(*call(group))
@@ -618,22 +567,13 @@ def what_is_left(rank: int) -> tuple[dict[str, list[int]], list[bytes]]:
         del group
         counts["files"].append(len(os.listdir("/proc/self/fd")))
         counts["threads"].append(len(os.listdir("/proc/self/task")))
-    group = dist.new_group([0, 1])
-    # once its ranks are connected
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
-    if rank == 0:
-        said_by(lambda: call(group))  # the other one does not come
-    return counts, made
+    return counts
 
 
 def test_groups_that_came_and_went_leave_nothing():
-    files = []
-    for counts, made in run_ranks(2, what_is_left):
+    for counts in run_ranks(2, what_is_left):
         assert counts["files"][0] == counts["files"][-1]
         assert counts["threads"][0] == counts["threads"][-1]
-        files += made
-    assert len(files) >= 5, files  # of each group at least one
-    assert not any(map(os.path.exists, files))
 
 
 def test_who_does_not_come_is_waited_for_once():
@@ -643,8 +583,7 @@ def test_who_does_not_come_is_waited_for_once():
     waits = []
 
     class Alone:
-        inner, outer, size = ALONE, ALONE, 2
-        shared = ()
+        size, shared = 2, ()
 
         def gather(self, message):
             waits.append(message)

@@ -42,11 +42,11 @@ def test_a_backward_refuses_a_capture(capturing):
 
     def work(ring):
         out = burst_attn_func(*tensors, causal=True, process_group=ring)
-        ring.gather(b"both are here")
+        ring.messenger.gather(b"both are here")
         capturing(True)
         with pytest.raises(RuntimeError, match="around the backward of call 1"):
             torch.autograd.grad(out.sum(), tensors)
-        ring.gather(b"both have raised")
+        ring.messenger.gather(b"both have raised")
 
     simulate(2, work)
 

@@ -113,9 +113,9 @@ class EngineRing(SimulatedRing):
 
         def connect(mine):
             self.arenas[self.members, self.rank] = mine.fill_(255)
-            self.gather(b"")
+            self.messenger.gather(b"")
             mine.zero_()
-            self.gather(b"")
+            self.messenger.gather(b"")
             return [self.arenas[self.members, rank] for rank in range(self.size)]
 
         def stream():
@@ -138,7 +138,7 @@ class EngineRing(SimulatedRing):
         if not self.engines.fits(lane_bytes):
             for step in self.engines.growth(lane_bytes):
                 step()
-                self.gather(b"")
+                self.messenger.gather(b"")
 
     def _deliver(self, lane, nbytes, sends, arrivals, device):
         for put in sends:
@@ -193,7 +193,7 @@ def late_engines(ring, current):
     engines = CopyEngines(ring.rank, 2, replace(ring.engines.device, current=current))
     for step in engines.growth(dict.fromkeys(LANES, 128)):
         step()
-        ring.gather(b"")
+        ring.messenger.gather(b"")
     return engines
 
 

@@ -665,7 +665,7 @@ def falls_out(rank: int, folder: str, how: str) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("dies", "has ended, process"), ("gives up", "gave up the backward of call 2: MemoryError")],
+    [("dies", "has ended"), ("fails", "failed in the backward of call 2: MemoryError")],
 )
 def test_a_gpu_that_waits_for_a_lost_rank_ends_its_process(tmp_path, how, reason):
     code = (

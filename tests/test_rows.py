@@ -10,7 +10,6 @@ import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, burst_attn_varlen_func, simulate
 from bmt_burst.calls.call import _MOST_PLANS
-from bmt_burst.transport import MESSAGE_BYTES
 from tests.helpers import (
     attention_errors,
     dense_results,
@@ -290,15 +289,7 @@ def messages(mask, layout, inner=None, backward="kv", group_bytes=1 << 30):
         counts = [len(end.traffic) for end in ends]
         torch.autograd.grad(out, inputs, dout)
         halves = [(end.traffic[:n], end.traffic[n:]) for end, n in zip(ends, counts, strict=True)]
-        return [
-            [
-                (peer, size)
-                for end in halves
-                for peer, size in end[half]
-                if size != MESSAGE_BYTES + 4
-            ]
-            for half in (0, 1)
-        ]
+        return [[(peer, size) for end in halves for peer, size in end[half]] for half in (0, 1)]
 
     return simulate(layout.size, work)
 

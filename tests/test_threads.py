@@ -22,6 +22,7 @@ from bmt_burst.ranks.agreement import admit_one_thread
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.transport import ALONE, Transport
 from bmt_burst.transport import bmtrain as transport_of_bmtrain
+from bmt_burst.transport.messenger import Messenger
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests.helpers import dense_attention, random_qkv, run_ranks
 
@@ -60,14 +61,14 @@ def inside(ring, entered, left, monkeypatch):
     """Hold this rank within what it does next: it says `entered`, and goes on once `left` is
     set.
     """
-    gather = ring.gather
+    gather = ring.messenger.gather
 
     def slow(message):
         entered.set()
         assert left.wait(LIMIT)
         return gather(message)
 
-    monkeypatch.setattr(ring, "gather", slow)
+    monkeypatch.setattr(ring.messenger, "gather", slow)
 
 
 USES = {
@@ -81,41 +82,17 @@ USES = {
 }
 
 
+@pytest.mark.parametrize("first", ["forward", "backward"])
 @pytest.mark.parametrize("use", USES)
-def test_a_second_thread_in_a_group_raises_at_once_and_the_first_in_the_end(use, monkeypatch):
-    tensors = random_qkv(1, 12, 2, 2, 8)
-    seen = []
-
-    def work(ring):
-        if ring.rank:
-            return attend(ring, tensors)
-        entered, left = threading.Event(), threading.Event()
-        inside(ring, entered, left, monkeypatch)
-
-        def second():
-            assert entered.wait(LIMIT)
-            try:
-                with pytest.raises(RuntimeError, match=RULE):
-                    USES[use](ring, tensors)
-                seen.append(True)
-            finally:
-                left.set()
-
-        threading.Thread(target=second).start()
-        return attend(ring, tensors)
-
-    with pytest.raises(RuntimeError, match=RULE):
-        simulate(2, work)
-    assert seen == [True]
-
-
-def test_a_second_thread_in_a_backward_raises(monkeypatch):
+def test_a_second_thread_in_a_group_raises_at_once_and_the_first_in_the_end(
+    use, first, monkeypatch
+):
     tensors = random_qkv(1, 12, 2, 2, 8)
     seen = []
 
     def work(ring):
         leaves = [shard(x, ring.rank, 2).requires_grad_() for x in tensors[:3]]
-        out = burst_attn_func(*leaves, 0.3, process_group=ring)
+        out = burst_attn_func(*leaves, 0.3, process_group=ring) if first == "backward" else None
         if ring.rank == 0:
             entered, left = threading.Event(), threading.Event()
             inside(ring, entered, left, monkeypatch)
@@ -124,13 +101,13 @@ def test_a_second_thread_in_a_backward_raises(monkeypatch):
                 assert entered.wait(LIMIT)
                 try:
                     with pytest.raises(RuntimeError, match=RULE):
-                        attend(ring, tensors)
+                        USES[use](ring, tensors)
                     seen.append(True)
                 finally:
                     left.set()
 
             threading.Thread(target=second).start()
-        return torch.autograd.grad(out.sum(), leaves)
+        return attend(ring, tensors) if out is None else torch.autograd.grad(out.sum(), leaves)
 
     with pytest.raises(RuntimeError, match=RULE):
         simulate(2, work)
@@ -175,14 +152,14 @@ def threads_of_one_group(rank: int) -> list[str]:
     """What two threads say of a group of both ranks, in which another one is first on each rank."""
     ring = torch_transport(dist.group.WORLD)
     entered, left = threading.Event(), threading.Event()
-    gather = ring.gather
+    gather = ring.messenger.gather
 
     def slow(message):
         entered.set()
         assert left.wait(LIMIT)
         return gather(message)
 
-    ring.gather = slow
+    ring.messenger.gather = slow
     said = ["", ""]
 
     def work(number):
@@ -257,26 +234,34 @@ def test_threads_without_a_group_may_make_plans_at_once(monkeypatch):
     assert len(history.plans) == 2
 
 
-class Silent(Transport):
-    """A ring that keeps what it is left with."""
+class Silent(Messenger):
+    """A messenger that keeps the reasons for which it was closed."""
 
+    def __init__(self):
+        self.reasons = []
+
+    def _gather(self, message):
+        raise AssertionError("nothing is sent here")
+
+    def close(self, reason):
+        self.reasons.append(reason)
+
+
+class Ring(Transport):
     rank, size = 0, 2
 
     def __init__(self):
-        self.words = []
+        self.messenger = Silent()
 
     def exchange(self, sends, recvs):
         raise AssertionError("nothing is sent here")
-
-    def leave(self, words):
-        self.words.append(words.decode())
 
 
 def test_a_group_is_left_also_where_its_first_thread_fails():
     """As where ranks differ, since other threads were first on them: ranks that wait for the second
     one hear of it.
     """
-    ring = Silent()
+    ring = Ring()
     rings = Rings(ring, ALONE)
 
     def refused():
@@ -285,17 +270,17 @@ def test_a_group_is_left_also_where_its_first_thread_fails():
 
     with pytest.raises(ValueError, match="ranks differ"), admit_one_thread(rings, "a call"):
         in_thread(refused)
-        assert ring.words == []  # the first one may be in the middle of a message
+        assert ring.messenger.reasons == []  # the first one may be in the middle of a message
         raise ValueError("ranks differ")
-    [words] = ring.words
-    assert RULE in words
+    [reason] = ring.messenger.reasons
+    assert RULE in reason
     with pytest.raises(RuntimeError, match=RULE), admit_one_thread(rings, "a third call"):
         pass
 
 
 def test_a_refused_thread_leaves_the_ring_that_is_its_own():
     """Ranks between hosts would wait for one whose ring within the host is in use."""
-    inner, outer = Silent(), Silent()
+    inner, outer = Ring(), Ring()
 
     def refused():
         with (
@@ -309,9 +294,9 @@ def test_a_refused_thread_leaves_the_ring_that_is_its_own():
         admit_one_thread(Rings(inner, ALONE), "another call"),
     ):
         in_thread(refused)
-        assert len(outer.words) == 1
-        assert inner.words == []
-    assert len(inner.words) == 1
+        assert len(outer.messenger.reasons) == 1
+        assert inner.messenger.reasons == []
+    assert len(inner.messenger.reasons) == 1
 
 
 @pytest.fixture
@@ -370,7 +355,7 @@ def test_threads_that_are_first_in_bmtrain_groups_get_one_transport_each(monkeyp
     """Each group's is made once. Threads with different groups do not wait for each other."""
     made, both = [], threading.Barrier(2, timeout=60)
 
-    class Slow(Silent):
+    class Slow(Ring):
         def __init__(self, comm):
             super().__init__()
             made.append(comm)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ..base.autograd import stops_recomputation
 from ..base.capture import refuse_capture
 from ..errors import RankLate, RanksDisagree
-from ..transport import MESSAGE_BYTES, Transport
+from ..transport.messenger import MESSAGE_BYTES, Messenger
 from .rings import Rings
 
 Result = TypeVar("Result")
@@ -136,42 +136,40 @@ class admit_one_thread:
     """
 
     def __init__(self, rings: Rings, doing: str):
-        self.used, self.doing = rings.shared, doing
-        self.held: list[Transport] = []
+        self.used, self.doing = [ring.messenger for ring in rings.shared], doing
+        self.held: list[Messenger] = []
 
     def __enter__(self) -> None:
         is_contested = False
-        for ring in self.used:
-            if ring.in_use.acquire(False):
-                self.held.append(ring)
+        for messenger in self.used:
+            if messenger.in_use.acquire(False):
+                self.held.append(messenger)
             else:
-                ring.contested = True
-            is_contested |= ring.contested
+                messenger.contested = True
+            is_contested |= messenger.contested
         if is_contested:
             self.__exit__(None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for ring in self.held:
-            ring.in_use.release()
+        for messenger in self.held:
+            messenger.in_use.release()
         # after the release, so that one of two threads sees the ring contested and free
-        for ring in self.used:
-            if ring.contested:
-                _leave_contested(self.used, self.doing)
-                if kind is None:
-                    raise _mark_known(RuntimeError(f"{self.doing}: {_RULE}"))
-                return
+        if any(messenger.contested for messenger in self.used):
+            _close_contested(self.used, self.doing)
+            if kind is None:
+                raise _mark_known(RuntimeError(f"{self.doing}: {_RULE}"))
 
 
-def _leave_contested(used: Sequence[Transport], doing: str) -> None:
-    """Make all rings unusable. If another thread is inside a ring, that thread does it."""
-    for ring in used:
-        if ring.in_use.acquire(blocking=False):
+def _close_contested(used: Sequence[Messenger], doing: str) -> None:
+    """Make all groups unusable. If another thread is inside a group, that thread does it."""
+    for messenger in used:
+        if messenger.in_use.acquire(blocking=False):
             try:
-                ring.contested = True
-                if not ring.broken:
-                    ring.leave(f"{doing}: {_RULE}".encode())
+                messenger.contested = True
+                if not messenger.unusable:
+                    messenger.close(f"in {doing}: {_RULE}")
             finally:
-                ring.in_use.release()
+                messenger.in_use.release()
 
 
 @contextmanager
@@ -197,18 +195,18 @@ class report_failure:
         self.rings, self.doing = rings, doing
 
     def __enter__(self) -> None:
-        pass
+        self.rings.begin_call(self.doing)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        rings, doing = self.rings, self.doing
-        if error is None or stops_recomputation(error):
-            rings.note_enqueued(doing)
-        elif not hasattr(error, _KNOWN) and (
-            theirs := rings.give_up(f"{doing}: {_format_reason(error)}".encode())
-        ):
-            raise type(theirs)(f"{theirs}; so this rank cannot go on with {doing}") from error
+        is_enqueued = error is None or stops_recomputation(error)
+        self.rings.end_call(is_enqueued)
+        if is_enqueued or hasattr(error, _KNOWN):
+            return
+        assert error is not None, "nothing failed without one"
+        if theirs := self.rings.fail(f"in {self.doing}: {_format_reason(error)}"):
+            raise type(theirs)(f"{theirs}; so this rank cannot go on with {self.doing}") from error
 
 
 def _mark_known(error: Error) -> Error:

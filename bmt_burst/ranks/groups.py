@@ -36,7 +36,8 @@ from ..transport.bmtrain import (
     initialized_bmtrain,
     new_communicator,
 )
-from ..transport.processes import ProcessTransport, host_name
+from ..transport.processes import ProcessTransport
+from ..transport.sockets import host_name
 from ..transport.torch_dist import TorchTransport, torch_transport, world_group
 from .agreement import admit_one_thread, gather_terms, read_terms
 from .rings import Group, Rings, check_member, make_rings
@@ -104,6 +105,7 @@ def init_sequence_parallel(
         raise
     rings = make_rings(sp.process_group, sp.double_group)
     for ring in rings.shared:
+        assert isinstance(ring, ProcessTransport), "made above"
         if mesh is None:
             ring.set_timeout(timeout)
         else:

@@ -80,19 +80,19 @@ class Rings:
         Raises RanksDisagree on every rank if double rings are no grid of ranks.
         """
         if not self.double:
-            return self.inner.gather(message)
+            return self.inner.messenger.gather(message)
         try:
             if not self.history.is_grid:
                 self._check_grid()
                 self.history.is_grid = True
             return self._gather_over_both(message)
-        except BaseException:
-            self.leave_if_broken(b"waiting for the ranks of its other group")
+        except BaseException as error:
+            self.close_if_unusable(f"in its other group: {error}")
             raise
 
     def _gather_over_both(self, message: bytes) -> list[bytes]:
-        here = zlib.compress(b"\n".join(self.inner.gather(message)), 1)
-        hosts = enumerate(self.outer.gather(here))
+        here = zlib.compress(b"\n".join(self.inner.messenger.gather(message)), 1)
+        hosts = enumerate(self.outer.messenger.gather(here))
         return [reply for rank, host in hosts for reply in _unpack_host(rank, host).split(b"\n")]
 
     def _check_grid(self) -> None:
@@ -105,7 +105,7 @@ class Rings:
         inner, outer, fault = self.inner, self.outer, ""
         for ring, role in ((inner, "intra"), (outer, "inter")):
             place_here = _describe_place(role, inner.rank, inner.size, outer.rank, outer.size)
-            for rank, line in enumerate(ring.gather(place_here)):
+            for rank, line in enumerate(ring.messenger.gather(place_here)):
                 place, host = (rank, outer.rank) if role == "intra" else (inner.rank, rank)
                 expected = _describe_place(role, place, inner.size, host, outer.size)
                 if line != expected and not fault:
@@ -115,7 +115,8 @@ class Rings:
                     )
         # the same number of messages over both, in case a rank swapped them
         for ring in (inner, outer, inner, outer):
-            fault = next((line.decode() for line in ring.gather(fault.encode()) if line), "")
+            lines = ring.messenger.gather(fault.encode())
+            fault = next((line.decode() for line in lines if line), "")
         if fault:
             raise RanksDisagree(f"double_group must be a grid of hosts and places in them: {fault}")
         # Groups may also connect two grids so that each rank sees one of them. Then the ranks of a
@@ -124,30 +125,38 @@ class Rings:
             f"{_PROCESS} {os.getpid()} {threading.get_ident()}".encode()
         )
         digest = hashlib.sha256(b"\n".join(everyone)).hexdigest().encode()
-        if any(theirs != digest for theirs in inner.gather(digest)):
+        if any(theirs != digest for theirs in inner.messenger.gather(digest)):
             raise RanksDisagree(
                 "double_group must be a grid: the ranks of one host are connected with different "
                 "ranks"
             )
 
-    def give_up(self, words: bytes) -> RuntimeError | None:
-        """Give up over both rings, see Transport. If one of them is lost, leave the other too."""
-        if not self.double:
-            return self.inner.give_up(words)
-        reason = self.inner.find_lost_rank() or self.outer.find_lost_rank()
-        for ring in (self.inner, self.outer):
-            if reason:
-                ring.leave(words)
-            elif not ring.broken:
-                reason = ring.give_up(words)
-                self.leave_if_broken(words)
-        return reason
+    def begin_call(self, doing: str) -> None:
+        """Note it in each ring: streams may wait for ranks of either; see Transport."""
+        for ring in self.shared:
+            ring.begin_call(doing)
 
-    def leave_if_broken(self, words: bytes) -> None:
-        """Leave one ring if the other is unusable."""
-        for ring, other in ((self.inner, self.outer), (self.outer, self.inner)):
-            if other.broken and not ring.broken:
-                ring.leave(words)
+    def end_call(self, is_enqueued: bool) -> None:
+        """Note it in each ring, see Transport."""
+        for ring in self.shared:
+            ring.end_call(is_enqueued)
+
+    def fail(self, reason: str) -> RuntimeError | None:
+        """Report over both rings that this rank failed in the middle of a call, see Messenger."""
+        errors = [ring.messenger.fail(reason, ring.begun) for ring in self.shared]
+        if self.close_if_unusable(reason):
+            for ring in self.shared:
+                ring.disconnect()
+        return next((error for error in errors if error), None)
+
+    def close_if_unusable(self, reason: str) -> bool:
+        """Close one group if the other is unusable. Return whether they are."""
+        usable = [ring.messenger for ring in self.shared if not ring.messenger.unusable]
+        is_unusable = len(usable) < len(self.shared)
+        if is_unusable:
+            for messenger in usable:
+                messenger.close(reason)
+        return is_unusable
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         """Prepare for deliveries within the host, see Transport, and for exchanges over both rings.
@@ -157,11 +166,6 @@ class Rings:
         self.inner.reserve(lane_bytes, device)
         for ring in (self.inner, self.outer):
             ring.connect(device)
-
-    def note_enqueued(self, doing: str) -> None:
-        """Note it in each ring: streams may wait for ranks of either; see Transport."""
-        for ring in self.shared:
-            ring.note_enqueued(doing)
 
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Return the contiguous x of all ranks in rank order. `shapes` are their shapes."""

@@ -2,13 +2,14 @@
 
 torch_dist    process groups of torch.distributed: gloo on CPUs, NCCL on GPUs
 bmtrain       BMTrain's NCCL communicators
-processes     the base of these two. Ranks of one host exchange messages through shared memory
-              (host_memory), and their GPUs write to each other with copy engines (copy_engine,
-              cuda_stream).
+processes     the base of these two. GPUs of one host write to each other with copy engines
+              (copy_engine, cuda_stream).
 simulator     ranks as threads of one process, for tests
 Alone (here)  a ring of one rank, which never communicates
 
 `packing` says where tensors that are sent together lie in memory.
+
+Each has a messenger, which carries what ranks agree on between their hosts (messenger, sockets).
 
 To add one, subclass `Transport` and list it in tests/conformance/test_transports.py.
 """
@@ -16,23 +17,18 @@ To add one, subclass `Transport` and list it in tests/conformance/test_transport
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import RankLate
+from .messenger import Echo, Messenger
 
 Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
-# Seconds to wait for a rank that does not make a call, over a group without a timeout of its own.
-# init_sequence_parallel takes another number.
-DEFAULT_TIMEOUT: Final = 120.0
-MESSAGE_BYTES: Final = 4096  # the longest message that `gather` carries
 # Kinds of deliveries. A number of each may be received before the first is released.
 LANES: Final = {"visit": 2, "return": 1}
 
@@ -93,28 +89,21 @@ class Transport(ABC):
 
     It exchanges tensors on `device_types`. All ranks must call its methods in the same order.
     Messages between a pair of ranks arrive in the order in which they were sent.
+
+    messenger  carries what the ranks agree on
+    begun      how many deliveries began, if they are counted
     """
 
     rank: int
     size: int
+    messenger: Messenger
     device_types: frozenset[str] = frozenset({"cpu"})
-    in_use: threading.RLock  # held by the thread that makes a call
-    contested: bool = False  # whether another thread made a call at the same time
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        transport = super().__new__(cls)
-        transport.in_use = threading.RLock()
-        return transport
+    begun: int = 0
 
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that this transport keeps for deliveries."""
         return 0
-
-    @property
-    def broken(self) -> bool:
-        """Whether this ring is known to be unusable."""
-        return False
 
     @functools.cached_property
     def histories(self) -> MutableMapping[Transport, Any]:
@@ -179,64 +168,14 @@ class Transport(ABC):
         self.exchange(sends, recvs).wait()
         return everyone
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in rank order.
+    def begin_call(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
+        """Note that this rank begins to enqueue what it is `doing` with the others."""
 
-        The host waits for them, no GPU stream does. Raises ValueError for more than MESSAGE_BYTES
-        bytes, RankLate if a rank does not call.
-        """
-        if len(message) > MESSAGE_BYTES:
-            raise ValueError(
-                f"expected a message of at most {MESSAGE_BYTES} bytes, got one of {len(message)}"
-            )
-        return self._gather(message)
+    def end_call(self, is_enqueued: bool) -> None:  # noqa: B027 - as begin_call
+        """Note that this rank has enqueued what it began, or has failed."""
 
-    def set_timeout(self, seconds: float | None) -> None:  # noqa: B027 - nothing to wait for here
-        """Set how many seconds this rank waits for other ranks. None: the group's own timeout."""
-
-    def give_up(self, words: bytes) -> RuntimeError | None:
-        """Report, with `words` of text, that this rank breaks off a call that all ranks had begun.
-
-        Ranks that wait for this one fail. The ring is unusable afterwards, and later messages on it
-        fail, unless all ranks give up after as many deliveries. Return the error of the rank that
-        caused it, if that is known to be another one.
-        """
-        return None
-
-    def find_lost_rank(self) -> RuntimeError | None:
-        """Return the error of a rank that is known to take no further part, if any."""
-        return None
-
-    def leave(self, words: bytes) -> None:  # noqa: B027 - as give_up
-        """Give up without waiting whether others do too. The ring is unusable from now on."""
-
-    def note_enqueued(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
-        """Note that this rank has enqueued on its device everything it was `doing` with the
-        others.
-        """
-
-    def _gather(self, message: bytes) -> list[bytes]:
-        """Gather messages as CPU tensors, for transports that exchange those."""
-        head = len(message).to_bytes(4, "little")
-        mine = torch.frombuffer(
-            bytearray((head + message).ljust(MESSAGE_BYTES + len(head), b"\0")), dtype=torch.uint8
-        )
-        replies = [
-            bytes(reply.tolist()) for [reply] in self.all_gather([mine], [[mine.shape]] * self.size)
-        ]
-        return [
-            reply[len(head) :][: int.from_bytes(reply[: len(head)], "little")] for reply in replies
-        ]
-
-
-def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:
-    """Return the error of a rank that waited `seconds` for one of `peers` in vain."""
-    return RankLate(f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s")
-
-
-def name_ranks(peers: Sequence[int]) -> str:
-    """Name the rank that is one of `peers`."""
-    return f"rank {' or '.join(map(str, peers))}"
+    def disconnect(self) -> None:  # noqa: B027 - nobody waits for a process
+        """Make the hosts fail that wait for tensors from this rank, which has failed."""
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -253,15 +192,15 @@ class Alone(Transport):
 
     rank, size = 0, 1
 
+    def __init__(self) -> None:
+        self.messenger = Echo(1)
+
     def __reduce__(self) -> str:
         return "ALONE"
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         assert not sends and not recvs, "a ring of one rank has nobody to exchange with"
         return Done()
-
-    def _gather(self, message: bytes) -> list[bytes]:
-        return [message]
 
 
 ALONE = Alone()

@@ -1,8 +1,8 @@
 """A transport over NCCL communicators of BMTrain, beside its own all-gathers and reduce-scatters.
 
 Exchanges run on a stream of high priority. It waits for the current stream, and the current stream
-waits for it. The ranks of a group agree over the store of torch.distributed's launchers. No process
-group of torch.distributed is made.
+waits for it. The ranks of a group find each other in the store of torch.distributed's launchers. No
+process group of torch.distributed is made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import DEFAULT_TIMEOUT, Messages, make_late_error
+from . import Messages
+from .messenger import DEFAULT_TIMEOUT, make_late_error
 from .processes import EngineUse, ProcessTransport
 
 Communicator = Any  # bmtrain's NCCLCommunicator: the package has no types
@@ -63,10 +64,9 @@ class BMTrainTransport(ProcessTransport):
 
         self.nccl, self.comm = nccl, comm
         self.rank, self.size = nccl.commRank(comm), nccl.commCount(comm)
-        super().__init__(engine_use)
         self.stream = torch.cuda.Stream(priority=-1)
         self.name = self._draw_name()
-        self.gathers = 0
+        super().__init__(dist.PrefixStore(f"{self.name}/messages", store()), engine_use)
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
@@ -86,21 +86,6 @@ class BMTrainTransport(ProcessTransport):
                 self.nccl.recv(_Bytes(tensor), peer, self.comm)
             self.nccl.groupEnd()
         return _Ticket(self.stream.record_event(), (sends, recvs))
-
-    def _gather_remotely(self, message: bytes) -> list[bytes]:
-        self.gathers += 1
-        value: Any = message  # torch's types of a store lack bytes
-        store().set(self._key(self.gathers, self.rank), value)
-        keys = [self._key(self.gathers, peer) for peer in range(self.size)]
-        try:
-            store().wait(keys, timedelta(seconds=self.timeout))
-        except dist.DistStoreError as error:
-            late = [peer for peer, key in enumerate(keys) if not store().check([key])]
-            raise make_late_error(late, self.timeout) from error
-        replies = [store().get(key) for key in keys]
-        if self.gathers > 1:  # all have written this one, so all have read the previous one
-            store().delete_key(self._key(self.gathers - 1, self.rank))
-        return replies
 
     def symmetric_group(self) -> Any:
         assert self.group is not None, "made when it is first asked for"
@@ -123,9 +108,6 @@ class BMTrainTransport(ProcessTransport):
         shared = torch.empty_like(drawn)
         self.nccl.broadcast(_Bytes(drawn), _Bytes(shared), 0, self.comm)
         return bytes(shared.tolist()).hex()
-
-    def _key(self, number: int, rank: int) -> str:
-        return f"{self.name}/{number}/{rank}"
 
 
 _transports: dict[Communicator, BMTrainTransport] = {}

@@ -1,26 +1,20 @@
 """The base of transports between processes, whatever carries their tensors.
 
-Ranks of one host exchange messages through shared memory, and their GPUs write to each other with
-copy engines.
+Their hosts exchange messages over sockets. GPUs of one host write to each other with copy engines.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import platform
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import (
-    DEFAULT_TIMEOUT,
-    LANES,
-    MESSAGE_BYTES,
     Arrival,
     Delivery,
     Put,
@@ -28,8 +22,8 @@ from . import (
 )
 from .copy_engine import CopyEngines, Device
 from .cuda_stream import CudaStreams
-from .host_memory import HostMemory, open_host_memory
-from .mail import Mail, RemoteMail, UnopenedMail
+from .messenger import DEFAULT_TIMEOUT, Echo
+from .sockets import SocketMessenger
 from .watch import Watch
 
 logger = logging.getLogger("bmt_burst")
@@ -37,7 +31,6 @@ logger = logging.getLogger("bmt_burst")
 EngineUse = Literal["auto", "always", "never"]
 
 _REASON = 400  # characters of a reason that ranks send each other
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ProcessTransport(Transport):
@@ -49,32 +42,23 @@ class ProcessTransport(Transport):
     own_timeout    seconds of the group's own timeout
     asked_timeout  seconds that `set_timeout` was called with, or None
     timeout        seconds to wait for other ranks: those asked for, or else the group's own
-    mail           carries messages; it is opened when the ranks first gather one
-    begun          how many deliveries began on each lane
     """
 
     own_timeout: float = DEFAULT_TIMEOUT
 
-    def __init__(self, engine_use: EngineUse = "auto"):
+    def __init__(self, store: dist.Store, engine_use: EngineUse = "auto"):
         self.engine_use = engine_use
         self.asked_timeout: float | None = None
         self.timeout = self.own_timeout
-        self.mail: Mail = UnopenedMail(self.rank)
-        self.begun = dict.fromkeys(LANES, 0)
+        self.messenger: SocketMessenger | Echo = Echo(1)
+        if self.size > 1:
+            self.messenger = SocketMessenger(self.rank, self.size, store, self.timeout)
         self.copy_engines: CopyEngines | None = None
         self.watch: Watch | None = None  # over deliveries by copy engines
 
     @property
-    def broken(self) -> bool:
-        return self.mail.broken is not None
-
-    @property
     def held_bytes(self) -> int:
         return self.copy_engines.arena_bytes if self.copy_engines else 0
-
-    @abstractmethod
-    def _gather_remotely(self, message: bytes) -> list[bytes]:
-        """Gather messages between ranks on any hosts."""
 
     @abstractmethod
     def symmetric_group(self) -> Any:
@@ -85,55 +69,17 @@ class ProcessTransport(Transport):
     def set_timeout(self, seconds: float | None) -> None:
         self.asked_timeout = seconds
         self.timeout = self.own_timeout if seconds is None else seconds
-        self.mail.set_timeout(self.timeout)
+        self.messenger.set_timeout(self.timeout)
         if self.watch:
             self.watch.set_timeout(self.timeout)
 
-    def _gather(self, message: bytes) -> list[bytes]:
-        """Gather messages. A rank that is interrupted leaves the group, since others may have read
-        its message.
-        """
-        self.mail.fail_if_broken()
-        try:
-            if isinstance(self.mail, UnopenedMail):
-                self.mail = self._open_mail()
-            return self.mail.gather(message)
-        except BaseException as error:
-            # through shared memory, late ranks learn that this one stopped waiting
-            is_late = isinstance(error, TimeoutError) and isinstance(self.mail, HostMemory)
-            if not is_late and not self.broken:
-                self.leave(f"waiting for the others: {type(error).__name__}".encode())
-            raise
-
-    def _open_mail(self) -> Mail:
-        carry = self._gather_remotely
-        memory = open_host_memory(self.rank, self.size, MESSAGE_BYTES, carry, self.timeout)
-        return memory or RemoteMail(self.rank, carry)
-
-    def give_up(self, words: bytes) -> RuntimeError | None:
+    def begin_call(self, doing: str) -> None:
         if self.watch:
-            self.watch.note_left()
-        # ranks that broke off after other deliveries would receive each other's old ones
-        reason = self.mail.give_up(words, str(self.begun).encode())
-        if self.broken:
-            self.leave(words)
-        return reason
+            self.watch.begin_call(doing)
 
-    def find_lost_rank(self) -> RuntimeError | None:
-        return self.mail.find_lost_rank()
-
-    def leave(self, words: bytes) -> None:
+    def end_call(self, is_enqueued: bool) -> None:
         if self.watch:
-            self.watch.note_left()
-        self.mail.leave(words)
-        self.disconnect()
-
-    def disconnect(self) -> None:
-        """Make the ranks fail that wait for bytes from this one."""
-
-    def note_enqueued(self, doing: str) -> None:
-        if self.watch:
-            self.watch.note_enqueued(doing)
+            self.watch.end_call(is_enqueued)
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         """Prepare for deliveries, see Transport.
@@ -151,8 +97,9 @@ class ProcessTransport(Transport):
             failure = failure or self._first_failure(step)
         reason = apart or failure
         self.copy_engines = None if reason else engines
-        if self.copy_engines and isinstance(self.mail, HostMemory) and not self.watch:
-            self.watch = Watch(self.mail.find_obstacle, torch.cuda.Event, self.timeout)
+        if self.copy_engines and not self.watch:
+            assert isinstance(self.messenger, SocketMessenger), "there are several ranks"
+            self.watch = Watch(self.messenger.find_lost_rank, torch.cuda.Event, self.timeout)
         if reason and self.engine_use == "always":
             raise RuntimeError(f"copy engines cannot be used: {reason}")
         if reason:
@@ -172,7 +119,7 @@ class ProcessTransport(Transport):
         arrivals: Sequence[Arrival],
         device: torch.device,
     ) -> Delivery:
-        self.begun[lane] += 1
+        self.begun += 1
         if self.copy_engines and device.type == "cuda":
             return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
         return super().deliver(lane, nbytes, sends, arrivals, device)
@@ -206,7 +153,8 @@ class ProcessTransport(Transport):
 
     def _describe_hosts(self) -> str:
         """Return a text about the ranks' hosts, or "" if all are on one."""
-        hosts = sorted({name.decode() for name in self.gather(host_name())})
+        assert isinstance(self.messenger, SocketMessenger), "there are several ranks"
+        hosts = sorted(set(self.messenger.hosts))
         return f"the ranks are on several hosts, {hosts}" if len(hosts) > 1 else ""
 
     def _first_failure(self, attempt: Callable[[], None]) -> str:
@@ -218,14 +166,7 @@ class ProcessTransport(Transport):
             attempt()
         except Exception as caught:  # noqa: BLE001 - every rank must learn of it, whatever it is
             failure = f"{type(caught).__name__}: {caught}"
-        replies = self.gather(failure.encode("ascii", "replace")[:_REASON])
+        replies = self.messenger.gather(failure.encode("ascii", "replace")[:_REASON])
         return next(
             (f"rank {rank}: {reply.decode()}" for rank, reply in enumerate(replies) if reply), ""
         )
-
-
-def host_name() -> bytes:
-    """Return this machine's name, by which NCCL also distinguishes hosts; at most 300 bytes."""
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    name = os.environ.get("NCCL_HOSTID") or f"{platform.node()[:200]} {boot}"
-    return name.encode("ascii", "replace")[:300]

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..errors import RankFailed
 from . import LANES, Arrival, Delivery, Messages, Put, Ticket, Transport, as_bytes
+from .messenger import Echo, Messenger
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
@@ -154,6 +155,7 @@ class SimulatedRing(Transport):
     def __init__(self, network: Network, members: tuple[int, ...], thread: int):
         self.network, self.members = network, members
         self.rank, self.size = members.index(thread), len(members)
+        self.messenger: Messenger = SimulatedMessenger(self)
         self.traffic: list[tuple[int, int]] = []
         self.inboxes = [_Inbox(functools.partial(self.take, peer)) for peer in range(self.size)]
         self.reserved = dict.fromkeys(LANES, 0)
@@ -241,6 +243,19 @@ class SimulatedRing(Transport):
         return delivery
 
 
+class SimulatedMessenger(Messenger):
+    """The messages of a simulated ring."""
+
+    def __init__(self, ring: SimulatedRing):
+        self.ring = ring
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        peers = range(self.ring.size)
+        for peer in peers:
+            self.ring.put(peer, message, "message")
+        return [self.ring.take(peer, "message") for peer in peers]
+
+
 @dataclass
 class _Imagined:
     """The ticket of an imagined delivery. It holds the tensors as if they were sent."""
@@ -262,7 +277,7 @@ class ImaginedRing(Transport):
     device_types = frozenset({"cpu", "cuda"})
 
     def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.messenger = rank, size, Echo(size)
         self.slots: dict[str, list[Tensor]] = {}
 
     @property
@@ -292,6 +307,3 @@ class ImaginedRing(Transport):
         slots = self.slots[lane]
         slots.append(slots.pop(0))
         return Delivery(slots[0][:nbytes], _Imagined(sends), recycled=True)
-
-    def _gather(self, message: bytes) -> list[bytes]:
-        return [message] * self.size

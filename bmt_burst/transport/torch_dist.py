@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import constants
 
 from ..errors import RankGone
-from . import Messages, Transport, as_bytes, make_late_error, name_ranks
+from . import Messages, as_bytes
+from .messenger import make_late_error, name_ranks
 from .processes import EngineUse, ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
@@ -61,7 +62,7 @@ def _name_peers(peers: Sequence[int], seconds: float) -> Iterator[None]:
     except RuntimeError as error:
         if time.monotonic() - began >= seconds:
             raise make_late_error(peers, seconds) from error
-        raise RankGone(f"{name_ranks(peers)} of the group has ended or gave up: {error}") from error
+        raise RankGone(f"{name_ranks(peers)} of the group has ended or failed: {error}") from error
 
 
 class TorchTransport(ProcessTransport):
@@ -81,7 +82,8 @@ class TorchTransport(ProcessTransport):
                 f"rank {dist.get_rank()} is not in the process group of ranks {members}"
             )
         self.size = len(members)
-        super().__init__(engine_use)
+        store = dist.distributed_c10d._get_process_group_store(group)
+        super().__init__(dist.PrefixStore("bmt_burst", store), engine_use)
         backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
         self.device_types = frozenset(
             device for device, backend in _BACKENDS if backends.get(device) == backend
@@ -91,7 +93,6 @@ class TorchTransport(ProcessTransport):
                 "expected a process group with gloo for CPU or NCCL for CUDA tensors, got one with "
                 f"{backends}"
             )
-        self.companion: TorchTransport | None = None  # made when NCCL's ranks first need it
         self.own_timeout = max(
             backend.options._timeout.total_seconds() for backend in self._backends()
         )
@@ -107,11 +108,6 @@ class TorchTransport(ProcessTransport):
 
     def _backends(self) -> list[Any]:
         return [self.group._get_backend(torch.device(device)) for device in self.device_types]
-
-    def set_timeout(self, seconds: float | None) -> None:
-        super().set_timeout(seconds)
-        if self.companion:
-            self.companion.set_timeout(self.timeout)
 
     @property
     def has_default_timeout(self) -> bool:
@@ -163,35 +159,12 @@ class TorchTransport(ProcessTransport):
 
     def disconnect(self) -> None:
         if "cpu" not in self.device_types:
-            if self.companion:
-                self.companion.disconnect()
             return
         nothing, peer = torch.empty(1, dtype=torch.uint8), (self.rank + 1) % self.size
         # gloo closes all connections of a group after one wait that takes too long
         with contextlib.suppress(RuntimeError):
             work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_NOTHING)
             _check_work(work).wait(timedelta(milliseconds=1))
-
-    def _gather_remotely(self, message: bytes) -> list[bytes]:
-        if "cpu" in self.device_types:
-            return Transport._gather(self, message)
-        if self.companion is None:
-            self.companion = self._make_companion()
-        return self.companion._gather_remotely(message)
-
-    def _make_companion(self) -> TorchTransport:
-        """Return the transport over a gloo group of the same ranks, for messages between hosts.
-        All ranks make it at the same point.
-        """
-        members = dist.get_process_group_ranks(self.group)
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        with _name_peers(others, self.timeout):
-            companion = dist.new_group(
-                members, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True
-            )
-        assert isinstance(companion, dist.ProcessGroup), "this rank is in its group"
-        weakref.finalize(self.group, _destroy_group, companion).atexit = False
-        return TorchTransport(companion)
 
 
 def _check_work(work: dist.Work | None) -> dist.Work:
@@ -222,9 +195,3 @@ def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
         if group not in _transports:
             _transports[group] = TorchTransport(group)
         return _transports[group]
-
-
-def _destroy_group(companion: dist.ProcessGroup) -> None:
-    """Destroy a companion, unless all groups were destroyed together."""
-    if companion in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(companion)

@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import simulate, transport
-from bmt_burst.errors import RankFailed, RankGone, RankLate
+from bmt_burst.errors import RankFailed, RankLate
 from bmt_burst.transport import (
     ALONE,
     LANES,
-    MESSAGE_BYTES,
     Arrival,
     Put,
     Transport,
     processes,
 )
-from bmt_burst.transport.simulator import SimulatedRing
+from bmt_burst.transport.messenger import MESSAGE_BYTES
+from bmt_burst.transport.simulator import SimulatedMessenger, SimulatedRing
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.helpers import run_ranks
 
@@ -73,25 +73,24 @@ def start_exchange(ring: Transport, numbers: range) -> Callable[[], None]:
 def check_a_ring_begins_usable(ring: Transport) -> None:
     assert (ring.size, ring.rank in range(SIZE)) == (SIZE, True)
     assert CPU.type in ring.device_types
-    assert not ring.broken and not ring.contested
-    assert ring.find_lost_rank() is None
+    assert not ring.messenger.unusable and not ring.messenger.contested
     assert ring.held_bytes == 0
 
 
 def check_ranks_are_in_order(ring: Transport) -> None:
-    assert ring.gather(str(ring.rank).encode()) == [b"0", b"1", b"2"]
+    assert ring.messenger.gather(str(ring.rank).encode()) == [b"0", b"1", b"2"]
 
 
 def check_messages_have_any_bytes_and_lengths(ring: Transport) -> None:
     for length in (0, 1, 255, 256, MESSAGE_BYTES - 1, MESSAGE_BYTES):
         everyone = [random.Random(f"{length} {peer}").randbytes(length) for peer in range(SIZE)]
-        assert ring.gather(everyone[ring.rank]) == everyone
-    assert ring.gather(b"\0" * ring.rank) == [b"\0" * peer for peer in range(SIZE)]
+        assert ring.messenger.gather(everyone[ring.rank]) == everyone
+    assert ring.messenger.gather(b"\0" * ring.rank) == [b"\0" * peer for peer in range(SIZE)]
 
 
 def check_a_long_message_is_refused_before_it_is_sent(ring: Transport) -> None:
     with pytest.raises(ValueError, match=f"at most {MESSAGE_BYTES} bytes"):
-        ring.gather(b"x" * (MESSAGE_BYTES + 1))
+        ring.messenger.gather(b"x" * (MESSAGE_BYTES + 1))
     check_ranks_are_in_order(ring)
 
 
@@ -100,7 +99,7 @@ def check_a_slow_rank_gets_every_message(ring: Transport) -> None:
         if number % SIZE == ring.rank:
             time.sleep(2e-3)
         words = [f"{number} of {peer}".encode() for peer in range(SIZE)]
-        assert ring.gather(words[ring.rank]) == words
+        assert ring.messenger.gather(words[ring.rank]) == words
 
 
 def check_exchanges_keep_the_order_of_a_pair(ring: Transport) -> None:
@@ -208,8 +207,9 @@ def check_memory_that_is_not_recycled_stays(ring: Transport) -> None:
 
 def check_a_thread_at_a_time_holds_a_ring(ring: Transport) -> None:
     taken = []
-    with ring.in_use, ring.in_use:  # the same thread may enter again
-        thread = threading.Thread(target=lambda: taken.append(ring.in_use.acquire(blocking=False)))
+    messenger = ring.messenger
+    with messenger.in_use, messenger.in_use:  # the same thread may enter again
+        thread = threading.Thread(target=lambda: taken.append(messenger.in_use.acquire(False)))
         thread.start()
         thread.join()
     assert taken == [False]
@@ -235,50 +235,55 @@ def check_a_late_rank_is_named(ring: Transport) -> None:
     ring.set_timeout(1.0)
     if ring.rank == 1:
         time.sleep(2.5)
-    # between hosts, the first rank that stops waiting closes its connections
-    expected = RankLate if isinstance(ring.mail, processes.HostMemory) else RankGone
-    with pytest.raises(expected, match="of the group"):
-        ring.gather(b"here")
+    with pytest.raises(RankFailed if ring.rank == 1 else RankLate, match="rank 1 of the group did"):
+        ring.messenger.gather(b"here")
 
 
-def check_a_rank_that_gives_up_makes_the_ring_unusable(ring: Transport) -> None:
+def check_a_rank_that_closes_makes_the_group_unusable(ring: Transport) -> None:
     check_ranks_are_in_order(ring)
+    start_exchange(ring, range(1))()  # then all ranks have gathered
     if ring.rank == 1:
-        ring.leave(b"a call: no memory")
-        assert ring.broken
-    with pytest.raises(RuntimeError) as caught:
-        ring.gather(b"here")
-    assert ring.broken
-    if ring.rank != 1 and isinstance(ring.mail, processes.HostMemory):
-        assert isinstance(caught.value, RankFailed) and "rank 1" in str(caught.value)
-        assert "no memory" in str(caught.value)
+        ring.messenger.close("in a call: no memory")
+    with pytest.raises(RuntimeError, match=r"rank 1 of the group.* failed in a call: no memory"):
+        ring.messenger.gather(b"here")
+    assert isinstance(ring.messenger.unusable, RankFailed) == (ring.rank != 1)
+    if ring.rank != 1:
+        assert "rank 1 of the group failed in a call" in ring.messenger.find_lost_rank()
 
 
-def check_ranks_that_all_give_up_go_on(ring: Transport) -> None:
+def check_ranks_that_all_fail_go_on(ring: Transport) -> None:
     check_ranks_are_in_order(ring)
-    if isinstance(ring.mail, processes.HostMemory):
-        assert ring.give_up(b"a call: no memory") is None
-        assert not ring.broken
-        check_ranks_are_in_order(ring)
-    else:  # no rank can know that all do
-        assert ring.give_up(b"a call: no memory") is None
-        assert ring.broken
+    assert ring.messenger.fail("in a call: no memory", 3) is None
+    assert not ring.messenger.unusable
+    assert ring.messenger.find_lost_rank() == ""
+    check_ranks_are_in_order(ring)
 
 
-def check_ranks_that_give_up_after_other_deliveries_do_not_go_on(ring: Transport) -> None:
+def check_ranks_that_fail_after_other_deliveries_do_not_go_on(ring: Transport) -> None:
     """They would receive each other's old deliveries."""
     check_ranks_are_in_order(ring)
     for _ in range(1 + (ring.rank == 0)):
         ring.deliver("visit", 0, [], [], torch.device("cpu")).release()
-    ring.give_up(b"a call: no memory")
-    assert ring.broken
+    ring.messenger.fail("in a call: no memory", ring.begun)
+    with pytest.raises(RuntimeError, match="no memory; its group is unusable"):
+        ring.messenger.gather(b"here")
+
+
+def check_ranks_go_on_while_one_fails(ring: Transport) -> None:
+    """The others are in their next call, whichever comes first."""
+    check_ranks_are_in_order(ring)
+    if ring.rank == 1:
+        assert ring.messenger.fail("in a call: no memory", 3) is None
+    with pytest.raises(RuntimeError, match=r"rank 1 of the group.* failed in a call: no memory"):
+        ring.messenger.gather(b"here")
 
 
 OF_PROCESSES = {
     "a_late_rank_is_named": check_a_late_rank_is_named,
-    "a_rank_that_gives_up": check_a_rank_that_gives_up_makes_the_ring_unusable,
-    "ranks_that_all_give_up": check_ranks_that_all_give_up_go_on,
-    "ranks_that_give_up_apart": check_ranks_that_give_up_after_other_deliveries_do_not_go_on,
+    "a_rank_that_closes": check_a_rank_that_closes_makes_the_group_unusable,
+    "ranks_that_all_fail": check_ranks_that_all_fail_go_on,
+    "ranks_that_fail_apart": check_ranks_that_fail_after_other_deliveries_do_not_go_on,
+    "ranks_go_on": check_ranks_go_on_while_one_fails,
 }
 CHECKS: dict[str, Check] = {
     "a_ring_begins_usable": check_a_ring_begins_usable,
@@ -299,13 +304,16 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def run_simulated(ring_class: type[SimulatedRing] = SimulatedRing) -> dict[str, str]:
+def run_simulated(
+    kind: type[SimulatedRing] | type[SimulatedMessenger] = SimulatedRing,
+) -> dict[str, str]:
     """Return the failure of each check on simulated ranks, "" where it passed."""
     found = {}
     for name, check in CHECKS.items():
 
         def work(ring: SimulatedRing, check: Check = check) -> None:
-            ring.__class__ = ring_class
+            part = ring if issubclass(kind, SimulatedRing) else ring.messenger
+            part.__class__ = kind
             check(ring)
 
         try:
@@ -316,14 +324,12 @@ def run_simulated(ring_class: type[SimulatedRing] = SimulatedRing) -> dict[str, 
     return found
 
 
-def run_gloo_rank(rank: int, on_one_host: bool) -> dict[str, str]:
-    if not on_one_host:
-        processes.open_host_memory = lambda *_: None  # in this process, which ends with the test
+def run_gloo_rank(rank: int) -> dict[str, str]:
     found = {}
     for name, check in {**CHECKS, **OF_PROCESSES}.items():
         group = dist.new_group(list(range(SIZE)))
         ring = TorchTransport(group)
-        ring.gather(b"connected")
+        ring.messenger.gather(b"connected")
         ring.set_timeout(60.0)
         try:
             check(ring)
@@ -334,16 +340,15 @@ def run_gloo_rank(rank: int, on_one_host: bool) -> dict[str, str]:
     return found
 
 
-def run_gloo(on_one_host: bool) -> dict[str, str]:
+def run_gloo() -> dict[str, str]:
     """Return the failure of each check on processes over gloo, "" where it passed on all ranks."""
-    ranks = run_ranks(SIZE, run_gloo_rank, on_one_host)
+    ranks = run_ranks(SIZE, run_gloo_rank)
     return {name: "".join(found[name] for found in ranks) for name in ranks[0]}
 
 
 RUNNERS: dict[str, tuple[type[Transport], Callable[[], dict[str, str]]]] = {
     "simulator": (SimulatedRing, run_simulated),
-    "gloo, one host": (TorchTransport, lambda: run_gloo(True)),
-    "gloo, several hosts": (TorchTransport, lambda: run_gloo(False)),
+    "gloo": (TorchTransport, run_gloo),
 }
 ELSEWHERE = {
     "Alone": "here, since it has no peers",
@@ -381,30 +386,38 @@ def test_every_transport_is_checked():
 
 
 def test_a_rank_alone():
-    assert (ALONE.rank, ALONE.size, ALONE.gather(b"alone")) == (0, 1, [b"alone"])
+    assert (ALONE.rank, ALONE.size, ALONE.messenger.gather(b"alone")) == (0, 1, [b"alone"])
     ALONE.exchange([], []).wait()
     assert pickle.loads(pickle.dumps(ALONE)) is ALONE
 
 
-class Reordered(SimulatedRing):
+class Reordered(SimulatedMessenger):
     """Messages in another order than that of the ranks."""
 
     def _gather(self, message):
         return super()._gather(message)[::-1]
 
 
-class Stripped(SimulatedRing):
+class Stripped(SimulatedMessenger):
     """Messages without the zeros at their ends."""
 
     def _gather(self, message):
         return [reply.rstrip(b"\0") for reply in super()._gather(message)]
 
 
-class Unlimited(SimulatedRing):
+class Unlimited(SimulatedMessenger):
     """Messages of any length."""
 
     def gather(self, message):
         return self._gather(message[:MESSAGE_BYTES])
+
+
+class Unlocked(SimulatedMessenger):
+    """Messengers with a lock that any thread may take."""
+
+    @property
+    def in_use(self):
+        return threading.RLock()
 
 
 class LastFirst(SimulatedRing):
@@ -424,14 +437,6 @@ class Misplaced(SimulatedRing):
         return super().deliver(lane, nbytes, sends, arrivals, device)
 
 
-class Shared(SimulatedRing):
-    """Rings with one lock that any thread may take."""
-
-    @property
-    def in_use(self):
-        return threading.RLock()
-
-
-@pytest.mark.parametrize("wrong", [Reordered, Stripped, Unlimited, LastFirst, Misplaced, Shared])
+@pytest.mark.parametrize("wrong", [Reordered, Stripped, Unlimited, LastFirst, Misplaced, Unlocked])
 def test_an_error_is_found(wrong):
     assert any(run_simulated(wrong).values())

@@ -1,0 +1,96 @@
+"""Messengers: they carry short messages between the hosts of a group's ranks.
+
+Transports move tensors, also between GPUs, and never let the host wait. What ranks agree on is
+different: the host needs all ranks' lines before it goes on, and must learn if a rank does not
+send one.
+
+sockets           ranks as processes
+simulator         ranks as threads
+Echo (here)       one rank, or one with imagined peers
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Final, Self
+
+from ..errors import RankLate
+
+# Seconds to wait for a rank that does not make a call, over a group without a timeout of its own.
+# init_sequence_parallel takes another number.
+DEFAULT_TIMEOUT: Final = 120.0
+MESSAGE_BYTES: Final = 4096  # the longest message
+
+
+class Messenger(ABC):
+    """One rank's end of the messages of a group.
+
+    in_use     held by the thread that makes a call
+    contested  whether another thread made a call at the same time
+    unusable   why this rank cannot go on in the group, if so
+    """
+
+    in_use: threading.RLock
+    contested: bool = False
+    unusable: RuntimeError | None = None
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        messenger = super().__new__(cls)
+        messenger.in_use = threading.RLock()
+        return messenger
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, in rank order.
+
+        The host waits for them, no GPU stream does. Raises ValueError for more than MESSAGE_BYTES
+        bytes. Raises RankFailed, RankGone or RankLate if a rank does not send its message: then
+        the group is unusable, and all later calls raise at once.
+        """
+        if len(message) > MESSAGE_BYTES:
+            raise ValueError(
+                f"expected a message of at most {MESSAGE_BYTES} bytes, got one of {len(message)}"
+            )
+        if self.unusable:
+            raise type(self.unusable)(f"{self.unusable}; its group is unusable")
+        return self._gather(message)
+
+    @abstractmethod
+    def _gather(self, message: bytes) -> list[bytes]:
+        """Gather messages that are short enough, in a group that is usable."""
+
+    def fail(self, reason: str, place: int) -> RuntimeError | None:
+        """Report that this rank failed in the middle of a call, for this reason.
+
+        If all ranks fail within some seconds, at the same `place` of the call, they may go on
+        together. Otherwise the group is unusable. Return the error of another rank that failed or
+        ended before, if there is one.
+        """
+        return None
+
+    def close(self, reason: str) -> None:
+        """Report that this rank sends no more messages, for this reason. The group is unusable."""
+        self.unusable = self.unusable or RuntimeError(f"this rank of the group failed: {reason}")
+
+    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - nothing to wait for here
+        """Set how many seconds this rank waits for other ranks."""
+
+
+class Echo(Messenger):
+    """Messages of ranks that all send the same, such as a rank alone."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        return [message] * self.size
+
+
+def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:
+    """Return the error of a rank that waited `seconds` for `peers` in vain."""
+    return RankLate(f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s")
+
+
+def name_ranks(peers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
