@@ -206,7 +206,7 @@ def test_ranges_that_cannot_be_skipped_any_more_are_refused(settings, tmp_path):
     ):
         with pytest.raises(ranks.RankError, match=message):
             train(settings, skip_data=given)
-    with pytest.raises(ValueError, match="--skip-data 6:9 overlaps 7:8, which the checkpoint says"):
+    with pytest.raises(ValueError, match="6:9 overlaps 7:8, which the checkpoint skips"):
         Skips(((7, 8),)).with_range((6, 9), 4, 100)
 
 
