@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask
+from bmt_burst import Layout
 from bmt_burst.adapters import batch
 
 
@@ -43,8 +43,6 @@ def test_masks_equal_their_definition(seed):
     if "span" in marks:
         expected &= marks["span"].unsqueeze(1) == marks["span"]
     mask = row.visible(causal, padding_sees)
-    if mask is None:
-        mask = (Mask.causal if causal else Mask.full)(tokens)
     assert mask.dense().equal(expected)
     assert row.valid == tuple(
         span for span, [kept] in batch._split_at_changes(valid.long()) if kept

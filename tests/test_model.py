@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.huggingface import HFWeights, config_from_hf, config_to_hf, save_weights
+from tests.helpers import ROOT
 from train.data.tokenizer import ByteTokenizer
 from train.generate import generate
 from train.generate import main as generate_main
@@ -358,3 +361,12 @@ def test_generate_refuses_in_a_line(option, value, message, capsys):
     said = capsys.readouterr().err
     assert said.startswith(f"generate.py: {message}")
     assert said.count("\n") == 1
+
+
+def test_cpm_live_and_adapters_are_imported_only_if_they_are_used():
+    lazy = "models.cpm_", "bmt_burst.adapters"
+    program = (
+        "import sys, bmt_burst, models.cpm, models.huggingface\n"
+        f"assert not [name for name in sys.modules if name.startswith({lazy})]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

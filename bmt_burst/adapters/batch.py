@@ -107,13 +107,16 @@ class Row:
         """
         return torch.arange(self.layout.seq_len) if self.mask is None else self.mask.positions()
 
-    def visible(self, causal: bool, padding_sees: bool) -> Mask | None:
-        """Return the mask that was given, or that follows from padding, context and spans. None
-        without any of these.
+    def visible(self, causal: bool, padding_sees: bool) -> Mask:
+        """Return the mask that was given, or that follows from padding, context and spans.
+
+        Tokens see all tokens before them if `causal`, otherwise all. No token sees padding. If
+        `padding_sees`, padding sees as a token in its place would. With a context it sees nothing.
         """
-        plain = len(self.kinds) == 1 and self.kinds[0].valid and not self.with_context
-        if plain or self.mask is not None:
+        if self.mask is not None:
             return self.mask
+        if len(self.kinds) == 1 and self.kinds[0].valid and not self.with_context:
+            return plain_mask(self.layout.seq_len, causal)
         return _make_mask(self.kinds, self.layout.seq_len, self.with_context, causal, padding_sees)
 
 
@@ -133,29 +136,18 @@ class Batch:
         return parts[0] if len(parts) == 1 else torch.stack(parts)
 
     def mask_options(self, causal: bool, padding_sees: bool) -> dict[str, Any]:
-        """Return options of burst_attn_func: layout, and causal or mask.
-
-        Without a mask or padding, tokens see all tokens before them if `causal`, otherwise all. No
-        token sees padding. If `padding_sees`, padding sees as a token in its place would. With a
-        context it sees nothing.
-        """
-        layout = _join_rows([row.layout for row in self.rows])
-        if all(row.visible(causal, padding_sees) is None for row in self.rows):
-            return {"causal": causal, "layout": layout}
-        return {"mask": _join_rows(self._masks(causal, padding_sees)), "layout": layout}
+        """Return options of burst_attn_func: the layout and the visible pairs of each row."""
+        return self._options("mask", [row.visible(causal, padding_sees) for row in self.rows])
 
     def score_options(
         self, causal: bool, padding_sees: bool, scores: Callable[[Row, Mask], Scores]
     ) -> dict[str, Any]:
-        """Return options of burst_attn_func: layout, and the scores of each row and its mask."""
-        masks = self._masks(causal, padding_sees)
-        rows = [scores(row, mask) for row, mask in zip(self.rows, masks, strict=True)]
-        return {"scores": _join_rows(rows), "layout": _join_rows([x.layout for x in self.rows])}
+        """Return options of burst_attn_func: the layout and the scores of each row and its mask."""
+        found = [scores(row, row.visible(causal, padding_sees)) for row in self.rows]
+        return self._options("scores", found)
 
-    def _masks(self, causal: bool, padding_sees: bool) -> list[Mask]:
-        plain = plain_mask(self.rows[0].layout.seq_len, causal)
-        masks = [row.visible(causal, padding_sees) for row in self.rows]
-        return [plain if mask is None else mask for mask in masks]
+    def _options(self, name: str, values: list[Any]) -> dict[str, Any]:
+        return {name: _join_rows(values), "layout": _join_rows([row.layout for row in self.rows])}
 
 
 def agree_on_batch(

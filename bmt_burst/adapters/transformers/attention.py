@@ -12,7 +12,7 @@ from ...attention import burst_attn_func
 from ...base.compiled import not_compiled
 from ...base.dtypes import accumulator_dtype
 from ...calls.refusal import refuse_call
-from ...nn import limit_masks, plain_mask
+from ...nn import limit_masks
 from ...sparse.config import InfLLMV2
 from ...sparse.memory import Choices
 
@@ -23,7 +23,7 @@ class ForwardContext:
     """The argument that layers get instead of a mask. It is not a dataclass, since wrappers would
     rebuild it to move its tensors.
 
-    options      options of burst_attn_func, with a mask or causal=True
+    options      options of burst_attn_func, with a mask
     seq_len      S
     num_targets  the number of targets in the whole batch, an int64 scalar; 0 without labels
     choices      the blocks that sparse layers chose, for recomputations, if these get the same
@@ -46,8 +46,7 @@ class ForwardContext:
         """
         if window is None or window >= self.seq_len:
             return self.options
-        mask = self.options.get("mask", plain_mask(self.seq_len))
-        return self.options | {"causal": False, "mask": limit_masks(mask, window)}
+        return self.options | {"mask": limit_masks(self.options["mask"], window)}
 
 
 @not_compiled
