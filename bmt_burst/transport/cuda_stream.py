@@ -22,7 +22,7 @@ class CudaStream:
     """A CUDA stream. Operations that the driver refuses raise RuntimeError."""
 
     def __init__(self, stream: torch.cuda.Stream):
-        self.stream = stream
+        self.stream, self.handle = stream, ctypes.c_void_p(stream.cuda_stream)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         # Torch copies contiguous memory of one dtype with cudaMemcpyAsync, also to memory of a peer
@@ -50,11 +50,11 @@ class CudaStream:
         if not flags:
             return
         value %= 1 << 32  # compared as a cyclic number: -1 is less than 0
-        operations = (_Operation * len(flags))(
-            *(_Operation(operation, flag.data_ptr(), value) for flag in flags)
-        )
-        handle = ctypes.c_void_p(self.stream.cuda_stream)
-        status = _driver().cuStreamBatchMemOp_v2(handle, len(flags), operations, 0)
+        # The driver reads the array before it returns, and one thread at a time makes deliveries.
+        operations = _operations(operation, *[flag.data_ptr() for flag in flags])
+        for each in operations:
+            each.value = value
+        status = _driver().cuStreamBatchMemOp_v2(self.handle, len(flags), operations, 0)
         if status:
             raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {status}")
 
@@ -65,6 +65,7 @@ class CudaStreams:
     def __init__(self) -> None:
         self.index = torch.cuda.current_device()
         self.thread = _Thread()
+        self.known: dict[int, CudaStream] = {}  # by handle
 
     def make(self) -> CudaStream:
         """Make a new stream. Copies of a GPU to itself are kernels: without a higher priority they
@@ -77,7 +78,11 @@ class CudaStreams:
         if not self.thread.has_context:
             torch.cuda.Event().record()  # CUDA makes the context of the GPU the thread's own
             self.thread.has_context = True
-        return CudaStream(torch.cuda.current_stream(self.index))
+        handle = torch._C._cuda_getCurrentRawStream(self.index)
+        found = self.known.get(handle)
+        if found is None:
+            found = self.known[handle] = CudaStream(torch.cuda.current_stream(self.index))
+        return found
 
 
 class _Thread(threading.local):
@@ -99,6 +104,13 @@ class _Operation(ctypes.Structure):
         ("alias", ctypes.c_uint64),
         ("padding", ctypes.c_uint64),
     ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _operations(operation: int, *addresses: int) -> ctypes.Array[_Operation]:
+    """Return operations on flags. Deliveries repeat them with other values."""
+    made = [_Operation(operation, address) for address in addresses]
+    return (_Operation * len(made))(*made)
 
 
 @functools.cache
