@@ -218,6 +218,18 @@ def value_heads_table(rows: list[Row]) -> str:
     return table([*header, "fwd+bwd", "fwd+bwd, padded", "faster"], lines)
 
 
+def compare_table(rows: list[Row]) -> str:
+    """Format what a change costs or gains, and the noise of both sides."""
+    columns: dict[str, Column] = {
+        "forward and backward": "case",
+        "before ms": lambda row: row["ms"]["before"],
+        "after ms": lambda row: row["ms"]["after"],
+        "change": lambda row: f"{100 * row['change']:+.1f}%",
+        "noise": lambda row: f"{100 * max(row['noise'].values()):.1f}%",
+    }
+    return list_rows(rows, "compare", columns)
+
+
 TABLES = {
     "Scores with a bias, compared with the same pairs without one": bias_table,
     "USP: TFLOP/s of forward and backward": usp_table,
@@ -230,6 +242,7 @@ TABLES = {
     "Where the time goes: ms": timeline_table,
     "Host time of a call: ms": host_time_table,
     "Power": power_table,
+    "A change": compare_table,
     "A new mask's plan, on the host": planning_table,
     "Work of the busiest rank above the mean: %": balance_table,
     "Memory after many masks": memory_table,

@@ -76,6 +76,12 @@ SECTIONS = {
         "nvidia-smi",
         "samples of a second above 500 W",
     ),
+    "compare-*-mechanisms*": Section(
+        "time",
+        "What mechanisms gain that were removed",
+        "bench/compare.py",
+        "medians of four to six rounds; mechanisms.md says what was removed",
+    ),
     "sparse-*": Section("sparse", "Sparse and dense attention", "bench/sparse.py"),
     "longest-*": Section(
         "sparse",

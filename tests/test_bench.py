@@ -507,6 +507,17 @@ def test_training_benchmark(tmp_path, monkeypatch):
     assert shown in other_tables.training_table([row])
 
 
+@on_cpus
+def test_two_checkouts_are_compared(tmp_path):
+    [row] = measure(2, f"compare.py --before {ROOT} --tokens-per-gpu 32", tmp_path)
+    assert len(row["rounds"]["before"]) == len(row["rounds"]["after"]) == 6
+    assert row["change"] == pytest.approx(row["ms"]["after"] / row["ms"]["before"] - 1)
+    command = f"compare.py --before {tmp_path} --tokens-per-gpu 32"
+    output = ["--output", tmp_path / "none.jsonl"]
+    code, said = run_script(1, f"bench/{command.split()[0]}", *command.split()[1:], *output)
+    assert code and "expected a checkout with" in said
+
+
 def test_the_stop_of_a_save_is_what_the_next_step_takes_longer():
     """Steps take 2 s, the first one and the one after the save 9 s."""
     at = [0.0, 9.0, 11.0, 13.0, 22.0, 24.0]
