@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bench import live_rows, masks
 from bmt_burst import Layout, Mask, Scores, SequenceParallel, Transport, burst_attn_func, kernels
+from bmt_burst.bias.kernels import pick as pick_biased
 from bmt_burst.spec import Spec
 from bmt_burst.transport.torch_dist import TorchTransport
 
@@ -302,4 +303,4 @@ def kernel_name(case: Case, device: torch.device, dtype: torch.dtype, biased: bo
     spec = Spec(case.head_dim**-0.5)
     k = q[:, :, : case.kv_heads]
     kernel = kernels.pick(case.kernel, q, k, spec)
-    return (kernels.pick_biased(kernel, q, k, spec) if biased else kernel).name
+    return (pick_biased(kernel, q, k, spec) if biased else kernel).name

@@ -1,6 +1,7 @@
 """The functions of attention: burst_attn_func, its packed variants, and burst_attn_varlen_func.
 
 Each takes its options one by one and passes them to `calls.call.attend` as one `Options`.
+Overloads tell type checkers what return_lse returns.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from typing import (
     Any,
     Literal,
     ParamSpec,
-    Protocol,
     TypedDict,
     TypeVar,
     Unpack,
-    cast,
     overload,
 )
 
@@ -44,55 +43,67 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class Keywords(TypedDict, total=False):
-    """Keyword arguments of the functions here, beside return_lse, for type checkers."""
+class SharedKeywords(TypedDict, total=False):
+    """Keyword arguments that all functions here take, beside return_lse, for type checkers."""
 
-    softmax_scale: float | None
     flash: str
     causal: bool
-    window: int | None
     optimize_bwd_comm: bool
     deterministic: bool
     process_group: Group | None
     double_group: Sequence[Group | None]
-    mask: Masks | None
-    layout: Layouts
     strategy: str
     backward: str
     group_bytes: int
-    scores: AllScores | None
-    bias: Tensor | None
     softcap: float | None
     sinks: Tensor | None
     sparse: InfLLMV2 | None
     choose_by: tuple[Tensor, Tensor] | None
 
 
-class AttentionFunction(Protocol):
-    """The functions here as type checkers see them: return_lse says what they return."""
+class Keywords(SharedKeywords, total=False):
+    """Keyword arguments of burst_attn_func and its packed variants."""
 
-    @overload
-    def __call__(
-        self, *args: Any, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords]
-    ) -> Tensor: ...
-
-    @overload
-    def __call__(
-        self, *args: Any, return_lse: Literal[True], **keywords: Unpack[Keywords]
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def __call__(
-        self, *args: Any, return_lse: bool, **keywords: Unpack[Keywords]
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    mask: Masks | None
+    layout: Layouts
+    scores: AllScores | None
+    bias: Tensor | None
 
 
-def _typed(function: Callable[..., Any]) -> AttentionFunction:
-    """Return `function`, with types by return_lse."""
-    return cast(AttentionFunction, function)
+class VarlenKeywords(SharedKeywords, total=False):
+    """Keyword arguments of burst_attn_varlen_func."""
+
+    window: int | None
+    layout: str | Layout
 
 
-@_typed
+def _overloaded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, of which type checkers see only the overloads."""
+    return function
+
+
+@overload
+def burst_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def burst_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def burst_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@_overloaded
 @not_compiled
 @refuse_wrong_arguments
 def burst_attn_func(
@@ -235,7 +246,27 @@ def _show_options(function: Callable[Parameters, Result]) -> Callable[Parameters
     return function
 
 
-@_typed
+@overload
+def burst_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def burst_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def burst_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @not_compiled
 @refuse_wrong_arguments
 @_show_options
@@ -251,7 +282,27 @@ def burst_attn_kvpacked_func(
     return result
 
 
-@_typed
+@overload
+def burst_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def burst_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def burst_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @not_compiled
 @refuse_wrong_arguments
 @_show_options
@@ -289,7 +340,31 @@ def _unpack(
         refuse_arguments(error, signature, args, keywords)
 
 
-@_typed
+@overload
+def burst_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor,
+    softmax_scale: float | None = ..., *options: Any,
+    return_lse: Literal[False] = ..., **keywords: Unpack[VarlenKeywords],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def burst_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor,
+    softmax_scale: float | None = ..., *options: Any,
+    return_lse: Literal[True], **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def burst_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor,
+    softmax_scale: float | None = ..., *options: Any,
+    return_lse: bool, **keywords: Unpack[VarlenKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@_overloaded
 @not_compiled
 @refuse_wrong_arguments
 def burst_attn_varlen_func(

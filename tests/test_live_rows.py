@@ -30,6 +30,7 @@ from train.cpm_live.rows import AntRows, BeeRows, bee_row
 from train.data.folder import TokenFile
 from train.data.tokenizer import load_tokenizer
 from train.run import resume
+from train.run.checks import check_strategy
 from train.run.config import TrainConfig
 from train.run.kinds import config_of, kind_of
 
@@ -182,9 +183,9 @@ def test_a_run_does_not_continue_with_other_instances(tmp_path, model, before, a
 def test_a_strategy_without_biases_is_refused_before_training(bee_folder):
     file = InstanceFile(bee_folder / "train", "cpm-bee")
     rows = BeeRows(file, PRESETS["cpm-bee-tiny"], int(file.all.lengths.max()), 0)
-    config = TrainConfig(strategy="plain-ring")
-    with pytest.raises(ValueError, match=r"--strategy plain-ring, .*: it does not support a bias"):
-        config.check_strategy(1, rows.read(0).scores)
+    message = r"--strategy plain-ring, .*: it supports dense attention only, not a bias"
+    with pytest.raises(ValueError, match=message):
+        check_strategy(TrainConfig(strategy="plain-ring"), 1, rows.read(0).scores)
 
 
 def test_instances_that_are_too_long_are_counted(bee_folder, ant_folder):

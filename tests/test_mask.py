@@ -540,7 +540,7 @@ def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, kind, messa
         (
             {"mask": Mask.causal(12)},
             {"mask": [Mask.causal(12), Mask.full(12)]},
-            "masks, layouts or scores by row",
+            "masks or layouts by row",
         ),
         ({"layout": "zigzag"}, {"layout": "striped"}, "layout"),
         (
@@ -551,7 +551,7 @@ def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, kind, messa
         (
             {"layout": ["zigzag", "striped"], "mask": Mask.full(12)},
             {"layout": "zigzag", "mask": Mask.full(12)},
-            "masks, layouts or scores by row",
+            "masks or layouts by row",
         ),
     ],
 )

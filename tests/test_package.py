@@ -9,7 +9,8 @@ from typing import get_overloads
 import pytest
 
 from bmt_burst import burst_attn_func, burst_attn_varlen_func
-from bmt_burst.calls.options import Keywords, Options, VarlenKeywords
+from bmt_burst.attention import Keywords, VarlenKeywords
+from bmt_burst.calls.options import Options
 from tests.helpers import ROOT
 
 
@@ -91,11 +92,10 @@ def test_a_type_checker_finds_wrong_arguments(tmp_path):
 def test_options_are_those_of_the_signatures():
     """A new option stands in the signature, in `Options` and in the keywords of overloads."""
     shown = inspect.signature(burst_attn_func).parameters
-    keywords = {name for name, x in shown.items() if x.kind is x.KEYWORD_ONLY} - {"return_lse"}
-    assert keywords == set(Keywords.__annotations__)
-    tensors_and_groups = {"q", "k", "v", "bias", "sinks", "process_group", "double_group"}
-    tensors_and_groups.add("choose_by")
-    assert set(shown) - tensors_and_groups == set(Options._fields)
+    own = {"q", "k", "v", "softmax_scale", "return_lse"}
+    assert set(shown) - own == set(Keywords.__annotations__)
+    tensors_and_groups = {"q", "k", "v", "sinks", "process_group", "double_group"}
+    of_extensions = {"scores", "bias", "sparse", "choose_by"}
+    assert set(shown) - tensors_and_groups - of_extensions == set(Options._fields)
     shown = inspect.signature(burst_attn_varlen_func).parameters
-    keywords = {name for name, x in shown.items() if x.kind is x.KEYWORD_ONLY} - {"return_lse"}
-    assert keywords == set(VarlenKeywords.__annotations__)
+    assert set(shown) - own - {"cu_seqlens"} == set(VarlenKeywords.__annotations__)

@@ -29,7 +29,7 @@ def test_steps_are_profiled_and_their_time_is_shown(settings, tmp_path, alone, c
     assert "aten::mm" in names
     assert f"traces of all ranks: {tmp_path}/run/profile/steps_2-3_rank_*.json.gz" in said
     rows = said[said.index("phase ") :]
-    for name in ("forward ", "backward ", "BurstAttention ", "others "):
+    for name in ("forward ", "backward ", "PlannedAttention ", "others "):
         assert name in rows
     assert said.count("profile of steps") == 1
 

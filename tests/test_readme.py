@@ -141,7 +141,7 @@ OTHERS = """--nodes --ntasks-per-node --gpus-per-node --nnodes --nproc-per-node 
 def test_every_option_of_pretraining_that_they_name_is_one():
     scripts = ("prepare_data", "export", "generate", "make_vocabulary", "evaluate")
     texts = [(ROOT / f"train/{name}.py").read_text() for name in scripts]
-    texts.append((ROOT / "bmt_burst/doctor.py").read_text())
+    texts.append((ROOT / "train/data/find.py").read_text())
     ours = set(re.findall(r"\"(--[a-z-]+)\"", "".join(texts)))
     ours |= {"--config", "--help", "--stages", "--dry-run"}
     for field in dataclasses.fields(TrainConfig):

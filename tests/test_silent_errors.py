@@ -11,7 +11,7 @@ from torch.nn import functional
 from bmt_burst import Layout, Mask, SequenceParallel, Slice
 from bmt_burst.calls import autograd
 from bmt_burst.merging import plain
-from bmt_burst.strategies import selected
+from bmt_burst.sparse import plan
 from tests.helpers import ROOT
 
 PAGE = ROOT / "docs/silent-errors.md"
@@ -138,14 +138,14 @@ def gradients_of_lse_are_added_to_delta(_names, monkeypatch):
 
 
 def compressed_keys_cross_borders(_names, monkeypatch):
-    cut = selected._cut_spans
+    cut = plan._cut_spans
 
     def naive(parts, span):
         for part, (first, last) in cut(parts, span):
             earlier = part[0] > 0
             yield part, (first - earlier, last - earlier)
 
-    monkeypatch.setattr(selected, "_cut_spans", naive)
+    monkeypatch.setattr(plan, "_cut_spans", naive)
 
 
 @replaced("burst_attn_func")

@@ -125,17 +125,17 @@ def test_every_visible_pair_is_in_one_tile_and_one_kernel_call(part, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("gap", "row", "spans"),
+    ("gap", "most", "spans"),
     [
-        (700, 1, ((0, 1700),)),
-        (700, None, ((0, 500), (1200, 1700))),
-        (800, 1, ((0, 500), (1300, 1800))),
+        (700, 0.75, ((0, 1700),)),
+        (700, 0.0, ((0, 500), (1200, 1700))),
+        (800, 0.75, ((0, 500), (1300, 1800))),
     ],
 )
-def test_only_calls_with_a_bias_include_long_gaps(gap, row, spans):
+def test_only_calls_that_may_include_long_gaps(gap, most, spans):
     """Of 1000 tokens in two tiles, up to 750 in the gap."""
     first, second = (0, 500), (500 + gap, 1000 + gap)
-    [found] = kernel_calls([(x, x, 0, None) for x in (first, second)], row)
+    [found] = kernel_calls([(x, x, 0, None) for x in (first, second)], None, most)
     assert (found.q_spans, found.kv_spans) == (spans, spans)
     places = (first, second) if len(spans) == 1 else (first, (500, 1000))
     assert found.call.tiles == tuple((x, x) for x in places)

@@ -78,13 +78,17 @@ class Fa4Kernel(Kernel):
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
+    def cuts(self, q: Tensor) -> bool:
+        """Whether a call is computed in parts."""
+        return q.numel() > _MOST_ENTRIES
+
     def forward(self, q, k, v, call, spec):
-        if q.numel() > _MOST_ENTRIES:
+        if self.cuts(q):
             return self.forward_in_parts(q, k, v, call, spec)
         return forward(q, k, v, call, spec)
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        if q.numel() > _MOST_ENTRIES:
+        if self.cuts(q):
             return self.backward_in_parts(dout, q, k, v, out, lse, delta, call, spec)
         return backward(dout, q, k, v, out, lse, delta, call, spec)
 

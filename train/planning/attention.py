@@ -33,13 +33,13 @@ class _Kernel(Fa4Kernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return None
 
-    def forward(self, q, k, v, call, spec, bias=None):
-        if self.cuts(q, bias):
+    def forward(self, q, k, v, call, spec):
+        if self.cuts(q):
             return self.forward_in_parts(q, k, v, call, spec)
         return torch.empty_like(q), _rows(q)
 
-    def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias=None):
-        if self.cuts(q, bias):
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        if self.cuts(q):
             return self.backward_in_parts(dout, q, k, v, out, lse, delta, call, spec)
         working = [q.new_empty(q.shape, dtype=torch.float32), _rows(q), _rows(q)]
         if q.shape[2] != k.shape[2]:  # gradients of keys that several heads share are summed wide
