@@ -120,10 +120,10 @@ def test_hosts_have_the_tokens_of_their_ranks_in_rising_order(size, name):
             tokens = HostTokens(hosts, host)
             assert tokens.is_sorted == (name != "striped")
             for rank, spans in zip(ranks, tokens.spans, strict=True):
-                places = [torch.arange(b - a) + at for (a, b), at in spans]
-                [x] = tokens.sort([torch.arange(tokens.total).view(1, -1, 1, 1)])
+                places = [torch.arange(*at) for _, at in spans]
+                x = tokens.sort(torch.arange(tokens.total).view(1, -1, 1))
                 assert x.flatten()[hosts.places(rank)].equal(torch.cat(places))
-                [y] = tokens.unsort([x])
+                y = tokens.unsort(x)
                 assert y.flatten().equal(torch.arange(tokens.total))
 
 

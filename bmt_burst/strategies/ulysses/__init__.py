@@ -41,7 +41,7 @@ from ...ranks.rings import Rings
 from ...sequence.span import length
 from ...transport import ALONE, LANES, Delivery
 from .. import Plan, Problem, Saved, Strategy
-from ..compute import ALL, Keys, QueryGradients
+from ..compute import ALL, Keys, Queries, QueryGradients
 from ..ring import RingPlan
 from .exchange import Field, Returns, Visits
 from .heads import Heads, cut_heads
@@ -142,10 +142,7 @@ class UlyssesPlan(Plan):
         self.heads = [
             Heads.of_rank(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)
         ]
-        most, pairs = -(-sizes.heads // inner), sizes.batch * problem.mask.area // problem.outer
-        rows = sizes.batch * max(map(self.hosts.length, range(problem.outer)))
-        work = most * pairs * sizes.head_size // problem.scoring.host_work
-        cuts = cut_heads(most, ratio, rows, work)
+        cuts = self._cut_heads(ratio)
         self.pieces = [heads.cut(cuts, ratio) for heads in self.heads]
         rings: dict[tuple[int, int], RingPlan] = {}
         self.rings = [
@@ -155,17 +152,15 @@ class UlyssesPlan(Plan):
         in_pieces = sum(length(piece.kv) for pieces in self.pieces for piece in pieces)
         self.shares_kv = in_pieces > sizes.kv_heads
         self.sends_delta = problem.takes_delta
-        q, kv = (
-            Field(False, sizes.head_size, sizes.dtype),
-            Field(True, sizes.head_size, sizes.dtype),
-        )
-        lse = Field(False, 0, accumulator_dtype(sizes.dtype))
+        q = Field(False, sizes.head_size, sizes.dtype)
+        kv, lse = replace(q, kv=True), Field(False, 0, accumulator_dtype(sizes.dtype))
+        kv_grad = replace(kv, is_summed=self.shares_kv)
         facts = sizes.batch, self.tokens, self.pieces
         self.inputs = Visits(self.place, (q, kv, kv), *facts)
         self.results = Returns(self.place, (q, lse), *facts)
-        softmax = (lse, lse) if self.sends_delta else (lse, q)
-        self.backward_inputs = Visits(self.place, (q, kv, kv, q, *softmax), *facts)
-        self.backward_results = Returns(self.place, (q, kv, kv), *facts)
+        sides = q, kv, kv, q, lse, lse if self.sends_delta else q
+        self.backward_inputs = Visits(self.place, sides, *facts)
+        self.backward_results = Returns(self.place, (q, kv_grad, kv_grad), *facts)
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         visit, back = self.inputs.nbytes, self.results.nbytes
@@ -179,15 +174,16 @@ class UlyssesPlan(Plan):
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        between = _between_hosts(rings)
         kept: list[Tensor] = []  # by the rings of all pieces, equally many each
 
         def attend(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-            q, k, v = tensors
             parts: list[tuple[Tensor, ...]] = []
+            q, keys = Queries(tensors[0]), Keys(*tensors[1:])
             for at, kv_at, ring in self.rings[piece]:
-                tensors = q[:, :, at], k[:, :, kv_at], v[:, :, kv_at]
+                q_part, kv = q.part(ALL, at).q, keys.part(ALL, kv_at)
                 own = self._own_heads(inputs, piece, at)
-                out, lse, found = ring.forward(_between_hosts(rings), *tensors, own)
+                out, lse, found = ring.forward(between, q_part, kv.k, kv.v, own)
                 parts.append((out, lse))
                 kept.extend(found)
             return parts
@@ -202,29 +198,23 @@ class UlyssesPlan(Plan):
         q, k, v, out, lse, inputs, kept = saved
         count = len(kept) // max(len([*self._all_rings()]), 1)
         of_rings = iter([kept[i : i + count] for i in range(0, len(kept), count or 1)])
-        gradients = tuple(map(torch.zeros_like, inputs))
+        between, gradients = _between_hosts(rings), tuple(map(torch.zeros_like, inputs))
 
         def differentiate(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-            q, k, v, dout, lse, delta_or_out = tensors
-            queries = (
-                QueryGradients(q, dout, lse, delta=delta_or_out)
-                if self.sends_delta
-                else QueryGradients(q, dout, lse, delta_or_out)
-            )
+            q, k, v, dout, lse, last = tensors
+            out, delta = (None, last) if self.sends_delta else (last, None)
+            queries, keys = QueryGradients(q, dout, lse, out, delta), Keys(k, v)
             parts: list[tuple[Tensor, ...]] = []
             for at, kv_at, ring in self.rings[piece]:
-                sides = queries.part(ALL, at), Keys(k[:, :, kv_at], v[:, :, kv_at])
+                sides = queries.part(ALL, at), keys.part(ALL, kv_at)
                 own = self._own_heads(inputs, piece, at)
-                *grads, shares = ring.differentiate(
-                    _between_hosts(rings), *sides, own, next(of_rings, ())
-                )
+                *grads, shares = ring.differentiate(between, *sides, own, next(of_rings, ()))
                 parts.append(tuple(grads))
                 for into, share in zip(self._own_heads(gradients, piece, at), shares, strict=True):
                     into.copy_(share)
             return parts
 
-        delta = QueryGradients(q, dout, lse, out).get_delta() if self.sends_delta else None
-        sides = (q, k, v, dout, lse, out if delta is None else delta)
+        last = QueryGradients(q, dout, lse, out).get_delta() if self.sends_delta else out
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (
             torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
@@ -232,9 +222,8 @@ class UlyssesPlan(Plan):
             else torch.empty(x.shape, dtype=x.dtype, device=x.device)
             for x in (k, v)
         )
-        self._run(
-            rings, self.backward_inputs, sides, differentiate, self.backward_results, (dq, dk, dv)
-        )
+        visits, returns = self.backward_inputs, self.backward_results
+        self._run(rings, visits, (q, k, v, dout, lse, last), differentiate, returns, (dq, dk, dv))
         return dq, dk.to(k.dtype), dv.to(v.dtype), gradients
 
     def _run(
@@ -251,41 +240,29 @@ class UlyssesPlan(Plan):
         While a piece is computed, the next one's inputs are received and the results of the one
         before are returned. See docs/design.md for the reason why streams do not deadlock.
         """
-        ring, device = rings.inner, inputs[0].device
-        there = [visits.start(ring, 0, inputs, device)]
+        ring, rows, into = rings.inner, visits.to_rows(inputs), returns.to_rows(results)
+        there = [visits.start(ring, 0, rows)]
         back: list[Delivery] = []
         try:
-            for piece in range(visits.count):
-                if piece + 1 < visits.count:
-                    there.append(visits.start(ring, piece + 1, inputs, device))
+            for piece, head_rings in enumerate(self.rings):
+                if piece + 1 < len(self.rings):
+                    there.append(visits.start(ring, piece + 1, rows))
                 visit = there.pop(0)
                 try:
                     visit.wait()
-                    parts = compute(piece, visits.received(piece, visit))
+                    # copies, so that the slot is free while they are computed
+                    tensors = visits.receive(piece, visit, rows) if head_rings else []
                 finally:
                     visit.release()
+                parts = compute(piece, tensors) if head_rings else []
                 if back:
-                    self._unload(returns, piece - 1, back.pop(), results)
-                back.append(returns.start(ring, piece, parts, device))
-            self._unload(returns, visits.count - 1, back.pop(), results)
+                    _unload(returns, piece - 1, back.pop(), into)
+                back.append(returns.start(ring, piece, parts, into))
+            _unload(returns, len(self.rings) - 1, back.pop(), into)
         finally:
             for delivery in (*there, *back):
                 delivery.wait()
                 delivery.release()
-
-    def _unload(
-        self, returns: Returns, piece: int, delivery: Delivery, results: Sequence[Tensor]
-    ) -> None:
-        """Copy the results of a piece to their heads, or add them up where ranks share kv heads."""
-        delivery.wait()
-        for heads, tensors in returns.received(piece, delivery):
-            for field, x, result in zip(returns.fields, tensors, results, strict=True):
-                into = field.by_token(result)[:, :, slice(*field.heads(heads))]
-                if field.kv and self.shares_kv:
-                    into.add_(x)
-                else:
-                    into.copy_(x)
-        delivery.release()
 
     def __str__(self) -> str:
         """Show which rank gets which heads."""
@@ -307,6 +284,13 @@ class UlyssesPlan(Plan):
                 lines += [f"between hosts, of head ring {number}:", *str(each.ring).splitlines()]
         return "\n".join(lines)
 
+    def _cut_heads(self, ratio: int) -> tuple[int, ...]:
+        problem, sizes = self.problem, self.problem.sizes
+        most, pairs = -(-sizes.heads // problem.inner), problem.mask.area // problem.outer
+        rows = sizes.batch * max(map(self.hosts.length, range(problem.outer)))
+        work = most * sizes.batch * pairs * sizes.head_size // problem.scoring.host_work
+        return cut_heads(most, ratio, rows, work)
+
     def _all_rings(self) -> Iterator[HeadRing]:
         return itertools.chain.from_iterable(self.rings)
 
@@ -325,9 +309,14 @@ class UlyssesPlan(Plan):
 
     def _own_heads(self, inputs: tuple[Tensor, ...], piece: int, at: slice) -> tuple[Tensor, ...]:
         """Return views of a scoring's inputs, or of their gradients, for some heads of a piece."""
-        first = self.pieces[self.place][piece].q[0]
-        heads = slice(first + at.start, first + at.stop)
-        return self.problem.scoring.select_heads(inputs, heads)
+        heads = range(self.problem.sizes.heads)[slice(*self.pieces[self.place][piece].q)][at]
+        return self.problem.scoring.select_heads(inputs, slice(heads.start, heads.stop))
+
+
+def _unload(returns: Returns, piece: int, delivery: Delivery, results: Sequence[Tensor]) -> None:
+    delivery.wait()
+    returns.receive(piece, delivery, results)
+    delivery.release()
 
 
 def _between_hosts(rings: Rings) -> Rings:

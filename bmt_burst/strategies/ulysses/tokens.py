@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...base.streams import current_stream, send_to_device
-from ...sequence.layout import Layout
-from ...sequence.span import Span
+from ...sequence.layout import Layout, Run
+from ...sequence.span import Span, length, shifted
 
-# runs of a rank's positions; more messages take longer to enqueue than kernels that sort
-_MOST_COPIED_RUNS = 4
+# runs of a rank's positions; views of more take longer to make than kernels that sort
+_MOST_JOINED_RUNS = 4
 
 
 class HostLayout(Layout):
@@ -73,45 +73,42 @@ class HostTokens:
         """Whether tokens lie in the order of their positions."""
         runs = [self.hosts.layout.runs(rank) for rank in self.ranks]
         steps = (run.step for run in itertools.chain.from_iterable(runs) if run.length > 1)
-        return all(step == 1 for step in steps) and max(map(len, runs)) <= _MOST_COPIED_RUNS
+        return all(step == 1 for step in steps) and max(map(len, runs)) <= _MOST_JOINED_RUNS
 
     @functools.cached_property
-    def spans(self) -> list[list[tuple[Span, int]]]:
-        """For each rank, spans of its tokens, and where each begins in memory."""
+    def spans(self) -> list[list[tuple[Span, Span]]]:
+        """For each rank, spans of its tokens, and their places in memory."""
         if not self.is_sorted:
             starts = itertools.accumulate(self.counts, initial=0)
-            return [[((0, count), at)] for count, at in zip(self.counts, starts, strict=False)]
+            pairs = zip(self.counts, starts, strict=False)
+            return [[((0, count), (at, at + count))] for count, at in pairs]
         whole = self.hosts.runs(self.host)
         firsts = [run.start for run in whole]
 
-        def place(position: int) -> int:
-            run = whole[bisect.bisect(firsts, position) - 1]
-            return run.offset + position - run.start
+        def place(run: Run) -> tuple[Span, Span]:
+            start, _, _, at = whole[bisect.bisect(firsts, run.start) - 1]
+            span = run.offset, run.offset + run.length
+            return span, shifted(span, at + run.start - start - run.offset)
 
-        return [
-            [((run.offset, run.offset + run.length), place(run.start)) for run in runs]
-            for runs in map(self.hosts.layout.runs, self.ranks)
-        ]
+        return [[*map(place, self.hosts.layout.runs(rank))] for rank in self.ranks]
 
-    def sort(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return tensors (B, N, ...) with tokens in the order of their positions, from those in
-        memory.
-        """
-        return tensors if self.is_sorted else self._permute(tensors, 0)
+    @functools.cached_property
+    def order(self) -> list[tuple[int, Span]]:
+        """All tokens in the order of memory: ranks, counted on this host, and spans of theirs."""
+        found = [(at, rank, span) for rank, spans in enumerate(self.spans) for span, at in spans]
+        return [(rank, span) for _, rank, span in sorted(found) if length(span)]
 
-    def unsort(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return tensors (B, N, ...) as they lie in memory, from those in the order of their
-        positions.
-        """
-        return tensors if self.is_sorted else self._permute(tensors, 1)
+    def sort(self, x: Tensor) -> Tensor:
+        """Return x (B, N, ...) with tokens in the order of their positions, from that of memory."""
+        return x if self.is_sorted else x.index_select(1, self._orders(x.device)[0])
 
-    def _permute(self, tensors: Sequence[Tensor], way: int) -> list[Tensor]:
-        """Return tensors in the order of their positions (`way` 0) or of memory (1)."""
-        if not tensors:
-            return []
-        device, hosts = tensors[0].device, self.hosts
-        order = _orders(hosts.layout, hosts.inner, self.host, device, current_stream(device))[way]
-        return [x.index_select(1, order) for x in tensors]
+    def unsort(self, x: Tensor) -> Tensor:
+        """Return x (B, N, ...) with tokens in the order of memory, from that of their positions."""
+        return x if self.is_sorted else x.index_select(1, self._orders(x.device)[1])
+
+    def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        hosts = self.hosts
+        return _orders(hosts.layout, hosts.inner, self.host, device, current_stream(device))
 
 
 @functools.lru_cache(maxsize=4)  # large on GPUs where every step has a layout of its own
