@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from ... import kernels
 from ...kernels import Kernel
 from ...sequence.tile import KernelCall
 from ...spec import Spec
@@ -23,14 +24,12 @@ _BACKENDS = {
     "reference": "ReferenceTableKernel",
 }
 
-NOT_BOTH = "it does not support a softcap together with a bias"
-
 
 class TableKernel(ABC):
     """Attention as a `Kernel` computes it, with a `CallBias`.
 
     Attributes and methods are those of `Kernel`. scores = scale q k^T + table[row of the pair,
-    head], never with a softcap.
+    head], never with a softcap: `Bias.bind` refuses both.
     """
 
     name: str
@@ -38,13 +37,13 @@ class TableKernel(ABC):
     writes_new_memory: bool = False
     runs_interpreted: bool = False
 
-    @abstractmethod
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         """Return why this kernel cannot compute such inputs with a bias, or None if it can."""
+        return kernels.load(self.name).refuses(spec, q, k)
 
-    @abstractmethod
     def broken(self) -> str | None:
         """Return why the package that it needs is installed but does not work, or None."""
+        return kernels.load(self.name).broken()
 
     @abstractmethod
     def forward(
