@@ -33,9 +33,7 @@ class TableKernel(ABC):
     """
 
     name: str
-    takes_delta: bool = False
     writes_new_memory: bool = False
-    runs_interpreted: bool = False
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         """Return why this kernel cannot compute such inputs with a bias, or None if it can."""
@@ -66,6 +64,8 @@ class TableKernel(ABC):
         bias: CallBias,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute this call's share of dq, dk, dv, and of dtable (R, H) in the table's dtype.
+
+        All kernels accept delta = rowsum(out * dout) instead of out.
 
         dtable is the sum of dS for each row and head, over the visible pairs with that row and over
         B.

@@ -32,7 +32,6 @@ class Fa4TableKernel(TableKernel):
     """FlashAttention-4's functions of variable length, with a function of scores."""
 
     name = "fa4"
-    takes_delta = True
     writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:

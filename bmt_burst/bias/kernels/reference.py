@@ -13,7 +13,6 @@ class ReferenceTableKernel(TableKernel):
     """Attention with a bias written out. It computes and returns fp32, or fp64 for fp64 inputs."""
 
     name = "reference"
-    takes_delta = True
 
     def forward(self, q, k, v, call, spec, bias):
         return forward(q, k, v, call, spec, bias.table[bias.rows()])

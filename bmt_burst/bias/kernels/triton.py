@@ -41,9 +41,7 @@ class TritonTableKernel(TableKernel):
     """The Triton kernel with a bias."""
 
     name = "triton"
-    takes_delta = True
     writes_new_memory = True
-    runs_interpreted = True
 
     def forward(self, q, k, v, call, spec, bias):
         return forward(q, k, v, call, spec, _make_terms(bias))
