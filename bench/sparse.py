@@ -56,7 +56,6 @@ from bench.implementations import Burst, Case
 from bench.machine import Machine
 from bmt_burst import InfLLMV2, Layout, SequenceParallel, init_sequence_parallel
 from bmt_burst.sparse import keep_choices
-from bmt_burst.sparse.blocks import unpack_blocks
 from bmt_burst.transport.simulator import ImaginedRing
 
 _SLOW_MS = 2000.0
@@ -158,7 +157,7 @@ class Choosing:
             forward(self.attention, tensors)
         counts = torch.zeros(2, dtype=torch.float64)
         for chosen in first_run.kept:
-            counts += count_overlap(unpack_blocks(chosen), self.positions, self.case.sparse)
+            counts += count_overlap(chosen.int(), self.positions, self.case.sparse)
         dist.all_reduce(counts)
         return float(counts[0] / counts[1]) if counts[1] else None
 

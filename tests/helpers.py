@@ -219,7 +219,7 @@ def random_bias(
 def moved(bias: CallBias, device: str) -> CallBias:
     """The bias on a device."""
     segments = bias.segments and replace(bias.segments, **_on(bias.segments, device))
-    return replace(bias, **_on(bias, device), segments=segments)
+    return replace(bias, **_on(bias, device), segments=segments, prepared={})
 
 
 def _on(fields: object, device: str) -> dict[str, Tensor]:

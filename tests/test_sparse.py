@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -37,7 +37,7 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.sparse import Choices, choose, keep_choices, memory, torch_far
 from bmt_burst.sparse import cache as cache_module
-from bmt_burst.sparse.blocks import FarBlocks, pack_blocks, unpack_blocks
+from bmt_burst.sparse.blocks import FarBlocks, packed_dtype
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
@@ -54,7 +54,10 @@ SMALL = InfLLMV2(
     topk=3,
     dense_len=-1,
 )
+BY_OTHERS = dataclasses.replace(SMALL, use_nope=True)
 SCORES = Scores.by_distance(Mask.causal(64), torch.zeros(3, dtype=torch.int32))
+KEYS = torch.ones(1, 32, 1, 8, dtype=torch.float64)
+QUERIES = KEYS.expand(1, 32, 2, 8)
 # float64 sums of some hundred terms of about 1
 EXACT = 1e-13
 
@@ -122,7 +125,7 @@ def errors(got, exact, tensors, scale):
     return attention_errors(got, exact, tensors[-1], scale, learned)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_choices_are_those_of_the_definition(seed):
     case = random_case(random.Random(seed))
     q, k, *_ = make_inputs(case, seed)
@@ -137,7 +140,7 @@ def test_choices_are_those_of_the_definition(seed):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ranks_equal_the_definition(size, seed):
     chance = random.Random(10 * seed + size)
     case = random_case(chance)
@@ -216,7 +219,7 @@ def test_documents_of_few_blocks_are_exactly_dense():
     assert max(errors(got, dense, tensors, 8**-0.5).values()) < EXACT
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_calls_of_short_documents_are_dense(seed):
     """Bit for bit, by the longest document of the call, whatever ranks have it."""
     chance = random.Random(seed)
@@ -271,7 +274,7 @@ def choose_on_a_rank(ring, layout, q, k, mask):
     for span_bytes in (0, 5000, 1 << 30):
         plan = SparsePlan(problem, SMALL, ring.rank, strategies.load("ring"), span_bytes)
         plan.reserve(rings, q.device, with_backward=False)
-        found.append(unpack_blocks(plan.choose(rings, q, k)))
+        found.append(plan.choose(rings, q, k).int())
     assert found[0].equal(found[1])
     assert found[0].equal(found[2])
     return found[0]
@@ -297,13 +300,12 @@ def test_the_choice_is_the_same_on_any_ranks_bit_for_bit(dtype):
         assert got.equal(alone[..., : SMALL.topk]), (size, name)
 
 
-@pytest.mark.parametrize(("most", "width"), [(65535, 2), (65536, 4)])
-def test_kept_blocks_are_those_that_were_chosen(most, width):
-    """In half the memory if all numbers have 16 bits."""
-    chosen = torch.tensor([[0, 32767, 32768, most - 1, -1]], dtype=torch.int32)
-    packed = pack_blocks(chosen, most)
-    assert packed.element_size() == width
-    assert unpack_blocks(packed).equal(chosen)
+@pytest.mark.parametrize(("most", "width"), [(32768, 2), (32769, 4)])
+def test_kept_numbers_of_blocks_fit_their_dtype(most, width):
+    """Half the memory is enough if all numbers have 16 bits."""
+    kept = torch.tensor([0, most - 1, -1], dtype=torch.int32).to(packed_dtype(most))
+    assert kept.element_size() == width
+    assert kept.tolist() == [0, most - 1, -1]
 
 
 def test_autocast_does_not_change_the_choice():
@@ -326,15 +328,13 @@ def test_autocast_does_not_change_the_choice():
 
 def test_blocks_may_be_chosen_by_other_queries_and_keys():
     tensors, (other_q, other_k, *_) = random_qkv(1, 64, 2, 1, 8), random_qkv(1, 64, 2, 1, 8, seed=1)
-    sparse = dataclasses.replace(SMALL, use_nope=True)
     q, k, v, _ = tensors
-    got = burst_attn_func(q, k, v, causal=True, sparse=sparse, choose_by=(other_q, other_k))
+    attend = functools.partial(burst_attn_func, q, k, v, causal=True, sparse=BY_OTHERS)
+    got = attend(choose_by=(other_q, other_k))
     by_own = burst_attn_func(q, k, v, causal=True, sparse=SMALL)
     assert not got.equal(by_own)
-    assert got.equal(
-        burst_attn_func(q, k, v, causal=True, sparse=sparse, choose_by=(2 * other_q, other_k / 2))
-    )
-    assert by_own.equal(burst_attn_func(q, k, v, causal=True, sparse=sparse, choose_by=(q, k)))
+    assert got.equal(attend(choose_by=(2 * other_q, other_k / 2)))
+    assert by_own.equal(attend(choose_by=(q, k)))
 
 
 def test_packed_and_varlen_functions_are_sparse_too():
@@ -355,14 +355,26 @@ def test_packed_and_varlen_functions_are_sparse_too():
         ({"mask": Mask.full(64), "causal": False}, "needs causal documents"),
         ({"softcap": 2.0}, "sparse or softcap, got both"),
         ({"sparse": 3}, "sparse must be an InfLLMV2, got int"),
-        ({"sparse": dataclasses.replace(SMALL, use_nope=True)}, "choose_by together with use_nope"),
+        ({"sparse": BY_OTHERS}, "choose_by together with use_nope"),
         ({"choose_by": (torch.ones(1), torch.ones(1))}, "expected queries of choose_by of shape"),
         ({"choose_by": torch.ones(1)}, "choose_by must be a pair of queries and keys, got Tensor"),
         (
             {"scores": SCORES, "bias": torch.zeros(1, 2).double(), "causal": False},
             "sparse or a bias, got both",
         ),
+        (
+            {
+                "sparse": BY_OTHERS,
+                "choose_by": (QUERIES, QUERIES),
+            },
+            r"expected keys of choose_by of shape (1, 32, 1, 8)",
+        ),
+        (
+            {"sparse": BY_OTHERS, "choose_by": (QUERIES, KEYS.long())},
+            "keys of choose_by must be floating point, got torch.int64",
+        ),
         ({"sparse": None}, "ranks differ in sparse"),
+        ({"sparse": dataclasses.replace(SMALL, topk=4)}, "ranks differ in sparse"),
         ({"strategy": "ulysses"}, "ulysses"),
     ],
 )
@@ -379,25 +391,6 @@ def test_wrong_calls_raise_on_all_ranks(options, message):
 
     for said in simulate(2, work):
         assert message in said
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda k: k.expand(1, 32, 2, 8), r"expected keys of choose_by of shape \(1, 32, 1, 8\)"),
-        (Tensor.long, "keys of choose_by must be floating point, got torch.int64"),
-    ],
-)
-def test_wrong_keys_to_choose_by_raise_on_all_ranks(change, message):
-    q, k, v, _ = random_qkv(1, 32, 2, 1, 8)
-    sparse = dataclasses.replace(SMALL, use_nope=True)
-
-    def work(ring):
-        by = (q, k) if ring.rank else (q, change(k))
-        with pytest.raises(ValueError, match=message):
-            burst_attn_func(q, k, v, causal=True, process_group=ring, sparse=sparse, choose_by=by)
-
-    simulate(2, work)
 
 
 @pytest.mark.parametrize(
@@ -462,17 +455,6 @@ def test_threads_with_a_group_each_have_choices_of_their_own():
                 assert all(a.equal(b) for a, b in zip(got, exact, strict=True))
 
 
-def test_ranks_must_agree_on_the_constants():
-    q, k, v, _ = random_qkv(1, 32, 2, 1, 8)
-
-    def work(ring):
-        sparse = dataclasses.replace(SMALL, topk=3 + ring.rank)
-        with pytest.raises(ValueError, match="ranks differ in sparse"):
-            burst_attn_func(q, k, v, causal=True, process_group=ring, sparse=sparse)
-
-    simulate(2, work)
-
-
 @pytest.mark.parametrize(
     ("constants", "message"),
     [
@@ -515,56 +497,33 @@ def chosen(monkeypatch):
     return record_choices(monkeypatch)
 
 
-def test_checkpointing_keeps_the_choice(chosen):
-    """The recomputation chooses nothing, and gradients are those without checkpointing."""
-    tensors, layout = random_qkv(1, 64, 4, 2, 8), Layout.zigzag(64, 2)
-    *_, dq, dk, dv = attend(layout, tensors, sparse=SMALL)
-    chosen.clear()
-
-    def work(ring):
-        *leaves, dout = (layout.shard(x, ring.rank) for x in tensors)
-        leaves = [x.requires_grad_() for x in leaves]
-        options = {"causal": True, "process_group": ring, "sparse": SMALL, "return_lse": True}
-        results = checkpoint(
-            lambda *qkv: burst_attn_func(*qkv, **options),
-            *leaves,
-            use_reentrant=False,
-            context_fn=keep_choices,
-        )
-        return torch.autograd.grad(results, leaves, (dout, lse_gradient(dout)))
-
-    results = simulate(2, work)
-    for i, exact in enumerate((dq, dk, dv)):
-        assert layout.unshard([r[i] for r in results]).equal(exact)
-    assert len(chosen) == 2  # once on each rank
-
-
 class Residual(torch.nn.Module):
-    """A layer without weights, whose attention keeps its choices."""
+    """A layer without weights, whose attention keeps its choices in `choices`, if any."""
 
     def forward(self, q, k, v, ring, choices):
-        with choices.of(self):
+        with choices.of(self) if choices else contextlib.nullcontext():
             return q + burst_attn_func(q, k, v, causal=True, process_group=ring, sparse=SMALL)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_choices_passed_through_layers_are_kept_in_every_kind_of_checkpointing(
-    use_reentrant, chosen
-):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_reentrant": False},
+        {"use_reentrant": True},
+        {"use_reentrant": False, "context_fn": keep_choices},
+    ],
+)
+def test_choices_are_kept_in_every_kind_of_checkpointing(options, chosen):
     """Of two forwards whose backwards run in either order."""
     layout, layers = Layout.zigzag(64, 2), [Residual(), Residual()]
     tensors = [random_qkv(1, 64, 4, 2, 8, seed=seed) for seed in (0, 1)]
 
     def work(ring, is_checkpointed):
         def forward(q, k, v):
-            choices = Choices()
+            choices = None if "context_fn" in options else Choices()
             for layer in layers:
                 args = q, k, v, ring, choices
-                q = (
-                    checkpoint(layer, *args, use_reentrant=use_reentrant)
-                    if is_checkpointed
-                    else layer(*args)
-                )
+                q = checkpoint(layer, *args, **options) if is_checkpointed else layer(*args)
             return q
 
         parts = [[layout.shard(x, ring.rank) for x in of_one] for of_one in tensors]
@@ -712,12 +671,11 @@ def test_a_key_that_is_not_finite_changes_the_queries_that_chose_it(value):
     q, k, v, _ = random_qkv(1, 90, 4, 2, 8)
     spoilt, at = k.clone(), 14
     spoilt[0, at, 0, 3] = value
-    sparse = dataclasses.replace(SMALL, use_nope=True)  # the choice is by the finite keys
     layout = Layout.zigzag(90, 2)
 
     def work(ring):
         *mine, finite = (layout.shard(x, ring.rank) for x in (q, spoilt, v, k))
-        options = {"sparse": sparse, "choose_by": (mine[0], finite)}
+        options = {"sparse": BY_OTHERS, "choose_by": (mine[0], finite)}
         return burst_attn_func(*mine, causal=True, process_group=ring, **options)
 
     out = layout.unshard(simulate(2, work))[0]
@@ -754,7 +712,7 @@ def test_processes_equal_simulated_ranks():
     [(torch.float32, 2**-18), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)],
     ids=str,
 )
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_other_dtypes_stay_near_the_definition(dtype, bound, seed):
     """The choice is that of the definition. bf16 rounds at 2^-9, fp16 at 2^-12, fp32 at 2^-24, and
     a partial result is rounded once more before it is merged.
@@ -804,8 +762,7 @@ def test_layers_are_sparse_and_generate_sparsely(size):
 
 def test_a_layer_chooses_by_queries_and_keys_before_rotation():
     torch.manual_seed(0)
-    sparse = dataclasses.replace(SMALL, use_nope=True)
-    layer = BurstAttention(32, 4, 2, 8, qk_norm_eps=1e-6, sparse=sparse).double()
+    layer = BurstAttention(32, 4, 2, 8, qk_norm_eps=1e-6, sparse=BY_OTHERS).double()
     torch.nn.init.normal_(layer.q_norm.weight)
     x, (cos, sin) = torch.randn(1, 70, 32, dtype=torch.float64), rope_tables(torch.arange(70), 8)
     q, k, v = (t[0] for t in layer.project(x, cos, sin))

@@ -183,23 +183,26 @@ def _stop(each: _LabelledSpan) -> int:
 def _join_slices(slices: Sequence[Slice]) -> list[Slice]:
     """Return the same pairs in fewer slices.
 
-    Slices side by side are joined if they differ only in their keys, or only in their queries.
+    Neighbouring slices are joined if they differ only in their keys, or only in their queries.
     """
-    by_keys: list[Slice] = []
+    turned = [_turn(s) for s in _join_keys(slices)]
+    return [_turn(s) for s in _join_keys(turned)]
+
+
+def _join_keys(slices: Sequence[Slice]) -> list[Slice]:
+    joined: list[Slice] = []
     for s in sorted(slices, key=lambda s: (s.q, _order_bands(s), s.kv)):
-        last = by_keys[-1] if by_keys else None
+        last = joined[-1] if joined else None
         if last and last.q == s.q and last[2:] == s[2:] and last.kv[1] == s.kv[0]:
-            by_keys[-1] = s._replace(kv=(last.kv[0], s.kv[1]))
+            joined[-1] = s._replace(kv=(last.kv[0], s.kv[1]))
         else:
-            by_keys.append(s)
-    by_queries: list[Slice] = []
-    for s in sorted(by_keys, key=lambda s: (s.kv, _order_bands(s), s.q)):
-        last = by_queries[-1] if by_queries else None
-        if last and last.kv == s.kv and last[2:] == s[2:] and last.q[1] == s.q[0]:
-            by_queries[-1] = s._replace(q=(last.q[0], s.q[1]))
-        else:
-            by_queries.append(s)
-    return by_queries
+            joined.append(s)
+    return joined
+
+
+def _turn(s: Slice) -> Slice:
+    """Exchange queries and keys. The band stays, since it is only compared."""
+    return s._replace(q=s.kv, kv=s.q)
 
 
 def _order_bands(s: Slice) -> tuple[bool, int, int]:

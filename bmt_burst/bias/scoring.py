@@ -31,7 +31,6 @@ from ..base.compiled import fused_on_gpus
 from ..kernels.packed import current_stream, send_to_device
 from ..sequence.gathered_calls import GatheredCall
 from ..sequence.span import Span, hull, in_turn
-from ..spec import Spec
 from ..strategies import Problem
 from ..strategies.compute import Attention, AttentionGradient, Keys, Queries, QueryGradients
 from ..strategies.problem import Part, Scoring
@@ -87,9 +86,6 @@ class TableScoring(Scoring):
             for term in self.scores.terms
         )
 
-    def takes_delta(self, problem: Problem) -> bool:
-        return problem.kernel.takes_delta and self.kernel.takes_delta
-
     def numbers(self, positions: Tensor) -> Tensor:
         return self.scores.tokens(positions)
 
@@ -135,9 +131,7 @@ class TableScoring(Scoring):
     ) -> LearnedBias:
         pairs, distances = _send_lookups(self.scores, device, current_stream(device))
         rows = _shared_rows(problem)
-        return LearnedBias(
-            self.kernel, problem.spec, table, pairs, distances, self.scores.other, rows, row_lse
-        )
+        return LearnedBias(self.kernel, table, pairs, distances, self.scores.other, rows, row_lse)
 
 
 def _shared_rows(problem: Problem) -> tuple[int, ...]:
@@ -177,7 +171,7 @@ def _send_lookups(
 class LearnedBias:
     """A bias that is added to the scores of H heads.
 
-    kernel, spec      compute pairs that do not share a row
+    kernel            computes pairs that do not share a row
     table             (R, H) fp32 or fp64
     pairs, distances  fields of the Scores, on the device
     other             a field of the Scores
@@ -189,7 +183,6 @@ class LearnedBias:
     """
 
     kernel: TableKernel
-    spec: Spec
     table: Tensor
     pairs: Tensor
     distances: Tensor
@@ -217,17 +210,13 @@ class LearnedBias:
         bound: Tensor | None = None,
     ) -> CallBias:
         """Return the bias of a call without one row for all pairs, as kernels take it."""
-        assert query_numbers is not None, "both sides have numbers"
-        assert key_numbers is not None
+        assert query_numbers is not None and key_numbers is not None, "both sides have numbers"
         q_group, q_base, _, q_position = query_numbers
         group, _, segment, position = key_numbers
-        segments = (
-            None
-            if gathered.label.row == BY_DISTANCE
-            else Segments(q_group, q_base, group, segment, self.pairs, self.other)
-        )
-        apart = gathered.label.apart
-        places = q_position, position, self.distances, segments, apart
+        segments = None
+        if gathered.label.row != BY_DISTANCE:
+            segments = Segments(q_group, q_base, group, segment, self.pairs, self.other)
+        places = q_position, position, self.distances, segments, gathered.label.apart
         return CallBias(self.table, *places, bound, self.prepared)
 
     def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
@@ -266,7 +255,7 @@ class BiasedAttention(Attention):
         bias, call, row = self.bias, gathered.call, gathered.label.row
         if not gathered.label.is_one:
             added = bias.of_call(queries.numbers, keys.numbers, gathered)
-            return bias.kernel.forward(queries.q, keys.k, keys.v, call, bias.spec, added)
+            return bias.kernel.forward(queries.q, keys.k, keys.v, call, self.spec, added)
         out, lse = self.kernel.forward(queries.q, keys.k, keys.v, call, self.spec)
         lse = lse + bias.table[row].unsqueeze(-1)
         lse.masked_fill_(lse == torch.inf, torch.nan)  # an infinite row makes the merged out NaN
@@ -305,13 +294,12 @@ class BiasedGradient(AttentionGradient):
         softmax = queries.out, queries.lse, queries.delta
         if not gathered.label.is_one:
             added = bias.of_call(queries.numbers, keys.numbers, gathered, self.bound)
-            *grads, dtable = bias.kernel.backward(dout, q, k, v, *softmax, call, bias.spec, added)
+            *grads, dtable = bias.kernel.backward(dout, q, k, v, *softmax, call, self.spec, added)
             self.dtable.add_(dtable)
             return grads[0], grads[1], grads[2]
         lse = queries.lse - bias.table[row].unsqueeze(-1)
-        dq, dk, dv = self.kernel.backward(
-            dout, q, k, v, queries.out, lse, queries.delta, call, self.spec
-        )
+        softmax = queries.out, lse, queries.delta
+        dq, dk, dv = self.kernel.backward(dout, q, k, v, *softmax, call, self.spec)
         self.dtable[row] += _sum_products(dv, v)
         return dq, dk, dv
 

@@ -186,12 +186,12 @@ class Rings:
         a fixed order, half precision in fp32, and return that dtype.
         """
         inner = self.inner.size
-        for_hosts = _sum_over(self.inner, [parts[place::inner] for place in range(inner)])
-        [total] = _sum_over(self.outer, [[part] for part in for_hosts])
+        for_hosts = sum_over(self.inner, [parts[place::inner] for place in range(inner)])
+        [total] = sum_over(self.outer, [[part] for part in for_hosts])
         return total
 
 
-def _sum_over(ring: Transport, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def sum_over(ring: Transport, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the sums of the tensors that the ranks of a ring have for this one, from those that
     this one has for each.
     """

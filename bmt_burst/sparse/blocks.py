@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, of which 5 bits are a query
-_NONE_16 = (1 << 16) - 1  # the 16 bits of -1
 
 
 @dataclass(frozen=True)
@@ -39,23 +38,6 @@ class FarBlocks:
         return FarBlocks(tokens.masked_fill(~is_far, -1), stops, block_size)
 
 
-def pack_blocks(chosen: Tensor, most: int) -> Tensor:
-    """Return numbers of blocks as they are kept for the backward: in 16 bits if they fit.
-
-    chosen  int32, -1 for none
-    most    the number of blocks of the longest document
-    """
-    return chosen.to(packed_dtype(most), copy=True)
-
-
 def packed_dtype(most: int) -> torch.dtype:
-    """Return the dtype in which numbers of up to `most` blocks are kept."""
-    return torch.int16 if most <= _NONE_16 else torch.int32
-
-
-def unpack_blocks(packed: Tensor) -> Tensor:
-    """Return the int32 numbers that `pack_blocks` packed."""
-    if packed.dtype == torch.int32:
-        return packed
-    blocks = packed.int() & _NONE_16
-    return blocks.masked_fill(blocks == _NONE_16, -1)
+    """Return the dtype in which numbers of up to `most` blocks, and -1, are kept."""
+    return torch.int16 if most <= 1 << 15 else torch.int32

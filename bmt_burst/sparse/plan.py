@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,9 +30,9 @@ from torch import Tensor
 from ..base.streams import send_to_device
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
-from ..sequence.span import Span
+from ..sequence.span import Span, length, overlap
 from ..strategies import Plan, Problem, Saved, Strategy
-from .blocks import FarBlocks, pack_blocks, unpack_blocks
+from .blocks import FarBlocks, packed_dtype
 from .choice import choose_in_document, documents, documents_in, find_longest
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
@@ -50,8 +50,8 @@ class SparsePlan(Plan):
     """The part of one rank in sparse calls of one problem.
 
     Its forward takes the queries and keys by which blocks are chosen, or none to choose by q and k.
-    It keeps the choice (B, S, G, topk): the first blocks of this rank's queries, with all that are
-    far, as `pack_blocks` returns them.
+    It keeps the choice (B, S, G, topk) in `packed_dtype`: the first blocks of this rank's queries,
+    with all that are far.
 
     strategy    computes the windows
     window      the plan of `window_problem`
@@ -136,7 +136,8 @@ class SparsePlan(Plan):
         sums: list[dict[int, list[Tensor]]] = [{start: [] for start, _ in parts} for _ in k]
         for number, span in enumerate(self.spans.spans):
             [whole] = self.spans.gather(rings, [k], number)
-            for (start, _), (first, last) in _cut_spans(parts, span):
+            inside = [(document[0], overlap(document, span)) for document in parts]
+            for start, (first, last) in [each for each in inside if length(each[1])]:
                 for row, of_documents in zip(whole, sums, strict=True):
                     tokens = row[first - span[0] : last - span[0]]
                     of_documents[start].append(sum_strides(tokens, self.sparse))
@@ -177,20 +178,15 @@ class SparsePlan(Plan):
         """Return the far blocks of each row of a choice."""
         starts, stops = (send_to_device(x, chosen.device) for x in self._ends)
         return [
-            FarBlocks.of_choice(unpack_blocks(row), starts, stops, self.sparse.block_size)
-            for row in chosen
+            FarBlocks.of_choice(row.int(), starts, stops, self.sparse.block_size) for row in chosen
         ]
 
     def _pack(self, chosen: Tensor) -> Tensor:
         """Return the chosen blocks that may be far as they are kept, from (S, G, N) int32."""
         # The window's blocks, but for one that is cut, are at the end of a list.
         most = self.sparse.most_blocks - self.sparse.window_blocks
-        return pack_blocks(chosen[..., :most], self._most_blocks)
-
-    @functools.cached_property
-    def _most_blocks(self) -> int:
-        """The number of blocks of the longest document."""
-        return -(-find_longest(self.problem.mask) // self.sparse.block_size)
+        blocks = -(-find_longest(self.problem.mask) // self.sparse.block_size)
+        return chosen[..., :most].to(packed_dtype(blocks), copy=True)
 
     @functools.cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
@@ -209,11 +205,3 @@ def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, 
         while stop - cuts[-1] > most:
             cuts.append(start + (cuts[-1] + most - start) // stride * stride)
     return tuple(itertools.pairwise((*cuts, parts[-1][1])))
-
-
-def _cut_spans(parts: Sequence[Span], span: Span) -> Iterator[tuple[Span, Span]]:
-    """Yield the documents that overlap a span, with the positions that both have."""
-    for start, stop in parts:
-        first, last = max(start, span[0]), min(stop, span[1])
-        if first < last:
-            yield (start, stop), (first, last)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from ... import kernels
 from ...kernels import Kernel
 from ...sequence.tile import KernelCall
 from ...spec import Spec
@@ -23,28 +24,24 @@ _BACKENDS = {
     "reference": "ReferenceTableKernel",
 }
 
-NOT_BOTH = "it does not support a softcap together with a bias"
-
 
 class TableKernel(ABC):
     """Attention as a `Kernel` computes it, with a `CallBias`.
 
     Attributes and methods are those of `Kernel`. scores = scale q k^T + table[row of the pair,
-    head], never with a softcap.
+    head], never with a softcap: `Bias.bind` refuses both.
     """
 
     name: str
-    takes_delta: bool = False
     writes_new_memory: bool = False
-    runs_interpreted: bool = False
 
-    @abstractmethod
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         """Return why this kernel cannot compute such inputs with a bias, or None if it can."""
+        return kernels.load(self.name).refuses(spec, q, k)
 
-    @abstractmethod
     def broken(self) -> str | None:
         """Return why the package that it needs is installed but does not work, or None."""
+        return kernels.load(self.name).broken()
 
     @abstractmethod
     def forward(
@@ -67,6 +64,8 @@ class TableKernel(ABC):
         bias: CallBias,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute this call's share of dq, dk, dv, and of dtable (R, H) in the table's dtype.
+
+        All kernels accept delta = rowsum(out * dout) instead of out.
 
         dtable is the sum of dS for each row and head, over the visible pairs with that row and over
         B.

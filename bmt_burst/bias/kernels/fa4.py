@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ...base.streams import send_to_device
-from ...kernels import installed, load
+from ...kernels import installed
 from ...kernels.fa4 import backward, forward, functions
 from ...kernels.packed import prepare_once
 from ...sequence.span import length
 from ...sequence.tile import KernelCall
 from ...spec import Spec
 from ..call_bias import CallBias, Segments
-from . import NOT_BOTH, TableKernel
+from . import TableKernel
 from .triton import table_gradient
 
 _LARGEST_HEAD = 128
@@ -32,22 +32,16 @@ class Fa4TableKernel(TableKernel):
     """FlashAttention-4's functions of variable length, with a function of scores."""
 
     name = "fa4"
-    takes_delta = True
     writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        if spec.softcap is not None:
-            return NOT_BOTH
         if not installed("flash_attn.cute"):
             return "the package flash-attn-4 is not installed"
         generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-        reason = _refuses_biases(spec, q, k, generation) or load("fa4").refuses(spec, q, k)
+        reason = _refuses_biases(spec, q, k, generation) or super().refuses(spec, q, k)
         if reason is None and not self.broken() and not all(map(_takes_scalars, functions())):
             return "this version of flash-attn-4 lacks aux_scalars, which a bias needs: update it"
         return reason
-
-    def broken(self) -> str | None:
-        return load("fa4").broken()
 
     def forward(self, q, k, v, call, spec, bias):
         return forward(q, k, v, call, spec, _bias_options(bias, call, len(q)))
@@ -83,10 +77,10 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
 
     It gets addresses of tensors. The bias and the call keep these tensors alive.
     """
-    table, distances, biases = bias.prepared.get("fa4", (None, None, None))
-    if table is not bias.table or distances is not bias.distances:
+    if "fa4" not in bias.prepared:
         biases = torch.cat((bias.table[bias.distances], bias.table)).float().T.contiguous()
-        bias.prepared["fa4"] = bias.table, bias.distances, biases
+        bias.prepared["fa4"] = biases
+    biases = bias.prepared["fa4"]
     device, width = biases.device, biases.shape[1]
     if bias.apart is not None and bias.segments is None:
         name = "distances", batch, bias.reach, bias.apart

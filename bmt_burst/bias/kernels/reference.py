@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...kernels import load
 from ...kernels.reference import backward, forward
-from ...spec import Spec
 from ..call_bias import CallBias
-from . import NOT_BOTH, TableKernel
+from . import TableKernel
 
 
 class ReferenceTableKernel(TableKernel):
     """Attention with a bias written out. It computes and returns fp32, or fp64 for fp64 inputs."""
 
     name = "reference"
-    takes_delta = True
-
-    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        return NOT_BOTH if spec.softcap is not None else load("reference").refuses(spec, q, k)
-
-    def broken(self) -> str | None:
-        return None
 
     def forward(self, q, k, v, call, spec, bias):
         return forward(q, k, v, call, spec, bias.table[bias.rows()])

@@ -14,7 +14,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...kernels import load
 from ...kernels.packed import prepare_once, send_to_device
 from ...kernels.triton import (
     Terms,
@@ -29,7 +28,7 @@ from ...kernels.triton import (
 from ...sequence.tile import KernelCall
 from ...spec import Spec
 from ..call_bias import CallBias, dscores_bound
-from . import NOT_BOTH, TableKernel
+from . import TableKernel
 
 _LOG2_E = math.log2(math.e)
 _LARGEST_SUM = 2.0**61  # of 64-bit integers, with room for rounding
@@ -42,15 +41,7 @@ class TritonTableKernel(TableKernel):
     """The Triton kernel with a bias."""
 
     name = "triton"
-    takes_delta = True
     writes_new_memory = True
-    runs_interpreted = True
-
-    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        return NOT_BOTH if spec.softcap is not None else load("triton").refuses(spec, q, k)
-
-    def broken(self) -> str | None:
-        return load("triton").broken()
 
     def forward(self, q, k, v, call, spec, bias):
         return forward(q, k, v, call, spec, _make_terms(bias))
@@ -144,11 +135,9 @@ def _walks_on_host(call: KernelCall, queries: int, keys: int) -> Tensor:
 
 def _make_terms(bias: CallBias) -> Terms:
     """Return the bias as the kernels take it, without the sums of its gradient."""
-    table, of, found = bias.prepared.get("triton", (None, None, None))
-    if table is not bias.table or of is not bias.distances:
-        found = _padded_biases(bias)
-        bias.prepared["triton"] = bias.table, bias.distances, found
-    distances, biases = found
+    if "triton" not in bias.prepared:
+        bias.prepared["triton"] = _padded_biases(bias)
+    distances, biases = bias.prepared["triton"]
     positions = map(_align, (bias.q_position, bias.kv_position))
     found = _terms_module().BiasArguments(
         *positions, distances, biases, len(bias.table), bias.reach + _PADDING
