@@ -39,7 +39,7 @@ from ...base.dtypes import accumulator_dtype
 from ...merging.merge import empty_lse
 from ...ranks.rings import Rings
 from ...sequence.span import length
-from ...transport import ALONE, LANES, Delivery
+from ...transport import ALONE, Delivery
 from .. import Plan, Problem, Saved, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients
 from ..ring import RingPlan
@@ -73,7 +73,7 @@ class USP(Ulysses):
     def plan(self, problem: Problem, rank: int) -> Plan:
         """Return the part of `rank`. Hosts of one rank share no heads, so they are just a ring."""
         is_ring = problem.inner == 1 < problem.outer
-        return RingOfHosts(problem, rank) if is_ring else UlyssesPlan(problem, rank)
+        return RingPlan(problem, rank) if is_ring else UlyssesPlan(problem, rank)
 
     def refuses(self, problem: Problem) -> str | None:
         layout, is_grid = problem.layout, problem.inner > 1 and problem.outer > 1
@@ -84,32 +84,6 @@ class USP(Ulysses):
                 f"{layout.name} layout: choose another layout"
             )
         return None
-
-
-class RingOfHosts(Plan):
-    """The part of one rank where each host has one rank: a ring, in which nothing is exchanged
-    before and after.
-    """
-
-    def __init__(self, problem: Problem, rank: int):
-        self.ring = RingPlan(replace(problem, inner=problem.outer, outer=1), rank)
-
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        rings.reserve(dict.fromkeys(LANES, 0), device)
-        self.ring.reserve(_between_hosts(rings), device, with_backward)
-
-    def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        return self.ring.forward(_between_hosts(rings), q, k, v, inputs)
-
-    def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        return self.ring.backward(_between_hosts(rings), dout, saved)
-
-    def __str__(self) -> str:
-        return f"between hosts:\n{self.ring}"
 
 
 class HeadRing(NamedTuple):
