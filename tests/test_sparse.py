@@ -37,7 +37,7 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.sparse import Choices, choose, keep_choices, memory, torch_far
 from bmt_burst.sparse import cache as cache_module
-from bmt_burst.sparse.blocks import FarBlocks, packed_dtype
+from bmt_burst.sparse.blocks import FarBlocks, FarKeys, packed_dtype
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
@@ -649,12 +649,12 @@ def test_tiles_of_many_blocks_have_few_queries(monkeypatch):
 
     def results():
         out, lse = torch.zeros_like(q), empty_lse(q.unsqueeze(0))[0].fill_(-torch.inf)
-        torch_far.add_far_outputs(q, k, v, blocks, 0, 0.3, out, lse)
+        torch_far.add_far_outputs(q, FarKeys(k, v, blocks, 0, 0.3), out, lse)
         lse_delta = torch.stack((lse.T, (out * dout).sum(-1)), -1)
         dq = torch.zeros_like(q)
         return (
             *(out, lse, dq),
-            *torch_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, 0, 0.3, dq),
+            *torch_far.add_far_gradients(dout, q, FarKeys(k, v, blocks, 0, 0.3), lse_delta, dq),
         )
 
     found = results()

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from bmt_burst import InfLLMV2
 from bmt_burst.sparse import tiles, torch_choice, torch_far
-from bmt_burst.sparse.blocks import FarBlocks
+from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
 from bmt_burst.sparse.tiles import NONE, KeyLists, QueryTiles
 from tests.helpers import ROOT, relative_error
@@ -87,17 +87,18 @@ def check(blocks, tensors, first, scale=0.3):
     out, lse = torch.randn_like(q).float(), torch.randn(q.shape[1], len(q), device=DEVICE)
     lse[:, ::3] = -torch.inf
     exact, exact_lse = out.double().cpu(), lse.double().cpu()
-    triton_far.add_far_outputs(q, k, v, blocks, first, scale, out, lse)
-    torch_far.add_far_outputs(*wide[:3], on_cpu, first, scale, exact, exact_lse)
+    triton_far.add_far_outputs(q, FarKeys(k, v, blocks, first, scale), out, lse)
+    exact_far = FarKeys(*wide[1:3], on_cpu, first, scale)
+    torch_far.add_far_outputs(wide[0], exact_far, exact, exact_lse)
     assert relative_error(out.cpu(), exact) < bound
     assert lse.isneginf().cpu().equal(exact_lse.isneginf())
     assert torch.allclose(lse.double().cpu(), exact_lse, rtol=1e-5, atol=1e-5)
     dq = torch.randn(q.shape, device=DEVICE)
     exact_dq = dq.double().cpu()
-    grads = triton_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, first, scale, dq)
-    exact_grads = torch_far.add_far_gradients(
-        wide[3], *wide[:3], wide[4], on_cpu, first, scale, exact_dq
+    grads = triton_far.add_far_gradients(
+        dout, q, FarKeys(k, v, blocks, first, scale), lse_delta, dq
     )
+    exact_grads = torch_far.add_far_gradients(wide[3], wide[0], exact_far, wide[4], exact_dq)
     for mine, exact in zip((dq, *grads), (exact_dq, *exact_grads), strict=True):
         assert mine.dtype == torch.float32
         assert relative_error(mine.cpu(), exact, 1e-3) < bound
@@ -190,9 +191,9 @@ def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, fin
         lse = torch.full((4, 40), -torch.inf, device=DEVICE)
         grads = []
         for a, b in cuts:
-            triton_far.add_far_outputs(q, k[a:b], v[a:b], blocks, a, 0.3, out, lse)
+            triton_far.add_far_outputs(q, FarKeys(k[a:b], v[a:b], blocks, a, 0.3), out, lse)
             far = triton_far.add_far_gradients(
-                dout, q, k[a:b], v[a:b], lse_delta, blocks, a, 0.3, dq
+                dout, q, FarKeys(k[a:b], v[a:b], blocks, a, 0.3), lse_delta, dq
             )
             grads.append(far)
         return out, lse, dq, *(torch.cat(x) for x in zip(*grads, strict=True))
@@ -252,10 +253,12 @@ def test_no_queries_or_no_keys_change_nothing():
         out, dq = some_q.clone(), some_q.clone()
         lse = torch.full((2, len(some_q)), -torch.inf, device=DEVICE)
         rows = torch.zeros(*some_q.shape[:2], 2, device=DEVICE)
-        triton_far.add_far_outputs(some_q, some_k, some_k, some, 0, 1.0, out, lse)
+        triton_far.add_far_outputs(some_q, FarKeys(some_k, some_k, some, 0, 1.0), out, lse)
         assert out.equal(some_q)
         assert lse.isneginf().all()
-        grads = triton_far.add_far_gradients(some_q, some_q, some_k, some_k, rows, some, 0, 1.0, dq)
+        grads = triton_far.add_far_gradients(
+            some_q, some_q, FarKeys(some_k, some_k, some, 0, 1.0), rows, dq
+        )
         assert dq.equal(some_q)
         assert not any(x.any() for x in grads)
 
