@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, of which 5 bits are a query
+MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, and 5 bits are a query
 
 
 @dataclass(frozen=True)

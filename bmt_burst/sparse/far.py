@@ -7,8 +7,8 @@ part, and partial outputs merge by lse.
 Neighbouring queries choose nearly the same blocks, so kernels load them for several queries at
 once: `torch_far.py`, and `triton_far.py` for GPUs.
 
-The keys at hand may be a part of the sequence: blocks outside of it are left out, so that several
-parts add up.
+The keys at hand may be a part of the sequence. Blocks outside of it are left out, so several parts
+add up.
 
 Letters: S queries, H query heads, G kv heads, D head size, N chosen blocks, T keys at hand.
 """

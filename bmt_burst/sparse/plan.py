@@ -1,4 +1,4 @@
-"""Sparse attention over ranks: blocks of keys that the data chose, beside a window.
+"""Sparse attention over ranks: blocks of keys that the data chose, and a window.
 
 Queries stay. The window, the nearest keys of each query, is a mask. Any strategy computes it, as a
 dense call. The far part are the chosen blocks beyond the window:
@@ -11,7 +11,7 @@ dense call. The far part are the chosen blocks beyond the window:
               owners of its tokens.
 
 A span has as many tokens as `span_bytes` of keys and values allow. Nearly every block is chosen by
-some query of each rank, so to send only what is chosen would save nothing. The choice depends
+some query of each rank, so sending only chosen blocks would save nothing. The choice depends
 neither on ranks nor on spans (see `bmt_burst.sparse`).
 
 Letters: B batch, S tokens of a rank, T tokens of a span, H query heads, G kv heads, D head size.

@@ -25,7 +25,7 @@ _SCORES = 1 << 22  # of a tile at most, over the heads, unless it has one query
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some queries, and the keys that at least one of them looks at.
+    """Some queries, and the keys that at least one of them attends to.
 
     queries  the indices of the queries
     keys     (U,) int64: the indices of the keys at hand

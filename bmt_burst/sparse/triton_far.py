@@ -6,7 +6,7 @@ dk, dv       A program has a block of keys and loops over the queries that chose
              queries have several programs. Their sums are added in a second launch.
 
 Programs add up in a fixed order, so results are bit-identical between runs. Unions and lists are
-computed once for each `FarBlocks`, whatever parts of the sequence are at hand (see `tiles.py`).
+computed once for each `FarBlocks`, for any parts of the sequence at hand (see `tiles.py`).
 
 Exponents are to base 2. Products are of the inputs' dtype, and sums are fp32.
 
@@ -231,7 +231,7 @@ def precision(q: Tensor) -> str:
 
 
 def _prepare_once(blocks: FarBlocks, name: tuple[Hashable, ...], make: Callable[[], Kept]) -> Kept:
-    """Return what `make` makes. It is called once for each stream. `blocks` keeps the result."""
+    """Return the result of `make`, called once for each stream. `blocks` keeps it."""
     prepared: dict[Hashable, Kept] = vars(blocks).setdefault("prepared", {})
     key = *name, current_stream(blocks.starts.device)
     if key not in prepared:
@@ -262,7 +262,7 @@ def _forward(
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
-    # What was seen so far is one more key, whose value is `out`.
+    # The keys seen so far count as one more key. Its value is `out`.
     out_rows = address_rows(out, out_strides, token, head)
     lse_places = _row_places(lse, lse_strides, token, head)
     largest = tl.load(lse_places, mask=there, other=0.0) * _LOG2_E
@@ -349,7 +349,7 @@ def _dkdv(
         reach = tl.zeros((TOKENS * HEADS,), tl.int32)  # queries see no key from there on
         begin = tl.load(begins + group * (most + 1) + part)
         end = tl.load(begins + group * (most + 1) + part + 1)
-        # What addresses depend on is loaded a step ahead.
+        # Addresses depend on these numbers, so they are loaded a step ahead.
         next_there, next_token, next_stop, next_lse, next_delta = _load_list(
             lists, lse_delta, row_strides, stops, row, begin, end, head, HEADS, GROUP
         )
@@ -474,7 +474,7 @@ def _load_keys(x, strides, key, first, group, D: tl.constexpr, WIDTH: tl.constex
 def _store_keys(x, strides, rows, key, reach, first, group, D: tl.constexpr, WIDTH: tl.constexpr):
     """Store rows (N, WIDTH) of x (T, G, D) for keys before `reach`.
 
-    A block may end after its document. The keys there belong to another block, too.
+    A block may end after its document. The keys there also belong to another block.
     """
     there = key < reach
     _store(address_rows(x, strides, tl.where(there, key - first, 0), group), rows, there, D, WIDTH)
