@@ -10,7 +10,7 @@ import torch
 
 from bmt_burst import InfLLMV2
 from bmt_burst.sparse import tiles, triton_choice, triton_far
-from bmt_burst.sparse.blocks import FarBlocks
+from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys
 from tests.compile_triton import Compiler
 
@@ -34,8 +34,8 @@ def main():
             for tokens, heads in ((queries, 6), (queries + 1, 2))
         )
         lse, lse_delta, dq = (torch.zeros(s) for s in ((6, queries), (queries, 6, 2), q.shape))
-        triton_far.add_far_outputs(q, k, k, blocks, 1, 0.3, q.clone(), lse)
-        triton_far.add_far_gradients(q, q, k, k, lse_delta, blocks, 1, 0.3, dq)
+        triton_far.add_far_outputs(q, FarKeys(k, k, blocks, 1, 0.3), q.clone(), lse)
+        triton_far.add_far_gradients(q, q, FarKeys(k, k, blocks, 1, 0.3), lse_delta, dq)
         places, keys = torch.arange(queries), CompressedKeys(*torch.zeros(2, queries - 2, 2, 24))
         triton_choice.choose_by_score(q, places, keys, InfLLMV2(), 0.3)
 

@@ -1,5 +1,6 @@
-"""What FA4 adds to scores, without a GPU: its functions on numbers, called as the package calls
-them.
+"""The functions that add a bias to FA4's scores, called on numbers as the package calls them.
+
+They need no GPU here.
 """
 
 import ctypes
@@ -69,8 +70,8 @@ def score_functions(monkeypatch) -> ModuleType:
 
 
 def check(functions: ModuleType, bias: CallBias, call: KernelCall, name: str) -> None:
-    """Of every pair of every tile, of each of a batch, some of a query and beyond the last key at
-    once.
+    """Compare every pair of every tile, for each row of a batch. Calls have some keys of a query at
+    once, also beyond the last key.
     """
     batch, heads = 2, bias.table.shape[1]
     options = fa4._bias_options(bias, call, batch)
@@ -130,9 +131,7 @@ def test_biases_by_distance(functions):
 
 @pytest.mark.parametrize("kind", ["causal", "tiles apart", "documents"])
 def test_biases_by_segments(functions, kind):
-    """Of some tokens of a sequence, in the order of a contiguous, zigzag or striped rank, or in
-    none.
-    """
+    """Tokens are those of a contiguous, zigzag or striped rank, or in no order."""
     call = named_calls(3)[kind]
     for seed in range(4):
         check(functions, random_bias(call, 2, seed, torch.float32), call, "add_by_segments")

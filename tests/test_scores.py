@@ -75,7 +75,7 @@ def integers(numbers) -> torch.Tensor:
 
 
 def small_scores(**changes) -> Scores:
-    """Of six tokens: a group of two segments, and one of one."""
+    """Return scores of six tokens: a group of two segments, and a group of one."""
     fields = {
         "mask": Mask.causal(6),
         "group": integers([0, 0, 0, 0, 1, 1]),
@@ -113,9 +113,7 @@ def test_terms_are_each_visible_pair_once_with_its_row(part, monkeypatch):
 
 @pytest.mark.parametrize("mask", [Mask.full(24), Mask.causal(24)])
 def test_pairs_of_two_long_groups_are_one_area(mask, monkeypatch):
-    """Whatever their segments: here each token is one. Of a short group between them nothing is an
-    area.
-    """
+    """Each token is a segment here. A short group between them has no area."""
     monkeypatch.setattr(areas, "_LONG", 8)
     group = integers([0] * 10 + [1] * 4 + [2] * 10)
     segment = integers([*range(10), *range(4), *range(10)])
@@ -263,7 +261,7 @@ def programs(problem: Problem, rank: int) -> tuple[Program, Program]:
 def positions(
     cut: GatheredCall, queries: torch.Tensor, keys: torch.Tensor
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Those of each tile's queries and keys, of `Scores.tokens`."""
+    """Return the positions of each tile's queries and keys, from `Scores.tokens`."""
     sides = (queries, cut.q_spans), (keys, cut.kv_spans)
     rows, columns = (
         torch.cat([tokens[3, slice(*span)] for span in spans]) for tokens, spans in sides
@@ -361,7 +359,7 @@ def test_what_is_written_to_a_tensor_of_scores_does_not_change_them(name):
 
 
 def test_scores_that_were_made_ahead_are_the_same(monkeypatch):
-    """As by a loader of data, with the parts that were found."""
+    """A data loader makes them ahead, with the parts that were found."""
     monkeypatch.setattr(areas, "_LONG", 2)
     added = small_scores()
     assert len(added.terms) == 4
@@ -401,8 +399,8 @@ def test_what_kernels_know_of_tokens_is_not_kept_for_all_plans(monkeypatch):
 
 
 def two_groups(mask: Mask) -> Scores:
-    """Of two groups of six tokens. In a group the distance gives the row, between them it is
-    OTHER.
+    """Return scores of two groups of six tokens. In a group the distance gives the row, between
+    groups it is OTHER.
     """
     group, nothing = integers([0] * 6 + [1] * 6), integers([0] * 12)
     pairs, distances = integers([BY_DISTANCE]), integers([0, 1, 2])
@@ -455,7 +453,7 @@ def test_rows_of_minus_infinity_count_for_nothing(flash, monkeypatch):
 
 
 def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
-    """Which they find by what is installed, whatever `flash` says."""
+    """They find it by the installed packages, for any `flash`."""
     monkeypatch.setattr(
         extension, "pick", lambda kernel, q, *_: SimpleNamespace(name=f"k{int(q.sum() > 0)}")
     )

@@ -37,7 +37,7 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from bmt_burst.sparse import Choices, choose, keep_choices, memory, torch_far
 from bmt_burst.sparse import cache as cache_module
-from bmt_burst.sparse.blocks import FarBlocks, packed_dtype
+from bmt_burst.sparse.blocks import FarBlocks, FarKeys, packed_dtype
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
@@ -221,7 +221,7 @@ def test_documents_of_few_blocks_are_exactly_dense():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_of_short_documents_are_dense(seed):
-    """Bit for bit, by the longest document of the call, whatever ranks have it."""
+    """The longest document of the call decides, whichever ranks have it. Bits are equal."""
     chance = random.Random(seed)
     lengths = [chance.randint(1, 50) for _ in range(chance.randint(1, 4))] + [50]
     chance.shuffle(lengths)
@@ -410,7 +410,7 @@ def test_what_cannot_be_chosen_by_is_refused(q, k, scale, message):
 
 
 def test_ranks_must_all_keep_their_choices_or_none():
-    """Else one would choose again, and wait for the keys of the others."""
+    """Otherwise one would choose again, and wait for the keys of the others."""
     tensors = random_qkv(1, 32, 2, 1, 8)[:3]
 
     def work(ring):
@@ -429,7 +429,7 @@ def test_ranks_must_all_keep_their_choices_or_none():
 
 
 def test_threads_with_a_group_each_have_choices_of_their_own():
-    """Of two threads that checkpoint calls with other constants at once."""
+    """Two threads checkpoint calls with different constants at once."""
     layout, tensors = Layout.zigzag(64, 2), random_qkv(1, 64, 4, 2, 8)
     constants = [SMALL, dataclasses.replace(SMALL, topk=5)]
 
@@ -514,7 +514,7 @@ class Residual(torch.nn.Module):
     ],
 )
 def test_choices_are_kept_in_every_kind_of_checkpointing(options, chosen):
-    """Of two forwards whose backwards run in either order."""
+    """Two forwards run before the two backwards."""
     layout, layers = Layout.zigzag(64, 2), [Residual(), Residual()]
     tensors = [random_qkv(1, 64, 4, 2, 8, seed=seed) for seed in (0, 1)]
 
@@ -649,12 +649,12 @@ def test_tiles_of_many_blocks_have_few_queries(monkeypatch):
 
     def results():
         out, lse = torch.zeros_like(q), empty_lse(q.unsqueeze(0))[0].fill_(-torch.inf)
-        torch_far.add_far_outputs(q, k, v, blocks, 0, 0.3, out, lse)
+        torch_far.add_far_outputs(q, FarKeys(k, v, blocks, 0, 0.3), out, lse)
         lse_delta = torch.stack((lse.T, (out * dout).sum(-1)), -1)
         dq = torch.zeros_like(q)
         return (
             *(out, lse, dq),
-            *torch_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, 0, 0.3, dq),
+            *torch_far.add_far_gradients(dout, q, FarKeys(k, v, blocks, 0, 0.3), lse_delta, dq),
         )
 
     found = results()
@@ -667,7 +667,7 @@ def test_tiles_of_many_blocks_have_few_queries(monkeypatch):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_key_that_is_not_finite_changes_the_queries_that_chose_it(value):
-    """As in dense attention: a query's output is NaN where a score of its blocks makes it so."""
+    """A query's output is NaN where a score of its blocks makes it so, as in dense attention."""
     q, k, v, _ = random_qkv(1, 90, 4, 2, 8)
     spoilt, at = k.clone(), 14
     spoilt[0, at, 0, 3] = value

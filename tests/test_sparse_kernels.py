@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from bmt_burst import InfLLMV2
 from bmt_burst.sparse import tiles, torch_choice, torch_far
-from bmt_burst.sparse.blocks import FarBlocks
+from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
 from bmt_burst.sparse.tiles import NONE, KeyLists, QueryTiles
 from tests.helpers import ROOT, relative_error
@@ -87,17 +87,17 @@ def check(blocks, tensors, first, scale=0.3):
     out, lse = torch.randn_like(q).float(), torch.randn(q.shape[1], len(q), device=DEVICE)
     lse[:, ::3] = -torch.inf
     exact, exact_lse = out.double().cpu(), lse.double().cpu()
-    triton_far.add_far_outputs(q, k, v, blocks, first, scale, out, lse)
-    torch_far.add_far_outputs(*wide[:3], on_cpu, first, scale, exact, exact_lse)
+    far = FarKeys(k, v, blocks, first, scale)
+    triton_far.add_far_outputs(q, far, out, lse)
+    exact_far = FarKeys(*wide[1:3], on_cpu, first, scale)
+    torch_far.add_far_outputs(wide[0], exact_far, exact, exact_lse)
     assert relative_error(out.cpu(), exact) < bound
     assert lse.isneginf().cpu().equal(exact_lse.isneginf())
     assert torch.allclose(lse.double().cpu(), exact_lse, rtol=1e-5, atol=1e-5)
     dq = torch.randn(q.shape, device=DEVICE)
     exact_dq = dq.double().cpu()
-    grads = triton_far.add_far_gradients(dout, q, k, v, lse_delta, blocks, first, scale, dq)
-    exact_grads = torch_far.add_far_gradients(
-        wide[3], *wide[:3], wide[4], on_cpu, first, scale, exact_dq
-    )
+    grads = triton_far.add_far_gradients(dout, q, far, lse_delta, dq)
+    exact_grads = torch_far.add_far_gradients(wide[3], wide[0], exact_far, wide[4], exact_dq)
     for mine, exact in zip((dq, *grads), (exact_dq, *exact_grads), strict=True):
         assert mine.dtype == torch.float32
         assert relative_error(mine.cpu(), exact, 1e-3) < bound
@@ -156,7 +156,7 @@ def test_lists_do_not_wait_for_the_device():
         KeyLists.of_starts(starts).between(3, 700)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("heads", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(2))
 def test_far_kernels_equal_torch(seed, heads, short_lists):
     chance = random.Random(seed * 100 + heads)
@@ -190,11 +190,9 @@ def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, fin
         lse = torch.full((4, 40), -torch.inf, device=DEVICE)
         grads = []
         for a, b in cuts:
-            triton_far.add_far_outputs(q, k[a:b], v[a:b], blocks, a, 0.3, out, lse)
-            far = triton_far.add_far_gradients(
-                dout, q, k[a:b], v[a:b], lse_delta, blocks, a, 0.3, dq
-            )
-            grads.append(far)
+            far = FarKeys(k[a:b], v[a:b], blocks, a, 0.3)
+            triton_far.add_far_outputs(q, far, out, lse)
+            grads.append(triton_far.add_far_gradients(dout, q, far, lse_delta, dq))
         return out, lse, dq, *(torch.cat(x) for x in zip(*grads, strict=True))
 
     whole, parts = compute([(0, 80)]), compute([(0, 23), (23, 31), (31, 31), (31, 80)])
@@ -225,7 +223,7 @@ def test_there_may_be_more_blocks_than_programs():
     ],
 )
 def test_stages_fit_into_shared_memory(dtype, head_size, block_size, stages, monkeypatch):
-    """That of an H100. The numbers are those of kernels that Triton 3.6 compiled for it."""
+    """The numbers are those of kernels that Triton 3.6 compiled for an H100."""
     monkeypatch.setattr(triton_far, "shared_memory", lambda _: (227 << 10) - triton_far._SCRATCH)
     q, k = (
         SimpleNamespace(
@@ -252,10 +250,11 @@ def test_no_queries_or_no_keys_change_nothing():
         out, dq = some_q.clone(), some_q.clone()
         lse = torch.full((2, len(some_q)), -torch.inf, device=DEVICE)
         rows = torch.zeros(*some_q.shape[:2], 2, device=DEVICE)
-        triton_far.add_far_outputs(some_q, some_k, some_k, some, 0, 1.0, out, lse)
+        far = FarKeys(some_k, some_k, some, 0, 1.0)
+        triton_far.add_far_outputs(some_q, far, out, lse)
         assert out.equal(some_q)
         assert lse.isneginf().all()
-        grads = triton_far.add_far_gradients(some_q, some_q, some_k, some_k, rows, some, 0, 1.0, dq)
+        grads = triton_far.add_far_gradients(some_q, some_q, far, rows, dq)
         assert dq.equal(some_q)
         assert not any(x.any() for x in grads)
 
@@ -299,7 +298,7 @@ def score(q, places, keys, sparse, scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_scores_and_choices_equal_torch(seed, dtype, monkeypatch):
     monkeypatch.setattr(triton_choice, "_SPAN", triton_choice._SPAN if seed % 2 else 32)
     q, places, keys, sparse, scale = choice_case(seed, dtype)
@@ -339,7 +338,7 @@ def test_equal_keys_tie(find_overflows):
     assert chosen.equal(torch_choice.choose_by_score(q, places, keys, sparse, scale))
 
 
-@pytest.mark.parametrize(("blocks", "topk"), [(1, 2), (7, 3), (50, 9), (70, 70), (2000, 96)])
+@pytest.mark.parametrize(("blocks", "topk"), [(1, 2), (50, 9), (70, 70), (2000, 96)])
 def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, topk):
     sparse = InfLLMV2(block_size=16, window_size=32, topk=topk, dense_len=-1)
     torch.manual_seed(0)

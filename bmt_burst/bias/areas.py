@@ -19,7 +19,7 @@ from torch import Tensor
 from ..sequence.mask import Mask, Slice
 from ..sequence.span import Span, length, overlap
 
-BY_DISTANCE = -1  # instead of a row: the distance says which
+BY_DISTANCE = -1  # instead of a row: the distance gives it
 _LONG = 256  # tokens of a segment that is worth separate kernel calls
 _MOST_TERMS = 16  # of one row: attention keeps a number for each of them, query and head
 

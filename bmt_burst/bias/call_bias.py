@@ -2,7 +2,7 @@
 
 The row of a pair depends on its distance if both tokens are of one segment, on the two segments if
 both are of one group; all other pairs share one row. Groups and segments are contiguous runs of a
-sequence. The `KernelCall` says which pairs are visible.
+sequence. The `KernelCall` has the visible pairs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CallBias:
     q_position   (S,) int32, of the call's queries; the same for each of B. Positions rise in a tile
     kv_position  (T,) int32, of its keys
     distances    (2 reach + 1,) int32, rows
-    segments     None if all pairs go by distance
+    segments     None if the distance gives the row of all pairs
     apart        kv_position - q_position of each tile's first tokens, if it is known that both
                  rise by 1 in all tiles, otherwise None
     bound        (H,) `dscores_bound` for a backward, or None if it is not known

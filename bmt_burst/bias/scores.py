@@ -271,7 +271,7 @@ class Scores:
     def _runs(self) -> Tensor:
         """(5, runs) int64: start, stop, group, base and segment of each run of equal tokens.
 
-        There are far fewer runs than tokens, so other methods look at these.
+        There are far fewer runs than tokens, so other methods use these.
         """
         numbers = torch.stack(self._numbers[:3])
         ends = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1

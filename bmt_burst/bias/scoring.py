@@ -317,8 +317,8 @@ def _subtract_delta(dtable: Tensor, bias: LearnedBias, queries: QueryGradients) 
 def _find_bound(
     calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
 ) -> Tensor | None:
-    """Return `dscores_bound` of the tokens of all calls without one row for all pairs. It counts
-    tokens between theirs, too.
+    """Return `dscores_bound` of the tokens of all calls without one row for all pairs, and of the
+    tokens between them.
     """
     by_table = [gathered for gathered in calls if not gathered.label.is_one]
     if queries.delta is None or not by_table:

@@ -1,16 +1,17 @@
 """The far blocks: the chosen ones that begin before a query's window.
 
-Letters: S queries, G kv heads, N chosen blocks.
+Letters: S queries, G kv heads, D head size, N chosen blocks, T keys at hand.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, of which 5 bits are a query
+MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, and 5 bits are a query
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,21 @@ class FarBlocks:
         tokens = starts.int().view(-1, 1, 1) + chosen * block_size
         is_far = (chosen >= 0) & (tokens < stops.view(-1, 1, 1))
         return FarBlocks(tokens.masked_fill(~is_far, -1), stops, block_size)
+
+
+class FarKeys(NamedTuple):
+    """The keys at hand, as some queries attend to them.
+
+    k, v    (T, G, D): tokens first .. first + T - 1 of the sequence
+    blocks  the far blocks of the queries
+    scale   the factor of the scores
+    """
+
+    k: Tensor
+    v: Tensor
+    blocks: FarBlocks
+    first: int
+    scale: float
 
 
 def packed_dtype(most: int) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..base.dtypes import accumulator_dtype
 from ..merging.merge import empty_lse
 from ..merging.sinks import with_sinks
-from .blocks import FarBlocks
+from .blocks import FarBlocks, FarKeys
 from .choice import choose_in_document
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
@@ -85,7 +85,7 @@ def attend_to_cache(
             q, k, v, out, lse, chosen, strict=True
         ):
             blocks = FarBlocks.of_choice(taken, places * 0, places + 1, sparse.block_size)
-            add_far_outputs(row, keys, values, blocks, 0, scale, of_row, lse_of_row)
+            add_far_outputs(row, FarKeys(keys, values, blocks, 0, scale), of_row, lse_of_row)
     if sinks is not None:
         out, _ = with_sinks(out, lse, sinks)
     return out.to(q.dtype)

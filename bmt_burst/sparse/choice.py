@@ -15,7 +15,7 @@ A choice does not depend on ranks or layouts, bit for bit. Sums have a fixed ord
 up one after the other, and a score does not depend on the queries that are computed with it. Sums
 are fp32, or fp64 for fp64 inputs. The released code rounds them to the inputs' dtype. A GPU and a
 CPU may choose differently where scores are nearly equal. Below fp64, blocks with S beyond fp32 are
-equal: those with a kernel whose scaled score exceeds L_ih by more than 88.
+equal: those with a kernel that has a scaled score of more than L_ih + 88.
 
 Letters: T tokens, H query heads, G kv heads, D head size, B batch.
 """

@@ -19,13 +19,13 @@ class InfLLMV2:
     a kv head share a choice.
 
     block_size     tokens of a block. Blocks are counted from the start of each document.
-    kernel_size    tokens whose mean is a compressed key, 2 * kernel_stride
+    kernel_size    tokens that a compressed key is the mean of, 2 * kernel_stride
     kernel_stride  tokens from one compressed key to the next
     init_blocks    blocks at the start of a document that are always chosen
     window_size    tokens of the blocks before a query's own that are always chosen, at least one
                    block
-    topk           blocks that are chosen beside those of the window
-    dense_len      a call whose longest document has fewer tokens is dense. With -1 no call is.
+    topk           blocks that are chosen in addition to those of the window
+    dense_len      calls are dense if their longest document has fewer tokens. With -1 none is.
     use_nope       whether blocks are chosen by queries and keys without rotary positions, which the
                    caller passes
 
@@ -96,7 +96,7 @@ class InfLLMV2:
         return self.topk + self.window_blocks
 
     def is_dense(self, longest: int) -> bool:
-        """Whether a call whose longest document has so many tokens is dense."""
+        """Whether a call is dense if its longest document has this many tokens."""
         return longest < self.dense_len
 
 

@@ -3,7 +3,7 @@
 A checkpointed function runs again in the backward. To choose again would gather all keys again and
 score them. So the first run keeps its choices, and the second takes them in the same order.
 
-Nothing tells a call to which first run its recomputation belongs. So the caller says it:
+A call cannot find out which first run its recomputation belongs to. So the caller states it:
 `keep_choices` makes the contexts of one checkpointed function, as torch's checkpointing without
 reentrance takes them. `Choices` is for all other ways to checkpoint.
 
@@ -109,7 +109,7 @@ class KeptChoices:
     def take(self) -> Tensor:
         """Return the next choice of the first run.
 
-        Contexts around this one take it, too, or keep it for their own recomputations. Raises
+        Contexts around this one also take it, or keep it for their own recomputations. Raises
         RuntimeError if there is none.
         """
         outer = self._outer
@@ -167,7 +167,7 @@ def _is_in_backward() -> bool:
 
 @functools.cache
 def _warn_of_choosing_again() -> None:
-    """Say it once in each process."""
+    """Warn once in each process."""
     logger.warning(
         "sparse attention chooses its blocks again in a recomputation, which costs time: pass "
         "context_fn=bmt_burst.sparse.keep_choices and use_reentrant=False to "

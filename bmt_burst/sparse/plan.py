@@ -1,4 +1,4 @@
-"""Sparse attention over ranks: blocks of keys that the data chose, beside a window.
+"""Sparse attention over ranks: blocks of keys that the data chose, and a window.
 
 Queries stay. The window, the nearest keys of each query, is a mask. Any strategy computes it, as a
 dense call. The far part are the chosen blocks beyond the window:
@@ -11,7 +11,7 @@ dense call. The far part are the chosen blocks beyond the window:
               owners of its tokens.
 
 A span has as many tokens as `span_bytes` of keys and values allow. Nearly every block is chosen by
-some query of each rank, so to send only what is chosen would save nothing. The choice depends
+some query of each rank, so sending only chosen blocks would save nothing. The choice depends
 neither on ranks nor on spans (see `bmt_burst.sparse`).
 
 Letters: B batch, S tokens of a rank, T tokens of a span, H query heads, G kv heads, D head size.
@@ -32,7 +32,7 @@ from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span, length, overlap
 from ..strategies import Plan, Problem, Saved, Strategy
-from .blocks import FarBlocks, packed_dtype
+from .blocks import FarBlocks, FarKeys, packed_dtype
 from .choice import choose_in_document, documents, documents_in, find_longest
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
@@ -103,8 +103,8 @@ class SparsePlan(Plan):
         for number, (first, _) in enumerate(spans):
             keys, values = self.spans.gather(rings, [k, v], number)
             for row, of_row in enumerate(blocks):
-                far = q[row], keys[row], values[row], of_row, first, scale
-                add_far_outputs(*far, out[row], lse[row])
+                far = FarKeys(keys[row], values[row], of_row, first, scale)
+                add_far_outputs(q[row], far, out[row], lse[row])
         return out.to(q.dtype), lse, (chosen,)
 
     def backward(
@@ -118,11 +118,12 @@ class SparsePlan(Plan):
         blocks, scale = self.far_blocks(chosen), self.problem.spec.scale
         for number, (first, _) in enumerate(self.spans.spans):
             keys, values = self.spans.gather(rings, [saved.k, saved.v], number)
-            far = []
+            rows = []
             for row, of_row in enumerate(blocks):
-                inputs = dout[row], saved.q[row], keys[row], values[row], lse_delta[row]
-                far.append(add_far_gradients(*inputs, of_row, first, scale, dq[row]))
-            grads = [torch.stack(x) for x in zip(*far, strict=True)]
+                far = FarKeys(keys[row], values[row], of_row, first, scale)
+                inputs = dout[row], saved.q[row], far, lse_delta[row], dq[row]
+                rows.append(add_far_gradients(*inputs))
+            grads = [torch.stack(x) for x in zip(*rows, strict=True)]
             own = self.spans.own_tokens(number)
             given = self.spans.give_back(rings, grads, number, self.problem.sizes.partial)
             for total, part in zip((dk, dv), given, strict=True):

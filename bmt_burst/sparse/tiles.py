@@ -5,7 +5,7 @@ KeyLists     the queries that chose each block
 
 Both are computed on the device of the choice, and the host waits for nothing. So their sizes are
 bounds, which depend on shapes alone. They describe a whole sequence. `QueryTiles.between` and
-`KeyLists.between` find what concerns the keys at hand.
+`KeyLists.between` find the entries of the keys at hand.
 
 Letters: S queries, G kv heads, N chosen blocks of a query.
 """

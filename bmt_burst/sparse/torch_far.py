@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import FarBlocks
+from .blocks import FarBlocks, FarKeys
 
 _QUERIES = 64  # of a tile at most
 _SCORES = 1 << 22  # of a tile at most, over the heads, unless it has one query
@@ -25,7 +25,7 @@ _SCORES = 1 << 22  # of a tile at most, over the heads, unless it has one query
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some queries, and the keys that at least one of them looks at.
+    """Some queries, and the keys that at least one of them attends to.
 
     queries  the indices of the queries
     keys     (U,) int64: the indices of the keys at hand
@@ -37,17 +37,9 @@ class _Tile:
     visible: Tensor
 
 
-def add_far_outputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: FarBlocks,
-    first: int,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
     """Do what `far.add_far_outputs` does."""
+    k, v, blocks, first, scale = far
     wide, groups = lse.dtype, k.shape[1]
     heads = q.shape[1] // groups
     for group in range(groups):
@@ -68,17 +60,10 @@ def add_far_outputs(
 
 
 def add_far_gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse_delta: Tensor,
-    blocks: FarBlocks,
-    first: int,
-    scale: float,
-    dq: Tensor,
+    dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Do what `far.add_far_gradients` does."""
+    k, v, blocks, first, scale = far
     wide, groups = lse_delta.dtype, k.shape[1]
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     heads = q.shape[1] // groups

@@ -2,7 +2,7 @@
 
 normalize  A program has some neighbouring queries with the query heads of one kv head. It sums
            over the kernels 2 that they see.
-scores     A program has such queries and a span of blocks. It goes over their kernels 1, and sums
+scores     A program has such queries and a span of blocks. It loops over their kernels 1, and sums
            over heads.
 take       A program has the scores of one query. It finds the least score that is chosen by
            bisection over the bits of a number, and lists the blocks.

@@ -6,7 +6,7 @@ dk, dv       A program has a block of keys and loops over the queries that chose
              queries have several programs. Their sums are added in a second launch.
 
 Programs add up in a fixed order, so results are bit-identical between runs. Unions and lists are
-computed once for each `FarBlocks`, whatever parts of the sequence are at hand (see `tiles.py`).
+computed once for each `FarBlocks`, for any parts of the sequence at hand (see `tiles.py`).
 
 Exponents are to base 2. Products are of the inputs' dtype, and sums are fp32.
 
@@ -29,7 +29,7 @@ from triton.runtime import driver
 
 from ..base.compiled import multiply_by_16
 from ..base.streams import current_stream
-from .blocks import FarBlocks
+from .blocks import FarBlocks, FarKeys
 from .tiles import MOST_QUERIES, NONE, KeyLists, QueryTiles
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -61,62 +61,36 @@ _HALF = {
     "dkdv": LaunchShape(32, 4, 3),
 }
 _SCRATCH = 2048  # bytes of shared memory for anything but operands
-# Not measured.
-_SINGLE = {
-    "forward": LaunchShape(64, 4, 1),
-    "dq": LaunchShape(64, 4, 1),
-    "dkdv": LaunchShape(32, 4, 1),
-}
+_SINGLE = {name: shape._replace(stages=1) for name, shape in _HALF.items()}  # not measured
 _INTERPRETED = {name: LaunchShape(16, 4, 1) for name in _HALF}
 
 
-def add_far_outputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: FarBlocks,
-    first: int,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
     """Do what `far.add_far_outputs` does, for fp16, bf16 or fp32 tensors."""
-    q, k, v = map(make_dense, (q, k, v))
+    q, k, v = map(make_dense, (q, far.k, far.v))
     if q.numel() and k.numel():
-        _launch_by_tiles("forward", _forward, (q, k, v, out, lse), blocks, first, scale)
+        _launch_by_tiles("forward", _forward, (q, k, v, out, lse), far)
 
 
 def add_far_gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse_delta: Tensor,
-    blocks: FarBlocks,
-    first: int,
-    scale: float,
-    dq: Tensor,
+    dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Do what `far.add_far_gradients` does, for fp16, bf16 or fp32 tensors."""
-    q, k, v, dout = map(make_dense, (q, k, v, dout))
+    q, k, v, dout = map(make_dense, (q, far.k, far.v, dout))
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if q.numel() and k.numel():
         inputs = q, k, v, dout, lse_delta
-        _launch_by_tiles("dq", _dq, (*inputs, dq), blocks, first, scale)
-        _launch_by_lists((*inputs, dk, dv), blocks, first, scale)
+        _launch_by_tiles("dq", _dq, (*inputs, dq), far)
+        _launch_by_lists((*inputs, dk, dv), far)
     return dk, dv
 
 
 def _launch_by_tiles(
-    name: str,
-    kernel: triton.JITFunction,
-    tensors: tuple[Tensor, ...],
-    blocks: FarBlocks,
-    first: int,
-    scale: float,
+    name: str, kernel: triton.JITFunction, tensors: tuple[Tensor, ...], far: FarKeys
 ) -> None:
-    """Launch the kernel of forward or dq. The first two of `tensors` are q and k."""
+    """Launch the kernel of forward or dq. The first two of `tensors` are q and k, both dense."""
     q, k = tensors[:2]
+    blocks, first, scale = far.blocks, far.first, far.scale
     shape = _find_shape(name, q, k, blocks.block_size)
     tokens = count_tokens(shape.rows, pad_heads(q.shape[1] // k.shape[1]))
     tiles = _prepare_once(
@@ -144,11 +118,10 @@ def _launch_by_tiles(
     )
 
 
-def _launch_by_lists(
-    tensors: tuple[Tensor, ...], blocks: FarBlocks, first: int, scale: float
-) -> None:
-    """Launch the kernels of dk and dv, which are the last two of `tensors`, after q and k."""
+def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
+    """Launch the kernels of dk and dv, the last two of `tensors`. The first two are q and k."""
     q, k, *_, dk, dv = tensors
+    blocks, first, scale = far.blocks, far.first, far.scale
     shape = _find_shape("dkdv", q, k, blocks.block_size)
     constants = _constants(q, k, blocks.block_size)
     lists = _prepare_once(blocks, ("lists",), lambda: KeyLists.of_starts(blocks.starts))
@@ -258,7 +231,7 @@ def precision(q: Tensor) -> str:
 
 
 def _prepare_once(blocks: FarBlocks, name: tuple[Hashable, ...], make: Callable[[], Kept]) -> Kept:
-    """Return what `make` makes. It is called once for each stream. `blocks` keeps the result."""
+    """Return the result of `make`, called once for each stream. `blocks` keeps it."""
     prepared: dict[Hashable, Kept] = vars(blocks).setdefault("prepared", {})
     key = *name, current_stream(blocks.starts.device)
     if key not in prepared:
@@ -289,7 +262,7 @@ def _forward(
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
-    # What was seen so far is one more key, whose value is `out`.
+    # The keys seen so far count as one more key. Its value is `out`.
     out_rows = address_rows(out, out_strides, token, head)
     lse_places = _row_places(lse, lse_strides, token, head)
     largest = tl.load(lse_places, mask=there, other=0.0) * _LOG2_E
@@ -376,7 +349,7 @@ def _dkdv(
         reach = tl.zeros((TOKENS * HEADS,), tl.int32)  # queries see no key from there on
         begin = tl.load(begins + group * (most + 1) + part)
         end = tl.load(begins + group * (most + 1) + part + 1)
-        # What addresses depend on is loaded a step ahead.
+        # Addresses depend on these numbers, so they are loaded a step ahead.
         next_there, next_token, next_stop, next_lse, next_delta = _load_list(
             lists, lse_delta, row_strides, stops, row, begin, end, head, HEADS, GROUP
         )
@@ -501,7 +474,7 @@ def _load_keys(x, strides, key, first, group, D: tl.constexpr, WIDTH: tl.constex
 def _store_keys(x, strides, rows, key, reach, first, group, D: tl.constexpr, WIDTH: tl.constexpr):
     """Store rows (N, WIDTH) of x (T, G, D) for keys before `reach`.
 
-    A block may end after its document. The keys there belong to another block, too.
+    A block may end after its document. The keys there also belong to another block.
     """
     there = key < reach
     _store(address_rows(x, strides, tl.where(there, key - first, 0), group), rows, there, D, WIDTH)

@@ -17,7 +17,7 @@ import cutlass
 import torch
 from cutlass import cute
 
-_MANY = 1 << 30  # the size of a tensor of which only the address is known
+_MANY = 1 << 30  # the size of a tensor with only a known address
 
 
 @cute.jit
