@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class Keywords(TypedDict, total=False):
-    """Keyword arguments of the functions here, beside return_lse, for type checkers."""
+    """Keyword arguments of the functions here except return_lse, for type checkers."""
 
     softmax_scale: float | None
     flash: str
@@ -122,7 +122,7 @@ def burst_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over a sequence that is cut over the ranks of a group.
 
-    Every rank of the group must call. [attention.md](attention.md) has examples, and says more
+    Every rank of the group must call. [attention.md](attention.md) has examples and more
     about masks, biases, layouts, kernels and strategies.
 
     Args:
