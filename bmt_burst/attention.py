@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class SharedKeywords(TypedDict, total=False):
-    """Keyword arguments that all functions here take, beside return_lse, for type checkers."""
+    """Keyword arguments that all functions here take except return_lse, for type checkers."""
 
     flash: str
     causal: bool
@@ -133,7 +133,7 @@ def burst_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over a sequence that is cut over the ranks of a group.
 
-    Every rank of the group must call. [attention.md](attention.md) has examples, and says more
+    Every rank of the group must call. [attention.md](attention.md) has examples and more
     about masks, biases, layouts, kernels and strategies.
 
     Args:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +47,8 @@ class Missing(Exception):
 
 def main(argv: Sequence[str] = ()) -> int:
     """Print a line for each check. Return the exit code."""
-    argparse.ArgumentParser(prog="bmt_burst.doctor", description="Check this machine.").parse_args(
-        argv
-    )
+    parser = argparse.ArgumentParser(prog="bmt_burst.doctor", description="Check this machine.")
+    parser.parse_args(argv)
     broken = False
     for name, check in list_checks():
         try:
@@ -85,24 +86,17 @@ def _check_gpus() -> str:
         raise Missing(f"{why}: everything runs on the CPU, slowly")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return (
-        ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        + f", {memory:.0f} GiB each"
-    )
+    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return f"{kinds}, {memory:.0f} GiB each"
 
 
 def _check_links() -> str:
-    count = torch.cuda.device_count()
-    if count < 2:
+    pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
+    if not pairs:
         raise Missing("fewer than two GPUs here")
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    reach = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
-    if len(reach) < len(pairs):
-        return (
-            f"{len(reach)} of {len(pairs)} pairs of GPUs reach each other's memory: deliveries use "
-            "NCCL"
-        )
-    return "all GPUs reach each other's memory: deliveries use copy engines"
+    reach = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    way = "copy engines" if reach == len(pairs) else "NCCL"
+    return f"{reach} of {len(pairs)} pairs of GPUs reach each other's memory: deliveries use {way}"
 
 
 def _check_nccl() -> str:
@@ -119,20 +113,20 @@ def _check_kernel(name: str) -> str:
         torch.randn(1, 256, h, 64, device=device, dtype=dtype, generator=generator)
         for h in (4, 2, 2, 4)
     )
-    if reason := kernels.load(name).refuses(_SPEC, q, k):
+    kernel = kernels.load(name)
+    if reason := kernel.refuses(_SPEC, q, k):
         raise Missing(reason)
-    if reason := kernels.load(name).broken():
+    if reason := kernel.broken():
         raise RuntimeError(reason)
-    errors = {
-        what: _error(kernels.load(name), call, q, k, v, dout) for what, call in _CALLS.items()
-    }
-    # NaN counts as the worst
-    what, worst = max(errors.items(), key=lambda found: (found[1] != found[1], found[1]))
-    if not worst < _BOUNDS[dtype]:
-        raise RuntimeError(
-            f"results are wrong by {worst:.1e} (relative) for {what}: do not use it, and report "
-            "this"
-        )
+    worst = 0.0
+    for what, call in _CALLS.items():
+        error = _error(kernel, call, q, k, v, dout)
+        if not error < _BOUNDS[dtype]:  # or NaN
+            raise RuntimeError(
+                f"results are wrong by {error:.1e} (relative) for {what}: do not use it, and "
+                "report this"
+            )
+        worst = max(worst, error)
     return f"{dtype} on {device}, error {worst:.1e}"
 
 
@@ -140,11 +134,8 @@ def _error(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> float:
     """Return the worst relative error of a kernel's results."""
     mine = _results(kernel, call, q, k, v, dout)
     exact = _results(kernels.load("reference"), call, *(x.double() for x in (q, k, v, dout)))
-    return (
-        torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(mine, exact, strict=True)])
-        .amax()
-        .item()
-    )
+    errors = [(a.double() - b).norm() / b.norm() for a, b in zip(mine, exact, strict=True)]
+    return float(torch.stack(errors).amax())
 
 
 def _results(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> list[torch.Tensor]:
@@ -162,14 +153,11 @@ def _sum_ones(device: str) -> str:
     """Check one sum of gradients; return Triton's version."""
     from .merging import fused
 
-    parts: list[Part] = [
-        ([(0, 64)], torch.ones(1, 64, 2, 64, device=device, dtype=torch.bfloat16))
-    ] * 2
-    for _ in range(2):  # the second repeats the first's launch
-        total = torch.zeros(1, 64, 2, 64, device=device)
-        fused.sum_gradients(total, parts)
-        if not total.eq(2).all():
-            raise RuntimeError("a sum is wrong: do not use this Triton, and report this")
+    total = torch.zeros(1, 64, 2, 64, device=device)
+    part: Part = [(0, 64)], torch.ones_like(total, dtype=torch.bfloat16)
+    fused.sum_gradients(total, [part, part])
+    if not total.eq(2).all():
+        raise RuntimeError("a sum is wrong: do not use this Triton, and report this")
     return f"Triton {version('triton')}"
 
 
@@ -177,9 +165,8 @@ def _check_bmtrain() -> str:
     try:
         found = version("bmtrain")
     except PackageNotFoundError:
-        raise Missing(
-            "not installed: bash train/install_gpu.sh; training then uses FSDP2"
-        ) from None
+        hint = "not installed: bash train/install_gpu.sh; training then uses FSDP2"
+        raise Missing(hint) from None
     if not torch.cuda.is_available():
         raise Missing(f"{found} is installed, but needs GPUs")
     import bmtrain  # noqa: F401 - after torch, which brings NCCL
@@ -190,28 +177,12 @@ def _check_bmtrain() -> str:
 def _check_ring() -> str:
     """Compare the attention of two processes with the attention of one."""
     gpus = torch.cuda.device_count()
-    environment = {
-        **os.environ,
-        "BMT_BURST_DOCTOR_DEVICE": "cuda" if gpus >= 2 else "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-    ]
-    command = [sys.executable, *command, sys.executable, "-c", _RING_RANK]
-    run = subprocess.Popen(
-        command,
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    device = "cuda" if gpus >= 2 else "cpu"
+    environment = {**os.environ, "BMT_BURST_DOCTOR_DEVICE": device, "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "--no-python", sys.executable, "-c", _RING_RANK]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     try:
         output, _ = run.communicate(timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:

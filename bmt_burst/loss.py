@@ -23,7 +23,7 @@ from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
 from .sequence.layout import IGNORE_INDEX, SIGNED
 
-# Logits exist in tiles of at most these sizes: 128 MiB in bf16. CPUs keep an fp32 copy beside it,
+# Logits exist in tiles of at most these sizes: 128 MiB in bf16. CPUs also keep an fp32 copy,
 # GPUs keep that in registers. The gradient of the hidden states is summed over entries, the
 # gradient of the weights over tokens. So few tiles of tokens are best.
 _TILE_TOKENS = 1 << 15

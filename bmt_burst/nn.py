@@ -148,8 +148,8 @@ class BurstAttention(SequenceParallelModule):
                    rank is alone.
     flash, deterministic, strategy, softcap
                    as burst_attn_func's
-    window         a token attends only to itself and the window - 1 tokens before it, as far as the
-                   mask allows. Mistral and MiniCPM count in the same way.
+    window         a token attends only to itself and the window - 1 tokens before it, if the mask
+                   allows. Mistral and MiniCPM count in the same way.
     layer          this layer's index in a KVCache
     qkv_bias       whether q_proj, k_proj and v_proj have a bias, as Qwen2's
     o_bias         whether o_proj has one
@@ -283,8 +283,8 @@ class BurstAttention(SequenceParallelModule):
     def project_all(
         self, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Return what `project` does, and the `choose_by` of `attend`: q and k before they are
-        rotated, or None unless sparse attention has use_nope.
+        """Project x as `project` does. Also return the `choose_by` of `attend`: q and k before they
+        are rotated, or None unless sparse attention has use_nope.
         """
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim))
@@ -351,7 +351,7 @@ class BurstAttention(SequenceParallelModule):
             sums = self._sum_keys(cache, by_k, keys, sparse)
             if not sparse.is_dense(keys.shape[1]):
                 return attend_to_cache(q, keys, values, by_q, sums, sparse, sinks)
-        return _attend_to_cache(q, keys, values, self.window, self.options["softcap"], sinks)
+        return _attend_to_past(q, keys, values, self.window, self.options["softcap"], sinks)
 
     def _sum_keys(
         self, cache: KVCache, new_keys: Tensor, keys: Tensor, sparse: InfLLMV2
@@ -421,24 +421,20 @@ def _check_sparse(sparse: InfLLMV2, window: int | None, softcap: float | None) -
 def _find_masks(
     window: int, mask: Masks | None, groups: dict[str, Any], seq_len: int | None
 ) -> Masks:
-    """Return the masks of a call with a window. An error is raised on all ranks of the call."""
-    try:
-        return _apply_window(window, mask, groups["layout"], seq_len)
-    except (TypeError, ValueError, AttributeError) as error:
-        refuse_call(error, groups["process_group"], groups["double_group"])
-
-
-def _apply_window(window: int, mask: Masks | None, layout: Layouts, seq_len: int | None) -> Masks:
-    """Return the visible pairs of masks in a window. By default the masks are causal.
+    """Return masks within a window, by default causal ones. An error is raised on all ranks.
 
     seq_len  the length of the sequence, if it is known without a layout
     """
-    if mask is None:
-        if isinstance(layout, str | Layout):
-            mask = plain_mask(_find_length(layout, seq_len))
-        else:
-            mask = [plain_mask(_find_length(row, seq_len)) for row in layout]
-    return limit_masks(mask, window)
+    layout: Layouts = groups["layout"]
+    try:
+        if mask is None:
+            if isinstance(layout, str | Layout):
+                mask = plain_mask(_find_length(layout, seq_len))
+            else:
+                mask = [plain_mask(_find_length(row, seq_len)) for row in layout]
+        return limit_masks(mask, window)
+    except (TypeError, ValueError, AttributeError) as error:
+        refuse_call(error, groups["process_group"], groups["double_group"])
 
 
 def _find_length(layout: str | Layout, seq_len: int | None) -> int:
@@ -473,7 +469,7 @@ def _limit_mask(mask: Mask, window: int) -> Mask:
     return mask.windowed(window)
 
 
-def _attend_to_cache(
+def _attend_to_past(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Compute the attention of the last tokens q (B, S, H, D) to all tokens so far, k and v (B, T,

@@ -44,7 +44,7 @@ class Offload:
         """Keep tensors that are saved inside in host memory.
 
         In the backward they return together, followed by the tensors of the previous block. Tensors
-        in `keep` stay on the device, for example because other blocks use them too.
+        in `keep` stay on the device, for example because other blocks also use them.
         """
         block = _Block(self._last, {x.data_ptr() for x in keep})
         self._last = weakref.ref(block)

@@ -99,31 +99,19 @@ def test_fp64_stays_fp64(function):
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
 
 
-def test_of_fp64_and_others_none_is_chosen():
-    q, k, v, _ = inputs(torch.float64, *[torch.float32] * 3)
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(TypeError, match="must have one dtype"),
-    ):
-        burst_attn_func(q, k, v)
-
-
-def test_whole_numbers_are_refused_and_not_cast():
-    q, k, v, _ = (x.long() for x in inputs(*[torch.float32] * 4))
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(TypeError, match=r"q must be .* got torch\.int64"),
-    ):
-        burst_attn_func(q, k, v)
-
-
-def test_what_has_no_values_is_refused_as_without_autocast():
-    q, k, v, _ = (x.to("meta") for x in inputs(*[torch.float32] * 4))
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ValueError, match="meta tensors have no values"),
-    ):
-        burst_attn_func(q, k, v)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda q, k, v: (q.double(), k, v), TypeError, "must have one dtype"),
+        (lambda *qkv: (x.long() for x in qkv), TypeError, r"q must be .* got torch\.int64"),
+        (lambda *qkv: (x.to("meta") for x in qkv), ValueError, "meta tensors have no values"),
+    ],
+    ids=["fp64 and others", "whole numbers", "no values"],
+)
+def test_other_inputs_are_refused_and_not_cast(change, error, message):
+    q, k, v, _ = inputs(*[torch.float32] * 4)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(error, match=message):
+        burst_attn_func(*change(q, k, v))
 
 
 def test_a_bias_and_sinks_stay_fp32():

@@ -66,39 +66,31 @@ def test_what_a_query_sees(kind):
     assert visible(call).equal(expected)
 
 
-@pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 4, 8), (4, 2, 24), (6, 1, 40)])
-def test_calls_against_autograd(name, kind, heads, kv_heads, head_size):
-    kernel, call = kernels.load(name), CALLS[kind]
-    q, k, v, dout = call_tensors(call, 2, heads, kv_heads, head_size)
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    dense_out, dense_lse = masked_attention(*inputs, visible(call), 0.3)
-    out, lse = kernel.forward(q, k, v, call, SPEC)
-    assert relative_error(out, dense_out) < EXACT
-    assert torch.allclose(lse, dense_lse, rtol=EXACT, atol=EXACT)
-    grads = kernel.backward(dout, q, k, v, out, lse, None, call, SPEC)
-    for mine, expected in zip(grads, torch.autograd.grad(dense_out, inputs, dout), strict=True):
-        assert mine.dtype == kernel.partial_dtype(q.dtype)
-        assert relative_error(mine, expected, size_of_terms(dout, 0.3)) < EXACT
-
-
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("softcap", [0.5, 4.0])
-def test_a_softcap_against_autograd(kind, softcap):
-    kernel, call, spec = kernels.load("reference"), CALLS[kind], Spec(0.3, softcap=softcap)
-    q, k, v, dout = call_tensors(call, 2, 4, 2, 8)
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    dense_out, dense_lse = masked_attention(*inputs, visible(call), 0.3, softcap=softcap)
-    out, lse = kernel.forward(q, k, v, call, spec)
-    assert relative_error(out, dense_out) < EXACT
-    assert torch.allclose(lse, dense_lse, rtol=EXACT, atol=EXACT)
+@pytest.mark.parametrize(
+    ("softcap", "heads", "kv_heads", "with_bias"),
+    [(None, 6, 1, False), (0.5, 4, 2, False), (4.0, 3, 3, False), (None, 4, 2, True)],
+)
+def test_the_reference_against_autograd(kind, softcap, heads, kv_heads, with_bias):
+    """Other kernels are compared with the reference, in tests/conformance."""
+    call, spec = CALLS[kind], Spec(0.3, softcap=softcap)
+    kernel = (bias_kernels if with_bias else kernels).load("reference")
+    q, k, v, dout = call_tensors(call, 2, heads, kv_heads, 8)
+    inputs, added, added_scores = [x.clone().requires_grad_() for x in (q, k, v)], (), 0.0
+    if with_bias:
+        bias = random_bias(call, heads, seed=sum(map(ord, kind)))
+        table = bias.table.clone().requires_grad_()
+        inputs.append(table)
+        added, added_scores = (bias,), table[bias.rows()].permute(2, 0, 1)
+    dense = masked_attention(*inputs[:3], visible(call), 0.3, added_scores, softcap)
+    out, lse = kernel.forward(q, k, v, call, spec, *added)
+    assert relative_error(out, dense[0]) < EXACT
+    assert torch.allclose(lse, dense[1], rtol=EXACT, atol=EXACT)
+    expected = torch.autograd.grad(dense[0], inputs, dout)
     delta = (out * dout).sum(-1).transpose(1, 2)
     for stands in ((out, lse, None), (None, lse, delta)):
-        grads = kernel.backward(dout, q, k, v, *stands, call, spec)
-        for mine, other in zip(
-            grads, torch.autograd.grad(dense_out, inputs, dout, retain_graph=True), strict=True
-        ):
+        grads = kernel.backward(dout, q, k, v, *stands, call, spec, *added)
+        for mine, other in zip(grads, expected, strict=True):
             assert relative_error(mine, other, size_of_terms(dout, 0.3)) < EXACT
 
 
@@ -281,41 +273,6 @@ def test_a_window_is_few_calls_of_a_plain_kernel(window):
     assert len(blocks_of(call)) <= 2 * (tokens // window // 4096 + 1) + 4
 
 
-def test_rows_that_see_nothing_anywhere_have_no_gradient():
-    """Their lse over all keys is -inf, also where their call has other keys, which are hidden from
-    them.
-    """
-    call = KernelCall(6, 3, (((0, 6), (0, 3)),), right=0)
-    for name in CPU_KERNELS:
-        q, k, v, dout = call_tensors(call, 1, 2, 2, 8)
-        out, lse = kernels.load(name).forward(q, k, v, call, SPEC)
-        assert lse[:, :, :3].eq(-torch.inf).all()
-        assert out[:, :3].eq(0).all()
-        dq, dk, dv = kernels.load(name).backward(dout, q, k, v, out, lse, None, call, SPEC)
-        assert dq[:, :3].eq(0).all()
-        assert dk.isfinite().all()
-        assert dv.isfinite().all()
-
-
-@pytest.mark.parametrize("name", CPU_KERNELS)
-@pytest.mark.parametrize("kind", ["full, fewer keys", "a window", "tiles apart"])
-def test_views_are_fine(name, kind):
-    """Slices along the tokens, as the ring cuts them: strided inputs, lse included."""
-    kernel, call = kernels.load(name), CALLS[kind]
-    q, k, v, dout = (
-        torch.nn.functional.pad(x, (0, 0, 0, 0, 3, 4)) for x in call_tensors(call, 2, 4, 2, 8)
-    )
-    q, k, v, dout = (x[:, 3:-4] for x in (q, k, v, dout))
-    out, lse = kernel.forward(q, k, v, call, SPEC)
-    expected = kernel.forward(*(x.contiguous() for x in (q, k, v)), call, SPEC)
-    assert relative_error(out, expected[0]) < 1e-14
-    rows = torch.nn.functional.pad(lse, (5, 6))[:, :, 5:-6]
-    assert not rows.is_contiguous()
-    grads = kernel.backward(dout, q, k, v, out, rows, None, call, SPEC)
-    again = kernel.backward(*(x.contiguous() for x in (dout, q, k, v)), *expected, None, call, SPEC)
-    assert all(relative_error(a, b) < 1e-14 for a, b in zip(grads, again, strict=True))
-
-
 @pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("kind", ["causal", "a window"])
 def test_any_strides_are_fine(name, kind):
@@ -330,47 +287,6 @@ def test_any_strides_are_fine(name, kind):
     assert all(relative_error(a, b) < 1e-14 for a, b in zip(again, grads, strict=True))
     constant = torch.ones(*v.shape[:3], 1, dtype=torch.float64).expand(v.shape)
     assert relative_error(kernel.forward(q, k, constant, call, SPEC)[0], torch.ones_like(q)) < 1e-14
-
-
-@pytest.mark.parametrize("kind", CALLS)
-def test_delta_stands_for_out(kind):
-    errors = kernel_errors(
-        kernels.load("reference"), CALLS[kind], call_tensors(CALLS[kind], 2, 4, 2, 8), SPEC, True
-    )
-    assert max(errors.values()) < EXACT
-
-
-def test_shares_of_all_keys_add_up():
-    """Two calls of half the keys each, with the lse and out over both, as a ring makes them."""
-    whole = KernelCall(40, 40, (((0, 40), (0, 40)),), 25, 0)
-    halves = [
-        ((0, 40), (0, 20), KernelCall(40, 20, (((0, 40), (0, 20)),), 5, 20)),
-        ((20, 40), (20, 40), KernelCall(20, 20, (((0, 20), (0, 20)),), None, 0)),
-    ]
-    q, k, v, dout = call_tensors(whole, 2, 4, 2, 8)
-    reference = kernels.load("reference")
-    out, lse = reference.forward(q, k, v, whole, SPEC)
-    expected = reference.backward(dout, q, k, v, out, lse, None, whole, SPEC)
-    seen = torch.zeros(40, 40, dtype=torch.int)
-    for name in CPU_KERNELS:
-        sums = [torch.zeros_like(x) for x in (q, k, v)]
-        for rows, columns, call in halves:
-            rows, columns = slice(*rows), slice(*columns)
-            seen[rows, columns] += visible(call).int()
-            sides = (
-                dout[:, rows],
-                q[:, rows],
-                k[:, columns],
-                v[:, columns],
-                out[:, rows],
-                lse[:, :, rows],
-            )
-            parts = kernels.load(name).backward(*sides, None, call, SPEC)
-            for total, at, part in zip(sums, (rows, columns, columns), parts, strict=True):
-                total[:, at] += part
-        least = size_of_terms(dout, SPEC.scale)
-        assert all(relative_error(a, b, least) < EXACT for a, b in zip(sums, expected, strict=True))
-    assert seen.equal(2 * visible(whole).int())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -564,7 +480,7 @@ def test_sequences_for_flash_attention(flash_attention, kind):
 
 def test_sequences_of_many_calls_for_flash_attention(flash_attention):
     chance = random.Random(2)
-    for seed in range(50):
+    for seed in range(25):
         call = random_call(chance)
         errors = kernel_errors(
             flash_attention[0],
@@ -585,7 +501,7 @@ def test_fa4_cuts_large_calls(monkeypatch):
         return written.fa4_forward(q, *args, **options)
 
     monkeypatch.setattr(fa4, "functions", lambda: (forward, written.fa4_backward))
-    calls = [*named_calls(4).values(), *(random_call(chance) for _ in range(50))]
+    calls = [*named_calls(4).values(), *(random_call(chance) for _ in range(20))]
     for seed, call in enumerate(calls):
         tensors = call_tensors(call, 2, 2, 1, 64, seed=seed)
         with_delta = chance.choice((False, True))
@@ -602,7 +518,7 @@ def test_fa4_refuses_too_many_keys(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["causal", "documents"])
-@pytest.mark.parametrize("head_size", [8, 64, 72, 80, 112, 136, (192, 128), (96, 64), (96, 48)])
+@pytest.mark.parametrize("head_size", [8, 64, 112, 136, (192, 128), (96, 48)])
 def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):
     """But for values whose zeros it can leave out."""
     written, spec, computed = FlashAttention(), SPEC, []
@@ -694,11 +610,6 @@ CUTE = "flash_attn/cute/__init__.py"
 HALF_INSTALLED = [
     (
         "fa4",
-        {"flash_attn/__init__.py": "", CUTE: "import cutlass_that_is_not_there"},
-        "ModuleNotFoundError",
-    ),
-    (
-        "fa4",
         {"flash_attn/__init__.py": "", CUTE: "raise OSError('libcuda.so.1: no such file')"},
         "OSError: libcuda",
     ),
@@ -707,12 +618,6 @@ HALF_INSTALLED = [
         {"flash_attn/__init__.py": "", CUTE: "", "flash_attn/cute/interface.py": ""},
         "AttributeError",
     ),
-    (
-        "fa4",
-        {"flash_attn/__init__.py": "", CUTE: ""},
-        "ImportError: cannot import name 'interface'",
-    ),
-    ("fa4", {"flash_attn/__init__.py": "import torch; torch.made_for_another"}, "AttributeError"),
     (
         "fa2",
         {

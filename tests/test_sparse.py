@@ -337,6 +337,25 @@ def test_blocks_may_be_chosen_by_other_queries_and_keys():
     assert by_own.equal(attend(choose_by=(q, k)))
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_a_dense_call_has_no_use_for_other_queries_and_keys(strategy):
+    """And gives them no gradient."""
+    layout, tensors = Layout.zigzag(64, 2), random_qkv(1, 64, 2, 2, 8)
+    sparse = dataclasses.replace(BY_OTHERS, dense_len=65)
+
+    def work(ring):
+        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        options = {"causal": True, "strategy": strategy, "process_group": ring}
+        results = []
+        for more in ({}, {"sparse": sparse, "choose_by": (q, k)}):
+            out = burst_attn_func(*inputs, **options, **more)
+            results.append([out, *torch.autograd.grad(out, inputs, dout)])
+        return all(a.equal(b) for a, b in zip(*results, strict=True))
+
+    assert simulate(2, work) == [True, True]
+
+
 def test_packed_and_varlen_functions_are_sparse_too():
     q, k, v, _ = random_qkv(1, 64, 2, 1, 8)
     exact, _ = oracle(q[0], k[0], v[0], (0, 20, 64), SMALL)

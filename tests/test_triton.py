@@ -5,6 +5,7 @@ The interpreter accepts more than the compiler, so without GPUs it is compiled f
 blocks are small there, so that calls of some tokens have several.
 """
 
+import itertools
 import json
 import os
 import random
@@ -82,12 +83,37 @@ def check(call, tensors, spec=SPEC, with_delta=False, bias=None):
     assert max(errors.values()) < BOUNDS[tensors[0].dtype], errors
 
 
-@pytest.mark.parametrize("kind", CALLS)
+# Each pair of edges, more and fewer keys, queries that see nothing, tiles with and without gaps.
+# Biases need fewer: their kernels mask all blocks.
+FEW = (
+    "full, fewer keys",
+    "causal, more keys",
+    "a window of documents",
+    "a window to both sides",
+    "only some behind",
+    "single tokens",
+    "tiles apart",
+)
+MANY = (
+    *FEW,
+    "causal, fewer keys",
+    "documents",
+    "only some ahead",
+    "itself",
+    "far ahead, of fewer keys",
+    "few of the tokens",
+    "full tiles apart",
+    "many tiles",
+)
+ON_GPU = DEVICE == "cuda"
+
+
+@pytest.mark.parametrize("kind", CALLS if ON_GPU else MANY)
 def test_calls(kind):
     check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), with_delta=len(kind) % 2 == 0)
 
 
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("kind", CALLS if ON_GPU else FEW)
 def test_calls_with_a_bias(kind):
     """Each with queries and keys of a contiguous, zigzag or striped rank, or of no order."""
     bias = bias_of(CALLS[kind], 1, seed=sum(map(ord, kind)))
@@ -106,15 +132,14 @@ def test_no_integer_overflows(spec, by, find_overflows):
     check(call, tensors_of(call, 1, 2, 1, 8), spec, bias=bias)
 
 
-@pytest.mark.parametrize(
-    "kind", ["causal", "full, fewer keys", "documents", "a window to both sides", "tiles apart"]
-)
+@pytest.mark.parametrize("kind", ["full, fewer keys", "a window to both sides", "tiles apart"])
 def test_calls_with_a_softcap(kind):
     check(CALLS[kind], tensors_of(CALLS[kind], 1, 1, 1, 8), CAPPED, with_delta=len(kind) % 2 == 0)
 
 
-@pytest.mark.parametrize("softcap", [0.05, 5.0, 50.0, 1e4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("softcap", "dtype"), [(0.05, DTYPES[0]), (5.0, DTYPES[-1]), (1e4, DTYPES[0])]
+)
 def test_softcaps(softcap, dtype):
     """From one that nearly all scores reach to one that changes none."""
     call = CALLS["causal tiles of more keys"]
@@ -124,8 +149,9 @@ def test_softcaps(softcap, dtype):
 @pytest.mark.skipif(
     DEVICE == "cuda", reason="a product of fp32 is three of TF32 there, which make NaN of inf"
 )
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("q", float("nan")), ("q", float("inf")), ("k", -float("inf"))]
+)
 def test_a_softcap_hides_infinity_and_no_nan(name, value):
     """The scores are then the softcap or its negative, as the reference has them, but not NaN."""
     call = KernelCall.whole(33, causal=True)
@@ -140,8 +166,12 @@ def test_a_softcap_hides_infinity_and_no_nan(name, value):
         assert bool(mine.isnan().any()) is (value != value)
 
 
-@pytest.mark.parametrize("head_size", [16, 64, 72, 80, 112, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_size", "dtype"),
+    itertools.product((16, 64, 72, 80, 112, 128, 256), DTYPES)
+    if ON_GPU
+    else [(16, DTYPES[0]), (72, DTYPES[-1]), (256, DTYPES[0])],
+)
 def test_head_sizes(head_size, dtype):
     call = CALLS["causal tiles of more keys"]
     check(call, tensors_of(call, 1, 2, 1, head_size, dtype))
@@ -192,7 +222,7 @@ def test_shared_keys_and_a_table_of_other_strides(heads, kv_heads, dtype):
     check(call, tensors_of(call, 2, heads, kv_heads, 8, dtype), SPEC, bias=bias)
 
 
-@pytest.mark.parametrize("kind", list(CALLS)[:: 1 if DEVICE == "cuda" else 3])
+@pytest.mark.parametrize("kind", CALLS if ON_GPU else FEW[:5])
 def test_calls_whose_bias_goes_by_distance(kind):
     """Of even positions, of a contiguous rank, and of others; distances are beyond reach, too. Of
     one head or two.
@@ -209,7 +239,7 @@ def test_calls_whose_bias_goes_by_distance(kind):
 def test_walks_are_each_pair_once():
     """Of blocks that a walk has only its own sequence's pairs count."""
     chance = random.Random(0)
-    for call in [*CALLS.values(), *(random_call(chance) for _ in range(100))]:
+    for call in [*CALLS.values(), *(random_call(chance) for _ in range(40))]:
         found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
         for queries, keys in ((8, 4), (4, 4)):
             found.zero_()
@@ -251,7 +281,7 @@ def test_one_segment_goes_by_distance_alone(kind, step):
         )
 
 
-@pytest.mark.parametrize("factor", [1e-25, 1e-6, 1e18])
+@pytest.mark.parametrize("factor", [1e-25, 1e18])
 def test_the_gradient_of_a_table_is_as_exact_for_gradients_of_any_size(factor):
     call = CALLS["a window"]
     *qkv, dout = tensors_of(call, 1, 1, 1, 8)
@@ -328,9 +358,8 @@ def test_the_gradient_of_a_table_knows_no_queries_that_are_not_there(entries):
     assert torch.allclose(mine, exact, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["causal", "tiles apart"])
-def test_results_are_equal_in_every_bit(kind):
-    call = CALLS[kind]
+def test_results_are_equal_in_every_bit():
+    call = CALLS["tiles apart"]
     *qkv, dout = tensors_of(call, 1, 2, 1, 16, torch.float16)
     bias, results = bias_of(call, 2), []
     for _ in range(2):
@@ -357,22 +386,9 @@ def test_views_and_strides_are_fine():
     assert KERNEL.forward(*tensors[:2], constant, call, SPEC)[0].sub(1).abs().max() < 1e-6
 
 
-def test_rows_that_see_nothing_anywhere_have_no_gradient():
-    call = KernelCall(6, 3, (((0, 6), (0, 3)),), right=0)
-    q, k, v, dout = tensors_of(call, 1, 2, 2, 8)
-    out, lse = KERNEL.forward(q, k, v, call, SPEC)
-    assert lse[:, :, :3].eq(-torch.inf).all()
-    assert out[:, :3].eq(0).all()
-    dq, dk, dv = KERNEL.backward(dout, q, k, v, out, lse, None, call, SPEC)
-    assert dq[:, :3].eq(0).all()
-    assert dk.isfinite().all()
-    assert dv.isfinite().all()
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("kind", ["documents", "a window of documents", "tiles apart"])
-def test_a_query_that_is_not_finite_is_nan_and_no_other(kind, value):
-    call = CALLS[kind]
+def test_a_query_that_is_not_finite_is_nan_and_no_other(value):
+    call = CALLS["tiles apart"]
     q, k, v, dout = tensors_of(call, 1, 2, 1, 8)
     at = int(visible(call).any(1).nonzero()[-1])
     q[0, at, 0, 3] = value
@@ -385,8 +401,16 @@ def test_a_query_that_is_not_finite_is_nan_and_no_other(kind, value):
     assert dq.isnan().equal(lost)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("q", float("nan")),
+        ("q", float("inf")),
+        ("k", float("inf")),
+        ("k", -float("inf")),
+        ("v", float("nan")),
+    ],
+)
 def test_nan_is_where_the_reference_has_it(name, value):
     """Also where all scores are -inf. In v it may spread: a probability of 0 times NaN."""
     for tokens, causal in ((1, False), (17, True), (33, False)):
@@ -405,7 +429,7 @@ def test_nan_is_where_the_reference_has_it(name, value):
 @pytest.mark.parametrize("size", [4, 16])
 def test_programs_are_each_token_once_and_the_longest_come_first(size):
     chance = random.Random(0)
-    for call in [*CALLS.values(), *(random_call(chance) for _ in range(100))]:
+    for call in [*CALLS.values(), *(random_call(chance) for _ in range(40))]:
         seen = visible(call)
         for side in (0, 1):
             found, work = torch.zeros(seen.shape[side], dtype=torch.int), []

@@ -48,8 +48,8 @@ def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     The other arguments are tensors and numbers. A compiled function is differentiable once. It is
     compiled at its first call, again for sizes of 1, and for calls with and without gradient.
 
-    On meta tensors, from whose memory plans are made, it allocates only what the compiled function
-    does.
+    On meta tensors, by which the planning of memory measures, it allocates only what the compiled
+    function does.
     """
     compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
 

@@ -73,9 +73,9 @@ class Kernel(ABC):
         """Return why the package that it needs is installed but does not work, or None."""
         return None
 
-    @abstractmethod
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of out, dq, dk and dv for inputs of `dtype`, at least as precise."""
+        return dtype
 
     @abstractmethod
     def forward(
@@ -188,7 +188,7 @@ def refuses_half(
     """
     if spec.softcap is not None and not caps:
         return NO_SOFTCAP
-    if q.device.type != "cuda":
+    if not q.is_cuda:
         return f"inputs are on {q.device}, not on an NVIDIA GPU"
     if torch.cuda.get_device_capability(q.device) < capability:
         return needs_capability(q.device, capability)

@@ -24,9 +24,6 @@ class AtenKernel(PlainKernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return refuses_half(spec, q, capability=(8, 0), head_sizes=range(8, 257, 8))
 
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def block_forward(self, q, k, v, causal, spec):
         sizes = None, None, q.shape[1], k.shape[1]
         out, lse, *_ = _forward(q, k, v, *sizes, 0.0, causal, False, scale=spec.scale)

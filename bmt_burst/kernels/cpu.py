@@ -29,9 +29,6 @@ class CpuKernel(PlainKernel):
             return NO_SOFTCAP
         return None if q.device.type == "cpu" else f"inputs are on {q.device}, not on the CPU"
 
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def block_forward(self, q, k, v, causal, spec):
         out, lse = _forward(*_heads_first(q, k, v), 0.0, causal, scale=spec.scale)
         out = out.transpose(1, 2)
@@ -70,7 +67,7 @@ def _unhide(
     if causal:
         scores.masked_fill_(torch.arange(k.shape[1]) > rows.unsqueeze(1), -torch.inf)
     exact = scores.logsumexp(-1).flatten(1, 2)
-    # these queries are lost with other ranks' keys, too
+    # their result stays NaN, whatever keys other ranks have
     lost = ~q[:, rows].isfinite().all(-1).transpose(1, 2) | (exact == torch.inf)
     exact.masked_fill_(lost, torch.nan)
     hidden = ~exact.isfinite()

@@ -28,9 +28,6 @@ class CudnnKernel(PlainKernel):
             return "its backward is not deterministic"
         return refuses_half(spec, q, capability=(9, 0), head_sizes=range(8, _most(q) + 1, 8))
 
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def block_forward(self, q, k, v, causal, spec):
         if k.shape[1] == 1:
             out, lse = load("reference").forward(q, k, v, KernelCall.whole(q.shape[1], 1), spec)

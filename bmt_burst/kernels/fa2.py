@@ -25,24 +25,17 @@ class Fa2Kernel(Kernel):
         if not installed("flash_attn_2_cuda"):
             return "the package flash-attn (2.6 to 2.8) is not installed"
         reason = refuses_half(spec, q, capability=(8, 0), head_sizes=range(8, 257, 8), caps=True)
-        if (
-            reason is None
-            and spec.softcap is not None
-            and not self.broken()
-            and not _package().caps_gradients
-        ):
+        asks = reason is None and spec.softcap is not None and not self.broken()
+        if asks and not _package().caps_gradients:
             return "flash-attn before 2.6.2 does not apply the softcap to gradients: update it"
         return reason
 
     def broken(self) -> str | None:
         return import_failure("flash-attn", _package)
 
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def forward(self, q, k, v, call, spec):
         package = _package()
-        options = {**package.options(call, spec), "dropout_p": 0.0, "return_softmax": False}
+        options = package.options(call, spec) | {"dropout_p": 0.0, "return_softmax": False}
         if call.is_whole:
             return _out_and_lse(package.forward(q, k, v, **options))
         tensors = (pack(x) for x in (q, k, v))
@@ -50,19 +43,14 @@ class Fa2Kernel(Kernel):
         out, lse = _out_and_lse(results)
         out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
         if (nothing := blind_queries(call, q.device)) is not None:  # where the package returns inf
-            out, lse = (
-                out.masked_fill(nothing[:, None, None], 0.0),
-                lse.masked_fill(nothing, -torch.inf),
-            )
+            out = out.masked_fill(nothing[:, None, None], 0.0)
+            lse = lse.masked_fill(nothing, -torch.inf)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         package = _package()
-        options = {
-            **package.options(call, spec),
-            "dropout_p": 0.0,
-            "deterministic": spec.deterministic,
-        }
+        options = package.options(call, spec)
+        options |= {"dropout_p": 0.0, "deterministic": spec.deterministic}
         if call.is_whole:
             grads = tuple(torch.empty_like(x) for x in (q, k, v))
             package.backward(dout, q, k, v, out, lse.contiguous(), *grads, **options)

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..base.dtypes import accumulator_dtype
+from ..merging.merge import empty_lse
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import Kernel, import_failure, installed, refuses_half
@@ -75,9 +76,6 @@ class Fa4Kernel(Kernel):
     def broken(self) -> str | None:
         return import_failure("flash-attn-4", functions)
 
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def cuts(self, q: Tensor) -> bool:
         """Whether a call is computed in parts."""
         return q.numel() > _MOST_ENTRIES
@@ -97,8 +95,7 @@ class Fa4Kernel(Kernel):
     ) -> tuple[Tensor, Tensor]:
         """Compute `forward`, some queries at a time."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        shape, wide = (q.shape[0], q.shape[2], q.shape[1]), accumulator_dtype(q.dtype)
-        lse = torch.full(shape, -torch.inf, dtype=wide, device=q.device)
+        lse = empty_lse(q).fill_(-torch.inf)
         for part in _cut_call(q, call):
             rows, keys = slice(*part.q), slice(*part.kv)
             mine, seen, values = _take(rows, q), _take(keys, k), _take(keys, v)
@@ -224,9 +221,7 @@ def _padded(*tensors: Any) -> tuple[Any, ...]:
 def _values(spec: Spec, q: Tensor, k: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors with v's head size without zero columns, if the package computes with that."""
     size = spec.value_size
-    if size is None or q.shape[-2] != k.shape[-2]:
-        return tensors
-    if (q.shape[-1], size) not in _VALUE_SIZES_HOPPER:
+    if (q.shape[-1], size) not in _VALUE_SIZES_HOPPER or q.shape[-2] != k.shape[-2]:
         return tensors
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
         return tensors
@@ -280,9 +275,8 @@ def _packed_arguments(call: KernelCall, batch: int, device: torch.device) -> dic
 
 def _zeros(call: KernelCall, q: Tensor) -> Tensor:
     """Return an out of 0, of the shape and dtype of q."""
-    size, dtype, device = q.shape[-1], q.dtype, q.device
-    name = "fa4 zeros", size, dtype
-    row = prepare_once(call, name, device, lambda: torch.zeros(size, dtype=dtype, device=device))
+    name = "fa4 zeros", q.shape[-1], q.dtype
+    row = prepare_once(call, name, q.device, lambda: q.new_zeros(q.shape[-1]))
     return row.expand(q.shape)
 
 

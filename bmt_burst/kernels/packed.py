@@ -101,7 +101,7 @@ def _blind(call: KernelCall, device: torch.device) -> Tensor | None:
 def prepare_once(
     call: KernelCall, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]
 ) -> Kept:
-    """Return what `make` makes. It is called once for each GPU and stream.
+    """Return the result of `make`, which is called once for each GPU and stream.
 
     A stream has its own copy, because the copy is made in the stream's order.
     """

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
-from ..merging.merge import Outputs
+from ..merging.merge import Outputs, empty_lse
 from ..sequence.span import Span, length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
@@ -51,6 +51,33 @@ class Blocks:
     count: int = 1
     q_step: int = 0
     kv_step: int = 0
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return a view of the blocks' queries in x (B, S, ...): (B, count, tokens, ...)."""
+        return self._cut(x, self.q, self.q_step)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Return a view of the blocks' keys in x (B, T, ...): (B, count, tokens, ...)."""
+        return self._cut(x, self.kv, self.kv_step)
+
+    def _cut(self, x: Tensor, first: Span, step: int) -> Tensor:
+        if self.count == 1:
+            return x[:, slice(*first)].unsqueeze(1)
+        tokens = x[:, first[0] : first[1] + (self.count - 1) * step]
+        return tokens.unfold(1, length(first), step).movedim(-1, 2)
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Stack tokens (B, count, tokens, ...) along the batch, in the order that makes the blocks
+        causal: (B count, tokens, ...).
+        """
+        return self._turn(x.flatten(0, 1))
+
+    def unstack(self, x: Tensor) -> Tensor:
+        """Return what `stack` got from its result."""
+        return self._turn(x).unflatten(0, (-1, self.count))
+
+    def _turn(self, x: Tensor) -> Tensor:
+        return x.flip(1) if self.shape is BlockKind.REVERSED else x
 
 
 class PlainKernel(Kernel):
@@ -83,42 +110,29 @@ class PlainKernel(Kernel):
         if call.is_whole:
             return self.block_forward(q, k, v, call.is_causal, spec)
         out = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
-        lse = torch.full(
-            (q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=out.dtype, device=q.device
-        )
+        lse = empty_lse(q).fill_(-torch.inf)
         for blocks in blocks_of(call):
-            queries, keys, values = (
-                _stack_queries(q, blocks),
-                _stack_keys(k, blocks),
-                _stack_keys(v, blocks),
-            )
-            part, part_lse = self.block_forward(
-                queries, keys, values, blocks.shape is not BlockKind.FULL, spec
-            )
-            _merge(out, lse, blocks, part, part_lse)
+            views = blocks.queries(q), blocks.keys(k), blocks.keys(v)
+            causal = blocks.shape is not BlockKind.FULL
+            _merge(out, lse, blocks, *self.block_forward(*map(blocks.stack, views), causal, spec))
         return out.to(self.partial_dtype(q.dtype)), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         if call.is_whole:
             return self.block_backward(dout, q, k, v, out, lse, call.is_causal, spec)
-        sums = [
-            torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
-            for x in (q, k, v)
-        ]
+        wide = accumulator_dtype(q.dtype)
+        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
         for blocks in blocks_of(call):
-            douts, queries, outs = (_stack_queries(x, blocks) for x in (dout, q, out))
-            keys, values = _stack_keys(k, blocks), _stack_keys(v, blocks)
-            lses = _stack_queries(lse.transpose(1, 2), blocks).transpose(1, 2)
-            tensors = douts, queries, keys, values, outs, lses
+            of_queries = (blocks.stack(blocks.queries(x)) for x in (dout, q, out, lse.mT))
+            keys, values = (blocks.stack(blocks.keys(x)) for x in (k, v))
+            douts, queries, outs, lses = of_queries
+            tensors = douts, queries, keys, values, outs, lses.mT
             grads = self.block_backward(*tensors, blocks.shape is not BlockKind.FULL, spec)
-            for total, grad, cut in zip(
-                sums, grads, (_cut_queries, _cut_keys, _cut_keys), strict=True
-            ):
-                place = cut(total, blocks)
-                place.add_(_reverse_if_needed(grad, blocks, 1).unflatten(0, place.shape[:2]))
-        return tuple(
-            total.to(self.partial_dtype(x.dtype)) for total, x in zip(sums, (q, k, v), strict=True)
-        )
+            dq, dk, dv = sums
+            places = blocks.queries(dq), blocks.keys(dk), blocks.keys(dv)
+            for place, grad in zip(places, grads, strict=True):
+                place.add_(blocks.unstack(grad))
+        return tuple(total.to(self.partial_dtype(q.dtype)) for total in sums)
 
 
 def blocks_of(call: KernelCall) -> tuple[Blocks, ...]:
@@ -151,13 +165,9 @@ def _cut_at_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterat
     a and b are counted from its corner. One of low and high is None.
     """
     if low is not None:
-        for block in _cut_at_edge(
-            (-q[1], -q[0]), (-kv[1], -kv[0]), None, length(kv) - length(q) - low
-        ):
+        for block in _cut_at_edge(_turn(q), _turn(kv), None, length(kv) - length(q) - low):
             shape = BlockKind.REVERSED if block.shape is BlockKind.CAUSAL else block.shape
-            yield replace(
-                block, shape=shape, q=(-block.q[1], -block.q[0]), kv=(-block.kv[1], -block.kv[0])
-            )
+            yield Blocks(shape, _turn(block.q), _turn(block.kv))
         return
     if high is None:
         high = length(kv)
@@ -171,6 +181,11 @@ def _cut_at_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterat
     ):
         if length(rows) and length(columns):
             yield Blocks(shape, rows, columns)
+
+
+def _turn(span: Span) -> Span:
+    """Return a span of tokens that are counted backwards."""
+    return -span[1], -span[0]
 
 
 def _join_equal(blocks: list[Blocks]) -> Iterator[Blocks]:
@@ -202,46 +217,11 @@ def _merge(out: Tensor, lse: Tensor, blocks: Blocks, part: Tensor, part_lse: Ten
 
     part is (B count, tokens, H, D), part_lse (B count, H, tokens).
     """
-    places = _cut_queries(out, blocks), _cut_queries(lse.transpose(1, 2), blocks).transpose(2, 3)
-    parts = _reverse_if_needed(part, blocks, 1), _reverse_if_needed(part_lse, blocks, 2)
-    by_row = (x.unflatten(0, place.shape[:2]) for x, place in zip(parts, places, strict=True))
+    places = blocks.queries(out), blocks.queries(lse.mT)
+    parts = blocks.unstack(part), blocks.unstack(part_lse.mT)
     # One row of the batch at a time: with tokens between blocks left out, batch and block cannot
     # be one dimension of a view.
-    for out_at, lse_at, part_at, part_lse_at in zip(*places, *by_row, strict=True):
+    for out_at, lse_at, part_at, part_lse_at in zip(*places, *parts, strict=True):
         spans = [(0, out_at.shape[1])]
-        Outputs(
-            out_at, lse_at, parts=[(spans, out_at, lse_at.clone()), (spans, part_at, part_lse_at)]
-        ).result()
-
-
-def _stack_queries(x: Tensor, blocks: Blocks) -> Tensor:
-    """Return the queries (B count, tokens, ...) of blocks, in the order that makes them causal."""
-    return _reverse_if_needed(_cut_queries(x, blocks).flatten(0, 1), blocks, 1)
-
-
-def _stack_keys(x: Tensor, blocks: Blocks) -> Tensor:
-    """Return the keys (B count, tokens, ...) of blocks, in the order that makes them causal."""
-    return _reverse_if_needed(_cut_keys(x, blocks).flatten(0, 1), blocks, 1)
-
-
-def _reverse_if_needed(x: Tensor, blocks: Blocks, tokens: int) -> Tensor:
-    """Reverse the dimension `tokens` of x if that makes its blocks causal, or back."""
-    return x.flip(tokens) if blocks.shape is BlockKind.REVERSED else x
-
-
-def _cut_queries(x: Tensor, blocks: Blocks) -> Tensor:
-    """Return a view of the queries of blocks, (B, count, tokens, ...)."""
-    return _cut_ranges(x, blocks.q, blocks.count, blocks.q_step)
-
-
-def _cut_keys(x: Tensor, blocks: Blocks) -> Tensor:
-    """Return a view of the keys of blocks, (B, count, tokens, ...)."""
-    return _cut_ranges(x, blocks.kv, blocks.count, blocks.kv_step)
-
-
-def _cut_ranges(x: Tensor, first: Span, count: int, step: int) -> Tensor:
-    """Return a view (B, count, tokens, ...) of `count` ranges of x (B, S, ...), `step` apart."""
-    if count == 1:
-        return x[:, slice(*first)].unsqueeze(1)
-    tokens = x[:, first[0] : first[1] + (count - 1) * step]
-    return tokens.unfold(1, length(first), step).movedim(-1, 2)
+        before, more = (spans, out_at, lse_at.mT.clone()), (spans, part_at, part_lse_at.mT)
+        Outputs(out_at, lse_at.mT, parts=[before, more]).result()

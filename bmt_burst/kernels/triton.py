@@ -86,9 +86,6 @@ class TritonKernel(Kernel):
     def broken(self) -> str | None:
         return import_failure("triton", _kernel_module)
 
-    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def forward(self, q, k, v, call, spec):
         return forward(q, k, v, call, spec)
 

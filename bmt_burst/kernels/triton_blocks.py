@@ -57,9 +57,7 @@ def forward(
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
-    q_block = read(
-        token_at(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True
-    )
+    q_block = _read_own(q, q_strides, batch, head, q_start + first, rows, D, WIDTH, M)
     k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == NONE:
@@ -105,8 +103,8 @@ def forward(
 
     # If all scores of a query are -inf, its weights are 0, and its out is NaN, as softmax's.
     seeing = _seeing(first, more, left, right, kv_count, M, LEFT, RIGHT)
-    out_rows = token_at(out, out_strides, batch, head, q_start + first)
-    _store(out_rows, out_strides, sums / tl.where(seeing, weights, 1.0)[:, None], rows, D, WIDTH, M)
+    mean = sums / tl.where(seeing, weights, 1.0)[:, None]
+    _store(out, out_strides, batch, head, q_start + first, mean, rows, D, WIDTH, M)
     row = tl.arange(0, M)
     places = row_at(lse, lse_strides, batch, head, q_start + first) + row
     tl.store(places, (largest + tl.log2(weights)) * _LN_2, mask=row < rows)
@@ -128,24 +126,8 @@ def backward_kv(
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first, kv_start, kv_count, q_start, q_count = _block(blocks)
     columns, more = tl.minimum(kv_count - first, N), q_count - kv_count
-    k_block = read(
-        token_at(k, k_strides, batch, kv_head, kv_start + first),
-        k_strides,
-        columns,
-        D,
-        WIDTH,
-        N,
-        True,
-    )
-    v_block = read(
-        token_at(v, v_strides, batch, kv_head, kv_start + first),
-        v_strides,
-        columns,
-        D,
-        WIDTH,
-        N,
-        True,
-    )
+    k_block = _read_own(k, k_strides, batch, kv_head, kv_start + first, columns, D, WIDTH, N)
+    v_block = _read_own(v, v_strides, batch, kv_head, kv_start + first, columns, D, WIDTH, N)
     if BIAS == NONE:
         own = None
     if BIAS == BY_SEGMENTS:
@@ -178,15 +160,8 @@ def backward_kv(
                     scores, load_lse(lse_rows, at, rows, M)[None, :],
                     first, at, more, right, left, rows, N, M, RIGHT, LEFT, part != 1,
                 )  # fmt: skip
-                dout_block = read(
-                    skip(dout_rows, dout_strides, at),
-                    dout_strides,
-                    rows,
-                    D,
-                    WIDTH,
-                    M,
-                    part != 1,
-                )
+                dout_at = skip(dout_rows, dout_strides, at)
+                dout_block = read(dout_at, dout_strides, rows, D, WIDTH, M, part != 1)
                 dv_sums = tl.dot(
                     probs.to(q_block.dtype), dout_block, dv_sums, input_precision=PRECISION
                 )
@@ -198,10 +173,9 @@ def backward_kv(
                     dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION
                 )
 
-    dk_rows = token_at(dk, dk_strides, batch, kv_head, kv_start + first)
-    dv_rows = token_at(dv, dv_strides, batch, kv_head, kv_start + first)
-    _store(dk_rows, dk_strides, dk_sums * scale, columns, D, WIDTH, N)
-    _store(dv_rows, dv_strides, dv_sums, columns, D, WIDTH, N)
+    at = kv_start + first
+    _store(dk, dk_strides, batch, kv_head, at, dk_sums * scale, columns, D, WIDTH, N)
+    _store(dv, dv_strides, batch, kv_head, at, dv_sums, columns, D, WIDTH, N)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
@@ -220,11 +194,8 @@ def backward_q(
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
-    q_block = read(
-        token_at(q, q_strides, batch, head, q_start + first), q_strides, rows, D, WIDTH, M, True
-    )
-    dout_rows = token_at(dout, dout_strides, batch, head, q_start + first)
-    dout_block = read(dout_rows, dout_strides, rows, D, WIDTH, M, True)
+    q_block = _read_own(q, q_strides, batch, head, q_start + first, rows, D, WIDTH, M)
+    dout_block = _read_own(dout, dout_strides, batch, head, q_start + first, rows, D, WIDTH, M)
     row_lse = load_lse(row_at(lse, lse_strides, batch, head, q_start + first), 0, rows, M)
     row_delta = load_row(row_at(delta, delta_strides, batch, head, q_start + first), 0, rows, M)
     k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
@@ -276,8 +247,7 @@ def backward_q(
         add_waiting(bias, head, waiting, own, group, segment, M)
 
     if dq is not None:
-        dq_rows = token_at(dq, dq_strides, batch, head, q_start + first)
-        _store(dq_rows, dq_strides, dq_sums * scale, rows, D, WIDTH, M)
+        _store(dq, dq_strides, batch, head, q_start + first, dq_sums * scale, rows, D, WIDTH, M)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -288,12 +258,8 @@ def delta_of(
     """Fill delta (B, H, S) with rowsum(out * dout) of M tokens of one head."""
     first, head, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     rows, row = tokens - first, tl.arange(0, M)
-    out_block = read(
-        token_at(out, out_strides, batch, head, first), out_strides, rows, D, WIDTH, M, True
-    )
-    dout_block = read(
-        token_at(dout, dout_strides, batch, head, first), dout_strides, rows, D, WIDTH, M, True
-    )
+    out_block = _read_own(out, out_strides, batch, head, first, rows, D, WIDTH, M)
+    dout_block = _read_own(dout, dout_strides, batch, head, first, rows, D, WIDTH, M)
     result = tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1)
     tl.store(row_at(delta, delta_strides, batch, head, first) + row, result, mask=row < rows)
 
@@ -502,6 +468,14 @@ def read(
 
 
 @triton.jit
+def _read_own(
+    x, strides, batch, head, token, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):
+    """Load the first `count` tokens from `token` on of x (B, S, H, D): (SIZE, WIDTH)."""
+    return read(token_at(x, strides, batch, head, token), strides, count, D, WIDTH, SIZE, True)
+
+
+@triton.jit
 def load_between(at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """Load the tokens `at` + begin to `at` + end - 1: (SIZE, WIDTH) from `at` on.
 
@@ -513,14 +487,14 @@ def load_between(at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def _store(at, strides, x, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Store the first `count` tokens of x (SIZE, WIDTH)."""
-    token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
-    tl.store(
-        at + token * strides[1] + column,
-        x.to(at.dtype.element_ty),
-        mask=(token < count) & (column < D),
-    )
+def _store(
+    into, strides, batch, head, token, x, count,
+    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store the first `count` rows of x (SIZE, WIDTH) to the tokens from `token` on."""
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
+    places = token_at(into, strides, batch, head, token) + row * strides[1] + column
+    tl.store(places, x.to(into.dtype.element_ty), mask=(row < count) & (column < D))
 
 
 @triton.jit

@@ -17,23 +17,16 @@ from torch import Tensor
 from ..base.compiled import multiply_by_16
 from ..base.streams import current_stream, send_to_device
 from ..sequence.span import Span, length
-from .parts import (
-    OutputPart,
-    Part,
-    Parts,
-    find_unfinished_gradients,
-    find_unfinished_outputs,
-    lies_in,
-)
+from .parts import OutputPart, Part, Parts, clip_parts, find_unfinished, lies_in, tokens_at
 
 _BLOCK = 2048  # entries that a program handles
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, see `plain`."""
-    if (found := find_unfinished_outputs(out, lse, parts)) is None:
+    if not (span := find_unfinished(parts, out)):
         return
-    total, total_lse, parts = found
+    total, total_lse, parts = tokens_at(out, span), lse[:, :, slice(*span)], clip_parts(parts, span)
     grid, sizes, constants = _by_rows(total)
     outs, lses = [_dense_rows(part[1]) for part in parts], [part[2] for part in parts]
     # where memory begins, at multiples of 16 too
@@ -58,9 +51,9 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
     """Fill total (B, S, H, D) with the sum of `parts`, see `plain`."""
-    if (found := find_unfinished_gradients(total, parts)) is None:
+    if not (span := find_unfinished(parts, total)):
         return
-    total, parts = found
+    total, parts = tokens_at(total, span), clip_parts(parts, span)
     grid, sizes, constants = _by_rows(total)
     grads = [_dense_rows(part[1]) for part in parts]
     _sum_gradients[grid](

@@ -19,8 +19,9 @@ their earlier sum, already lies in the memory of the result.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,13 +29,7 @@ from torch import Tensor
 from ..base.dtypes import accumulator_dtype
 from ..sequence.span import Span, length
 from . import plain
-from .parts import (
-    OutputPart,
-    Part,
-    Parts,
-    clip_gradients,
-    is_whole,
-)
+from .parts import OutputPart, Part, clip_parts, is_whole
 
 _MOST_PARTS = 16  # parts that are added up in one pass over memory
 
@@ -49,22 +44,44 @@ class Backend(Protocol):
     def fill_lse_delta(self, rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None: ...
 
 
-class Outputs:
+class _Sum(ABC):
+    """Parts that are added up once they take more than `limit` bytes, or are many.
+
+    limit    bytes of parts that may wait
+    waiting  bytes of parts that were added since the last fold. Those that the sum begins with do
+             not count, because their memory is held elsewhere.
+    """
+
+    def __init__(self, limit: int, parts: Iterable[Any]):
+        self.limit, self.waiting = limit, 0
+        self.parts: list[Any] = []
+        for part in parts:
+            self._append(part)
+
+    def _append(self, part: Part | OutputPart) -> None:
+        self.parts.append(part)
+        too_many = self.waiting > self.limit or len(self.parts) > _MOST_PARTS
+        if too_many and len(self.parts) > 1:
+            self.fold()
+
+    @abstractmethod
+    def fold(self) -> None:
+        """Add up the parts so far, in the accumulator's dtype. Their memory is not read again."""
+
+
+class Outputs(_Sum):
     """The sum of partial attention outputs, written to out (B, S, H, D) and lse (B, H, S).
 
     limit  bytes of parts that may wait. If there are more, they are folded into one part in lse's
            dtype.
-    parts  parts that the sum begins with. They do not count, because their memory is held
-           elsewhere. `out` may be the memory of the first; then `lse` begins as a copy of its lse.
+    parts  parts that the sum begins with. `out` may be the memory of the first; then `lse` begins
+           as a copy of its lse.
     """
 
     def __init__(self, out: Tensor, lse: Tensor, limit: int = 0, parts: Iterable[OutputPart] = ()):
-        self.out, self.lse, self.limit = out, lse, limit
-        self.parts: list[OutputPart] = []
+        self.out, self.lse = out, lse
         self.wide: tuple[Tensor, Tensor] | None = None  # the first of the parts once they folded
-        self.waiting = 0  # bytes that were added
-        for part in parts:
-            self._append(part)
+        super().__init__(limit, parts)
 
     def add(self, spans: Sequence[Span], out: Tensor, lse: Tensor) -> None:
         """Add a partial result of the queries of rising spans: out (B, T, H, D), lse (B, H, T)."""
@@ -79,23 +96,17 @@ class Outputs:
             return
         _backend(self.out).merge_outputs(self.out, self.lse, self.parts)
 
-    def _append(self, part: OutputPart) -> None:
-        self.parts.append(part)
-        if _too_many(self.parts, self.waiting, self.limit):
-            self._fold()
-
-    def _fold(self) -> None:
+    def fold(self) -> None:
         if self.wide is None:
             wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device)
             self.wide = wide, torch.empty_like(self.lse)
         out, lse = self.wide
         _backend(out).merge_outputs(out, lse, self.parts)
         # the next merge reads this copy while it writes lse
-        self.parts = [([(0, out.shape[1])], out, lse.clone())]
-        self.waiting = 0
+        self.parts, self.waiting = [([(0, out.shape[1])], out, lse.clone())], 0
 
 
-class Gradients:
+class Gradients(_Sum):
     """The sum of partial gradients of a tensor (B, S, H, D).
 
     limit, parts  as for Outputs
@@ -112,12 +123,9 @@ class Gradients:
         parts: Iterable[Part] = (),
     ):
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
-        self.limit, self.into = limit, into
-        self.parts: list[Part] = []
+        self.into = into
         self.total: Tensor | None = None  # the first of the parts once they folded
-        self.waiting = 0  # bytes that were added
-        for part in parts:
-            self._append(part)
+        super().__init__(limit, parts)
 
     def add(self, spans: Sequence[Span], grad: Tensor) -> None:
         """Add the gradient of the tokens of rising spans: (B, T, ...), any float dtype."""
@@ -125,14 +133,9 @@ class Gradients:
         self._append((spans, grad))
 
     def fold(self) -> None:
-        """Add up the parts so far, in the accumulator's dtype. Their memory is not read again."""
         if self.total is None:
-            dtype = accumulator_dtype(self.dtype)
-            self.total = torch.empty(self.shape, dtype=dtype, device=self.device)
-        if self.parts:
-            _backend(self.total).sum_gradients(self.total, self.parts)
-        else:
-            self.total.zero_()
+            self.total = self._empty(accumulator_dtype(self.dtype))
+        self._fill(self.total)
         self.parts, self.waiting = [([(0, self.shape[1])], self.total)], 0
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -142,22 +145,22 @@ class Gradients:
         """
         assert dtype is None or self.into is None, "`into` has a dtype"
         dtype = dtype or self.dtype
-        if self.into is None and is_whole(self.parts, self.shape[1]):
-            grad = self.parts[0][1]
-            if grad.dtype == dtype:
-                return grad.contiguous()
-        total = self.into
-        if total is None:
-            total = torch.empty(self.shape, dtype=dtype, device=self.device)
+        if self.into is not None:
+            return self._fill(self.into)
+        if is_whole(self.parts, self.shape[1]) and self.parts[0][1].dtype == dtype:
+            grad: Tensor = self.parts[0][1]
+            return grad.contiguous()
+        return self._fill(self._empty(dtype))
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.shape, dtype=dtype, device=self.device)
+
+    def _fill(self, total: Tensor) -> Tensor:
+        """Write the sum of the parts to `total`."""
         if not self.parts:
             return total.zero_()
         _backend(total).sum_gradients(total, self.parts)
         return total
-
-    def _append(self, part: Part) -> None:
-        self.parts.append(part)
-        if _too_many(self.parts, self.waiting, self.limit):
-            self.fold()
 
 
 def sum_parts(
@@ -172,9 +175,10 @@ def sum_parts(
 
     It is a view if one part has it.
     """
-    here = list(clip_gradients(parts, span))
+    here = clip_parts(parts, span)
     if is_whole(here, length(span)) and here[0][1].dtype == dtype:
-        return here[0][1]
+        only: Tensor = here[0][1]
+        return only
     return Gradients((batch, length(span), *shape), dtype, device, parts=here).result()
 
 
@@ -198,11 +202,6 @@ def split_lse_delta(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lse and delta that `stack_lse_delta` stacked: (B, H, S) each, contiguous."""
     lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))
     return lse, delta
-
-
-def _too_many(parts: Parts, waiting: int, limit: int) -> bool:
-    """Whether to add up parts now. `waiting` bytes of them were added."""
-    return len(parts) > 1 and (waiting > limit or len(parts) > _MOST_PARTS)
 
 
 def _backend(x: Tensor) -> Backend:

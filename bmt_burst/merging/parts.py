@@ -5,7 +5,8 @@ A part has the tokens of rising spans. In its tensors these tokens lie one after
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -35,50 +36,25 @@ def lies_in(part: Part | OutputPart, total: Tensor) -> bool:
     return part[1].data_ptr() == total.data_ptr() and part[1].dtype == total.dtype
 
 
-def find_unfinished_outputs(
-    out: Tensor, lse: Tensor, parts: Sequence[OutputPart]
-) -> tuple[Tensor, Tensor, list[OutputPart]] | None:
-    """Return the tokens of out (B, S, H, D), lse (B, H, S) and `parts` that still have to be
-    merged, or None without such tokens.
+def find_unfinished(parts: Parts, total: Tensor) -> Span | None:
+    """Return the tokens of the sum that still have to be written, or None if there are none.
 
-    If the first part lies in `out`, only tokens that later parts have change.
+    If the first part lies in `total`, the other tokens have their sum already, and only those that
+    later parts have change.
     """
-    if not (span := _find_unfinished(parts, out)):
-        return None
-    return tokens_at(out, span), lse[:, :, slice(*span)], list(clip_outputs(parts, span))
-
-
-def find_unfinished_gradients(
-    total: Tensor, parts: Sequence[Part]
-) -> tuple[Tensor, list[Part]] | None:
-    """Return the tokens of total (B, S, H, D) and `parts` that still have to be added up, or None
-    without such tokens.
-
-    If the first part lies in `total`, only tokens that later parts have change.
-    """
-    if not (span := _find_unfinished(parts, total)):
-        return None
-    return tokens_at(total, span), list(clip_gradients(parts, span))
-
-
-def _find_unfinished(parts: Parts, total: Tensor) -> Span | None:
     if not lies_in(parts[0], total):
         return 0, total.shape[1]
     return hull(span for part in parts[1:] for span in part[0]) if len(parts) > 1 else None
 
 
-def clip_gradients(parts: Sequence[Part], within: Span) -> Iterator[Part]:
-    """Yield the tokens of parts that are in `within`, counted from its start."""
-    for spans, grad in parts:
+def clip_parts(parts: Parts, within: Span) -> list[Any]:
+    """Return the tokens of parts that are in `within`, counted from its start."""
+    clipped = []
+    for spans, x, *lse in parts:
         if found := _clip_spans(spans, within):
-            yield found[0], tokens_at(grad, found[1])
-
-
-def clip_outputs(parts: Sequence[OutputPart], within: Span) -> Iterator[OutputPart]:
-    """Yield the tokens of parts that are in `within`, counted from its start."""
-    for spans, out, lse in parts:
-        if found := _clip_spans(spans, within):
-            yield found[0], tokens_at(out, found[1]), lse[:, :, slice(*found[1])]
+            of_lse = (rows[:, :, slice(*found[1])] for rows in lse)
+            clipped.append((found[0], tokens_at(x, found[1]), *of_lse))
+    return clipped
 
 
 def _clip_spans(spans: Sequence[Span], within: Span) -> tuple[list[Span], Span] | None:

@@ -7,24 +7,18 @@ from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
 from ..sequence.span import in_turn
-from .parts import (
-    OutputPart,
-    Part,
-    find_unfinished_gradients,
-    find_unfinished_outputs,
-    tokens_at,
-)
+from .parts import OutputPart, Part, clip_parts, find_unfinished, tokens_at
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
-    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, of which there are some.
+    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, at least one.
 
     `out` may be the memory of the first part if that is whole. Then only tokens that later parts
     have are written. `lse` may not be that part's memory, but then it holds the same numbers.
     """
-    if (found := find_unfinished_outputs(out, lse, parts)) is None:
+    if not (span := find_unfinished(parts, out)):
         return
-    out, lse, parts = found
+    out, lse, parts = tokens_at(out, span), lse[:, :, slice(*span)], clip_parts(parts, span)
     total = torch.zeros_like(out, dtype=lse.dtype)
     lse.fill_(-torch.inf)
     for spans, part, part_lse in parts:
@@ -38,14 +32,14 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
 
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
-    """Fill total (B, S, H, D) with the sum of `parts`, of which there are some.
+    """Fill total (B, S, H, D) with the sum of `parts`, at least one.
 
     It may be the memory of the first part if that is whole. Then only tokens that later parts have
     are written.
     """
-    if (found := find_unfinished_gradients(total, parts)) is None:
+    if not (span := find_unfinished(parts, total)):
         return
-    total, parts = found
+    total, parts = tokens_at(total, span), clip_parts(parts, span)
     wide = torch.zeros_like(total, dtype=accumulator_dtype(total.dtype))
     for spans, part in parts:
         for span, place in in_turn(spans):

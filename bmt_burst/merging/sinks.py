@@ -9,7 +9,7 @@ over the other keys. With the sink they are
 Sinks are therefore applied once, after the strategy's forward, which does not know them.
 
 A strategy's backward is exact if it gets o' and l' instead of o and l. For each pair it computes
-P = exp(score - l'), the pair's probability beside the sink, and dS = P (dP - delta), where
+P = exp(score - l'), the pair's probability next to the sink, and dS = P (dP - delta), where
 delta = rowsum(o' * dout) = sum_j P_j dP_j. That sum is over all keys. The sink's term in it is 0,
 because its value is 0 and so is its dP. Hence dS, dq, dk and dv are right. Only the sink's own
 dS = exp(s - l') (0 - delta) is missing. Its sum over queries is the gradient of s.

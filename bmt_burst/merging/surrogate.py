@@ -24,8 +24,8 @@ def add_lse_gradient(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tu
     S) of lse.
 
     Both are new memory, in their own dtype. dlse has no effect where lse is -inf, which is a
-    constant. dout differs from the one passed only where that is nearly 0 beside dlse: no out can
-    change its row sum there. The difference is below 1e-4 of dlse in fp16, and 1e-18 otherwise.
+    constant. dout changes only where it is nearly 0 compared with dlse: no out can change its row
+    sum there. The change is below 1e-4 of dlse in fp16, and 1e-18 otherwise.
     """
     dlse = dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
     dout = _floor_rows(dout, dlse)
@@ -55,11 +55,10 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     that need out.
 
     If the softmax is saturated, dP and delta nearly cancel in dq. So the row sum must match delta
-    far better than the rounding of o' allows. Therefore only a few entries of o'
-    differ from 0. The entry with the largest |dout| carries as much as its rounding allows, and the
-    next ones carry the rest. Three entries leave an error below fp32's. In fp16, whose smallest
-    numbers are not small, the error is about 1e-4 if delta is small beside |dout|, as from rounding
-    out.
+    far better than the rounding of o' allows. Therefore only a few entries of o' differ from 0. The
+    entry with the largest |dout| carries as much as its rounding allows, and the next ones carry
+    the rest. Three entries leave an error below fp32's. In fp16, which has no very small numbers,
+    the error is about 1e-4 if delta is small compared with |dout|, as from rounding out.
     """
     wide = dout.to(delta.dtype)
     magnitude, rest = wide.abs(), delta.transpose(1, 2).unsqueeze(-1)

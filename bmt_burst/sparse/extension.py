@@ -19,7 +19,7 @@ from ..strategies.extension import Extension, Tensors
 from .choice import find_fault, find_longest
 from .config import InfLLMV2
 from .memory import is_recomputing
-from .plan import SparsePlan, window_problem
+from .plan import DensePlan, SparsePlan, window_problem
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Sparse(Extension):
     def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
         assert self.config, "a checked extension has constants"
         if self.config.is_dense(find_longest(problem.mask)):
-            return super().plan(problem, rank, strategy)
+            return DensePlan(super().plan(problem, rank, strategy))
         # sparse sequences are long, and so "auto" takes the ring for their windows
         near = "ring" if strategy == "auto" else strategy
         windows = choose(near, window_problem(problem, self.config))
