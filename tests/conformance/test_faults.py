@@ -20,7 +20,8 @@ RIGHT = ReferenceKernel()
 CHECKS = [
     check
     for name, check in vars(suite).items()
-    if name.startswith("test_") and "registry" not in name
+    # the check of a bias would skip a kernel that has none, and the test with it
+    if name.startswith("test_") and "registry" not in name and "bias" not in name
 ]
 SUBJECTS = [suite.Subject("faulty", "cpu", dtype, 8) for dtype in (torch.float64, torch.float32)]
 
@@ -150,25 +151,23 @@ FAULTS = {
 }
 
 
-def found_by(kernel: ReferenceKernel, monkeypatch) -> list[str]:
-    """Return the names of the checks that fail for a kernel."""
+def first_to_fail(kernel: ReferenceKernel, monkeypatch) -> str | None:
+    """Return the name of the first check that fails for a kernel, or None."""
     load = kernels.load
     monkeypatch.setattr(kernels, "load", lambda name: kernel if name == "faulty" else load(name))
-    failed = []
     for check in CHECKS:
-        arguments = ["faulty"] if "meaning" in check.__name__ else SUBJECTS
-        for argument in arguments:
+        for argument in ["faulty"] if "meaning" in check.__name__ else SUBJECTS:
             try:
                 check(argument)
             except AssertionError:
-                failed.append(check.__name__)
-    return failed
+                return check.__name__
+    return None
 
 
 def test_a_right_kernel_passes(monkeypatch):
-    assert not found_by(Faulty(), monkeypatch)
+    assert first_to_fail(Faulty(), monkeypatch) is None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_is_found(fault, monkeypatch):
-    assert found_by(FAULTS[fault], monkeypatch)
+    assert first_to_fail(FAULTS[fault], monkeypatch)
