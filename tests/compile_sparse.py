@@ -12,7 +12,7 @@ from bmt_burst import InfLLMV2
 from bmt_burst.sparse import tiles, triton_choice, triton_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys
-from tests.compile_triton import Compiler
+from tests.compiler import Compiler
 
 NAMES = {
     tiles: ("_sort_keys", "_unite"),

@@ -12,9 +12,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from bmt_burst import kernels
 from bmt_burst.bias import kernels as bias_kernels
@@ -25,57 +22,8 @@ from bmt_burst.kernels import triton_blocks
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from tests import compile_fused
-from tests.compile_fused import kinds_of
+from tests.compiler import Compiler
 from tests.helpers import call_tensors, random_bias
-
-CAPABILITY = 90
-OPTIONS = "num_warps", "num_stages", "enable_fp_fusion"
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-class Compiler:
-    """In place of a kernel: compiles where that would launch, and prints the kernel's name."""
-
-    def __init__(self, kernel):
-        self.kernel, self.kinds = kernel, []
-
-    def __getitem__(self, grid):
-        return self.compile
-
-    def compile(self, *args, **constants):
-        options = {name: constants.pop(name) for name in OPTIONS if name in constants}
-        names = self.kernel.arg_names
-        kinds = kinds_of(self.kernel, args, constants)
-        if kinds in self.kinds:
-            return
-        self.kinds.append(kinds)
-        values = {(names.index(name),): value for name, value in constants.items()}
-        signature = {
-            name: kind(x, (i,), values)
-            for i, (name, x) in enumerate(zip(names, args, strict=False))
-        }
-        source = ASTSource(self.kernel, signature | dict.fromkeys(constants, "constexpr"), values)
-        done = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
-        assert done.asm["cubin"]
-        print(self.kernel.__name__)
-
-
-def kind(x, path, values):
-    """The type of an argument; what is known when compiling goes into `values`."""
-    if isinstance(x, tuple):
-        kinds = [kind(y, (*path, i), values) for i, y in enumerate(x)]
-        return type(x)(*kinds) if hasattr(x, "_fields") else tuple(kinds)
-    if x is None:
-        values[path] = None
-        return "constexpr"
-    if isinstance(x, torch.Tensor):
-        return POINTERS[x.dtype]
-    return "fp32" if isinstance(x, float) else "i32"
 
 
 def main():
