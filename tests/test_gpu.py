@@ -185,24 +185,25 @@ def test_calls_with_a_bias(kind, head_size, by):
 
 
 @pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("kind", FEW_CALLS)
-@pytest.mark.parametrize("head_size", [72, 112, 128])
-def test_calls_of_other_head_sizes(name, kind, head_size):
-    check_call(name, kind, 8, 8, head_size, batch=1)
-
-
-@pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("kind", FEW_CALLS)
-def test_calls_in_fp16(name, kind):
-    check_call(name, kind, 8, 2, 64, dtype=torch.float16)
-
-
-@pytest.mark.parametrize("name", ["fa4", "triton"])
 @pytest.mark.parametrize(
     "kind", [*FEW_CALLS, "full, fewer keys", "a window to both sides", "full tiles apart"]
 )
-def test_kernels_that_take_delta_for_out(name, kind):
-    check_call(name, kind, 8, 2, 64, with_delta=True)
+@pytest.mark.parametrize(
+    ("kv_heads", "head_size", "batch", "options"),
+    [
+        (8, 72, 1, {}),
+        (8, 112, 1, {}),
+        (8, 128, 1, {}),
+        (2, 64, 2, {"dtype": torch.float16}),
+        (2, 64, 2, {"with_delta": True}),
+    ],
+)
+def test_calls_of_other_sizes_and_dtypes_and_with_delta(
+    name, kind, kv_heads, head_size, batch, options
+):
+    if "with_delta" in options and not kernels.load(name).takes_delta:
+        pytest.skip(f"{name} takes no delta")
+    check_call(name, kind, 8, kv_heads, head_size, batch, **options)
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -280,6 +281,12 @@ def ring_call(shards, dout, **options):
     return [out.detach(), lse, *grads]
 
 
+def cut_results(whole: Layout, results, rank: int) -> list[torch.Tensor]:
+    """This rank's part of out, lse, dq, dk and dv; gradients of parameters stay whole."""
+    parts = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(results[:5])]
+    return [*parts, *results[5:]]
+
+
 def rings(size: int) -> dict[str, dict]:
     """Group arguments by name: copy engines as they are taken by default, NCCL, and a double ring
     if there are four. From now on "auto" means the ring, also for short blocks.
@@ -330,7 +337,7 @@ def equality(rank: int, size: int) -> dict[str, float]:
         *shards, dout = (whole.shard(x, rank) for x in tensors)
         shards = [x.requires_grad_() for x in shards]
         exact = dense_results(visible, tensors, 0.1)
-        expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
+        expected = cut_results(whole, exact, rank)
         # q and dout of a kv head
         two_blocks = 2 * 2 * tensors[0][:, : -(-tokens // size), : heads // kv_heads].nbytes
         sizes = (two_blocks, 1 << 30)
@@ -407,9 +414,7 @@ def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float
             config.num_bias_rows, heads[0], generator=torch.Generator().manual_seed(1)
         ).cuda()
         exact = dense_results(scores.mask, tensors, 0.1, scores.dense(), table)
-        expected = [
-            whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact[:5])
-        ] + exact[5:]
+        expected = cut_results(whole, exact, rank)
         *shards, dout = (whole.shard(x, rank) for x in tensors)
         shards, bias = [x.requires_grad_() for x in shards], table.requires_grad_()
         ways = [
@@ -421,13 +426,8 @@ def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float
             )
             *grads, dtable = torch.autograd.grad(out, (*shards, bias), dout)
             dist.all_reduce(dtable)
-            named = zip(
-                ("out", "lse", "dq", "dk", "dv", "dtable"),
-                (out, lse, *grads, dtable),
-                expected,
-                strict=True,
-            )
-            for name, *pair in named:
+            names, got = ("out", "lse", "dq", "dk", "dv", "dtable"), (out, lse, *grads, dtable)
+            for name, *pair in zip(names, got, expected, strict=True):
                 mine, other = (x.nan_to_num(neginf=0.0) for x in pair)  # lse of padding
                 errors[f"{name} {layout} {heads} {number}"] = relative_error(mine, other)
     return errors
@@ -456,9 +456,7 @@ def capped_equality(rank: int, size: int, tokens: int = 1024) -> dict[str, float
     shards = [whole.shard(x, rank) for x in tensors]
     for softcap in (None, 2.0):
         exact = dense_results(mask, tensors, 0.1, softcap=softcap, sinks=sinks)
-        expected = [
-            whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact[:5])
-        ] + exact[5:]
+        expected = cut_results(whole, exact, rank)
         kinds = ("auto", "triton") if softcap else HALVES
         spec = Spec(0.1, softcap=softcap)
         for flash, strategy in itertools.product(kinds, ("ring", "ulysses")):
@@ -478,13 +476,8 @@ def capped_equality(rank: int, size: int, tokens: int = 1024) -> dict[str, float
             )
             *grads, dsinks = torch.autograd.grad(out, inputs, shards[3])
             dist.all_reduce(dsinks)
-            named = zip(
-                ("out", "lse", "dq", "dk", "dv", "dsinks"),
-                (out, lse, *grads, dsinks),
-                expected,
-                strict=True,
-            )
-            for name, *pair in named:
+            names, got = ("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads, dsinks)
+            for name, *pair in zip(names, got, expected, strict=True):
                 errors[f"{name} {softcap} {flash} {strategy}"] = relative_error(*pair)
     return errors
 
@@ -513,7 +506,7 @@ def first_of_few(rank: int, size: int) -> dict[str, float]:
     group = {"process_group": transport, "strategy": "ring"}
     got = ring_call([x.requires_grad_() for x in shards], dout, layout=whole, mask=visible, **group)
     exact = dense_results(visible, tensors, 0.1)
-    expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
+    expected = cut_results(whole, exact, rank)
     return {
         str(i): relative_error(a, b) for i, (a, b) in enumerate(zip(got, expected, strict=True))
     }
