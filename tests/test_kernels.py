@@ -265,10 +265,10 @@ def test_blocks_are_what_is_visible():
         assert found.equal(visible(call).int()), call
 
 
-@pytest.mark.parametrize("window", [1, 2, 100, 1000])
+@pytest.mark.parametrize("window", [1, 100])
 def test_a_window_is_few_calls_of_a_plain_kernel(window):
-    """However narrow: 100,000 tokens are cut into as many as 200,000 blocks."""
-    tokens = 100_000
+    """However narrow: 20,000 tokens are cut into as many as 40,000 blocks."""
+    tokens = 20_000
     call = KernelCall(tokens, tokens, (((0, tokens), (0, tokens)),), window - 1, 0)
     assert len(blocks_of(call)) <= 2 * (tokens // window // 4096 + 1) + 4
 
