@@ -328,62 +328,29 @@ class FlashAttention:
         assert lse.is_contiguous()
         return *self.backward(dout, q, k, v, lse, delta, softmax_scale, **options), None
 
-    def fa2_forward(self, q, k, v, cu_q=None, cu_k=None, max_q=None, max_k=None, **options):
+    def fa2_forward(self, q, k, v, *sizes, **options):
         assert options.pop("dropout_p") == 0
-        assert not any(
-            options.pop(name, None) for name in ("alibi_slopes", "return_softmax", "block_table")
-        )
-        options = self.fa2_options(options, max_k or k.shape[1])
-        out, lse = self.forward(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
-            **options,
-        )
+        unused = "alibi_slopes", "return_softmax", "block_table"
+        assert not any(options.pop(name, None) for name in unused)
+        out, lse = self.forward(q, k, v, **self.fa2_options(options, k, sizes))
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        return (
-            (out, lse, None, None) if self.two_arguments else (out, q, k, v, out, lse, None, None)
-        )
+        inputs = () if self.two_arguments else (q, k, v, out)
+        return out, *inputs, lse, None, None
 
-    def fa2_backward(
-        self,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        cu_q=None,
-        cu_k=None,
-        max_q=None,
-        max_k=None,
-        **options,
-    ):
+    def fa2_backward(self, dout, q, k, v, out, lse, dq, dk, dv, *sizes, **options):
         assert options.pop("dropout_p") == 0
         assert options.pop("alibi_slopes") is None
         assert options.pop("deterministic") is False
-        assert cu_q is None or not lse.eq(-torch.inf).any()
-        options = self.fa2_options(options, max_k or k.shape[1])
+        assert not sizes or not lse.eq(-torch.inf).any()
         delta = (out * dout).sum(-1).transpose(-1, -2)
-        sizes = {
-            "cu_seqlens_q": cu_q,
-            "cu_seqlens_k": cu_k,
-            "max_seqlen_q": max_q,
-            "max_seqlen_k": max_k,
-        }
-        for into, grad in zip(
-            (dq, dk, dv), self.backward(dout, q, k, v, lse, delta, **sizes, **options), strict=True
-        ):
+        grads = self.backward(dout, q, k, v, lse, delta, **self.fa2_options(options, k, sizes))
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
             into.copy_(grad)
 
-    def fa2_options(self, options, max_k):
+    def fa2_options(self, options, k, sizes):
+        max_k = sizes[3] if sizes else k.shape[1]
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        options |= dict(zip(names, sizes, strict=bool(sizes)))
         if self.two_arguments:
             left, right = options.pop("window_size_left"), options.pop("window_size_right")
         else:
@@ -432,12 +399,9 @@ class FlashAttention:
         right = 0 if causal else window_size_right
         if cu_seqlens_q is None:
             for batch in range(len(q)):
-                sizes = q.shape[1], k.shape[1]
-                yield (
-                    batch,
-                    batch,
-                    KernelCall(*sizes, (((0, sizes[0]), (0, sizes[1])),), window_size_left, right),
-                )
+                tiles = (((0, q.shape[1]), (0, k.shape[1])),)
+                call = KernelCall(q.shape[1], k.shape[1], tiles, window_size_left, right)
+                yield batch, batch, call
             return
         self.packed_calls += 1
         bounds = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k)]

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..base.compiled import multiply_by_16
 from ..base.streams import send_to_device
+from ..merging.merge import empty_lse
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import Kernel, import_failure, installed, needs_capability
@@ -98,7 +99,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec, terms: Terms = NO_TERMS
 ) -> tuple[Tensor, Tensor]:
     """Compute `Kernel.forward`, with the terms that an extension adds."""
-    out, lse = _empty(q), torch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
+    out, lse = _empty(q), empty_lse(q)
     launch("forward", (*map(_make_dense, (q, k, v)), out, lse), call, spec, terms)
     return out, lse
 
@@ -298,7 +299,7 @@ def _precision(q: Tensor) -> str:
 
 def _compute_delta(out: Tensor, dout: Tensor) -> Tensor:
     """Compute rowsum(out * dout) (B, H, S)."""
-    delta = torch.empty(_lse_shape(out), dtype=torch.float32, device=out.device)
+    delta = empty_lse(out)
     batch, tokens, heads, head_size = out.shape
     width = 1 << (head_size - 1).bit_length()
     size = 4096 // width
@@ -315,11 +316,6 @@ def _kernel_strides(x: Tensor | None) -> tuple[int, ...]:
     if x is None:
         return ()
     return multiply_by_16(x.stride()) if x.dim() == 3 else x.stride()
-
-
-def _lse_shape(q: Tensor) -> tuple[int, int, int]:
-    """Return the shape of q's lse."""
-    return q.shape[0], q.shape[2], q.shape[1]
 
 
 def _empty(x: Tensor) -> Tensor:
