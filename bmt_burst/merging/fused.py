@@ -160,14 +160,9 @@ def _merge_outputs(
         weights += weight
 
     divisor = tl.where(weights == 0.0, 1.0, weights)  # 0: nothing seen
-    total = total / divisor[:, None]
-    place = batch * out_strides[0] + token * out_strides[1] + head * out_strides[2]
     mask = inside[:, None] & (column < head_size)[None, :]
-    tl.store(
-        out + place[:, None] + column[None, :] * out_strides[3],
-        total.to(out.dtype.element_ty),
-        mask=mask,
-    )
+    places = _rows_at(out, out_strides, batch, head, token, column)
+    tl.store(places, (total / divisor[:, None]).to(out.dtype.element_ty), mask=mask)
     total_lse = tl.where(weights == 0.0, -float("inf"), shift + tl.log(divisor))
     tl.store(lse + _row_at(batch, head, token, lse_strides), total_lse, mask=inside)
 
@@ -188,9 +183,8 @@ def _sum_gradients(
         at_token, seen = _in_part(token, there, places, i)
         mask = inside & seen[:, None]
         wide += _load_part(parts, part_strides, batch, head, at_token, column, mask, i)
-    at = batch * total_strides[0] + token * total_strides[1] + head * total_strides[2]
-    place = total + at[:, None] + column[None, :] * total_strides[3]
-    tl.store(place, wide.to(total.dtype.element_ty), mask=inside)
+    places = _rows_at(total, total_strides, batch, head, token, column)
+    tl.store(places, wide.to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
@@ -202,8 +196,10 @@ def _fill_lse_delta(
     column = tl.arange(0, WIDTH)
     mask = inside[:, None] & (column < head_size)[None, :]
 
-    o = _load_rows(out, out_strides, batch, head, token, column, mask)
-    do = _load_rows(dout, dout_strides, batch, head, token, column, mask)
+    o_places = _rows_at(out, out_strides, batch, head, token, column)
+    do_places = _rows_at(dout, dout_strides, batch, head, token, column)
+    o = tl.load(o_places, mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(do_places, mask=mask, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + _row_at(batch, head, token, lse_strides), mask=inside)
 
     place = rows + ((batch * tokens + token) * heads + head) * 2
@@ -264,8 +260,7 @@ def _load_part(parts, strides, batch, head, token, column, mask, i: tl.constexpr
 
 
 @triton.jit
-def _load_rows(x, strides, batch, head, token, column, mask):
-    """Load rows of x (B, S, H, D) in fp32."""
+def _rows_at(x, strides, batch, head, token, column):
+    """Return the addresses of rows of x (B, S, H, D)."""
     at = batch * strides[0] + token * strides[1] + head * strides[2]
-    place = x + at[:, None] + column[None, :] * strides[3]
-    return tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    return x + at[:, None] + column[None, :] * strides[3]
