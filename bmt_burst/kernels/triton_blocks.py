@@ -91,6 +91,7 @@ def forward(
                 seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
                 scores = tl.where(seen, scores, -_INFINITY)
             now = tl.maximum(largest, tl.max(scores, 1) * factor)
+            # A query that has seen no key yet has -inf, and -inf - -inf would be NaN.
             shift = tl.where(now == -_INFINITY, 0.0, now)
             probs = tl.exp2(scores * factor - shift[:, None])
             decay = tl.exp2(largest - shift)
@@ -375,7 +376,7 @@ def _edges(
     if HIGH:
         end = tl.minimum(end, tl.maximum(first + more + high + 1, 0) // SIZE * SIZE)
         stop = tl.minimum(stop, first + count + more + high)
-    # If no block is visible whole, the first part ends where the last one begins.
+    # If no block is completely visible, the first part ends where the last one begins.
     whole = tl.minimum(whole, tl.cdiv(tl.maximum(stop, 0), SIZE) * SIZE)
     middle = tl.maximum(whole, end)
     if ALL_MASKED:

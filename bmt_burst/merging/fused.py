@@ -29,7 +29,8 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     total, total_lse, parts = tokens_at(out, span), lse[:, :, slice(*span)], clip_parts(parts, span)
     grid, sizes, constants = _by_rows(total)
     outs, lses = [_dense_rows(part[1]) for part in parts], [part[2] for part in parts]
-    # where memory begins, at multiples of 16 too
+    # Triton compiles a kernel again for addresses that are no multiples of 16, and in a tuple
+    # nothing prevents that. So it gets where memory begins, and offsets apart.
     starts = tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses)
     _merge_outputs[grid](
         total,
@@ -142,6 +143,8 @@ def _merge_outputs(
             part_lses, lse_offsets, part_lse_strides, batch, head, at_token, seen, i
         )
         largest = tl.maximum(largest, part_lse, propagate_nan=tl.PropagateNan.ALL)
+    # Without any lse, -inf - -inf would be NaN. A NaN of one part is to be in the result: so the
+    # maximum above propagates it.
     shift = tl.where(largest == -float("inf"), 0.0, largest)
 
     total = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -152,6 +155,7 @@ def _merge_outputs(
             part_lses, lse_offsets, part_lse_strides, batch, head, at_token, seen, i
         )
         weight = tl.exp(part_lse - shift)
+        # Where no part saw anything, outs are added as they are: 0, or NaN if all scores are -inf.
         share = tl.where(largest == -float("inf"), 1.0, weight)
         counts = seen & ((part_lse != -float("inf")) | (largest == -float("inf")))
         mask = counts[:, None] & (column < head_size)[None, :]
