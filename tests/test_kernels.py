@@ -232,15 +232,6 @@ def test_which_biases_fa4_adds(
     assert (reason is None) if refusal is None else (refusal in reason)
 
 
-def test_the_cpu_kernel_on_many_calls():
-    chance, kernel = random.Random(0), kernels.load("cpu")
-    for seed in range(100):
-        call, heads = random_call(chance), chance.choice(((4, 4), (4, 2), (3, 1)))
-        tensors = call_tensors(call, chance.choice((1, 2)), *heads, 8, seed=seed)
-        errors = kernel_errors(kernel, call, tensors, SPEC)
-        assert max(errors.values()) < EXACT, (call, errors)
-
-
 def test_blocks_are_what_is_visible():
     """Each visible pair once; blocks that are one call overlap on neither side."""
     chance = random.Random(1)
