@@ -45,6 +45,7 @@ _STRATEGIES = {
     "plain-ring": "plain_ring.PlainRing",
 }
 _SHORT = 0.35e12  # operations of a rank's forward, below which "auto" takes one-call
+_FEW_TOKENS = 1 << 13  # of a rank: with more, gathering all takes longer than it saves
 _logged: set[str] = set()  # the strategies whose choice was logged
 
 
@@ -139,12 +140,12 @@ def choose(name: str, problem: Problem) -> Strategy:
     """Return the strategy called `name`. For "auto" that is one-call for short work, if it does not
     refuse the problem and needs no more than `group_bytes`. Otherwise it is the ring.
 
-    Work is short if a rank's forward has less than 0.35 TFLOP, on average. Kernel launches and the
-    host take longer than an exchange there, so it pays to need few of them. 0.35 was measured on
-    two H200, and on one that computed the part of a rank of two or eight: rows of "ring" and
-    "one-call" in bench/results/attention-2-nvidia-h200-short*.jsonl and one-rank-1-*.jsonl. No
-    other strategy was faster there by more than 7 %, and the same one twice differs by up to 6 %.
-    Calls of less than 8K tokens a GPU are no target: fewer ranks are faster there.
+    Work is short if a rank has at most 8K tokens and its forward, on average, less than 0.35
+    TFLOP. Kernel launches and the host take longer than an exchange there, so it pays to need few
+    of them. 0.35 was measured on two H200, and on one that computed the part of a rank of two or
+    eight: rows of "ring" and "one-call" in bench/results/attention-2-nvidia-h200-short*.jsonl and
+    one-rank-1-*.jsonl. No other strategy was faster there by more than 7 %, and the same one twice
+    differs by up to 6 %. Calls of less than 8K tokens a GPU are no target: fewer ranks are faster.
 
     The answer follows from the problem alone. So it is the same on all ranks, on each GPU, and with
     and without gradients: a forward that checkpointing repeats has the same bits. A strategy is
@@ -162,8 +163,9 @@ def choose(name: str, problem: Problem) -> Strategy:
 
 def _choose_automatically(problem: Problem) -> Strategy:
     one_call, work, size = load("one-call"), _count_operations(problem), problem.layout.size
-    is_short = work < _SHORT and _count_gathered_bytes(problem) <= problem.group_bytes
-    takes_one_call = size > 1 and is_short and one_call.refuses(problem) is None
+    is_short = work < _SHORT and problem.most_tokens <= _FEW_TOKENS
+    fits = _count_gathered_bytes(problem) <= problem.group_bytes
+    takes_one_call = size > 1 and is_short and fits and one_call.refuses(problem) is None
     chosen = one_call if takes_one_call else load("ring")
     if size > 1 and chosen.name not in _logged:
         _logged.add(chosen.name)

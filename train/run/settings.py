@@ -145,7 +145,7 @@ class Settings:
         "gathers all of a short sequence first, then computes; ulysses: each rank computes whole "
         "heads; usp: ulysses in groups of --ulysses-size ranks, a ring "
         "between the groups; auto: usp if --ulysses-size is given, otherwise it decides call by "
-        "call: one-call below about 0.35 TFLOP of forward work a rank, else ring",
+        "call: one-call below 8K tokens and 0.35 TFLOP of forward work a rank, else ring",
         choices=("auto", *strategies.names()),
     )
     inner_size: int | None = option(None, "ranks of a host, for the double ring", least=1)
