@@ -137,7 +137,7 @@ def test_records_are_read_whatever_the_ending_says_and_descriptions_are_not(tmp_
     ("name", "content", "message"),
     [
         ("x.txt", IN_LINES, "plain text in a .txt, got lines of JSON: --format lines reads"),
-        ("x.txt.gz", gzip.compress(IN_ARRAY), "got a JSON array: --format array reads"),
+        ("x.txt.gz", gzip.compress(IN_ARRAY, mtime=0), "got a JSON array: --format array reads"),
         ("x.txt", PRETTY, "got a JSON object: --format text reads"),
         ("x.json", PRETTY, "array of records, got an object over several lines: `jq -c . "),
         ("x.jsonl", PRETTY, "array of records, got an object over several lines: `jq -c . "),

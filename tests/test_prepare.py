@@ -22,6 +22,8 @@ from tests.test_tokenizer import byte_level  # noqa: F401 - a fixture
 from train.data.folder import TokenFile
 from train.data.tokenizer import load_tokenizer
 
+PACKED = gzip.compress(b"a", mtime=0)  # tests of all workers must have the same names
+
 
 def test_the_number_of_processes_does_not_change_a_byte(byte_level, tmp_path):  # noqa: F811
     (tmp_path / "in").mkdir()
@@ -108,7 +110,7 @@ def test_other_files_of_a_folder_are_counted_and_reported(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.gz", gzip.compress(b"a"), "x.gz is neither .txt nor .jsonl or .json, compressed"),
+        ("x.gz", PACKED, "x.gz is neither .txt nor .jsonl or .json, compressed"),
         ("x.txt.gz", b"text", "1 broken shard, .*x.txt.gz: Not a gzipped file"),
         ("x.txt", b"", r"there is no text to read: .* \(empty\)"),
         ("x.txt", None, "no such input: .*x.txt, a link to nothing"),
