@@ -561,9 +561,14 @@ def test_choices_are_kept_in_every_kind_of_checkpointing(options, chosen):
         assert all(a.equal(b) for a, b in zip(mine, expected, strict=True))
 
 
-@pytest.mark.parametrize("inner", ["Choices", "keep_choices", "both"])
-def test_checkpoints_in_checkpoints_choose_once(inner, chosen):
-    """Also where other calls precede and follow the inner one."""
+@pytest.mark.parametrize(
+    ("inner", "is_reentrant"),
+    [("Choices", False), ("keep_choices", False), ("both", False), ("both", True)],
+)
+def test_checkpoints_in_checkpoints_choose_once(inner, is_reentrant, chosen):
+    """Other calls precede and follow the inner one. A reentrant outer one keeps no choices, so only
+    these others choose again.
+    """
     layer, tensors = Residual(), random_qkv(1, 64, 4, 2, 8)
 
     def attend(q, k, v):
@@ -586,12 +591,15 @@ def test_checkpoints_in_checkpoints_choose_once(inner, chosen):
         leaves = [x.clone().requires_grad_() for x in tensors[:3]]
         args = *leaves, Choices(), is_checkpointed
         chosen.clear()
-        if is_checkpointed:
+        if is_checkpointed and is_reentrant:
+            out = checkpoint(whole, *args, use_reentrant=True)
+        elif is_checkpointed:
             out = checkpoint(whole, *args, use_reentrant=False, context_fn=keep_choices)
         else:
             out = whole(*args)
-        found.append([out, *torch.autograd.grad(out, leaves, tensors[3])])
-        assert len(chosen) == 3
+        out.backward(tensors[3])
+        found.append([out, *(x.grad for x in leaves)])
+        assert len(chosen) == (5 if is_checkpointed and is_reentrant else 3)
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
 
