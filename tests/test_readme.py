@@ -33,8 +33,15 @@ def commands(path, after):
     return re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1].replace("\\\n", " ").splitlines()
 
 
-def test_the_simulated_example_prints_rounding():
+def test_the_algorithm_is_the_example_s():
     code = blocks(README, "python")[0]
+    assert code.count("\n") <= 30
+    # test_examples.py compares the example with dense attention
+    assert code in (ROOT / "examples/plain_ring.py").read_text()
+
+
+def test_the_simulated_example_prints_rounding():
+    code = blocks(README, "python")[1]
     printed = []
     names = {"print": printed.append}
     exec(code, names)
@@ -51,7 +58,7 @@ def test_the_simulated_example_prints_rounding():
 
 
 def test_the_script_computes_what_one_rank_would(tmp_path):
-    code = blocks(README, "python")[1]
+    [code] = [x for x in blocks(ROOT / "docs/attention.md", "python") if x.startswith("# torchrun")]
     assert code.startswith("# torchrun --nproc-per-node 2 script.py\n")
     check = """
 parts = [torch.empty(1, layout.length(rank), 128) for rank in range(sp.size)]
@@ -152,10 +159,11 @@ def test_every_option_of_pretraining_that_they_name_is_one():
     assert named >= {"--resume", "--val-fraction", "--keep-scalings", "--nnodes"}
 
 
-def test_the_scripts_of_the_two_commands_are_there_and_take_their_options():
-    lines = commands(README, "## Two commands")
+def test_the_scripts_of_the_commands_are_there_and_take_their_options():
+    lines = commands(README, "# bmt_burst") + commands(README, "measure attention and its peers:")
     assert [re.findall(r"bash (\S+\.sh)", line) for line in lines] == [
         ["train/quickstart.sh"],
+        ["tests/test.sh"],
         ["train/install_gpu.sh", "bench/bench.sh"],
     ]
     for script in re.findall(r"bash (\S+\.sh)", "\n".join(lines)):
