@@ -168,7 +168,7 @@ def pages() -> dict[str, str]:
 
 
 def _place(file: Path) -> tuple[int, int, str]:
-    """Return what files are sorted by: topic, section, name."""
+    """Return the keys by which files are sorted: topic, section, name."""
     section = section_of(file)
     topics, sections = list(TOPICS), list(SECTIONS.values())
     return topics.index(section.topic), sections.index(section), file.name

@@ -88,7 +88,7 @@ class Saving:
             raise ValueError(f"tile must be at least 1, got {self.tile}")
 
     def for_block(self, layer: int) -> Saving:
-        """Return what block number `layer` saves."""
+        """Return the tensors that block number `layer` saves."""
         if self.blocks is not None and layer >= self.blocks:
             return Saving(tile=self.tile)
         # a group of blocks is offloaded as a whole

@@ -1,6 +1,6 @@
 """MiniCPM for transformers 5: a Llama with MiniCPM's scalings, dense or sparse (InfLLM-V2).
 
-bmt_burst's export.py writes this file beside the weights of a MiniCPM. It needs torch and
+bmt_burst's export.py writes this file next to the weights of a MiniCPM. It needs torch and
 transformers only:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -90,7 +90,7 @@ class MiniCPMLayer(LlamaDecoderLayer):
 class SparseAttention(LlamaAttention):
     """InfLLM-V2: a token attends to some blocks of its sequence (arXiv 2509.24663).
 
-    With use_nope the cache also holds the keys before they are rotated, beside the rotated ones.
+    With use_nope the cache also holds the keys before they are rotated, next to the rotated ones.
     """
 
     def forward(

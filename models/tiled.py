@@ -27,7 +27,7 @@ def run_tiled(part: Part, parameters: Sequence[Tensor], tile: int, *inputs: Tens
     """Compute part(*inputs), `tile` tokens at a time, and save only `inputs` for the backward.
 
     part        computes each token alone, from inputs (N, any) to (N, E)
-    parameters  all tensors with a gradient that it uses beside its inputs. Each must affect its
+    parameters  all tensors with a gradient that it uses besides its inputs. Each must affect its
                 result
     inputs      (..., any). The first one has the shape and dtype of the result
 

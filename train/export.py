@@ -15,11 +15,11 @@ own code for transformers 5, which loads it with trust_remote_code=True.
 pretrain.py --init-from reads all of them. CPM-Live's models are exported only in BMTrain's format,
 under CPM-Live's names.
 
-If the run started from a Hugging Face folder, the export takes over what stood beside the weights
-and is still true: chat templates, stop tokens, sampling settings, special tokens, licences. It
+If the run started from a Hugging Face folder, the export takes over what is still true of the files
+next to the weights: chat templates, stop tokens, sampling settings, special tokens, licences. It
 prints what was taken over and what was left out, with the reasons.
 
-The folder is written under a hidden name beside --output, and renamed at the end.
+The folder is written under a hidden name next to --output, and renamed at the end.
 """
 
 from __future__ import annotations

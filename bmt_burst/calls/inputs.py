@@ -34,7 +34,7 @@ class Given(NamedTuple):
     is_packed: bool
 
     def describe(self) -> tuple[Hashable, ...]:
-        """Return what `check_inputs` and the terms of a call look at, beside the values of tensors.
+        """Return all that `check_inputs` and the terms of a call depend on, except tensors' values.
 
         Calls of equal descriptions all pass the checks, or none does. Raises for some wrong inputs.
         """
@@ -118,7 +118,7 @@ def _pad_heads(inputs: Inputs) -> Inputs:
 
 
 def check_inputs(given: Given) -> Inputs:
-    """Return what `prepare_inputs` returns.
+    """Return the result of `prepare_inputs`.
 
     Raises TypeError or ValueError for tensors that do not fit or do not fit together.
     """

@@ -73,7 +73,7 @@ class Blocks:
         return self._turn(x.flatten(0, 1))
 
     def unstack(self, x: Tensor) -> Tensor:
-        """Return what `stack` got from its result."""
+        """Return the tensors that `stack` got from its result."""
         return self._turn(x).unflatten(0, (-1, self.count))
 
     def _turn(self, x: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def backward_inputs(
     lse: Tensor,
     delta: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return what the backward's kernels read, in their order: q, k, v, dout, lse and delta."""
+    """Return the backward kernels' inputs in their order: q, k, v, dout, lse and delta."""
     q, k, v, dout, lse = map(_make_dense, (q, k, v, dout, lse))
     if delta is None:
         assert out is not None, "a backward needs out or delta"

@@ -73,7 +73,7 @@ class Sum:
 
 
 def describe_tensor(rings: Rings, name: str, x: Any) -> dict[str, Any]:
-    """Return what ranks tell each other about a tensor that a collective takes.
+    """Return the line that ranks send each other about a tensor that a collective takes.
 
     Raises TypeError, ValueError or RuntimeError if it cannot be taken.
     """

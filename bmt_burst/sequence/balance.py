@@ -452,8 +452,8 @@ def _leaves_similar_rest(document: _Document, rank: _Rank, tokens: int, work: in
 
 
 def _thin_share(document: _Document, rank: _Rank, thin: _Document) -> int:
-    """Count the tokens of the thinnest document that a rank needs beside a piece of the long one,
-    so that it has no excess work.
+    """Count the tokens of the thinnest document that a rank needs next to a piece of the long
+    one, so that it has no excess work.
 
     """
     least, most = max(rank.tokens - document.tokens, 0), min(rank.tokens, thin.tokens)

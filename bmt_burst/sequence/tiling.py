@@ -1,8 +1,8 @@
 """A tiling: a mask cut by a layout, as tiles of queries and keys that ranks have.
 
-`seen` finds which tokens of which ranks a rank's queries look at. `tiles` finds how they look at
-tokens that lie somewhere in memory. The work grows with what the asked ranks look at, not with the
-whole mask. To find which queries look at a rank's keys, take the tiling of the transposed mask.
+`seen` finds which tokens of which ranks a rank's queries attend to. `tiles` finds how they attend
+to tokens that lie somewhere in memory. The work grows with what the asked ranks need, not with the
+whole mask. To find which queries attend to a rank's keys, take the tiling of the transposed mask.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Tiling:
         return other
 
     def seen(self, rank: int) -> list[RunFields]:
-        """Return the tokens of other ranks that queries of `rank` look at, in order of position.
+        """Return the tokens of other ranks that queries of `rank` attend to, in order of position.
 
         Each is part of one run of a shard. With steps, it may include tokens that no query looks
         at.
@@ -129,7 +129,7 @@ class Tiling:
         return sorted(self._runs(rank))
 
     def seen_by(self, rank: int, inner: int) -> dict[int, tuple[Span, ...]]:
-        """Return the tokens of `rank`'s shard that other ranks look at, as rising spans of it.
+        """Return the tokens of `rank`'s shard that other ranks need, as rising spans of it.
 
         They are sorted by the host of the viewer, if a host has `inner` ranks.
         """
@@ -148,7 +148,7 @@ class Tiling:
         return {host: merged(spans) for host, spans in found.items()}
 
     def own_tiles(self, rank: int) -> list[TileFields]:
-        """Return how queries of `rank` look at its own keys, in tokens of its shard."""
+        """Return how queries of `rank` attend to its own keys, in tokens of its shard."""
         runs = list(self._runs(rank))
         tiles: list[TileFields] = []
         for s, of_slice in itertools.groupby(self._parts(rank), lambda part: part.slice):
@@ -164,7 +164,7 @@ class Tiling:
     def tiles(
         self, rank: int, runs: Sequence[RunFields], places: Sequence[Span]
     ) -> list[TileFields]:
-        """Return how queries of `rank` look at runs that lie at `places` in memory.
+        """Return how queries of `rank` attend to runs that lie at `places` in memory.
 
         Runs are in the order of their positions.
         """
@@ -338,7 +338,7 @@ def _tile(part: _QueryRun, run: RunFields, place: Span) -> TileFields | None:
 
 
 def _append(tiles: list[TileFields], tile: TileFields) -> None:
-    """Add a tile. If it is a rectangle beside the last one, join the two."""
+    """Add a tile. If it is a rectangle next to the last one, join the two."""
     if tiles and tile[2:] == tiles[-1][2:] == (None, None):
         (q, kv, _, _), (next_q, next_kv, _, _) = tiles[-1], tile
         if q == next_q and kv[1] == next_kv[0]:

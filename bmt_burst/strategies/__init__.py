@@ -89,7 +89,7 @@ class Plan(ABC):
         """Compute the attention of this rank's queries.
 
         Return out (B, S, H, D) in q's dtype, lse (B, H, S) in fp32 (fp64 for fp64 inputs), and what
-        the backward needs beside that. `inputs` are those of an extension.
+        the backward needs in addition. `inputs` are those of an extension.
 
         Queries that see nothing yield 0 and -inf. Inputs are not written to. The caller may write
         to the results if the kernel `writes_new_memory`.

@@ -1,7 +1,7 @@
 """All-gather: the ring with all blocks of a host in one stage, as Llama 3 was trained (arXiv
 2407.21783).
 
-While a rank computes its own block, it gathers all keys and values that it looks at, of all heads.
+While a rank computes its own block, it gathers all keys and values that it needs, of all heads.
 Then it computes with them in as few kernel calls as the mask allows. No other strategy has fewer
 partial results to add up. But only the own block's kernels hide the exchange, and the memory must
 hold all that is gathered. The backward does the same with whichever side is cheaper to send, and

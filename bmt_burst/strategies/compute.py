@@ -151,7 +151,7 @@ def _slice_tokens(x: Tensor | None, tokens: slice) -> Tensor | None:
 class Attention:
     """The forward of kernel calls.
 
-    kept               what the backward will need beside inputs and results
+    kept               what the backward will need besides inputs and results
     writes_new_memory  whether all kernels return new memory
     """
 

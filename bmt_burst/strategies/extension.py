@@ -32,7 +32,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Extension(ABC):
-    """An extension of attention, as a call asks for it. Its tensors are passed beside it.
+    """An extension of attention, as a call asks for it. Its tensors are passed separately.
 
     It is immutable, and equal extensions have equal hashes.
 
@@ -49,7 +49,7 @@ class Extension(ABC):
         return None
 
     def describe(self, tensors: Tensors) -> Hashable:
-        """Return all that `check`, `bind` and `terms` depend on, beside this object and the call.
+        """Return all that `check`, `bind` and `terms` depend on, except this object and the call.
 
         It may raise anything if the tensors are wrong.
         """
@@ -100,7 +100,7 @@ class Extension(ABC):
 
     @abstractmethod
     def terms(self, tensors: Tensors) -> dict[str, Any]:
-        """Return what must be equal on all ranks, as JSON takes it."""
+        """Return the values that must be equal on all ranks, as JSON takes them."""
 
     def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
         """Return the plan of a rank. `problem` is the dense one.

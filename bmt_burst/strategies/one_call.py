@@ -107,7 +107,7 @@ class OneCallPlan(RingPlan):
 
 
 def gather(problem: Problem) -> list[Gathered] | None:
-    """Return what each rank gathers, or None if one call is not possible or of no use."""
+    """Return the tokens that each rank gathers, or None if one call is impossible or useless."""
     layout = problem.layout
     if any(positions.step > 1 for shard in layout.shards for positions in shard):
         return None

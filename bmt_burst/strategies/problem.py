@@ -40,7 +40,7 @@ class Part(NamedTuple):
 class Scoring:
     """The computation of a call's pairs: that of the problem's kernel. Extensions subclass it.
 
-    A scoring is immutable and hashable, and equal on all ranks. Its `inputs` are tensors beside q,
+    A scoring is immutable and hashable, and equal on all ranks. Its `inputs` are tensors besides q,
     k and v that all ranks have, which it may find gradients for.
 
     name           what messages call it

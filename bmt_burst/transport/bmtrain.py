@@ -1,4 +1,4 @@
-"""A transport over NCCL communicators of BMTrain, beside its own all-gathers and reduce-scatters.
+"""A transport over NCCL communicators of BMTrain, next to its own all-gathers and reduce-scatters.
 
 Exchanges run on a stream of high priority. It waits for the current stream, and the current stream
 waits for it. The ranks of a group find each other in the store of torch.distributed's launchers. No

@@ -101,7 +101,7 @@ class SocketMessenger(Messenger):
                 peer.connection.shutdown(socket.SHUT_WR)
 
     def find_lost_rank(self) -> str:
-        """Return what is known of a rank that sends nothing any more, or "". Other threads may
+        """Return why a rank sends nothing any more, as far as it is known, or "". Other threads may
         ask, since nothing is received.
         """
         ended = select.poll()

@@ -48,7 +48,7 @@ def _residual(x: Tensor, added: Tensor, its_divisor: float, divisor: float) -> T
 
 
 def _divisor(x: Tensor) -> float:
-    """Return what a linear layer divides its result by, for an input x (..., any)."""
+    """Return the divisor of a linear layer's result, for an input x (..., any)."""
     return math.sqrt(x.shape[-1])
 
 

@@ -2,7 +2,7 @@
 
 A row is packed with spans, then padding. Tokens see only their own span. Some tokens of a span are
 context, which all its tokens see. The others are to be predicted: they see themselves and earlier
-tokens to be predicted. A Bee's span may have samples beside the main one. These see only
+tokens to be predicted. A Bee's span may have samples next to the main one. These see only
 themselves, and the main sample sees them.
 
 Letters: S tokens of a whole row.

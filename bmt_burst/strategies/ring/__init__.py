@@ -14,7 +14,7 @@
 
 Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
 pass has some of the heads. A stage has as many blocks as `group_bytes` allows. The tokens of a
-stage that this rank looks at lie one after the other, so queries that see the same keys share a
+stage that this rank needs lie one after the other, so queries that see the same keys share a
 kernel call. While a stage is computed, the rank receives the next one and sends the gradients of
 the previous one, also across passes. One block of one kv head per stage needs the least memory. All
 blocks in one stage is another strategy (all_gather.py), and with the own block a third
@@ -102,7 +102,7 @@ class RingPlan(Plan):
         inputs: tuple[Tensor, ...] = (),
         kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return what `backward` returns. Queries have delta only if the problem `takes_delta`,
+        """Compute the backward (`backward`). Queries have delta only if the problem `takes_delta`,
         otherwise out.
         """
         payload = self._backward_payload
@@ -206,9 +206,9 @@ class RingPlan(Plan):
         )
 
     def _make_passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:
-        """Return the passes in which blocks are sent, or none if no rank looks at another's tokens.
+        """Return the passes in which blocks are sent, or none if no rank needs another's tokens.
 
-        All ranks return the same. Between hosts a rank does not know what others look at, so there
+        All ranks return the same. Between hosts a rank does not know what others need, so there
         whole blocks count.
         """
         sizes = self.problem.sizes

@@ -5,13 +5,13 @@ Each exchange starts before the computation that overlaps with it, and memory is
 it has been read. This also keeps streams from deadlock: a rank's peers enqueue what it waits for
 before they wait for anything later (see transport/copy_engine.py).
 
-    pack     p        copy the tokens of the own block that others look at in pass p
+    pack     p        copy the tokens of the own block that others need in pass p
     cross    p n      start to receive the root of round n from its host
-    fetch    p n s    start to receive what this rank looks at in stage s, and to send what others
-                      look at
+    fetch    p n s    start to receive what this rank needs in stage s, and to send what others
+                      need
     own               compute the own block
     begin    p        begin the sums of a pass
-    open     p n      compute what this rank looks at in the root of round n
+    open     p n      compute what this rank needs in the root of round n
     land     p n s    wait for what was fetched
     compute  p n s    compute it
     return   p n s    start to return its gradients

@@ -30,7 +30,7 @@ from .routes import Round, Stage
 class Execution(ABC):
     """One run of a program. This class moves blocks; subclasses compute with them.
 
-    leaving  the side of the own block that others look at
+    leaving  the side of the own block that others need
 
     The lists hold exchanges and deliveries that are under way: `crossing` between hosts, `fetched`
     until they land, then `landed`.
@@ -159,7 +159,7 @@ class Execution(ABC):
         return self._pass(event).packing.views(self.landed[-1].memory, self._stage(event).tokens)
 
     def _root_tensors(self, event: Event) -> tuple[Tensor, ...]:
-        """Return the tensors of a round's root, or none if this rank looks at nothing of it."""
+        """Return the tensors of a round's root, or none if this rank needs nothing of it."""
         key = event.number, event.round
         return self.roots[key] if self._round(event).stages else self.roots.pop(key)
 

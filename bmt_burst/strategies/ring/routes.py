@@ -1,6 +1,6 @@
 """Routes: which tokens a rank sends to which other rank in a stage of a ring, and where they land.
 
-The hops of a round are grouped into stages. The tokens of a stage that a rank looks at land one
+The hops of a round are grouped into stages. The tokens of a stage that a rank needs land one
 after the other, in the order of their positions, so that tiles that are cut in the same way are one
 kernel call. Gradients of a stage return to the owners of its tokens. There they land by sender.
 Both ends of a message compute its place from the same data, so a transport may write it there
@@ -11,8 +11,8 @@ without asking: there are two buffers for tokens and one for gradients, and all 
 the same stages. So the receiver has freed the buffer before it begins the stage that lands there,
 and the transport holds back messages until then (`Transport.deliver`).
 
-A rank knows only two things: what the ranks of its host look at, and which of its tokens each other
-host looks at. No tensors are sent here. Try
+A rank knows only two things: what the ranks of its host need, and which of its tokens each other
+host needs. No tensors are sent here. Try
 `print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).rounds())`.
 """
 
@@ -89,10 +89,10 @@ class Stage:
 
     landings            what this rank receives, in the order of positions, and where it lands
     tokens              how many tokens land
-    sends               parts of this rank's root that others look at; spans count tokens of what
+    sends               parts of this rank's root that others need; spans count tokens of what
                         this rank has of the root
     returns             gradients of the stage's tokens, for the ranks that sent these
-    incoming_gradients  gradients of the root, from the ranks that looked at it
+    incoming_gradients  gradients of the root, from the ranks that needed it
     gradient_tokens     how many tokens these are of
 
     Planning needs only the landings. Messages (sends, returns, incoming_gradients) are found when
@@ -179,10 +179,10 @@ class Round:
     root     owner of the block that the rank opens the round with; in round 0 itself
     held     the tokens of the root that this rank has: rising spans of its shard, one after the
              other
-    landings what this rank looks at of those, and where it lies; empty in round 0, since the own
+    landings what this rank needs of those, and where it lies; empty in round 0, since the own
              block is not received
-    stages   the other blocks, as far as a rank of this host looks at them
-    lent     own tokens that ranks of another host look at in this round
+    stages   the other blocks, if a rank of this host needs them
+    lent     own tokens that ranks of another host need in this round
     lent_to  that host
     """
 
@@ -212,7 +212,7 @@ class Routes:
         self._seen = _find_seen(tiling, schedule, rank)
 
     def traffic(self) -> bool:
-        """Whether a rank of this host looks at another rank, or another host at this rank."""
+        """Whether a rank of this host needs another rank's tokens, or another host this rank's."""
         return bool(self._seen) or bool(self._lent)
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
@@ -235,7 +235,7 @@ class Routes:
 
     @functools.cached_property
     def _lent(self) -> dict[int, tuple[Span, ...]]:
-        """The own tokens that other hosts look at, by host."""
+        """The own tokens that other hosts need, by host."""
         if self.schedule.outer == 1:
             return {}
         found = self.tiling.seen_by(self.rank, self.schedule.inner)
@@ -267,14 +267,14 @@ class Routes:
 
 
 class SeenRuns:
-    """All runs of one host that the ranks of this host look at, as far as one rank needs them.
+    """All runs of one host that the ranks of this host need, of which one rank uses a part.
 
     The rank is the one at the place of `root`, which is its root in the round with that host.
 
-    tokens   how many tokens each looks at, by place of the viewer and by hop
-    own      runs that the rank itself looks at, in the order of positions
-    spans    spans of the root that others look at, by hop
-    earlier  for each of those, how many tokens with lower positions its viewer looks at, by hop
+    tokens   how many tokens each needs, by place of the viewer and by hop
+    own      runs that the rank itself needs, in the order of positions
+    spans    spans of the root that others need, by hop
+    earlier  for each of those, how many tokens with lower positions its viewer needs, by hop
     """
 
     def __init__(self, inner: int, root: int):
@@ -285,7 +285,7 @@ class SeenRuns:
         self.earlier: list[list[tuple[int, ...]]] = [[] for _ in range(inner)]
 
     def add(self, viewer: int, runs: Sequence[RunFields]) -> None:
-        """Add the runs that a rank looks at, in the order in which they land there."""
+        """Add the runs that a rank needs, in the order in which they land there."""
         place, inner, root = viewer % len(self.tokens), len(self.tokens), self.root
         tokens = self.tokens[place]
         for _, _, owner, span in runs:
@@ -298,7 +298,7 @@ class SeenRuns:
             self.own += runs
 
     def own_runs(self, hops: Sequence[int]) -> list[RunFields]:
-        """Return the runs of some hops that the rank itself looks at."""
+        """Return the runs of some hops that the rank itself needs."""
         inner = len(self.tokens)
         owners = [(self.place - hop) % inner for hop in hops]
         return [run for run in self.own if run[2] % inner in owners]
@@ -315,7 +315,7 @@ class SeenRuns:
         return landing, home
 
     def split_hops(self, limit: int | None, return_limit: int | None) -> list[list[int]]:
-        """Split the hops that are looked at into as few stages as the limits allow, of nearly equal
+        """Split the hops that are needed into as few stages as the limits allow, of nearly equal
         numbers of hops.
         """
         hops = [hop for hop in range(1, len(self.tokens)) if any(seen[hop] for seen in self.tokens)]
@@ -338,7 +338,7 @@ class SeenRuns:
 
 
 def _find_seen(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, SeenRuns]:
-    """Return what the ranks of a rank's host look at, by the host of the owners."""
+    """Return the tokens that the ranks of a host need, by the host of the owners."""
     inner, place = schedule.inner, rank % schedule.inner
     seen: dict[int, SeenRuns] = {}
     for viewer in schedule.ranks(rank // inner):
