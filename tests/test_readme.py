@@ -160,7 +160,7 @@ def test_every_option_of_pretraining_that_they_name_is_one():
 
 
 def test_the_scripts_of_the_commands_are_there_and_take_their_options():
-    lines = commands(README, "# bmt_burst") + commands(README, "measure attention and its peers:")
+    lines = commands(README, "# bmt_burst") + commands(README, "measurements take one:")
     assert [re.findall(r"bash (\S+\.sh)", line) for line in lines] == [
         ["train/quickstart.sh"],
         ["tests/test.sh"],
