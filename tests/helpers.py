@@ -40,6 +40,7 @@ from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.transport.simulator import SimulatedRing
+from bmt_burst.transport.sockets import SocketMessenger
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -500,6 +501,16 @@ def attention_errors(
         relative_error(lse[finite], exact[finite], math.sqrt(finite.sum())) if same else math.inf
     )
     return errors
+
+
+def wait_for_lost_rank(messenger: SocketMessenger) -> str:
+    """Return what `find_lost_rank` finds, at last. The end of a connection may arrive later than
+    the messages before it.
+    """
+    deadline = time.monotonic() + 30
+    while not (lost := messenger.find_lost_rank()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return lost
 
 
 def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:

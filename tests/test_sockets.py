@@ -17,6 +17,7 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.transport import ALONE, Transport, sockets, watch
 from bmt_burst.transport.sockets import SocketMessenger
 from bmt_burst.transport.watch import Watch
+from tests.helpers import wait_for_lost_rank
 
 
 def run(size, work, store=None):
@@ -76,12 +77,12 @@ def test_a_rank_that_has_ended_is_noticed_after_its_last_message():
     theirs._send(sockets._LINE, b"the last")
     for peer in theirs.peers.values():
         peer.connection.close()
-    assert mine.find_lost_rank() != ""
+    assert wait_for_lost_rank(mine) != ""
     assert mine.gather(b"mine") == [b"mine", b"the last"]
     for text in ("rank 1 of the group has ended", "rank 1 .* has ended; its group is unusable"):
         with pytest.raises(RankGone, match=text):
             mine.gather(b"again")
-    assert mine.find_lost_rank() == "rank 1 of the group has ended"
+    assert wait_for_lost_rank(mine) == "rank 1 of the group has ended"
 
 
 def test_who_fails_after_another_rank_learns_why(monkeypatch):
@@ -89,7 +90,7 @@ def test_who_fails_after_another_rank_learns_why(monkeypatch):
     first, second = connected()
     assert first.find_lost_rank() == ""
     assert first.fail("in call 1: no memory", 2) is None
-    assert second.find_lost_rank() == "rank 0 of the group failed in call 1: no memory"
+    assert wait_for_lost_rank(second) == "rank 0 of the group failed in call 1: no memory"
     earlier = second.fail("in call 1: a connection closed", 2)
     assert isinstance(earlier, RankFailed)
     assert str(earlier) == "rank 0 of the group failed in call 1: no memory"

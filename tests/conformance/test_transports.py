@@ -35,7 +35,7 @@ from bmt_burst.transport import (
 from bmt_burst.transport.messenger import MESSAGE_BYTES
 from bmt_burst.transport.simulator import SimulatedMessenger, SimulatedRing
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, wait_for_lost_rank
 
 SIZE = 3
 CPU = torch.device("cpu")
@@ -248,7 +248,7 @@ def check_a_rank_that_closes_makes_the_group_unusable(ring: Transport) -> None:
         ring.messenger.gather(b"here")
     assert isinstance(ring.messenger.unusable, RankFailed) == (ring.rank != 1)
     if ring.rank != 1:
-        assert "rank 1 of the group failed in a call" in ring.messenger.find_lost_rank()
+        assert "rank 1 of the group failed in a call" in wait_for_lost_rank(ring.messenger)
 
 
 def check_ranks_that_all_fail_go_on(ring: Transport) -> None:
