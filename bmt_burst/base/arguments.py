@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .dtypes import accumulator_dtype
+
 Item = TypeVar("Item")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of inputs
@@ -86,6 +88,14 @@ def check_tensor(name: str, x: Any) -> None:
         raise TypeError(
             f"{name} must be a plain tensor, a {type(x).__name__} has no values of its own{hint}"
         )
+
+
+def check_like_lse(name: str, x: Tensor, q: Tensor) -> None:
+    """Raise if x is not in the dtype of q's lse, or not on q's device."""
+    if x.dtype != (wide := accumulator_dtype(q.dtype)):
+        raise TypeError(f"{name} must be {wide} for {q.dtype} inputs, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
 
 
 def check_dim(x: Tensor, dim: Any) -> int:

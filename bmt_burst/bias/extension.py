@@ -9,8 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from ..base.arguments import check_tensor, expand_rows
-from ..base.dtypes import accumulator_dtype
+from ..base.arguments import check_like_lse, check_tensor, expand_rows
 from ..kernels import Kernel
 from ..sequence.mask import Mask
 from ..spec import Spec
@@ -86,10 +85,7 @@ class Bias(Extension):
         spec: Spec,
     ) -> Self:
         [bias] = tensors
-        if bias.dtype != (wide := accumulator_dtype(q.dtype)):
-            raise TypeError(f"bias must be {wide} for {q.dtype} inputs, got {bias.dtype}")
-        if bias.device != q.device:
-            raise ValueError(f"bias must be on q's device, {q.device}, got {bias.device}")
+        check_like_lse("bias", bias, q)
         if spec.softcap is not None:
             raise ValueError(
                 "expected softcap or a bias, got both: no kernel caps scores with a bias"

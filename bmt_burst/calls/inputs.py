@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..base.arguments import DTYPES, check_tensor
+from ..base.arguments import DTYPES, check_like_lse, check_tensor
 from ..base.autocast import autocast_dtype, cast
-from ..base.dtypes import accumulator_dtype
 
 
 class Given(NamedTuple):
@@ -183,15 +182,7 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
             f"sinks must be ({q.shape[2]},), one for each query head, "
             f"got shape {tuple(sinks.shape)}"
         )
-    _check_like_lse("sinks", sinks, q)
-
-
-def _check_like_lse(name: str, x: Tensor, q: Tensor) -> None:
-    """Raise if x is not in the dtype of q's lse, or not on q's device."""
-    if x.dtype != (wide := accumulator_dtype(q.dtype)):
-        raise TypeError(f"{name} must be {wide} for {q.dtype} inputs, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
+    check_like_lse("sinks", sinks, q)
 
 
 def unpack_tensor(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
