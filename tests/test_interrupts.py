@@ -289,7 +289,7 @@ def values(output: Path, name: str) -> dict[int, float]:
 
 
 def test_a_failing_rank_ends_the_run(folder):
-    """Ranks that share sequences may wait for it in shared memory: see the killed run above."""
+    """Ranks that share no sequences. Those of the killed run above share them."""
     run = start(command(folder, "failing", processes=2, sp_size=1, steps=100_000))
     wait_for_steps(folder / "failing", 2, run)
     os.kill(children(run.pid)[1], signal.SIGKILL)

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ranks.agreement import (
-    admit_one_thread,
-    gather_lines,
-    mark_known_errors,
-    report_failure,
-)
+from ..ranks.agreement import admit_one_thread, gather_lines, mark_known_errors, report_failure
 from ..ranks.rings import Rings
 from ..strategies import Plan, Problem, Sizes, choose
 from ..strategies.extension import Extension, Tensors

@@ -23,13 +23,12 @@ _MOST_KEPT = 64  # stacked masks and balanced layouts, each
 class Masking:
     """The visible pairs of a call, and where its tokens lie.
 
-    mask    the mask, or None for sequences of any length: then all pairs are visible, or with
-            `causal` the pairs of Mask.causal
-    layout  a layout, or the name of one
-    extension
-            the extension, if any. It may have brought the mask.
-    rows    the batch size if the rows were stacked as one sequence, otherwise 0
-    packed  whether the mask was made of the cu_seqlens that the user passed
+    mask       the mask, or None for sequences of any length: then all pairs are visible, or with
+               `causal` the pairs of Mask.causal
+    layout     a layout, or the name of one
+    extension  the extension, if any. It may have brought the mask.
+    rows       the batch size if the rows were stacked as one sequence, otherwise 0
+    packed     whether the mask was made of the cu_seqlens that the user passed
     """
 
     mask: Mask | None

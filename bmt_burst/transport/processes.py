@@ -14,12 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import (
-    Arrival,
-    Delivery,
-    Put,
-    Transport,
-)
+from . import Arrival, Delivery, Put, Transport
 from .copy_engine import CopyEngines, Device
 from .cuda_stream import CudaStreams
 from .messenger import DEFAULT_TIMEOUT, Echo
@@ -143,13 +138,7 @@ class ProcessTransport(Transport):
             everyone[self.rank] = mine
             return everyone
 
-        return Device(
-            streams.make,
-            streams.current,
-            torch.cuda.synchronize,
-            allocate,
-            connect,
-        )
+        return Device(streams.make, streams.current, torch.cuda.synchronize, allocate, connect)
 
     def _describe_hosts(self) -> str:
         """Return a text about the ranks' hosts, or "" if all are on one."""
