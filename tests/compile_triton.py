@@ -22,8 +22,8 @@ from bmt_burst.kernels import triton_blocks
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from tests import compile_fused
+from tests.cases import call_tensors, random_bias
 from tests.compiler import Compiler
-from tests.helpers import call_tensors, random_bias
 
 
 def main():

@@ -103,7 +103,7 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     if WORKER and not torch.cuda.is_available() and "train.pretrain" in sys.modules:
-        from tests.helpers import fork_the_forkserver
+        from tests.launcher import fork_the_forkserver
 
         fork_the_forkserver()
 

@@ -21,7 +21,7 @@ from models.cpm_ant import AntConfig, CPMAnt, ant_scores
 from models.cpm_bee import BeeConfig, CPMBee, bee_scores
 from models.cpm_live.config import LiveConfig
 from models.cpm_live.layers import LiveModel
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 from train import make_vocabulary
 
 BEE_FIELDS = [

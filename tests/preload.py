@@ -9,7 +9,7 @@ import matplotlib.pyplot  # noqa: F401
 import PIL.Image
 import torch._dynamo  # noqa: F401 - torch imports it when attention is first differentiated
 
-import tests.helpers  # noqa: F401
+import tests.launcher  # noqa: F401
 import train.engine.torch
 import train.pretrain  # noqa: F401
 from bmt_burst import strategies

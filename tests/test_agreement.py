@@ -27,7 +27,8 @@ from bmt_burst.ranks.agreement import gather_terms, read_terms
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
 from bmt_burst.transport import ALONE, Transport, sockets
-from tests.helpers import random_qkv, run_ranks
+from tests.cases import random_qkv
+from tests.launcher import run_ranks
 
 
 def call(group, tokens: int = 6, backward: str = "auto"):

@@ -7,16 +7,9 @@ import pytest
 from bmt_burst import Layout, Mask, burst_attn_func, simulate
 from bmt_burst.strategies import load
 from bmt_burst.strategies import ring as ring_strategy
-from tests.helpers import (
-    CPU_KERNELS,
-    dense_results,
-    problem,
-    random_layout,
-    random_mask,
-    random_qkv,
-    ring_arguments,
-    ring_results,
-)
+from tests.cases import random_layout, random_mask, random_qkv
+from tests.reference import dense_results
+from tests.rings import CPU_KERNELS, problem, ring_arguments, ring_results
 from tests.test_ulysses import assert_equal
 
 SCALE = 0.31

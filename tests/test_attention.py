@@ -41,7 +41,10 @@ from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
 from bmt_burst.transport import ALONE
 from bmt_burst.transport.messenger import Echo
-from tests.helpers import CPU_KERNELS, ROOT, dense_attention, random_qkv, relative_error
+from tests.cases import random_qkv
+from tests.launcher import ROOT
+from tests.reference import dense_attention, relative_error
+from tests.rings import CPU_KERNELS
 
 
 def qkv(**changes):

@@ -19,7 +19,8 @@ from bmt_burst import (
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.scores import Scores
 from bmt_burst.sequence.mask import Mask
-from tests.helpers import random_qkv, relative_error
+from tests.cases import random_qkv
+from tests.reference import relative_error
 
 BF16 = 0.02  # errors are a few of 2^-8
 MIXED = (torch.float32, torch.bfloat16, torch.float16, torch.float32)

@@ -15,7 +15,10 @@ from bmt_burst.calls.call import _find_strategy
 from bmt_burst.sparse.extension import Sparse
 from bmt_burst.strategies import choose
 from bmt_burst.strategies.ring import RingPlan
-from tests.helpers import ROOT, dense_results, problem, random_qkv, ring_results
+from tests.cases import random_qkv
+from tests.launcher import ROOT
+from tests.reference import dense_results
+from tests.rings import problem, ring_results
 from tests.test_ulysses import assert_equal
 
 HALF = {"dtype": torch.bfloat16, "partial": torch.bfloat16, "head_size": 128}

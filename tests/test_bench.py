@@ -22,7 +22,7 @@ from bench.tables import read_rows
 from bench.timeline import Activity, breakdown
 from bmt_burst import InfLLMV2, Layout, Mask
 from bmt_burst.scores import is_one_row
-from tests.helpers import ROOT, run_script
+from tests.launcher import ROOT, run_script
 from tests.test_data import prepare
 
 KEYS = {

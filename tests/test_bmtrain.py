@@ -15,7 +15,7 @@ from models.config import CPMConfig
 from models.cpm import CPM
 from tests.bmtrain_rank import SIZES
 from tests.bmtrain_rank import curve as engine_curve
-from tests.helpers import run_script
+from tests.launcher import run_script
 from tests.test_train import command, curve, folder, train  # noqa: F401 - folder is a fixture
 from train.checkpoints import checkpoint
 from train.engine.torch import TorchEngine

@@ -6,7 +6,7 @@ import torch
 from bmt_burst import Mask, burst_attn_func, simulate
 from bmt_burst.base.streams import current_stream, send_to_device
 from bmt_burst.transport import ALONE
-from tests.helpers import random_qkv
+from tests.cases import random_qkv
 
 
 @pytest.fixture

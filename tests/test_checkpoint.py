@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import ROOT, run_ranks
+from tests.launcher import ROOT, run_ranks
 from train.base import ranks
 from train.checkpoints import checkpoint
 from train.checkpoints.checkpoint import Checkpoint, CheckpointError

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
-from tests.helpers import relative_error, ring_arguments, run_ranks
+from tests.launcher import run_ranks
+from tests.reference import relative_error
+from tests.rings import ring_arguments
 
 TOKENS = 13
 MASK = Mask.documents((0, 3, 4, TOKENS))

@@ -12,7 +12,8 @@ import torch
 import bmt_burst.compat.ring_flash_attn as compat
 from bmt_burst import Mask, Scores, Slice, burst_attn_func, simulate
 from bmt_burst.compat.flash import read_cu_seqlens
-from tests.helpers import attention_errors, dense_results, random_qkv, relative_error
+from tests.cases import random_qkv
+from tests.reference import attention_errors, dense_results, relative_error
 
 TAIL = (
     "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) alibi_slopes=None "

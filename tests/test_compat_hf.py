@@ -8,7 +8,8 @@ import torch.distributed as dist
 from transformers import MistralConfig, MistralForCausalLM
 
 from bmt_burst.compat.ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params
-from tests.helpers import relative_error, run_ranks
+from tests.launcher import run_ranks
+from tests.reference import relative_error
 
 BOUND = 1e-5  # rounding of fp32, through two layers
 LENGTHS = (7, 1, 8)  # of documents, that two ranks share

@@ -22,7 +22,9 @@ from bmt_burst.compat.yunchang import (
     make_extracted,
     set_seq_parallel_pg,
 )
-from tests.helpers import dense_results, random_qkv, relative_error, run_ranks, size_of_terms
+from tests.cases import random_qkv
+from tests.launcher import run_ranks
+from tests.reference import dense_results, relative_error, size_of_terms
 
 KINDS = ("basic", "strip", "zigzag")
 TOKENS = 24

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from bmt_burst import init_sequence_parallel, loss, nn
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
-from tests.helpers import ROOT, relative_error, run_ranks
+from tests.launcher import ROOT, run_ranks
+from tests.reference import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -17,14 +17,9 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines, Device
 from bmt_burst.transport.simulator import SimulatedRing
-from tests.helpers import (
-    dense_attention,
-    dense_results,
-    random_qkv,
-    relative_error,
-    ring_arguments,
-    size_of_terms,
-)
+from tests.cases import random_qkv
+from tests.reference import dense_attention, dense_results, relative_error, size_of_terms
+from tests.rings import ring_arguments
 
 _PATIENCE = 200.0  # seconds
 

@@ -16,9 +16,9 @@ from models.blocks import Saving
 from models.cpm_ant import AntConfig, CPMAnt, ant_scores
 from models.cpm_bee import BeeConfig, CPMBee, bee_scores
 from models.cpm_live.config import PRESETS
-from tests.helpers import relative_error
 from tests.largest import Largest
 from tests.live import Golden, golden, shard_rows, unshard_rows
+from tests.reference import relative_error
 from train.run.flops import step_flops
 
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])

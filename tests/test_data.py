@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bmt_burst import IGNORE_INDEX
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 from tests.preparing import EOS, documents, prepare, texts
 from train.data.folder import Sequences, TokenFile
 

@@ -9,8 +9,8 @@ from transformers import CpmAntConfig, CpmAntForCausalLM
 from bmt_burst import SequenceParallel, simulate
 from models.config import PRESETS
 from models.cpm_ant import ant_scores
-from tests.helpers import relative_error
 from tests.live import Golden, bee_instance, golden
+from tests.reference import relative_error
 from train.generation.decoding import AntDecoder, BeeDecoder, Cache, continue_row
 from train.generation.sampling import sampler
 

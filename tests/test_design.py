@@ -13,7 +13,7 @@ import pytest
 
 import bmt_burst
 from bmt_burst.strategies.ring.events import order_events
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 
 PAGE = ROOT / "docs/design.md"
 _PRINTED = re.compile(r"(```python\n(.*?)```\n\n<!-- printed -->\n```\n).*?(```\n)", re.DOTALL)

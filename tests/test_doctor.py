@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bmt_burst import doctor, kernels
-from tests.helpers import GPUS, ROOT
+from tests.launcher import GPUS, ROOT
 
 DEVICE = "cuda" if GPUS else "cpu"
 gpu_if_there_is_one = pytest.mark.gpu if GPUS else lambda test: test

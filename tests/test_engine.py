@@ -13,8 +13,9 @@ from models.blocks import Saving
 from models.cpm import CPM
 from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
-from tests.helpers import relative_error, run_ranks
+from tests.launcher import run_ranks
 from tests.live import golden, shard_rows
+from tests.reference import relative_error
 from tests.test_checkpoint import write
 from tests.test_model import SMALL, initialized
 from train.checkpoints import checkpoint

@@ -8,7 +8,9 @@ import torch
 from bmt_burst import Layout, Mask, burst_attn_func, simulate
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.strategies import ring as ring_strategy
-from tests.helpers import CPU_KERNELS, dense_results, random_qkv, relative_error, ring_results
+from tests.cases import random_qkv
+from tests.reference import dense_results, relative_error
+from tests.rings import CPU_KERNELS, ring_results
 
 # ranks, ranks of a host
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (8, 4), (8, 2), (4, 1)]

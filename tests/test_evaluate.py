@@ -17,7 +17,7 @@ from bmt_burst.sequence.layout import IGNORE_INDEX
 from models.config import CPMConfig
 from models.cpm import CPM
 from models.huggingface import save_weights
-from tests.helpers import run_script
+from tests.launcher import run_script
 from tests.test_model import initialized
 from train import evaluate as script
 from train.data.stored import TokenWriter

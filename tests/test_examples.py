@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from examples import dense, overlapped_ring, plain_ring
-from tests.helpers import ROOT, run_script
+from tests.launcher import ROOT, run_script
 
 LADDER = {"exchange": 1, "plain_ring": 4, "overlapped_ring": 1}  # and what each one checks
 

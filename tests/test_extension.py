@@ -17,7 +17,9 @@ from bmt_burst.strategies import Plan, Problem, choose
 from bmt_burst.strategies.compute import Attention, AttentionGradient
 from bmt_burst.strategies.extension import Extension
 from bmt_burst.strategies.problem import Scoring
-from tests.helpers import dense_results, random_qkv, relative_error, ring_arguments
+from tests.cases import random_qkv
+from tests.reference import dense_results, relative_error
+from tests.rings import ring_arguments
 
 
 class Temperatures(Scoring):

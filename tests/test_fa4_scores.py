@@ -18,7 +18,7 @@ from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.bias.kernels import fa4
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import KernelCall
-from tests.helpers import named_calls, random_bias
+from tests.cases import named_calls, random_bias
 
 NO_INFO = SimpleNamespace()
 

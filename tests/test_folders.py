@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 
 # From the lowest up; folders of one line may import each other.
 LEVELS = [

@@ -11,16 +11,9 @@ import torch.distributed as dist
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel
 from bmt_burst.ranks.groups import _count_ranks_a_host
 from bmt_burst.sequence.layout import LAYOUTS
-from tests.helpers import (
-    attention_errors,
-    dense_attention,
-    dense_results,
-    random_layout,
-    random_mask,
-    random_qkv,
-    relative_error,
-    run_ranks,
-)
+from tests.cases import random_layout, random_mask, random_qkv
+from tests.launcher import run_ranks
+from tests.reference import attention_errors, dense_attention, dense_results, relative_error
 from tests.test_collectives import error_of_sums
 
 RANDOM_MASKS = 12

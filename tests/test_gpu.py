@@ -32,21 +32,9 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import ALONE
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import (
-    GPUS,
-    RANKS,
-    ROOT,
-    call_tensors,
-    dense_results,
-    kernel_errors,
-    moved,
-    named_calls,
-    needs_ranks,
-    random_bias,
-    random_qkv,
-    relative_error,
-    run_ranks,
-)
+from tests.cases import call_tensors, moved, named_calls, random_bias, random_qkv
+from tests.launcher import GPUS, RANKS, ROOT, needs_ranks, run_ranks
+from tests.reference import dense_results, kernel_errors, relative_error
 from tests.test_collectives import error_of_sums
 
 pytestmark = [pytest.mark.gpu, needs_ranks(1)]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bmt_burst import kernels
-from tests.helpers import needs_ranks
+from tests.launcher import needs_ranks
 from tests.test_model_center import check_equality, run
 
 pytestmark = [

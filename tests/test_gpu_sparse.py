@@ -9,7 +9,9 @@ import torch
 
 from bmt_burst import InfLLMV2, Layout, Mask, burst_attn_func
 from bmt_burst.sparse import choose, keep_choices
-from tests.helpers import needs_ranks, random_qkv, relative_error, run_ranks
+from tests.cases import random_qkv
+from tests.launcher import needs_ranks, run_ranks
+from tests.reference import relative_error
 from tests.sparse import attend_to_blocks
 from tests.test_gpu import rings
 

@@ -18,7 +18,8 @@ from bmt_burst.offload import Offload
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
-from tests.helpers import GPUS, RANKS, ROOT, needs_ranks, relative_error, torchrun
+from tests.launcher import GPUS, RANKS, ROOT, needs_ranks, torchrun
+from tests.reference import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks, needs_ranks(1)]
 needs_bmtrain = pytest.mark.skipif(

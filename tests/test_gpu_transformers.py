@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from bmt_burst import init_sequence_parallel
 from bmt_burst.adapters.transformers import enable
-from tests.helpers import needs_ranks, relative_error, run_ranks
+from tests.launcher import needs_ranks, run_ranks
+from tests.reference import relative_error
 from tests.test_transformers import CONFIGS, calls_of, plain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks, needs_ranks(2)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, simulate
-from tests.helpers import random_qkv
+from tests.cases import random_qkv
 
 MASK = Mask.documents((0, 5, 6, 21))
 

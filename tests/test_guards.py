@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.helpers import ROOT, run_script, torchrun
+from tests.launcher import ROOT, run_script, torchrun
 from tests.test_train import command, curve, folder  # noqa: F401 - a fixture
 from train.run.metrics import Metrics
 from train.run.watchdog import EXIT_CODE

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import forkserver, run_as_main, run_script
+from tests.launcher import forkserver, run_as_main, run_script
 from tests.test_train import command, curve, folder, train  # noqa: F401
 from train.base.lock import lock
 from train.base.signals import STOPPING

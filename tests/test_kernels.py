@@ -22,17 +22,9 @@ from bmt_burst.kernels.tile_by_tile import BlockKind, blocks_of
 from bmt_burst.sequence.span import length, shifted
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from tests.helpers import (
-    CPU_KERNELS,
-    call_tensors,
-    kernel_errors,
-    named_calls,
-    random_bias,
-    random_call,
-    random_qkv,
-    relative_error,
-    size_of_terms,
-)
+from tests.cases import call_tensors, named_calls, random_bias, random_call, random_qkv
+from tests.reference import kernel_errors, relative_error, size_of_terms
+from tests.rings import CPU_KERNELS
 
 SPEC, CAPPED = Spec(scale=0.3), Spec(scale=0.3, softcap=1.5)
 CALLS = named_calls(5)

@@ -17,7 +17,7 @@ from bmt_burst import kernels
 from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
 from models.cpm_live.config import PRESETS
-from tests.helpers import ROOT, run_script
+from tests.launcher import ROOT, run_script
 from tests.live import as_jsonl, changed
 from tests.preparing import prepare
 from tests.test_bmtrain import run_pretrain

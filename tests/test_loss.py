@@ -14,8 +14,8 @@ from bmt_burst.loss import (
     linear_cross_entropy_sum,
     score_tokens,
 )
-from tests.helpers import relative_error
 from tests.largest import Largest
+from tests.reference import relative_error
 
 
 def test_loss_is_a_sum_and_a_count():

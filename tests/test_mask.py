@@ -20,7 +20,8 @@ from bmt_burst import (
     shift_labels,
     simulate,
 )
-from tests.helpers import random_mask, random_qkv, run_ranks
+from tests.cases import random_mask, random_qkv
+from tests.launcher import run_ranks
 
 
 def visible(mask: Mask, i: int, j: int) -> bool:

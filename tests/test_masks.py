@@ -8,15 +8,9 @@ import pytest
 
 from bmt_burst import Layout, Mask
 from bmt_burst.sequence import gathered_calls
-from tests.helpers import (
-    CPU_KERNELS,
-    attention_errors,
-    dense_results,
-    random_layout,
-    random_mask,
-    random_qkv,
-    ring_results,
-)
+from tests.cases import random_layout, random_mask, random_qkv
+from tests.reference import attention_errors, dense_results
+from tests.rings import CPU_KERNELS, ring_results
 
 # ranks, and those of a host
 RINGS = [*((size, size) for size in range(1, 9)), (4, 2), (6, 3), (6, 2), (8, 4), (4, 1)]

@@ -7,7 +7,7 @@ import torch
 
 from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.merging.merge import Gradients, Outputs, sum_parts
-from tests.helpers import relative_error
+from tests.reference import relative_error
 
 
 def merged(parts, dtype=torch.float32):

@@ -13,7 +13,9 @@ from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel,
 from bmt_burst.ranks.groups import _take_mesh_groups
 from bmt_burst.ranks.sequence_parallel import DetachedGroups
 from bmt_burst.transport.bmtrain import BMTrainTransport
-from tests.helpers import dense_attention, random_qkv, relative_error, run_ranks
+from tests.cases import random_qkv
+from tests.launcher import run_ranks
+from tests.reference import dense_attention, relative_error
 
 TOKENS = 37
 

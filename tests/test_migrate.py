@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.helpers import GPUS, ROOT, run_script, torchrun
+from tests.launcher import GPUS, ROOT, run_script, torchrun
 
 PAGE = (ROOT / "docs/migrate.md").read_text()
 SECTIONS = dict(section.split("\n", 1) for section in PAGE.split("\n## From ")[1:])
@@ -16,7 +16,7 @@ SCRIPTS = {
 }
 # Of q, k, v and dout, which are whole on every rank, what one process computes of them, in fp32.
 ALONE = """
-from tests.helpers import relative_error
+from tests.reference import relative_error
 exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
 inputs = (x.transpose(1, 2) for x in exact)
 whole = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)

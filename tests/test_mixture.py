@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import run_script
+from tests.launcher import run_script
 from tests.live import write_vocabulary
 from tests.test_batches import Tokens, batches
 from tests.test_trainer import alone, records, settings, train  # noqa: F401 - two fixtures

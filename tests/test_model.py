@@ -18,7 +18,7 @@ from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.huggingface import HFWeights, config_from_hf, config_to_hf, save_weights
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 from train.data.tokenizer import ByteTokenizer
 from train.generate import generate
 from train.generate import main as generate_main

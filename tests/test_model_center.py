@@ -14,7 +14,7 @@ import torch
 
 from bmt_burst import kernels
 from tests import model_center_rank
-from tests.helpers import GPUS, ROOT, run_script, torchrun
+from tests.launcher import GPUS, ROOT, run_script, torchrun
 
 pytestmark = [
     pytest.mark.slow,

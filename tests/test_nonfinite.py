@@ -10,7 +10,9 @@ import torch
 from bmt_burst import Layout, burst_attn_func, kernels, simulate
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from tests.helpers import CPU_KERNELS, dense_attention, random_qkv
+from tests.cases import random_qkv
+from tests.reference import dense_attention
+from tests.rings import CPU_KERNELS
 
 VALUES = [float("nan"), float("inf"), -float("inf")]
 BLOCKS = (1, 2, 8, 17, 100)

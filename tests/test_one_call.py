@@ -12,15 +12,9 @@ from bmt_burst.sequence.span import length
 from bmt_burst.strategies import Saved, load, one_call
 from bmt_burst.strategies.one_call import OneCallPlan
 from bmt_burst.strategies.ring.routes import Stage
-from tests.helpers import (
-    CPU_KERNELS,
-    dense_results,
-    problem,
-    random_layout,
-    random_mask,
-    random_qkv,
-    ring_results,
-)
+from tests.cases import random_layout, random_mask, random_qkv
+from tests.reference import dense_results
+from tests.rings import CPU_KERNELS, problem, ring_results
 from tests.test_ulysses import assert_equal
 
 SCALE = 0.31

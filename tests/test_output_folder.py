@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import run_ranks
+from tests.launcher import run_ranks
 from tests.test_checkpoint import alone, save  # noqa: F401
 from train.base import ranks
 from train.checkpoints import checkpoint

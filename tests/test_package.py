@@ -11,7 +11,7 @@ import pytest
 from bmt_burst import burst_attn_func, burst_attn_varlen_func
 from bmt_burst.attention import Keywords, VarlenKeywords
 from bmt_burst.calls.options import Options
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 
 
 def test_one_import_gives_what_the_readme_names():

@@ -25,7 +25,7 @@ from bmt_burst.nn import apply_rope, rope_tables, swiglu
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 from train import plan as plan_script
 from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run

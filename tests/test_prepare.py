@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 from tests.preparing import EOS, documents, jsonl, prepare, texts
 from tests.test_tokenizer import byte_level  # noqa: F401 - a fixture
 from train.data.folder import TokenFile

@@ -19,7 +19,8 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
 from bmt_burst.strategies.ring.events import Event, order_events
 from bmt_burst.transport import LANES
-from tests.helpers import problem, random_layout, random_mask
+from tests.cases import random_layout, random_mask
+from tests.rings import problem
 
 RINGS = [
     (1, 1),

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 
 PYTHON = f"""#!/usr/bin/env bash
 case "$*" in

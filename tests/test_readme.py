@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.report import DOCS, HEADLINES, MARKED, RESULTS, pages, section_of, with_tables
-from tests.helpers import ROOT, run_script
+from tests.launcher import ROOT, run_script
 from train.run.config import TrainConfig
 
 README = ROOT / "README.md"

@@ -7,7 +7,7 @@ import sys
 import pytest
 from torch import nn
 
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 from train.data.batches import Dealer
 from train.data.stored import DataWriter
 from train.data.tokenizer_base import Tokenizer

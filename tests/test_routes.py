@@ -17,7 +17,7 @@ from bmt_burst.sequence.tiling import Tiling
 from bmt_burst.strategies.ring.routes import Landings, Round, Routes, Stage
 from bmt_burst.strategies.ring.schedule import Schedule
 from bmt_burst.transport.packing import Packing
-from tests.helpers import random_layout, random_mask
+from tests.cases import random_layout, random_mask
 from tests.test_tiling import painted
 
 GRIDS = [(2, 1), (3, 1), (5, 1), (8, 1), (3, 2), (2, 3), (4, 2), (1, 3)]

@@ -10,16 +10,9 @@ import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, burst_attn_varlen_func, simulate
 from bmt_burst.calls.call import _MOST_PLANS
-from tests.helpers import (
-    attention_errors,
-    dense_results,
-    random_layout,
-    random_mask,
-    random_qkv,
-    relative_error,
-    ring_arguments,
-    ring_results,
-)
+from tests.cases import random_layout, random_mask, random_qkv
+from tests.reference import attention_errors, dense_results, relative_error
+from tests.rings import ring_arguments, ring_results
 
 SCALE = 0.3
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers import run_ranks
+from tests.launcher import run_ranks
 from tests.test_checkpoint import alone, shards_of  # noqa: F401
 from tests.test_trainer import records, settings, train  # noqa: F401
 from train.base import host_memory, ranks

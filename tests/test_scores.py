@@ -26,16 +26,9 @@ from bmt_burst.sequence.gathered_calls import GatheredCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import Program, RingPlan
-from tests.helpers import (
-    CPU_KERNELS,
-    attention_errors,
-    dense_results,
-    random_layout,
-    random_mask,
-    random_qkv,
-    relative_error,
-    ring_results,
-)
+from tests.cases import random_layout, random_mask, random_qkv
+from tests.reference import attention_errors, dense_results, relative_error
+from tests.rings import CPU_KERNELS, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]
 CASES = 48

@@ -12,7 +12,7 @@ from bmt_burst import Layout, Mask, SequenceParallel, Slice
 from bmt_burst.calls import autograd
 from bmt_burst.merging import plain
 from bmt_burst.sparse import plan
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 
 PAGE = ROOT / "docs/silent-errors.md"
 CODE = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from bmt_burst import burst_attn_func, shard, simulate, unshard
 from bmt_burst.transport import Put
 from bmt_burst.transport.simulator import Aborted
-from tests.helpers import random_qkv, relative_error, ring_arguments
+from tests.cases import random_qkv
+from tests.reference import relative_error
+from tests.rings import ring_arguments
 
 RANKS = 3
 

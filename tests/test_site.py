@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import bmt_burst
-from tests.helpers import ROOT
+from tests.launcher import ROOT
 
 OFFLINE = {
     "http_proxy": "http://127.0.0.1:9",

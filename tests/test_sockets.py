@@ -17,7 +17,7 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.transport import ALONE, Transport, sockets, watch
 from bmt_burst.transport.sockets import SocketMessenger
 from bmt_burst.transport.watch import Watch
-from tests.helpers import wait_for_lost_rank
+from tests.rings import wait_for_lost_rank
 
 
 def run(size, work, store=None):

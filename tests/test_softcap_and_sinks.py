@@ -20,17 +20,9 @@ from bmt_burst import (
     nn,
     simulate,
 )
-from tests.helpers import (
-    CPU_KERNELS,
-    attention_errors,
-    dense_results,
-    random_layout,
-    random_mask,
-    random_qkv,
-    relative_error,
-    ring_results,
-    size_of_terms,
-)
+from tests.cases import random_layout, random_mask, random_qkv
+from tests.reference import attention_errors, dense_results, relative_error, size_of_terms
+from tests.rings import CPU_KERNELS, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # ranks, ranks of a host
 CASES = 40

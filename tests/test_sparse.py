@@ -42,7 +42,10 @@ from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
 from bmt_burst.transport import ALONE
-from tests.helpers import attention_errors, random_qkv, ring_arguments, run_ranks
+from tests.cases import random_qkv
+from tests.launcher import run_ranks
+from tests.reference import attention_errors
+from tests.rings import ring_arguments
 from tests.sparse import Case, chosen_blocks, oracle, random_case, record_choices
 
 SMALL = InfLLMV2(

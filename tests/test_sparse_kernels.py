@@ -24,7 +24,8 @@ from bmt_burst.sparse import tiles, torch_choice, torch_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
 from bmt_burst.sparse.tiles import NONE, KeyLists, QueryTiles
-from tests.helpers import ROOT, relative_error
+from tests.launcher import ROOT
+from tests.reference import relative_error
 from tests.sparse import random_case
 
 pytest.importorskip("triton")

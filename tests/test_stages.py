@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from tests.helpers import forkserver
+from tests.launcher import forkserver
 from tests.test_model import SMALL
 from tests.test_trainer import records
 from train import pretrain

@@ -24,7 +24,9 @@ from bmt_burst.transport import ALONE, Transport
 from bmt_burst.transport import bmtrain as transport_of_bmtrain
 from bmt_burst.transport.messenger import Messenger
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
-from tests.helpers import dense_attention, random_qkv, run_ranks
+from tests.cases import random_qkv
+from tests.launcher import run_ranks
+from tests.reference import dense_attention
 
 RULE = (
     "group is for one thread at a time: let threads take turns, or give each thread its own group"

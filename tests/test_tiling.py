@@ -15,7 +15,7 @@ from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import in_turn, length, merged
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import ShardRun, Tiling
-from tests.helpers import random_layout, random_mask
+from tests.cases import random_layout, random_mask
 
 CASES = 480
 PARTS = 6  # tests that share them

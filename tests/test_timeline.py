@@ -11,7 +11,9 @@ from bmt_burst import Layout, Mask
 from bmt_burst.kernels.reference import visible
 from bmt_burst.strategies.ring import RingPlan
 from examples.timeline import Rates, count_pairs, timelines
-from tests.helpers import named_calls, problem, run_script
+from tests.cases import named_calls
+from tests.launcher import run_script
+from tests.rings import problem
 
 CALLS = named_calls(5)
 SLOW = Rates(operations=1e6, bytes=1e3, host_bytes=1e3)

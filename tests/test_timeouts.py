@@ -18,7 +18,8 @@ from bmt_burst.errors import RankFailed, RankGone, RankLate
 from bmt_burst.transport import processes
 from bmt_burst.transport.bmtrain import BMTrainTransport
 from bmt_burst.transport.torch_dist import torch_transport
-from tests.helpers import random_qkv, run_ranks
+from tests.cases import random_qkv
+from tests.launcher import run_ranks
 
 OF_WORLD = 1.5  # seconds that init_process_group is called with
 ASKED = 1.0  # seconds that init_sequence_parallel is called with

@@ -12,7 +12,8 @@ from bmt_burst.strategies.ring import RingPlan
 from bmt_burst.transport import torch_dist
 from bmt_burst.transport.simulator import Aborted, SimulatedRing
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import problem, random_qkv, ring_arguments
+from tests.cases import random_qkv
+from tests.rings import problem, ring_arguments
 
 B, S, H, G, D = 2, 96, 4, 2, 64  # S tokens of a rank
 ITEM = 4

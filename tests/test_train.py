@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from models.huggingface import fold_scalings, load_cpm
-from tests.helpers import ROOT, run_script
+from tests.launcher import ROOT, run_script
 from tests.test_data import prepare
 from tests.test_documents import WINDOWED
 from tests.test_model import SMALL

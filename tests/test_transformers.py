@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
 from bmt_burst.adapters.transformers import ATTENTION, enable
-from tests.helpers import ROOT, relative_error, run_ranks, run_script
+from tests.launcher import ROOT, run_ranks, run_script
+from tests.reference import relative_error
 
 BOUND = 1e-5  # rounding of fp32, through two layers
 

@@ -28,16 +28,9 @@ from bmt_burst.kernels.reference import visible
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from tests.helpers import (
-    ROOT,
-    call_tensors,
-    kernel_errors,
-    moved,
-    named_calls,
-    random_bias,
-    random_call,
-    relative_error,
-)
+from tests.cases import call_tensors, moved, named_calls, random_bias, random_call
+from tests.launcher import ROOT
+from tests.reference import kernel_errors, relative_error
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, run_script
+from tests.launcher import ROOT, run_script
 from tests.test_readme import blocks, commands
 from train.run.stages import parse_run
 

@@ -30,18 +30,10 @@ from bmt_burst.strategies import Problem, Sizes, load
 from bmt_burst.strategies.ulysses import UlyssesPlan
 from bmt_burst.strategies.ulysses.heads import Heads, cut_heads
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import (
-    CPU_KERNELS,
-    attention_errors,
-    dense_results,
-    needs_ranks,
-    random_qkv,
-    random_slices,
-    relative_error,
-    ring_arguments,
-    ring_results,
-    run_ranks,
-)
+from tests.cases import random_qkv, random_slices
+from tests.launcher import needs_ranks, run_ranks
+from tests.reference import attention_errors, dense_results, relative_error
+from tests.rings import CPU_KERNELS, ring_arguments, ring_results
 from tests.test_copy_engine import engine_ring
 
 SCALE = 0.31

@@ -11,17 +11,10 @@ from bmt_burst import Layout, Mask, init_sequence_parallel
 from bmt_burst.sequence.layout import LAYOUTS, Stacked
 from bmt_burst.strategies import load
 from bmt_burst.strategies.ulysses.tokens import HostLayout, HostTokens
-from tests.helpers import (
-    CPU_KERNELS,
-    RANKS,
-    attention_errors,
-    dense_results,
-    needs_ranks,
-    problem,
-    random_qkv,
-    ring_results,
-    run_ranks,
-)
+from tests.cases import random_qkv
+from tests.launcher import RANKS, needs_ranks, run_ranks
+from tests.reference import attention_errors, dense_results
+from tests.rings import CPU_KERNELS, problem, ring_results
 from tests.test_scores import random_scores
 from tests.test_ulysses import (
     BF16,

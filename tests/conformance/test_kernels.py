@@ -23,7 +23,8 @@ from bmt_burst.kernels import Kernel
 from bmt_burst.kernels.reference import visible
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from tests.helpers import call_tensors, kernel_errors, moved, named_calls, random_bias, random_call
+from tests.cases import call_tensors, moved, named_calls, random_bias, random_call
+from tests.reference import kernel_errors
 
 CALLS = named_calls(5)
 SPEC, CAPPED = Spec(scale=0.3), Spec(scale=0.3, softcap=1.5)

@@ -9,7 +9,8 @@ import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, shard, simulate, unshard
 from bmt_burst.sequence.layout import LAYOUTS, Balanced
-from tests.helpers import dense_results, random_qkv
+from tests.cases import random_qkv
+from tests.reference import dense_results
 
 NAMES = [*LAYOUTS, Balanced.name]
 # tokens, ranks

@@ -11,7 +11,10 @@ import torch
 
 from bmt_burst import Layout, Mask
 from bmt_burst.sequence.mask import EXAMPLES
-from tests.helpers import dense_results, random_qkv, ring_results, run_script
+from tests.cases import random_qkv
+from tests.launcher import run_script
+from tests.reference import dense_results
+from tests.rings import ring_results
 
 LENGTHS = [1, 2, 13, 40, 64]
 

@@ -19,16 +19,9 @@ from bmt_burst import Layout, Mask, Scores, burst_attn_func, simulate, strategie
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.strategies import Problem, load
 from bmt_burst.transport import LANES
-from tests.helpers import (
-    CPU_KERNELS,
-    dense_results,
-    problem,
-    random_layout,
-    random_mask,
-    random_qkv,
-    ring_arguments,
-    ring_results,
-)
+from tests.cases import random_layout, random_mask, random_qkv
+from tests.reference import dense_results
+from tests.rings import CPU_KERNELS, problem, ring_arguments, ring_results
 
 SCALE = 0.31
 NAMES = strategies.names()

@@ -35,7 +35,8 @@ from bmt_burst.transport import (
 from bmt_burst.transport.messenger import MESSAGE_BYTES
 from bmt_burst.transport.simulator import SimulatedMessenger, SimulatedRing
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.helpers import run_ranks, wait_for_lost_rank
+from tests.launcher import run_ranks
+from tests.rings import wait_for_lost_rank
 
 SIZE = 3
 CPU = torch.device("cpu")

@@ -1,0 +1,212 @@
+"""Inputs of attention: tensors, kernel calls, biases, masks and layouts, random or by name."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bmt_burst import Layout, Mask, Slice
+from bmt_burst.bias.call_bias import CallBias, Segments
+from bmt_burst.sequence.tile import KernelCall
+
+
+def random_qkv(
+    batch: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    dtype=torch.float64,
+    seed: int = 0,
+):
+    """q, k, v and an output gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, tokens, h, head_size) for h in (heads, kv_heads, kv_heads, heads)]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes
+    ]
+
+
+def named_calls(unit: int) -> dict[str, KernelCall]:
+    """Kernel calls of every kind; tiles have some `unit` tokens, 4 or more."""
+    square, n = (0, 8 * unit), 8 * unit
+    cuts = [0, 1, 2 * unit + 1, 2 * unit + 3, 5 * unit, n]
+    documents = tuple((span, span) for span in itertools.pairwise(cuts))
+    wide = ((0, unit), (0, 3 * unit)), ((unit, 4 * unit), (3 * unit, 7 * unit))
+    tall = ((0, 4 * unit), (0, unit)), ((4 * unit, 7 * unit + 1), (unit, 4 * unit))
+    apart = ((unit, 2 * unit), (2 * unit, 3 * unit)), ((2 * unit, 5 * unit), (4 * unit, 7 * unit))
+    count = min(12 * unit, 300)
+    # and a query between two
+    many = tuple(((3 * i, 3 * i + 2), (2 * i, 2 * i + 2)) for i in range(count))
+    return {
+        "full": KernelCall.whole(n),
+        "causal": KernelCall.whole(n, causal=True),
+        "full, fewer keys": KernelCall.whole(n, 3 * unit + 1),
+        "causal, more keys": KernelCall.whole(3 * unit, n, causal=True),
+        "causal, fewer keys": KernelCall.whole(n, 3 * unit, causal=True),
+        "documents": KernelCall(n, n, documents, right=0),
+        "full documents": KernelCall(n, n, documents),
+        "a window": KernelCall(n, n, ((square, square),), unit, 0),
+        "a window of documents": KernelCall(n, n, documents, unit, 0),
+        "a window wider than documents": KernelCall(n, n, documents, n, 0),
+        "a window to both sides": KernelCall(n, n, documents, 2 * unit, unit // 2),
+        "only some ahead": KernelCall(n, n, documents, None, unit),
+        "only some behind": KernelCall(n, n, documents, unit, None),
+        "itself and what is ahead": KernelCall(n, n, ((square, square),), 0, None),
+        "itself": KernelCall(n, n, documents, 0, 0),
+        "causal tiles of more keys": KernelCall(5 * unit, n, wide, right=0),
+        "causal tiles of fewer keys": KernelCall(n, 5 * unit, tall, right=0),
+        "a window of fewer keys": KernelCall(n, 5 * unit, tall, unit // 2, 1),
+        "behind, of fewer keys": KernelCall(n, 5 * unit, tall, unit // 2, None),
+        "far ahead, of fewer keys": KernelCall(n, 5 * unit, tall, n, 3 * unit),
+        "tiles apart": KernelCall(6 * unit, n, apart, right=0),
+        "full tiles apart": KernelCall(6 * unit, n, apart),
+        "few of the tokens": KernelCall(
+            n, n, (((3 * unit, 4 * unit), (5 * unit, 7 * unit)),), 2, 2
+        ),
+        "single tokens": KernelCall(
+            unit, unit, tuple(((i, i + 1), (i, i + 1)) for i in range(unit)), right=0
+        ),
+        "many tiles": KernelCall(3 * count, 2 * count, many, right=0),
+        "many full tiles": KernelCall(3 * count, 2 * count, many),
+    }
+
+
+def random_call(chance: random.Random, most: int = 20) -> KernelCall:
+    """Some tiles of up to `most` tokens a side, with or without gaps, of any band."""
+    tiles, q, kv = [], 0, 0
+    for _ in range(chance.randint(1, 6)):
+        q, kv = (at + chance.choice((0, 0, chance.randint(1, 5))) for at in (q, kv))
+        queries = chance.randint(1, most)
+        keys = chance.choice((queries, chance.randint(1, most)))
+        tiles.append(((q, q + queries), (kv, kv + keys)))
+        q, kv = q + queries, kv + keys
+    left, right = (chance.choice((None, 0, 1, chance.randint(0, most + 5))) for _ in range(2))
+    return KernelCall(
+        q + chance.choice((0, 3)), kv + chance.choice((0, 3)), tuple(tiles), left, right
+    )
+
+
+def call_tensors(
+    call: KernelCall,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    dtype=torch.float64,
+    seed=0,
+):
+    """q, k, v and an output gradient for a kernel call."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (
+        (call.q_tokens, heads),
+        (call.kv_tokens, kv_heads),
+        (call.kv_tokens, kv_heads),
+        (call.q_tokens, heads),
+    )
+    shapes = [(batch, *size, head_size) for size in sizes]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes
+    ]
+
+
+def random_bias(
+    call: KernelCall, heads: int, seed: int = 0, dtype=torch.float64, reach: int = 9
+) -> CallBias:
+    """A bias of 12 rows; queries and keys are some tokens each of one sequence of groups of
+    segments, in order.
+    """
+    chance, tokens, rows = random.Random(seed), 2 * max(call.q_tokens, call.kv_tokens), 12
+    fields, pairs, group = [], [], 0
+    while len(fields) < tokens:
+        segments, offset = chance.randint(1, 4), len(pairs)
+        for i in range(segments):
+            pairs += [-1 if i == j else chance.randint(-1, rows - 1) for j in range(segments)]
+            fields += [(group, offset + i * segments, i)] * chance.randint(1, tokens // 3 + 1)
+        group += 1
+    q, kv = (_some_tokens(chance, count, tokens) for count in (call.q_tokens, call.kv_tokens))
+    generator = torch.Generator().manual_seed(seed)
+    segments = Segments(
+        **{
+            f"q_{name}": torch.tensor([fields[t][i] for t in q], dtype=torch.int32)
+            for name, i in _Q_FIELDS.items()
+        },
+        **{
+            f"kv_{name}": torch.tensor([fields[t][i] for t in kv], dtype=torch.int32)
+            for name, i in _KV_FIELDS.items()
+        },
+        pairs=torch.tensor(pairs, dtype=torch.int32),
+        other=chance.randrange(rows),
+    )
+    return CallBias(
+        table=torch.randn(rows, heads, dtype=torch.float64, generator=generator).to(dtype),
+        q_position=torch.tensor(q, dtype=torch.int32),
+        kv_position=torch.tensor(kv, dtype=torch.int32),
+        distances=torch.randint(rows, (2 * reach + 1,), dtype=torch.int32, generator=generator),
+        segments=segments,
+    )
+
+
+def moved(bias: CallBias, device: str) -> CallBias:
+    """The bias on a device."""
+    segments = bias.segments and replace(bias.segments, **_on(bias.segments, device))
+    return replace(bias, **_on(bias, device), segments=segments, prepared={})
+
+
+def _on(fields: object, device: str) -> dict[str, Tensor]:
+    return {name: x.to(device) for name, x in vars(fields).items() if isinstance(x, Tensor)}
+
+
+_Q_FIELDS, _KV_FIELDS = {"group": 0, "base": 1}, {"group": 0, "segment": 2}
+
+
+def _some_tokens(chance: random.Random, count: int, tokens: int) -> list[int]:
+    """So many of 2 count or more tokens, rising, as a rank of a contiguous, zigzag or striped
+    layout has, or any.
+    """
+    first, half = chance.randint(0, tokens - 2 * count), count // 2
+    return chance.choice(
+        (
+            list(range(first, first + count)),
+            [*range(half), *range(tokens - count + half, tokens)],
+            list(range(first, first + 2 * count, 2)),
+            sorted(chance.sample(range(tokens), count)),
+        )
+    )
+
+
+def random_mask(chance: random.Random, tokens: int) -> Mask:
+    """Of any kind: causal, full, windows, documents, both, arbitrary slices."""
+    cuts = sorted({0, tokens, *(chance.randint(1, tokens) for _ in range(chance.randint(0, 6)))})
+    window = chance.randint(1, tokens)
+    makers = (
+        lambda: Mask.causal(tokens),
+        lambda: Mask.full(tokens),
+        lambda: Mask.window(tokens, window),
+        lambda: Mask.documents(cuts, causal=chance.random() < 0.7),
+        lambda: Mask.documents(cuts, causal=chance.random() < 0.7, window=window),
+        lambda: Mask(tokens, tuple(random_slices(chance, tokens))),
+    )
+    return chance.choice(makers)()
+
+
+def random_slices(chance: random.Random, tokens: int):
+    """Cells of a grid, each with a band of its own; some of two bands that touch."""
+    grid = [sorted({0, tokens, *(chance.randint(0, tokens) for _ in range(3))}) for _ in range(2)]
+    for q, kv in itertools.product(*map(itertools.pairwise, grid)):
+        low, high = (chance.choice((None, chance.randint(-tokens, tokens))) for _ in range(2))
+        if chance.random() < 0.6:
+            yield Slice(q, kv, low, high)
+            if high is not None and (low is None or low <= high) and chance.random() < 0.3:
+                yield Slice(q, kv, high, high + 3)
+
+
+def random_layout(chance: random.Random, mask: Mask, size: int) -> Layout:
+    named = [
+        layout(mask.seq_len, size) for layout in (Layout.zigzag, Layout.striped, Layout.contiguous)
+    ]
+    return chance.choice([*named, Layout.balanced(mask, size)])
