@@ -52,10 +52,13 @@ class PairRows(NamedTuple):
     row    as `Term.row`
     apart  how far the first key of each tile is ahead of its first query. It is given only for rows
            by distance, and only if neighbours in a tile are neighbours in the sequence.
+    sides  the positions of the queries (S,) and the keys (T,) from which the call gathers its own.
+           None for calls with one row.
     """
 
     row: int | None
     apart: tuple[int, ...] | None = None
+    sides: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_one(self) -> bool:
@@ -86,19 +89,14 @@ class TableScoring(Scoring):
             for term in self.scores.terms
         )
 
-    def numbers(self, positions: Tensor) -> Tensor:
-        return self.scores.tokens(positions)
-
     def refine(
         self, calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
     ) -> list[GatheredCall]:
-        if all(gathered.label.row != BY_DISTANCE for gathered in calls):
+        if all(gathered.label.is_one for gathered in calls):
             return calls
-        queries, keys = sides()
+        both = sides()
         return [
-            gathered._replace(label=_find_distances(gathered, queries, keys))
-            if gathered.label.row == BY_DISTANCE
-            else gathered
+            gathered if gathered.label.is_one else gathered._replace(label=_label(gathered, both))
             for gathered in calls
         ]
 
@@ -129,9 +127,9 @@ class TableScoring(Scoring):
     def _make_bias(
         self, problem: Problem, device: torch.device, table: Tensor, row_lse: Tensor
     ) -> LearnedBias:
-        pairs, distances = _send_lookups(self.scores, device, current_stream(device))
-        rows = _shared_rows(problem)
-        return LearnedBias(self.kernel, table, pairs, distances, self.scores.other, rows, row_lse)
+        stream, rows = current_stream(device), _shared_rows(problem)
+        pairs, distances = _send_lookups(self.scores, device, stream)
+        return LearnedBias(self.kernel, self.scores, table, pairs, distances, rows, row_lse, stream)
 
 
 def _shared_rows(problem: Problem) -> tuple[int, ...]:
@@ -139,13 +137,16 @@ def _shared_rows(problem: Problem) -> tuple[int, ...]:
     return tuple(part.label.row for part in problem.parts if part.label.is_one)
 
 
-def _find_distances(gathered: GatheredCall, queries: Tensor, keys: Tensor) -> PairRows:
-    """Return the label of a call with rows by distance, with its `apart`.
+def _label(gathered: GatheredCall, both: tuple[Tensor, Tensor]) -> PairRows:
+    """Return the label of a call without one row for all pairs. `both` are its sides.
 
     Kernels that go by distance rely on positions that rise in a tile. Where several runs with steps
     are one tile they do not, and such pairs get the row None.
     """
-    pairs = (queries, gathered.q_spans), (keys, gathered.kv_spans)
+    row = gathered.label.row
+    if row != BY_DISTANCE:
+        return PairRows(row, None, both)
+    pairs = zip(both, (gathered.q_spans, gathered.kv_spans), strict=True)
     sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
     runs = [
         [x[slice(*span)] for x, span in zip(sides, tile, strict=True)]
@@ -153,10 +154,10 @@ def _find_distances(gathered: GatheredCall, queries: Tensor, keys: Tensor) -> Pa
     ]
     steps = [run[1:] - run[:-1] for tile in runs for run in tile]
     if any((step < 1).any() for step in steps):
-        return PairRows(None)
+        return PairRows(None, None, both)
     if any((step != 1).any() for step in steps):
-        return PairRows(BY_DISTANCE)
-    return PairRows(BY_DISTANCE, tuple(int(kv[0] - q[0]) for q, kv in runs))
+        return PairRows(BY_DISTANCE, None, both)
+    return PairRows(BY_DISTANCE, tuple(int(kv[0] - q[0]) for q, kv in runs), both)
 
 
 @functools.lru_cache(maxsize=8)
@@ -167,28 +168,42 @@ def _send_lookups(
     return send_to_device(scores.pairs, device), send_to_device(scores.distances, device)
 
 
+# Each stage of a plan has positions of its own. If each step has other documents, it has other
+# plans: this bounds the memory that their tokens take on GPUs.
+@functools.lru_cache(maxsize=32)
+def _send_tokens(
+    scores: Scores, positions: Tensor, device: torch.device, stream: torch.cuda.Stream | None
+) -> Tensor:
+    """Return `Scores.tokens` on a device, for work on `stream`. The key is the tensor `positions`
+    itself, not its values.
+    """
+    return send_to_device(scores.tokens(positions), device)
+
+
 @dataclass(frozen=True)
 class LearnedBias:
     """A bias that is added to the scores of H heads.
 
     kernel            computes pairs that do not share a row
+    scores            the row of each pair
     table             (R, H) fp32 or fp64
     pairs, distances  fields of the Scores, on the device
-    other             a field of the Scores
     rows              the rows that all pairs of some calls share, in the order of row_lse
     row_lse           (rows, B, H, S): for each row and query the logsumexp over the pairs with it
+    stream            the stream of the call
     prepared          what kernels keep for the table
     of_some_heads     the biases of some heads, each made once, because kernels keep results for a
                       table
     """
 
     kernel: TableKernel
+    scores: Scores
     table: Tensor
     pairs: Tensor
     distances: Tensor
-    other: int
     rows: tuple[int, ...]
     row_lse: Tensor
+    stream: torch.cuda.Stream | None
     prepared: dict[Any, Any] = field(default_factory=dict)
     of_some_heads: dict[tuple[int, int], LearnedBias] = field(default_factory=dict)
 
@@ -202,22 +217,22 @@ class LearnedBias:
             )
         return self.of_some_heads[key]
 
-    def of_call(
-        self,
-        query_numbers: Tensor | None,
-        key_numbers: Tensor | None,
-        gathered: GatheredCall,
-        bound: Tensor | None = None,
-    ) -> CallBias:
+    def of_call(self, gathered: GatheredCall, bound: Tensor | None = None) -> CallBias:
         """Return the bias of a call without one row for all pairs, as kernels take it."""
-        assert query_numbers is not None and key_numbers is not None, "both sides have numbers"
-        q_group, q_base, _, q_position = query_numbers
-        group, _, segment, position = key_numbers
+        row, apart, (queries, keys) = gathered.label
+        q_group, q_base, _, q_position = self._gather_tokens(queries, gathered.q_spans)
+        group, _, segment, position = self._gather_tokens(keys, gathered.kv_spans)
         segments = None
-        if gathered.label.row != BY_DISTANCE:
-            segments = Segments(q_group, q_base, group, segment, self.pairs, self.other)
-        places = q_position, position, self.distances, segments, gathered.label.apart
+        if row != BY_DISTANCE:
+            segments = Segments(q_group, q_base, group, segment, self.pairs, self.scores.other)
+        places = q_position, position, self.distances, segments, apart
         return CallBias(self.table, *places, bound, self.prepared)
+
+    def _gather_tokens(self, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Return `Scores.tokens` of the positions in some spans: (4, T)."""
+        tokens = _send_tokens(self.scores, positions, self.table.device, self.stream)
+        parts = [tokens[:, slice(*span)] for span in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
         """Add the lse (B, H, T) of a call whose pairs share a row. Its queries are those of rising
@@ -254,7 +269,7 @@ class BiasedAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         bias, call, row = self.bias, gathered.call, gathered.label.row
         if not gathered.label.is_one:
-            added = bias.of_call(queries.numbers, keys.numbers, gathered)
+            added = bias.of_call(gathered)
             return bias.kernel.forward(queries.q, keys.k, keys.v, call, self.spec, added)
         out, lse = self.kernel.forward(queries.q, keys.k, keys.v, call, self.spec)
         lse = lse + bias.table[row].unsqueeze(-1)
@@ -293,7 +308,7 @@ class BiasedGradient(AttentionGradient):
         q, k, v, dout = queries.q, keys.k, keys.v, queries.dout
         softmax = queries.out, queries.lse, queries.delta
         if not gathered.label.is_one:
-            added = bias.of_call(queries.numbers, keys.numbers, gathered, self.bound)
+            added = bias.of_call(gathered, self.bound)
             *grads, dtable = bias.kernel.backward(dout, q, k, v, *softmax, call, self.spec, added)
             self.dtable.add_(dtable)
             return grads[0], grads[1], grads[2]

@@ -1,6 +1,6 @@
 """The computations that strategies share: kernel calls on tokens of queries and of keys.
 
-Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size, N numbers of a token.
+Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ ALL = slice(None)  # all tokens, or all heads
 
 @dataclass(frozen=True)
 class Queries:
-    """The query side of a forward: q (B, S, H, D). `numbers` (N, S) are `Scoring.numbers`."""
+    """The query side of a forward: q (B, S, H, D)."""
 
     q: Tensor
-    numbers: Tensor | None = None
 
     def part(self, tokens: slice, heads: slice = ALL) -> Queries:
         """Return views of some tokens and heads."""
         if tokens == heads == ALL:
             return self
-        return Queries(self.q[:, tokens, heads], _slice_tokens(self.numbers, tokens))
+        return Queries(self.q[:, tokens, heads])
 
     def gather(self, spans: Sequence[Span]) -> Queries:
         """Return the tokens of rising spans, one after the other. It is a view for a single
@@ -42,14 +41,14 @@ class Queries:
         if len(spans) == 1:
             is_all = spans[0] == (0, self.q.shape[1])
             return self if is_all else self.part(slice(*spans[0]))
-        return Queries(_gather(self.q, spans, 1), _gather_optional(self.numbers, spans, 1))
+        return Queries(_gather(self.q, spans, 1))
 
 
 @dataclass(frozen=True)
 class QueryGradients:
     """The query side of a backward: q, dout (B, S, H, D), lse (B, H, S), and either out or delta.
 
-    delta (B, H, S) is rowsum(out * dout). `numbers` are as for Queries.
+    delta (B, H, S) is rowsum(out * dout).
     """
 
     q: Tensor
@@ -57,7 +56,6 @@ class QueryGradients:
     lse: Tensor
     out: Tensor | None = None
     delta: Tensor | None = None
-    numbers: Tensor | None = None
 
     def part(self, tokens: slice, heads: slice = ALL) -> QueryGradients:
         """Return views of some tokens and heads."""
@@ -69,7 +67,6 @@ class QueryGradients:
             self.lse[:, heads, tokens],
             None if self.out is None else self.out[:, tokens, heads],
             None if self.delta is None else self.delta[:, heads, tokens],
-            _slice_tokens(self.numbers, tokens),
         )
 
     def gather(self, spans: Sequence[Span]) -> QueryGradients:
@@ -85,7 +82,6 @@ class QueryGradients:
             _gather(self.lse, spans, 2),
             _gather_optional(self.out, spans, 1),
             _gather_optional(self.delta, spans, 2),
-            _gather_optional(self.numbers, spans, 1),
         )
 
     def with_delta(self) -> QueryGradients:
@@ -104,19 +100,16 @@ class QueryGradients:
 
 @dataclass(frozen=True)
 class Keys:
-    """The key side: k and v (B, S, G, D). `numbers` are as for Queries."""
+    """The key side: k and v (B, S, G, D)."""
 
     k: Tensor
     v: Tensor
-    numbers: Tensor | None = None
 
     def part(self, tokens: slice, heads: slice = ALL) -> Keys:
         """Return views of some tokens and heads."""
         if tokens == heads == ALL:
             return self
-        return Keys(
-            self.k[:, tokens, heads], self.v[:, tokens, heads], _slice_tokens(self.numbers, tokens)
-        )
+        return Keys(self.k[:, tokens, heads], self.v[:, tokens, heads])
 
     def gather(self, spans: Sequence[Span]) -> Keys:
         """Return the tokens of rising spans, one after the other. It is a view for a single
@@ -125,11 +118,7 @@ class Keys:
         if len(spans) == 1:
             is_all = spans[0] == (0, self.k.shape[1])
             return self if is_all else self.part(slice(*spans[0]))
-        return Keys(
-            _gather(self.k, spans, 1),
-            _gather(self.v, spans, 1),
-            _gather_optional(self.numbers, spans, 1),
-        )
+        return Keys(_gather(self.k, spans, 1), _gather(self.v, spans, 1))
 
 
 Side = Queries | QueryGradients | Keys
@@ -141,10 +130,6 @@ def _gather(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
 
 def _gather_optional(x: Tensor | None, spans: Sequence[Span], dim: int) -> Tensor | None:
     return None if x is None else _gather(x, spans, dim)
-
-
-def _slice_tokens(x: Tensor | None, tokens: slice) -> Tensor | None:
-    return None if x is None else x[:, tokens]
 
 
 @dataclass(frozen=True)

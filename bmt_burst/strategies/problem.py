@@ -61,12 +61,6 @@ class Scoring:
         """Whether all kernels accept delta = rowsum(out * dout) instead of out."""
         return problem.kernel.takes_delta
 
-    def numbers(self, positions: Tensor) -> Tensor | None:
-        """Return the integers that calls need for the tokens at some positions (S,): (N, S) int32,
-        or None. Each rank finds those of received tokens by their positions.
-        """
-        return None
-
     def refine(
         self, calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
     ) -> list[GatheredCall]:

@@ -7,7 +7,6 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,9 +50,7 @@ class Backward(Execution):
         inputs: tuple[Tensor, ...],
         kept: tuple[Tensor, ...],
     ):
-        device, problem = queries.q.device, program.problem
-        if (numbers := program.numbers(None, device)) is not None:
-            queries, keys = replace(queries, numbers=numbers), replace(keys, numbers=numbers)
+        problem, device = program.problem, queries.q.device
         if problem.scoring.prefers_delta and problem.takes_delta:
             queries = queries.with_delta()  # then calls need not gather out
         super().__init__(program, rings, queries if payload.sends_queries else keys, device)
@@ -156,12 +153,11 @@ class Backward(Execution):
         its spans.
         """
         program, pass_, payload = self.program, self._pass(event), self.payload
-        numbers = program.numbers(key, self.device)
         if isinstance(payload, QueryPayload):
-            queries = payload.arrive(tensors, numbers, program.problem.takes_delta)
+            queries = payload.arrive(tensors, program.problem.takes_delta)
             keys = self.keys.part(ALL, pass_.kv)
         else:
-            queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors, numbers)
+            queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors)
         attention = self.attention.of_heads(pass_.q)
         for rows, columns, (dq, dk, dv) in compute_gradients(
             attention, program.calls[key], queries, keys

@@ -7,7 +7,6 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,11 +46,8 @@ class Forward(Execution):
         keys: Keys,
         inputs: tuple[Tensor, ...],
     ):
-        device = queries.q.device
-        if (numbers := program.numbers(None, device)) is not None:
-            queries, keys = replace(queries, numbers=numbers), replace(keys, numbers=numbers)
+        super().__init__(program, rings, keys, queries.q.device)
         self.queries, self.keys = queries, keys
-        super().__init__(program, rings, self.keys, device)
         self.payload = payload
         self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
         self.parts: list[OutputPart] = []
@@ -111,7 +107,7 @@ class Forward(Execution):
 
     def _attend(self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]) -> None:
         heads = self._pass(event).q
-        block = self.payload.arrive(tensors, self.program.numbers(key, self.device))
+        block = self.payload.arrive(tensors)
         queries = self.queries.part(ALL, heads)
         for part in compute_outputs(
             self.attention.of_heads(heads), self.program.calls[key], queries, block

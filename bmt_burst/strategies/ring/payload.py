@@ -72,10 +72,9 @@ class KeysValues(Payload):
         assert isinstance(block, Keys)
         return block.k.contiguous(), block.v.contiguous()
 
-    def arrive(self, tensors: Sequence[Tensor], numbers: Tensor | None) -> Keys:
-        """Return the block from the tensors of `depart`. `numbers` are `Scoring.numbers`."""
-        k, v = tensors
-        return Keys(k, v, numbers)
+    def arrive(self, tensors: Sequence[Tensor]) -> Keys:
+        """Return the block from the tensors of `depart`."""
+        return Keys(*tensors)
 
     def _entries(self, sizes: Sizes) -> Entries:
         return (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2
@@ -90,10 +89,8 @@ class QueryPayload(Payload):
         return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.partial),))
 
     @abstractmethod
-    def arrive(
-        self, tensors: Sequence[Tensor], numbers: Tensor | None, takes_delta: bool
-    ) -> QueryGradients:
-        """Return the block from the tensors of `depart`. `numbers` are `Scoring.numbers`.
+    def arrive(self, tensors: Sequence[Tensor], takes_delta: bool) -> QueryGradients:
+        """Return the block from the tensors of `depart`.
 
         takes_delta  whether kernels can take delta instead of out
         """
@@ -111,14 +108,12 @@ class QueriesDelta(QueryPayload):
             rows = stack_lse_delta(block.out, block.dout, block.lse)
         return block.q.contiguous(), block.dout.contiguous(), rows
 
-    def arrive(
-        self, tensors: Sequence[Tensor], numbers: Tensor | None, takes_delta: bool
-    ) -> QueryGradients:
+    def arrive(self, tensors: Sequence[Tensor], takes_delta: bool) -> QueryGradients:
         q, dout, rows = tensors
         lse, delta = split_lse_delta(rows)
         if takes_delta:
-            return QueryGradients(q, dout, lse, delta=delta, numbers=numbers)
-        return QueryGradients(q, dout, lse, surrogate_out(dout, delta), numbers=numbers)
+            return QueryGradients(q, dout, lse, delta=delta)
+        return QueryGradients(q, dout, lse, surrogate_out(dout, delta))
 
     def _entries(self, sizes: Sizes) -> Entries:
         row = (sizes.heads, sizes.head_size), sizes.dtype
@@ -134,11 +129,9 @@ class QueriesOut(QueryPayload):
         lse = block.lse.transpose(1, 2)
         return tuple(x.contiguous() for x in (block.q, block.dout, lse, block.out))
 
-    def arrive(
-        self, tensors: Sequence[Tensor], numbers: Tensor | None, takes_delta: bool
-    ) -> QueryGradients:
+    def arrive(self, tensors: Sequence[Tensor], takes_delta: bool) -> QueryGradients:
         q, dout, lse, out = tensors
-        return QueryGradients(q, dout, lse.transpose(1, 2), out, numbers=numbers)
+        return QueryGradients(q, dout, lse.transpose(1, 2), out)
 
     def _entries(self, sizes: Sizes) -> Entries:
         row = (sizes.heads, sizes.head_size), sizes.dtype

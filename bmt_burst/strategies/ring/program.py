@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...base.streams import current_stream, send_to_device
 from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import length
 from ...transport.packing import Packing
 from .. import Problem
-from ..problem import DENSE, Scoring
 from .events import Event
 from .payload import Payload
 from .routes import Landings, Round
@@ -53,17 +50,6 @@ class Program:
     events: Sequence[Event]
     has_one_stage: bool = False
 
-    def numbers(self, key: tuple[int, int] | None, device: torch.device) -> Tensor | None:
-        """Return `Scoring.numbers` of a stage or a root, by the key of its calls, or of the own
-        tokens for None.
-
-        Return None if there are none, or no calls.
-        """
-        scoring = self.problem.scoring
-        if scoring is DENSE:
-            return None
-        return _all_numbers(self, scoring, device, current_stream(device)).get(key)
-
     def __str__(self) -> str:
         """Show the events with the tokens that they move and the kernel calls that they make."""
         payload, passes = type(self.payload).__name__, len(self.passes)
@@ -85,34 +71,6 @@ class Program:
             there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
             return f"  {there}; {landing} tokens land"
         return ""
-
-
-@functools.lru_cache(maxsize=8)  # large on GPUs where every step has numbers of its own
-def _all_numbers(
-    program: Program, scoring: Scoring, device: torch.device, stream: torch.cuda.Stream | None
-) -> dict[tuple[int, int] | None, Tensor]:
-    """Return the result of `Program.numbers` for each key, in one allocation, for work on
-    `stream`.
-    """
-    positions: dict[tuple[int, int] | None, Tensor] = {
-        None: program.problem.layout.positions(program.rank)
-    }
-    positions |= {
-        key: _find_positions(program, *key) for key, calls in program.calls.items() if calls
-    }
-    found = scoring.numbers(torch.cat([*positions.values()]))
-    if found is None:
-        return {}
-    parts = torch.split(send_to_device(found, device), [len(x) for x in positions.values()], 1)
-    return dict(zip(positions, parts, strict=True))
-
-
-def _find_positions(program: Program, number: int, stage: int) -> Tensor:
-    """Return the positions of the tokens of a stage, or for stage -1 of a root."""
-    round_ = program.rounds[number]
-    if stage < 0:
-        return find_landing_positions(round_.landings, round_.held_tokens)
-    return find_landing_positions(round_.stages[stage].landings, round_.stages[stage].tokens)
 
 
 def find_landing_positions(landings: Landings, tokens: int) -> Tensor:
