@@ -3,7 +3,6 @@ it.
 """
 
 import inspect
-import json
 import logging
 import subprocess
 import sys
@@ -39,7 +38,6 @@ from bmt_burst import (
 from bmt_burst.calls.inputs import unpack_tensor
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
-from bmt_burst.transport import ALONE
 from bmt_burst.transport.messenger import Echo
 from tests.cases import random_qkv
 from tests.launcher import ROOT
@@ -692,16 +690,6 @@ def test_wrong_inputs_of_a_layer_on_one_rank_are_an_error_on_all():
     assert all(out.isfinite().all() for out in simulate(2, work))
 
 
-def test_a_call_that_repeats_another_one_sends_the_line_that_was_kept(monkeypatch):
-    transport, (q, k, v) = Recorder(), qkv()
-    sent = []
-    monkeypatch.setattr(transport.messenger, "gather", lambda x: sent.append(x) or [x])
-    burst_attn_func(q, k, v, process_group=transport)
-    monkeypatch.setattr(json, "dumps", None)
-    burst_attn_func(q, k, v, process_group=transport)
-    assert sent[1] is sent[0]
-
-
 def test_signatures_show_all_arguments():
     own = list(inspect.signature(burst_attn_func).parameters)
     assert own[:5] == ["q", "k", "v", "softmax_scale", "flash"]
@@ -733,7 +721,6 @@ def test_auto_says_once_what_it_took(caplog):
     from bmt_burst import kernels
 
     kernels._announce.cache_clear()
-    ALONE.histories.clear()  # a call that is known takes the kernel that it took before
     with caplog.at_level(logging.INFO, logger="bmt_burst"):
         for tokens in (101, 102, 101):  # of which no call was made before
             burst_attn_func(*qkv(tokens=tokens))

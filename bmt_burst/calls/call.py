@@ -1,11 +1,11 @@
 """The steps of a call.
 
-1. `find_terms` checks the tensors and options of this rank, and finds everything that ranks must
-   agree on.
+1. `check_inputs` checks the tensors of this rank. `find_terms` checks its options, and finds
+   everything that ranks must agree on.
 2. `gather_lines` sends the terms to the other ranks, or the error if a check failed here.
 3. `make_problem` makes the problem from the terms of all ranks. A strategy makes its plan.
 
-Terms and plans are kept, so a call that repeats another one only checks, sends and computes.
+Plans are kept, so a call that repeats another one only checks, sends and computes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.autograd import check_transforms
 from ..ranks.agreement import admit_one_thread, gather_lines, mark_known_errors, report_failure
 from ..ranks.rings import Rings
-from ..strategies import Plan, Problem, Sizes, choose
+from ..strategies import Plan, Problem, choose
 from ..strategies.extension import Extension, Tensors
 from .autograd import PlannedAttention
-from .inputs import Given, Inputs
+from .inputs import Inputs, check_inputs
 from .masking import Masking, check_lengths, resolve_layout
 from .options import Options
 from .refusal import CALL, refuse_in_rings
@@ -52,15 +53,20 @@ def attend(
     """
     with _on_device_of(q), admit_one_thread(rings, CALL):
         try:
-            given = Given(q, k, v, sinks, is_packed)
-            inputs, tensors, terms = find_terms(rings, given, options, *extend())
+            extension, tensors = extend()
+            inputs = check_inputs(q, k, v, sinks, is_packed)
+            if extension:
+                extension.check(tensors, q, k)
+                tensors = extension.prepare(tensors, inputs.q, is_packed)
+            check_transforms("burst_attn_func", *inputs.tensors, *tensors)
+            terms = find_terms(rings, inputs, options, extension, tensors, is_packed)
         except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
             refuse_in_rings(rings, error)
         number = rings.history.calls + 1
         call, device = f"call {number}", inputs.q.device
-        said = gather_lines(rings, CALL, lambda: terms.message)
+        lines = gather_lines(rings, CALL, lambda: terms.line)
         with report_failure(rings, call):
-            plan = find_plan(rings, terms, said, device)
+            plan = find_plan(rings, terms, lines, device)
             rings.history.calls = number
             return _compute(rings, plan, number, inputs, tensors, terms.masking)
 
@@ -72,21 +78,21 @@ def _on_device_of(x: Any) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def find_plan(rings: Rings, terms: Terms, said: tuple[bytes, ...], device: torch.device) -> Plan:
-    """Return the plan that follows from the terms of all ranks, `said`. Plans are kept.
+def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torch.device) -> Plan:
+    """Return the plan that follows from the `lines` of all ranks. Plans are kept.
 
     Raises ValueError on all ranks if the terms do not agree or no strategy can compute the problem.
     """
     plans = rings.history.plans
-    plan: Plan | None = plans.pop(said, None)
+    plan: Plan | None = plans.pop(lines, None)
     if plan is None:
         with mark_known_errors():
-            tokens = compare_terms(said, terms.masking.arguments)
+            tokens = compare_terms(lines, terms.masking.arguments)
             problem = make_problem(rings, terms, tokens)
             plan = _make_plan(terms, problem, rings.rank)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         _make_room(rings)
-    plans[said] = plan  # last in order: just used
+    plans[lines] = plan  # last in order: just used
     return plan
 
 
@@ -111,8 +117,8 @@ def _make_room(rings: Rings) -> None:
     Several threads without a group may do this at once. So the keys are copied, which is atomic.
     """
     plans = rings.history.plans
-    for said in list(plans)[: max(len(plans) - _MOST_PLANS + 1, 0)]:
-        plans.pop(said, None)
+    for lines in list(plans)[: max(len(plans) - _MOST_PLANS + 1, 0)]:
+        plans.pop(lines, None)
 
 
 def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
@@ -124,20 +130,12 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
     mask = masking.mask_of(tokens)
     layout = resolve_layout(masking.layout, mask, len(tokens))
     check_lengths(layout, tokens)
-    batch, _, heads, head_size = terms.shape
     return Problem(
         mask=mask,
         layout=layout,
         spec=terms.spec,
         kernel=terms.kernel,
-        sizes=Sizes(
-            1 if masking.rows else batch,
-            heads,
-            terms.kv_heads,
-            head_size,
-            terms.dtype,
-            terms.kernel.partial_dtype(terms.dtype),
-        ),
+        sizes=terms.sizes,
         inner=rings.inner.size,
         outer=rings.outer.size,
         backward=options.backward,

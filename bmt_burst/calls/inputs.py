@@ -9,7 +9,6 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -18,45 +17,6 @@ from torch.nn import functional
 
 from ..base.arguments import DTYPES, check_like_lse, check_tensor
 from ..base.autocast import autocast_dtype, cast
-
-
-class Given(NamedTuple):
-    """The tensors of a call as they were passed, which may be wrong.
-
-    is_packed  whether q, k and v are packed documents, (tokens, heads, head size)
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None
-    is_packed: bool
-
-    def describe(self) -> tuple[Hashable, ...]:
-        """Return all that `check_inputs` and the terms of a call depend on, except tensors' values.
-
-        Calls of equal descriptions all pass the checks, or none does. Raises for some wrong inputs.
-        """
-        q, k, v, sinks, is_packed = self
-        needs_gradient = torch.is_grad_enabled() and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or (sinks is not None and sinks.requires_grad)
-        )
-        return (
-            is_packed,
-            needs_gradient,
-            autocast_dtype(q),
-            _describe(q),
-            _describe(k),
-            _describe(v),
-            None if sinks is None else _describe(sinks),
-        )
-
-
-def _describe(x: Tensor) -> Hashable:
-    return type(x), x.shape, x.dtype, x.device, x.layout, x.is_nested
 
 
 class Inputs(NamedTuple):
@@ -85,24 +45,23 @@ class Inputs(NamedTuple):
         return tuple(x for x in tensors if x is not None)
 
 
-def prepare_inputs(given: Given) -> Inputs:
-    """Return the inputs with a batch dimension, in the dtype of autocast and of one head size,
-    without checks.
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, is_packed: bool) -> Inputs:
+    """Return the inputs with a batch dimension, in the dtype of autocast and of one head size.
+
+    is_packed  whether q, k and v are packed documents, (tokens, heads, head size)
+
+    Raises TypeError or ValueError for tensors that do not fit or do not fit together.
     """
-    return _pad_heads(_cast(given))
-
-
-def _cast(given: Given) -> Inputs:
-    """Return the inputs with a batch dimension and in the dtype of autocast.
-
-    Autocast matters because a norm or a rotary embedding may leave some of q, k and v in fp32.
-    """
-    q, k, v, sinks, is_packed = given
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_one(name, x, is_packed)
     if is_packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    # A norm or a rotary embedding may leave some of them in fp32.
     if autocast := autocast_dtype(q):
         q, k, v = cast(q, autocast), cast(k, autocast), cast(v, autocast)
-    return Inputs(q, k, v, sinks, autocast, q.shape[-1], v.shape[-1])
+    _check_together(q, k, v)
+    _check_sinks(sinks, q)
+    return _pad_heads(Inputs(q, k, v, sinks, autocast, q.shape[-1], v.shape[-1]))
 
 
 def _pad_heads(inputs: Inputs) -> Inputs:
@@ -114,19 +73,6 @@ def _pad_heads(inputs: Inputs) -> Inputs:
         return inputs._replace(v=functional.pad(inputs.v, (0, -missing)))
     q, k = (functional.pad(x, (0, missing)) for x in (inputs.q, inputs.k))
     return inputs._replace(q=q, k=k)
-
-
-def check_inputs(given: Given) -> Inputs:
-    """Return the result of `prepare_inputs`.
-
-    Raises TypeError or ValueError for tensors that do not fit or do not fit together.
-    """
-    for name, x in (("q", given.q), ("k", given.k), ("v", given.v)):
-        _check_one(name, x, given.is_packed)
-    inputs = _cast(given)
-    _check_together(inputs.q, inputs.k, inputs.v)
-    _check_sinks(inputs.sinks, inputs.q)
-    return _pad_heads(inputs)
 
 
 def _check_one(name: str, x: Tensor, is_packed: bool) -> None:

@@ -6,140 +6,46 @@ compare their terms in each call.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from ..base.autograd import check_transforms
 from ..errors import RanksDisagree
 from ..kernels import Kernel, pick
 from ..ranks.agreement import format_terms, read_terms
 from ..ranks.rings import Rings, check_device
 from ..sequence.layout import Layout
 from ..spec import Spec
+from ..strategies import Sizes
 from ..strategies.extension import Extension, Tensors
-from .inputs import Given, Inputs, check_inputs, prepare_inputs
+from .inputs import Inputs
 from .masking import Masking, find_masking
 from .options import Options, check_options, check_scale
 from .refusal import CALL
 
-_MOST_TERMS = 64  # kept for some rings
 
-
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """A call as one rank understands it: everything but the values of tensors.
 
-    shape           (B, S, H, D), the shape of q
-    head_sizes      the head sizes of q and of v, as they were passed
-    autocast        the dtype that autocast cast the inputs to, if it is on
-    needs_gradient  whether autograd records the call
-    of_extension    what the extension compares
+    line            what this rank sends to the others. All terms in it but "tokens" must be equal.
     options         checked options
+    sizes           of the problem. If rows were stacked as one sequence, its batch is 1.
+    needs_gradient  whether autograd records the call
     """
 
-    shape: torch.Size
-    head_sizes: tuple[int, int]
-    kv_heads: int
-    dtype: torch.dtype
-    device_type: str
-    autocast: torch.dtype | None
-    needs_gradient: bool
-    has_sinks: bool
-    of_extension: dict[str, Any]
+    line: bytes
     options: Options
     masking: Masking
     spec: Spec
     kernel: Kernel
-
-    @functools.cached_property
-    def message(self) -> bytes:
-        """The line that this rank sends to the others. All terms but "tokens" must be equal.
-
-        Arguments come before the kernels that follow from them: the first difference is reported.
-        """
-        batch, tokens, heads, _ = self.shape
-        head_size, value_size = self.head_sizes
-        options, masking = self.options, self.masking
-        terms = {
-            "batch": batch,
-            "masks or layouts by row": masking.rows > 0,
-            "tokens": tokens * max(masking.rows, 1),
-            "q heads": heads,
-            "kv heads": self.kv_heads,
-            "head size": head_size,
-            "head size of v": value_size,
-            "autocast": self.autocast and str(self.autocast),
-            "dtype": str(self.dtype),
-            "device type": self.device_type,
-            "softmax_scale": self.spec.scale,
-            "softcap": self.spec.softcap,
-            "sinks": self.has_sinks,
-            "mask": _describe_mask(masking),
-            "layout": _describe_layout(masking.layout),
-            "deterministic": options.deterministic,
-            "strategy": options.strategy,
-            "backward": options.backward,
-            "optimize_bwd_comm": options.optimize_bwd_comm,
-            "group_bytes": options.group_bytes,
-            "recording of gradients": self.needs_gradient,
-            "the kernel of flash": self.kernel.name,
-            **self.of_extension,
-        }
-        return format_terms(CALL, terms)
+    sizes: Sizes
+    device_type: str
+    needs_gradient: bool
 
 
 def find_terms(
-    rings: Rings, given: Given, options: Options, extension: Extension | None, tensors: Tensors
-) -> tuple[Inputs, Tensors, Terms]:
-    """Return the inputs of a call, checked, those of its extension, and its terms.
-
-    Terms are kept by everything that they and the checks follow from. Layers repeat calls, and the
-    host has little time for each.
-
-    Raises TypeError or ValueError if a tensor or an option is wrong, RuntimeError inside transforms
-    of torch.func and in forward mode.
-    """
-    known = rings.history.known
-    key: tuple[Any, ...] | None
-    terms: Terms | None
-    try:
-        key = (
-            given.describe(),
-            *_describe_options(options),
-            extension and (extension, extension.describe(tensors)),
-        )
-        terms = known.get(key)
-    except Exception:  # noqa: BLE001 - an argument is wrong: the checks below say what is wrong
-        key = terms = None
-    inputs = check_inputs(given) if terms is None else prepare_inputs(given)
-    if extension:
-        if terms is None:
-            extension.check(tensors, given.q, given.k)
-        tensors = extension.prepare(tensors, inputs.q, given.is_packed)
-    check_transforms("burst_attn_func", *inputs.tensors, *tensors)
-    if terms is None:
-        terms = _make_terms(rings, inputs, options, extension, tensors, given.is_packed)
-        if len(known) >= _MOST_TERMS:
-            known.clear()
-        if key is not None:
-            known[key] = terms
-    return inputs, tensors, terms
-
-
-def _describe_options(options: Options) -> tuple[Options, tuple[type, ...]]:
-    """Return the options, with tuples in place of lists, and their types: 1 is equal to True."""
-    types = tuple(map(type, options))
-    if list not in types:
-        return options, types
-    options = Options._make(tuple(x) if isinstance(x, list) else x for x in options)
-    return options, tuple(map(type, options))
-
-
-def _make_terms(
     rings: Rings,
     inputs: Inputs,
     options: Options,
@@ -147,6 +53,10 @@ def _make_terms(
     tensors: Tensors,
     is_packed: bool,
 ) -> Terms:
+    """Return the terms of a call with these inputs, and these tensors of its extension.
+
+    Raises TypeError or ValueError if an option is wrong or does not fit.
+    """
     q, k = inputs.q, inputs.k
     options = check_options(options)
     check_device(rings, q)
@@ -160,20 +70,40 @@ def _make_terms(
         )
         masking, of_extension = replace(masking, extension=extension), extension.terms(tensors)
     recorded = any(x.requires_grad for x in (*inputs.tensors, *tensors))
+    needs_gradient = torch.is_grad_enabled() and recorded
+    # Arguments come before the kernels that follow from them: the first difference is reported.
+    terms = {
+        **_describe_inputs(inputs, masking.rows),
+        "softmax_scale": spec.scale,
+        "softcap": spec.softcap,
+        "mask": _describe_mask(masking),
+        "layout": _describe_layout(masking.layout),
+        "deterministic": options.deterministic,
+        "strategy": options.strategy,
+        "backward": options.backward,
+        "optimize_bwd_comm": options.optimize_bwd_comm,
+        "group_bytes": options.group_bytes,
+        "recording of gradients": needs_gradient,
+        "the kernel of flash": kernel.name,
+        **of_extension,
+    }
+    batch, _, heads, head_size = q.shape
     return Terms(
-        shape=q.shape,
-        head_sizes=(inputs.head_size, inputs.value_size),
-        kv_heads=k.shape[2],
-        dtype=q.dtype,
-        device_type=q.device.type,
-        autocast=inputs.autocast,
-        needs_gradient=torch.is_grad_enabled() and recorded,
-        has_sinks=inputs.sinks is not None,
-        of_extension=of_extension,
+        line=format_terms(CALL, terms),
         options=options,
         masking=masking,
         spec=spec,
         kernel=kernel,
+        sizes=Sizes(
+            batch=1 if masking.rows else batch,
+            heads=heads,
+            kv_heads=k.shape[2],
+            head_size=head_size,
+            dtype=q.dtype,
+            partial=kernel.partial_dtype(q.dtype),
+        ),
+        device_type=q.device.type,
+        needs_gradient=needs_gradient,
     )
 
 
@@ -189,6 +119,24 @@ def _make_spec(options: Options, inputs: Inputs) -> Spec:
     )
 
 
+def _describe_inputs(inputs: Inputs, rows: int) -> dict[str, Any]:
+    """Return the terms of the tensors. `rows` are those that were stacked as one sequence."""
+    batch, tokens, heads, _ = inputs.q.shape
+    return {
+        "batch": batch,
+        "masks or layouts by row": rows > 0,
+        "tokens": tokens * max(rows, 1),
+        "q heads": heads,
+        "kv heads": inputs.k.shape[2],
+        "head size": inputs.head_size,
+        "head size of v": inputs.value_size,
+        "autocast": inputs.autocast and str(inputs.autocast),
+        "dtype": str(inputs.q.dtype),
+        "device type": inputs.q.device.type,
+        "sinks": inputs.sinks is not None,
+    }
+
+
 def _describe_mask(masking: Masking) -> str:
     mask = masking.mask
     if mask is None:
@@ -201,14 +149,14 @@ def _describe_layout(layout: str | Layout) -> str:
     return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
 
 
-def compare_terms(said: Sequence[bytes], masked_by: str = "mask") -> list[int]:
+def compare_terms(lines: Sequence[bytes], masked_by: str = "mask") -> list[int]:
     """Return the number of tokens of each rank, the only term in which ranks may differ.
 
     masked_by  the arguments that the mask follows from
 
     Raises RanksDisagree on every rank if any other term differs between ranks.
     """
-    replies = read_terms(said)
+    replies = read_terms(lines)
     for rank, reply in enumerate(replies):
         for term in replies[0] | reply:  # some terms are those of an extension
             value, theirs = replies[0].get(term), reply.get(term)

@@ -34,13 +34,11 @@ class History:
     """The common past of the ranks of some rings.
 
     calls    the number of calls. It is equal on all ranks, since all agree on each call.
-    known    calls that this rank has checked, by their arguments
     plans    plans of calls, by all ranks' lines about them
     is_grid  whether a double ring is known to be a grid of ranks
     """
 
     calls: int = 0
-    known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     plans: dict[tuple[bytes, ...], Any] = field(default_factory=dict)
     is_grid: bool = False
 

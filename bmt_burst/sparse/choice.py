@@ -22,6 +22,7 @@ Letters: T tokens, H query heads, G kv heads, D head size, B batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -89,8 +90,11 @@ def documents(mask: Mask) -> list[Span]:
     return [s.q for s in mask.slices]
 
 
+@functools.lru_cache(maxsize=64)
 def find_fault(mask: Mask) -> str | None:
-    """Return why sparse attention cannot use this mask, or None if it can."""
+    """Return why sparse attention cannot use this mask, or None if it can. Answers are kept, since
+    each call needs one and a mask may have thousands of slices.
+    """
     if mask.seq_len > MOST_TOKENS:
         return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.seq_len}"
     for s in mask.slices:

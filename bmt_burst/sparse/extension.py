@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,9 +30,6 @@ class Sparse(Extension):
     config: InfLLMV2 | None
 
     name = "sparse attention"
-
-    def describe(self, tensors: Tensors) -> Hashable:
-        return super().describe(tensors), is_recomputing()
 
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
         if self.config is not None and not isinstance(self.config, InfLLMV2):

@@ -18,7 +18,7 @@ may contain a strategy's. Either may have inputs with gradients: `Plan.forward` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from torch import Tensor
@@ -47,13 +47,6 @@ class Extension(ABC):
     def mask(self) -> Mask | None:
         """The visible pairs, if the extension brings a mask."""
         return None
-
-    def describe(self, tensors: Tensors) -> Hashable:
-        """Return all that `check`, `bind` and `terms` depend on, except this object and the call.
-
-        It may raise anything if the tensors are wrong.
-        """
-        return tuple((type(x), x.shape, x.dtype, x.device, x.requires_grad) for x in tensors)
 
     @abstractmethod
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
