@@ -406,23 +406,31 @@ def test_sequences_of_many_calls_for_flash_attention(flash_attention):
         assert max(errors.values()) < EXACT, (call, errors)
 
 
-def test_fa4_cuts_large_calls(monkeypatch):
-    """Into calls of at most five queries of two rows."""
-    written, chance, sizes = FlashAttention(), random.Random(3), []
-    monkeypatch.setattr(fa4, "_MOST_ENTRIES", 2 * 5 * 2 * 64)
+@pytest.mark.parametrize(("most", "taken"), [(1, 1), (3, 2), (4, 4), (7, 4), (8, 8)])
+def test_fa4_cuts_large_calls_by_heads(monkeypatch, most, taken):
+    """Into whole groups of the four heads that share keys here, or into equal parts of one."""
+    written, chance, heads = FlashAttention(), random.Random(3), []
 
     def forward(q, *args, **options):
-        sizes.append(q.numel())
+        heads.append(q.shape[-2])
         return written.fa4_forward(q, *args, **options)
 
     monkeypatch.setattr(fa4, "functions", lambda: (forward, written.fa4_backward))
-    calls = [*named_calls(4).values(), *(random_call(chance) for _ in range(20))]
-    for seed, call in enumerate(calls):
-        tensors = call_tensors(call, 2, 2, 1, 64, seed=seed)
+    for seed, call in enumerate([CALLS["causal"], *(random_call(chance) for _ in range(5))]):
+        tensors = call_tensors(call, 2, 12, 3, 64, seed=seed)
+        monkeypatch.setattr(fa4, "_MOST_ENTRIES", tensors[0][:, :, :most].numel())
         with_delta = chance.choice((False, True))
         errors = kernel_errors(kernels.load("fa4"), call, tensors, SPEC, with_delta)
         assert max(errors.values()) < EXACT, (call, errors)
-    assert max(sizes) <= 2 * 5 * 2 * 64
+    assert max(heads) == taken
+
+
+def test_fa4_computes_no_head_with_too_many_entries(monkeypatch):
+    monkeypatch.setattr(fa4, "_MOST_ENTRIES", 64)
+    monkeypatch.setattr(fa4, "_MOST_KEY_ENTRIES", 128)
+    q, k, v, _ = random_qkv(1, 3, 2, 2, 64)
+    with pytest.raises(ValueError, match="q has 192 entries"):
+        kernels.load("fa4").forward(q, k, v, KernelCall.whole(3), SPEC)
 
 
 def test_fa4_refuses_too_many_keys(monkeypatch):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import Kernel, import_failure, installed, refuses_half
 from .packed import effective_band, pack, pack_rows, prepare_once, sequences, unpack, unpack_rows
-from .rows import Rows, cut_rows
 
 # 4.0.0b36 silently computes wrong gradients for other sizes, 80 among them. They are padded to the
 # next of these. On Blackwell it lacks 192, and for 256 the gradient of lse, through which delta is
@@ -46,7 +45,7 @@ _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 _VALUE_SIZES_HOPPER = ((192, 128),)
 
 # The package adds up offsets in 32 bits: its issue 2611 is about a backward that silently computed
-# wrong gradients. So calls on larger q are cut, and larger k refused.
+# wrong gradients. So calls on larger q are cut by heads, and larger k refused.
 _MOST_ENTRIES = 1 << 30
 _MOST_KEY_ENTRIES = (1 << 31) - 1
 
@@ -76,137 +75,98 @@ class Fa4Kernel(Kernel):
     def broken(self) -> str | None:
         return import_failure("flash-attn-4", functions)
 
-    def cuts(self, q: Tensor) -> bool:
-        """Whether a call is computed in parts."""
-        return q.numel() > _MOST_ENTRIES
-
     def forward(self, q, k, v, call, spec):
-        if self.cuts(q):
-            return self.forward_in_parts(q, k, v, call, spec)
-        return forward(q, k, v, call, spec)
-
-    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        if self.cuts(q):
-            return self.backward_in_parts(dout, q, k, v, out, lse, delta, call, spec)
-        return backward(dout, q, k, v, out, lse, delta, call, spec)
-
-    def forward_in_parts(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec
-    ) -> tuple[Tensor, Tensor]:
-        """Compute `forward`, some queries at a time."""
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = empty_lse(q).fill_(-torch.inf)
-        for part in _cut_call(q, call):
-            rows, keys = slice(*part.q), slice(*part.kv)
-            mine, seen, values = _take(rows, q), _take(keys, k), _take(keys, v)
-            out[:, rows], lse[:, :, rows] = self.forward(mine, seen, values, part.call, spec)
+        if q.numel() <= _MOST_ENTRIES:
+            return self.forward_once(q, k, v, call, spec)
+        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
+        for heads, kv_heads in _cut_heads(q, k):
+            mine, keys, values = _take(heads, q), _take(kv_heads, k), _take(kv_heads, v)
+            part = self.forward_once(mine, keys, values, call, spec)
+            out[:, :, heads], lse[:, heads] = part
         return out, lse
 
-    def backward_in_parts(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor | None,
-        call: KernelCall,
-        spec: Spec,
-    ) -> tuple[Tensor, ...]:
-        """Compute `backward`, some queries at a time. dk and dv are added up in fp32."""
-        dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        sums = [
-            torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device) for x in (k, v)
-        ]
-        for part in _cut_call(q, call):
-            rows, keys = slice(*part.q), slice(*part.kv)
-            dq[:, rows], *of_keys = self.backward(
-                _take(rows, dout),
-                _take(rows, q),
-                _take(keys, k),
-                _take(keys, v),
-                None if out is None else _take(rows, out),
-                lse[:, :, rows].contiguous(),
-                None if delta is None else delta[:, :, rows].contiguous(),
-                part.call,
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        if q.numel() <= _MOST_ENTRIES:
+            return self.backward_once(dout, q, k, v, out, lse, delta, call, spec)
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        wide = accumulator_dtype(k.dtype)
+        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)]
+        for heads, kv_heads in _cut_heads(q, k):
+            dq[:, :, heads], *of_keys = self.backward_once(
+                _take(heads, dout),
+                _take(heads, q),
+                _take(kv_heads, k),
+                _take(kv_heads, v),
+                None if out is None else _take(heads, out),
+                lse[:, heads].contiguous(),
+                None if delta is None else delta[:, heads].contiguous(),
+                call,
                 spec,
             )
             for total, grad in zip(sums, of_keys, strict=True):
-                total[:, keys] += grad
+                total[:, :, kv_heads] += grad
         return dq, *(total.to(k.dtype) for total in sums)
 
+    def forward_once(self, q, k, v, call, spec, added=None):
+        """Compute `forward` in one call of the package.
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: KernelCall,
-    spec: Spec,
-    added: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `Kernel.forward` in one call of the package.
+        added  the package's arguments for what an extension adds to scores, if anything. Tokens are
+               packed then.
+        """
+        if q.numel() > _MOST_KEY_ENTRIES:  # one head of many tokens, which nobody cut
+            raise ValueError(f"fa4 adds up offsets in 32 bits, and q has {q.numel()} entries")
+        head_size, batch = q.shape[-1], len(q)
+        pairs, packed = _pair_arguments(call, q, added is not None)
+        q, k, v = _padded(q, k, v)
+        if added is None:
+            [v] = _values(spec, q, k, v)
+        if packed:
+            q, k, v = pack(q), pack(k), pack(v)
+        scores = _score_arguments(spec) | (added or {})
+        out, lse, *_ = functions()[0](q, k, v, return_lse=True, **scores, **pairs)
+        if packed:
+            out, lse = unpack(out, batch), unpack_rows(lse, batch)
+        return _fit_heads(out, head_size), lse
 
-    added  the package's arguments for what an extension adds to scores. Tokens are packed then.
+    def backward_once(self, dout, q, k, v, out, lse, delta, call, spec, added=None):
+        """Compute `backward` in one call of the package. `added` is as for `forward_once`."""
+        head_size, batch = q.shape[-1], len(q)
+        pairs, packed = _pair_arguments(call, q, added is not None)
+        dout, q, k, v, out = _padded(dout, q, k, v, out)
+        dlse = None
+        if out is None:
+            # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
+            out, dlse = _zeros(call, q), -delta
+        if added is None:
+            dout, v, out = _values(spec, q, k, dout, v, out)
+        if packed:
+            dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
+            lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
+        scores = _score_arguments(spec) | {"deterministic": spec.deterministic} | (added or {})
+        scores |= {} if dlse is None else {"dlse": dlse}
+        grads = functions()[1](q, k, v, out, dout, lse.contiguous(), **scores, **pairs)[:3]
+        if packed:
+            grads = (unpack(grad, batch) for grad in grads)
+        return tuple(_fit_heads(grad, head_size) for grad in grads)
+
+
+def _cut_heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the query heads of each part of a call, with at most _MOST_ENTRIES, and their kv heads.
+
+    A part has whole groups of heads that share a kv head, or an equal part of one group.
     """
-    head_size, batch = q.shape[-1], len(q)
-    pairs, packed = _pair_arguments(call, q, added is not None)
-    q, k, v = _padded(q, k, v)
-    if added is None:
-        [v] = _values(spec, q, k, v)
-    if packed:
-        q, k, v = pack(q), pack(k), pack(v)
-    scores = _score_arguments(spec) | (added or {})
-    out, lse, *_ = functions()[0](q, k, v, return_lse=True, **scores, **pairs)
-    if packed:
-        out, lse = unpack(out, batch), unpack_rows(lse, batch)
-    return _fit_heads(out, head_size), lse
+    batch, tokens, heads, head_size = q.shape
+    group, of_head = heads // k.shape[2], batch * tokens * head_size
+    most = max(_MOST_ENTRIES // of_head, 1)
+    count = max(n for n in range(1, most + 1) if n % group == 0 or group % n == 0)
+    for first in range(0, heads, count):
+        last = min(first + count, heads)
+        yield slice(first, last), slice(first // group, (last - 1) // group + 1)
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor | None,
-    call: KernelCall,
-    spec: Spec,
-    added: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `Kernel.backward` in one call of the package. `added` is as for `forward`."""
-    head_size, batch = q.shape[-1], len(q)
-    pairs, packed = _pair_arguments(call, q, added is not None)
-    dout, q, k, v, out = _padded(dout, q, k, v, out)
-    dlse = None
-    if out is None:
-        assert delta is not None, "a backward has out or delta"
-        # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
-        out, dlse = _zeros(call, q), -delta
-    if added is None:
-        dout, v, out = _values(spec, q, k, dout, v, out)
-    if packed:
-        dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
-        lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
-    scores = _score_arguments(spec) | {"deterministic": spec.deterministic} | (added or {})
-    scores |= {} if dlse is None else {"dlse": dlse}
-    grads = functions()[1](q, k, v, out, dout, lse.contiguous(), **scores, **pairs)[:3]
-    if packed:
-        grads = (unpack(grad, batch) for grad in grads)
-    dq, dk, dv = (_fit_heads(grad, head_size) for grad in grads)
-    return dq, dk, dv
-
-
-def _cut_call(q: Tensor, call: KernelCall) -> tuple[Rows, ...]:
-    """Cut a call on q into parts of at most _MOST_ENTRIES that have keys."""
-    most = max(_MOST_ENTRIES // (len(q) * q.shape[2] * q.shape[3]), 1)
-    return tuple(part for part in cut_rows(call, most) if part.call.tiles)
-
-
-def _take(tokens: slice, x: Tensor) -> Tensor:
-    """Return tokens of x (B, S, ...), without the strides of all tokens."""
-    return x[:, tokens].contiguous()
+def _take(heads: slice, x: Tensor) -> Tensor:
+    """Return heads of x (B, S, H, D), without the strides of all heads."""
+    return x[:, :, heads].contiguous()
 
 
 def _padded(*tensors: Any) -> tuple[Any, ...]:

@@ -33,14 +33,10 @@ class _Kernel(Fa4Kernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return None
 
-    def forward(self, q, k, v, call, spec):
-        if self.cuts(q):
-            return self.forward_in_parts(q, k, v, call, spec)
+    def forward_once(self, q, k, v, call, spec, added=None):
         return torch.empty_like(q), _rows(q)
 
-    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        if self.cuts(q):
-            return self.backward_in_parts(dout, q, k, v, out, lse, delta, call, spec)
+    def backward_once(self, dout, q, k, v, out, lse, delta, call, spec, added=None):
         working = [q.new_empty(q.shape, dtype=torch.float32), _rows(q), _rows(q)]
         if q.shape[2] != k.shape[2]:  # gradients of keys that several heads share are summed wide
             working += [x.new_empty(x.shape, dtype=torch.float32) for x in (k, v)]

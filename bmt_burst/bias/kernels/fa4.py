@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...base.streams import send_to_device
 from ...kernels import installed
-from ...kernels.fa4 import backward, forward, functions
+from ...kernels.fa4 import Fa4Kernel, functions
 from ...kernels.packed import prepare_once
 from ...sequence.span import length
 from ...sequence.tile import KernelCall
@@ -26,6 +26,7 @@ from . import TableKernel
 from .triton import table_gradient
 
 _LARGEST_HEAD = 128
+_KERNEL = Fa4Kernel()
 
 
 class Fa4TableKernel(TableKernel):
@@ -44,14 +45,14 @@ class Fa4TableKernel(TableKernel):
         return reason
 
     def forward(self, q, k, v, call, spec, bias):
-        return forward(q, k, v, call, spec, _bias_options(bias, call, len(q)))
+        return _KERNEL.forward_once(q, k, v, call, spec, _bias_options(bias, call, len(q)))
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
         inputs = dout, q, k, v, out, lse, delta, call, spec
         table = table_gradient(*inputs, bias)
         added = _bias_options(bias, call, len(q))
         added["score_mod_bwd"] = _scores().gradient_of_sum
-        return *backward(*inputs, added), table
+        return *_KERNEL.backward_once(*inputs, added), table
 
 
 def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:
