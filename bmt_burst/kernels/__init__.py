@@ -53,13 +53,11 @@ class Kernel(ABC):
     writes_new_memory  whether the caller may write to the out and lse that `forward` returns. It
                        may if their memory is new and no torch operator returned it: activation
                        checkpointing may keep what operators return
-    runs_interpreted   whether tests may call it with tensors on the CPU, in Triton's interpreter
     """
 
     name: str
     takes_delta: bool = False
     writes_new_memory: bool = False
-    runs_interpreted: bool = False
 
     @abstractmethod
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:

@@ -27,58 +27,39 @@ class ReferenceKernel(Kernel):
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulator_dtype(dtype)
 
-    def forward(self, q, k, v, call, spec):
-        return forward(q, k, v, call, spec)
+    def forward(self, q, k, v, call, spec, added=None):
+        """Compute `Kernel.forward`. `added` (S, T, H) are added to the scores."""
+        hidden = ~visible(call, q.device)
+        q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
+        scores = _scores(q, k, spec, added).masked_fill(hidden, -torch.inf)
+        lse = scores.logsumexp(-1)
+        # softmax is NaN if a score is inf
+        lse.masked_fill_(lse == torch.inf, torch.nan)
+        probs = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
+        return _ungrouped(probs @ v), lse.flatten(1, 2)
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        return backward(dout, q, k, v, out, lse, delta, call, spec)[:3]
+        return self.gradients(dout, q, k, v, out, lse, delta, call, spec)[:3]
 
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec, added: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute `Kernel.forward`. `added` (S, T, H) are added to the scores."""
-    hidden = ~visible(call, q.device)
-    q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
-    scores = _scores(q, k, spec, added).masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
-    # softmax is NaN if a score is inf
-    lse.masked_fill_(lse == torch.inf, torch.nan)
-    probs = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
-    return _ungrouped(probs @ v), lse.flatten(1, 2)
-
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor | None,
-    call: KernelCall,
-    spec: Spec,
-    added: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `Kernel.backward`, and dS (B, H, S, T), which is 0 for hidden pairs. `added` are as
-    for `forward`.
-    """
-    groups = k.shape[2]
-    if delta is None:
-        assert out is not None, "a backward needs out or delta"
-        delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
-    dout, q, k, v = (grouped(x, groups) for x in (dout, q, k, v))
-    lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
-    scores = _scores(q, k, spec, added)
-    probs = (scores - lse).exp().masked_fill(~visible(call, q.device), 0.0)
-    dprobs = dout @ v.mT
-    dscores = probs * (dprobs - delta)
-    if spec.softcap is not None:
-        dscores = dscores * (1 - (scores / spec.softcap).square())  # the derivative of tanh
-    dq = dscores @ k * spec.scale
-    dk = (dscores.mT @ q).sum(2, keepdim=True) * spec.scale
-    dv = (probs.mT @ dout).sum(2, keepdim=True)
-    return _ungrouped(dq), _ungrouped(dk), _ungrouped(dv), dscores.flatten(1, 2)
+    def gradients(self, dout, q, k, v, out, lse, delta, call, spec, added=None):
+        """Compute `Kernel.backward`, and dS (B, H, S, T), which is 0 for hidden pairs. `added` are
+        as for `forward`.
+        """
+        groups = k.shape[2]
+        if delta is None:
+            delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
+        dout, q, k, v = (grouped(x, groups) for x in (dout, q, k, v))
+        lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
+        scores = _scores(q, k, spec, added)
+        probs = (scores - lse).exp().masked_fill(~visible(call, q.device), 0.0)
+        dprobs = dout @ v.mT
+        dscores = probs * (dprobs - delta)
+        if spec.softcap is not None:
+            dscores = dscores * (1 - (scores / spec.softcap).square())  # the derivative of tanh
+        dq = dscores @ k * spec.scale
+        dk = (dscores.mT @ q).sum(2, keepdim=True) * spec.scale
+        dv = (probs.mT @ dout).sum(2, keepdim=True)
+        return _ungrouped(dq), _ungrouped(dk), _ungrouped(dv), dscores.flatten(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, spec: Spec, added: Tensor | None) -> Tensor:

@@ -55,7 +55,7 @@ class Subject(NamedTuple):
     @property
     def is_interpreted(self) -> bool:
         """Whether the kernel runs in Triton's interpreter, a hundred times slower."""
-        return INTERPRETED and self.kernel.runs_interpreted and self.device == "cpu"
+        return INTERPRETED and self.name == "triton" and self.device == "cpu"
 
     def tensors(
         self,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...kernels.reference import backward, forward
+from ...kernels.reference import ReferenceKernel
 from ..call_bias import CallBias
 from . import TableKernel
+
+_KERNEL = ReferenceKernel()
 
 
 class ReferenceTableKernel(TableKernel):
@@ -15,11 +17,11 @@ class ReferenceTableKernel(TableKernel):
     name = "reference"
 
     def forward(self, q, k, v, call, spec, bias):
-        return forward(q, k, v, call, spec, bias.table[bias.rows()])
+        return _KERNEL.forward(q, k, v, call, spec, bias.table[bias.rows()])
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
         added = bias.table[bias.rows()]
-        *grads, dscores = backward(dout, q, k, v, out, lse, delta, call, spec, added)
+        *grads, dscores = _KERNEL.gradients(dout, q, k, v, out, lse, delta, call, spec, added)
         return *grads, _table_gradient(dscores, bias)
 
 
