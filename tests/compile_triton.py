@@ -27,11 +27,9 @@ from tests.compiler import Compiler
 
 
 def main():
-    names = "forward", "backward_kv", "backward_q", "delta_of"
+    names = "forward", "backward_kv", "backward_q"
     compilers = {name: Compiler(getattr(triton_blocks, name)) for name in names}
-    backend._kernel_module = lambda: SimpleNamespace(
-        **{**vars(triton_blocks), **compilers, "KERNELS": compilers}
-    )
+    backend._kernel_module = lambda: SimpleNamespace(**compilers)
     triton_table.backward_table = Compiler(triton_table.backward_table)
     for module in (backend, with_bias):
         module.shape_of = lambda name, *_: backend._INTERPRETED[name]

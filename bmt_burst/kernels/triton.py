@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..base.compiled import multiply_by_16
 from ..base.streams import send_to_device
-from ..merging.merge import empty_lse
+from ..merging.merge import empty_lse, stack_lse_delta
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import Kernel, import_failure, installed, needs_capability
@@ -69,7 +69,6 @@ class TritonKernel(Kernel):
     name = "triton"
     takes_delta = True
     writes_new_memory = True
-    runs_interpreted = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if not installed("triton"):
@@ -127,7 +126,7 @@ def backward_inputs(
     q, k, v, dout, lse = map(_make_dense, (q, k, v, dout, lse))
     if delta is None:
         assert out is not None, "a backward needs out or delta"
-        return q, k, v, dout, lse, _compute_delta(_make_dense(out), dout)
+        delta = stack_lse_delta(out, dout, lse)[..., 1].transpose(1, 2)
     return q, k, v, dout, lse, _make_dense(delta)
 
 
@@ -147,7 +146,7 @@ def launch(
     assert q is not None
     shape, by_keys = shape_of(name, q, terms), name == "backward_kv"
     blocks = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M, most)
-    kernel = _kernel_module().KERNELS[name]
+    kernel = getattr(_kernel_module(), name)
     start(kernel, shape, blocks, by_keys, tensors, call, spec, terms, CAP=spec.softcap)
 
 
@@ -295,20 +294,6 @@ def _shared_memory(device: torch.device) -> int:
 def _precision(q: Tensor) -> str:
     """Return how fp32 is multiplied: three TF32 products are as exact as one, and are faster."""
     return "tf32x3" if q.is_cuda and torch.version.hip is None else "ieee"
-
-
-def _compute_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """Compute rowsum(out * dout) (B, H, S)."""
-    delta = empty_lse(out)
-    batch, tokens, heads, head_size = out.shape
-    width = 1 << (head_size - 1).bit_length()
-    size = 4096 // width
-    tensors = delta, out, dout
-    grid = -(-tokens // size), heads, batch
-    _kernel_module().delta_of[grid](
-        *tensors, *map(_kernel_strides, tensors), tokens, D=head_size, WIDTH=width, M=size
-    )
-    return delta
 
 
 def _kernel_strides(x: Tensor | None) -> tuple[int, ...]:

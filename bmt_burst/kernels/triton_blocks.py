@@ -251,20 +251,6 @@ def backward_q(
         _store(dq, dq_strides, batch, head, q_start + first, dq_sums * scale, rows, D, WIDTH, M)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def delta_of(
-    delta, out, dout, delta_strides, out_strides, dout_strides, tokens,
-    D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Fill delta (B, H, S) with rowsum(out * dout) of M tokens of one head."""
-    first, head, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
-    rows, row = tokens - first, tl.arange(0, M)
-    out_block = _read_own(out, out_strides, batch, head, first, rows, D, WIDTH, M)
-    dout_block = _read_own(dout, dout_strides, batch, head, first, rows, D, WIDTH, M)
-    result = tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1)
-    tl.store(row_at(delta, delta_strides, batch, head, first) + row, result, mask=row < rows)
-
-
 @triton.jit
 def scores_of(
     own_block, other_block, own, bias, head, other_first, others, scale, OTHER: tl.constexpr,
@@ -322,15 +308,9 @@ def dscores_of(scores, probs, dprobs, delta, CAP: tl.constexpr):
     """Compute the gradient of scores without their cap from the gradient of the probabilities."""
     dscores = probs * (dprobs - delta)
     if CAP is not None:
-        dscores *= _slope(scores, CAP)
+        tanh = scores * (1.0 / (CAP * _LOG2_E))  # scores are to base 2
+        dscores *= 1.0 - tanh * tanh
     return dscores
-
-
-@triton.jit
-def _slope(scores, CAP: tl.constexpr):
-    """Compute the derivative of the cap at capped scores, which are to base 2."""
-    tanh = scores * (1.0 / (CAP * _LOG2_E))
-    return 1.0 - tanh * tanh
 
 
 @triton.jit
@@ -477,17 +457,6 @@ def _read_own(
 
 
 @triton.jit
-def load_between(at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Load the tokens `at` + begin to `at` + end - 1: (SIZE, WIDTH) from `at` on.
-
-    Tokens before and after these and columns after D are 0.
-    """
-    token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
-    there = (token >= begin) & (token < end)
-    return tl.load(at + token * strides[1] + column, mask=there & (column < D), other=0.0)
-
-
-@triton.jit
 def _store(
     into, strides, batch, head, token, x, count,
     D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
@@ -514,11 +483,3 @@ def load_lse(at, first, count, SIZE: tl.constexpr):
     token = tl.arange(0, SIZE)
     lse = tl.load(at + first + token, mask=token < count, other=_INFINITY)
     return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)
-
-
-# Name -> kernel. `triton.py` launches them by name.
-KERNELS = {
-    "forward": forward,
-    "backward_kv": backward_kv,
-    "backward_q": backward_q,
-}

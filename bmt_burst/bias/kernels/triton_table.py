@@ -14,7 +14,6 @@ from ...kernels.triton_blocks import (
     NUMBERS,
     ROWS,
     dscores_of,
-    load_between,
     load_lse,
     load_row,
     probs_of,
@@ -62,7 +61,7 @@ def backward_table(
         at = first + ahead  # the first key, which may be before the sequence
         rows, columns = q_count - first, kv_count - at
         q_block = read(skip(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
-        k_block = load_between(skip(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
+        k_block = _load_between(skip(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
         scores, _ = scores_of(
             q_block, k_block, added, bias, head, kv_start + at, columns, scale,
             N, BIAS if EVEN else NONE, False, PRECISION, None, True,
@@ -77,7 +76,7 @@ def backward_table(
         dout_block = read(
             skip(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True
         )
-        v_block = load_between(skip(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
+        v_block = _load_between(skip(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
         dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
         dscores = dscores_of(
             scores, probs, dprobs, load_row(delta_rows, first, rows, M)[:, None], None
@@ -93,3 +92,16 @@ def backward_table(
     if EVEN:
         between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
         add_by_distance(bias, head, sums, places.apart + ahead + between)
+
+
+@triton.jit
+def _load_between(
+    at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):
+    """Load the tokens `at` + begin to `at` + end - 1: (SIZE, WIDTH) from `at` on.
+
+    Tokens before and after these and columns after D are 0.
+    """
+    token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
+    there = (token >= begin) & (token < end)
+    return tl.load(at + token * strides[1] + column, mask=there & (column < D), other=0.0)
