@@ -34,10 +34,20 @@ from ..bias.kernels.triton_terms import (
     kv_fields,
     q_fields,
 )
+from .triton_memory import (
+    INFINITY,
+    LOG2_E,
+    load_lse,
+    load_row,
+    read,
+    read_own,
+    row_at,
+    skip,
+    store,
+    token_at,
+)
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_INFINITY = tl.constexpr(float("inf"))
 
 # These numbers differ from call to call. Triton must not specialize on them: compiling a kernel
 # again takes seconds. Strides of lse and delta differ, too, so they pass through `multiply_by_16`.
@@ -57,7 +67,7 @@ def forward(
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
-    q_block = _read_own(q, q_strides, batch, head, q_start + first, rows, D, WIDTH, M)
+    q_block = read_own(q, q_strides, batch, head, q_start + first, rows, D, WIDTH, M)
     k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
     if BIAS == NONE:
@@ -71,7 +81,7 @@ def forward(
     SCALED: tl.constexpr = CAP is not None or BIAS != NONE
     sums = tl.zeros((M, WIDTH), tl.float32)
     weights = tl.zeros((M,), tl.float32)
-    largest = tl.full((M,), -_INFINITY, tl.float32)
+    largest = tl.full((M,), -INFINITY, tl.float32)
     FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if LEFT else 1)
     edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
     for part in tl.static_range(FIRST_PART, 3):
@@ -84,15 +94,15 @@ def forward(
                 q_block, k_block, own, bias, head, kv_start + at, columns, scale,
                 N, BIAS, False, PRECISION, CAP, SCALED,
             )  # fmt: skip
-            factor = 1.0 if SCALED else scale * _LOG2_E
+            factor = 1.0 if SCALED else scale * LOG2_E
             if BIAS == BY_DISTANCE:  # loads the next block's terms while this one is computed
                 own = by_distance(bias, head, places, first, at + N, M, N, False)
             if part != 1:
                 seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
-                scores = tl.where(seen, scores, -_INFINITY)
+                scores = tl.where(seen, scores, -INFINITY)
             now = tl.maximum(largest, tl.max(scores, 1) * factor)
             # A query that has seen no key yet has -inf, and -inf - -inf would be NaN.
-            shift = tl.where(now == -_INFINITY, 0.0, now)
+            shift = tl.where(now == -INFINITY, 0.0, now)
             probs = tl.exp2(scores * factor - shift[:, None])
             decay = tl.exp2(largest - shift)
             weights = weights * decay + tl.sum(probs, 1)
@@ -105,7 +115,7 @@ def forward(
     # If all scores of a query are -inf, its weights are 0, and its out is NaN, as softmax's.
     seeing = _seeing(first, more, left, right, kv_count, M, LEFT, RIGHT)
     mean = sums / tl.where(seeing, weights, 1.0)[:, None]
-    _store(out, out_strides, batch, head, q_start + first, mean, rows, D, WIDTH, M)
+    store(out, out_strides, batch, head, q_start + first, mean, rows, D, WIDTH, M)
     row = tl.arange(0, M)
     places = row_at(lse, lse_strides, batch, head, q_start + first) + row
     tl.store(places, (largest + tl.log2(weights)) * _LN_2, mask=row < rows)
@@ -127,8 +137,8 @@ def backward_kv(
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     first, kv_start, kv_count, q_start, q_count = _block(blocks)
     columns, more = tl.minimum(kv_count - first, N), q_count - kv_count
-    k_block = _read_own(k, k_strides, batch, kv_head, kv_start + first, columns, D, WIDTH, N)
-    v_block = _read_own(v, v_strides, batch, kv_head, kv_start + first, columns, D, WIDTH, N)
+    k_block = read_own(k, k_strides, batch, kv_head, kv_start + first, columns, D, WIDTH, N)
+    v_block = read_own(v, v_strides, batch, kv_head, kv_start + first, columns, D, WIDTH, N)
     if BIAS == NONE:
         own = None
     if BIAS == BY_SEGMENTS:
@@ -175,8 +185,8 @@ def backward_kv(
                 )
 
     at = kv_start + first
-    _store(dk, dk_strides, batch, kv_head, at, dk_sums * scale, columns, D, WIDTH, N)
-    _store(dv, dv_strides, batch, kv_head, at, dv_sums, columns, D, WIDTH, N)
+    store(dk, dk_strides, batch, kv_head, at, dk_sums * scale, columns, D, WIDTH, N)
+    store(dv, dv_strides, batch, kv_head, at, dv_sums, columns, D, WIDTH, N)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
@@ -195,8 +205,8 @@ def backward_q(
     head, batch = tl.program_id(1), tl.program_id(2)
     first, q_start, q_count, kv_start, kv_count = _block(blocks)
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
-    q_block = _read_own(q, q_strides, batch, head, q_start + first, rows, D, WIDTH, M)
-    dout_block = _read_own(dout, dout_strides, batch, head, q_start + first, rows, D, WIDTH, M)
+    q_block = read_own(q, q_strides, batch, head, q_start + first, rows, D, WIDTH, M)
+    dout_block = read_own(dout, dout_strides, batch, head, q_start + first, rows, D, WIDTH, M)
     row_lse = load_lse(row_at(lse, lse_strides, batch, head, q_start + first), 0, rows, M)
     row_delta = load_row(row_at(delta, delta_strides, batch, head, q_start + first), 0, rows, M)
     k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
@@ -248,7 +258,7 @@ def backward_q(
         add_waiting(bias, head, waiting, own, group, segment, M)
 
     if dq is not None:
-        _store(dq, dq_strides, batch, head, q_start + first, dq_sums * scale, rows, D, WIDTH, M)
+        store(dq, dq_strides, batch, head, q_start + first, dq_sums * scale, rows, D, WIDTH, M)
 
 
 @triton.jit
@@ -271,9 +281,9 @@ def scores_of(
     scores = tl.dot(own_block, tl.trans(other_block), input_precision=PRECISION)
     if SCALED:
         if CAP is None:
-            scores *= scale * _LOG2_E
+            scores *= scale * LOG2_E
         else:
-            scores = _tanh(scores * (scale / CAP)) * (CAP * _LOG2_E)
+            scores = _tanh(scores * (scale / CAP)) * (CAP * LOG2_E)
     other = ()
     if BIAS == BY_DISTANCE:
         scores += own
@@ -308,7 +318,7 @@ def dscores_of(scores, probs, dprobs, delta, CAP: tl.constexpr):
     """Compute the gradient of scores without their cap from the gradient of the probabilities."""
     dscores = probs * (dprobs - delta)
     if CAP is not None:
-        tanh = scores * (1.0 / (CAP * _LOG2_E))  # scores are to base 2
+        tanh = scores * (1.0 / (CAP * LOG2_E))  # scores are to base 2
         dscores *= 1.0 - tanh * tanh
     return dscores
 
@@ -323,7 +333,7 @@ def _tanh(x):
     series = x + x * square * (
         -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))
     )
-    return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0))
+    return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
 
 
 @triton.jit
@@ -398,88 +408,3 @@ def _seeing(
     if RIGHT:
         highest = tl.minimum(highest, middle + right)
     return lowest <= highest
-
-
-@triton.jit
-def token_at(x, strides, batch, head, token):
-    """Return the address of a token of x (B, S, H, D)."""
-    return x + _wide(batch) * strides[0] + _wide(token) * strides[1] + _wide(head) * strides[2]
-
-
-@triton.jit
-def row_at(x, strides, batch, head, token):
-    """Return the address of a token in x (B, H, S).
-
-    Strides were passed through `multiply_by_16`. Tokens are neighbours in memory.
-    """
-    return x + _wide(batch) * (strides[0] // 16) + _wide(head) * (strides[1] // 16) + token
-
-
-@triton.jit
-def _wide(number):
-    """Convert a number to 64 bits. In the interpreter loop counters are Python's integers."""
-    return tl.full((), number, tl.int64)
-
-
-@triton.jit
-def skip(at, strides, tokens):
-    """Return the address some tokens after `at`."""
-    return at + _wide(tokens) * strides[1]
-
-
-@triton.jit
-def read(
-    at, strides, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr
-):
-    """Load the tokens from `at` on: (SIZE, WIDTH).
-
-    Columns after D are 0. If CUT, tokens after `count` are 0, too.
-    """
-    token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
-    places = at + token * strides[1] + column
-    if CUT and D < WIDTH:
-        result = tl.load(places, mask=(token < count) & (column < D), other=0.0)
-    elif CUT:
-        result = tl.load(places, mask=token < count, other=0.0)
-    elif D < WIDTH:
-        result = tl.load(places, mask=column < D, other=0.0)
-    else:
-        result = tl.load(places)
-    return result
-
-
-@triton.jit
-def _read_own(
-    x, strides, batch, head, token, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
-):
-    """Load the first `count` tokens from `token` on of x (B, S, H, D): (SIZE, WIDTH)."""
-    return read(token_at(x, strides, batch, head, token), strides, count, D, WIDTH, SIZE, True)
-
-
-@triton.jit
-def _store(
-    into, strides, batch, head, token, x, count,
-    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Store the first `count` rows of x (SIZE, WIDTH) to the tokens from `token` on."""
-    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
-    places = token_at(into, strides, batch, head, token) + row * strides[1] + column
-    tl.store(places, x.to(into.dtype.element_ty), mask=(row < count) & (column < D))
-
-
-@triton.jit
-def load_row(at, first, count, SIZE: tl.constexpr):
-    """Load (SIZE,) numbers of tokens first .. of a (B, H, S) tensor, 0 after `count` of them."""
-    token = tl.arange(0, SIZE)
-    return tl.load(at + first + token, mask=token < count, other=0.0)
-
-
-@triton.jit
-def load_lse(at, first, count, SIZE: tl.constexpr):
-    """Load (SIZE,) lse of tokens first .., to base 2.
-
-    It is inf after `count` tokens and for tokens that see nothing. This makes probabilities 0.
-    """
-    token = tl.arange(0, SIZE)
-    lse = tl.load(at + first + token, mask=token < count, other=_INFINITY)
-    return tl.where(lse == -_INFINITY, _INFINITY, lse * _LOG2_E)

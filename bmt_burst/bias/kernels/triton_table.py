@@ -10,20 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton_blocks import (
-    NUMBERS,
-    ROWS,
-    dscores_of,
-    load_lse,
-    load_row,
-    probs_of,
-    read,
-    row_at,
-    scores_of,
-    skip,
-    token_at,
-    visible_pairs,
-)
+from ...kernels.triton_blocks import NUMBERS, ROWS, dscores_of, probs_of, scores_of, visible_pairs
+from ...kernels.triton_memory import load_lse, load_row, read, row_at, skip, token_at
 from .triton_terms import NONE, add_by_distance, by_distance, distances_of, uneven
 
 
