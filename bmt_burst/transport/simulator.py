@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,28 +39,44 @@ class Aborted(RankFailed):
     """Another simulated rank failed, or never sent a message that this one waits for."""
 
 
-@dataclass
 class Network:
-    """The queues between the threads: one for each ring, source and destination.
+    """The messages between the threads.
 
-    failed  set once a rank has failed. The queues are then meaningless.
+    failed  set once a rank has failed. The messages are then meaningless.
     ended   threads that send nothing more
     """
 
-    queues: dict[tuple[Any, ...], queue.SimpleQueue[Any]] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    failed: threading.Event = field(default_factory=threading.Event)
-    ended: set[int] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.failed = threading.Event()
+        self.ended: set[int] = set()
+        self._lock = threading.Lock()
+        self._counts: Counter[Any] = Counter()
+        self._queues: dict[Any, queue.SimpleQueue[Any]] = {}
 
-    def find_queue(self, *key: Any) -> queue.SimpleQueue[Any]:
-        with self.lock:
-            return self.queues.setdefault(key, queue.SimpleQueue())
+    def put(self, message: Any, *key: Any) -> None:
+        """Send the next message with this key."""
+        self._find_queue("put", key).put(message)
 
-    def take(self, sender: int, *key: Any) -> Any:
-        """Take the next entry that thread `sender` puts into a queue."""
-        found = self.find_queue(*key)
+    def ask(self, sender: int, *key: Any) -> Callable[[], Any]:
+        """Return a function that waits for the next message with this key, from thread `sender`.
+
+        Messages belong to the askers in the order in which they asked, not in which they wait.
+        """
+        return functools.partial(self._take, sender, self._find_queue("ask", key))
+
+    def _find_queue(self, end: str, key: Any) -> queue.SimpleQueue[Any]:
+        """Return the queue of the next message at this end of it. Each message has a queue."""
+        with self._lock:
+            self._counts[end, key] += 1
+            numbered = self._counts[end, key], key
+            found = self._queues.pop(numbered, None)  # the other end has made it
+            if found is None:
+                found = self._queues[numbered] = queue.SimpleQueue()
+            return found
+
+    def _take(self, sender: int, found: queue.SimpleQueue[Any]) -> Any:
         for _ in range(int(_TIMEOUT / _POLL)):
-            # looked up before the queue, which it may have filled just before
+            # read before the queue, which it may have filled just before
             has_ended = sender in self.ended
             try:
                 return found.get(timeout=_POLL)
@@ -70,94 +87,72 @@ class Network:
                     raise Aborted(
                         f"simulated rank {sender} takes no part: it has ended, or has no gradient"
                     ) from None
-        raise Aborted(f"no message on {key} within {_TIMEOUT:.0f} s")
-
-
-@dataclass
-class _Inbox:
-    """The messages from a peer. Message n belongs to exchange n, whatever order they are waited for
-    in.
-    """
-
-    take: Callable[[], Tensor]
-    asked: int = 0
-    taken: int = 0
-    # messages that were taken for exchanges that are waited for later
-    early: dict[int, Tensor] = field(default_factory=dict)
-
-    def ask(self) -> int:
-        self.asked += 1
-        return self.asked
-
-    def get(self, number: int) -> Tensor:
-        while number not in self.early:
-            self.taken += 1
-            self.early[self.taken] = self.take()
-        return self.early.pop(number)
+        raise Aborted(f"no message from simulated rank {sender} within {_TIMEOUT:.0f} s")
 
 
 @dataclass
 class _Ticket:
-    ring: SimulatedRing
-    # the caller's tensors, and their content when the exchange began
+    """An exchange of rank `rank`.
+
+    sent   the caller's tensors, and their content when the exchange began
+    recvs  tensors, the ranks that fill them, and functions that wait for the content
+    """
+
+    rank: int
     sent: list[tuple[Tensor, Tensor]]
-    recvs: list[tuple[Tensor, int, int]]  # tensor, peer, number of the peer's message
+    recvs: list[tuple[Tensor, int, Callable[[], Tensor]]]
 
     def wait(self) -> None:
-        for tensor, peer, number in self.recvs:
-            message = self.ring.inboxes[peer].get(number)
+        for tensor, peer, take in self.recvs:
+            message = take()
             if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
                 sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
                 raise AssertionError(
-                    f"rank {self.ring.rank} expected {wanted} from rank {peer}, got {sent}"
+                    f"rank {self.rank} expected {wanted} from rank {peer}, got {sent}"
                 )
             tensor.copy_(message)
         if not all(as_bytes(now).equal(as_bytes(then)) for now, then in self.sent):
             raise AssertionError("a send buffer was overwritten while its exchange was under way")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuardedDelivery(Delivery):
-    """A delivery that checks how it is used."""
+@dataclass(frozen=True, eq=False)
+class _GuardedDelivery(Delivery):
+    """A delivery that checks how it is used.
 
-    delivery: Delivery
-    lane: str
-    ring: SimulatedRing
-    arrivals: Sequence[Arrival]
-    unreleased: list[Delivery]
+    plain       the delivery without checks
+    unreleased  the deliveries of its lane, in the order in which they began
+    places      where this rank expects puts, and functions that wait for where they are put
+    """
+
+    recycled: bool = True
+    plain: Delivery = field(kw_only=True)
+    unreleased: list[Delivery] = field(kw_only=True)
+    places: list[tuple[Arrival, Callable[[], tuple[int, int]]]] = field(kw_only=True)
 
     def wait(self) -> None:
-        self.delivery.wait()
-        self._check_places()
-
-    def release(self) -> None:
-        self._check_order()
-        self.memory.fill_(0xFF)
-        self.delivery.release()
-
-    def _check_places(self) -> None:
-        """Check that senders put everything where this rank expects it."""
-        for arrival in self.arrivals:
-            place = self.ring.take(arrival.peer, "place", self.lane)
+        self.plain.wait()
+        for arrival, take in self.places:
+            place = take()
             assert place == arrival[1:], f"expected {arrival}, got a put at {place}"
 
-    def _check_order(self) -> None:
+    def release(self) -> None:
         assert self.unreleased.pop(0) is self, (
             "deliveries of a lane are released in the order in which they began"
         )
+        self.memory.fill_(0xFF)
+        self.plain.release()
 
 
 class SimulatedRing(Transport):
     """One rank's end of a simulated ring over `members`, thread numbers in rank order."""
 
-    guard = GuardedDelivery
+    _deliver = Transport.deliver  # tests replace it by copy engines
 
     def __init__(self, network: Network, members: tuple[int, ...], thread: int):
         self.network, self.members = network, members
         self.rank, self.size = members.index(thread), len(members)
         self.messenger: Messenger = SimulatedMessenger(self)
         self.traffic: list[tuple[int, int]] = []
-        self.inboxes = [_Inbox(functools.partial(self.take, peer)) for peer in range(self.size)]
         self.reserved = dict.fromkeys(LANES, 0)
         self.unreleased: dict[str, list[Delivery]] = {lane: [] for lane in LANES}
 
@@ -168,11 +163,17 @@ class SimulatedRing(Transport):
 
     def put(self, peer: int, message: Any, *kind: str) -> None:
         """Send any object to a rank."""
-        self.network.find_queue(*kind, self.members, self.rank, peer).put(message)
+        self.network.put(message, *kind, self.members, self.rank, peer)
 
-    def take(self, peer: int, *kind: str) -> Any:
-        """Receive the next object of this kind from a rank."""
-        return self.network.take(self.members[peer], *kind, self.members, peer, self.rank)
+    def ask(self, peer: int, *kind: str) -> Callable[[], Any]:
+        """Return a function that waits for the next object of this kind from a rank."""
+        return self.network.ask(self.members[peer], *kind, self.members, peer, self.rank)
+
+    def swap(self, message: Any, kind: str) -> list[Any]:
+        """Send an object to all ranks. Return theirs, in rank order."""
+        for peer in range(self.size):
+            self.put(peer, message, kind)
+        return [self.ask(peer, kind)() for peer in range(self.size)]
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         assert all(tensor.is_contiguous() for tensor, _ in [*sends, *recvs])
@@ -182,19 +183,14 @@ class SimulatedRing(Transport):
             self.traffic.append((peer, copy.nbytes))
         for tensor, _ in recvs:
             as_bytes(tensor).fill_(0xFF)
-        return _Ticket(
-            self, sent, [(tensor, peer, self.inboxes[peer].ask()) for tensor, peer in recvs]
-        )
+        return _Ticket(self.rank, sent, [(tensor, peer, self.ask(peer)) for tensor, peer in recvs])
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         self.reserved = {lane: max(lane_bytes[lane], self.reserved[lane]) for lane in LANES}
-        for peer in range(self.size):
-            self.put(peer, self.reserved, "reserve")
-        for peer in range(self.size):
-            theirs = self.take(peer, "reserve")
-            assert theirs == self.reserved, (
-                f"expected rank {peer} to reserve {self.reserved}, got {theirs}"
-            )
+        everyone = self.swap(self.reserved, "reserve")
+        assert all(theirs == self.reserved for theirs in everyone), (
+            f"expected ranks to reserve the same, got {everyone}"
+        )
 
     def deliver(
         self,
@@ -203,7 +199,7 @@ class SimulatedRing(Transport):
         sends: Sequence[Put],
         arrivals: Sequence[Arrival],
         device: torch.device,
-    ) -> GuardedDelivery:
+    ) -> Delivery:
         unreleased = self.unreleased[lane]
         assert len(unreleased) < LANES[lane], (
             f"{len(unreleased)} deliveries of lane {lane} are unreleased"
@@ -215,32 +211,13 @@ class SimulatedRing(Transport):
             assert put.tensor.is_contiguous(), "a put must be contiguous"
             if put.peer != self.rank:
                 self.put(put.peer, (put.offset, put.tensor.nbytes), "place", lane)
-        delivery = self._deliver(lane, nbytes, sends, arrivals, device)
-        guarded = self.guard(
-            delivery.memory,
-            delivery.ticket,
-            recycled=True,
-            delivery=delivery,
-            lane=lane,
-            ring=self,
-            arrivals=arrivals,
-            unreleased=unreleased,
+        plain = self._deliver(lane, nbytes, sends, arrivals, device)
+        places = [(arrival, self.ask(arrival.peer, "place", lane)) for arrival in arrivals]
+        guarded = _GuardedDelivery(
+            plain.memory, plain.ticket, plain=plain, unreleased=unreleased, places=places
         )
         unreleased.append(guarded)
         return guarded
-
-    def _deliver(
-        self,
-        lane: str,
-        nbytes: int,
-        sends: Sequence[Put],
-        arrivals: Sequence[Arrival],
-        device: torch.device,
-    ) -> Delivery:
-        delivery = super().deliver(lane, nbytes, sends, arrivals, device)
-        for _, offset, nbytes in arrivals:
-            delivery.memory[offset : offset + nbytes].fill_(0xFF)
-        return delivery
 
 
 class SimulatedMessenger(Messenger):
@@ -250,10 +227,7 @@ class SimulatedMessenger(Messenger):
         self.ring = ring
 
     def _gather(self, message: bytes) -> list[bytes]:
-        peers = range(self.ring.size)
-        for peer in peers:
-            self.ring.put(peer, message, "message")
-        return [self.ring.take(peer, "message") for peer in peers]
+        return self.ring.swap(message, "message")
 
 
 @dataclass
