@@ -236,12 +236,14 @@ def test_each_ring_watches_what_is_enqueued(inner, outer):
     rings = [
         SimpleNamespace(
             size=size,
-            begin_call=lambda doing, name=name: noted.append(name),
-            end_call=lambda is_enqueued, name=name: noted.append(name),
+            watch=SimpleNamespace(
+                begin_call=lambda doing, name=name: noted.append(name),
+                end_call=lambda is_enqueued, name=name: noted.append(name),
+            ),
         )
         for name, size in (("inner", inner), ("outer", outer))
     ]
     rings = Rings(*rings, double=True)
-    rings.begin_call("a call")
-    rings.end_call(True)
+    with report_failure(rings, "a call"):
+        pass
     assert noted == (["inner"] * (inner > 1) + ["outer"] * (outer > 1)) * 2

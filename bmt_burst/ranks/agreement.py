@@ -195,13 +195,15 @@ class report_failure:
         self.rings, self.doing = rings, doing
 
     def __enter__(self) -> None:
-        self.rings.begin_call(self.doing)
+        for watch in self.rings.watches:
+            watch.begin_call(self.doing)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         is_enqueued = error is None or stops_recomputation(error)
-        self.rings.end_call(is_enqueued)
+        for watch in self.rings.watches:
+            watch.end_call(is_enqueued)
         if is_enqueued or hasattr(error, _KNOWN):
             return
         assert error is not None, "nothing failed without one"

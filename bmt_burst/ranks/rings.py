@@ -21,6 +21,7 @@ from ..errors import RanksDisagree
 from ..transport import ALONE, Transport
 from ..transport.bmtrain import bmtrain_transport, initialized_bmtrain
 from ..transport.torch_dist import torch_transport, world_group
+from ..transport.watch import Watch
 
 _PROCESS = uuid.uuid4().hex  # ranks may be forks, or threads of a test
 
@@ -129,15 +130,10 @@ class Rings:
                 "ranks"
             )
 
-    def begin_call(self, doing: str) -> None:
-        """Note it in each ring: streams may wait for ranks of either; see Transport."""
-        for ring in self.shared:
-            ring.begin_call(doing)
-
-    def end_call(self, is_enqueued: bool) -> None:
-        """Note it in each ring, see Transport."""
-        for ring in self.shared:
-            ring.end_call(is_enqueued)
+    @property
+    def watches(self) -> list[Watch]:
+        """The watches of the rings: streams may wait for ranks of either."""
+        return [ring.watch for ring in self.shared if ring.watch]
 
     def fail(self, reason: str) -> RuntimeError | None:
         """Report over both rings that this rank failed in the middle of a call, see Messenger."""
@@ -167,14 +163,10 @@ class Rings:
 
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Return the contiguous x of all ranks in rank order. `shapes` are their shapes."""
-        start = self.outer.rank * self.inner.size
-        here = self.inner.all_gather(
-            [x], [[shape] for shape in shapes[start : start + self.inner.size]]
-        )
-        host_shapes = [
-            shapes[i : i + self.inner.size] for i in range(0, self.size, self.inner.size)
-        ]
-        hosts = self.outer.all_gather([tensor for [tensor] in here], host_shapes)
+        size = self.inner.size
+        by_host = [shapes[start : start + size] for start in range(0, self.size, size)]
+        here = self.inner.all_to_all([[x]] * size, [[shape] for shape in by_host[self.outer.rank]])
+        hosts = self.outer.all_to_all([[tensor for [tensor] in here]] * self.outer.size, by_host)
         return [tensor for host in hosts for tensor in host]
 
     def sum_for_each(self, parts: Sequence[Tensor]) -> Tensor:
@@ -193,15 +185,10 @@ def sum_over(ring: Transport, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]
     """Return the sums of the tensors that the ranks of a ring have for this one, from those that
     this one has for each.
     """
-    others = [peer for peer in range(ring.size) if peer != ring.rank]
-    found = {peer: [torch.empty_like(part) for part in parts[ring.rank]] for peer in others}
-    sends = [(part, peer) for peer in others for part in parts[peer] if part.numel()]
-    recvs = [(part, peer) for peer in others for part in found[peer] if part.numel()]
-    ring.exchange(sends, recvs).wait()
-    found[ring.rank] = list(parts[ring.rank])
+    found = ring.all_to_all(parts, [[part.shape for part in parts[ring.rank]]] * ring.size)
     totals = [part.to(sum_dtype(part.dtype), copy=True) for part in found[0]]
-    for peer in range(1, ring.size):
-        for total, part in zip(totals, found[peer], strict=True):
+    for theirs in found[1:]:
+        for total, part in zip(totals, theirs, strict=True):
             total += part
     return totals
 

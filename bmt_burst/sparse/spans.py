@@ -67,7 +67,7 @@ class Spans:
         of_token = math.prod((*mine.shape[:2], *mine.shape[3:]))
         sizes = [[n * of_token for n in self._counts(span, p)] for p in range(self.inner)]
         shapes = [[_with_tokens(mine, count)] for count in self._counts(span, self.place)]
-        parts = rings.outer.all_gather([mine], shapes)
+        parts = rings.outer.all_to_all([[mine]] * rings.outer.size, shapes)
         column = torch.cat([part.flatten() for [part] in parts])
         whole = mine.new_empty(_with_tokens(mine, stop - start))
         counts = [[sum(of_hosts)] * self.inner for of_hosts in sizes]

@@ -21,20 +21,23 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .messenger import Echo, Messenger
+from .watch import Watch
 
 Messages = list[tuple[Tensor, int]]  # tensors, and the ranks to send them to or receive them from
 # Kinds of deliveries. A number of each may be received before the first is released.
 LANES: Final = {"visit": 2, "return": 1}
 
 
-class Ticket(Protocol):
-    """An exchange under way, to be waited for once. It keeps the messages' memory until then."""
+class Ticket:
+    """An exchange, to be waited for once. It keeps the messages' memory until then. This one is
+    over.
+    """
 
     def wait(self) -> None:
         """Return when the received bytes may be read and the sent ones overwritten.
@@ -92,6 +95,7 @@ class Transport(ABC):
 
     messenger  carries what the ranks agree on
     begun      how many deliveries began, if they are counted
+    watch      ends this process if its GPU waits for a lost rank, if there is one
     """
 
     rank: int
@@ -99,6 +103,7 @@ class Transport(ABC):
     messenger: Messenger
     device_types: frozenset[str] = frozenset({"cpu"})
     begun: int = 0
+    watch: Watch | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -154,25 +159,20 @@ class Transport(ABC):
         landing = [(memory[offset : offset + nbytes], peer) for peer, offset, nbytes in arrivals]
         return Delivery(memory, self.exchange(leaving, landing))
 
-    def all_gather(
-        self, tensors: list[Tensor], shapes: Sequence[Sequence[torch.Size]]
-    ) -> list[list[Tensor]]:
-        """Return the contiguous tensors of all ranks, of one dtype, in rank order. `shapes` are
-        the shapes of all ranks' tensors.
+    def all_to_all(
+        self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]]
+    ) -> list[Sequence[Tensor]]:
+        """Send parts[r], contiguous tensors of one dtype, to each rank r. Return what all ranks
+        have for this one, in rank order. `shapes` are its shapes.
         """
-        everyone = [[tensors[0].new_empty(shape) for shape in theirs] for theirs in shapes]
-        everyone[self.rank] = tensors
+        [first, *_] = parts[self.rank]
+        found: list[Sequence[Tensor]] = [[first.new_empty(x) for x in theirs] for theirs in shapes]
         others = [peer for peer in range(self.size) if peer != self.rank]
-        sends = [(tensor, peer) for peer in others for tensor in tensors if tensor.numel()]
-        recvs = [(tensor, peer) for peer in others for tensor in everyone[peer] if tensor.numel()]
+        sends = [(tensor, peer) for peer in others for tensor in parts[peer] if tensor.numel()]
+        recvs = [(tensor, peer) for peer in others for tensor in found[peer] if tensor.numel()]
         self.exchange(sends, recvs).wait()
-        return everyone
-
-    def begin_call(self, doing: str) -> None:  # noqa: B027 - nothing to watch here
-        """Note that this rank begins to enqueue what it is `doing` with the others."""
-
-    def end_call(self, is_enqueued: bool) -> None:  # noqa: B027 - as begin_call
-        """Note that this rank has enqueued what it began, or has failed."""
+        found[self.rank] = parts[self.rank]
+        return found
 
     def disconnect(self) -> None:  # noqa: B027 - nobody waits for a process
         """Make the hosts fail that wait for tensors from this rank, which has failed."""
@@ -200,14 +200,7 @@ class Alone(Transport):
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         assert not sends and not recvs, "a ring of one rank has nobody to exchange with"
-        return Done()
+        return Ticket()
 
 
 ALONE = Alone()
-
-
-class Done:
-    """The ticket of an exchange that is over."""
-
-    def wait(self) -> None:
-        """Return at once."""

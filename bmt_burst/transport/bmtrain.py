@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import Messages
+from . import Messages, Ticket
 from .messenger import DEFAULT_TIMEOUT, make_late_error
 from .processes import EngineUse, ProcessTransport
 
@@ -45,7 +45,7 @@ class _Bytes:
 
 
 @dataclass
-class _Ticket:
+class _Ticket(Ticket):
     done: torch.cuda.Event
     messages: tuple[Messages, ...]  # kept alive until the exchange is over
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Put, as_bytes
+from . import LANES, Arrival, Delivery, Put, Ticket, as_bytes
 
 _FLAG_BYTES = 128  # flags are this far apart
 # slots are a multiple of this, so that a little growth needs no new arena
@@ -221,7 +221,7 @@ class _Lane:
 
 
 @dataclass
-class _Arrivals:
+class _Arrivals(Ticket):
     """The ticket of a delivery."""
 
     lane: _Lane

@@ -27,11 +27,13 @@ MESSAGE_BYTES: Final = 4096  # the longest message
 class Messenger(ABC):
     """One rank's end of the messages of a group.
 
+    timeout    seconds that this rank waits for other ranks
     in_use     held by the thread that makes a call
     contested  whether another thread made a call at the same time
     unusable   why this rank cannot go on in the group, if so
     """
 
+    timeout: float = DEFAULT_TIMEOUT
     in_use: threading.RLock
     contested: bool = False
     unusable: RuntimeError | None = None
@@ -72,9 +74,6 @@ class Messenger(ABC):
     def close(self, reason: str) -> None:
         """Report that this rank sends no more messages, for this reason. The group is unusable."""
         self.unusable = self.unusable or RuntimeError(f"this rank of the group failed: {reason}")
-
-    def set_timeout(self, seconds: float) -> None:  # noqa: B027 - nothing to wait for here
-        """Set how many seconds this rank waits for other ranks."""
 
 
 class Echo(Messenger):

@@ -49,7 +49,6 @@ class ProcessTransport(Transport):
         if self.size > 1:
             self.messenger = SocketMessenger(self.rank, self.size, store, self.timeout)
         self.copy_engines: CopyEngines | None = None
-        self.watch: Watch | None = None  # over deliveries by copy engines
 
     @property
     def held_bytes(self) -> int:
@@ -64,17 +63,9 @@ class ProcessTransport(Transport):
     def set_timeout(self, seconds: float | None) -> None:
         self.asked_timeout = seconds
         self.timeout = self.own_timeout if seconds is None else seconds
-        self.messenger.set_timeout(self.timeout)
+        self.messenger.timeout = self.timeout
         if self.watch:
             self.watch.set_timeout(self.timeout)
-
-    def begin_call(self, doing: str) -> None:
-        if self.watch:
-            self.watch.begin_call(doing)
-
-    def end_call(self, is_enqueued: bool) -> None:
-        if self.watch:
-            self.watch.end_call(is_enqueued)
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         """Prepare for deliveries, see Transport.

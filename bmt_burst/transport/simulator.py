@@ -91,7 +91,7 @@ class Network:
 
 
 @dataclass
-class _Ticket:
+class _Ticket(Ticket):
     """An exchange of rank `rank`.
 
     sent   the caller's tensors, and their content when the exchange began
@@ -231,7 +231,7 @@ class SimulatedMessenger(Messenger):
 
 
 @dataclass
-class _Imagined:
+class _Imagined(Ticket):
     """The ticket of an imagined delivery. It holds the tensors as if they were sent."""
 
     sent: Sequence[Put]

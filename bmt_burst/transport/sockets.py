@@ -53,9 +53,6 @@ class SocketMessenger(Messenger):
         self.arrivals = select.poll()
         self.hosts: list[str] = []
 
-    def set_timeout(self, seconds: float) -> None:
-        self.timeout = seconds
-
     def _gather(self, message: bytes) -> list[bytes]:
         """Gather messages. A rank that stops waiting closes the group, since others may have read
         its message.

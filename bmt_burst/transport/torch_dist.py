@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import constants
 
 from ..errors import RankGone
-from . import Messages, as_bytes
+from . import Messages, Ticket, as_bytes
 from .messenger import make_late_error, name_ranks
 from .processes import EngineUse, ProcessTransport
 
@@ -27,7 +27,7 @@ _NOTHING = 1 << 30  # a tag that no message has
 
 
 @dataclass
-class _Ticket:
+class _Ticket(Ticket):
     works: list[dist.Work]
     messages: tuple[Messages, ...]  # kept alive until the exchange is over
 

@@ -49,19 +49,13 @@ def _rows(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
-class _Arrived:
-    """The ticket of an exchange that needs no wait."""
-
-    def wait(self) -> None: ...
-
-
 class _Ring(ImaginedRing):
     """An imagined ring of tensors without values, also between hosts."""
 
     device_types = frozenset({"meta"})
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        return _Arrived()
+        return Ticket()
 
 
 @dataclass(frozen=True)
