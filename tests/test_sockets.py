@@ -218,7 +218,7 @@ def test_a_process_ends_if_its_gpu_waits_for_a_lost_rank(state, monkeypatch, cap
     monkeypatch.setattr(watch, "_EVERY", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     lost = "" if state == "no rank is lost" else "rank 1 of the group has ended"
-    watched = Watch(lambda: lost, lambda: event, 0.1)
+    watched = Watch(SimpleNamespace(find_lost_rank=lambda: lost, timeout=0.1), lambda: event)
     watched.begin_call("call 7")
     if state != "is enqueueing":
         watched.end_call(state != "failed")

@@ -64,8 +64,6 @@ class ProcessTransport(Transport):
         self.asked_timeout = seconds
         self.timeout = self.own_timeout if seconds is None else seconds
         self.messenger.timeout = self.timeout
-        if self.watch:
-            self.watch.set_timeout(self.timeout)
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         """Prepare for deliveries, see Transport.
@@ -85,7 +83,7 @@ class ProcessTransport(Transport):
         self.copy_engines = None if reason else engines
         if self.copy_engines and not self.watch:
             assert isinstance(self.messenger, SocketMessenger), "there are several ranks"
-            self.watch = Watch(self.messenger.find_lost_rank, torch.cuda.Event, self.timeout)
+            self.watch = Watch(self.messenger, torch.cuda.Event)
         if reason and self.engine_use == "always":
             raise RuntimeError(f"copy engines cannot be used: {reason}")
         if reason:

@@ -16,9 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-_EVERY = 1.0  # seconds between looks
+from .sockets import SocketMessenger
+
+_EVERY = 1.0  # seconds between checks
 _LONGEST = 30.0  # seconds that work may take without a lost rank, at most
-_EXIT_CODE = 1
 
 
 class Event(Protocol):
@@ -33,25 +34,18 @@ class Event(Protocol):
 class Watch:
     """A watch that lasts as long as it is referred to.
 
-    find_lost_rank  returns why a rank sends no more messages, "" if all ranks may send some
-    make_event      makes an event
-    timeout         seconds that ranks wait for each other. Without a lost rank, work may take half
-                    of that, and at most 30 s.
+    messenger   that of the ranks. Without a lost rank, work may take half of its timeout, and at
+                most 30 s.
+    make_event  makes an event
     """
 
-    def __init__(
-        self, find_lost_rank: Callable[[], str], make_event: Callable[[], Event], timeout: float
-    ):
-        self.find_lost_rank, self.make_event = find_lost_rank, make_event
-        self.set_timeout(timeout)
+    def __init__(self, messenger: SocketMessenger, make_event: Callable[[], Event]):
+        self.messenger, self.make_event = messenger, make_event
         self.doing = ""  # the last call
         self.event: Event | None = None  # after all its work, once that is enqueued
         threading.Thread(
             target=_run, args=(weakref.ref(self),), name="bmt_burst watch", daemon=True
         ).start()
-
-    def set_timeout(self, seconds: float) -> None:
-        self.patience = min(_LONGEST, seconds / 2)
 
     def begin_call(self, doing: str) -> None:
         """Note that this rank begins to enqueue what it is `doing`. Its host may wait for its GPU
@@ -77,7 +71,8 @@ class Watch:
 def _run(watch: weakref.ref[Watch]) -> None:
     since = time.monotonic()  # when the last call was not yet seen to wait for a lost rank
     while alive := watch():
-        lost, doing, patience = alive.find_lost_rank(), alive.doing, alive.patience
+        lost, doing = alive.messenger.find_lost_rank(), alive.doing
+        patience = min(_LONGEST, alive.messenger.timeout / 2)
         # events must not be queried while others may be capturing a graph
         if not (lost and alive.is_waiting()):
             since = time.monotonic()
@@ -85,5 +80,5 @@ def _run(watch: weakref.ref[Watch]) -> None:
         if time.monotonic() - since > patience:
             waits = f"the GPU of this process waits for it in {doing}, forever"
             print(f"bmt_burst: {lost}; {waits}", file=sys.stderr, flush=True)
-            os._exit(_EXIT_CODE)
+            os._exit(1)
         time.sleep(_EVERY)
