@@ -6,8 +6,8 @@ import queue
 import random
 import threading
 import time
-from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import torch
 from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import LANES, Arrival, Put
-from bmt_burst.transport.copy_engine import CopyEngines, Device
+from bmt_burst.transport.copy_engine import CopyEngines
 from bmt_burst.transport.simulator import SimulatedRing
 from tests.cases import random_qkv
 from tests.reference import dense_attention, dense_results, relative_error, size_of_terms
@@ -124,7 +124,13 @@ class EngineRing(SimulatedRing):
         lanes = []
         allocate = partial(torch.empty, dtype=torch.uint8)
         own = ThreadStream(Inline(shared))
-        return Device(stream, lambda: own, synchronize, allocate, connect)
+        return SimpleNamespace(
+            stream=stream,
+            current=lambda: own,
+            synchronize=synchronize,
+            allocate=allocate,
+            connect=connect,
+        )
 
     def reserve(self, lane_bytes, device):
         super().reserve(lane_bytes, device)
@@ -185,7 +191,8 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
 def late_engines(ring, current):
     """Return copy engines of two ranks, beside those of an EngineRing, for streams of a test."""
     ring.reserve(dict.fromkeys(LANES, 128), torch.device("cpu"))
-    engines = CopyEngines(ring.rank, 2, replace(ring.engines.device, current=current))
+    device = SimpleNamespace(**{**vars(ring.engines.device), "current": current})
+    engines = CopyEngines(ring.rank, 2, device)
     for step in engines.growth(dict.fromkeys(LANES, 128)):
         step()
         ring.messenger.gather(b"")

@@ -58,23 +58,23 @@ class Stream(Protocol):
         """Begin later work after the event."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """The operations of a device that deliveries need.
+class Device(Protocol):
+    """This rank's device."""
 
-    stream       makes a new stream
-    current      returns the stream that computes
-    synchronize  lets the host wait until all enqueued work is done
-    allocate     makes a number of bytes that peers will be able to write to
-    connect      takes the result of `allocate` and returns every rank's, in rank order. All ranks
-                 call it.
-    """
+    def stream(self) -> Stream:
+        """Make a new stream."""
 
-    stream: Callable[[], Stream]
-    current: Callable[[], Stream]
-    synchronize: Callable[[], None]
-    allocate: Callable[[int], Tensor]
-    connect: Callable[[Tensor], list[Tensor]]
+    def current(self) -> Stream:
+        """Return the stream that computes."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until all enqueued work is done."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Make memory that peers will be able to write to."""
+
+    def connect(self, mine: Tensor) -> list[Tensor]:
+        """Return what all ranks allocated, in rank order. All ranks call it."""
 
 
 class CopyEngines:
@@ -85,10 +85,6 @@ class CopyEngines:
         self.slot_bytes = dict.fromkeys(LANES, 0)
         self.lanes: dict[str, _Lane] = {}
         self.arena = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def arena_bytes(self) -> int:
-        return self.arena.numel()
 
     def fits(self, lane_bytes: Mapping[str, int]) -> bool:
         """Whether deliveries of `lane_bytes` fit."""
@@ -156,7 +152,7 @@ class _Lane:
         ]
         self.stream = device.stream()
         self.number = 0
-        self.releases: list[Event] = []  # the event of the last release, if there was one
+        self.released: Event | None = None  # after the last release
         peers = range(len(parts))
         self.arrived = [self._flag(rank, 2 * peer) for peer in peers]  # here, written by peer
         self.freed = [self._flag(rank, 2 * peer + 1) for peer in peers]
@@ -167,11 +163,10 @@ class _Lane:
     def deliver(self, nbytes: int, sends: Sequence[Put], sources: Sequence[int]) -> Delivery:
         assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
         self.number += 1
-        slot, departed = self.slots[self.number % len(self.slots)], []
-        if sends:
-            departed.append(self._send(slot, sends))
+        slot = self.slots[self.number % len(self.slots)]
+        sent = self._send(slot, sends) if sends else None
         arrived = [self.arrived[peer] for peer in sources]
-        ticket = _Arrivals(self, self.number, arrived, departed, sends)
+        ticket = _LaneTicket(self, self.number, arrived, sent, sends)
         return _LaneDelivery(slot[self.rank][:nbytes], ticket)
 
     def _send(self, slot: Sequence[Tensor], sends: Sequence[Put]) -> Event:
@@ -197,10 +192,10 @@ class _Lane:
         ones.
         """
         current = self.device.current()
-        for event in self.releases:
-            current.follow(event)  # another stream may have read that delivery
+        if self.released:
+            current.follow(self.released)  # another stream may have read that delivery
         current.write(self.freed_there, number)
-        self.releases = [current.record()]
+        self.released = current.record()
 
     def try_out(self) -> None:
         """Do once what deliveries do, so that a device that refuses it does so now. Nothing
@@ -221,26 +216,26 @@ class _Lane:
 
 
 @dataclass
-class _Arrivals(Ticket):
-    """The ticket of a delivery."""
+class _LaneTicket(Ticket):
+    """The ticket of delivery `number`. It waits for flags, and for the event after its puts."""
 
     lane: _Lane
     number: int
     arrived: Sequence[Tensor]
-    departed: Sequence[Event]
+    sent: Event | None
     sends: Sequence[Put]
 
     def wait(self) -> None:
         current = self.lane.device.current()
         current.wait(self.arrived, self.number)
-        for event in self.departed:
-            current.follow(event)
+        if self.sent:
+            current.follow(self.sent)
         self.sends = ()
 
 
 @dataclass(frozen=True)
 class _LaneDelivery(Delivery):
-    ticket: _Arrivals
+    ticket: _LaneTicket
     recycled: bool = True
 
     def release(self) -> None:

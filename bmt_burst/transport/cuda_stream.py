@@ -1,4 +1,5 @@
-"""CUDA streams that wait for flags and write them, for deliveries by copy engines.
+"""CUDA's part of deliveries by copy engines: streams that wait for flags and write them, and memory
+that the GPUs of a host share.
 
 Layouts of structures, and the functions, are those of CUDA's driver API.
 """
@@ -8,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,15 +60,37 @@ class CudaStream:
             raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {status}")
 
 
-class CudaStreams:
-    """The streams of the GPU that is current when this object is made."""
+class CudaDevice:
+    """The GPU that is current when this object is made, of rank `rank`.
 
-    def __init__(self) -> None:
+    find_group  returns the ranks as torch's symmetric memory takes them
+    """
+
+    def __init__(self, rank: int, size: int, find_group: Callable[[], Any]):
+        self.rank, self.size, self.find_group = rank, size, find_group
         self.index = torch.cuda.current_device()
         self.thread = _Thread()
         self.known: dict[int, CudaStream] = {}  # by handle
 
-    def make(self) -> CudaStream:
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        memory = torch._C._distributed_c10d._SymmetricMemory
+        here = torch.device("cuda", self.index)
+        return memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, here)
+
+    def connect(self, mine: Tensor) -> list[Tensor]:
+        from torch.distributed._symmetric_memory import rendezvous
+
+        handle = rendezvous(mine, self.find_group())
+        everyone = [
+            handle.get_buffer(peer, tuple(mine.shape), torch.uint8) for peer in range(self.size)
+        ]
+        everyone[self.rank] = mine
+        return everyone
+
+    def stream(self) -> CudaStream:
         """Make a new stream. Copies of a GPU to itself are kernels: without a higher priority they
         would wait until all blocks of the kernel that is running have begun.
         """

@@ -12,13 +12,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from . import Arrival, Delivery, Put, Transport
-from .copy_engine import CopyEngines, Device
-from .cuda_stream import CudaStreams
+from .copy_engine import CopyEngines
+from .cuda_stream import CudaDevice
 from .messenger import DEFAULT_TIMEOUT, Echo
-from .sockets import SocketMessenger
+from .sockets import SocketMessenger, host_name
 from .watch import Watch
 
 logger = logging.getLogger("bmt_burst")
@@ -52,7 +51,7 @@ class ProcessTransport(Transport):
 
     @property
     def held_bytes(self) -> int:
-        return self.copy_engines.arena_bytes if self.copy_engines else 0
+        return self.copy_engines.arena.numel() if self.copy_engines else 0
 
     @abstractmethod
     def symmetric_group(self) -> Any:
@@ -73,10 +72,14 @@ class ProcessTransport(Transport):
         """
         if device.type != "cuda" or self.size == 1 or self.engine_use == "never":
             return
-        engines = self.copy_engines or CopyEngines(self.rank, self.size, self._device())
+        engines = self.copy_engines or CopyEngines(
+            self.rank, self.size, CudaDevice(self.rank, self.size, self.symmetric_group)
+        )
         if engines.fits(lane_bytes):
             return
-        apart, failure = self._describe_hosts(), ""
+        hosts = sorted({name.decode() for name in self.messenger.gather(host_name())})
+        apart = f"the ranks are on several hosts, {hosts}" if len(hosts) > 1 else ""
+        failure = ""
         for step in [] if apart else engines.growth(lane_bytes):
             failure = failure or self._first_failure(step)
         reason = apart or failure
@@ -107,33 +110,6 @@ class ProcessTransport(Transport):
         if self.copy_engines and device.type == "cuda":
             return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
         return super().deliver(lane, nbytes, sends, arrivals, device)
-
-    def _device(self) -> Device:
-        """Return this rank's current GPU."""
-        memory = torch._C._distributed_c10d._SymmetricMemory
-        streams = CudaStreams()
-        here = torch.device("cuda", streams.index)
-
-        def allocate(nbytes: int) -> Tensor:
-            return memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, here)
-
-        def connect(mine: Tensor) -> list[Tensor]:
-            from torch.distributed._symmetric_memory import rendezvous
-
-            handle = rendezvous(mine, self.symmetric_group())
-            everyone = [
-                handle.get_buffer(peer, tuple(mine.shape), torch.uint8) for peer in range(self.size)
-            ]
-            everyone[self.rank] = mine
-            return everyone
-
-        return Device(streams.make, streams.current, torch.cuda.synchronize, allocate, connect)
-
-    def _describe_hosts(self) -> str:
-        """Return a text about the ranks' hosts, or "" if all are on one."""
-        assert isinstance(self.messenger, SocketMessenger), "there are several ranks"
-        hosts = sorted(set(self.messenger.hosts))
-        return f"the ranks are on several hosts, {hosts}" if len(hosts) > 1 else ""
 
     def _first_failure(self, attempt: Callable[[], None]) -> str:
         """Attempt something on every rank. Return the first rank's failure or "", the same on all

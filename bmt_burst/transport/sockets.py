@@ -43,7 +43,6 @@ class SocketMessenger(Messenger):
 
     store    where the ranks find each other's addresses. No other group has its keys.
     timeout  seconds to wait for a rank that does not send its message
-    hosts    the name of each rank's host, once the ranks are connected
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store, timeout: float):
@@ -51,14 +50,13 @@ class SocketMessenger(Messenger):
         self.peers: dict[int, _Peer] = {}
         self.by_number: dict[int, _Peer] = {}  # by the number of the socket's file
         self.arrivals = select.poll()
-        self.hosts: list[str] = []
 
     def _gather(self, message: bytes) -> list[bytes]:
         """Gather messages. A rank that stops waiting closes the group, since others may have read
         its message.
         """
         try:
-            if not self.hosts:
+            if not self.peers:
                 self._connect()
             return self._exchange(_LINE, message, self.timeout)
         except BaseException as error:
@@ -118,7 +116,6 @@ class SocketMessenger(Messenger):
             self.arrivals.register(number, select.POLLIN)
         # All that need it have read it. Messengers that ranks make later use the same store.
         self.store.delete_key(_key(self.rank))
-        self.hosts = [x.decode() for x in self._exchange(_LINE, host_name(), self.timeout)]
 
     def _exchange(self, kind: bytes, message: bytes, seconds: float) -> list[bytes]:
         """Send a message and return the next one of all ranks, in rank order. Wait for `seconds`.
