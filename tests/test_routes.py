@@ -285,8 +285,8 @@ def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batc
     tokens, span = 11, (4, 9)
     memory = torch.zeros(packing.nbytes(tokens), dtype=torch.uint8)
     tensors = [torch.rand(batch, 8, *shape).to(dtype) for shape, dtype in packing.entries]
-    puts = packing.puts(tensors, (2, 7), 1, 4, tokens, start=512)
-    arrivals = packing.arrivals(1, span, tokens, start=512)
+    puts = packing.puts(tensors, (2, 7), 1, 4, tokens)
+    arrivals = packing.arrivals(1, span, tokens)
     views = packing.views(memory, tokens)
     for x, view, (shape, dtype) in zip(tensors, views, packing.entries, strict=True):
         assert view.shape == (batch, tokens, *shape)
@@ -297,7 +297,7 @@ def test_packed_tensors_do_not_overlap_and_messages_are_where_the_views_are(batc
             put = next(puts)
             assert put[1:] == (peer, offset) == (1, offset)
             assert put.tensor.equal(x[row, 2:7])
-            place = memory[offset - 512 :][:nbytes]
+            place = memory[offset:][:nbytes]
             assert not place.any()
             place.fill_(1)
             part = view[row, slice(*span)]

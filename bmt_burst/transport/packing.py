@@ -44,25 +44,18 @@ class Packing:
         ]
 
     def puts(
-        self,
-        tensors: Sequence[Tensor],
-        span: Span,
-        peer: int,
-        at: int,
-        tokens: int,
-        start: int = 0,
+        self, tensors: Sequence[Tensor], span: Span, peer: int, at: int, tokens: int
     ) -> Iterator[Put]:
         """Yield what sends the tokens `span` of tensors (B, T, ...) to a rank. They land from token
-        `at` on in memory for `tokens`, which begins at byte `start`. Each batch row of the tensors
-        is contiguous.
+        `at` on in memory for `tokens`. Each batch row of the tensors is contiguous.
         """
         for tensor, row, offset, _ in self._rows((at, at + length(span)), tokens):
-            yield Put(tensors[tensor][row, slice(*span)], peer, start + offset)
+            yield Put(tensors[tensor][row, slice(*span)], peer, offset)
 
-    def arrivals(self, peer: int, at: Span, tokens: int, start: int = 0) -> Iterator[Arrival]:
+    def arrivals(self, peer: int, at: Span, tokens: int) -> Iterator[Arrival]:
         """Yield where such puts of a rank land, as the tokens `at`."""
         for _, _, offset, nbytes in self._rows(at, tokens):
-            yield Arrival(peer, start + offset, nbytes)
+            yield Arrival(peer, offset, nbytes)
 
     def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
         """Make new tensors (B, tokens, ...), each in its own memory."""

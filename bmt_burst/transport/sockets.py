@@ -47,8 +47,7 @@ class SocketMessenger(Messenger):
 
     def __init__(self, rank: int, size: int, store: dist.Store, timeout: float):
         self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
-        self.peers: dict[int, _Peer] = {}
-        self.by_number: dict[int, _Peer] = {}  # by the number of the socket's file
+        self.peers: dict[int, _Peer] = {}  # in rank order, by the number of the socket's file
         self.arrivals = select.poll()
 
     def _gather(self, message: bytes) -> list[bytes]:
@@ -70,8 +69,8 @@ class SocketMessenger(Messenger):
             return None
         mine = f"{place} {reason[:_REASON]}".encode()
         try:
-            theirs = self._exchange(_FAILED, mine, _FAILING)
-            if {_place(message) for message in theirs} == {_place(mine)}:
+            everyone = self._exchange(_FAILED, mine, _FAILING)
+            if len({message.partition(b" ")[0] for message in everyone}) == 1:
                 return None  # all ranks failed at this place
         except TimeoutError:
             pass  # another rank is still in the call, where it waits for this one
@@ -100,19 +99,18 @@ class SocketMessenger(Messenger):
         ask, since nothing is received.
         """
         ended = select.poll()
-        for number in self.by_number:
+        for number in self.peers:
             ended.register(number, select.POLLRDHUP)
-        return next((self.by_number[number].describe_end() for number, _ in ended.poll(0)), "")
+        return next((self.peers[number].describe_end() for number, _ in ended.poll(0)), "")
 
     def _keep(self, error: RuntimeError) -> None:
         """Keep why the group is unusable, without the tensors that the error's traceback holds."""
         self.unusable = type(error)(str(error))
 
     def _connect(self) -> None:
-        connections = _open_connections(self.rank, self.size, self.store, self.timeout)
-        self.peers = {rank: _Peer(rank, connections[rank]) for rank in sorted(connections)}
-        self.by_number = {peer.connection.fileno(): peer for peer in self.peers.values()}
-        for number in self.by_number:
+        found = _open_connections(self.rank, self.size, self.store, self.timeout)
+        self.peers = {found[rank].fileno(): _Peer(rank, found[rank]) for rank in sorted(found)}
+        for number in self.peers:
             self.arrivals.register(number, select.POLLIN)
         # All that need it have read it. Messengers that ranks make later use the same store.
         self.store.delete_key(_key(self.rank))
@@ -126,9 +124,9 @@ class SocketMessenger(Messenger):
         self._send(kind, message)
         found, began = {self.rank: message}, time.monotonic()
         while True:
-            for rank, peer in self.peers.items():
-                if rank not in found and (received := peer.take(kind)) is not None:
-                    found[rank] = received
+            for peer in self.peers.values():
+                if peer.rank not in found and (received := peer.take(kind)) is not None:
+                    found[peer.rank] = received
             if len(found) == self.size:
                 break
             waited = time.monotonic() - began
@@ -136,7 +134,8 @@ class SocketMessenger(Messenger):
             if waited < _POLLING:
                 self._receive(0.0)
             elif not self._receive(max(seconds - waited, 0.0)):
-                raise make_late_error([rank for rank in self.peers if rank not in found], seconds)
+                late = [rank for rank in range(self.size) if rank not in found]
+                raise make_late_error(late, seconds)
         self._receive(0.0)
         for peer in self.peers.values():
             peer.check_open(kind)
@@ -153,7 +152,7 @@ class SocketMessenger(Messenger):
         """Receive what arrives first, within `seconds`. Return whether anything did."""
         arrived = self.arrivals.poll(1e3 * seconds)
         for number, _ in arrived:
-            if not self.by_number[number].receive():
+            if not self.peers[number].receive():
                 self.arrivals.unregister(number)
         return bool(arrived)
 
@@ -174,10 +173,9 @@ class _Peer:
 
     def receive(self) -> bool:
         """Receive what has arrived. Return whether more can."""
-        try:
+        data = b""
+        with contextlib.suppress(OSError):  # the process was killed, or its host is lost
             data = self.connection.recv(_RECEIVED)
-        except OSError:  # the process was killed, or its host is lost
-            data = b""
         self.unread += data
         self.has_ended = not data
         return not self.has_ended
@@ -232,10 +230,6 @@ def _unpack(received: bytes) -> tuple[bytes, bytes] | None:
     kind, length = _HEAD.unpack_from(received)
     message = received[_HEAD.size : _HEAD.size + length]
     return (kind, message) if len(message) == length else None
-
-
-def _place(message: bytes) -> bytes:
-    return message.partition(b" ")[0]
 
 
 def _open_connections(
@@ -293,16 +287,14 @@ def _call(peer: int, rank: int, store: dist.Store, timeout: float) -> socket.soc
 def _read_caller(connection: socket.socket, token: bytes) -> int | None:
     """Return the rank that has called, None for a stranger, who does not know the token."""
     connection.settimeout(_GREETING)
-    try:
+    with contextlib.suppress(OSError):
         hello = connection.recv(_HELLO.size)
-    except OSError:
-        hello = b""
-    connection.settimeout(None)
-    if len(hello) < _HELLO.size or not secrets.compare_digest(hello[:16], token):
-        connection.close()
-        return None
-    peer: int = _HELLO.unpack(hello)[1]
-    return peer
+        if len(hello) == _HELLO.size and secrets.compare_digest(hello[:16], token):
+            connection.settimeout(None)
+            peer: int = _HELLO.unpack(hello)[1]
+            return peer
+    connection.close()
+    return None
 
 
 def _find_own_address(store: dist.Store) -> str:

@@ -8,18 +8,19 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import constants
 
 from ..errors import RankGone
 from . import Messages, Ticket, as_bytes
-from .messenger import make_late_error, name_ranks
+from .messenger import make_late_error
 from .processes import EngineUse, ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
@@ -28,41 +29,25 @@ _NOTHING = 1 << 30  # a tag that no message has
 
 @dataclass
 class _Ticket(Ticket):
-    works: list[dist.Work]
+    waits: Sequence[Callable[[], object]]
     messages: tuple[Messages, ...]  # kept alive until the exchange is over
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.messages = ()
-
-
-@dataclass
-class _GlooTicket(_Ticket):
-    """An exchange over gloo: a work for each message, in their order, and the seconds to wait for
-    each.
-    """
-
-    seconds: float
-
-    def wait(self) -> None:
-        peers = [peer for messages in self.messages for _, peer in messages]
-        for work, peer in zip(self.works, peers, strict=True):
-            with _name_peers([peer], self.seconds):
-                work.wait(timedelta(seconds=self.seconds))
+        for wait in self.waits:
+            wait()
         self.messages = ()
 
 
 @contextlib.contextmanager
-def _name_peers(peers: Sequence[int], seconds: float) -> Iterator[None]:
-    """Raise RankLate with `peers` if torch waits for them in vain, RankGone if it fails earlier."""
+def _name_peer(peer: int, seconds: float) -> Iterator[None]:
+    """Raise RankLate if torch waits for this rank in vain, RankGone if it fails earlier."""
     began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         if time.monotonic() - began >= seconds:
-            raise make_late_error(peers, seconds) from error
-        raise RankGone(f"{name_ranks(peers)} of the group has ended or failed: {error}") from error
+            raise make_late_error([peer], seconds) from error
+        raise RankGone(f"rank {peer} of the group has ended or failed: {error}") from error
 
 
 class TorchTransport(ProcessTransport):
@@ -128,25 +113,31 @@ class TorchTransport(ProcessTransport):
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
-            return self._exchange_over_gloo(sends, recvs)
+            waits = [self._start_over_gloo(dist.isend, x, peer) for x, peer in sends]
+            waits += [self._start_over_gloo(dist.irecv, x, peer) for x, peer in recvs]
+            return _Ticket(waits, (sends, recvs))
         group = self.group
         ops = [
             dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
             for op, messages in ((dist.isend, sends), (dist.irecv, recvs))
             for tensor, peer in messages
         ]
-        return _Ticket(dist.batch_isend_irecv(ops) if ops else [], (sends, recvs))
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return _Ticket([work.wait for work in works], (sends, recvs))
 
-    def _exchange_over_gloo(self, sends: Messages, recvs: Messages) -> _GlooTicket:
-        group, seconds = self.group, self.timeout
-        works: list[dist.Work] = []
-        for tensor, peer in sends:
-            with _name_peers([peer], seconds):
-                works.append(_check_work(dist.isend(as_bytes(tensor), group=group, group_dst=peer)))
-        for tensor, peer in recvs:
-            with _name_peers([peer], seconds):
-                works.append(_check_work(dist.irecv(as_bytes(tensor), group=group, group_src=peer)))
-        return _GlooTicket(works, (sends, recvs), seconds)
+    def _start_over_gloo(
+        self, start: Callable[..., dist.Work | None], x: Tensor, peer: int
+    ) -> Callable[[], None]:
+        """Start to send or receive x. Return a function that waits for it."""
+        seconds = self.timeout
+        with _name_peer(peer, seconds):
+            work = _check_work(start(as_bytes(x), None, self.group, 0, peer))
+
+        def wait() -> None:
+            with _name_peer(peer, seconds):
+                work.wait(timedelta(seconds=seconds))
+
+        return wait
 
     def connect(self, device: torch.device) -> None:
         """Let NCCL make its communicator, in which it waits for all ranks of the group."""
