@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import check_transforms
-from ..ranks.agreement import admit_one_thread, gather_lines, mark_known_errors, report_failure
+from ..ranks.agreement import admit_one_thread, gather_lines, mark_known, report_failure
 from ..ranks.rings import Rings
 from ..strategies import Plan, Problem, choose
 from ..strategies.extension import Extension, Tensors
@@ -86,10 +86,13 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
     plans = rings.history.plans
     plan: Plan | None = plans.pop(lines, None)
     if plan is None:
-        with mark_known_errors():
+        try:
             tokens = compare_terms(lines, terms.masking.arguments)
             problem = make_problem(rings, terms, tokens)
             plan = _make_plan(terms, problem, rings.rank)
+        except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
+            mark_known(error)
+            raise
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         _make_room(rings)
     plans[lines] = plan  # last in order: just used

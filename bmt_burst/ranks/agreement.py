@@ -11,8 +11,7 @@ The section "What ranks agree on" of docs/design.md tells what is promised.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..base.autograd import stops_recomputation
@@ -29,7 +28,7 @@ _RULE = (
     "is for one thread at a time: let threads take turns, or give each thread its own group"
 )
 _CAPTURED = "ranks agree on each call over the host, which a graph does not replay"
-_KNOWN = "_known_to_all_ranks"  # attribute of errors that every rank raises or knows
+_KNOWN = "_known_to_all_ranks"  # attribute of errors
 
 
 def gather_terms(
@@ -74,17 +73,17 @@ def _gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[
     except Exception as caught:
         if hasattr(caught, _KNOWN):
             raise  # the others do not wait for a second line about it
-        failure, mine = caught, _format_failure(doing, caught)
+        failure, mine = caught, format_terms(doing, {"failure": _format_reason(caught)})
     try:
         lines = tuple(rings.gather(mine))
     except RankLate as late:
-        raise _mark_known(RankLate(f"{doing}: {late}")) from late
+        raise mark_known(RankLate(f"{doing}: {late}")) from late
     except Exception as lost:
         # reporting it would wait again for a rank that is gone
-        _mark_known(lost)
+        mark_known(lost)
         raise
     if failure:
-        raise _mark_known(failure)
+        raise mark_known(failure)
     return lines
 
 
@@ -97,12 +96,12 @@ def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     for rank, reply in enumerate(replies):
         if "failure" in reply:
             failed = f"rank {rank} of the group failed before {reply['doing']}: {reply['failure']}"
-            raise _mark_known(RanksDisagree(failed))
+            raise mark_known(RanksDisagree(failed))
     doing = [reply.pop("doing") for reply in replies]
     for rank, other in enumerate(doing):
         if other != doing[0]:
             unlike = f"rank 0 begins {doing[0]}, rank {rank} begins {other}"
-            raise _mark_known(RanksDisagree(f"ranks do not do the same: {unlike}"))
+            raise mark_known(RanksDisagree(f"ranks do not do the same: {unlike}"))
     return replies
 
 
@@ -157,7 +156,7 @@ class admit_one_thread:
         if any(messenger.contested for messenger in self.used):
             _close_contested(self.used, self.doing)
             if kind is None:
-                raise _mark_known(RuntimeError(f"{self.doing}: {_RULE}"))
+                raise mark_known(RuntimeError(f"{self.doing}: {_RULE}"))
 
 
 def _close_contested(used: Sequence[Messenger], doing: str) -> None:
@@ -170,18 +169,6 @@ def _close_contested(used: Sequence[Messenger], doing: str) -> None:
                     messenger.close(f"in {doing}: {_RULE}")
             finally:
                 messenger.in_use.release()
-
-
-@contextmanager
-def mark_known_errors() -> Iterator[None]:
-    """Mark a ValueError inside as known: every rank raises it, since it follows from all ranks'
-    terms.
-    """
-    try:
-        yield
-    except ValueError as error:
-        _mark_known(error)
-        raise
 
 
 class report_failure:
@@ -211,14 +198,10 @@ class report_failure:
             raise type(theirs)(f"{theirs}; so this rank cannot go on with {self.doing}") from error
 
 
-def _mark_known(error: Error) -> Error:
+def mark_known(error: Error) -> Error:
+    """Return an error that all ranks raise or know, so that no rank reports it."""
     setattr(error, _KNOWN, True)
     return error
-
-
-def _format_failure(doing: str, error: BaseException) -> bytes:
-    """Return the line of a rank that failed before."""
-    return json.dumps({"doing": doing, "failure": _format_reason(error)}).encode()
 
 
 def _format_reason(error: BaseException) -> str:

@@ -7,9 +7,9 @@ gradient of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,25 +19,13 @@ from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import not_compiled
 from ..errors import RanksDisagree
 from ..sequence.layout import Layout
-from .agreement import admit_one_thread, report_failure, run_together
+from .agreement import admit_one_thread, gather_terms, read_terms, report_failure, run_together
 from .rings import Rings, check_device
-
-
-class Collective(Protocol):
-    """A linear function of the tensors of all ranks."""
-
-    name: ClassVar[str]  # of the method of SequenceParallel
-
-    def forward(self, rings: Rings, x: Tensor) -> Tensor:
-        """Return this rank's result. `x` is this rank's tensor."""
-
-    def backward(self, rings: Rings, dout: Tensor) -> Tensor:
-        """Return the gradient of this rank's tensor. `dout` is that of this rank's result."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """The whole of shards. `shapes` are those of all ranks' shards."""
+    """The whole of shards, `SequenceParallel.unshard`. `shapes` are those of all ranks' shards."""
 
     layout: Layout
     dim: int
@@ -54,7 +42,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum over ranks. Integers and bools are added up as int64."""
+    """The sum over ranks, `SequenceParallel.sum`. Integers and bools are added up as int64."""
 
     name: ClassVar[str] = "sum"
 
@@ -84,17 +72,24 @@ def describe_tensor(rings: Rings, name: str, x: Any) -> dict[str, Any]:
     return {"shape": list(x.shape), "dtype": str(x.dtype), "recording of gradients": recorded}
 
 
-def check_same(name: str, everyone: Sequence[dict[str, Any]], *, but: Sequence[str] = ()) -> None:
-    """Raise RanksDisagree on every rank if ranks differ in a term that is not in `but`."""
+def agree(
+    rings: Rings, name: str, terms: Callable[[], dict[str, Any]], *, but: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the terms of all ranks for a call of the method `name`.
+
+    Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
+    """
+    everyone = read_terms(gather_terms(rings, f"a call of {name}", terms))
     for rank, theirs in enumerate(everyone):
         if any(theirs[term] != everyone[0][term] for term in everyone[0].keys() - set(but)):
             raise RanksDisagree(
                 f"ranks differ in {name}'s arguments: rank 0 has {everyone[0]}, rank {rank} "
                 f"{theirs}"
             )
+    return everyone
 
 
-def apply_together(rings: Rings, collective: Collective, x: Tensor) -> Tensor:
+def apply_together(rings: Rings, collective: Join | Sum, x: Tensor) -> Tensor:
     """Return this rank's result, once all ranks have agreed on the call."""
     rings.history.calls += 1
     number = rings.history.calls
@@ -109,7 +104,7 @@ class _OverRanks(torch.autograd.Function):
     """A collective of the call with this number, differentiable once in x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rings: Rings, collective: Collective, number: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rings: Rings, collective: Join | Sum, number: int) -> Tensor:
         ctx.rings, ctx.collective, ctx.number = rings, collective, number
         return collective.forward(rings, x)
 
@@ -118,7 +113,7 @@ class _OverRanks(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of forward's arguments, once all ranks are in this backward."""
         rings: Rings = ctx.rings
-        collective: Collective = ctx.collective
+        collective: Join | Sum = ctx.collective
         doing = f"the backward of call {ctx.number}, of {collective.name}"
 
         def begin() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,9 +15,9 @@ from ..base.compiled import not_compiled
 from ..errors import RanksDisagree
 from ..sequence.layout import Layout, layout_class
 from ..transport import ALONE
-from .agreement import admit_one_thread, gather_terms, read_terms, run_together
-from .collectives import Join, Sum, apply_together, check_same, describe_tensor
-from .rings import Group, Rings, make_rings
+from .agreement import admit_one_thread
+from .collectives import Join, Sum, agree, apply_together, describe_tensor
+from .rings import Group, make_rings
 
 _ROWS_A_MESSAGE = 128  # this many lengths fit a message, however large they are
 
@@ -114,18 +115,20 @@ class SequenceParallel:
         if self.size == 1:
             return positions.amax(-1) + 1
         rings = make_rings(self.process_group, self.double_group)
-        mine = run_together(rings, "a call of longest", lambda: positions.amax(-1) + 1)
-        rows, agreed = list(mine.shape), []
-        for part in mine.reshape(-1).split(_ROWS_A_MESSAGE):
-            everyone = _gather_lengths(rings, {"rows": rows, "lengths": part.tolist()})
-            for rank, theirs in enumerate(everyone):
-                if theirs["rows"] != rows:
-                    raise RanksDisagree(
-                        f"ranks differ in rows of positions: this one has {rows}, rank {rank} has "
-                        f"{theirs['rows']}"
-                    )
-            agreed.append(torch.tensor([theirs["lengths"] for theirs in everyone]).amax(0))
-        return torch.cat(agreed).view(mine.shape).to(mine.device)
+        lengths, agreed = list[int](), list[int]()
+
+        def terms() -> dict[str, Any]:
+            lengths.extend((positions.amax(-1) + 1).flatten().tolist())
+            return {"rows": list(positions.shape[:-1])}
+
+        agree(rings, "longest", terms)
+        for start in range(0, len(lengths), _ROWS_A_MESSAGE):
+            part = {"lengths": lengths[start : start + _ROWS_A_MESSAGE]}
+            everyone = agree(rings, "longest", functools.partial(dict, part), but=["lengths"])
+            agreed += map(max, *(theirs["lengths"] for theirs in everyone))
+        return torch.tensor(agreed, dtype=torch.int64, device=positions.device).view(
+            positions.shape[:-1]
+        )
 
     @not_compiled
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
@@ -144,29 +147,26 @@ class SequenceParallel:
         in a backward with create_graph.
         """
         rings = make_rings(self.process_group, self.double_group)
-        with admit_one_thread(rings, "a call of unshard"):
-            return self._unshard(rings, x, seq_len, dim)
 
-    def _unshard(self, rings: Rings, x: Tensor, seq_len: int, dim: int) -> Tensor:
         def terms() -> dict[str, Any]:
             tensor = describe_tensor(rings, "unshard", x)
             layout = self.layout_of(seq_len)
             where = {"dim": check_dim(x, dim), "seq_len": layout.seq_len, "layout": layout.term}
             return tensor | where
 
-        everyone = read_terms(gather_terms(rings, "a call of unshard", terms))
-        check_same("unshard", everyone, but=["shape"])
-        seq_len, dim = everyone[0]["seq_len"], everyone[0]["dim"]
-        layout, shapes = self.layout_of(seq_len), [theirs["shape"] for theirs in everyone]
-        for rank, shape in enumerate(shapes):
-            expected = list(everyone[0]["shape"])
-            expected[dim] = layout.length(rank)
-            if shape != expected:
-                raise RanksDisagree(
-                    f"expected rank {rank}'s x, of {seq_len} tokens along {dim}, to be {expected}, "
-                    f"got {shape}"
-                )
-        return apply_together(rings, Join(layout, dim, [*map(torch.Size, shapes)]), x)
+        with admit_one_thread(rings, "a call of unshard"):
+            everyone = agree(rings, "unshard", terms, but=["shape"])
+            layout, dim = self.layout_of(seq_len), everyone[0]["dim"]
+            shapes = [theirs["shape"] for theirs in everyone]
+            for rank, shape in enumerate(shapes):
+                expected = list(shapes[0])
+                expected[dim] = layout.length(rank)
+                if shape != expected:
+                    raise RanksDisagree(
+                        f"expected rank {rank}'s x, of {seq_len} tokens along {dim}, to be "
+                        f"{expected}, got {shape}"
+                    )
+            return apply_together(rings, Join(layout, dim, [*map(torch.Size, shapes)]), x)
 
     @not_compiled
     def sum(self, x: Tensor) -> Tensor:
@@ -181,13 +181,8 @@ class SequenceParallel:
         """
         rings = make_rings(self.process_group, self.double_group)
         with admit_one_thread(rings, "a call of sum"):
-            lines = gather_terms(rings, "a call of sum", lambda: describe_tensor(rings, "sum", x))
-            check_same("sum", read_terms(lines))
+            agree(rings, "sum", lambda: describe_tensor(rings, "sum", x))
             return apply_together(rings, Sum(), x)
-
-
-def _gather_lengths(rings: Rings, terms: dict[str, Any]) -> list[dict[str, Any]]:
-    return read_terms(gather_terms(rings, "a call of longest", lambda: terms))
 
 
 class DetachedGroups:
