@@ -270,13 +270,11 @@ def _count_ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
     """
     sizes = set()
     for start in range(0, len(hosts), sp_size):
-        runs = [
-            (name, len(list(ranks)))
-            for name, ranks in itertools.groupby(hosts[start : start + sp_size])
-        ]
-        if len({name for name, _ in runs}) < len(runs):
+        names = hosts[start : start + sp_size]
+        runs = [len(list(ranks)) for _, ranks in itertools.groupby(names)]
+        if len(set(names)) < len(runs):
             return sp_size  # ranks of a host are not consecutive
-        sizes |= {size for _, size in runs}
+        sizes |= set(runs)
     return sizes.pop() if len(sizes) == 1 else sp_size
 
 

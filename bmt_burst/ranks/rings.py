@@ -245,10 +245,8 @@ def _find_transport(group: Group | None) -> Transport:
     if isinstance(group, Transport):
         return group
     bmtrain = initialized_bmtrain()
-    if bmtrain and isinstance(group, bmtrain.nccl.NCCLCommunicator):
-        return bmtrain_transport(group)
-    if group is None and bmtrain:
-        return bmtrain_transport(bmtrain.config["comm"])
+    if bmtrain and (group is None or isinstance(group, bmtrain.nccl.NCCLCommunicator)):
+        return bmtrain_transport(bmtrain.config["comm"] if group is None else group)
     if group is None:
         return torch_transport(world_group()) if dist.is_initialized() else ALONE
     if group is dist.GroupMember.NON_GROUP_MEMBER:

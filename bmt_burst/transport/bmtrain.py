@@ -11,7 +11,6 @@ import functools
 import sys
 import threading
 import uuid
-from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from . import Messages, Ticket
 from .messenger import DEFAULT_TIMEOUT, make_late_error
-from .processes import EngineUse, ProcessTransport
+from .processes import ProcessTransport
 
 Communicator = Any  # bmtrain's NCCLCommunicator: the package has no types
 
@@ -59,22 +58,16 @@ class BMTrainTransport(ProcessTransport):
 
     device_types = frozenset({"cuda"})
 
-    def __init__(self, comm: Communicator, engine_use: EngineUse = "auto"):
+    def __init__(self, comm: Communicator):
         from bmtrain import nccl
 
         self.nccl, self.comm = nccl, comm
         self.rank, self.size = nccl.commRank(comm), nccl.commCount(comm)
         self.stream = torch.cuda.Stream(priority=-1)
         self.name = self._draw_name()
-        super().__init__(dist.PrefixStore(f"{self.name}/messages", store()), engine_use)
-
-    @functools.cached_property
-    def group(self) -> dist.ProcessGroup:
-        """A process group without a backend. Ranks find each other's memory by its store."""
-        group = dist.ProcessGroup(dist.PrefixStore(self.name, store()), self.rank, self.size)
-        register: Any = torch._C._distributed_c10d._register_process_group
-        register(self.name, group)
-        return group
+        # a process group without a backend, by whose store ranks find each other's memory
+        self.group: dist.ProcessGroup | None = None
+        super().__init__(dist.PrefixStore(f"{self.name}/messages", store()))
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -87,8 +80,12 @@ class BMTrainTransport(ProcessTransport):
             self.nccl.groupEnd()
         return _Ticket(self.stream.record_event(), (sends, recvs))
 
-    def symmetric_group(self) -> Any:
-        assert self.group is not None, "made when it is first asked for"
+    def symmetric_group(self) -> str:
+        if self.group is None:
+            found = dist.PrefixStore(self.name, store())
+            self.group = dist.ProcessGroup(found, self.rank, self.size)
+            register: Any = torch._C._distributed_c10d._register_process_group
+            register(self.name, self.group)
         return self.name
 
     def warm_up(self) -> None:
@@ -113,17 +110,14 @@ class BMTrainTransport(ProcessTransport):
 _transports: dict[Communicator, BMTrainTransport] = {}
 # One lock for each communicator: its ranks make its transport together, so a thread that makes
 # another group's must not wait for them.
-_making: defaultdict[Communicator, threading.Lock] = defaultdict(threading.Lock)
-_finding = threading.Lock()
+_making: dict[Communicator, threading.Lock] = {}
 
 
 def bmtrain_transport(comm: Communicator) -> BMTrainTransport:
     """Return the transport over `comm`: one for all calls and threads. All its ranks make it at
     the same point.
     """
-    with _finding:
-        making = _making[comm]
-    with making:
+    with _making.setdefault(comm, threading.Lock()):  # one thread's lock, for all
         if comm not in _transports:
             _transports[comm] = BMTrainTransport(comm)
         return _transports[comm]
