@@ -215,10 +215,11 @@ def test_a_process_ends_if_its_gpu_waits_for_a_lost_rank(state, monkeypatch, cap
         raise Ended  # on the thread of the watch
 
     monkeypatch.setattr(watch.os, "_exit", end)
+    monkeypatch.setattr(watch.torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(watch, "_EVERY", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     lost = "" if state == "no rank is lost" else "rank 1 of the group has ended"
-    watched = Watch(SimpleNamespace(find_lost_rank=lambda: lost, timeout=0.1), lambda: event)
+    watched = Watch(SimpleNamespace(find_lost_rank=lambda: lost, timeout=0.1))
     watched.begin_call("call 7")
     if state != "is enqueueing":
         watched.end_call(state != "failed")

@@ -90,11 +90,8 @@ class BMTrainTransport(ProcessTransport):
 
     def warm_up(self) -> None:
         """Connect to every rank now. Otherwise the first exchange would wait for that."""
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        mine, theirs = (torch.zeros(self.size, dtype=torch.uint8, device="cuda") for _ in range(2))
-        self.exchange(
-            [(mine[p : p + 1], p) for p in peers], [(theirs[p : p + 1], p) for p in peers]
-        ).wait()
+        mine = torch.zeros(1, dtype=torch.uint8, device="cuda")
+        self.all_to_all([[mine]] * self.size, [[mine.shape]] * self.size)
         torch.cuda.synchronize()
 
     def _draw_name(self) -> str:

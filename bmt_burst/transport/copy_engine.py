@@ -21,66 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from . import LANES, Arrival, Delivery, Put, Ticket, as_bytes
+from .cuda_stream import CudaDevice
 
 _FLAG_BYTES = 128  # flags are this far apart
 # slots are a multiple of this, so that a little growth needs no new arena
 _SLOT_BYTES = 1 << 21
 
-Event: TypeAlias = Any  # of the device's own kind
-
-
-class Stream(Protocol):
-    """A queue of work on this rank's device. Flags are int32 tensors of one entry, on this rank or
-    on a peer.
-    """
-
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make copies (target, source) between contiguous uint8 tensors of one size. The caller
-        keeps their memory until the copies are done.
-        """
-
-    def write(self, flags: Sequence[Tensor], value: int) -> None:
-        """Set the flags once all earlier work is done and visible to all devices."""
-
-    def wait(self, flags: Sequence[Tensor], value: int) -> None:
-        """Wait until each flag is `value` or more."""
-
-    def record(self) -> Event:
-        """Return an event after the work so far."""
-
-    def follow(self, event: Event) -> None:
-        """Begin later work after the event."""
-
-
-class Device(Protocol):
-    """This rank's device."""
-
-    def stream(self) -> Stream:
-        """Make a new stream."""
-
-    def current(self) -> Stream:
-        """Return the stream that computes."""
-
-    def synchronize(self) -> None:
-        """Let the host wait until all enqueued work is done."""
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """Make memory that peers will be able to write to."""
-
-    def connect(self, mine: Tensor) -> list[Tensor]:
-        """Return what all ranks allocated, in rank order. All ranks call it."""
-
 
 class CopyEngines:
     """Deliveries between `size` ranks of a host, this one being `rank`."""
 
-    def __init__(self, rank: int, size: int, device: Device):
+    def __init__(self, rank: int, size: int, device: CudaDevice):
         self.rank, self.size, self.device = rank, size, device
         self.slot_bytes = dict.fromkeys(LANES, 0)
         self.lanes: dict[str, _Lane] = {}
@@ -143,7 +99,9 @@ class _Lane:
     rank.
     """
 
-    def __init__(self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: Device):
+    def __init__(
+        self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: CudaDevice
+    ):
         self.rank, self.parts, self.device = rank, parts, device
         self.slot_bytes = slot_bytes
         self.slots = [  # by slot, then by rank
@@ -152,7 +110,7 @@ class _Lane:
         ]
         self.stream = device.stream()
         self.number = 0
-        self.released: Event | None = None  # after the last release
+        self.released: torch.cuda.Event | None = None  # after the last release
         peers = range(len(parts))
         self.arrived = [self._flag(rank, 2 * peer) for peer in peers]  # here, written by peer
         self.freed = [self._flag(rank, 2 * peer + 1) for peer in peers]
@@ -169,7 +127,7 @@ class _Lane:
         ticket = _LaneTicket(self, self.number, arrived, sent, sends)
         return _LaneDelivery(slot[self.rank][:nbytes], ticket)
 
-    def _send(self, slot: Sequence[Tensor], sends: Sequence[Put]) -> Event:
+    def _send(self, slot: Sequence[Tensor], sends: Sequence[Put]) -> torch.cuda.Event:
         """Copy puts to the ranks' memory for this delivery. Return an event after that."""
         stream = self.stream
         # The next rank first: where copies follow one another, each rank receives from another one.
@@ -222,7 +180,7 @@ class _LaneTicket(Ticket):
     lane: _Lane
     number: int
     arrived: Sequence[Tensor]
-    sent: Event | None
+    sent: torch.cuda.Event | None
     sends: Sequence[Put]
 
     def wait(self) -> None:

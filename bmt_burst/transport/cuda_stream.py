@@ -20,12 +20,18 @@ _WAIT, _WRITE = 1, 2
 
 
 class CudaStream:
-    """A CUDA stream. Operations that the driver refuses raise RuntimeError."""
+    """A CUDA stream. Operations that the driver refuses raise RuntimeError.
+
+    Flags are int32 tensors of one entry, on this GPU or on a peer.
+    """
 
     def __init__(self, stream: torch.cuda.Stream):
         self.stream, self.handle = stream, ctypes.c_void_p(stream.cuda_stream)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make copies (target, source) between contiguous uint8 tensors of one size. The caller
+        keeps their memory until the copies are done.
+        """
         # Torch copies contiguous memory of one dtype with cudaMemcpyAsync, also to memory of a peer
         # that is mapped here. So a copy engine does it, and no kernel.
         with torch.cuda.stream(self.stream):
@@ -33,17 +39,21 @@ class CudaStream:
                 target.copy_(source, non_blocking=True)
 
     def write(self, flags: Sequence[Tensor], value: int) -> None:
+        """Set the flags once all earlier work is done and visible to all devices."""
         self._operate_on(_WRITE, flags, value)
 
     def wait(self, flags: Sequence[Tensor], value: int) -> None:
+        """Wait until each flag is `value` or more."""
         self._operate_on(_WAIT, flags, value)
 
     def record(self) -> torch.cuda.Event:
+        """Return an event after the work so far."""
         # A new event each time: one that is recorded again would mean later work to those who wait
         # for it from then on.
         return self.stream.record_event()
 
     def follow(self, event: torch.cuda.Event) -> None:
+        """Begin later work after the event."""
         self.stream.wait_event(event)
 
     def _operate_on(self, operation: int, flags: Sequence[Tensor], value: int) -> None:
@@ -73,14 +83,17 @@ class CudaDevice:
         self.known: dict[int, CudaStream] = {}  # by handle
 
     def synchronize(self) -> None:
+        """Let the host wait until all enqueued work is done."""
         torch.cuda.synchronize()
 
     def allocate(self, nbytes: int) -> Tensor:
+        """Make memory that peers will be able to write to."""
         memory = torch._C._distributed_c10d._SymmetricMemory
         here = torch.device("cuda", self.index)
         return memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, here)
 
     def connect(self, mine: Tensor) -> list[Tensor]:
+        """Return what all ranks allocated, in rank order. All ranks call it."""
         from torch.distributed._symmetric_memory import rendezvous
 
         handle = rendezvous(mine, self.find_group())

@@ -78,25 +78,22 @@ class ProcessTransport(Transport):
         if engines.fits(lane_bytes):
             return
         hosts = sorted({name.decode() for name in self.messenger.gather(host_name())})
-        apart = f"the ranks are on several hosts, {hosts}" if len(hosts) > 1 else ""
-        failure = ""
-        for step in [] if apart else engines.growth(lane_bytes):
-            failure = failure or self._first_failure(step)
-        reason = apart or failure
+        apart = len(hosts) > 1
+        reason = f"the ranks are on several hosts, {hosts}" if apart else ""
+        for step in engines.growth(lane_bytes):
+            reason = reason or self._first_failure(step)
         self.copy_engines = None if reason else engines
-        if self.copy_engines and not self.watch:
-            assert isinstance(self.messenger, SocketMessenger), "there are several ranks"
-            self.watch = Watch(self.messenger, torch.cuda.Event)
         if reason and self.engine_use == "always":
             raise RuntimeError(f"copy engines cannot be used: {reason}")
         if reason:
             self.engine_use = "never"
-        if failure:
-            logger.warning(
-                "deliveries use NCCL, which is slower: copy engines cannot be used: %s", failure
-            )
-        else:
-            logger.info("deliveries use %s", f"NCCL: {apart}" if apart else "GPUs' copy engines")
+            level = logging.INFO if apart else logging.WARNING  # NCCL is slower
+            logger.log(level, "deliveries use NCCL: copy engines cannot be used: %s", reason)
+            return
+        logger.info("deliveries use GPUs' copy engines")
+        if not self.watch:
+            assert isinstance(self.messenger, SocketMessenger), "there are several ranks"
+            self.watch = Watch(self.messenger)
 
     def deliver(
         self,

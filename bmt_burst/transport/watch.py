@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+
+import torch
 
 from .sockets import SocketMessenger
 
@@ -22,27 +22,17 @@ _EVERY = 1.0  # seconds between checks
 _LONGEST = 30.0  # seconds that work may take without a lost rank, at most
 
 
-class Event(Protocol):
-    """A place in the current stream."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        """Whether all work that was enqueued before it is done."""
-
-
 class Watch:
     """A watch that lasts as long as it is referred to.
 
-    messenger   that of the ranks. Without a lost rank, work may take half of its timeout, and at
-                most 30 s.
-    make_event  makes an event
+    messenger  that of the ranks. Without a lost rank, work may take half of its timeout, and at
+               most 30 s.
     """
 
-    def __init__(self, messenger: SocketMessenger, make_event: Callable[[], Event]):
-        self.messenger, self.make_event = messenger, make_event
+    def __init__(self, messenger: SocketMessenger):
+        self.messenger = messenger
         self.doing = ""  # the last call
-        self.event: Event | None = None  # after all its work, once that is enqueued
+        self.event: torch.cuda.Event | None = None  # after all its work, once that is enqueued
         threading.Thread(
             target=_run, args=(weakref.ref(self),), name="bmt_burst watch", daemon=True
         ).start()
@@ -56,7 +46,7 @@ class Watch:
     def end_call(self, is_enqueued: bool) -> None:
         """Note that this rank has enqueued all of it on the current stream, or has failed."""
         if is_enqueued:
-            event = self.make_event()
+            event = torch.cuda.Event()
             event.record()
             self.event = event
         else:
