@@ -36,7 +36,7 @@ from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.events import Do, Event
+from bmt_burst.strategies.ring.events import Event
 from bmt_burst.strategies.ring.program import Program
 
 _BACKWARD = 2.5  # operations of a backward, relative to its forward
@@ -122,7 +122,7 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
             intervals.append(Interval(row, event, start, free[row]))
         return free[row]
 
-    def at(event: Event, do: Do) -> float:
+    def at(event: Event, do: str) -> float:
         return done.get(event._replace(do=do), 0.0)
 
     sizes = program.problem.sizes
@@ -142,19 +142,21 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
         heads = _heads(program, event)
         if event.do == "own":
             occupy("compute", event, seconds(sizes.heads, program.own))
-        elif event.do in ("open", "compute"):
-            arrived = at(event, "cross") if event.do == "open" else at(event, "fetch")
-            found = program.calls[event.round, event.stage if event.do == "compute" else -1]
+        elif event.do == "compute":
+            is_root = event.stage < 0
+            arrived = at(event._replace(stage=0), "cross") if is_root else at(event, "fetch")
+            found = program.calls[event.round, event.stage]
             done[event] = occupy("compute", event, seconds(heads, found), arrived)
         elif event.do == "fetch":
-            buffer_read = at(event._replace(stage=event.stage - 2), "compute")  # two buffers
+            before = event._replace(stage=event.stage - 2)  # there are two buffers
+            buffer_read = at(before, "compute") if before.stage >= 0 else 0.0
             done[event] = occupy("visit", event, link_seconds(event), buffer_read)
         elif event.do == "return":
             done[event] = occupy("return", event, link_seconds(event), at(event, "compute"))
         elif event.do in ("collect", "end") and event.stage >= 0 and returning:
             free["compute"] = max(free["compute"], at(event, "return"))
         elif event.do == "cross":
-            tokens = program.rounds[event.round].held_tokens
+            tokens = program.rounds[event.round].landing.tokens
             nbytes = program.passes[event.number].packing.nbytes(tokens)
             done[event] = occupy("host", event, nbytes / rates.host_bytes)
     return Timeline(program.rank, intervals)

@@ -89,7 +89,7 @@ class Queue:
         if event.do == "free":
             return [self._release(event, "visit")]
         if event.do in ("collect", "end"):
-            peers = {entry.peer for entry in round_.stages[event.stage].incoming_gradients}
+            peers = {peer for peer, _ in round_.stages[event.stage].gradient_sources}
             return [self._arrival(event, "return", peers), self._release(event, "return")]
         return self._between_hosts(program, call, event)
 
@@ -130,14 +130,14 @@ class Queue:
         """
         round_ = program.rounds[event.round]
         place = self.rank % self.inner
-        borrowed = (round_.root,) if round_.held_tokens else ()
+        borrowed = (round_.root,) if round_.landing.tokens else ()
         lent = (round_.lent_to * self.inner + place,) if round_.lent_tokens else ()
         if event.do in ("cross", "leave"):
             name = call, event.do, event.number, event.round
             ends = [(self.rank, other) for other in (*borrowed, *lent)]
             there = Step(event, (), tuple(("at", *name, *end) for end in ends))
             return [there, Step(event, tuple(("at", *name, other, mine) for mine, other in ends))]
-        assert event.do in ("open", "arrive", "receive"), event
+        assert event.do in ("arrive", "receive"), event
         return [Step(event)]
 
 
@@ -335,19 +335,22 @@ def test_every_event_has_what_it_needs_before_it(returning):
         ]
         kinds = ["fetch", "land", "compute", *["return"] * returning, "free"]
         for kind in kinds:
-            assert sorted(at[kind]) == every
+            assert sorted(key for key in at[kind] if key[2] >= 0) == every
         for key in every:
             assert [at[kind][key] for kind in kinds] == sorted(at[kind][key] for kind in kinds)
         for kind in kinds:  # and one after the other
-            assert list(at[kind]) == every
+            assert [key for key in at[kind] if key[2] >= 0] == every
         assert list(at["own"].values()) == [at["own"][0, 0, 0]]
         later = [(h, n, 0) for h in range(passes) for n in range(1, len(stages))]
-        for kind in ("cross", "arrive", "open", *["leave", "receive"] * returning):
+        for kind in ("cross", "arrive", *["leave", "receive"] * returning):
             assert sorted(at[kind]) == later
+        roots = {key: i for key, i in at["compute"].items() if key[2] < 0}
+        assert sorted(roots) == [(h, n, -1) for h, n, _ in later]
         for key in later:
-            assert at["cross"][key] < at["arrive"][key] < at["open"][key]
+            root = roots[*key[:2], -1]
+            assert at["cross"][key] < at["arrive"][key] < root
             if returning:
-                assert at["open"][key] < at["leave"][key] < at["receive"][key]
+                assert root < at["leave"][key] < at["receive"][key]
                 assert all(
                     at["collect"][*key[:2], s] < at["leave"][key] for s in range(stages[key[1]])
                 )

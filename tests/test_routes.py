@@ -14,7 +14,7 @@ from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import Tiling
-from bmt_burst.strategies.ring.routes import Landings, Round, Routes, Stage
+from bmt_burst.strategies.ring.routes import Landing, Round, Routes, Stage
 from bmt_burst.strategies.ring.schedule import Schedule
 from bmt_burst.transport.packing import Packing
 from tests.cases import random_layout, random_mask
@@ -38,9 +38,9 @@ class Ring:
         """The names of the tokens that are there of a round's root."""
         return [(round_.root, t) for span in round_.held for t in range(*span)]
 
-    def tiles(self, rank: int, landings: Landings) -> list[Tile]:
+    def tiles(self, rank: int, landing: Landing) -> list[Tile]:
         """How a rank looks at what lies in memory."""
-        return self.tiling.tiles(rank, landings.runs, landings.places)
+        return self.tiling.tiles(rank, landing.runs, landing.places)
 
     def stages(self):
         """(rank, number of the round, the same stage of all ranks of its host) of all."""
@@ -109,11 +109,11 @@ def test_every_visible_pair_is_computed_once(inner, outer):
         for rank, rounds in enumerate(ring.rounds):
             add(rank, ring.tiling.own_tiles(rank), [(rank, t) for t in range(len(positions[rank]))])
             for round_ in rounds:
-                add(rank, ring.tiles(rank, round_.landings), ring.held(round_))
+                add(rank, ring.tiles(rank, round_.landing), ring.held(round_))
         for rank, number, stages in ring.stages():
             add(
                 rank,
-                ring.tiles(rank, stages[rank % inner].landings),
+                ring.tiles(rank, stages[rank % inner].landing),
                 ring.landed(number, rank, stages),
             )
         assert count.equal(ring.tiling.mask.dense().int())
@@ -152,28 +152,16 @@ def test_gradients_come_home_to_the_tokens_they_belong_to(inner, outer):
                     assert out.total == len(home)
                     put(home, out.at, names[slice(*out.span)])
                 expected = [
-                    (e.at[0], length(e.at))
-                    for e in stages[place].incoming_gradients
-                    if e.peer == peer
+                    (at[0], length(at))
+                    for source, at in stages[place].gradient_sources
+                    if source == peer
                 ]
                 assert [(out.at, length(out.span)) for out in legs] == expected
-                sent = [
-                    (out.peer, t)
-                    for out in stages[place].sends
-                    for t in range(*out.span)
-                    if out.peer == peer
-                ]
-                came = [
-                    (peer, t)
-                    for e in stages[place].incoming_gradients
-                    for t in range(*e.span)
-                    if e.peer == peer
-                ]
-                assert sorted(sent) == sorted(came)
             held = ring.held(ring.rounds[rank][number])
-            assert home == [
-                (e.peer, held[t]) for e in stages[place].incoming_gradients for t in range(*e.span)
-            ]
+            sent = [(out.peer, held[t]) for out in stages[place].sends for t in range(*out.span)]
+            assert home == sent
+            ends = [at[1] for _, at in stages[place].gradient_sources]
+            assert ends == [*itertools.accumulate(length(x.span) for x in stages[place].sends)]
 
 
 @pytest.mark.parametrize(("inner", "outer"), GRIDS)
@@ -187,7 +175,7 @@ def test_hosts_borrow_what_they_look_at(inner, outer):
             for number, round_ in enumerate(rounds):
                 assert round_.root == ring.schedule.block(rank, number, 0)
                 if not number:
-                    assert not round_.lent and not round_.landings
+                    assert not round_.lent and not round_.landing.runs
                     continue
                 owner = ring.rounds[round_.root][number]
                 assert (owner.lent, owner.lent_to) == (round_.held, host)
@@ -274,7 +262,7 @@ def test_only_what_is_looked_at_travels():
         )
     for [round_] in ring_of(Mask.documents(range(0, 65, 8)), layout, 4, 1).rounds:
         assert round_.stages == ()
-        assert round_.held_tokens == 0
+        assert round_.landing.tokens == 0
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -5,7 +5,8 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -14,75 +15,70 @@ from torch import Tensor
 
 from ..kernels import Kernel
 from ..merging.merge import stack_lse_delta
-from ..merging.parts import OutputPart
+from ..merging.parts import OutputPart, Part
 from ..sequence.gathered_calls import GatheredCall
 from ..sequence.span import Span, length
 from ..spec import Spec
 
 ALL = slice(None)  # all tokens, or all heads
+_ROWS = ("lse", "delta")  # tensors (B, heads, S)
 
 
-@dataclass(frozen=True)
-class Queries:
-    """The query side of a forward: q (B, S, H, D)."""
+class Side(ABC):
+    """Tensors of some tokens: of queries or of keys."""
 
-    q: Tensor
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """The number of tokens."""
 
-    def part(self, tokens: slice, heads: slice = ALL) -> Queries:
+    def part(self, tokens: slice, heads: slice = ALL) -> Self:
         """Return views of some tokens and heads."""
         if tokens == heads == ALL:
             return self
-        return Queries(self.q[:, tokens, heads])
+        return self._map(lambda x: x[:, tokens, heads], lambda x: x[:, heads, tokens])
 
-    def gather(self, spans: Sequence[Span]) -> Queries:
+    def gather(self, spans: Sequence[Span]) -> Self:
         """Return the tokens of rising spans, one after the other. It is a view for a single
         span.
         """
         if len(spans) == 1:
-            is_all = spans[0] == (0, self.q.shape[1])
+            is_all = spans[0] == (0, self.tokens)
             return self if is_all else self.part(slice(*spans[0]))
-        return Queries(_gather(self.q, spans, 1))
+        return self._map(lambda x: _gather(x, spans, 1), lambda x: _gather(x, spans, 2))
+
+    def _map(
+        self, of_tokens: Callable[[Tensor], Tensor], of_rows: Callable[[Tensor], Tensor]
+    ) -> Self:
+        """Change each tensor: (B, S, heads, D) by `of_tokens`, (B, heads, S) by `of_rows`."""
+        tensors = {name: x for name, x in vars(self).items() if x is not None}
+        return type(self)(
+            **{name: (of_rows if name in _ROWS else of_tokens)(x) for name, x in tensors.items()}
+        )
 
 
 @dataclass(frozen=True)
-class QueryGradients:
+class Queries(Side):
+    """The query side of a forward: q (B, S, H, D)."""
+
+    q: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[1]
+
+
+@dataclass(frozen=True)
+class QueryGradients(Queries):
     """The query side of a backward: q, dout (B, S, H, D), lse (B, H, S), and either out or delta.
 
     delta (B, H, S) is rowsum(out * dout).
     """
 
-    q: Tensor
     dout: Tensor
     lse: Tensor
     out: Tensor | None = None
     delta: Tensor | None = None
-
-    def part(self, tokens: slice, heads: slice = ALL) -> QueryGradients:
-        """Return views of some tokens and heads."""
-        if tokens == heads == ALL:
-            return self
-        return QueryGradients(
-            self.q[:, tokens, heads],
-            self.dout[:, tokens, heads],
-            self.lse[:, heads, tokens],
-            None if self.out is None else self.out[:, tokens, heads],
-            None if self.delta is None else self.delta[:, heads, tokens],
-        )
-
-    def gather(self, spans: Sequence[Span]) -> QueryGradients:
-        """Return the tokens of rising spans, one after the other. It is a view for a single
-        span.
-        """
-        if len(spans) == 1:
-            is_all = spans[0] == (0, self.q.shape[1])
-            return self if is_all else self.part(slice(*spans[0]))
-        return QueryGradients(
-            _gather(self.q, spans, 1),
-            _gather(self.dout, spans, 1),
-            _gather(self.lse, spans, 2),
-            _gather_optional(self.out, spans, 1),
-            _gather_optional(self.delta, spans, 2),
-        )
 
     def with_delta(self) -> QueryGradients:
         """Return the same queries with delta instead of out."""
@@ -99,37 +95,19 @@ class QueryGradients:
 
 
 @dataclass(frozen=True)
-class Keys:
+class Keys(Side):
     """The key side: k and v (B, S, G, D)."""
 
     k: Tensor
     v: Tensor
 
-    def part(self, tokens: slice, heads: slice = ALL) -> Keys:
-        """Return views of some tokens and heads."""
-        if tokens == heads == ALL:
-            return self
-        return Keys(self.k[:, tokens, heads], self.v[:, tokens, heads])
-
-    def gather(self, spans: Sequence[Span]) -> Keys:
-        """Return the tokens of rising spans, one after the other. It is a view for a single
-        span.
-        """
-        if len(spans) == 1:
-            is_all = spans[0] == (0, self.k.shape[1])
-            return self if is_all else self.part(slice(*spans[0]))
-        return Keys(_gather(self.k, spans, 1), _gather(self.v, spans, 1))
-
-
-Side = Queries | QueryGradients | Keys
+    @property
+    def tokens(self) -> int:
+        return self.k.shape[1]
 
 
 def _gather(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
     return torch.cat([x.narrow(dim, span[0], length(span)) for span in spans], dim)
-
-
-def _gather_optional(x: Tensor | None, spans: Sequence[Span], dim: int) -> Tensor | None:
-    return None if x is None else _gather(x, spans, dim)
 
 
 @dataclass(frozen=True)
@@ -222,15 +200,10 @@ def compute_outputs(
 
 def compute_gradients(
     attention: AttentionGradient, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
-) -> Iterator[tuple[Sequence[Span], Sequence[Span], tuple[Tensor, Tensor, Tensor]]]:
-    """Compute the gradients of calls. Yield the query and key spans of each, with partial (dq, dk,
-    dv).
-    """
+) -> Iterator[tuple[Part, ...]]:
+    """Compute the gradients of calls. Yield the partial dq, dk and dv of each, with their spans."""
     attention = attention.for_calls(calls, queries, keys)
     for gathered in calls:
         rows, columns = gathered.q_spans, gathered.kv_spans
-        yield (
-            rows,
-            columns,
-            attention.backward(queries.gather(rows), keys.gather(columns), gathered),
-        )
+        dq, dk, dv = attention.backward(queries.gather(rows), keys.gather(columns), gathered)
+        yield (rows, dq), (columns, dk), (columns, dv)

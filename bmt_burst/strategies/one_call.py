@@ -36,7 +36,7 @@ from .ring import RingPlan, make_pass
 from .ring.events import order_events
 from .ring.payload import Payload
 from .ring.program import Program
-from .ring.routes import Held, Landings, Round, SeenRuns, Stage
+from .ring.routes import Landing, Round, SeenRuns
 
 _MOST_COPIES = 2  # of a rank's tokens that land on a rank, on average
 
@@ -86,18 +86,19 @@ class OneCallPlan(RingPlan):
             own=(),
             passes=[make_pass(payload, self.problem.sizes, ALL, ALL)],
             rounds=(self._round,),
-            calls={(0, -1): (), (0, 0): kernel_calls(self.gathered[self.rank].tiles)},
+            calls={(0, 0): kernel_calls(self.gathered[self.rank].tiles)},
             events=tuple(order_events(1, [1], returning)),
             has_one_stage=True,
         )
 
     @functools.cached_property
     def _round(self) -> Round:
-        inner, held = self.problem.inner, Held([(0, self.problem.layout.length(self.rank))])
-        seen = SeenRuns(inner, self.rank)
+        inner = self.problem.inner
+        seen = SeenRuns(inner, self.rank, is_own=True)
         for viewer, gathered in enumerate(self.gathered):
             seen.add(viewer, gathered.runs)
-        return Round(self.rank, held.spans, Landings(), (Stage(seen, held, tuple(range(inner))),))
+        root = Landing((), (), sum(map(length, seen.held)))
+        return Round(self.rank, seen.held, root, (seen.stage(tuple(range(inner))),))
 
     def _most_bytes(self, payload: Payload, returning: bool) -> tuple[int, int]:
         sizes, tokens = self.problem.sizes, _MOST_COPIES * self.problem.most_tokens

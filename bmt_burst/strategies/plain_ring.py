@@ -98,12 +98,8 @@ class PlainRingPlan(Plan):
         block += [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)]
         for hop in range(self.size):
             keys, (dk, dv) = Keys(*block[:2]), block[2:]
-            for rows, columns, parts in compute_gradients(
-                attention, self._calls[hop], queries, keys
-            ):
-                for total, spans, part in zip(
-                    (dq, dk, dv), (rows, columns, columns), parts, strict=True
-                ):
+            for parts in compute_gradients(attention, self._calls[hop], queries, keys):
+                for total, (spans, part) in zip((dq, dk, dv), parts, strict=True):
                     _add_gradient(total, spans, part)
             block = self._pass_on(rings, block, hop)
         return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), ()

@@ -38,9 +38,9 @@ from ..problem import Part
 from .backward import Backward
 from .events import order_events
 from .forward import Forward
-from .payload import KeysValues, Payload, QueryPayload, backward_payload, select_heads
-from .program import Pass, Program, find_landing_positions
-from .routes import Landings, Routes
+from .payload import KeysValues, Payload, backward_payload, select_heads
+from .program import Pass, Program
+from .routes import Landing, Routes
 from .schedule import Schedule
 
 # rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM
@@ -83,9 +83,7 @@ class RingPlan(Plan):
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        return Forward(
-            self.forward_program, KeysValues(), rings, Queries(q), Keys(k, v), inputs
-        ).result()
+        return Forward(self.forward_program, rings, Queries(q), Keys(k, v), inputs).result()
 
     def backward(
         self, rings: Rings, dout: Tensor, saved: Saved
@@ -105,8 +103,7 @@ class RingPlan(Plan):
         """Compute the backward (`backward`). Queries have delta only if the problem `takes_delta`,
         otherwise out.
         """
-        payload = self._backward_payload
-        return Backward(self.backward_program, payload, rings, queries, keys, inputs, kept).result()
+        return Backward(self.backward_program, rings, queries, keys, inputs, kept).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         visit, returned = self._most_bytes(KeysValues(), returning=False)[0], 0
@@ -120,9 +117,8 @@ class RingPlan(Plan):
         return "\n".join(f"rank {self.rank}, {name}: {program}" for name, program in programs)
 
     @functools.cached_property
-    def _backward_payload(self) -> KeysValues | QueryPayload:
-        problem = self.problem
-        return backward_payload(problem.backward, problem.send_out, problem.sizes)
+    def _backward_payload(self) -> Payload:
+        return backward_payload(self.problem)
 
     @functools.cached_property
     def _tiling(self) -> Tiling:
@@ -169,29 +165,23 @@ class RingPlan(Plan):
             (part, tiling.transposed if sends_queries else tiling) for part, tiling in self._parts
         ]
 
-        def find_calls(landings: Landings, tokens: int) -> list[GatheredCall]:
+        def find_calls(landing: Landing) -> list[GatheredCall]:
             found: list[GatheredCall] = []
-            for part, tiling in parts if landings else ():
-                tiles = tiling.tiles(self.rank, landings.runs, landings.places)
+            for part, tiling in parts if landing.runs else ():
+                tiles = tiling.tiles(self.rank, landing.runs, landing.places)
                 tiles = by_columns(tiles) if returning else tiles
                 tiles = [*map(flipped, tiles)] if sends_queries else tiles
                 found += kernel_calls(tiles, part.label, part.most_gaps)
 
             def sides() -> tuple[Tensor, Tensor]:
-                here, landed = self._positions, find_landing_positions(landings, tokens)
+                here, landed = self._positions, landing.positions()
                 return (landed, here) if sends_queries else (here, landed)
 
             return problem.scoring.refine(found, sides)
 
-        calls = {
-            (n, -1): find_calls(round_.landings, round_.held_tokens)
-            for n, round_ in enumerate(rounds)
-        }
+        calls = {(n, -1): find_calls(round_.landing) for n, round_ in enumerate(rounds)}
         for n, round_ in enumerate(rounds):
-            calls |= {
-                (n, i): find_calls(stage.landings, stage.tokens)
-                for i, stage in enumerate(round_.stages)
-            }
+            calls |= {(n, i): find_calls(x.landing) for i, x in enumerate(round_.stages)}
         return Program(
             problem=problem,
             rank=self.rank,

@@ -6,7 +6,7 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +14,11 @@ from torch import Tensor
 from ...merging.merge import Gradients, sum_parts
 from ...merging.parts import Part, is_whole, tokens_at
 from ...ranks.rings import Rings
-from ...sequence.span import Span, length, shifted
-from ...transport import Delivery, Put, Ticket
+from ...sequence.span import length, shifted
+from ...transport import Put
 from ..compute import ALL, Keys, QueryGradients, compute_gradients
 from .events import Event
 from .execution import Execution
-from .payload import KeysValues, QueryPayload
 from .program import Program
 
 # Partial gradients may hold this many times group_bytes before they are added up (compare
@@ -31,39 +30,37 @@ class Backward(Execution):
     """The backward. It adds up the gradients of the side that stays. Gradients of the side that is
     sent are returned, and their owner adds them up.
 
-    own_parts     partial dq, dk and dv of the own block
-    grads         dq, dk and dv, from the event `own` on
-    sums          the sums of dq, dk and dv, by pass
-    root_sums     the sums of a root's gradients, by pass and round
-    computed      partial gradients of the sent side of a stage
-    returning     the delivery of gradients that is under way
-    leaving_host  the exchange of gradients between hosts that is under way
+    own_parts      partial dq, dk and dv of the own block
+    grads          dq, dk and dv, from the event `own` on
+    sums           the sums of dq, dk and dv, by pass
+    sent, staying  which of dq, dk and dv are those of each side
+    root_sums      the sums of a root's gradients, by pass and round
+    computed       partial gradients of the sent side of a stage
     """
 
     def __init__(
         self,
         program: Program,
-        payload: KeysValues | QueryPayload,
         rings: Rings,
         queries: QueryGradients,
         keys: Keys,
         inputs: tuple[Tensor, ...],
         kept: tuple[Tensor, ...],
     ):
-        problem, device = program.problem, queries.q.device
+        problem, sends_queries = program.problem, program.payload.sends_queries
         if problem.scoring.prefers_delta and problem.takes_delta:
             queries = queries.with_delta()  # then calls need not gather out
-        super().__init__(program, rings, queries if payload.sends_queries else keys, device)
-        self.payload, self.queries, self.keys = payload, queries, keys
+        super().__init__(program, rings, queries if sends_queries else keys, queries.q.device)
+        self.queries, self.keys = queries, keys
         self.attention = problem.scoring.backward(problem, queries, inputs, kept)
-        self.inputs = queries.q, keys.k, keys.v
+        of_queries, of_keys = slice(0, 1), slice(1, 3)  # of dq, dk and dv
+        self.sent, self.staying = (of_queries, of_keys) if sends_queries else (of_keys, of_queries)
+        self.limit = int(_GRADIENTS_WAITING * problem.group_bytes)
         self.own_parts: tuple[list[Part], ...] = ([], [], [])
         self.grads: list[Tensor] = []
         self.sums: dict[int, list[Gradients]] = {}
         self.root_sums: dict[tuple[int, int], list[Gradients]] = {}
         self.computed: list[list[Part]] = []
-        self.returning: list[Delivery] = []
-        self.leaving_host: list[tuple[Ticket, tuple[Tensor, ...]]] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """Run. Return dq, dk and dv in the inputs' dtype, and this rank's shares of the gradients
@@ -73,36 +70,12 @@ class Backward(Execution):
         dq, dk, dv = self.grads
         return dq, dk, dv, self.attention.gradients
 
-    def _perform(self, event: Event) -> None:
-        match event.do:
-            case "return":
-                self._return(event)
-            case "collect":
-                self._collect(event)
-            case "leave":
-                self._leave(event)
-            case "receive":
-                self._receive(event)
-            case _:
-                super()._perform(event)
-
-    def _release_all(self) -> None:
-        super()._release_all()
-        for delivery in self.returning:
-            delivery.wait()
-            delivery.release()
-        for ticket, _ in self.leaving_host:
-            ticket.wait()
-
-    def _own(self) -> None:
-        for rows, columns, grads in compute_gradients(
-            self.attention, self.program.own, self.queries, self.keys
-        ):
-            for parts, spans, grad in zip(
-                self.own_parts, (rows, columns, columns), grads, strict=True
-            ):
-                parts.append((spans, grad))
-        for parts, x in zip(self.own_parts, self.inputs, strict=True):
+    def _own(self, event: Event) -> None:
+        for found in compute_gradients(self.attention, self.program.own, self.queries, self.keys):
+            for parts, part in zip(self.own_parts, found, strict=True):
+                parts.append(part)
+        inputs = self.queries.q, self.keys.k, self.keys.v
+        for parts, x in zip(self.own_parts, inputs, strict=True):
             whole = is_whole(parts, x.shape[1])
             self.grads.append(
                 parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
@@ -128,46 +101,32 @@ class Backward(Execution):
             # dk and dv: their parts lie in memory that is received into.
             is_free = self.program.has_one_stage and grad is self.grads[0]
             into = None if is_free else grad
-            sums.append(Gradients(grad.shape, grad.dtype, grad.device, self._limit(), into, own))
+            sums.append(Gradients(grad.shape, grad.dtype, grad.device, self.limit, into, own))
         return sums
 
-    def _limit(self) -> int:
-        return int(_GRADIENTS_WAITING * self.program.problem.group_bytes)
-
-    def _open(self, event: Event) -> None:
-        if tensors := self._root_tensors(event):
-            for sent, spans in self._differentiate(event, (event.round, -1), tensors):
-                _add_gradients(self._sums_of_root(event), spans, sent)
-
     def _compute(self, event: Event) -> None:
-        self.computed = [[] for _ in self._sent_sums(event.number)]
-        tensors = self._landed_tensors(event)
-        for sent, spans in self._differentiate(event, (event.round, event.stage), tensors):
-            for parts, grad in zip(self.computed, sent, strict=True):
-                parts.append((spans, grad))
+        calls, sums = self.program.calls[event.round, event.stage], self.sums[event.number]
+        tensors = self._received(event)
+        if event.stage >= 0:
+            self.computed = [[] for _ in sums[self.sent]]
+        if not calls:
+            return
+        attention = self.attention.of_heads(self._pass(event).q)
+        for found in compute_gradients(attention, calls, *self._sides(event, tensors)):
+            _add_parts(sums[self.staying], found[self.staying])
+            if event.stage < 0:
+                _add_parts(self._sums_of_root(event), found[self.sent])
+            else:
+                for parts, part in zip(self.computed, found[self.sent], strict=True):
+                    parts.append(part)
 
-    def _differentiate(
-        self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]
-    ) -> Iterator[tuple[Sequence[Tensor], Sequence[Span]]]:
-        """Add gradients of the side that stays to its sums. Yield those of the sent side with
-        its spans.
-        """
-        program, pass_, payload = self.program, self._pass(event), self.payload
-        if isinstance(payload, QueryPayload):
-            queries = payload.arrive(tensors, program.problem.takes_delta)
-            keys = self.keys.part(ALL, pass_.kv)
-        else:
-            queries, keys = self.queries.part(ALL, pass_.q), payload.arrive(tensors)
-        attention = self.attention.of_heads(pass_.q)
-        for rows, columns, (dq, dk, dv) in compute_gradients(
-            attention, program.calls[key], queries, keys
-        ):
-            of_queries, of_keys = ((dq,), rows), ((dk, dv), columns)
-            sent, staying = (
-                (of_queries, of_keys) if payload.sends_queries else (of_keys, of_queries)
-            )
-            _add_gradients(self._staying_sums(event.number), staying[1], staying[0])
-            yield sent
+    def _sides(self, event: Event, tensors: Sequence[Tensor]) -> tuple[QueryGradients, Keys]:
+        """Return the queries and keys of a stage's calls: the received side, and the own one."""
+        received, pass_ = self.program.payload.arrive(tensors), self._pass(event)
+        if isinstance(received, QueryGradients):
+            return received, self.keys.part(ALL, pass_.kv)
+        assert isinstance(received, Keys)
+        return self.queries.part(ALL, pass_.q), received
 
     def _return(self, event: Event) -> None:
         stage, packing = self._stage(event), self._pass(event).return_packing
@@ -205,58 +164,50 @@ class Backward(Execution):
 
     def _add_returned(self, event: Event) -> list[Gradients]:
         """Wait for the gradients of a stage and add them to the root's sums. Return the sums."""
-        stage, round_ = self._stage(event), self._round(event)
+        stage, round_, packing = (
+            self._stage(event),
+            self._round(event),
+            self._pass(event).return_packing,
+        )
         self.returning[-1].wait()
-        sums = self._sums_of_root(event) if event.round else self._sent_sums(event.number)
+        sums = self._sums_of_root(event) if event.round else self.sums[event.number][self.sent]
         first = 0 if event.round else round_.held[0][0]
-        packing = self._pass(event).return_packing
         views = packing.views(self.returning[-1].memory, stage.gradient_tokens)
-        for entry in stage.incoming_gradients:
-            for total, grad in zip(sums, views, strict=True):
-                total.add([shifted(entry.span, first)], tokens_at(grad, entry.at))
+        for out, (_, at) in zip(stage.sends, stage.gradient_sources, strict=True):
+            spans = [shifted(out.span, first)]
+            _add_parts(sums, [(spans, tokens_at(grad, at)) for grad in views])
         return sums
 
     def _leave(self, event: Event) -> None:
-        round_, dtype = self._round(event), self.program.problem.sizes.partial
-        share = (
-            [total.result(dtype) for total in self._sums_of_root(event)]
-            if round_.held_tokens
-            else []
-        )
+        round_, packing = self._round(event), self._pass(event).return_packing
+        share: list[Tensor] = []
+        if round_.landing.tokens:
+            dtype = self.program.problem.sizes.partial
+            share = [total.result(dtype) for total in self._sums_of_root(event)]
         self.root_sums.pop((event.number, event.round), None)
-        packing = self._pass(event).return_packing
         here = packing.empty(round_.lent_tokens, self.device) if round_.lent_tokens else ()
         owner = round_.root // self.rings.inner.size
-        self.leaving_host.append((self._exchange(share, owner, here, round_.lent_to), here))
+        self.leaving.append((self._exchange(share, owner, here, round_.lent_to), here))
 
     def _receive(self, event: Event) -> None:
-        ticket, grads = self.leaving_host.pop()
+        ticket, grads = self.leaving.pop()
         ticket.wait()
         if grads:
-            _add_gradients(self._sent_sums(event.number), self._round(event).lent, grads)
+            lent = self._round(event).lent
+            _add_parts(self.sums[event.number][self.sent], [(lent, grad) for grad in grads])
 
     def _sums_of_root(self, event: Event) -> list[Gradients]:
         """Return the sums of this host's share of a root's gradients."""
-        key, tokens = (event.number, event.round), self._round(event).held_tokens
+        key, tokens = (event.number, event.round), self._round(event).landing.tokens
         if key not in self.root_sums:
-            own = self._sent_sums(event.number)
-            shapes = [(x.shape[0], tokens, *x.shape[2:]) for x in own]
-            pairs = zip(shapes, own, strict=True)
             self.root_sums[key] = [
-                Gradients(shape, x.dtype, x.device, self._limit()) for shape, x in pairs
+                Gradients((x.shape[0], tokens, *x.shape[2:]), x.dtype, x.device, self.limit)
+                for x in self.sums[event.number][self.sent]
             ]
         return self.root_sums[key]
 
-    def _sent_sums(self, number: int) -> list[Gradients]:
-        return self.sums[number][:1] if self.payload.sends_queries else self.sums[number][1:]
 
-    def _staying_sums(self, number: int) -> list[Gradients]:
-        return self.sums[number][1:] if self.payload.sends_queries else self.sums[number][:1]
-
-
-def _add_gradients(
-    sums: Sequence[Gradients], spans: Sequence[Span], grads: Sequence[Tensor]
-) -> None:
-    """Add to each of `sums` its gradient (B, T, ...) of the tokens of rising spans."""
-    for total, grad in zip(sums, grads, strict=True):
-        total.add(spans, grad)
+def _add_parts(sums: Sequence[Gradients], parts: Sequence[Part]) -> None:
+    """Add a part to each of `sums`."""
+    for total, part in zip(sums, parts, strict=True):
+        total.add(*part)

@@ -11,9 +11,9 @@ before they wait for anything later (see transport/copy_engine.py).
                       need
     own               compute the own block
     begin    p        begin the sums of a pass
-    open     p n      compute what this rank needs in the root of round n
     land     p n s    wait for what was fetched
-    compute  p n s    compute it
+    compute  p n s    compute it. Stage -1 is the root of round n, which was received before the
+                      stages, from another host, and lies in memory of its own
     return   p n s    start to return its gradients
     collect  p n s    wait for the gradients of the root that others computed in the stage, and add
                       them up
@@ -27,31 +27,13 @@ before they wait for anything later (see transport/copy_engine.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
-
-Do = Literal[
-    "pack",
-    "cross",
-    "fetch",
-    "own",
-    "begin",
-    "open",
-    "land",
-    "compute",
-    "return",
-    "collect",
-    "free",
-    "leave",
-    "receive",
-    "arrive",
-    "end",
-]
+from typing import NamedTuple
 
 
 class Event(NamedTuple):
     """An action of a rank in pass `number` over the ring, round `round` and stage `stage`."""
 
-    do: Do
+    do: str
     number: int = 0
     round: int = 0
     stage: int = 0
@@ -82,7 +64,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
             if round_ == last and not count:
                 yield from _begin_next(following, stages)
             if round_:
-                yield Event("open", number, round_)
+                yield Event("compute", number, round_, -1)
                 yield from _take_all(collect)
             for stage in range(count):
                 if stage + 1 < count:

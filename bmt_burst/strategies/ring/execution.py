@@ -10,9 +10,7 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -27,21 +25,24 @@ from .program import Pass, Program
 from .routes import Round, Stage
 
 
-class Execution(ABC):
-    """One run of a program. This class moves blocks; subclasses compute with them.
+class Execution:
+    """One run of a program, with a method `_EVENT` for each event. This class moves blocks;
+    subclasses compute with them.
 
-    leaving  the side of the own block that others need
+    sent_side  the side of the own block that others need
 
-    The lists hold exchanges and deliveries that are under way: `crossing` between hosts, `fetched`
-    until they land, then `landed`.
+    The lists hold exchanges and deliveries that are under way. Blocks are `crossing` between hosts,
+    `fetched` until they land, then `landed`. Gradients are `leaving` the host or `returning`.
     """
 
-    def __init__(self, program: Program, rings: Rings, leaving: Side, device: torch.device):
-        self.program, self.rings, self.leaving, self.device = program, rings, leaving, device
+    def __init__(self, program: Program, rings: Rings, sent_side: Side, device: torch.device):
+        self.program, self.rings, self.sent_side, self.device = program, rings, sent_side, device
         self.roots: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by pass and round
         self.crossing: list[tuple[Ticket, tuple[Tensor, ...]]] = []
         self.fetched: list[Delivery] = []
         self.landed: list[Delivery] = []
+        self.leaving: list[tuple[Ticket, tuple[Tensor, ...]]] = []
+        self.returning: list[Delivery] = []
 
     def run(self) -> None:
         """Perform the events in order. If one fails, leave the transport ready for the next
@@ -49,89 +50,27 @@ class Execution(ABC):
         """
         try:
             for event in self.program.events:
-                self._perform(event)
+                getattr(self, f"_{event.do}")(event)
         finally:
             self._release_all()
-
-    def _perform(self, event: Event) -> None:
-        match event.do:
-            case "pack":
-                self.roots[event.number, 0] = self._leaving_part(event, self.program.rounds[0].held)
-            case "cross":
-                self._cross(event)
-            case "fetch":
-                self._fetch(event)
-            case "own":
-                self._own()
-            case "begin":
-                self._begin(event)
-            case "open":
-                self._open(event)
-            case "land":
-                self._land(event)
-            case "compute":
-                self._compute(event)
-            case "free":
-                self.landed.pop().release()
-            case "arrive":
-                self._arrive(event)
-            case "end":
-                self._end(event)
-            case "return" | "collect" | "leave" | "receive":
-                raise AssertionError(f"a forward returns no gradients, got {event}")
-            case _:
-                assert_never(event.do)
-
-    @abstractmethod
-    def _own(self) -> None: ...
-
-    @abstractmethod
-    def _begin(self, event: Event) -> None: ...
-
-    @abstractmethod
-    def _open(self, event: Event) -> None: ...
-
-    @abstractmethod
-    def _compute(self, event: Event) -> None: ...
-
-    @abstractmethod
-    def _end(self, event: Event) -> None: ...
 
     def _release_all(self) -> None:
         """Release what a failed run left, so that the next call finds the transport ready."""
         for delivery in self.landed:
             delivery.release()
-        for delivery in self.fetched:
+        for delivery in (*self.fetched, *self.returning):
             delivery.wait()
             delivery.release()
-        for ticket, _ in self.crossing:
+        for ticket, _ in (*self.crossing, *self.leaving):
             ticket.wait()
 
-    def _pass(self, event: Event) -> Pass:
-        return self.program.passes[event.number]
-
-    def _round(self, event: Event) -> Round:
-        return self.program.rounds[event.round]
-
-    def _stage(self, event: Event) -> Stage:
-        return self._round(event).stages[event.stage]
-
-    def _leaving_part(self, event: Event, spans: Sequence[Span]) -> tuple[Tensor, ...]:
-        """Return the tensors of some own tokens to send, contiguous."""
-        pass_, payload = self._pass(event), self.program.payload
-        if not any(map(length, spans)):
-            return ()
-        side = self.leaving.part(ALL, pass_.q if payload.sends_queries else pass_.kv)
-        return payload.depart(side.gather(spans))
+    def _pack(self, event: Event) -> None:
+        self.roots[event.number, 0] = self._leaving_part(event, self._round(event).held)
 
     def _cross(self, event: Event) -> None:
-        round_ = self._round(event)
-        there = self._leaving_part(event, round_.lent)
-        here = (
-            self._pass(event).packing.empty(round_.held_tokens, self.device)
-            if round_.held_tokens
-            else ()
-        )
+        round_, packing = self._round(event), self._pass(event).packing
+        there, tokens = self._leaving_part(event, round_.lent), round_.landing.tokens
+        here = packing.empty(tokens, self.device) if tokens else ()
         ticket = self._exchange(there, round_.lent_to, here, round_.root // self.rings.inner.size)
         self.crossing.append((ticket, here))
 
@@ -154,14 +93,36 @@ class Execution(ABC):
             # The wait was for what this rank sent, too: nothing reads the root any more.
             del self.roots[event.number, event.round]
 
-    def _landed_tensors(self, event: Event) -> Sequence[Tensor]:
-        """Return the tensors that landed. They are valid until they are freed."""
-        return self._pass(event).packing.views(self.landed[-1].memory, self._stage(event).tokens)
+    def _free(self, event: Event) -> None:
+        self.landed.pop().release()
 
-    def _root_tensors(self, event: Event) -> tuple[Tensor, ...]:
-        """Return the tensors of a round's root, or none if this rank needs nothing of it."""
-        key = event.number, event.round
-        return self.roots[key] if self._round(event).stages else self.roots.pop(key)
+    def _pass(self, event: Event) -> Pass:
+        return self.program.passes[event.number]
+
+    def _round(self, event: Event) -> Round:
+        return self.program.rounds[event.round]
+
+    def _stage(self, event: Event) -> Stage:
+        return self._round(event).stages[event.stage]
+
+    def _leaving_part(self, event: Event, spans: Sequence[Span]) -> tuple[Tensor, ...]:
+        """Return the tensors of some own tokens to send, contiguous."""
+        pass_, payload = self._pass(event), self.program.payload
+        if not any(map(length, spans)):
+            return ()
+        side = self.sent_side.part(ALL, pass_.q if payload.sends_queries else pass_.kv)
+        return payload.depart(side.gather(spans))
+
+    def _received(self, event: Event) -> Sequence[Tensor]:
+        """Return the tensors of a stage, which are valid until they are freed, or of a root.
+
+        There are none of a root of which this host needs nothing.
+        """
+        key, stages = (event.number, event.round), self._round(event).stages
+        if event.stage < 0:
+            return self.roots[key] if stages else self.roots.pop(key)
+        tokens = stages[event.stage].tokens
+        return self._pass(event).packing.views(self.landed[-1].memory, tokens)
 
     def _exchange(
         self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int
@@ -177,6 +138,9 @@ class Execution(ABC):
         puts: Sequence[Put],
         sources: Iterable[tuple[int, Span]],
     ) -> Delivery:
-        """Start a delivery of which `tokens` land here: those of each (rank, place)."""
-        arrivals = [x for peer, at in sources for x in packing.arrivals(peer, at, tokens)]
-        return self.rings.inner.deliver(lane, packing.nbytes(tokens), puts, arrivals, self.device)
+        """Start a delivery of which `tokens` land here: those of each (place, span)."""
+        inner = self.rings.inner
+        # A rank waits for no message from itself: it copies those tokens when it sends.
+        others = [(peer, at) for peer, at in sources if peer != inner.rank]
+        arrivals = [x for peer, at in others for x in packing.arrivals(peer, at, tokens)]
+        return inner.deliver(lane, packing.nbytes(tokens), puts, arrivals, self.device)

@@ -6,8 +6,6 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from ...ranks.rings import Rings
 from ..compute import ALL, Keys, Queries, compute_outputs
 from .events import Event
 from .execution import Execution
-from .payload import KeysValues
 from .program import Program
 
 # Partial outputs are read again each time they are folded, and hold memory until then. So this many
@@ -40,7 +37,6 @@ class Forward(Execution):
     def __init__(
         self,
         program: Program,
-        payload: KeysValues,
         rings: Rings,
         queries: Queries,
         keys: Keys,
@@ -48,7 +44,6 @@ class Forward(Execution):
     ):
         super().__init__(program, rings, keys, queries.q.device)
         self.queries, self.keys = queries, keys
-        self.payload = payload
         self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
         self.parts: list[OutputPart] = []
 
@@ -57,7 +52,7 @@ class Forward(Execution):
         self.run()
         return self.out, self.lse, self.attention.kept
 
-    def _own(self) -> None:
+    def _own(self, event: Event) -> None:
         q = self.queries.q
         self.parts = list(
             compute_outputs(self.attention, self.program.own, self.queries, self.keys)
@@ -80,12 +75,13 @@ class Forward(Execution):
     def _begin(self, event: Event) -> None:
         self.merged = self._merge_from_own(self._pass(event).q)
 
-    def _open(self, event: Event) -> None:
-        if tensors := self._root_tensors(event):
-            self._attend(event, (event.round, -1), tensors)
-
     def _compute(self, event: Event) -> None:
-        self._attend(event, (event.round, event.stage), self._landed_tensors(event))
+        tensors, heads = self._received(event), self._pass(event).q
+        if not (calls := self.program.calls[event.round, event.stage]):
+            return
+        attention, queries = self.attention.of_heads(heads), self.queries.part(ALL, heads)
+        for part in compute_outputs(attention, calls, queries, Keys(*tensors)):
+            self.merged.add(*part)
 
     def _end(self, event: Event) -> None:
         parts, q = self.merged.parts, self.queries.q
@@ -104,12 +100,3 @@ class Forward(Execution):
             parts = [(spans, x[:, :, heads], x_lse[:, heads]) for spans, x, x_lse in parts]
         limit = _OUTPUTS_WAITING * self.program.problem.group_bytes
         return Outputs(out, lse, limit, parts)
-
-    def _attend(self, event: Event, key: tuple[int, int], tensors: Sequence[Tensor]) -> None:
-        heads = self._pass(event).q
-        block = self.payload.arrive(tensors)
-        queries = self.queries.part(ALL, heads)
-        for part in compute_outputs(
-            self.attention.of_heads(heads), self.program.calls[key], queries, block
-        ):
-            self.merged.add(*part)

@@ -23,7 +23,7 @@ from ...base.dtypes import accumulator_dtype
 from ...merging.merge import split_lse_delta, stack_lse_delta
 from ...merging.surrogate import surrogate_out
 from ...transport.packing import Packing
-from .. import Sizes
+from .. import Problem, Sizes
 from ..compute import Keys, QueryGradients, Side
 
 # the shape of a token's entries, and the dtype, of each tensor
@@ -35,21 +35,26 @@ class Payload(ABC):
     stay.
     """
 
-    sends_queries: bool
+    sends_queries: bool = True
 
     def packing(self, sizes: Sizes) -> Packing:
         """Return how blocks lie in memory when they are sent."""
         return Packing(sizes.batch, self._entries(sizes))
 
-    @abstractmethod
     def return_packing(self, sizes: Sizes) -> Packing:
-        """Return how gradients lie when they are returned. They have the kernel's dtype."""
+        """Return how dq, or dk and dv, lie when they are returned. They have the kernel's dtype."""
+        heads, count = (sizes.heads, 1) if self.sends_queries else (sizes.kv_heads, 2)
+        return Packing(sizes.batch, (((heads, sizes.head_size), sizes.partial),) * count)
 
     @abstractmethod
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         """Return the tensors of a block to send, contiguous. The block is of the sent
         side.
         """
+
+    @abstractmethod
+    def arrive(self, tensors: Sequence[Tensor]) -> Side:
+        """Return the block from the tensors of `depart`."""
 
     def token_bytes(self, sizes: Sizes) -> int:
         """Count the bytes per token and hop, of the block and its gradients."""
@@ -65,39 +70,25 @@ class KeysValues(Payload):
 
     sends_queries = False
 
-    def return_packing(self, sizes: Sizes) -> Packing:
-        return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.partial),) * 2)
-
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         assert isinstance(block, Keys)
         return block.k.contiguous(), block.v.contiguous()
 
     def arrive(self, tensors: Sequence[Tensor]) -> Keys:
-        """Return the block from the tensors of `depart`."""
         return Keys(*tensors)
 
     def _entries(self, sizes: Sizes) -> Entries:
         return (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2
 
 
-class QueryPayload(Payload):
-    """The payload of the query side of a backward, which returns dq."""
+class QueriesDelta(Payload):
+    """The payload of q and dout, with lse and delta side by side.
 
-    sends_queries = True
+    takes_delta  whether kernels can take delta instead of out
+    """
 
-    def return_packing(self, sizes: Sizes) -> Packing:
-        return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.partial),))
-
-    @abstractmethod
-    def arrive(self, tensors: Sequence[Tensor], takes_delta: bool) -> QueryGradients:
-        """Return the block from the tensors of `depart`.
-
-        takes_delta  whether kernels can take delta instead of out
-        """
-
-
-class QueriesDelta(QueryPayload):
-    """The payload of q and dout, with lse and delta side by side."""
+    def __init__(self, takes_delta: bool):
+        self.takes_delta = takes_delta
 
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         assert isinstance(block, QueryGradients)
@@ -108,10 +99,10 @@ class QueriesDelta(QueryPayload):
             rows = stack_lse_delta(block.out, block.dout, block.lse)
         return block.q.contiguous(), block.dout.contiguous(), rows
 
-    def arrive(self, tensors: Sequence[Tensor], takes_delta: bool) -> QueryGradients:
+    def arrive(self, tensors: Sequence[Tensor]) -> QueryGradients:
         q, dout, rows = tensors
         lse, delta = split_lse_delta(rows)
-        if takes_delta:
+        if self.takes_delta:
             return QueryGradients(q, dout, lse, delta=delta)
         return QueryGradients(q, dout, lse, surrogate_out(dout, delta))
 
@@ -120,7 +111,7 @@ class QueriesDelta(QueryPayload):
         return row, row, ((sizes.heads, 2), accumulator_dtype(sizes.dtype))
 
 
-class QueriesOut(QueryPayload):
+class QueriesOut(Payload):
     """The payload of q, dout, lse and out."""
 
     def depart(self, block: Side) -> tuple[Tensor, ...]:
@@ -129,7 +120,7 @@ class QueriesOut(QueryPayload):
         lse = block.lse.transpose(1, 2)
         return tuple(x.contiguous() for x in (block.q, block.dout, lse, block.out))
 
-    def arrive(self, tensors: Sequence[Tensor], takes_delta: bool) -> QueryGradients:
+    def arrive(self, tensors: Sequence[Tensor]) -> QueryGradients:
         q, dout, lse, out = tensors
         return QueryGradients(q, dout, lse.transpose(1, 2), out)
 
@@ -138,17 +129,13 @@ class QueriesOut(QueryPayload):
         return row, row, ((sizes.heads,), accumulator_dtype(sizes.dtype)), row
 
 
-def backward_payload(backward: str, send_out: bool, sizes: Sizes) -> KeysValues | QueryPayload:
-    """Return the payload of a backward that sends "q" or "kv". "auto" picks the one with
-    fewer bytes.
-    """
-    choices: dict[str, KeysValues | QueryPayload] = {
-        "q": QueriesOut() if send_out else QueriesDelta(),
-        "kv": KeysValues(),
-    }
-    if backward == "auto":
-        return min(choices.values(), key=lambda payload: payload.token_bytes(sizes))
-    return choices[backward]
+def backward_payload(problem: Problem) -> Payload:
+    """Return the payload of a problem's backward. "auto" picks the one with fewer bytes."""
+    queries = QueriesOut() if problem.send_out else QueriesDelta(problem.takes_delta)
+    choices: dict[str, Payload] = {"q": queries, "kv": KeysValues()}
+    if problem.backward == "auto":
+        return min(choices.values(), key=lambda payload: payload.token_bytes(problem.sizes))
+    return choices[problem.backward]
 
 
 def select_heads(sizes: Sizes, kv_heads: int) -> Sizes:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import length
 from ...transport.packing import Packing
 from .. import Problem
 from .events import Event
 from .payload import Payload
-from .routes import Landings, Round
+from .routes import Round
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class Program:
     """A rank's part in a call or its backward, without tensors.
 
     own            kernel calls of the own block
-    calls          kernel calls of each stage by (round, stage). Stage -1 is the root of a round: it
-                   was received from another host, before the stages, and lies in memory of its own.
+    calls          kernel calls of each stage by (round, stage); stage -1 is the root of a round
     has_one_stage  whether all is computed in one stage, the own block too. A single partial result
                    is the result then.
     """
@@ -61,9 +57,8 @@ class Program:
     def _detail(self, event: Event) -> str:
         if event.do == "own":
             return f"  {_describe(self.own)}"
-        if event.do in ("compute", "open"):
-            stage_number = event.stage if event.do == "compute" else -1
-            return f"  {_describe(self.calls[event.round, stage_number])}"
+        if event.do == "compute":
+            return f"  {_describe(self.calls[event.round, event.stage])}"
         if event.do in ("fetch", "return"):
             stage = self.rounds[event.round].stages[event.stage]
             sends = stage.sends if event.do == "fetch" else stage.returns
@@ -71,17 +66,6 @@ class Program:
             there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
             return f"  {there}; {landing} tokens land"
         return ""
-
-
-def find_landing_positions(landings: Landings, tokens: int) -> Tensor:
-    """Return the positions (tokens,) of a stage or a root as its tokens lie in memory.
-
-    Tokens that no query of this rank sees get 0.
-    """
-    positions = torch.zeros(tokens, dtype=torch.int64)
-    for (start, step, _, span), _, at in landings:
-        positions[slice(*at)] = torch.arange(start, start + step * length(span), step)
-    return positions
 
 
 def _describe(calls: Sequence[GatheredCall]) -> str:

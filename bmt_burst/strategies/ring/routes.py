@@ -21,12 +21,16 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...sequence.span import Span, hull, in_turn, length, merged
-from ...sequence.tiling import RunFields, ShardRun, Tiling
+import torch
+from torch import Tensor
+
+from ...sequence.span import Span, hull, in_turn, length, merged, shifted
+from ...sequence.tiling import RunFields, Tiling
 from .schedule import Schedule
 
 
@@ -43,132 +47,92 @@ class Outgoing(NamedTuple):
     total: int
 
 
-class Incoming(NamedTuple):
-    """Gradients from place `peer` of the host, which land at tokens `at`.
-
-    They belong to tokens `span` of what the receiver has of its root.
-    """
-
-    peer: int
-    span: Span
-    at: Span
-
-
 class Landing(NamedTuple):
-    """Tokens of another rank, the place of the host that sends them, and where they land."""
+    """Memory for `tokens` tokens of other ranks, and the runs in it that this rank needs.
 
-    run: ShardRun
-    peer: int
-    at: Span
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Landings:
-    """Landings as three lists: runs, the places that send them, and where they land.
-
-    Iterating gives each as a `Landing`. Plans do not keep these: with many short documents there
-    are so many that the garbage collector would take longer than the planning.
+    runs    in the order of positions, as plain tuples: with many short documents there are so many
+            that the garbage collector would take longer than the planning
+    places  where each run lies
     """
 
-    runs: Sequence[RunFields] = ()
-    peers: Sequence[int] = ()
-    places: Sequence[Span] = ()
+    runs: Sequence[RunFields]
+    places: Sequence[Span]
+    tokens: int
 
-    def __len__(self) -> int:
-        return len(self.runs)
-
-    def __iter__(self) -> Iterator[Landing]:
-        return map(Landing, itertools.starmap(ShardRun, self.runs), self.peers, self.places)
-
-    def __repr__(self) -> str:
-        return repr(list(self))
+    def positions(self) -> Tensor:
+        """Return the positions (tokens,) of what lies in memory, 0 for tokens it does not need."""
+        positions = torch.zeros(self.tokens, dtype=torch.int64)
+        for (start, step, _, span), at in zip(self.runs, self.places, strict=True):
+            positions[slice(*at)] = torch.arange(start, start + step * length(span), step)
+        return positions
 
 
 class Stage:
     """The blocks of one or more hops, as one rank sees them.
 
-    landings            what this rank receives, in the order of positions, and where it lands
-    tokens              how many tokens land
-    sends               parts of this rank's root that others need; spans count tokens of what
-                        this rank has of the root
-    returns             gradients of the stage's tokens, for the ranks that sent these
-    incoming_gradients  gradients of the root, from the ranks that needed it
-    gradient_tokens     how many tokens these are of
+    landing           what this rank receives; it needs all of it
+    tokens            how many tokens these are
+    sources           the place that sends each part of the landing, and where the part lies
+    sends             parts of this rank's root that others need; spans count tokens of what this
+                      rank has of the root
+    returns           gradients of what landed, for the ranks that sent it
+    gradient_tokens   how many tokens gradients return to
+    gradient_sources  the place that returns each part of the gradients, and where it lies: those of
+                      the first of `sends` first
 
-    Planning needs only the landings. Messages (sends, returns, incoming_gradients) are found when
-    they are first asked for.
+    Planning needs only the landing. Messages are found when they are first asked for.
     """
 
-    def __init__(self, seen_runs: SeenRuns, held: Held, hops: tuple[int, ...]):
-        self._seen, self._held, self.hops = seen_runs, held, hops
-        self._inner, self._place = len(seen_runs.tokens), seen_runs.place
-        self._landing, self._home = seen_runs.sizes(hops)  # by place
-        self.tokens, self.gradient_tokens = (
-            self._landing[seen_runs.place],
-            self._home[seen_runs.place],
-        )
-        runs = seen_runs.own_runs(hops)
-        peers = [owner % self._inner for _, _, owner, _ in runs]
+    def __init__(self, seen: SeenRuns, hops: tuple[int, ...]):
+        self._seen, self.hops = seen, hops
+        self._inner, self._place = len(seen.tokens), seen.place
+        self._landing, self._returning = seen.sizes(hops)  # by place
+        self.tokens = self._landing[self._place]
+        self.gradient_tokens = self._returning[self._place]
+        runs = seen.own_runs(hops)
         places = [at for _, at in in_turn(span for *_, span in runs)]
-        self.landings = Landings(runs, peers, places)
+        self.landing = Landing(runs, places, self.tokens)
 
     @property
     def sources(self) -> list[tuple[int, Span]]:
-        """Return the place of the host that sends each part of the tokens, and the part.
-
-        A rank waits for no message from itself: it copies those tokens when it sends.
-        """
-        return [(peer, at) for peer, at in self._parts if peer != self._place]
+        runs, places, _ = self.landing
+        return [(run[2] % self._inner, at) for run, at in zip(runs, places, strict=True)]
 
     @property
     def gradient_sources(self) -> list[tuple[int, Span]]:
-        """Return the same for gradients that return."""
-        return [(x.peer, x.at) for x in self.incoming_gradients if x.peer != self._place]
-
-    @property
-    def _parts(self) -> Iterator[tuple[int, Span]]:
-        return zip(self.landings.peers, self.landings.places, strict=True)
+        places = in_turn(out.span for out in self.sends)
+        return [(out.peer, at) for out, (_, at) in zip(self.sends, places, strict=True)]
 
     @functools.cached_property
     def sends(self) -> tuple[Outgoing, ...]:
-        earlier = itertools.chain(*(self._seen.earlier[hop] for hop in self.hops))
-        return tuple(
-            Outgoing(peer, span, sum([tokens[h] for h in self.hops]), self._landing[peer])
-            for (peer, span, _), tokens in zip(self.incoming_gradients, earlier, strict=True)
-        )
+        found: list[Outgoing] = []
+        for hop in self.hops:
+            peer = (self._place + hop) % self._inner
+            for span, earlier in self._seen.lent[hop]:
+                at = sum([earlier[h] for h in self.hops])
+                found.append(Outgoing(peer, self._seen.find(span), at, self._landing[peer]))
+        return tuple(found)
 
     @functools.cached_property
     def returns(self) -> tuple[Outgoing, ...]:
-        """Send back what landed. At each peer, what nearer places return lies first."""
         of_peer: dict[int, list[Span]] = {}
-        for peer, at in self._parts:
+        for peer, at in self.sources:
             of_peer.setdefault(peer, []).append(at)
         found: list[Outgoing] = []
         for hop in self.hops:
             peer = (self._place - hop) % self._inner
+            # The peer's gradients from nearer places lie before this rank's.
             nearer = (h for h in self.hops if h < hop)
             first = sum(self._seen.tokens[(peer + h) % self._inner][h] for h in nearer)
             for span in of_peer.get(peer, ()):
-                found.append(Outgoing(peer, span, first, self._home[peer]))
+                found.append(Outgoing(peer, span, first, self._returning[peer]))
                 first += length(span)
         return tuple(found)
 
-    @functools.cached_property
-    def incoming_gradients(self) -> tuple[Incoming, ...]:
-        peers = [
-            (self._place + hop) % self._inner for hop in self.hops for _ in self._seen.spans[hop]
-        ]
-        places = in_turn(span for hop in self.hops for span in self._seen.spans[hop])
-        return tuple(
-            Incoming(peer, self._held.place(span), at)
-            for peer, (span, at) in zip(peers, places, strict=True)
-        )
-
     def __repr__(self) -> str:
         return (
-            f"Stage(hops={self.hops}, landings={self.landings}, tokens={self.tokens}, "
-            f"sends={self.sends}, returns={self.returns}, "
-            f"incoming_gradients={self.incoming_gradients})"
+            f"Stage(hops={self.hops}, landing={self.landing}, sends={self.sends}, "
+            f"returns={self.returns}, gradient_sources={self.gradient_sources})"
         )
 
 
@@ -179,8 +143,8 @@ class Round:
     root     owner of the block that the rank opens the round with; in round 0 itself
     held     the tokens of the root that this rank has: rising spans of its shard, one after the
              other
-    landings what this rank needs of those, and where it lies; empty in round 0, since the own
-             block is not received
+    landing  these in memory, with what this rank itself needs of them: nothing in round 0, since
+             the own block is not received
     stages   the other blocks, if a rank of this host needs them
     lent     own tokens that ranks of another host need in this round
     lent_to  that host
@@ -188,14 +152,10 @@ class Round:
 
     root: int
     held: tuple[Span, ...]
-    landings: Landings
+    landing: Landing
     stages: tuple[Stage, ...]
     lent: tuple[Span, ...] = ()
     lent_to: int = 0
-
-    @property
-    def held_tokens(self) -> int:
-        return sum(map(length, self.held))
 
     @property
     def lent_tokens(self) -> int:
@@ -207,17 +167,25 @@ class Routes:
 
     def __init__(self, tiling: Tiling, schedule: Schedule, rank: int):
         self.tiling, self.schedule, self.rank = tiling, schedule, rank
-        self.host, self.place = divmod(rank, schedule.inner)
-        self._stages: dict[tuple[int, tuple[int, ...]], Stage] = {}
-        self._seen = _find_seen(tiling, schedule, rank)
+        self.host, place = divmod(rank, schedule.inner)
+        self._seen = [
+            SeenRuns(schedule.inner, host * schedule.inner + place, is_own=host == self.host)
+            for host in range(schedule.outer)
+        ]
+        for viewer in schedule.ranks(self.host):
+            by_host: dict[int, list[RunFields]] = {}
+            for run in tiling.seen(viewer):
+                by_host.setdefault(run[2] // schedule.inner, []).append(run)
+            for host, runs in by_host.items():
+                self._seen[host].add(viewer, runs)
 
     def traffic(self) -> bool:
         """Whether a rank of this host needs another rank's tokens, or another host this rank's."""
-        return bool(self._seen) or bool(self._lent)
+        return any(any(map(any, seen.tokens)) for seen in self._seen) or bool(self._lent)
 
     def landing_tokens(self, hops: Sequence[int]) -> int:
         """Return the most tokens that land on a rank of this host if these hops are one stage."""
-        return max((max(seen_runs.sizes(hops)[0]) for seen_runs in self._seen.values()), default=0)
+        return max(max(seen.sizes(hops)[0]) for seen in self._seen)
 
     def rounds(
         self, limit: int | None = None, return_limit: int | None = None
@@ -243,27 +211,14 @@ class Routes:
         return found
 
     def _round(self, number: int, limit: int | None, return_limit: int | None) -> Round:
-        root = self.schedule.block(self.rank, number, 0)
-        host = root // self.schedule.inner
-        seen_runs = self._seen.get(host) or SeenRuns(self.schedule.inner, root)
-        seen = list(itertools.chain(*seen_runs.spans))
-        held = Held(merged(seen) if number else [hull(seen)])
-        hops = seen_runs.split_hops(limit, return_limit)
-        stages = tuple(self._known_stage(seen_runs, held, tuple(part)) for part in hops)
-        if not number:  # the root is the own block, held from the first to the last token in use
-            return Round(self.rank, held.spans, Landings(), stages)
-        runs = seen_runs.own_runs([0])
-        places = [held.place(span) for *_, span in runs]
-        landings = Landings(runs, [self.place] * len(runs), places)
+        seen = self._seen[self.schedule.host_of_round(self.host, number)]
+        runs = seen.own_runs([0])
+        places = [seen.find(span) for *_, span in runs]
+        landing = Landing(runs, places, sum(map(length, seen.held)))
+        stages = tuple(map(seen.stage, seen.split_hops(limit, return_limit)))
         lent_to = self.schedule.host_of_round(self.host, -number)
-        return Round(root, held.spans, landings, stages, self._lent.get(lent_to, ()), lent_to)
-
-    def _known_stage(self, seen_runs: SeenRuns, held: Held, hops: tuple[int, ...]) -> Stage:
-        """Return a stage, made only once: forward and backward often share their stages."""
-        key = seen_runs.root, hops
-        if key not in self._stages:
-            self._stages[key] = Stage(seen_runs, held, hops)
-        return self._stages[key]
+        lent = self._lent.get(lent_to, ())
+        return Round(seen.root, seen.held, landing, stages, lent, lent_to)
 
 
 class SeenRuns:
@@ -271,18 +226,19 @@ class SeenRuns:
 
     The rank is the one at the place of `root`, which is its root in the round with that host.
 
-    tokens   how many tokens each needs, by place of the viewer and by hop
-    own      runs that the rank itself needs, in the order of positions
-    spans    spans of the root that others need, by hop
-    earlier  for each of those, how many tokens with lower positions its viewer needs, by hop
+    is_own  whether the host is the rank's own, and so the root its own block
+    tokens  how many tokens each needs, by place of the viewer and by hop
+    own     runs that the rank itself needs, in the order of positions
+    lent    spans of the root that others need, by hop; and for each, how many tokens with lower
+            positions its viewer needs, by hop
     """
 
-    def __init__(self, inner: int, root: int):
-        self.root, self.place = root, root % inner
+    def __init__(self, inner: int, root: int, is_own: bool):
+        self.root, self.place, self.is_own = root, root % inner, is_own
         self.tokens = [[0] * inner for _ in range(inner)]
         self.own: list[RunFields] = []
-        self.spans: list[list[Span]] = [[] for _ in range(inner)]
-        self.earlier: list[list[tuple[int, ...]]] = [[] for _ in range(inner)]
+        self.lent: list[list[tuple[Span, tuple[int, ...]]]] = [[] for _ in range(inner)]
+        self._stages: dict[tuple[int, ...], Stage] = {}
 
     def add(self, viewer: int, runs: Sequence[RunFields]) -> None:
         """Add the runs that a rank needs, in the order in which they land there."""
@@ -291,8 +247,7 @@ class SeenRuns:
         for _, _, owner, span in runs:
             hop = (place - owner) % inner
             if owner == root:
-                self.spans[hop].append(span)
-                self.earlier[hop].append(tuple(tokens))
+                self.lent[hop].append((span, tuple(tokens)))
             tokens[hop] += span[1] - span[0]
         if place == self.place:
             self.own += runs
@@ -303,27 +258,55 @@ class SeenRuns:
         owners = [(self.place - hop) % inner for hop in hops]
         return [run for run in self.own if run[2] % inner in owners]
 
+    @functools.cached_property
+    def held(self) -> tuple[Span, ...]:
+        """The tokens of the root that the rank has, as rising spans of its shard.
+
+        Of its own block these are all from the first to the last one that others need: a view,
+        where single spans would be copied together.
+        """
+        spans = [span for of_hop in self.lent for span, _ in of_hop]
+        return (hull(spans),) if self.is_own else merged(spans)
+
+    def find(self, span: Span) -> Span:
+        """Return where tokens `span` of the root lie, if held spans lie one after the other."""
+        index = bisect.bisect_right(self.held, span[0], key=operator.itemgetter(0)) - 1
+        (start, stop), (place, _) = self._held_places[index]
+        assert start <= span[0] and span[1] <= stop, f"{span} is not within {self.held}"
+        return shifted(span, place - start)
+
+    @functools.cached_property
+    def _held_places(self) -> list[tuple[Span, Span]]:
+        return list(in_turn(self.held))
+
     def sizes(self, hops: Sequence[int]) -> tuple[list[int], list[int]]:
         """Count, for a stage of some hops, the tokens that land at each place, and the tokens that
         gradients return to.
         """
         inner = len(self.tokens)
         landing = [sum([tokens[hop] for hop in hops]) for tokens in self.tokens]
-        home = [
+        returning = [
             sum([self.tokens[(place + hop) % inner][hop] for hop in hops]) for place in range(inner)
         ]
-        return landing, home
+        return landing, returning
 
-    def split_hops(self, limit: int | None, return_limit: int | None) -> list[list[int]]:
+    def stage(self, hops: tuple[int, ...]) -> Stage:
+        """Return the stage of some hops. Forward and backward often share it."""
+        if hops not in self._stages:
+            self._stages[hops] = Stage(self, hops)
+        return self._stages[hops]
+
+    def split_hops(self, limit: int | None, return_limit: int | None) -> list[tuple[int, ...]]:
         """Split the hops that are needed into as few stages as the limits allow, of nearly equal
         numbers of hops.
         """
-        hops = [hop for hop in range(1, len(self.tokens)) if any(seen[hop] for seen in self.tokens)]
+        inner = len(self.tokens)
+        hops = [hop for hop in range(1, inner) if any(tokens[hop] for tokens in self.tokens)]
 
         def fits(part: Sequence[int]) -> bool:
-            landing, home = map(max, self.sizes(part))
+            landing, returning = map(max, self.sizes(part))
             return len(part) == 1 or (
-                landing <= (limit or landing) and home <= (return_limit or home)
+                landing <= (limit or landing) and returning <= (return_limit or returning)
             )
 
         for count in range(1, len(hops) + 1):
@@ -331,39 +314,7 @@ class SeenRuns:
             # first stage. Rounded up, they are 3 + 2: nothing hides the gradients of the last one.
             up = count - 1 if return_limit else 0
             bounds = [(len(hops) * i + up) // count for i in range(count + 1)]
-            parts = [hops[a:b] for a, b in itertools.pairwise(bounds)]
+            parts = [tuple(hops[a:b]) for a, b in itertools.pairwise(bounds)]
             if all(map(fits, parts)):
                 return parts
         return []
-
-
-def _find_seen(tiling: Tiling, schedule: Schedule, rank: int) -> dict[int, SeenRuns]:
-    """Return the tokens that the ranks of a host need, by the host of the owners."""
-    inner, place = schedule.inner, rank % schedule.inner
-    seen: dict[int, SeenRuns] = {}
-    for viewer in schedule.ranks(rank // inner):
-        by_host: dict[int, list[RunFields]] = {}
-        for run in tiling.seen(viewer):
-            by_host.setdefault(run[2] // inner, []).append(run)
-        for host, runs in by_host.items():
-            if host not in seen:
-                seen[host] = SeenRuns(inner, host * inner + place)
-            seen[host].add(viewer, runs)
-    return seen
-
-
-class Held:
-    """The rising spans of a shard that a rank has, one after the other in its memory."""
-
-    def __init__(self, spans: Sequence[Span]):
-        self.spans = tuple(spans)
-        self._starts = [start for start, _ in spans]
-        self._places = [at for _, (at, _) in in_turn(spans)]
-
-    def place(self, span: Span) -> Span:
-        """Return where tokens `span` of the shard lie. They are within one of the held spans."""
-        index = bisect.bisect_right(self._starts, span[0]) - 1
-        start, stop = self.spans[index]
-        assert start <= span[0] and span[1] <= stop, f"{span} is not within {self.spans}"
-        by = self._places[index] - start
-        return span[0] + by, span[1] + by
