@@ -369,6 +369,7 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
         ),
         ({"causal": False}, "ranks differ in mask or causal: rank 0 has 'causal', rank 2 has 'fu"),
         ({"backward": "q"}, "ranks differ in backward"),
+        ({"strategy": "all-gather"}, "ranks differ in strategy"),
         ({"layout": "striped"}, "ranks differ in layout"),
         ({"flash": "reference"}, "ranks differ in the kernel of flash"),
         ({"layout": 'é\x07"' * 600}, "unknown layout"),
@@ -380,7 +381,10 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
 def test_ranks_that_disagree_all_raise(rank_2, message):
     def work(ring):
         changes = rank_2 if ring.rank == 2 else {}
-        names = ("causal", "backward", "layout", "flash", "softmax_scale", "group_bytes")
+        names = (
+            *("causal", "backward", "layout", "flash", "strategy"),
+            *("softmax_scale", "group_bytes"),
+        )
         options = {name: changes[name] for name in names if name in changes}
         shape = {name: value for name, value in changes.items() if name not in (*names, "grad")}
         tensors = [x.requires_grad_("grad" in changes) for x in qkv(**shape)]

@@ -33,12 +33,11 @@ from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import random_qkv, random_slices
 from tests.launcher import needs_ranks, run_ranks
 from tests.reference import attention_errors, dense_results, relative_error
-from tests.rings import CPU_KERNELS, ring_arguments, ring_results
+from tests.rings import ring_arguments, ring_results
 from tests.test_copy_engine import engine_ring
 
 SCALE = 0.31
 
-SIZES = [1, 2, 3, 4, 5, 8]
 HEADS = [(8, 8), (8, 2), (6, 3), (5, 5), (7, 1), (3, 1)]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -69,56 +68,13 @@ def layouts(mask: Mask, size: int) -> list[Layout]:
     ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("size", SIZES)
-def test_equals_dense(size, heads, kv_heads):
-    """Each layout with each mask in some of these, and with each size and number of heads."""
-    at = SIZES.index(size) + HEADS.index((heads, kv_heads))
-    first = (SIZES.index(size) // 2 + HEADS.index((heads, kv_heads))) % 2
-    for i in range(first, len(LAYOUTS) + 1, 2):
-        tokens = 37 + 2 * i
-        mask = masks(tokens)[(at + i) % 6]
-        layout = layouts(mask, size)[i]
-        tensors = random_qkv(1 + i % 2, tokens, heads, kv_heads, 8, seed=at)
-        options = {
-            "flash": CPU_KERNELS[(at + i) % len(CPU_KERNELS)],
-            "optimize_bwd_comm": i % 3 > 0,
-        }
-        got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
-        assert_equal(
-            got, dense_results(mask, tensors, SCALE), tensors[3], where=(mask, layout, options)
-        )
-
-
 @pytest.fixture(autouse=True)
 def short_work_in_pieces(monkeypatch):
-    """As of long sequences."""
+    """Let pieces be as those of long sequences."""
     monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_WORK", 0)
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Some heads at a time, as of long sequences."""
-    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_ROWS", 60)
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("at", range(6))
-def test_some_heads_at_a_time_equal_dense(at, size):
-    """Each layout with each size, and with each number of heads."""
-    heads = [(8, 8), (8, 2), (6, 3), (7, 1), (12, 2), (16, 4)][at]
-    for i, name in enumerate(LAYOUTS):
-        if (size + at + i) % 2:
-            continue
-        mask, tensors = masks(41)[(size + i) % 6], random_qkv(1 + i % 2, 41, *heads, 8, seed=size)
-        layout = Layout.named(name, 41, size)
-        options = {"flash": CPU_KERNELS[i % len(CPU_KERNELS)], "optimize_bwd_comm": i % 2 > 0}
-        got = ring_results(layout, tensors, SCALE, size, mask=mask, strategy="ulysses", **options)
-        assert_equal(got, dense_results(mask, tensors, SCALE), tensors[3], where=(mask, layout))
-
-
-@pytest.mark.parametrize("rows", [1, 1 << 14, 1 << 16, 1 << 18, 1 << 20])
+@pytest.mark.parametrize("rows", [1, 1 << 16, 1 << 20])
 def test_every_query_head_is_computed_once_with_its_kv_head(rows):
     for (heads, kv_heads), size in itertools.product(
         [*HEADS, (32, 8), (12, 4), (9, 3), (32, 32), (64, 8), (32, 2)], range(1, 14)
@@ -180,7 +136,7 @@ def test_short_work_is_one_piece(batch, tokens, has_bias, count, monkeypatch):
     assert len(plan.pieces[0]) == count
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4])
 def test_results_have_the_error_of_the_kernel_alone(size):
     """In bf16, with a kv head that all ranks have query heads of: its gradients are added up in
     fp32 once.
@@ -231,10 +187,10 @@ def problem(size: int, heads: int, kv_heads: int, mask: Mask) -> Problem:
     )
 
 
-def test_a_plan_says_who_computes_what():
-    said = str(load("ulysses").plan(problem(4, 3, 1, Mask.causal(41)), 1)).splitlines()
-    assert said[0] == "rank 1 of 4: 41 tokens, 1 head rings; heads at a time: 1"
-    assert said[1:3] == [
+def test_a_plan_prints_which_rank_computes_what():
+    lines = str(load("ulysses").plan(problem(4, 3, 1, Mask.causal(41)), 1)).splitlines()
+    assert lines[0] == "rank 1 of 4: 41 tokens, 1 head rings; heads at a time: 1"
+    assert lines[1:3] == [
         "  rank 0 computes no heads",
         "  rank 1 computes query heads 0 to 0, kv heads 0 to 0",
     ]
@@ -272,13 +228,13 @@ def test_a_double_ring_is_refused_on_every_rank():
 
 @functools.cache
 def exact_case(heads, tokens: int, number: int):
-    """A mask of which all rows see something, tensors, and their dense results."""
+    """Return a mask without blind queries, tensors, and their dense results."""
     mask, tensors = masks(tokens)[:5][number], random_qkv(2, tokens, *heads, 8, seed=number)
     return mask, tensors, dense_results(mask, tensors, SCALE)
 
 
 def worst_error(rank: int, size: int, group: dict, heads, tokens: int, cases=range(5)) -> float:
-    """Of out, lse, dq, dk, dv of this rank's tokens in fp64, in several calls after each other."""
+    """Return the worst error of this rank's out, lse, dq, dk, dv in fp64, over several calls."""
     worst = 0.0
     for i in cases:
         mask, tensors, dense = exact_case(heads, tokens, i)
@@ -311,12 +267,22 @@ def test_real_processes():
         assert max(errors) < 1e-10
 
 
-@pytest.mark.parametrize("one_queue", [True, False])
-@pytest.mark.parametrize(("size", "heads"), [(2, (4, 2)), (3, (7, 1)), (4, (3, 1))])
-def test_by_copy_engines(size, heads, one_queue):
-    """Several calls after each other, of growing and shrinking size; one queue for all streams of a
-    rank must do.
+@pytest.mark.parametrize(
+    ("size", "heads", "one_queue", "rows"),
+    [
+        (2, (4, 2), True, 1 << 18),
+        (3, (7, 1), False, 1 << 18),
+        (4, (3, 1), True, 1 << 18),
+        (3, (7, 1), True, 60),
+        (2, (12, 2), False, 60),
+    ],
+)
+def test_by_copy_engines(size, heads, one_queue, rows, monkeypatch):
+    """Several calls after each other, of growing and shrinking size, and of several pieces.
+
+    One queue for all streams of a rank must be enough.
     """
+    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_ROWS", rows)
     arenas = {}
 
     def work(ring):
@@ -327,27 +293,12 @@ def test_by_copy_engines(size, heads, one_queue):
     assert max(simulate(size, work)) < 1e-10
 
 
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize(
-    ("size", "heads", "one_queue"),
-    [
-        (2, (8, 8), True),
-        (2, (12, 2), False),
-        (3, (7, 1), True),
-        (3, (7, 1), False),
-        (2, (8, 4), True),
-    ],
-)
-def test_some_heads_at_a_time_by_copy_engines(size, heads, one_queue):
-    test_by_copy_engines(size, heads, one_queue)
-
-
-@pytest.mark.parametrize(("rows", "failing_call"), [(1 << 18, 1), (60, 1), (60, 2), (60, 3)])
+@pytest.mark.parametrize(("rows", "failing_call"), [(1 << 18, 1), (60, 2)])
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
     method, rows, failing_call, monkeypatch
 ):
-    """With one piece, and in each of several."""
+    """With one piece, and with several."""
     monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_ROWS", rows)
     arenas, kernel, calls = {}, kernels.load("cpu"), threading.local()
     plain = getattr(kernel, method)
@@ -379,7 +330,7 @@ GPU_SCALE = 0.1
 
 
 def gpu_error(rank: int, mask, layout, tensors, exact, **options) -> float:
-    """The worst error of this rank's results, after several calls: slots are taken in turn."""
+    """Return the worst error of this rank's results, after calls that take slots in turn."""
     *shards, dout = (layout.shard(x, rank) for x in tensors)
     shards = [x.requires_grad_() for x in shards]
     options |= {"mask": mask, "layout": layout, "return_lse": True}
@@ -401,7 +352,7 @@ def gpu_cases(size: int, all_heads):
 
 
 def on_gpus(rank: int, size: int) -> dict[str, float]:
-    """The worst error of each case; the host waits for no GPU."""
+    """Return the worst error of each case, and check that the host waits for no GPU."""
     sp, errors = init_sequence_parallel(size), {}
     transports = [
         TorchTransport(sp.process_group, engine_use=engines) for engines in ("never", "always")

@@ -14,17 +14,14 @@ from bmt_burst.strategies.ulysses.tokens import HostLayout, HostTokens
 from tests.cases import random_qkv
 from tests.launcher import RANKS, needs_ranks, run_ranks
 from tests.reference import attention_errors, dense_results
-from tests.rings import CPU_KERNELS, problem, ring_results
+from tests.rings import problem, ring_results
 from tests.test_scores import random_scores
 from tests.test_ulysses import (
     BF16,
-    HEADS,
     SCALE,
     assert_equal,
     gpu_cases,
     gpu_error,
-    layouts,
-    masks,
     worst_error,
 )
 
@@ -32,32 +29,7 @@ from tests.test_ulysses import (
 GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("backward", ["q", "kv"])
-def test_equals_dense(grid, backward):
-    """Each layout with each mask and pair of heads in some of these."""
-    size, inner = grid
-    at = GRIDS.index(grid) + 2 * (backward == "q")
-    for i in range(4):
-        tokens, heads = 37 + 2 * i, HEADS[(at + i) % len(HEADS)]
-        mask = masks(tokens)[(at + i) % 6]
-        layout = layouts(mask, size)[i]
-        tensors = random_qkv(1 + i % 2, tokens, *heads, 8, seed=at)
-        options = {
-            "flash": CPU_KERNELS[(at + i) % len(CPU_KERNELS)],
-            "optimize_bwd_comm": i % 3 > 0,
-            "backward": backward,
-        }
-        got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", **options)
-        assert_equal(
-            got,
-            dense_results(mask, tensors, SCALE),
-            tensors[3],
-            where=(mask, layout, heads, options),
-        )
-
-
-@pytest.mark.parametrize("tokens", [32, 33, 34, 35])
+@pytest.mark.parametrize("tokens", [32, 35])
 @pytest.mark.parametrize("grid", [(4, 2), (6, 3)])
 def test_hosts_of_unequal_tokens_cut_heads_alike(grid, tokens, monkeypatch):
     """The ring between hosts computes a piece of each host at a time."""
@@ -77,9 +49,7 @@ def test_hosts_of_unequal_tokens_cut_heads_alike(grid, tokens, monkeypatch):
         assert_equal(got, expected, tensors[3], where=(tokens, name))
 
 
-@pytest.mark.parametrize(
-    ("grid", "heads"), [((4, 2), (4, 4)), ((6, 3), (4, 4)), ((4, 2), (4, 2)), ((6, 3), (4, 2))]
-)
+@pytest.mark.parametrize(("grid", "heads"), [((4, 2), (4, 4)), ((6, 3), (4, 2))])
 def test_with_a_bias(grid, heads, monkeypatch):
     """Heads of a rank may be a part of a kv head's, which have terms of their own."""
     monkeypatch.setattr("bmt_burst.bias.areas._LONG", 4)
@@ -154,17 +124,20 @@ def test_a_striped_layout_of_many_tokens_is_refused():
     )
 
 
-def test_a_plan_says_what_its_rings_do():
-    said = str(load("usp").plan(problem(Mask.causal(40), Layout.zigzag(40, 4), 2), 3))
-    assert said.startswith(
+def test_a_plan_prints_what_its_rings_do():
+    printed = str(load("usp").plan(problem(Mask.causal(40), Layout.zigzag(40, 4), 2), 3))
+    assert printed.startswith(
         "rank 3 of 4: 20 tokens, 1 head rings; heads at a time: 1\n"
         "  rank 2 computes query heads 0 to"
     )
-    assert "between hosts, of head ring 0:\nrank 1, forward:" in said
+    assert "between hosts, of head ring 0:\nrank 1, forward:" in printed
 
 
 def grid_over_gloo(rank: int) -> float:
-    """Grids that init_sequence_parallel makes; each way in which a rank may be alone, too."""
+    """Return the worst error over the grids that init_sequence_parallel makes.
+
+    They have each way in which a rank may be alone.
+    """
     worst = 0.0
     for ulysses_size, all_heads in ((1, [(4, 2)]), (2, [(7, 1), (4, 2)]), (4, [(7, 1)])):
         sp = init_sequence_parallel(4, ulysses_size=ulysses_size)
@@ -182,7 +155,7 @@ def test_real_processes():
 
 
 def on_gpus(rank: int, size: int) -> dict[str, float]:
-    """The worst error of each case, for each grid of the ranks."""
+    """Return the worst error of each case, for each grid of the ranks."""
     errors = {}
     for ulysses_size in (u for u in (1, 2, size) if size % u == 0):
         sp = init_sequence_parallel(size, ulysses_size=ulysses_size)

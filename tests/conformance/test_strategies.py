@@ -26,8 +26,16 @@ from tests.rings import CPU_KERNELS, problem, ring_arguments, ring_results
 SCALE = 0.31
 NAMES = strategies.names()
 # ranks, and ranks of a host
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]
-HEADS = [(8, 8), (8, 2), (6, 3), (3, 1)]
+RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1), (8, 2)]
+HEADS = [(8, 8), (8, 2), (6, 3), (3, 1), (7, 1), (12, 2)]
+# Limits that only long calls reach, by their names: as they are, and small enough for short calls.
+LIMITS = {
+    "sequence.gathered_calls._GAP": (256, 3, 0),
+    "strategies.ring._ENOUGH_ROWS": (1 << 18, 1),
+    "strategies.one_call._MOST_COPIES": (2, 1),
+    "strategies.ulysses.heads._ENOUGH_ROWS": (1 << 18, 60),
+    "strategies.ulysses.heads._ENOUGH_WORK": (1 << 40, 0),
+}
 EXACT = 1e-11  # fp64 rounds at 1e-16; sums have some hundred terms
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias or dsinks", "dsinks")
 
@@ -74,8 +82,9 @@ def case(
 
 
 def lse_gradient(tensors: list[torch.Tensor], seed: int = 0) -> torch.Tensor:
-    """Return a gradient of lse (B, H, S), beside which some rows of dout, the last tensor, become
-    0: for those, no out has the delta that a backward needs.
+    """Return a gradient of lse (B, H, S), and set some rows of dout, the last tensor, to 0.
+
+    For those rows no out has the delta that a backward needs.
     """
     q, *_, dout = tensors
     chance = torch.Generator().manual_seed(seed)
@@ -86,28 +95,58 @@ def lse_gradient(tensors: list[torch.Tensor], seed: int = 0) -> torch.Tensor:
 
 
 @each_strategy
-def test_equals_dense_attention(name):
-    """With any mask and layout, on one rank to eight, on odd lengths, for all head ratios, with and
-    without a gradient of lse.
+def test_equals_dense_attention(name, monkeypatch):
+    """With any mask and layout, on one rank to eight, on odd lengths, for all head ratios.
+
+    Some calls have a softcap, sinks, a gradient of lse or transposed inputs.
     """
     done = 0
-    for seed in range(4 * len(RINGS)):
+    for seed in range(6 * len(RINGS)):
         if found := case(seed, name):
-            mask, layout, inner, _, tensors = found
+            mask, layout, inner, (heads, _), tensors = found
             chance = random.Random(seed)
+            for limit, values in LIMITS.items():
+                monkeypatch.setattr(f"bmt_burst.{limit}", chance.choice(values))
+            softcap = chance.choice((None, None, None, 0.6, 40.0))
+            learned = {
+                "softcap": softcap,
+                "sinks": chance.choice((None, torch.linspace(-2, 2, heads).double())),
+                "dlse": chance.choice((None, lse_gradient(tensors, seed))),
+            }
             options = {
-                "flash": chance.choice(CPU_KERNELS),
+                "flash": "reference" if softcap else chance.choice(CPU_KERNELS),
                 "backward": chance.choice(("auto", "q", "kv")),
                 "optimize_bwd_comm": chance.random() < 0.5,
                 "group_bytes": chance.choice((0, 3_000, 1 << 30)),
+                "strided": chance.random() < 0.3,
             }
-            dlse = chance.choice((None, lse_gradient(tensors, seed)))
-            options = {"mask": mask, "strategy": name, "dlse": dlse, **options}
+            options = {"mask": mask, "strategy": name, **learned, **options}
             got = ring_results(layout, tensors, SCALE, inner, **options)
-            expected = dense_results(mask, tensors, SCALE, dlse=dlse)
+            expected = dense_results(mask, tensors, SCALE, **learned)
             assert_equal(got, expected, (seed, layout, inner, options))
             done += 1
     assert done >= len(RINGS), "it refuses nearly everything"
+
+
+class LongMiddle(Layout):
+    """Contiguous, and most tokens are on the second of four ranks."""
+
+    name = "long middle"
+
+    def ranges(self, rank):
+        ends = (0, 3, self.seq_len - 6, self.seq_len - 3, self.seq_len)
+        return [range(ends[rank], ends[rank + 1])]
+
+
+@each_strategy
+@pytest.mark.parametrize("inner", [2, 4])
+def test_the_longest_shard_may_be_on_any_rank(name, inner):
+    """Deliveries reserve memory for its blocks."""
+    mask, layout, tensors = Mask.full(60), LongMiddle(60, 4), random_qkv(1, 60, 4, 2, 8)
+    if not refusal(name, mask, layout, inner, 4, 2):
+        options = {"mask": mask, "strategy": name, "group_bytes": 0}
+        got = ring_results(layout, tensors, SCALE, inner, **options)
+        assert_equal(got, dense_results(mask, tensors, SCALE), layout)
 
 
 @each_strategy
