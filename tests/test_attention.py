@@ -42,6 +42,7 @@ from bmt_burst.transport.messenger import Echo
 from tests.cases import random_qkv
 from tests.launcher import ROOT
 from tests.reference import dense_attention, relative_error
+from tests.refusals import refusal
 from tests.rings import CPU_KERNELS
 
 
@@ -147,122 +148,88 @@ def test_official_argument_order():
 
 
 WRONG_TENSORS = [
-    (lambda q, k, v: (q.tolist(), k, v), TypeError, "q must be a torch.Tensor, got list"),
+    (lambda q, k, v: (q.tolist(), k, v), "TypeError: q must be a torch.Tensor, got list"),
     (
         lambda q, k, v: (q[0], k, v),
-        ValueError,
-        r"q must be \(batch, tokens, heads, head size\), got shape \(6, 4, 8\)",
+        r"ValueError: q must be \(batch, tokens, heads, head size\), got shape \(6, 4, 8\)",
     ),
     (
         lambda q, k, v: (q.long(), k, v),
-        TypeError,
-        "q must be fp16, bf16, fp32 or fp64, got torch.int64",
+        "TypeError: q must be fp16, bf16, fp32 or fp64, got torch.int64",
     ),
-    (lambda q, k, v: (q, k.double(), v), TypeError, "one dtype"),
-    (lambda q, k, v: (q, k, v.to("meta")), ValueError, "one device"),
-    (lambda q, k, v: (q, k, v[:, :-1]), ValueError, "k and v must have the same batch, tokens"),
-    (lambda q, k, v: (q[:, :-1], k, v), ValueError, "q and k differ in tokens"),
-    (lambda q, k, v: (q.repeat(2, 1, 1, 1), k, v), ValueError, "q and k differ in batch"),
-    (lambda q, k, v: (q[..., :-1], k, v), ValueError, "q and k differ in head size"),
-    (lambda q, k, v: (q[:, :, :3], k, v), ValueError, "k has 2 heads, which does not divide q's 3"),
+    (lambda q, k, v: (q, k.double(), v), "TypeError: one dtype"),
+    (lambda q, k, v: (q, k, v.to("meta")), "ValueError: one device"),
+    (lambda q, k, v: (q, k, v[:, :-1]), "ValueError: k and v must have the same batch, tokens"),
+    (lambda q, k, v: (q[:, :-1], k, v), "ValueError: q and k differ in tokens"),
+    (lambda q, k, v: (q.repeat(2, 1, 1, 1), k, v), "ValueError: q and k differ in batch"),
+    (lambda q, k, v: (q[..., :-1], k, v), "ValueError: q and k differ in head size"),
+    (lambda q, k, v: (q[:, :, :3], k, v), "ValueError: k has 2 heads, which does not divide q's 3"),
     (
         lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]),
-        ValueError,
-        "q must have batch, heads and head size above 0",
+        "ValueError: q must have batch, heads and head size above 0",
     ),
-    (lambda q, k, v: (q.to_sparse(), k, v), TypeError, "q must be a dense tensor"),
+    (lambda q, k, v: (q.to_sparse(), k, v), "TypeError: q must be a dense tensor"),
     (
         lambda q, k, v: (torch.nested.nested_tensor(list(q)), k, v),
-        TypeError,
-        "q must be a dense tensor",
+        "TypeError: q must be a dense tensor",
     ),
     (
         lambda q, k, v: [x.to("meta") for x in (q, k, v)],
-        ValueError,
-        "reference: meta tensors have no values",
+        "ValueError: reference: meta tensors have no values",
     ),
 ]
 WRONG_OPTIONS = [
-    ({"flash": "cuda"}, ValueError, "no kernel for flash='cuda'"),
-    ({"flash": "triton"}, ValueError, "no kernel for flash='triton'"),
-    ({"flash": "fast"}, ValueError, "expected flash to be one of .*, got 'fast'"),
-    ({"flash": None}, TypeError, "flash must be the name of a kernel, got None"),
-    ({"layout": "ring"}, ValueError, "unknown layout 'ring'"),
-    ({"backward": "v"}, ValueError, "unknown backward 'v'"),
-    ({"layout": [["zigzag"]]}, TypeError, "layout must be a Layout or one for each row, got list"),
-    ({"backward": ["kv"]}, TypeError, "backward must be one of .*, got list"),
-    ({"flash": ["cpu"]}, TypeError, "flash must be the name of a kernel"),
-    ({"causal": torch.tensor(True)}, TypeError, "causal must be True or False, got a Tensor"),
-    ({"causal": "yes"}, TypeError, "causal must be True or False, got 'yes'"),
-    ({"return_lse": torch.ones(2)}, TypeError, "return_lse must be True or False, got a Tensor"),
+    ({"flash": "triton"}, "ValueError: no kernel for flash='triton'"),
+    ({"flash": "fast"}, "ValueError: expected flash to be one of .*, got 'fast'"),
+    ({"flash": None}, "TypeError: flash must be the name of a kernel, got None"),
+    ({"layout": "ring"}, "ValueError: unknown layout 'ring'"),
+    ({"backward": "v"}, "ValueError: unknown backward 'v'"),
+    ({"layout": [["zigzag"]]}, "TypeError: layout must be a Layout or one for each row, got list"),
+    ({"backward": ["kv"]}, "TypeError: backward must be one of .*, got list"),
+    ({"causal": torch.tensor(True)}, "TypeError: causal must be True or False, got a Tensor"),
+    ({"causal": "yes"}, "TypeError: causal must be True or False, got 'yes'"),
+    ({"return_lse": torch.ones(2)}, "TypeError: return_lse must be True or False, got a Tensor"),
     (
         {"softmax_scale": torch.tensor(0.5)},
-        TypeError,
-        r"softmax_scale must be a number, got a Tensor .*give its item",
+        "TypeError: softmax_scale must be a number, got a Tensor .*give its item",
     ),
-    ({"softmax_scale": True}, TypeError, "softmax_scale must be a number, got True"),
+    ({"softmax_scale": True}, "TypeError: softmax_scale must be a number, got True"),
     (
         {"softmax_scale": float("nan")},
-        ValueError,
-        "softmax_scale must be positive and finite, got nan",
+        "ValueError: softmax_scale must be positive and finite, got nan",
     ),
     (
         {"softmax_scale": np.float32("inf")},
-        ValueError,
-        "softmax_scale must be positive and finite, got inf",
+        "ValueError: softmax_scale must be positive and finite, got inf",
     ),
     (
         {"softmax_scale": 1e39},
-        ValueError,
-        r"softmax_scale=1e\+39 is infinite in float32, in which torch.float32 scores",
+        r"ValueError: softmax_scale=1e\+39 is infinite in float32, in which torch.float32 scores",
     ),
     (
         {"softmax_scale": 1e-39},
-        ValueError,
-        "softmax_scale=1e-39 is zero in float32, in which torch.float32 scores",
+        "ValueError: softmax_scale=1e-39 is zero in float32, in which torch.float32 scores",
     ),
-    ({"group_bytes": 2.0}, TypeError, "group_bytes must be a whole number, got 2.0"),
-    ({"group_bytes": -1}, ValueError, "group_bytes must be a number of bytes below 2"),
-    ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
-    ({"softmax_scale": "x"}, TypeError, "softmax_scale must be a number"),
-    (
-        {"softmax_scale": float("inf")},
-        ValueError,
-        "softmax_scale must be positive and finite, got inf",
-    ),
-    ({"softmax_scale": 0}, ValueError, "softmax_scale must be positive and finite, got 0"),
-    ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive and finite, got -1.0"),
+    ({"group_bytes": 2.0}, "TypeError: group_bytes must be a whole number, got 2.0"),
+    ({"group_bytes": -1}, "ValueError: group_bytes must be a number of bytes below 2"),
+    ({"softmax_scale": 0}, "ValueError: softmax_scale must be positive and finite, got 0"),
     (
         {"process_group": 0},
-        TypeError,
-        "a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain NCCLCommunicator or a "
-        "Transport; got int",
+        "TypeError: a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain .*; got int",
     ),
-    (
-        {"process_group": [0, 1]},
-        TypeError,
-        "a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain NCCLCommunicator or a "
-        "Transport; got list",
-    ),
-    (
-        {"process_group": "world"},
-        TypeError,
-        "a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain NCCLCommunicator or a "
-        "Transport; got str",
-    ),
-    ({"double_group": None}, TypeError, "double_group: expected a pair"),
+    ({"double_group": None}, "TypeError: double_group: expected a pair"),
 ]
 
 
-@pytest.mark.parametrize(("change", "kind", "message"), WRONG_TENSORS)
-def test_wrong_tensors_are_refused(change, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("change", "error"), WRONG_TENSORS)
+def test_wrong_tensors_are_refused(change, error):
+    with refusal(error):
         burst_attn_func(*change(*qkv()))
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), WRONG_OPTIONS)
-def test_wrong_options_are_refused(options, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("options", "error"), WRONG_OPTIONS)
+def test_wrong_options_are_refused(options, error):
+    with refusal(error):
         burst_attn_func(*qkv(), **options)
 
 
@@ -420,17 +387,6 @@ def test_groups_are_either_single_or_double():
     simulate(2, work)
 
 
-def test_uneven_hosts_are_refused():
-    def work(ring):
-        intra = ring.subring([0, 1] if ring.rank < 2 else [2])
-        inter = ring.subring([1] if ring.rank == 1 else [0, 2])
-        with pytest.raises(ValueError, match="must be a grid of hosts and places"):
-            burst_attn_func(*qkv(), double_group=(intra, inter))
-        return True
-
-    assert simulate(3, work) == [True] * 3
-
-
 def test_without_numpy_it_still_runs():
     """Torch is the one hard dependency."""
     program = (
@@ -522,13 +478,6 @@ def test_one_tensor_may_be_query_key_and_value_and_gradients_may_be_views(backwa
         return mine.grad
 
     assert relative_error(torch.cat(simulate(2, work), 1), whole.grad) < 1e-12
-
-
-def test_transposed_inputs_work():
-    q, k, v = qkv()
-    expected = burst_attn_func(q, k, v, causal=True)
-    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    assert relative_error(burst_attn_func(*transposed, causal=True), expected) < 1e-6
 
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
@@ -630,14 +579,11 @@ def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
 
     def work(ring):
         for args, named, reason in cases:
-            told = (
-                r"rank 1 of the group failed before a call of burst_attn_func: TypeError: "
-                rf".*{reason}"
-            )
+            theirs = rf"rank 1 of the group failed before a call of .*: TypeError: .*{reason}"
             with (
                 pytest.raises(TypeError, match=reason)
                 if ring.rank
-                else pytest.raises(ValueError, match=told)
+                else pytest.raises(ValueError, match=theirs)
             ):
                 function(
                     *(args if ring.rank else tensors),
@@ -647,24 +593,6 @@ def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
         return function(*tensors, process_group=ring)
 
     assert all(out.isfinite().all() for out in simulate(2, work))
-
-
-def test_arguments_that_do_not_fit_a_layer_on_one_rank_are_an_error_on_all():
-    def work(ring):
-        layer = nn.BurstAttention(32, 4, sp=SequenceParallel(ring.rank, 2, process_group=ring))
-        x, tables = torch.randn(1, 6, 32), nn.rope_tables(torch.arange(6), 8)
-        told = "rank 1 of the group failed before a call of burst_attn_func: TypeError: .*'wrong'"
-        with (
-            pytest.raises(TypeError, match="unexpected keyword argument 'wrong'")
-            if ring.rank
-            else pytest.raises(ValueError, match=told)
-        ):
-            layer(x, *tables, **({"wrong": 1} if ring.rank else {}))
-        return layer(x, *tables)
-
-    assert all(out.isfinite().all() for out in simulate(2, work))
-    names = list(inspect.signature(nn.BurstAttention.forward).parameters)
-    assert names == ["self", "x", "cos", "sin", "cache", "mask", "layout"]
 
 
 def test_wrong_inputs_of_a_layer_on_one_rank_are_an_error_on_all():
@@ -677,21 +605,25 @@ def test_wrong_inputs_of_a_layer_on_one_rank_are_an_error_on_all():
         ((x, cos[:1], cos), ValueError, r"cos must be \(..., 6, 4\), .* got shape \(1, 4\)"),
         ((x.double(), cos, cos), RuntimeError, "dtype"),
         ((x, cos, cos, object()), ValueError, "a KVCache holds one rank's tokens"),
+        ((x, cos, cos), TypeError, "unexpected keyword argument 'wrong'"),
     ]
 
     def work(ring):
         layer = nn.BurstAttention(32, 4, sp=SequenceParallel(ring.rank, 2, process_group=ring))
         for wrong, kind, message in cases:
-            told = f"rank 1 of the group failed before .*: {kind.__name__}: .*{message}"
+            theirs = f"rank 1 of the group failed before .*: {kind.__name__}: .*{message}"
             with (
                 pytest.raises(kind, match=message)
                 if ring.rank
-                else pytest.raises(ValueError, match=told)
+                else pytest.raises(ValueError, match=theirs)
             ):
-                layer(*(wrong if ring.rank else (x, cos, cos)))
+                named = {"wrong": 1} if "'wrong'" in message and ring.rank else {}
+                layer(*(wrong if ring.rank else (x, cos, cos)), **named)
         return layer(x, cos, cos)
 
     assert all(out.isfinite().all() for out in simulate(2, work))
+    names = list(inspect.signature(nn.BurstAttention.forward).parameters)
+    assert names == ["self", "x", "cos", "sin", "cache", "mask", "layout"]
 
 
 def test_signatures_show_all_arguments():
@@ -721,7 +653,7 @@ def test_backward_auto_moves_the_fewer_bytes():
     assert chosen(4, 2) == {"kv"}
 
 
-def test_auto_says_once_what_it_took(caplog):
+def test_auto_logs_once_which_kernel_it_took(caplog):
     from bmt_burst import kernels
 
     kernels._announce.cache_clear()
@@ -758,8 +690,7 @@ def test_surrogate_out_has_the_right_delta(magnitude, head_size, dtype):
     assert relative_error(got, delta) < bound
 
 
-@pytest.mark.parametrize("scale", [10.0, 500.0])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "scale"), [(2, 500.0), (4, 10.0)])
 def test_a_saturated_softmax_has_the_gradients_of_one_rank(size, scale):
     """There dq and dk are what cancellation leaves, so a delta that is rounded to bf16 would be
     most of it.

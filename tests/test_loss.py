@@ -16,6 +16,7 @@ from bmt_burst.loss import (
 )
 from tests.largest import Largest
 from tests.reference import relative_error
+from tests.refusals import refusal
 
 
 def test_loss_is_a_sum_and_a_count():
@@ -162,25 +163,25 @@ def test_labels_outside_the_vocabulary_are_refused():
 SHAPES = r"labels: expected shape \(2, 5\), one a token, got "
 SIZES, DTYPE = "hidden and weight: expected ", "one dtype, got torch."
 WRONG = [
-    (lambda h, w, y: (h, w, y[:, :-1]), ValueError, rf"{SHAPES}\(2, 4\)"),
-    (lambda h, w, y: (h, w, y.T), ValueError, rf"{SHAPES}\(5, 2\)"),
-    (lambda h, w, y: (h, w, y.flatten()), ValueError, rf"{SHAPES}\(10,\)"),
-    (lambda h, w, y: (h, w, y.int()), TypeError, "labels: expected int64, got torch.int32"),
-    (lambda h, w, y: (h, w, y.to("meta")), ValueError, "labels: expected them on cpu, got .* meta"),
-    (lambda h, w, y: (h, w, y.tolist()), TypeError, "labels must be a torch.Tensor, got list"),
-    (lambda h, w, y: (h, w.T, y), ValueError, r"got shapes \(2, 5, 12\) and \(12, 7\)"),
-    (lambda h, w, y: (h[0, 0], w, y[0, 0]), ValueError, rf"{SIZES}\(..., tokens, E\)"),
-    (lambda h, w, y: (h.bfloat16(), w, y), TypeError, f"{DTYPE}bfloat16 and torch.float32"),
-    (lambda h, w, y: (h, w.double(), y), TypeError, f"{DTYPE}float32 and torch.float64"),
-    (lambda h, w, y: (h.long(), w, y), TypeError, "hidden: expected fp16, .*, got torch.int64"),
-    (lambda h, w, y: (h, w.to("meta"), y), TypeError, "weight: expected a tensor with values"),
-    (lambda h, w, y: (h, w.to_sparse(), y), TypeError, "weight must be a dense tensor"),
+    (lambda h, w, y: (h, w, y[:, :-1]), rf"ValueError: {SHAPES}\(2, 4\)"),
+    (lambda h, w, y: (h, w, y.T), rf"ValueError: {SHAPES}\(5, 2\)"),
+    (lambda h, w, y: (h, w, y.flatten()), rf"ValueError: {SHAPES}\(10,\)"),
+    (lambda h, w, y: (h, w, y.int()), "TypeError: labels: expected int64, got torch.int32"),
+    (lambda h, w, y: (h, w, y.to("meta")), "ValueError: labels: expected them on cpu, got .* meta"),
+    (lambda h, w, y: (h, w, y.tolist()), "TypeError: labels must be a torch.Tensor, got list"),
+    (lambda h, w, y: (h, w.T, y), r"ValueError: got shapes \(2, 5, 12\) and \(12, 7\)"),
+    (lambda h, w, y: (h[0, 0], w, y[0, 0]), rf"ValueError: {SIZES}\(..., tokens, E\)"),
+    (lambda h, w, y: (h.bfloat16(), w, y), f"TypeError: {DTYPE}bfloat16 and torch.float32"),
+    (lambda h, w, y: (h, w.double(), y), f"TypeError: {DTYPE}float32 and torch.float64"),
+    (lambda h, w, y: (h.long(), w, y), "TypeError: hidden: expected fp16, .*, got torch.int64"),
+    (lambda h, w, y: (h, w.to("meta"), y), "TypeError: weight: expected a tensor with values"),
+    (lambda h, w, y: (h, w.to_sparse(), y), "TypeError: weight must be a dense tensor"),
 ]
 
 
-@pytest.mark.parametrize(("change", "kind", "message"), WRONG)
-def test_arguments_that_do_not_go_together_are_refused(change, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("change", "error"), WRONG)
+def test_arguments_that_do_not_go_together_are_refused(change, error):
+    with refusal(error):
         linear_cross_entropy_sum(*change(*case(5, 7, torch.float32)))
 
 

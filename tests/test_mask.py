@@ -21,11 +21,11 @@ from bmt_burst import (
     simulate,
 )
 from tests.cases import random_mask, random_qkv
-from tests.launcher import run_ranks
+from tests.refusals import refusal
 
 
 def visible(mask: Mask, i: int, j: int) -> bool:
-    """Whether query i sees key j, as the definition of a slice says."""
+    """Whether query i sees key j, by the definition of a slice."""
     return any(
         s.q[0] <= i < s.q[1]
         and s.kv[0] <= j < s.kv[1]
@@ -169,6 +169,9 @@ def test_masks_made_of_others():
         assert mask.transposed.dense().equal(mask.dense().T)
         assert mask.transposed.transposed.dense().equal(mask.dense())
         assert mask.transposed.area == mask.area
+        for made in (mask, mask.transposed, mask.windowed(3), Mask.stacked([mask, mask])):
+            checked = Mask(made.seq_len, made.slices)  # what is made is not checked again
+            assert (checked, checked.digest) == (made, made.digest)
         for window in (1, 3, 50):
             expected = mask.dense() & pairs(mask.seq_len, lambda i, j, w=window: i - j < w)
             assert mask.windowed(window).dense().equal(expected)
@@ -176,15 +179,6 @@ def test_masks_made_of_others():
         stacked = Mask.stacked(some)
         assert stacked.dense().equal(torch.block_diag(*(m.dense() for m in some)).bool())
         assert stacked.area == sum(m.area for m in some)
-
-
-def test_masks_made_of_others_are_as_good_as_new():
-    """What is not checked when it is made would be right if it were."""
-    for mask in random_masks(150):
-        for made in (mask, mask.transposed, mask.windowed(3), Mask.stacked([mask, mask])):
-            again = Mask(made.seq_len, made.slices)
-            assert again == made
-            assert again.digest == made.digest
 
 
 def test_equal_masks_are_equal_and_unlike_ones_are_not():
@@ -251,15 +245,6 @@ def test_slices_that_cannot_be_are_refused(slices, message):
         Mask(8, slices)
 
 
-def test_slices_that_only_touch_are_no_overlap():
-    """Bands side by side in one rectangle; rectangles side by side."""
-    mask = Mask(
-        8, (Slice((0, 8), (0, 8), 0, 2), Slice((0, 8), (0, 8), 2), Slice((0, 8), (0, 8), None, 0))
-    )
-    assert mask.dense().all()
-    assert mask.area == 64
-
-
 def test_overlaps_are_found_whenever_there_are_some():
     for seed in range(300):
         chance = random.Random(seed)
@@ -277,108 +262,92 @@ def test_overlaps_are_found_whenever_there_are_some():
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "message"),
+    ("make", "error"),
     [
-        (lambda: Mask(8, (((0, 4), (0, 4)),)), TypeError, "slices must be Slices, got tuple"),
+        (lambda: Mask(8, (((0, 4), (0, 4)),)), "TypeError: slices must be Slices, got tuple"),
         (
             lambda: Mask(8, (Slice(4, (0, 4)),)),
-            TypeError,
-            r"q of a slice must be \(start, stop\), got 4",
+            r"TypeError: q of a slice must be \(start, stop\), got 4",
         ),
         (
             lambda: Mask(8, (Slice((0, 4.0), (0, 4)),)),
-            TypeError,
-            r"q of a slice must be a whole number, got 4\.0",
+            r"TypeError: q of a slice must be a whole number, got 4\.0",
         ),
         (
             lambda: Mask(8, (Slice((0, 4), (0, 4), 0.5),)),
-            TypeError,
-            r"low must be a whole number, got 0\.5",
+            r"TypeError: low must be a whole number, got 0\.5",
         ),
-        (lambda: Mask(8.0, ()), TypeError, r"seq_len must be a whole number, got 8\.0"),
-        (lambda: Mask(0, ()), ValueError, "seq_len must be at least 1, got 0"),
-        (lambda: Mask.causal(0), ValueError, "seq_len must be at least 1, got 0"),
-        (lambda: Mask.full(True), TypeError, "seq_len must be a whole number, got True"),
-        (lambda: Mask.window(8, 0), ValueError, "window must be at least 1, got 0"),
-        (lambda: Mask.window(8, None), TypeError, "window must be a whole number, got None"),
+        (lambda: Mask(8.0, ()), r"TypeError: seq_len must be a whole number, got 8\.0"),
+        (lambda: Mask(0, ()), "ValueError: seq_len must be at least 1, got 0"),
+        (lambda: Mask.causal(0), "ValueError: seq_len must be at least 1, got 0"),
+        (lambda: Mask.full(True), "TypeError: seq_len must be a whole number, got True"),
+        (lambda: Mask.window(8, 0), "ValueError: window must be at least 1, got 0"),
+        (lambda: Mask.window(8, None), "TypeError: window must be a whole number, got None"),
         (
             lambda: Mask.documents((0, 8), window=-1),
-            ValueError,
-            "window must be at least 1, got -1",
+            "ValueError: window must be at least 1, got -1",
         ),
         (
             lambda: Mask.documents((0, 8), causal=1),
-            TypeError,
-            "causal must be True or False, got 1",
+            "TypeError: causal must be True or False, got 1",
         ),
         (
             lambda: Mask.causal(8).windowed(2.0),
-            TypeError,
-            r"window must be a whole number, got 2\.0",
+            r"TypeError: window must be a whole number, got 2\.0",
         ),
         (
             lambda: Mask.window(8, 1 << 63),
-            ValueError,
-            r"window must be below 2\^63, got a number of 64 bits",
+            r"ValueError: window must be below 2\^63, got a number of 64 bits",
         ),
         (
             lambda: Mask.causal(1 << 70),
-            ValueError,
-            r"seq_len must be below 2\^63, got a number of 71 bits",
+            r"ValueError: seq_len must be below 2\^63, got a number of 71 bits",
         ),
-        (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), ValueError, r"low must be below 2\^63"),
-        (lambda: Mask.stacked([]), ValueError, "expected at least one mask to stack"),
-        (
-            lambda: Mask.stacked(["causal"]),
-            TypeError,
-            "expected Masks to stack, got str",
-        ),
+        (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), r"ValueError: low must be below 2\^63"),
+        (lambda: Mask.stacked([]), "ValueError: expected at least one mask to stack"),
+        (lambda: Mask.stacked(["causal"]), "TypeError: expected Masks to stack, got str"),
     ],
 )
-def test_what_makes_no_mask_is_refused(make, kind, message):
-    with pytest.raises(kind, match=message):
+def test_what_makes_no_mask_is_refused(make, error):
+    with refusal(error):
         make()
 
 
 CU_SEQLENS = [
-    ((1, 8), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(1, 8\)"),
-    ((), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(\)"),
-    ((0,), ValueError, r"cu_seqlens must be \(0, \.\.\., tokens\), got \(0\)"),
+    ((1, 8), r"ValueError: cu_seqlens must be \(0, \.\.\., tokens\), got \(1, 8\)"),
+    ((), r"ValueError: cu_seqlens must be \(0, \.\.\., tokens\), got \(\)"),
+    ((0,), r"ValueError: cu_seqlens must be \(0, \.\.\., tokens\), got \(0\)"),
     (
         (0, 0, 0),
-        ValueError,
-        r"cu_seqlens must be \(0, \.\.\., tokens\) with at least one token, got \(0, 0, 0\)",
+        r"ValueError: cu_seqlens must be \(0, .* with at least one token, got \(0, 0, 0\)",
     ),
-    ((0, 5, 3, 8), ValueError, "cu_seqlens must not decrease, got 3 after 5"),
-    ((0, 2.0), TypeError, r"cu_seqlens must be a whole number, got 2\.0"),
-    ("0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got str"),
-    (b"0123", TypeError, "cu_seqlens must be a sequence of whole numbers, got bytes"),
-    (8, TypeError, "cu_seqlens must be a sequence of whole numbers, got int"),
-    (None, TypeError, "cu_seqlens must be a sequence of whole numbers, got NoneType"),
+    ((0, 5, 3, 8), "ValueError: cu_seqlens must not decrease, got 3 after 5"),
+    ((0, 2.0), r"TypeError: cu_seqlens must be a whole number, got 2\.0"),
+    ("0123", "TypeError: cu_seqlens must be a sequence of whole numbers, got str"),
+    (b"0123", "TypeError: cu_seqlens must be a sequence of whole numbers, got bytes"),
+    (8, "TypeError: cu_seqlens must be a sequence of whole numbers, got int"),
+    (None, "TypeError: cu_seqlens must be a sequence of whole numbers, got NoneType"),
     (
         torch.tensor([0.0, 8.0]),
-        TypeError,
-        "tensor of integers of one dimension, got shape .* and torch.float32",
+        "TypeError: tensor of integers of one dimension, got shape .* and torch.float32",
     ),
     (
         torch.tensor([False, True]),
-        TypeError,
-        "tensor of integers of one dimension, got shape .* and torch.bool",
+        "TypeError: tensor of integers of one dimension, got shape .* and torch.bool",
     ),
-    (torch.tensor([[0, 8]]), TypeError, r"tensor of integers of one dimension, got shape \(1, 2\)"),
-    (torch.tensor(8), TypeError, r"tensor of integers of one dimension, got shape \(\)"),
+    (torch.tensor([[0, 8]]), r"TypeError: tensor of integers of one dimension, got shape \(1, 2\)"),
+    (torch.tensor(8), r"TypeError: tensor of integers of one dimension, got shape \(\)"),
     (
         torch.zeros(2, dtype=torch.int32, device="meta"),
-        ValueError,
-        "must be on the CPU, .* got meta",
+        "ValueError: must be on the CPU, .* got meta",
     ),
-    ((0, 1 << 70), ValueError, r"cu_seqlens must be below 2\^63, got a number of 71 bits"),
+    ((0, 1 << 70), r"ValueError: cu_seqlens must be below 2\^63, got a number of 71 bits"),
 ]
 
 
-@pytest.mark.parametrize(("cu_seqlens", "kind", "message"), CU_SEQLENS)
-def test_wrong_cu_seqlens_are_refused(cu_seqlens, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("cu_seqlens", "error"), CU_SEQLENS)
+def test_wrong_cu_seqlens_are_refused(cu_seqlens, error):
+    with refusal(error):
         Mask.documents(cu_seqlens)
 
 
@@ -413,85 +382,55 @@ def test_many_slices_of_the_same_queries_cost_little():
     assert time.process_time() - began < 1.7  # 0.2 s; 3.5 s if bands were compared each with each
 
 
-def test_slices_of_many_runs_cost_little():
-    """Runs that all see keys of their own, one by one, and one another, as hidden tokens among
-    context do.
-    """
-    runs = [(4 * i, 4 * i + 2) for i in range(450)]
-    slices = [Slice((0, 1800), (stop, stop + 2)) for _, stop in runs]
-    slices += [Slice(query, key) for i, query in enumerate(runs) for key in runs[:i]]
-    began = time.process_time()
-    assert Mask(1800, tuple(slices)).area == 1800 * 900 + 4 * 450 * 449 // 2
-    # 0.8 s; 7 s if each were compared with all that it shares queries with
-    assert time.process_time() - began < 3
-
-
 # What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4
 # of 12 tokens.
 WRONG_ON_ALL = [
     (
         {"mask": Mask.causal(13)},
-        ValueError,
-        r"the mask has 13 tokens, the ranks hold 12: \[4, 4, 4\]",
+        r"ValueError: the mask has 13 tokens, the ranks hold 12: \[4, 4, 4\]",
     ),
-    ({"mask": Mask.causal(12), "causal": True}, ValueError, "expected mask or causal, got both"),
-    ({"mask": "causal"}, TypeError, "mask must be a Mask or one for each row, got str"),
+    ({"mask": Mask.causal(12), "causal": True}, "ValueError: expected mask or causal, got both"),
+    ({"mask": "causal"}, "TypeError: mask must be a Mask or one for each row, got str"),
     (
         {"mask": torch.ones(12, 12, dtype=torch.bool)},
-        TypeError,
-        "mask must be a Mask or one for each row, got Tensor",
+        "TypeError: mask must be a Mask or one for each row, got Tensor",
     ),
     (
         {"mask": [Mask.causal(12), None]},
-        TypeError,
-        "mask must be a Mask or one for each row, got NoneType",
+        "TypeError: mask must be a Mask or one for each row, got NoneType",
     ),
-    ({"mask": [[Mask.causal(12)]]}, TypeError, "mask must be a Mask or one for each row, got list"),
-    ({"mask": [Mask.causal(12)] * 3}, ValueError, "mask has 3 entries for a batch of 2 rows"),
-    ({"mask": []}, ValueError, "mask has 0 entries for a batch of 2 rows"),
-    ({"mask": [Mask.causal(12), Mask.full(13)]}, ValueError, "the same number of tokens|13"),
-    ({"layout": ["zigzag"] * 3}, ValueError, "layout has 3 entries for a batch of 2 rows"),
+    ({"mask": [[Mask.causal(12)]]}, "TypeError: mask must be a Mask or one for each row, got list"),
+    ({"mask": [Mask.causal(12)] * 3}, "ValueError: mask has 3 entries for a batch of 2 rows"),
+    ({"mask": []}, "ValueError: mask has 0 entries for a batch of 2 rows"),
+    ({"mask": [Mask.causal(12), Mask.full(13)]}, "ValueError: the same number of tokens|13"),
+    ({"layout": ["zigzag"] * 3}, "ValueError: layout has 3 entries for a batch of 2 rows"),
     (
         {"layout": ["zigzag", None]},
-        TypeError,
-        "layout must be a Layout or one for each row, got NoneType",
+        "TypeError: layout must be a Layout or one for each row, got NoneType",
     ),
-    ({"layout": 3}, TypeError, "layout must be .*, got int: pass its name, such as 'zigzag'"),
-    ({"layout": None}, TypeError, "layout must be a Layout or one for each row, got NoneType"),
-    (
-        {"layout": ["zigzag", "striped"]},
-        ValueError,
-        "expected a mask for each row or Layouts",
-    ),
+    ({"layout": 3}, "TypeError: layout must be .*, got int: pass its name, such as 'zigzag'"),
+    ({"layout": None}, "TypeError: layout must be a Layout or one for each row, got NoneType"),
+    ({"layout": ["zigzag", "striped"]}, "ValueError: expected a mask for each row or Layouts"),
     (
         {"layout": ["zigzag", "spiral"], "mask": Mask.causal(12)},
-        ValueError,
-        "unknown layout 'spiral'",
+        "ValueError: unknown layout 'spiral'",
     ),
-    (
-        {"layout": Layout.zigzag(12, 4)},
-        ValueError,
-        "expected a layout on 3 ranks, got one on 4",
-    ),
+    ({"layout": Layout.zigzag(12, 4)}, "ValueError: expected a layout on 3 ranks, got one on 4"),
     (
         {"layout": Layout.zigzag(13, 3)},
-        ValueError,
-        r"the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into",
+        r"ValueError: the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into",
     ),
     (
         {"layout": Layout.zigzag(13, 3), "mask": Mask.causal(12)},
-        ValueError,
-        r"the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into",
+        r"ValueError: the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into",
     ),
     (
         {"layout": [Layout.zigzag(12, 3), Layout.zigzag(13, 3)], "mask": Mask.causal(12)},
-        ValueError,
-        "a row's mask has 12 tokens, its layout 13",
+        "ValueError: a row's mask has 12 tokens, its layout 13",
     ),
     (
         {"layout": [Layout.zigzag(12, 3), Layout.zigzag(13, 3)]},
-        ValueError,
-        "layouts of rows must give a rank the same number of tokens",
+        "ValueError: layouts of rows must give a rank the same number of tokens",
     ),
 ]
 
@@ -501,30 +440,32 @@ def attend(ring, **options):
     return burst_attn_func(q, k, v, process_group=ring, **options)
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), WRONG_ON_ALL)
-def test_wrong_masks_are_an_error_on_every_rank(options, kind, message):
+@pytest.mark.parametrize(("options", "error"), WRONG_ON_ALL)
+def test_wrong_masks_are_an_error_on_every_rank(options, error):
     def work(ring):
-        with pytest.raises(kind, match=message):
+        with refusal(error):
             attend(ring, **options)
         return attend(ring, mask=Mask.causal(12)).shape  # all goes on
 
     assert simulate(3, work) == [(2, 4, 2, 8)] * 3
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), WRONG_ON_ALL)
-def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, kind, message):
+@pytest.mark.parametrize(("options", "error"), WRONG_ON_ALL)
+def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, error):
+    message = error.partition(": ")[2]
+
     def work(ring):
         with pytest.raises((ValueError, TypeError)) as caught:
             attend(ring, **(options if ring.rank == 2 else {"mask": Mask.causal(12)}))
         attend(ring)
         return str(caught.value)
 
-    said = simulate(3, work)
+    errors = simulate(3, work)
     theirs = re.compile(
         f"rank 2 of the group failed before a call of .*({message})|ranks differ in "
     )
-    assert all(theirs.search(words) for words in said[:2])
-    assert re.search(f"{message}|ranks differ in ", said[2])
+    assert all(theirs.search(text) for text in errors[:2])
+    assert re.search(f"{message}|ranks differ in ", errors[2])
 
 
 @pytest.mark.parametrize(
@@ -567,7 +508,7 @@ def test_ranks_with_unlike_masks_all_raise(mine, theirs, term):
     assert simulate(3, work) == [(2, 4, 2, 8)] * 3
 
 
-def test_equal_masks_may_be_said_differently():
+def test_equal_masks_may_be_given_differently():
     """A mask of its own for each row that is the same for all; numbers of numpy."""
 
     def work(ring):
@@ -607,7 +548,8 @@ def test_a_wrong_mask_of_a_layer_with_a_window_is_an_error_on_every_rank(wrong):
 def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
     def work(ring):
         q, k, v = (x[0] for x in random_qkv(1, 4, 2, 2, 8)[:3])
-        for wrong, _, message in CU_SEQLENS:
+        for wrong, error in CU_SEQLENS:
+            message = error.partition(": ")[2]
             with pytest.raises((ValueError, TypeError), match=message):
                 burst_attn_varlen_func(
                     q, k, v, wrong if ring.rank == 2 else (0, 12), process_group=ring
@@ -624,45 +566,3 @@ def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
         return True
 
     assert simulate(3, work) == [True] * 3
-
-
-def refused(rank: int) -> list[str]:
-    """What a call says whose mask is wrong on a rank, or another one there; then one that is
-    right.
-    """
-    q, k, v = random_qkv(2, 6, 2, 2, 8)[:3]
-    wrong = [
-        {"mask": Mask.causal(12 + rank)},
-        {"mask": Mask.documents((0, 4 + rank, 12))},
-        {"mask": "causal" if rank else None},
-        {"mask": [Mask.causal(12)] * (2 + rank)},
-        {"mask": Mask.causal(12), "causal": rank == 1},
-        {"layout": Layout.zigzag(12, 2 + rank)},
-        {"layout": Layout.zigzag(13, 2)},
-    ]
-    said = []
-    for options in wrong:
-        with pytest.raises((ValueError, TypeError)) as caught:
-            burst_attn_func(q, k, v, **options)
-        said.append(str(caught.value))
-    assert (
-        burst_attn_func(q, k, v, mask=Mask.documents((0, 4, 12)), layout="balanced").shape
-        == q.shape
-    )
-    return said
-
-
-def test_processes_hear_of_wrong_masks_too():
-    reasons = [
-        "ranks differ in mask",
-        "ranks differ in mask",
-        "mask must be a Mask or one for each row, got str",
-        "mask has 3 entries for a batch of 2 rows",
-        "expected mask or causal, got both",
-        "expected a layout on 2 ranks, got one on 3",
-        "the ranks hold [6, 6] tokens, but zigzag cuts 13",
-    ]
-    first, second = run_ranks(2, refused)
-    for mine, theirs, reason in zip(first, second, reasons, strict=True):
-        assert reason in mine
-        assert reason in theirs

@@ -12,6 +12,7 @@ from bmt_burst import Layout, Mask, burst_attn_func, burst_attn_varlen_func, sim
 from bmt_burst.calls.call import _MOST_PLANS
 from tests.cases import random_layout, random_mask, random_qkv
 from tests.reference import attention_errors, dense_results, relative_error
+from tests.refusals import refusal
 from tests.rings import ring_arguments, ring_results
 
 SCALE = 0.3
@@ -177,27 +178,23 @@ def test_packed_documents_alone_and_without_lse():
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("change", "error"),
     [
-        ({"q": torch.zeros(1, 31, 4, 8)}, ValueError, r"q must be packed, \(tokens, heads, head"),
-        ({"k": [1, 2]}, TypeError, "k must be a torch.Tensor, got list"),
-        (
-            {"v": torch.zeros(31, 1, 8).double()},
-            ValueError,
-            "k and v must have the same batch",
-        ),
-        ({"cu_seqlens": (0, 30)}, ValueError, r"cu_seqlens has 30 tokens, the ranks hold 31: \[31"),
-        ({"cu_seqlens": None}, TypeError, "cu_seqlens must be a sequence of whole numbers"),
-        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-        ({"causal": "yes"}, TypeError, "causal must be True or False, got 'yes'"),
-        ({"mask": Mask.causal(31)}, TypeError, "unexpected keyword argument 'mask'"),
-        ({"scores": None}, TypeError, "unexpected keyword argument 'scores'"),
-        ({"layout": "spiral"}, ValueError, "unknown layout 'spiral'"),
+        ({"q": torch.zeros(1, 31, 4, 8)}, r"ValueError: q must be packed, \(tokens, heads, head"),
+        ({"k": [1, 2]}, "TypeError: k must be a torch.Tensor, got list"),
+        ({"v": torch.zeros(31, 1, 8).double()}, "ValueError: k and v must have the same batch"),
+        ({"cu_seqlens": (0, 30)}, r"ValueError: cu_seqlens has 30 tokens, the ranks hold 31: \[31"),
+        ({"cu_seqlens": None}, "TypeError: cu_seqlens must be a sequence of whole numbers"),
+        ({"window": 0}, "ValueError: window must be at least 1, got 0"),
+        ({"causal": "yes"}, "TypeError: causal must be True or False, got 'yes'"),
+        ({"mask": Mask.causal(31)}, "TypeError: unexpected keyword argument 'mask'"),
+        ({"scores": None}, "TypeError: unexpected keyword argument 'scores'"),
+        ({"layout": "spiral"}, "ValueError: unknown layout 'spiral'"),
     ],
 )
-def test_wrong_packed_documents_are_refused(change, kind, message):
+def test_wrong_packed_documents_are_refused(change, error):
     q, k, v = (x[0] for x in random_qkv(1, 31, 4, 2, 8)[:3])
-    with pytest.raises(kind, match=message):
+    with refusal(error):
         burst_attn_varlen_func(**{"q": q, "k": k, "v": v, "cu_seqlens": CUTS, **change})
 
 

@@ -14,6 +14,7 @@ from bmt_burst.transport import Put
 from bmt_burst.transport.simulator import Aborted
 from tests.cases import random_qkv
 from tests.reference import relative_error
+from tests.refusals import refusal
 from tests.rings import ring_arguments
 
 RANKS = 3
@@ -242,18 +243,18 @@ def test_the_callers_autocast_holds_on_the_ranks():
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "message"),
+    ("size", "error"),
     [
-        (0, ValueError, "size: expected at least one rank, got 0"),
-        (-1, ValueError, "size: expected at least one rank, got -1"),
-        (2.5, TypeError, r"size must be a whole number, got 2\.5"),
-        (True, TypeError, "size must be a whole number, got True"),
-        ("2", TypeError, "size must be a whole number, got '2'"),
-        (torch.tensor(2), TypeError, "size must be a whole number, got a Tensor"),
+        (0, "ValueError: size: expected at least one rank, got 0"),
+        (-1, "ValueError: size: expected at least one rank, got -1"),
+        (2.5, r"TypeError: size must be a whole number, got 2\.5"),
+        (True, "TypeError: size must be a whole number, got True"),
+        ("2", "TypeError: size must be a whole number, got '2'"),
+        (torch.tensor(2), "TypeError: size must be a whole number, got a Tensor"),
     ],
 )
-def test_impossible_numbers_of_ranks_are_refused(size, kind, message):
-    with pytest.raises(kind, match=message):
+def test_impossible_numbers_of_ranks_are_refused(size, error):
+    with refusal(error):
         simulate(size, lambda ring: None)
 
 

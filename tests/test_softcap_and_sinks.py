@@ -21,6 +21,7 @@ from bmt_burst import (
 )
 from tests.cases import random_qkv
 from tests.reference import attention_errors, dense_results, relative_error, size_of_terms
+from tests.refusals import refusal
 from tests.rings import CPU_KERNELS, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # ranks, ranks of a host
@@ -214,49 +215,43 @@ def test_sinks_get_the_gradient_that_autograd_has_of_them():
 
 
 WRONG = [
-    ({"softcap": 0}, ValueError, "softcap must be positive and finite, got 0.0"),
-    ({"softcap": math.nan}, ValueError, "softcap must be positive and finite, got nan"),
-    ({"softcap": "50"}, TypeError, "softcap must be a number, got '50'"),
-    ({"softcap": True}, TypeError, "softcap must be a number, got True"),
+    ({"softcap": 0}, "ValueError: softcap must be positive and finite, got 0.0"),
+    ({"softcap": math.nan}, "ValueError: softcap must be positive and finite, got nan"),
+    ({"softcap": "50"}, "TypeError: softcap must be a number, got '50'"),
+    ({"softcap": True}, "TypeError: softcap must be a number, got True"),
     (
         {"softcap": 1e-40},
-        ValueError,
-        "softcap=1e-40, or softmax_scale=.* is zero or infinite in float32",
+        "ValueError: softcap=1e-40, or softmax_scale=.* is zero or infinite in float32",
     ),
     (
         {"softcap": 1e38, "softmax_scale": 1e-10},
-        ValueError,
-        "softcap=1e\\+38, or softmax_scale=1e-10 divided by it",
+        r"ValueError: softcap=1e\+38, or softmax_scale=1e-10 divided by it",
     ),
-    ({"softcap": 2.0, "flash": "cpu"}, ValueError, "cpu: it does not support a softcap"),
-    ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a torch.Tensor, got list"),
+    ({"softcap": 2.0, "flash": "cpu"}, "ValueError: cpu: it does not support a softcap"),
+    ({"sinks": [0.0, 0.0]}, "TypeError: sinks must be a torch.Tensor, got list"),
     (
         {"sinks": torch.zeros(3)},
-        ValueError,
-        "sinks must be \\(2,\\), one for each query head, got shape \\(3,\\)",
+        r"ValueError: sinks must be \(2,\), one for each query head, got shape \(3,\)",
     ),
     (
         {"sinks": torch.zeros(2).bfloat16()},
-        TypeError,
-        "sinks must be torch.float32 for torch.float32 inputs, got",
+        "TypeError: sinks must be torch.float32 for torch.float32 inputs, got",
     ),
     (
         {"sinks": torch.zeros(2, device="meta")},
-        ValueError,
-        "sinks must be on q's device, cpu, got meta",
+        "ValueError: sinks must be on q's device, cpu, got meta",
     ),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "error", "message"), WRONG)
-def test_what_is_wrong_is_an_error_on_every_rank(wrong, error, message):
+@pytest.mark.parametrize(("wrong", "error"), WRONG)
+def test_what_is_wrong_is_an_error_on_every_rank(wrong, error):
     def work(ring):
         q = torch.zeros(1, 3, 2, 8)
-        expected = pytest.raises(error, match=message)
         heard = pytest.raises(
             ValueError, match="rank 1 of the group failed before a call of burst_attn_func"
         )
-        with expected if ring.rank else heard:
+        with refusal(error) if ring.rank else heard:
             burst_attn_func(q, q, q, process_group=ring, **(wrong if ring.rank else {}))
 
     simulate(2, work)
