@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +33,6 @@ from . import plain
 from .parts import OutputPart, Part, clip_parts, is_whole
 
 _MOST_PARTS = 16  # parts that are added up in one pass over memory
-
-
-class Backend(Protocol):
-    """A module with these functions: `plain` specifies them."""
-
-    def merge_outputs(self, out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None: ...
-
-    def sum_gradients(self, total: Tensor, parts: list[Part]) -> None: ...
-
-    def fill_lse_delta(self, rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None: ...
 
 
 class _Sum(ABC):
@@ -58,7 +49,14 @@ class _Sum(ABC):
         for part in parts:
             self._append(part)
 
-    def _append(self, part: Part | OutputPart) -> None:
+    def add(self, spans: Sequence[Span], *tensors: Tensor) -> None:
+        """Add a partial result of the tokens of rising spans: a gradient (B, T, ...) in any float
+        dtype, or out (B, T, H, D) and lse (B, H, T).
+        """
+        self.waiting += tensors[0].nbytes
+        self._append((spans, *tensors))
+
+    def _append(self, part: Any) -> None:
         self.parts.append(part)
         too_many = self.waiting > self.limit or len(self.parts) > _MOST_PARTS
         if too_many and len(self.parts) > 1:
@@ -82,11 +80,6 @@ class Outputs(_Sum):
         self.out, self.lse = out, lse
         self.wide: tuple[Tensor, Tensor] | None = None  # the first of the parts once they folded
         super().__init__(limit, parts)
-
-    def add(self, spans: Sequence[Span], out: Tensor, lse: Tensor) -> None:
-        """Add a partial result of the queries of rising spans: out (B, T, H, D), lse (B, H, T)."""
-        self.waiting += out.nbytes
-        self._append((spans, out, lse))
 
     def result(self) -> None:
         """Fill out and lse. Queries without a part get 0 and -inf."""
@@ -126,11 +119,6 @@ class Gradients(_Sum):
         self.into = into
         self.total: Tensor | None = None  # the first of the parts once they folded
         super().__init__(limit, parts)
-
-    def add(self, spans: Sequence[Span], grad: Tensor) -> None:
-        """Add the gradient of the tokens of rising spans: (B, T, ...), any float dtype."""
-        self.waiting += grad.nbytes
-        self._append((spans, grad))
 
     def fold(self) -> None:
         if self.total is None:
@@ -198,14 +186,8 @@ def stack_lse_delta(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     return rows
 
 
-def split_lse_delta(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lse and delta that `stack_lse_delta` stacked: (B, H, S) each, contiguous."""
-    lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))
-    return lse, delta
-
-
-def _backend(x: Tensor) -> Backend:
-    """Return the functions for tensors like x: fused on GPUs, plain elsewhere and for fp64."""
+def _backend(x: Tensor) -> ModuleType:
+    """Return the module for tensors like x: fused on GPUs, plain elsewhere and for fp64."""
     if x.is_cuda and x.dtype != torch.float64:
         from . import fused  # needs Triton
 

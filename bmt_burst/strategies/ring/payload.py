@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...base.dtypes import accumulator_dtype
-from ...merging.merge import split_lse_delta, stack_lse_delta
+from ...merging.merge import stack_lse_delta
 from ...merging.surrogate import surrogate_out
 from ...transport.packing import Packing
 from .. import Problem, Sizes
@@ -101,7 +101,7 @@ class QueriesDelta(Payload):
 
     def arrive(self, tensors: Sequence[Tensor]) -> QueryGradients:
         q, dout, rows = tensors
-        lse, delta = split_lse_delta(rows)
+        lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))
         if self.takes_delta:
             return QueryGradients(q, dout, lse, delta=delta)
         return QueryGradients(q, dout, lse, surrogate_out(dout, delta))
