@@ -38,10 +38,11 @@ class Fa2Kernel(Kernel):
         options = package.options(call, spec) | {"dropout_p": 0.0, "return_softmax": False}
         if call.is_whole:
             return _out_and_lse(package.forward(q, k, v, **options))
-        tensors = (pack(x) for x in (q, k, v))
-        results = package.packed_forward(*tensors, *_sizes(call, q), **options, block_table=None)
+        results = package.packed_forward(
+            *pack(q, k, v), *_sizes(call, q), **options, block_table=None
+        )
         out, lse = _out_and_lse(results)
-        out, lse = unpack(out, len(q)), unpack_rows(lse, len(q))
+        [out], lse = unpack(len(q), out), unpack_rows(lse, len(q))
         if (nothing := blind_queries(call, q.device)) is not None:  # where the package returns inf
             out = out.masked_fill(nothing[:, None, None], 0.0)
             lse = lse.masked_fill(nothing, -torch.inf)
@@ -57,10 +58,10 @@ class Fa2Kernel(Kernel):
             return grads
         # With an lse of inf all probabilities of a query are 0. The package does not define -inf.
         lse = pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf)).contiguous()
-        tensors = [pack(x) for x in (dout, q, k, v, out)]
+        tensors = pack(dout, q, k, v, out)
         grads = [torch.zeros_like(x) for x in tensors[1:4]]
         package.packed_backward(*tensors, lse, *grads, *_sizes(call, q), **options)
-        return tuple(unpack(grad, len(q)) for grad in grads)
+        return tuple(unpack(len(q), *grads))
 
 
 class Package(NamedTuple):

@@ -121,11 +121,11 @@ class Fa4Kernel(Kernel):
         if added is None:
             [v] = _values(spec, q, k, v)
         if packed:
-            q, k, v = pack(q), pack(k), pack(v)
+            q, k, v = pack(q, k, v)
         scores = _score_arguments(spec) | (added or {})
         out, lse, *_ = functions()[0](q, k, v, return_lse=True, **scores, **pairs)
         if packed:
-            out, lse = unpack(out, batch), unpack_rows(lse, batch)
+            [out], lse = unpack(batch, out), unpack_rows(lse, batch)
         return _fit_heads(out, head_size), lse
 
     def backward_once(self, dout, q, k, v, out, lse, delta, call, spec, added=None):
@@ -136,17 +136,17 @@ class Fa4Kernel(Kernel):
         dlse = None
         if out is None:
             # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
-            out, dlse = _zeros(call, q), -delta
+            out, dlse = q.new_zeros(q.shape[-1]).expand(q.shape), -delta
         if added is None:
             dout, v, out = _values(spec, q, k, dout, v, out)
         if packed:
-            dout, q, k, v, out = pack(dout), pack(q), pack(k), pack(v), pack(out)
+            dout, q, k, v, out = pack(dout, q, k, v, out)
             lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
         scores = _score_arguments(spec) | {"deterministic": spec.deterministic} | (added or {})
         scores |= {} if dlse is None else {"dlse": dlse}
         grads = functions()[1](q, k, v, out, dout, lse.contiguous(), **scores, **pairs)[:3]
         if packed:
-            grads = (unpack(grad, batch) for grad in grads)
+            grads = unpack(batch, *grads)
         return tuple(_fit_heads(grad, head_size) for grad in grads)
 
 
@@ -231,13 +231,6 @@ def _packed_arguments(call: KernelCall, batch: int, device: torch.device) -> dic
         "max_seqlen_q": longest,
         "max_seqlen_k": longest,
     }
-
-
-def _zeros(call: KernelCall, q: Tensor) -> Tensor:
-    """Return an out of 0, of the shape and dtype of q."""
-    name = "fa4 zeros", q.shape[-1], q.dtype
-    row = prepare_once(call, name, q.device, lambda: q.new_zeros(q.shape[-1]))
-    return row.expand(q.shape)
 
 
 @functools.cache

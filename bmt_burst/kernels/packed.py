@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ from ..sequence.tile import KernelCall
 Kept = TypeVar("Kept")
 
 
-@dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """The sequences of a call on q (B, S, ...) and k, v (B, T, ...).
 
     cu_seqlens_q, cu_seqlens_k  (sequences + 1,) int32: first token of each in the packed tokens,
@@ -38,12 +36,33 @@ class Sequences:
 
 def sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
     """Return the sequences of a call, on a device."""
-    return prepare_once(call, ("sequences", batch), device, lambda: _sequences(call, batch, device))
+
+    def make() -> Sequences:
+        spans = call.sequences()
+        lengths = [[length(pair[side]) for pair in spans] * batch for side in (0, 1)]
+        q_starts, kv_starts = (
+            torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32)
+            for side in lengths
+        )
+        longest = max(map(max, lengths))
+        return Sequences(
+            send_to_device(q_starts, device), send_to_device(kv_starts, device), longest
+        )
+
+    return prepare_once(call, ("sequences", batch), device, make)
 
 
 def blind_queries(call: KernelCall, device: torch.device) -> Tensor | None:
     """Return which queries see no key, (S,) bool on a device, or None if all see some."""
-    return prepare_once(call, ("blind",), device, lambda: _blind(call, device))
+
+    def make() -> Tensor | None:
+        result = torch.ones(call.q_tokens, dtype=torch.bool)
+        for q, kv in call.tiles:  # no tile is empty, and a left bound leaves each query a key
+            hidden = 0 if call.right is None else max(length(q) - length(kv) - call.right, 0)
+            result[q[0] + hidden : q[1]] = False
+        return send_to_device(result, device) if result.any() else None
+
+    return prepare_once(call, ("blind",), device, make)
 
 
 def effective_band(call: KernelCall) -> tuple[int | None, int | None]:
@@ -59,14 +78,14 @@ def effective_band(call: KernelCall) -> tuple[int | None, int | None]:
     return left, right
 
 
-def pack(x: Tensor) -> Tensor:
+def pack(*tensors: Tensor) -> list[Tensor]:
     """Flatten (B, S, ...) to (B S, ...)."""
-    return x.flatten(0, 1)
+    return [x.flatten(0, 1) for x in tensors]
 
 
-def unpack(x: Tensor, batch: int) -> Tensor:
+def unpack(batch: int, *tensors: Tensor) -> list[Tensor]:
     """Unflatten (B S, ...) to (B, S, ...)."""
-    return x.view(batch, len(x) // batch, *x.shape[1:])
+    return [x.unflatten(0, (batch, -1)) for x in tensors]
 
 
 def pack_rows(x: Tensor) -> Tensor:
@@ -76,26 +95,7 @@ def pack_rows(x: Tensor) -> Tensor:
 
 def unpack_rows(x: Tensor, batch: int) -> Tensor:
     """Unflatten (H, B S) to (B, H, S)."""
-    return x.view(len(x), batch, x.shape[1] // batch).transpose(0, 1)
-
-
-def _sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
-    spans = call.sequences()
-    lengths = [[length(pair[side]) for pair in spans] * batch for side in (0, 1)]
-    starts = [
-        torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32)
-        for side in lengths
-    ]
-    q_starts, kv_starts = (send_to_device(x, device) for x in starts)
-    return Sequences(q_starts, kv_starts, max(map(max, lengths)))
-
-
-def _blind(call: KernelCall, device: torch.device) -> Tensor | None:
-    result = torch.ones(call.q_tokens, dtype=torch.bool)
-    for q, kv in call.tiles:  # no tile is empty, and a left bound leaves each query a key
-        hidden = 0 if call.right is None else max(length(q) - length(kv) - call.right, 0)
-        result[q[0] + hidden : q[1]] = False
-    return send_to_device(result, device) if result.any() else None
+    return x.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 def prepare_once(
