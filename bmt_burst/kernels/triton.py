@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -94,18 +95,14 @@ class TritonKernel(Kernel):
         return backward(inputs, call, spec)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec, terms: Terms = NO_TERMS
-) -> tuple[Tensor, Tensor]:
+def forward(q, k, v, call, spec, terms=NO_TERMS):
     """Compute `Kernel.forward`, with the terms that an extension adds."""
     out, lse = _empty(q), empty_lse(q)
     launch("forward", (*map(_make_dense, (q, k, v)), out, lse), call, spec, terms)
     return out, lse
 
 
-def backward(
-    inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, terms: Terms = NO_TERMS
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(inputs, call, spec, terms=NO_TERMS):
     """Compute `Kernel.backward` from `backward_inputs`, with the terms that an extension adds."""
     dq, dk, dv = (_empty(x) for x in inputs[:3])
     launch("backward_kv", (*inputs, dk, dv), call, spec, terms)
@@ -113,26 +110,20 @@ def backward(
     return dq, dk, dv
 
 
-def backward_inputs(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Return the backward kernels' inputs in their order: q, k, v, dout, lse and delta."""
+def backward_inputs(dout, q, k, v, out, lse, delta) -> tuple[Tensor, ...]:
+    """Return the backward kernels' inputs in their order: q, k, v, dout, lse and delta.
+
+    The arguments are those of `Kernel.backward`.
+    """
     q, k, v, dout, lse = map(_make_dense, (q, k, v, dout, lse))
     if delta is None:
-        assert out is not None, "a backward needs out or delta"
         delta = stack_lse_delta(out, dout, lse)[..., 1].transpose(1, 2)
     return q, k, v, dout, lse, _make_dense(delta)
 
 
 def launch(
     name: str,
-    tensors: tuple[Tensor | None, ...],
+    tensors: Sequence[Any],
     call: KernelCall,
     spec: Spec,
     terms: Terms = NO_TERMS,
@@ -142,9 +133,8 @@ def launch(
 
     most  as `_list_blocks` takes it
     """
-    q = tensors[0]
-    assert q is not None
-    shape, by_keys = shape_of(name, q, terms), name == "backward_kv"
+    q, by_keys = tensors[0], name == "backward_kv"
+    shape = shape_of(name, q, terms)
     blocks = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M, most)
     kernel = getattr(_kernel_module(), name)
     start(kernel, shape, blocks, by_keys, tensors, call, spec, terms, CAP=spec.softcap)
@@ -155,7 +145,7 @@ def start(
     shape: LaunchShape,
     programs: Tensor,
     by_keys: bool,
-    tensors: tuple[Tensor | None, ...],
+    tensors: Sequence[Any],
     call: KernelCall,
     spec: Spec,
     terms: Terms,
@@ -165,8 +155,6 @@ def start(
     head.
     """
     q, k = tensors[:2]
-    assert q is not None
-    assert k is not None
     left, right = effective_band(call)
     grid = len(programs), k.shape[2] if by_keys else q.shape[2], len(q)
     kernel[grid](

@@ -55,18 +55,7 @@ class TritonTableKernel(TableKernel):
         return *grads, _gradient_of_sums(terms, bias)
 
 
-def table_gradient(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    delta: Tensor | None,
-    call: KernelCall,
-    spec: Spec,
-    bias: CallBias,
-) -> Tensor:
+def table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias) -> Tensor:
     """Compute only dtable (R, H) of what `TableKernel.backward` returns."""
     inputs = backward_inputs(dout, q, k, v, out, lse, delta)
     terms = _add_sums(_make_terms(bias), bias, inputs)
