@@ -41,12 +41,9 @@ class AtenKernel(PlainKernel):
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """Set torch's global switch for deterministic algorithms, which the operator reads."""
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(wanted or before, warn_only=warn_only)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(2 if wanted and not before else before)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before)

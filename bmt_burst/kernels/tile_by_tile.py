@@ -146,31 +146,27 @@ def blocks_of(call: KernelCall) -> tuple[Blocks, ...]:
 def _cut_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterator[Blocks]:
     """Return the blocks of a tile. left and right are as in `KernelCall`."""
     more = length(kv) - length(q)
-    low, high = None if left is None else more - left, None if right is None else more + right
-    if low is None or high is None:
-        yield from _cut_at_edge(q, kv, low, high)
-        return
+    # Counted from the tile's corner, row a sees column b if low <= b - a <= high.
+    high = length(kv) if right is None else more + right
+    low = min(high, 0) - length(q) if left is None else more - left
     # Each group has as many rows as the band is wide, so all see the first key of its last row.
-    for start in range(0, length(q), high - low + 1):
-        stop = min(start + high - low + 1, length(q))
+    size = high - low + 1
+    for start in range(0, length(q), size):
+        stop = min(start + size, length(q))
         middle = min(max(kv[0] + stop - 1 + low, kv[0]), kv[1])  # that key
-        rows = q[0] + start, q[0] + stop
-        yield from _cut_at_edge(rows, (kv[0], middle), low + start, None)
-        yield from _cut_at_edge(rows, (middle, kv[1]), None, high + start - (middle - kv[0]))
+        rows, before, after = (q[0] + start, q[0] + stop), (kv[0], middle), (middle, kv[1])
+        turned = length(before) - length(rows) - low - start
+        for shape, queries, keys in _cut_at_edge(_turn(rows), _turn(before), turned):
+            shape = BlockKind.REVERSED if shape is BlockKind.CAUSAL else shape
+            yield Blocks(shape, _turn(queries), _turn(keys))
+        for block in _cut_at_edge(rows, after, high + start - length(before)):
+            yield Blocks(*block)
 
 
-def _cut_at_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterator[Blocks]:
-    """Return the blocks of a rectangle in which b - a >= low, or b - a <= high, is visible.
-
-    a and b are counted from its corner. One of low and high is None.
+def _cut_at_edge(q: Span, kv: Span, high: int) -> Iterator[tuple[BlockKind, Span, Span]]:
+    """Return the blocks of a rectangle in which row a sees column b if b - a <= high, counted from
+    its corner.
     """
-    if low is not None:
-        for block in _cut_at_edge(_turn(q), _turn(kv), None, length(kv) - length(q) - low):
-            shape = BlockKind.REVERSED if block.shape is BlockKind.CAUSAL else block.shape
-            yield Blocks(shape, _turn(block.q), _turn(block.kv))
-        return
-    if high is None:
-        high = length(kv)
     first = min(max(q[0] - high, q[0]), q[1])  # the first row that sees any key
     edge = min(max(kv[0] + high, kv[0]), kv[1])  # the first key that not all of these rows see
     side = min(q[1] - first, kv[1] - edge)
@@ -180,7 +176,7 @@ def _cut_at_edge(q: Span, kv: Span, low: int | None, high: int | None) -> Iterat
         (BlockKind.FULL, (first + side, q[1]), (edge, kv[1])),
     ):
         if length(rows) and length(columns):
-            yield Blocks(shape, rows, columns)
+            yield shape, rows, columns
 
 
 def _turn(span: Span) -> Span:
