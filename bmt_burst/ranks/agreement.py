@@ -62,29 +62,25 @@ def gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[b
     """
     if rings.size > 1:
         refuse_capture(doing, _CAPTURED)
-    with admit_one_thread(rings, doing):
-        return _gather_lines(rings, doing, line)
-
-
-def _gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[bytes, ...]:
     failure = None
-    try:
-        mine = line()
-    except Exception as caught:
-        if hasattr(caught, _KNOWN):
-            raise  # the others do not wait for a second line about it
-        failure, mine = caught, format_terms(doing, {"failure": _format_reason(caught)})
-    try:
-        lines = tuple(rings.gather(mine))
-    except RankLate as late:
-        raise mark_known(RankLate(f"{doing}: {late}")) from late
-    except Exception as lost:
-        # reporting it would wait again for a rank that is gone
-        mark_known(lost)
-        raise
-    if failure:
-        raise mark_known(failure)
-    return lines
+    with admit_one_thread(rings, doing):
+        try:
+            mine = line()
+        except Exception as caught:
+            if hasattr(caught, _KNOWN):
+                raise  # the others do not wait for a second line about it
+            failure, mine = caught, format_terms(doing, {"failure": _format_reason(caught)})
+        try:
+            lines = tuple(rings.gather(mine))
+        except RankLate as late:
+            raise mark_known(RankLate(f"{doing}: {late}")) from late
+        except Exception as lost:
+            # reporting it would wait again for a rank that is gone
+            mark_known(lost)
+            raise
+        if failure:
+            raise mark_known(failure)
+        return lines
 
 
 def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:

@@ -1,16 +1,5 @@
 """The ranks that share a sequence, and the groups between them.
 
-    sp = init_sequence_parallel(sp_size=4)  # on every rank, after BMTrain's or torch's init
-    tokens, labels = sp.shard(tokens), sp.shard(shift_labels(tokens))
-    positions = sp.positions(seq_len)
-    out = burst_attn_func(q, k, v, causal=True, **sp.groups)
-
-With documents or a window, the work of the ranks depends on the mask. A layout may be made for it:
-
-    mask = Mask.documents(cu_seqlens)
-    sp = sp.with_layout(Layout.balanced(mask, sp.size))
-    out = burst_attn_func(q, k, v, mask=mask, **sp.groups)
-
 Consecutive ranks share a sequence: sequence parallel group i is ranks i * sp_size to (i + 1) *
 sp_size - 1. For other ranks pass a DeviceMesh: init_sequence_parallel(mesh=mesh["sp"]).
 """

@@ -212,17 +212,11 @@ def _describe_place(role: str, place: int, places: int, host: int, hosts: int) -
 def make_rings(process_group: Group | None, double_group: Sequence[Group | None]) -> Rings:
     """Return the rings that `burst_attn_func`'s arguments name.
 
-    Without a double group: one ring over `process_group`, by default all ranks of BMTrain or
-    torch.distributed, or this process alone if neither is initialised.
+    The inner ring is over intra, the ranks of a host. The outer ring is over inter, the ranks at
+    the same place of all hosts, or this rank alone. A rank's number in the sequence is (its rank in
+    inter) * (size of intra) + (its rank in intra).
 
-    With double_group=(intra, inter), process_group must be None. The inner ring is over intra, the
-    ranks of a host. The outer ring is over inter, the ranks at the same place of all hosts. A
-    rank's number in the sequence is (its rank in inter) * (size of intra) + (its rank in intra).
-
-    A group is a ProcessGroup of torch.distributed, a DeviceMesh of one dimension, a Transport, or
-    after bmtrain.init_distributed a bmtrain NCCLCommunicator.
-
-    Raises TypeError for anything else. Raises ValueError for a mesh of more dimensions, if this
+    Raises TypeError for what is no group. Raises ValueError for a mesh of more dimensions, if this
     rank is in none of the groups, or if both kinds are given.
     """
     if not isinstance(double_group, Sequence) or len(double_group) != 2:

@@ -79,7 +79,7 @@ class CudaDevice:
     def __init__(self, rank: int, size: int, find_group: Callable[[], Any]):
         self.rank, self.size, self.find_group = rank, size, find_group
         self.index = torch.cuda.current_device()
-        self.thread = _Thread()
+        self.thread = threading.local()
         self.known: dict[int, CudaStream] = {}  # by handle
 
     def synchronize(self) -> None:
@@ -111,7 +111,8 @@ class CudaDevice:
 
     def current(self) -> CudaStream:
         """Return the stream that computes."""
-        if not self.thread.has_context:
+        # The driver's functions need a context, which new threads of autograd do not have.
+        if not hasattr(self.thread, "has_context"):
             torch.cuda.Event().record()  # CUDA makes the context of the GPU the thread's own
             self.thread.has_context = True
         handle = torch._C._cuda_getCurrentRawStream(self.index)
@@ -119,14 +120,6 @@ class CudaDevice:
         if found is None:
             found = self.known[handle] = CudaStream(torch.cuda.current_stream(self.index))
         return found
-
-
-class _Thread(threading.local):
-    """Facts about the current thread. The driver's functions need a context, which new threads of
-    autograd do not have.
-    """
-
-    has_context = False
 
 
 class _Operation(ctypes.Structure):
