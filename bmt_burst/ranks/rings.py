@@ -163,11 +163,14 @@ class Rings:
 
     def gather_tensors(self, x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """Return the contiguous x of all ranks in rank order. `shapes` are their shapes."""
-        size = self.inner.size
-        by_host = [shapes[start : start + size] for start in range(0, self.size, size)]
-        here = self.inner.all_to_all([[x]] * size, [[shape] for shape in by_host[self.outer.rank]])
-        hosts = self.outer.all_to_all([[tensor for [tensor] in here]] * self.outer.size, by_host)
-        return [tensor for host in hosts for tensor in host]
+        inner, outer = self.inner.size, self.outer.size
+        start = self.outer.rank * inner
+        here = self.inner.all_to_all([x] * inner, shapes[start : start + inner])
+        by_place = [
+            self.outer.all_to_all([part] * outer, shapes[place::inner])
+            for place, part in enumerate(here)
+        ]
+        return [of_hosts[host] for host in range(outer) for of_hosts in by_place]
 
     def sum_for_each(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of the tensors that all ranks have for this one.
@@ -176,21 +179,21 @@ class Rings:
         a fixed order, half precision in fp32, and return that dtype.
         """
         inner = self.inner.size
-        for_hosts = sum_over(self.inner, [parts[place::inner] for place in range(inner)])
-        [total] = sum_over(self.outer, [[part] for part in for_hosts])
-        return total
+        starts = range(0, self.size, inner)
+        return sum_over(
+            self.outer, [sum_over(self.inner, parts[start : start + inner]) for start in starts]
+        )
 
 
-def sum_over(ring: Transport, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the sums of the tensors that the ranks of a ring have for this one, from those that
-    this one has for each.
+def sum_over(ring: Transport, parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the tensors that the ranks of a ring have for this one. parts[r] is for
+    rank r.
     """
-    found = ring.all_to_all(parts, [[part.shape for part in parts[ring.rank]]] * ring.size)
-    totals = [part.to(sum_dtype(part.dtype), copy=True) for part in found[0]]
-    for theirs in found[1:]:
-        for total, part in zip(totals, theirs, strict=True):
-            total += part
-    return totals
+    found = ring.all_to_all(parts, [parts[ring.rank].shape] * ring.size)
+    total = found[0].to(sum_dtype(found[0].dtype), copy=True)
+    for part in found[1:]:
+        total += part
+    return total
 
 
 def _unpack_host(rank: int, packed: bytes) -> bytes:

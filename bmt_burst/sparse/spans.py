@@ -66,9 +66,9 @@ class Spans:
         mine = torch.stack([x[:, self.own_tokens(span)] for x in tensors])
         of_token = math.prod((*mine.shape[:2], *mine.shape[3:]))
         sizes = [[n * of_token for n in self._counts(span, p)] for p in range(self.inner)]
-        shapes = [[_with_tokens(mine, count)] for count in self._counts(span, self.place)]
-        parts = rings.outer.all_to_all([[mine]] * rings.outer.size, shapes)
-        column = torch.cat([part.flatten() for [part] in parts])
+        shapes = [_with_tokens(mine, count) for count in self._counts(span, self.place)]
+        parts = rings.outer.all_to_all([mine] * rings.outer.size, shapes)
+        column = torch.cat([part.flatten() for part in parts])
         whole = mine.new_empty(_with_tokens(mine, stop - start))
         counts = [[sum(of_hosts)] * self.inner for of_hosts in sizes]
         with _deliver(rings.inner, "visit", [column] * self.inner, counts) as received:
@@ -105,7 +105,7 @@ class Spans:
         of_hosts = total.split([shape.numel() for shape in shapes])
         mine = of_hosts[0]
         if rings.outer.size > 1:
-            [mine] = sum_over(rings.outer, [[part.to(dtype)] for part in of_hosts])
+            mine = sum_over(rings.outer, [part.to(dtype) for part in of_hosts])
         return tuple(mine.view(shapes[rings.outer.rank]))
 
     def _counts(self, span: int, place: int) -> list[int]:

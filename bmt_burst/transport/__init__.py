@@ -159,19 +159,16 @@ class Transport(ABC):
         landing = [(memory[offset : offset + nbytes], peer) for peer, offset, nbytes in arrivals]
         return Delivery(memory, self.exchange(leaving, landing))
 
-    def all_to_all(
-        self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]]
-    ) -> list[Sequence[Tensor]]:
-        """Send parts[r], contiguous tensors of one dtype, to each rank r. Return what all ranks
-        have for this one, in rank order. `shapes` are its shapes.
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Send parts[r], contiguous, to each rank r. Return what all ranks have for this one, in
+        rank order: tensors of these shapes, and of the dtype of the parts.
         """
-        [first, *_] = parts[self.rank]
-        found: list[Sequence[Tensor]] = [[first.new_empty(x) for x in theirs] for theirs in shapes]
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        sends = [(tensor, peer) for peer in others for tensor in parts[peer] if tensor.numel()]
-        recvs = [(tensor, peer) for peer in others for tensor in found[peer] if tensor.numel()]
-        self.exchange(sends, recvs).wait()
+        found = [parts[self.rank].new_empty(shape) for shape in shapes]
         found[self.rank] = parts[self.rank]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        sends = [(parts[peer], peer) for peer in others if parts[peer].numel()]
+        recvs = [(found[peer], peer) for peer in others if found[peer].numel()]
+        self.exchange(sends, recvs).wait()
         return found
 
     def disconnect(self) -> None:  # noqa: B027 - nobody waits for a process

@@ -91,7 +91,7 @@ class BMTrainTransport(ProcessTransport):
     def warm_up(self) -> None:
         """Connect to every rank now. Otherwise the first exchange would wait for that."""
         mine = torch.zeros(1, dtype=torch.uint8, device="cuda")
-        self.all_to_all([[mine]] * self.size, [[mine.shape]] * self.size)
+        self.all_to_all([mine] * self.size, [mine.shape] * self.size)
         torch.cuda.synchronize()
 
     def _draw_name(self) -> str:

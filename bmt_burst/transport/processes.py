@@ -16,7 +16,7 @@ import torch.distributed as dist
 from . import Arrival, Delivery, Put, Transport
 from .copy_engine import CopyEngines
 from .cuda_stream import CudaDevice
-from .messenger import DEFAULT_TIMEOUT, Echo
+from .messenger import DEFAULT_TIMEOUT
 from .sockets import SocketMessenger, host_name
 from .watch import Watch
 
@@ -44,9 +44,7 @@ class ProcessTransport(Transport):
         self.engine_use = engine_use
         self.asked_timeout: float | None = None
         self.timeout = self.own_timeout
-        self.messenger: SocketMessenger | Echo = Echo(1)
-        if self.size > 1:
-            self.messenger = SocketMessenger(self.rank, self.size, store, self.timeout)
+        self.messenger: SocketMessenger = SocketMessenger(self.rank, self.size, store, self.timeout)
         self.copy_engines: CopyEngines | None = None
 
     @property
@@ -92,7 +90,6 @@ class ProcessTransport(Transport):
             return
         logger.info("deliveries use GPUs' copy engines")
         if not self.watch:
-            assert isinstance(self.messenger, SocketMessenger), "there are several ranks"
             self.watch = Watch(self.messenger)
 
     def deliver(

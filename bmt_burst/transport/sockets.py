@@ -54,13 +54,15 @@ class SocketMessenger(Messenger):
         """Gather messages. A rank that stops waiting closes the group, since others may have read
         its message.
         """
+        if self.size == 1:
+            return [message]
         try:
             if not self.peers:
                 self._connect()
             return self._exchange(_LINE, message, self.timeout)
         except BaseException as error:
             if isinstance(error, RankFailed | RankGone):
-                self._keep(error)
+                self.unusable = type(error)(str(error))  # without its traceback, which has tensors
             self.close(f"while it waited for the others: {type(error).__name__}: {error}")
             raise
 
@@ -75,7 +77,7 @@ class SocketMessenger(Messenger):
         except TimeoutError:
             pass  # another rank is still in the call, where it waits for this one
         except (RankFailed, RankGone) as error:
-            self._keep(error)
+            self.unusable = type(error)(str(error))
         except BaseException:  # this rank is interrupted
             self.close(reason)
             raise
@@ -102,10 +104,6 @@ class SocketMessenger(Messenger):
         for number in self.peers:
             ended.register(number, select.POLLRDHUP)
         return next((self.peers[number].describe_end() for number, _ in ended.poll(0)), "")
-
-    def _keep(self, error: RuntimeError) -> None:
-        """Keep why the group is unusable, without the tensors that the error's traceback holds."""
-        self.unusable = type(error)(str(error))
 
     def _connect(self) -> None:
         found = _open_connections(self.rank, self.size, self.store, self.timeout)
