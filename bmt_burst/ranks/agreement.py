@@ -135,14 +135,12 @@ class admit_one_thread:
         self.held: list[Messenger] = []
 
     def __enter__(self) -> None:
-        is_contested = False
         for messenger in self.used:
-            if messenger.in_use.acquire(False):
+            if messenger.in_use.acquire(blocking=False):
                 self.held.append(messenger)
             else:
                 messenger.contested = True
-            is_contested |= messenger.contested
-        if is_contested:
+        if any(messenger.contested for messenger in self.used):
             self.__exit__(None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -15,10 +15,9 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -114,8 +113,7 @@ def _read_modes() -> Callable[[], AbstractContextManager[None]]:
     return modes
 
 
-@dataclass(frozen=True)
-class _Graph:
+class _Graph(NamedTuple):
     """A rank's results that have a gradient, and the leaves that they depend on."""
 
     outputs: list[Tensor]
@@ -172,7 +170,7 @@ def _differentiable(network: Network, results: list[Any]) -> list[Any]:
     outputs = [_find_outputs(result) for result in results]
     for own in outputs:
         check_transforms("simulate", *own.values())
-    graphs = [_Graph(list(own.values()), _find_leaves(list(own.values()))) for own in outputs]
+    graphs = [_Graph([*own.values()], _find_leaves(own.values())) for own in outputs]
     leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves}
     if not leaves:
         return results
@@ -201,7 +199,7 @@ def _replace_tensors(replacements: Mapping[int, Tensor], result: Any) -> Any:
     return _map_tensors(lambda x: replacements.get(id(x), x), result)
 
 
-def _find_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+def _find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves that need a gradient and that the outputs depend on."""
     left: list[Any] = [x.grad_fn for x in outputs]
     seen, leaves = set(), []
