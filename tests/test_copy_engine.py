@@ -125,6 +125,8 @@ class EngineRing(SimulatedRing):
         allocate = partial(torch.empty, dtype=torch.uint8)
         own = ThreadStream(Inline(shared))
         return SimpleNamespace(
+            rank=self.rank,
+            size=self.size,
             stream=stream,
             current=lambda: own,
             synchronize=synchronize,
@@ -135,7 +137,7 @@ class EngineRing(SimulatedRing):
     def reserve(self, lane_bytes, device):
         super().reserve(lane_bytes, device)
         if not hasattr(self, "engines"):
-            self.engines = CopyEngines(self.rank, self.size, self._device())
+            self.engines = CopyEngines(self._device())
         if not self.engines.fits(lane_bytes):
             for step in self.engines.growth(lane_bytes):
                 step()
@@ -192,7 +194,7 @@ def late_engines(ring, current):
     """Return copy engines of two ranks, beside those of an EngineRing, for streams of a test."""
     ring.reserve(dict.fromkeys(LANES, 128), torch.device("cpu"))
     device = SimpleNamespace(**{**vars(ring.engines.device), "current": current})
-    engines = CopyEngines(ring.rank, 2, device)
+    engines = CopyEngines(device)
     for step in engines.growth(dict.fromkeys(LANES, 128)):
         step()
         ring.messenger.gather(b"")

@@ -65,6 +65,10 @@ class Arrival(NamedTuple):
     nbytes: int
 
 
+Puts = Sequence[Put]
+Arrivals = Sequence[Arrival]
+
+
 @dataclass(frozen=True)
 class Delivery:
     """An exchange of puts. They are received into `memory` (bytes, uint8).
@@ -137,12 +141,7 @@ class Transport(ABC):
         """
 
     def deliver(
-        self,
-        lane: str,
-        nbytes: int,
-        sends: Sequence[Put],
-        arrivals: Sequence[Arrival],
-        device: torch.device,
+        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
     ) -> Delivery:
         """Start an exchange that is received into `nbytes` of memory on `device`. Return without
         waiting.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from . import Messages, Ticket
 from .messenger import DEFAULT_TIMEOUT, make_late_error
-from .processes import ProcessTransport
+from .processes import Exchange, ProcessTransport
 
 Communicator = Any  # bmtrain's NCCLCommunicator: the package has no types
 
@@ -43,16 +43,6 @@ class _Bytes:
         return self.tensor.nbytes
 
 
-@dataclass
-class _Ticket(Ticket):
-    done: torch.cuda.Event
-    messages: tuple[Messages, ...]  # kept alive until the exchange is over
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.done)
-        self.messages = ()
-
-
 class BMTrainTransport(ProcessTransport):
     """The ranks of `comm`, a bmtrain NCCLCommunicator. All of them make it at the same point."""
 
@@ -69,7 +59,7 @@ class BMTrainTransport(ProcessTransport):
         self.group: dist.ProcessGroup | None = None
         super().__init__(dist.PrefixStore(f"{self.name}/messages", store()))
 
-    def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
+    def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.nccl.groupStart()
@@ -78,7 +68,8 @@ class BMTrainTransport(ProcessTransport):
             for tensor, peer in recvs:
                 self.nccl.recv(_Bytes(tensor), peer, self.comm)
             self.nccl.groupEnd()
-        return _Ticket(self.stream.record_event(), (sends, recvs))
+        done = self.stream.record_event()
+        return Exchange([lambda: torch.cuda.current_stream().wait_event(done)], (sends, recvs))
 
     def symmetric_group(self) -> str:
         if self.group is None:

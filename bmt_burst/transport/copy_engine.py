@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import LANES, Arrival, Delivery, Put, Ticket, as_bytes
+from . import LANES, Arrivals, Delivery, Puts, Ticket, as_bytes
 from .cuda_stream import CudaDevice
 
 _FLAG_BYTES = 128  # flags are this far apart
@@ -34,10 +34,10 @@ _SLOT_BYTES = 1 << 21
 
 
 class CopyEngines:
-    """Deliveries between `size` ranks of a host, this one being `rank`."""
+    """Deliveries between the ranks of a host, from this rank's device."""
 
-    def __init__(self, rank: int, size: int, device: CudaDevice):
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, device: CudaDevice):
+        self.device, self.size = device, device.size
         self.slot_bytes = dict.fromkeys(LANES, 0)
         self.lanes: dict[str, _Lane] = {}
         self.arena = torch.empty(0, dtype=torch.uint8)
@@ -70,10 +70,10 @@ class CopyEngines:
             start = 0
             with torch.inference_mode(False):
                 arenas = self.device.connect(self.arena)
-                for lane, slots in LANES.items():
+                for lane in LANES:
                     stop = start + _lane_bytes(lane, slot_bytes[lane], self.size)
                     parts = [arena[start:stop] for arena in arenas]
-                    self.lanes[lane] = _Lane(self.rank, parts, slots, slot_bytes[lane], self.device)
+                    self.lanes[lane] = _Lane(parts, LANES[lane], slot_bytes[lane], self.device)
                     start = stop
             self.slot_bytes = slot_bytes
 
@@ -84,9 +84,7 @@ class CopyEngines:
 
         return [self.device.synchronize, allocate, connect, try_out]
 
-    def deliver(
-        self, lane: str, nbytes: int, sends: Sequence[Put], arrivals: Sequence[Arrival]
-    ) -> Delivery:
+    def deliver(self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals) -> Delivery:
         """Deliver as Transport.deliver does."""
         return self.lanes[lane].deliver(nbytes, sends, sorted({each.peer for each in arrivals}))
 
@@ -99,11 +97,9 @@ class _Lane:
     rank.
     """
 
-    def __init__(
-        self, rank: int, parts: list[Tensor], slots: int, slot_bytes: int, device: CudaDevice
-    ):
-        self.rank, self.parts, self.device = rank, parts, device
-        self.slot_bytes = slot_bytes
+    def __init__(self, parts: list[Tensor], slots: int, slot_bytes: int, device: CudaDevice):
+        self.parts, self.slot_bytes, self.device = parts, slot_bytes, device
+        self.rank = rank = device.rank
         self.slots = [  # by slot, then by rank
             [part[slot * slot_bytes : (slot + 1) * slot_bytes] for part in parts]
             for slot in range(slots)
@@ -118,7 +114,7 @@ class _Lane:
         self.arrived_there = [self._flag(peer, 2 * rank) for peer in peers]
         self.freed_there = [self._flag(peer, 2 * rank + 1) for peer in peers]
 
-    def deliver(self, nbytes: int, sends: Sequence[Put], sources: Sequence[int]) -> Delivery:
+    def deliver(self, nbytes: int, sends: Puts, sources: Sequence[int]) -> Delivery:
         assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
         self.number += 1
         slot = self.slots[self.number % len(self.slots)]
@@ -127,7 +123,7 @@ class _Lane:
         ticket = _LaneTicket(self, self.number, arrived, sent, sends)
         return _LaneDelivery(slot[self.rank][:nbytes], ticket)
 
-    def _send(self, slot: Sequence[Tensor], sends: Sequence[Put]) -> torch.cuda.Event:
+    def _send(self, slot: Sequence[Tensor], sends: Puts) -> torch.cuda.Event:
         """Copy puts to the ranks' memory for this delivery. Return an event after that."""
         stream = self.stream
         # The next rank first: where copies follow one another, each rank receives from another one.
@@ -181,7 +177,7 @@ class _LaneTicket(Ticket):
     number: int
     arrived: Sequence[Tensor]
     sent: torch.cuda.Event | None
-    sends: Sequence[Put]
+    sends: Puts
 
     def wait(self) -> None:
         current = self.lane.device.current()

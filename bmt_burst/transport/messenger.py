@@ -3,10 +3,6 @@
 Transports move tensors, also between GPUs, and never let the host wait. What ranks agree on is
 different: the host needs all ranks' lines before it goes on, and must learn if a rank does not
 send one.
-
-sockets           ranks as processes
-simulator         ranks as threads
-Echo (here)       one rank, or one with imagined peers
 """
 
 from __future__ import annotations
@@ -77,7 +73,7 @@ class Messenger(ABC):
 
 
 class Echo(Messenger):
-    """Messages of ranks that all send the same, such as a rank alone."""
+    """Messages of ranks that all send the same: a rank alone, or one with imagined peers."""
 
     def __init__(self, size: int):
         self.size = size

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from . import Arrival, Delivery, Put, Transport
+from . import Arrivals, Delivery, Messages, Puts, Ticket, Transport
 from .copy_engine import CopyEngines
 from .cuda_stream import CudaDevice
 from .messenger import DEFAULT_TIMEOUT
@@ -25,6 +26,19 @@ logger = logging.getLogger("bmt_burst")
 EngineUse = Literal["auto", "always", "never"]
 
 _REASON = 400  # characters of a reason that ranks send each other
+
+
+@dataclass
+class Exchange(Ticket):
+    """An exchange under way. `waits` are functions that wait for its parts."""
+
+    waits: Sequence[Callable[[], object]]
+    messages: tuple[Messages, ...]  # kept alive until it is over
+
+    def wait(self) -> None:
+        for wait in self.waits:
+            wait()
+        self.messages = ()
 
 
 class ProcessTransport(Transport):
@@ -71,7 +85,7 @@ class ProcessTransport(Transport):
         if device.type != "cuda" or self.size == 1 or self.engine_use == "never":
             return
         engines = self.copy_engines or CopyEngines(
-            self.rank, self.size, CudaDevice(self.rank, self.size, self.symmetric_group)
+            CudaDevice(self.rank, self.size, self.symmetric_group)
         )
         if engines.fits(lane_bytes):
             return
@@ -93,12 +107,7 @@ class ProcessTransport(Transport):
             self.watch = Watch(self.messenger)
 
     def deliver(
-        self,
-        lane: str,
-        nbytes: int,
-        sends: Sequence[Put],
-        arrivals: Sequence[Arrival],
-        device: torch.device,
+        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
     ) -> Delivery:
         self.begun += 1
         if self.copy_engines and device.type == "cuda":

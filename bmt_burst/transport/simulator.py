@@ -20,7 +20,7 @@ import functools
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailed
-from . import LANES, Arrival, Delivery, Messages, Put, Ticket, Transport, as_bytes
+from . import LANES, Arrival, Arrivals, Delivery, Messages, Puts, Ticket, Transport, as_bytes
 from .messenger import Echo, Messenger
 
 _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
@@ -193,12 +193,7 @@ class SimulatedRing(Transport):
         )
 
     def deliver(
-        self,
-        lane: str,
-        nbytes: int,
-        sends: Sequence[Put],
-        arrivals: Sequence[Arrival],
-        device: torch.device,
+        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
     ) -> Delivery:
         unreleased = self.unreleased[lane]
         assert len(unreleased) < LANES[lane], (
@@ -234,7 +229,7 @@ class SimulatedMessenger(Messenger):
 class _Imagined(Ticket):
     """The ticket of an imagined delivery. It holds the tensors as if they were sent."""
 
-    sent: Sequence[Put]
+    sent: Puts
 
     def wait(self) -> None:
         self.sent = ()
@@ -271,12 +266,7 @@ class ImaginedRing(Transport):
                 ]
 
     def deliver(
-        self,
-        lane: str,
-        nbytes: int,
-        sends: Sequence[Put],
-        arrivals: Sequence[Arrival],
-        device: torch.device,
+        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
     ) -> Delivery:
         slots = self.slots[lane]
         slots.append(slots.pop(0))

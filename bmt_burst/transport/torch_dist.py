@@ -8,8 +8,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,21 +20,10 @@ from torch.distributed import constants
 from ..errors import RankGone
 from . import Messages, Ticket, as_bytes
 from .messenger import make_late_error
-from .processes import EngineUse, ProcessTransport
+from .processes import EngineUse, Exchange, ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
 _NOTHING = 1 << 30  # a tag that no message has
-
-
-@dataclass
-class _Ticket(Ticket):
-    waits: Sequence[Callable[[], object]]
-    messages: tuple[Messages, ...]  # kept alive until the exchange is over
-
-    def wait(self) -> None:
-        for wait in self.waits:
-            wait()
-        self.messages = ()
 
 
 @contextlib.contextmanager
@@ -111,11 +99,11 @@ class TorchTransport(ProcessTransport):
             self.own_timeout = seconds
         self.set_timeout(seconds)
 
-    def exchange(self, sends: Messages, recvs: Messages) -> _Ticket:
+    def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
             waits = [self._start_over_gloo(dist.isend, x, peer) for x, peer in sends]
             waits += [self._start_over_gloo(dist.irecv, x, peer) for x, peer in recvs]
-            return _Ticket(waits, (sends, recvs))
+            return Exchange(waits, (sends, recvs))
         group = self.group
         ops = [
             dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
@@ -123,7 +111,7 @@ class TorchTransport(ProcessTransport):
             for tensor, peer in messages
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
-        return _Ticket([work.wait for work in works], (sends, recvs))
+        return Exchange([work.wait for work in works], (sends, recvs))
 
     def _start_over_gloo(
         self, start: Callable[..., dist.Work | None], x: Tensor, peer: int
