@@ -1,8 +1,8 @@
 """Compiles the Triton attention kernels, as they are launched, for a GPU that need not be there,
 and then the fused kernels. Run by test_triton.py.
 
-Without a bias, with one by segments and with one by distance, and with a softcap, for a head size
-that is padded and a band of two edges, so that every branch is compiled.
+With a softcap, with a bias by segments and with one by distance, for a head size that is padded
+and a band of two edges, so that every branch is compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main():
         by_segments = random_bias(call, 4, dtype=torch.float32)
         by_segments = replace(by_segments, segments=replace(by_segments.segments, other=3))
         by_distance = replace(by_segments, segments=None)
-        for bias, softcap in ((None, None), (None, 20.0), (by_segments, None), (by_distance, None)):
+        for bias, softcap in ((None, 20.0), (by_segments, None), (by_distance, None)):
             spec, added = Spec(0.3, softcap=softcap), () if bias is None else (bias,)
             kernel = (kernels if bias is None else bias_kernels).load("triton")
             out, lse = kernel.forward(*qkv, call, spec, *added)

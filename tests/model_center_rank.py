@@ -318,7 +318,7 @@ def equality(folder: Path, dtype: str, models: dict[str, list[str] | None]) -> d
 
 
 def words(call) -> str:
-    """Of the error that it raises."""
+    """Return the error that a call raises, as text."""
     try:
         call()
     except (TypeError, ValueError) as error:
@@ -327,13 +327,37 @@ def words(call) -> str:
 
 
 def refused(folder: Path) -> dict:
-    """What is refused, by name."""
+    """Return the errors of what is refused, by name. Nothing of it changes a model."""
+    from bmt_burst import init_sequence_parallel
+    from bmt_burst.adapters import model_center
+    from bmt_burst.adapters.model_center import attention
+
+    sp = init_sequence_parallel()
+    tokens = random_tensors("Llama", 2)["tokens"]
+    part, llama = sp.shard(tokens), model_center.enable(build("Llama", torch.float32), sp)
+    plain, of_layers = (build("Llama", torch.float32) for _ in range(2))
+    kind, weights = type(plain), [p.data.clone() for p in plain.parameters()]
+    length = torch.tensor([TOKENS, 9], device=DEVICE)
+    wrong = refused_models(sp, llama, plain, of_layers) | refused_arguments(sp, part, llama, length)
+    if sp.size > 1:
+        wrong |= refused_over_ranks(sp, tokens, part, llama)
+    found = {name: words(call) for name, call in wrong.items()}
+    assert type(plain) is kind
+    layers = [*plain.modules(), *of_layers.modules()]
+    assert all(type(layer) is not attention.RingAttention for layer in layers)
+    assert all(p.data.equal(w) for p, w in zip(plain.parameters(), weights, strict=True))
+    plain(tokens, length=torch.tensor([TOKENS, TOKENS], device=DEVICE))
+    found["copied"] = words(lambda: copy.deepcopy(llama))
+    found["pickled"] = words(lambda: torch.save(llama, folder / "never.pt"))
+    return {"errors": found, "still works": words(lambda: llama(part, length=length))}
+
+
+def refused_models(sp, llama, plain, of_layers) -> dict:
+    """Return calls of enable that are refused, by name."""
     import model_center.model as zoo
     from model_center.layer import Attention
 
-    from bmt_burst import Layout, Mask, init_sequence_parallel
     from bmt_burst.adapters import model_center
-    from bmt_burst.adapters.model_center import attention
 
     class Other(zoo.Llama):
         def forward(self, *args, **named):
@@ -342,86 +366,80 @@ def refused(folder: Path) -> dict:
     class OtherAttention(Attention):
         pass
 
-    sp = init_sequence_parallel()
-    tokens = torch.randint(0, 97, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(
-        DEVICE
-    )
-    part, llama = sp.shard(tokens), model_center.enable(build("Llama", torch.float32), sp)
-    plain = build("Llama", torch.float32)
-    weights = [p.data.clone() for p in plain.parameters()]
-    of_layers = build("Llama", torch.float32)
+    def enable(model, **options):
+        return lambda: model_center.enable(model, sp, **options)
+
+    def changed(**changes):
+        return enable(build("Llama", torch.float32, **changes))
+
     of_layers.encoder.layers[1].self_att.self_attention.__class__ = OtherAttention
-    length, length_of_rank = (
-        torch.tensor([TOKENS, 9], device=DEVICE),
-        torch.tensor([TOKENS, sp.rank], device=DEVICE),
-    )
     sizes = {name: x for name, x in SIZES.items() if name != "num_layers"}
     sizes |= {"num_encoder_layers": 1, "num_decoder_layers": 1, "half": False}
-    t5, cpm2 = zoo.T5(zoo.T5Config(**sizes)), zoo.CPM2(zoo.CPM2Config(**sizes))
+    return {
+        "no sp": lambda: model_center.enable(plain, None),
+        "no model": enable(torch.nn.Linear(2, 2)),
+        "inside": enable(torch.nn.ModuleDict({"lm": plain})),
+        "twice": enable(llama),
+        "T5": enable(zoo.T5(zoo.T5Config(**sizes))),
+        "CPM2": enable(zoo.CPM2(zoo.CPM2Config(**sizes))),
+        "forward": enable(Other(plain.config)),
+        "layer": enable(of_layers),
+        "relative": changed(pos_bias_type="relative"),
+        "mask value": changed(att_mask_value=-10),
+        "no rotary": enable(build("GPT2", torch.float32), exact_rotary=True),
+    }
+
+
+def refused_arguments(sp, part, llama, length) -> dict:
+    """Return calls with wrong arguments, by name. The ranks share them, but for a length."""
+    from bmt_burst import Layout, Mask
+    from bmt_burst.adapters import model_center
+
     dropping = model_center.enable(build("Llama", torch.float32, dropout_p=0.1), sp)
     gpt2 = model_center.enable(build("GPT2", torch.float32, position_size=TOKENS - 1), sp)
+    bert = model_center.enable(build("Bert", torch.float32), sp)
+    dense = torch.ones(2, TOKENS, TOKENS, device=DEVICE)
+    length_of_rank = torch.tensor([TOKENS, sp.rank], device=DEVICE)
+    return {
+        "dropout": lambda: dropping(part),
+        "dropout in eval": lambda: dropping.eval()(part),
+        "positions": lambda: gpt2(part),
+        "unknown argument": lambda: llama(part, position_ids=part),
+        "no tokens": llama,
+        "shapes": lambda: bert(part, token_type_ids=part[:, 1:]),
+        "dense mask": lambda: llama(part, attention_mask=dense),
+        "two of them": lambda: llama(part, length=length, mask=Mask.causal(TOKENS)),
+        "length is of ranks": lambda: llama(part, length=length_of_rank),
+        "long": lambda: llama(part, length=length + 1),
+        "length's shape": lambda: llama(part, length=length[:1]),
+        "other layout": lambda: llama(part, layout=Layout.zigzag(TOKENS + 1, sp.size)),
+        "other mask": lambda: llama(part, mask=Mask.causal(TOKENS + 1)),
+    }
+
+
+def refused_over_ranks(sp, tokens, part, llama) -> dict:
+    """Return calls that only ranks which share a sequence refuse, by name."""
+    from bmt_burst.adapters import model_center
+
+    dropping = model_center.enable(build("Llama", torch.float32, dropout_p=0.1), sp)
     bert = model_center.enable(build("Bert", torch.float32), sp)
     past = [(torch.zeros(2, 4, 3, 8, device=DEVICE),) * 2] * 2
     see_all = torch.ones(2, 1, 1, dtype=torch.bool, device=DEVICE)
     found = {
-        "no sp": words(lambda: model_center.enable(plain, None)),
-        "no model": words(lambda: model_center.enable(torch.nn.Linear(2, 2), sp)),
-        "inside": words(lambda: model_center.enable(torch.nn.ModuleDict({"lm": plain}), sp)),
-        "twice": words(lambda: model_center.enable(llama, sp)),
-        "T5": words(lambda: model_center.enable(t5, sp)),
-        "CPM2": words(lambda: model_center.enable(cpm2, sp)),
-        "forward": words(lambda: model_center.enable(Other(plain.config), sp)),
-        "layer": words(lambda: model_center.enable(of_layers, sp)),
-        "relative": words(
-            lambda: model_center.enable(build("Llama", torch.float32, pos_bias_type="relative"), sp)
-        ),
-        "mask value": words(
-            lambda: model_center.enable(build("Llama", torch.float32, att_mask_value=-10), sp)
-        ),
-        "no rotary": words(
-            lambda: model_center.enable(build("GPT2", torch.float32), sp, exact_rotary=True)
-        ),
-        "dropout": words(lambda: dropping(part)),
-        "dropout in eval": words(lambda: dropping.eval()(part)),
-        "positions": words(lambda: gpt2(part)),
-        "unknown argument": words(lambda: llama(part, position_ids=part)),
-        "no tokens": words(llama),
-        "shapes": words(lambda: bert(part, token_type_ids=part[:, 1:])),
-        "dense mask": words(
-            lambda: llama(part, attention_mask=torch.ones(2, TOKENS, TOKENS, device=DEVICE))
-        ),
-        "two of them": words(lambda: llama(part, length=length, mask=Mask.causal(TOKENS))),
-        "length is of ranks": words(lambda: llama(part, length=length_of_rank)),
-        "long": words(lambda: llama(part, length=length + 1)),
-        "length's shape": words(lambda: llama(part, length=length[:1])),
-        "other layout": words(lambda: llama(part, layout=Layout.zigzag(TOKENS + 1, sp.size))),
-        "other mask": words(lambda: llama(part, mask=Mask.causal(TOKENS + 1))),
+        "whole on a rank": lambda: llama(tokens if sp.rank == 0 else part),
+        "cache": lambda: llama(part, use_cache=True),
+        "past": lambda: llama(part, past_key_values=past),
+        "pooler": lambda: bert(part, output_pooler_output=True),
     }
-    if sp.size > 1:
-        found["whole on a rank"] = words(lambda: llama(tokens if sp.rank == 0 else part))
-        found["cache"] = words(lambda: llama(part, use_cache=True))
-        found["past"] = words(lambda: llama(part, past_key_values=past))
-        found["pooler"] = words(lambda: bert(part, output_pooler_output=True))
-        for name, wrong in ON_ONE.items():
-            found[name] = words(lambda wrong=wrong: bert(part, **(wrong if sp.rank == 0 else {})))
-        found["dropout on one"] = words(lambda: dropping.train(sp.rank == 0)(part))
-        found["layers"] = words(lambda: llama.encoder(llama.input_embedding(part), see_all))
-    assert type(plain) is zoo.Llama
-    assert all(
-        type(part) is not attention.RingAttention
-        for part in [*of_layers.modules(), *plain.modules()]
-    )
-    assert all(
-        p.equal(w) for p, w in zip((p.data for p in plain.parameters()), weights, strict=True)
-    )
-    plain(tokens, length=torch.tensor([TOKENS, TOKENS], device=DEVICE))
-    found["copied"] = words(lambda: copy.deepcopy(llama))
-    found["pickled"] = words(lambda: torch.save(llama, folder / "never.pt"))
-    return {"errors": found, "still works": words(lambda: llama(part, length=length))}
+    for name, wrong in ON_ONE.items():
+        found[name] = lambda wrong=wrong: bert(part, **(wrong if sp.rank == 0 else {}))
+    found["dropout on one"] = lambda: dropping.train(sp.rank == 0)(part)
+    found["layers"] = lambda: llama.encoder(llama.input_embedding(part), see_all)
+    return found
 
 
 def refused_biased(folder: Path) -> dict:
-    """What is refused of models with learned biases, by name."""
+    """Return the errors of what models with learned biases refuse, by name."""
     from bmt_burst import Mask, init_sequence_parallel
     from bmt_burst.adapters import batch, model_center
 
@@ -436,33 +454,27 @@ def refused_biased(folder: Path) -> dict:
     # of which no token is seen, nor sees with a context
     of_padding = sp.shard(torch.where(at < 9, at, 0), 0)
     mask = Mask.documents((0, 9, TOKENS))
-    found = {
-        "bias type": words(lambda: enabled("CPM1", pos_bias_type="none")),
-        "buckets": words(lambda: enabled("CPM3", position_bias_num_buckets=80)),
-        "mask and context": words(lambda: cpm1(tokens, mask=Mask.causal(TOKENS), context=first)),
-        "shape": words(lambda: cpm1(tokens, span=first[:, 1:])),
-        "dtype": words(lambda: cpm1(tokens, span=first.float())),
-        "no tensor": words(lambda: cpm1(tokens, context=[True])),
-        "on one rank": words(lambda: cpm1(tokens, span=first if sp.rank else None)),
-        "layouts": words(lambda: cpm1(tokens, span=first, layout=["zigzag", "striped"])),
-        "positions": words(lambda: cpm1(tokens, position_ids=sp.shard(at // 2, 0))),
-        "positions of documents": words(
-            lambda: cpm1(tokens, position_ids=sp.shard(mask.positions().to(DEVICE), 0))
-        ),
-        "positions of a mask": words(lambda: cpm1(tokens, mask=mask, position_ids=places + 3)),
-        "positions of padding": words(
-            lambda: cpm1(tokens, length=length[1:].expand(2), position_ids=of_padding)
-        ),
-        "with a context": words(
-            lambda: cpm1(
-                tokens, length=length[1:].expand(2), position_ids=of_padding, context=first
-            )
-        ),
-        "segments": words(
-            lambda: cpm3(tokens, token_type_ids=sp.shard(zeros.index_fill(0, at[20:23], 34), 0))
-        ),
-        "negative": words(lambda: cpm3(tokens, token_type_ids=first - 1)),
+    row, padded = {"position_ids": of_padding}, length[1:].expand(2)
+    places_of_mask = sp.shard(mask.positions().to(DEVICE), 0)
+    strange = sp.shard(zeros.index_fill(0, at[20:23], 34), 0)
+    wrong = {
+        "bias type": lambda: enabled("CPM1", pos_bias_type="none"),
+        "buckets": lambda: enabled("CPM3", position_bias_num_buckets=80),
+        "mask and context": lambda: cpm1(tokens, mask=Mask.causal(TOKENS), context=first),
+        "shape": lambda: cpm1(tokens, span=first[:, 1:]),
+        "dtype": lambda: cpm1(tokens, span=first.float()),
+        "no tensor": lambda: cpm1(tokens, context=[True]),
+        "on one rank": lambda: cpm1(tokens, span=first if sp.rank else None),
+        "layouts": lambda: cpm1(tokens, span=first, layout=["zigzag", "striped"]),
+        "positions": lambda: cpm1(tokens, position_ids=sp.shard(at // 2, 0)),
+        "positions of documents": lambda: cpm1(tokens, position_ids=places_of_mask),
+        "positions of a mask": lambda: cpm1(tokens, mask=mask, position_ids=places + 3),
+        "positions of padding": lambda: cpm1(tokens, length=padded, **row),
+        "with a context": lambda: cpm1(tokens, length=padded, context=first, **row),
+        "segments": lambda: cpm3(tokens, token_type_ids=strange),
+        "negative": lambda: cpm3(tokens, token_type_ids=first - 1),
     }
+    found = {name: words(call) for name, call in wrong.items()}
     most, batch._MOST_SLICES = batch._MOST_SLICES, 200
     found["slices"] = words(lambda: cpm1(tokens, context=sp.shard(at % 2, 0)))
     batch._MOST_SLICES = most

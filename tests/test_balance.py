@@ -14,7 +14,7 @@ from bmt_burst.sequence.balance import _find_documents, balanced_spans
 from bmt_burst.sequence.mask import Mask, Slice
 from bmt_burst.sequence.span import length, merged
 
-SIZES = (2, 3, 4, 8, 16, 64)
+SIZES = (2, 3, 8, 64)
 MOST_DOCUMENTS = 2500  # in a packing of these tests: more would only take time
 
 
@@ -160,10 +160,10 @@ def check_shards(mask, size, layout):
     assert merged(itertools.chain(*layout)) == ((0, mask.seq_len),)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_small_masks_of_any_kind(seed):
     rng = random.Random(seed)
-    for _ in range(50):
+    for _ in range(60):
         mask = small(rng)
         for size in {1, 2, rng.randrange(1, mask.seq_len + 1), mask.seq_len} & set(
             range(1, mask.seq_len + 1)
@@ -184,26 +184,7 @@ def test_work_before_a_position():
             )
 
 
-def test_a_document_of_which_all_is_not_enough():
-    """It was chosen to be peeled, but has fewer tokens than the rank lacks."""
-    bounds = (0, 3, 4, 7, 8, 12, 13, 14, 18, 19, 20, 21, 22, 26, 34, 43, 44, 47, 54)
-    prefixes = {0: 1, 8: 1, 14: 2, 26: 1, 34: 2, 47: 2}  # tokens that all of the document sees
-    slices = []
-    for start, stop in itertools.pairwise(bounds):
-        prefix = start + prefixes.get(start, 0)
-        slices += [Slice((start, prefix), (start, prefix)), Slice((prefix, stop), (start, stop), 0)]
-    mask = Mask(54, tuple(slices))
-    check_shards(mask, 14, balanced_spans(mask, 14))
-
-
-@pytest.mark.parametrize("n", [1, 7, 64])
-def test_masks_that_see_nothing(n):
-    for size in range(1, n + 1):
-        check_shards(Mask(n, ()), size, balanced_spans(Mask(n, ()), size))
-
-
-@pytest.mark.parametrize("tokens", [4096, 32768])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "tokens"), [(2, 32768), (3, 4096), (8, 32768), (64, 4096)])
 @pytest.mark.parametrize("kind", [shorts, longs])
 def test_causal_documents_are_balanced(kind, size, tokens):
     for seed in range(2 if size < 16 else 1):
@@ -265,15 +246,6 @@ def test_short_documents_beside_a_long_one_are_dealt_evenly(size):
         assert max(counts) <= 1.25 * sum(counts) / size
 
 
-def test_documents_of_many_lengths_are_swapped_before_one_is_cut():
-    """Among 1,000 documents there are some of just the lengths that lack: on average half of the
-    ranks cut none.
-    """
-    masks = [Mask.documents(cuts(random.Random(seed), 2**18, 1000)) for seed in range(4)]
-    found = [len(cut(mask, balanced_spans(mask, 8))) for mask in masks]
-    assert sum(found) / len(found) <= 7 / 2
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_leave_two_documents_unfinished_at_most(size):
     """The one that is peeled, and a sparse one: a document over r ranks was left unfinished r - 1
@@ -313,20 +285,6 @@ def test_full_masks_and_short_windows_are_nearly_contiguous(size):
     n = size * 16384
     for mask, most in ((Mask.full(n), size), (Mask.window(n, 64), size + 1)):
         assert sum(map(len, balanced_spans(mask, size))) <= most
-
-
-def test_hardly_a_piece_is_a_sliver():
-    """Of the pieces of cut documents 1 in 50 at most is shorter than 16 tokens, less than a
-    kernel's tile.
-    """
-    pieces = []
-    for seed, mean in itertools.product(range(8), (512, 4096)):
-        mask = Mask.documents(lognormal(random.Random(seed), 8 * 16384, mean))
-        layout = balanced_spans(mask, 8)
-        for part, ranks in zip(mask.parts, owners(mask, layout), strict=True):
-            inside = ((max(a, part[0]), min(b, part[1])) for spans in layout for a, b in spans)
-            pieces += [length(span) for span in inside if length(span)] if len(ranks) > 1 else []
-    assert sum(piece < 16 for piece in pieces) <= len(pieces) / 50
 
 
 TIMES = [(100, 8, 0.001), (1000, 8, 0.004), (100, 512, 0.012), (1, 512, 0.005)]

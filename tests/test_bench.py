@@ -17,7 +17,7 @@ from bench.balance import least, unevenness
 from bench.balance import masks as balanced_masks
 from bench.implementations import Case
 from bench.masks import PACKINGS, mask_of, packing, share_of
-from bench.sparse import SparseCase, count_overlap, walk
+from bench.sparse import SparseCase, count_overlap
 from bench.tables import read_rows
 from bench.timeline import Activity, breakdown
 from bmt_burst import InfLLMV2, Layout, Mask
@@ -90,9 +90,9 @@ def test_one_rank_of_many(tmp_path):
 
 @on_cpus
 def test_sparse_and_dense_attention(tmp_path):
-    rows = measure(2, "sparse.py --cases batch one-rank ring --lengths 64 256", tmp_path)
+    rows = measure(2, "sparse.py --cases one-rank ring --lengths 64 256", tmp_path)
     assert all(r.keys() >= KEYS for r in rows)
-    places = [("no", 1, 256), ("imagined", 8, 64), ("imagined", 8, 256)]
+    places = [("imagined", 8, 64), ("imagined", 8, 256)]
     places += [("real", 2, 256), ("imagined", 2, 256)]
     impls = ["sparse, 80% overlap", "sparse, random", "dense"]
     assert [(r["peers"], r["gpus"], r["seq_len"], r["impl"]) for r in rows] == [
@@ -108,14 +108,6 @@ def test_sparse_and_dense_attention(tmp_path):
             assert row["overlap"] == pytest.approx(0.8, abs=0.1)
             assert row["visible_pairs"] < Mask.causal(256).area
     assert tables.sparse_table(rows).count("\n| one rank of 8 | 1 | 64 | 4:2 x 16 | ") == 3
-
-
-def test_a_random_walk_forgets_as_its_steps_say():
-    generator = torch.Generator().manual_seed(0)
-    x = walk(torch.Size((3000, 200)), 0.3, generator)
-    for distance in (1, 2, 7):
-        product = (x[distance:] * x[:-distance]).mean()
-        assert float(product) == pytest.approx((1 - 0.3**2) ** (distance / 2), abs=0.02)
 
 
 def test_overlap_counts_blocks_chosen_by_score():
@@ -199,31 +191,6 @@ def test_fields_of_a_bee_follow_its_segments():
     # by way of the root.
     assert relation[0, :3, :3].tolist() == [[0, 2, 3], [9, 0, 2], [17, 9, 0]]
     assert relation[0, 2, 4] == 1 + 8 * 2 + 2
-
-
-def rated(impl, fwd_ms, fwd_bwd_ms, **more):
-    """Return a row of attention with these times."""
-    row = {"kind": "attention", "impl": impl, "kernel": "fa4", "gpus": 2, "batch": 1, "heads": 4}
-    row |= {"kv_heads": 4, "head_dim": 16, "mask": "bee", "seq_len": 4096, "visible_pairs": 1000}
-    row |= {"fwd_ms": fwd_ms, "fwd_bwd_ms": fwd_bwd_ms, "peak_extra_gib": 0.5}
-    row |= {"fwd_tflops_per_gpu": 100 / fwd_ms, "fwd_bwd_tflops_per_gpu": 350 / fwd_bwd_ms}
-    return row | more
-
-
-def test_a_bias_is_compared_with_the_same_pairs_without():
-    bias = {"bias_rows": 512, "biased_kernel": "triton", "own_row_pairs": 250, "segment_pairs": 20}
-    biased = rated("bmt_burst", 2.0, 8.0, **bias, dense_bias_gib=1.0)
-    plain = rated("bmt_burst without a bias", 1.0, 4.0, peak_extra_gib=0.25)
-    case = "| 2 | 4K | 4:4 x 16 | bee | bmt_burst | fa4, triton | 25.0 | 2.0 | 50 | 50 | 50 |"
-    assert tables.bias_table([biased, plain]).splitlines()[2:] == [f"{case} 0.5 | 0.25 | 1 |"]
-    assert tables.bias_table([biased, plain | {"seq_len": 8192}]) == ""
-
-
-def test_kernels_are_compared_with_the_first():
-    times = (("fa4", 1.0), ("x", 4.0))
-    rows = [rated("kernel alone", ms, 4 * ms, kind="kernels", kernel=name) for name, ms in times]
-    expected = "| 4K | 4:4 x 16 | bee | x | 25 | 20.8 | 21.9 | 25 | 25 | 25 | fa4 |"
-    assert tables.kernels_table(rows).splitlines()[3] == expected
 
 
 @on_cpus
@@ -316,18 +283,6 @@ def test_planning(tmp_path):
     *planned, memory = rows
     assert all(row["total_ms"] >= max(row["ms"].values()) for row in planned)
     assert memory["blocks_more"] < 10 * 300  # a mask and its plan take hundreds each
-
-
-def test_sparse_training_is_compared_with_equal_dense_training():
-    run = {"model": "m", "layers": 2, "engine": "torch", "gpus": 2, "sp": 2, "seq_len": 65536}
-    run |= {"batch_size": 1, "mask": "causal", "checkpointing": "full", "sparse": None}
-    dense = run | {"tokens_per_s_per_gpu": 100.0}
-    sparse = run | {"sparse": {"topk": 3}, "tokens_per_s_per_gpu": 250.0}
-    others = {"mask": "documents", "batch_size": 4, "engine": "bmtrain", "checkpointing": "none"}
-    unequal = [sparse | {name: value} for name, value in others.items()]
-    assert other_tables.sparse_training_table([dense, run, sparse, *unequal]).splitlines()[2:] == [
-        "| m, 2 layers, 64K tokens, full checkpointing | 100 | 250 | 2.5 x |"
-    ]
 
 
 DRIVER = """

@@ -87,8 +87,7 @@ def largest_error(
     return max(found)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "size"), [("", 3), ("_kvpacked", 2), ("_qkvpacked", 1)])
 @pytest.mark.parametrize(
     ("kind", "name", "causal"),
     [
@@ -133,7 +132,6 @@ MANY = 3 * compat._STARTS_A_MESSAGE  # documents, of which ranks tell each other
         ((0, 5, 6, 16, 24), "", 3, True),
         ((0, 5, 6, 16, 24), "_kvpacked", 3, False),
         ((0, 5, 6, 16, 24), "_qkvpacked", 4, True),
-        ((0, 24), "", 4, True),
         ((0, 24), "", 1, False),
         ((0, 1, 2, 3, 12, 23, 24), "", 2, True),
         ((*range(MANY - 5), 2 * MANY), "", 2, True),
@@ -174,7 +172,6 @@ def test_compiled_programs_may_call_them():
         ((-1, 2), False, -2, None),
         ([7, -1], False, None, 8),
         ((0, 0), False, 0, 1),
-        ((100, 100), False, -100, 101),
     ],
 )
 def test_windows_are_those_of_flash_attn(window, causal, low, high):
@@ -198,7 +195,6 @@ def test_windows_are_those_of_flash_attn(window, causal, low, high):
         (0, True, (0, 5, 6, 8), (0, 5, 6, 8), (5, 5), slice(0, 8)),
         (0, False, (0, 5, 6, 8), (0, 5, 6, 16), (5, 10), slice(0, 16)),
         (1, True, (0, 8), (0, 10), (8, 10), slice(6, 16)),
-        (2, False, (0, 8), (0, 8), (8, 8), slice(16, 24)),
     ],
 )
 def test_prepared_cu_seqlens(rank, causal, cu_seqlens_q, cu_seqlens_k, longest, keys):

@@ -19,7 +19,6 @@ from bmt_burst.compat.yunchang import (
     LongContextAttention,
     LongContextAttentionQKVPacked,
     UlyssesAttention,
-    make_extracted,
     set_seq_parallel_pg,
 )
 from tests.cases import random_qkv
@@ -250,14 +249,3 @@ def test_names_are_where_that_package_has_them():
         assert getattr(ring, f"{name}_flash_attn_func") is function
         packed = getattr(yunchang, f"{name}_flash_attn_qkvpacked_func")
         assert yunchang.RING_IMPL_QKVPACKED_DICT[kind] is packed
-
-
-@pytest.mark.parametrize(("ulysses", "ring"), [(3, 2), (2, 3), (6, 4), (1, 5)])
-@pytest.mark.parametrize("low", [True, False])
-def test_layouts_of_more_ranks(ulysses, ring, low):
-    for kind in KINDS:
-        layout = make_extracted(kind, 4 * ulysses * ring, ulysses, ring, low)
-        for rank in range(ulysses * ring):
-            assert layout.positions(rank).equal(
-                own_tokens(kind, layout.seq_len, ulysses, ring, rank, low)
-            )

@@ -155,9 +155,10 @@ def engine_ring(ring, arenas, one_queue):
     return ring
 
 
-@pytest.mark.parametrize(("one_queue", "enough"), [(True, 1), (False, 1 << 18)])
-@pytest.mark.parametrize(("inner", "outer"), [(3, 1), (3, 2)])
-@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize(
+    ("inner", "outer", "backward", "one_queue", "enough"),
+    [(3, 1, "q", True, 1), (3, 1, "kv", False, 1 << 18), (3, 2, "kv", True, 1 << 18)],
+)
 def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, enough, monkeypatch):
     """Several calls after each other, of growing and shrinking size, with all group sizes, in one
     pass or more; one queue for all streams of a rank must do, since a GPU may have no more.
@@ -191,7 +192,7 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
 
 
 def late_engines(ring, current):
-    """Return copy engines of two ranks, beside those of an EngineRing, for streams of a test."""
+    """Return copy engines of two ranks for streams of a test, next to those of an EngineRing."""
     ring.reserve(dict.fromkeys(LANES, 128), torch.device("cpu"))
     device = SimpleNamespace(**{**vars(ring.engines.device), "current": current})
     engines = CopyEngines(device)
@@ -246,11 +247,16 @@ def test_puts_leave_when_they_are_ready_and_may_change_after_the_wait(count):
         ThreadStream.longest_copy = 2e-3
 
 
-@pytest.mark.parametrize("inner", [4, 2])
 @pytest.mark.parametrize(
-    ("method", "backward"), [("forward", "kv"), ("backward", "q"), ("backward", "kv")]
+    ("inner", "method", "backward", "failing_call"),
+    [
+        (4, "forward", "kv", 1),
+        (2, "forward", "kv", 3),
+        (4, "backward", "q", 3),
+        (2, "backward", "kv", 1),
+        (4, "backward", "kv", 3),
+    ],
 )
-@pytest.mark.parametrize("failing_call", [1, 3])
 def test_a_call_that_fails_on_all_ranks_leaves_the_transport_in_order(
     inner, method, backward, failing_call, monkeypatch
 ):

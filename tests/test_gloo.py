@@ -1,6 +1,5 @@
 """Real processes over gloo: equality, agreement and groups."""
 
-import itertools
 import os
 import random
 
@@ -10,29 +9,17 @@ import torch.distributed as dist
 
 from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel
 from bmt_burst.ranks.groups import _count_ranks_a_host
-from bmt_burst.sequence.layout import LAYOUTS
 from tests.cases import random_layout, random_mask, random_qkv
 from tests.launcher import run_ranks
 from tests.reference import attention_errors, dense_attention, dense_results, relative_error
 from tests.test_collectives import error_of_sums
 
 RANDOM_MASKS = 12
-CASES = [
-    (layout, causal, backward, 13 if causal else 32)
-    for layout, causal, backward in itertools.product(LAYOUTS, (True, False), ("q", "kv"))
-]
 
 
 def worst_error(groups: dict, rank: int, size: int) -> float:
-    """The largest relative error of out, lse, dq, dk, dv over CASES and some random masks, of this
-    rank's shard.
-    """
+    """Return the largest relative error of this rank's out, lse, dq, dk, dv over random masks."""
     worst = 0.0
-    for layout, causal, backward, tokens in CASES:
-        mask = Mask.causal(tokens) if causal else Mask.full(tokens)
-        whole = Layout.named(layout, tokens, size)
-        options = {"causal": causal, "layout": layout, "backward": backward}
-        worst = max(worst, error(groups, rank, mask, whole, options))
     for seed in range(RANDOM_MASKS):
         chance = random.Random(seed)
         mask = random_mask(chance, 29)
@@ -45,7 +32,7 @@ def worst_error(groups: dict, rank: int, size: int) -> float:
 
 
 def error(groups: dict, rank: int, mask: Mask, whole: Layout, options: dict) -> float:
-    """The largest relative error of this rank's shards of out, lse, dq, dk, dv."""
+    """Return the largest relative error of this rank's shards of out, lse, dq, dk, dv."""
     tensors = random_qkv(2, mask.seq_len, 4, 2, 8, seed=mask.seq_len)
     shards = [whole.shard(x, rank).requires_grad_() for x in tensors[:3]]
     out, lse = burst_attn_func(*shards, 0.3, return_lse=True, **options, **groups)

@@ -36,12 +36,12 @@ RINGS = [
     (4, 1),
     (8, 2),
 ]
-CASES = 240
-PARTS = 6  # tests that share them
+CASES = 96
+PARTS = 2  # tests that share them
 
 
 class Step(NamedTuple):
-    """What a rank's queue does: waits until each of `until` is done, and then does `done`.
+    """A step of a rank's queue: it waits until each of `until` is done, and then does `done`.
 
     There is a name for everything that one rank does and another may wait for.
     """
@@ -215,20 +215,6 @@ def test_no_order_of_calls_leaves_a_rank_waiting(part, monkeypatch):
             assert stuck(queues_of(calls, inner)) == {}, seed
 
 
-def test_plans_of_several_passes_rounds_and_stages_were_among_them(monkeypatch):
-    """So the test above has seen what it is about."""
-    found = collections.Counter()
-    for seed in range(CASES):
-        chance = random.Random(seed)
-        monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", chance.choice((1, 1 << 18)))
-        size, inner = RINGS[seed % len(RINGS)]
-        program = random_plans(chance, size, inner)[0].backward_program
-        stages = max((len(round_.stages) for round_ in program.rounds), default=0)
-        found[min(len(program.passes), 2), min(len(program.rounds), 2), min(stages, 2)] += 1
-    for kind in itertools.product((1, 2), (1, 2), (1, 2)):
-        assert found[kind] > 3, (kind, found)
-
-
 def causal_plans(monkeypatch, size, inner, backward="kv", group_bytes=400):
     """Causal zigzag in two passes of several stages."""
     monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", 1)
@@ -260,48 +246,6 @@ def test_ranks_that_release_nothing_are_found_waiting(monkeypatch):
     found = stuck(queues)
     assert {event.do for event in found.values()} >= {"fetch"}
     assert len(found) == 4
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_waits_before_it_sends_is_found_waiting(size, monkeypatch):
-    """All ranks wait for stage 0 to land before they let it go: nobody gets it."""
-    programs = [plan.forward_program for plan in causal_plans(monkeypatch, size, size)]
-    with pytest.raises(AssertionError, match="waits for a delivery that this rank has not begun"):
-        queues_of([programs], size, swapped("fetch", "land"))
-    queues = queues_of([programs], size)
-    for queue in queues:
-        steps = queue.steps
-        fetch = next(i for i, step in enumerate(steps) if step.event.do == "fetch")
-        land = next(i for i, step in enumerate(steps) if step.event.do == "land")
-        steps[fetch], steps[land] = steps[land], steps[fetch]
-    assert {event.do for event in stuck(queues).values()} == {"land"}
-
-
-@pytest.mark.parametrize("inner", [2, 1])
-def test_hosts_that_exchange_in_unlike_orders_are_found_waiting(inner, monkeypatch):
-    """One rank sends its share of the gradients before it has brought what the next round needs."""
-    plans = causal_plans(monkeypatch, 3 * inner, inner)
-    backward = [plan.backward_program for plan in plans]
-    assert stuck(queues_of([backward], inner)) == {}
-    queues = queues_of([backward], inner)
-    queues[0].steps = []
-    queues[0].add(backward[0], 0, swapped("cross", "leave"))
-    assert stuck(queues) != {}
-
-
-def test_gradients_that_are_not_waited_for_in_turn_are_found(monkeypatch):
-    """With one slot for gradients a rank must read those of a stage before others send theirs of
-    the next.
-    """
-    plans = causal_plans(monkeypatch, 4, 4, group_bytes=0)
-    backward = [plan.backward_program for plan in plans]
-    queues = queues_of([backward], 4)
-    for queue in queues:
-        collect = next(i for i, step in enumerate(queue.steps) if step.event.do == "collect")
-        second = [i for i, step in enumerate(queue.steps) if step.event.do == "return"]
-        after = next(i for i in second if i > collect)
-        queue.steps.insert(after + 3, queue.steps.pop(collect + 1))  # the release
-    assert {event.do for event in stuck(queues).values()} == {"return"}
 
 
 SHAPES = [
@@ -437,8 +381,7 @@ def test_work_grows_with_the_runs_that_all_ranks_see():
     assert many < 11 * few
 
 
-@pytest.mark.parametrize("tokens", [10, 64])
-@pytest.mark.parametrize("inner", [2, 8])
+@pytest.mark.parametrize(("tokens", "inner"), [(10, 2), (64, 8)])
 def test_twice_as_many_documents_take_twice_the_work(tokens, inner):
     once, twice = (
         work_of(striped_plan(documents, tokens, inner))["line"] for documents in (128, 256)
@@ -448,8 +391,8 @@ def test_twice_as_many_documents_take_twice_the_work(tokens, inner):
 
 def test_a_plan_prints_its_program():
     call = problem(Mask.causal(32), Layout.zigzag(32, 4), dtype=torch.bfloat16)
-    said = str(RingPlan(call, 1))
-    assert "rank 1, forward: KeysValues in 1 pass" in said
-    assert "rank 1, backward: " in said
-    assert "land" in said
-    assert "kernel calls: 8 x 8 in 1 tiles" in said
+    printed = str(RingPlan(call, 1))
+    assert "rank 1, forward: KeysValues in 1 pass" in printed
+    assert "rank 1, backward: " in printed
+    assert "land" in printed
+    assert "kernel calls: 8 x 8 in 1 tiles" in printed

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
@@ -42,8 +41,7 @@ def assert_equal(grads, others=None):
         assert relative_error(mine, other) < 1e-12
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize(("size", "backward"), [(1, "q"), (2, "kv"), (4, "q"), (4, "kv")])
 def test_what_ranks_return_is_differentiable(size, backward):
     tensors, dout = inputs()
     out = unshard(simulate(size, lambda ring: attention(ring, *tensors, backward=backward)))
@@ -92,7 +90,7 @@ def test_ranks_share_parameters_and_return_what_they_like():
     assert_equal(torch.autograd.grad(whole.square().sum(), layer.parameters()), wanted)
 
 
-def test_a_rank_whose_result_is_not_looked_at_takes_part():
+def test_a_rank_whose_result_is_not_used_takes_part():
     tensors, dout = inputs()
     outs = simulate(RANKS, lambda ring: attention(ring, *tensors))
     shares = [shard(dout, rank, RANKS) for rank in range(RANKS)]
@@ -112,17 +110,6 @@ def test_a_tensor_that_a_rank_made_gets_its_gradient():
     outs, shards = zip(*simulate(RANKS, work), strict=True)
     unshard(outs).backward(dout)
     assert_equal([unshard([x.grad for x in same]) for same in zip(*shards, strict=True)])
-
-
-def test_ranks_may_differentiate_by_themselves():
-    tensors, dout = inputs()
-
-    def work(ring):
-        mine = [shard(x.detach(), ring.rank, ring.size).requires_grad_() for x in tensors]
-        out = burst_attn_func(*mine, causal=True, process_group=ring)
-        return torch.autograd.grad(out, mine, shard(dout, ring.rank, ring.size))
-
-    assert_equal([unshard(same) for same in zip(*simulate(RANKS, work), strict=True)])
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
@@ -282,7 +269,6 @@ def doubled(x: Tensor) -> Tensor:
 
 TRANSFORMS = {
     "grad": torch.func.grad(doubled),
-    "hessian": torch.func.hessian(doubled),
     "jvp": lambda x: torch.func.jvp(doubled, (x,), (x,)),
     "vmap": lambda x: torch.vmap(doubled)(x.unsqueeze(0)),
 }
@@ -299,8 +285,6 @@ def test_transforms_of_simulated_ranks_raise(transform):
 FUNCTIONAL = {
     "hessian": lambda x: torch.autograd.functional.hessian(doubled, x),
     "jacobian": lambda x: torch.autograd.functional.jacobian(doubled, x, create_graph=True),
-    "vjp": lambda x: torch.autograd.functional.vjp(doubled, x, create_graph=True),
-    "hvp": lambda x: torch.autograd.functional.hvp(doubled, x, x),
 }
 
 
@@ -315,9 +299,3 @@ def test_first_derivatives_of_simulated_ranks_by_autograd_functional():
     x = torch.ones(1, 4, 1, 8)
     assert torch.autograd.functional.jacobian(doubled, x).equal(torch.full_like(x, 2))
     assert torch.autograd.functional.vjp(doubled, x)[1].equal(torch.full_like(x, 2))
-
-
-def test_forward_mode_of_simulated_ranks_raises():
-    x = torch.ones(1, 4, 1, 8, requires_grad=True)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="simulate has no forward mode"):
-        doubled(forward_ad.make_dual(x, torch.ones_like(x)))

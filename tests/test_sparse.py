@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -128,7 +127,7 @@ def errors(got, exact, tensors, scale):
     return attention_errors(got, exact, tensors[-1], scale, learned)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_choices_are_those_of_the_definition(seed):
     case = random_case(random.Random(seed))
     q, k, *_ = make_inputs(case, seed)
@@ -142,8 +141,7 @@ def test_choices_are_those_of_the_definition(seed):
         assert row == padded
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("size", "seed"), [(1, 0), (2, 0), (3, 1), (4, 1), (8, 0), (8, 1)])
 def test_ranks_equal_the_definition(size, seed):
     chance = random.Random(10 * seed + size)
     case = random_case(chance)
@@ -283,7 +281,7 @@ def choose_on_a_rank(ring, layout, q, k, mask):
     return found[0]
 
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [torch.bfloat16, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -448,33 +446,6 @@ def test_ranks_must_all_keep_their_choices_or_none():
             out.sum().backward()
 
     simulate(2, work)
-
-
-def test_threads_with_a_group_each_have_choices_of_their_own():
-    """Two threads checkpoint calls with different constants at once."""
-    layout, tensors = Layout.zigzag(64, 2), random_qkv(1, 64, 4, 2, 8)
-    constants = [SMALL, dataclasses.replace(SMALL, topk=5)]
-
-    def results(sparse):
-        def work(ring):
-            *leaves, dout = (layout.shard(x, ring.rank) for x in tensors)
-            leaves = [x.requires_grad_() for x in leaves]
-
-            def attend_twice(q, k, v):
-                options = {"causal": True, "process_group": ring, "sparse": sparse}
-                return burst_attn_func(burst_attn_func(q, k, v, **options), k, v, **options)
-
-            out = checkpoint(attend_twice, *leaves, use_reentrant=False, context_fn=keep_choices)
-            return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-        return [x for of_rank in simulate(2, work) for x in of_rank]
-
-    alone = [results(sparse) for sparse in constants]
-    assert not alone[0][0].equal(alone[1][0])
-    with ThreadPoolExecutor(2) as threads:
-        for _ in range(3):
-            for got, exact in zip(threads.map(results, constants), alone, strict=True):
-                assert all(a.equal(b) for a, b in zip(got, exact, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -695,7 +666,7 @@ def test_tiles_of_many_blocks_have_few_queries(monkeypatch):
             assert (got - exact).abs().max() < EXACT
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_a_key_that_is_not_finite_changes_the_queries_that_chose_it(value):
     """A query's output is NaN where a score of its blocks makes it so, as in dense attention."""
     q, k, v, _ = random_qkv(1, 90, 4, 2, 8)
@@ -738,11 +709,10 @@ def test_processes_equal_simulated_ranks():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound"),
-    [(torch.float32, 2**-18), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)],
+    ("dtype", "bound", "seed"),
+    [(torch.float32, 2**-18, 0), (torch.float16, 2**-10, 1), (torch.bfloat16, 2**-7, 2)],
     ids=str,
 )
-@pytest.mark.parametrize("seed", range(3))
 def test_other_dtypes_stay_near_the_definition(dtype, bound, seed):
     """The choice is that of the definition. bf16 rounds at 2^-9, fp16 at 2^-12, fp32 at 2^-24, and
     a partial result is rounded once more before it is merged.

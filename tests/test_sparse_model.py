@@ -132,8 +132,6 @@ def loss_and_norm(model: CPM, sp: SequenceParallel, layout: Layout, tokens, cu_s
     ("saving", "use_nope"),
     [
         (Saving(), False),
-        (Saving("selective"), False),
-        (Saving("full"), False),
         (Saving("selective", every=2, tile=7), False),
         (Saving("full", every=2, tile=7), False),
         (Saving("selective"), True),

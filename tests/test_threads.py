@@ -21,7 +21,6 @@ from bmt_burst.calls import call
 from bmt_burst.ranks.agreement import admit_one_thread
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.transport import ALONE, Transport
-from bmt_burst.transport import bmtrain as transport_of_bmtrain
 from bmt_burst.transport.messenger import Messenger
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests.cases import random_qkv
@@ -148,46 +147,6 @@ def test_a_thread_may_enter_again():
         return torch.autograd.grad(out.sum(), leaves)
 
     assert len(simulate(2, work)) == 2
-
-
-def threads_of_one_group(rank: int) -> list[str]:
-    """What two threads say of a group of both ranks, in which another one is first on each rank."""
-    ring = torch_transport(dist.group.WORLD)
-    entered, left = threading.Event(), threading.Event()
-    gather = ring.messenger.gather
-
-    def slow(message):
-        entered.set()
-        assert left.wait(LIMIT)
-        return gather(message)
-
-    ring.messenger.gather = slow
-    said = ["", ""]
-
-    def work(number):
-        tensors = random_qkv(1, 16, 2, 2, 8, seed=number)
-        if number != rank:
-            assert entered.wait(LIMIT)
-        for _ in range(2):
-            try:
-                attend(ring, tensors)
-                said[number] += "it has a result\n"
-            except RuntimeError as error:
-                said[number] += f"{error}\n"
-            left.set()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    return said
-
-
-def test_threads_of_one_group_get_no_results_of_each_other():
-    said = "".join(line for lines in run_ranks(2, threads_of_one_group) for line in lines)
-    assert "it has a result" not in said
-    assert said.count(RULE) == said.count("\n") == 8
 
 
 def threads_of_two_groups(rank: int) -> list[float]:
@@ -351,32 +310,3 @@ def init_beside_a_call(rank: int) -> str:
 def test_a_thread_makes_groups_only_alone():
     for error in run_ranks(2, init_beside_a_call):
         assert error.startswith("init_sequence_parallel: two threads of this process")
-
-
-def test_threads_that_are_first_in_bmtrain_groups_get_one_transport_each(monkeypatch):
-    """Each group's is made once. Threads with different groups do not wait for each other."""
-    made, both = [], threading.Barrier(2, timeout=60)
-
-    class Slow(Ring):
-        def __init__(self, comm):
-            super().__init__()
-            made.append(comm)
-            both.wait()  # the other group's is being made now
-
-    monkeypatch.setattr(transport_of_bmtrain, "BMTrainTransport", Slow)
-    monkeypatch.setattr(transport_of_bmtrain, "_transports", {})
-    found = {"one": [], "other": []}
-    threads = [
-        threading.Thread(
-            target=lambda comm=comm: found[comm].append(
-                transport_of_bmtrain.bmtrain_transport(comm)
-            )
-        )
-        for comm in ("one", "other") * 4
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(made) == ["one", "other"]
-    assert all(len(set(map(id, same))) == 1 and len(same) == 4 for same in found.values())

@@ -11,14 +11,13 @@ import torch
 from bmt_burst import Layout, Mask, Slice
 from bmt_burst.sequence import gathered_calls
 from bmt_burst.sequence.gathered_calls import by_columns, flipped, kernel_calls
-from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import in_turn, length, merged
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import ShardRun, Tiling
 from tests.cases import random_layout, random_mask
 
-CASES = 480
-PARTS = 6  # tests that share them
+CASES = 200
+PARTS = 2  # tests that share them
 
 
 def painted(tiles, rows, columns):
@@ -104,7 +103,7 @@ def check(mask: Mask, layout: Layout):
         others = pairs[mine].clone()
         others[:, mine] = 0
         seen = pairs[mine][:, memory]
-        assert seen.sum() == others.sum(), "all that is looked at is among what comes"
+        assert seen.sum() == others.sum(), "all visible tokens are among those received"
         assert_tiles_are(cut.tiles(rank, runs, in_a_row(runs)), seen)
         for owner in range(layout.size):
             if owner != rank:
@@ -141,16 +140,8 @@ def test_only_calls_that_may_include_long_gaps(gap, most, spans):
     assert found.call.tiles == tuple((x, x) for x in places)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_so_it_is_for_every_length(name, size):
-    for tokens in {size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 4 * size + 3, 41}:
-        for mask in (Mask.causal(tokens), Mask.full(tokens)):
-            check(mask, Layout.named(name, tokens, size))
-
-
 def test_ranks_of_a_host_see_tokens_together():
-    """What any other rank of each host looks at of a shard."""
+    """Compare with the tokens of a shard that any other rank of each host attends to."""
     mask, layout = Mask.documents((0, 5, 12, 31, 40)), Layout.zigzag(40, 4)
     cut, pairs = Tiling(mask, layout), mask.dense()
     for owner, inner in itertools.product(range(4), (1, 2, 4)):
@@ -168,10 +159,8 @@ def test_ranks_of_a_host_see_tokens_together():
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag"])
-def test_only_what_is_looked_at_comes(name):
-    """Where positions of a run are next to each other, every token that comes is looked at by some
-    query.
-    """
+def test_only_visible_tokens_are_received(name):
+    """If positions of a run are consecutive, a query attends to each token that is received."""
     for seed in range(60):
         chance = random.Random(seed)
         cuts = sorted({0, 40, *(chance.randint(1, 40) for _ in range(4))})
