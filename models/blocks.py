@@ -134,9 +134,7 @@ class Layers(nn.ModuleList):
 
 
 def recompute(function: Callable, *args: Any, keep_choices: bool = False) -> Any:
-    """Call function(*args), and save only `args` for the backward. With `keep_choices` also save
-    the choices of sparse attention in it.
-    """
+    """Call function(*args), and save only `args`, and sparse attention's choices if asked."""
     contexts: dict[str, Any] = {"context_fn": sparse.keep_choices} if keep_choices else {}
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
 

@@ -12,9 +12,7 @@ _MOST_PARAMETERS = 10**15  # larger sizes are mistakes, and overflow torch's
 
 
 def check_names(cls: Any, names: Collection[str], expected: str) -> None:
-    """Raise ValueError, which begins with `expected`, unless `names` are arguments of a dataclass
-    and include all that have no default.
-    """
+    """Raise ValueError unless `names` are arguments of a dataclass, and all that it needs."""
     fields = {field.name: field.default for field in dataclasses.fields(cls)}
     needed = [name for name, default in fields.items() if default is dataclasses.MISSING]
     missing = [name for name in needed if name not in names]

@@ -280,9 +280,7 @@ def _kind(config: CPMConfig) -> str:
 
 
 def _check_longrope(scaling: RopeScaling | None, advice: str) -> None:
-    """Check that attention_factor is what MiniCPM's own code computes. Raises ValueError with the
-    advice.
-    """
+    """Raise ValueError unless attention_factor is what MiniCPM's own code computes."""
     if not isinstance(scaling, LongRope):
         return
     expected = dataclasses.replace(scaling, attention_factor=None).attention_scale

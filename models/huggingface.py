@@ -167,9 +167,7 @@ def read_fields(folder: Path) -> dict[str, str]:
 
 
 def _check_tokens(folder: Path, hf: dict[str, Any], config: CPMConfig) -> None:
-    """Raise ValueError if the begin or end token is beyond the vocabulary, or if no end token is
-    the same in generation_config.json.
-    """
+    """Raise ValueError for tokens beyond the vocabulary, or if no end token is in both files."""
     other = folder / _GENERATION
     generation = read_json(other) if other.is_file() else {}
     for values, place in ((hf, ""), (generation, f" in {other}")):

@@ -132,9 +132,7 @@ class Weights(Mapping[str, Tensor]):
             )
 
     def _with_head(self, found: dict[str, Stored]) -> dict[str, Stored]:
-        """Return the weights without a head that equals the embeddings, if they are tied, or with a
-        copy of the embeddings, if the head is new.
-        """
+        """Return the weights without a tied head that equals the embeddings, or with a new head."""
         model = self._model
         embeddings = next((found[name] for name in _EMBEDDINGS if name in found), None)
         if embeddings is None:

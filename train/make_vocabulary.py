@@ -74,9 +74,7 @@ def _take_best(scores: dict[str, int], count: int) -> list[str]:
 
 
 def texts_of(file: TextFile, model: str, bad: BadLines) -> Iterator[str]:
-    """Yield all text of a file, without the special tokens that a Bee's records name. Raises
-    ValueError if the file is broken.
-    """
+    """Yield a file's text without special tokens. Raises ValueError if it is broken."""
     for piece in read_pieces(file):
         if piece.file.has_records:
             yield from _texts_of_records(piece, model, bad)

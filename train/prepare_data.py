@@ -98,9 +98,7 @@ def _remove_old(output: Path, interrupts: Interrupts) -> None:
 
 
 def _workers(asked: int | None, tokenizer: str, size: int) -> int:
-    """Return the number of worker processes: as asked, else one for each CPU core, or one in all
-    for little work.
-    """
+    """Return the worker processes: as asked, else one in all for little work, else one a core."""
     if asked is not None:
         return asked
     return 1 if tokenizer == "bytes" or size < _SMALL else len(os.sched_getaffinity(0))

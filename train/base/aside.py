@@ -13,8 +13,9 @@ from train.base.lock import lock
 
 @contextmanager
 def write_aside(output: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `output` at the end, or removed if the work fails. Files of
-    an earlier run that was killed are removed. Raises ValueError if another process is writing it.
+    """Yield a folder that is renamed to `output` at the end, or removed if the work fails.
+
+    Raises ValueError if another process is writing it.
     """
     output = Path(os.path.abspath(output))
     partial = output.with_name(f".{output.name}.partial")

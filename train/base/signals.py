@@ -1,6 +1,4 @@
-"""Signals, and the death of the parent process. This module does not import torch, so that it works
-before torch is imported.
-"""
+"""Signals, and the death of the parent process. It needs no torch, whose import takes seconds."""
 
 from __future__ import annotations
 

@@ -306,9 +306,7 @@ def _prepare(partial: Path, keep_last: int | None) -> None:
 
 
 def _make_room(root: Path, keep_last: int) -> None:
-    """Remove old checkpoints if the next one would not fit, but no more than necessary, and never
-    the newest one that is good and whole.
-    """
+    """Remove old checkpoints if the next would not fit, but never the newest good and whole one."""
     there = listed(root)
     wanted = _ROOM * max((count_bytes(path) for path in there[:1]), default=0)
     if shutil.disk_usage(root).free >= wanted:

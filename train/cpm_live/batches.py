@@ -1,6 +1,4 @@
-"""The rows of CPM-Live's data that a rank reads, and its part of each. A thread reads them
-ahead.
-"""
+"""The rows of CPM-Live's data that a rank reads ahead in a thread, and its part of each."""
 
 from __future__ import annotations
 
@@ -118,9 +116,7 @@ class LiveBatches(Dealer[LiveMicroBatch]):
     def _inputs(
         self, rows: Sequence[Row], layouts: Sequence[Layout]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the arguments of the model's forward that precede `scores`, and the labels of each
-        whole row, (S,) int64.
-        """
+        """Return the model's arguments before `scores`, and the labels of each row, (S,) int64."""
 
     def _shard_fields(
         self, rows: Sequence[Row], layouts: Sequence[Layout], *names: str
@@ -132,9 +128,7 @@ class LiveBatches(Dealer[LiveMicroBatch]):
 
 
 class BeeBatches(LiveBatches):
-    """Micro-batches of a Bee. All rows of a micro-batch share one extended table, so losses depend
-    on the number of rows.
-    """
+    """Micro-batches of a Bee. Its losses depend on their size: all rows share an extended table."""
 
     _model: BeeConfig
 
@@ -161,9 +155,7 @@ class AntBatches(LiveBatches):
 
 
 def extended_table(rows: Sequence[Row]) -> Extended:
-    """Return the tokens of rows with a sub-id above 0, in rising order. If there are none, return
-    token 0 with sub-id 1.
-    """
+    """Return rows' tokens with a sub-id above 0, rising, or (0, 1) if there are none."""
     tokens, subs = (
         torch.cat([row.fields[name] for row in rows]).long() for name in ("input", "input_sub")
     )
@@ -182,9 +174,7 @@ def row_labels(row: Row, extended: Extended, vocab_size: int) -> Tensor:
 
 
 def _blank_row(row: Row) -> Row:
-    """Return a row without targets. Its sub-ids are 0, because others would make the extended table
-    longer for all rows.
-    """
+    """Return a row without targets, and without sub-ids, which would extend the table."""
     return replace(
         row,
         targets=torch.full_like(row.targets, IGNORE_INDEX),
@@ -195,9 +185,7 @@ def _blank_row(row: Row) -> Row:
 
 
 def _plan_scores(rows: tuple[Scores, ...]) -> tuple[Scores, ...]:
-    """Return the rows after computing the plan of their scores, as one sequence. Attention reads it
-    later.
-    """
+    """Compute the plan of the rows' scores, as one sequence, which attention reads later."""
     whole = rows[0] if len(set(rows)) == 1 else stack_scores(rows)
     assert whole.terms is not None and whole.digest
     return rows

@@ -91,9 +91,7 @@ def _segment_places(decoder: BeeDecoder, instance: Instance, segment: int) -> It
 
 
 def _allowed_tokens(decoder: BeeDecoder, tokenizer: BeeTokenizer, sub_ids: SubIds) -> Tensor:
-    """Return the possible tokens of an answer, (V,) bool: the tokenizer's tokens and the
-    instance's numbered ones, without the tokens that frame texts.
-    """
+    """Return the tokens that an answer may have, (V,) bool: not those that frame texts."""
     places = len(decoder.logits)
     words = decoder.model.config.vocab_size
     allowed = torch.zeros(places, dtype=torch.bool)
@@ -126,9 +124,7 @@ def continue_text(
     choose: Choose,
     bos: int | None = None,
 ) -> str:
-    """Return the text `prompt` and up to `tokens` more tokens. `choose` takes a token from logits
-    (V,). Instances have their own begin tokens, so `bos` is None.
-    """
+    """Return the text `prompt` and up to `tokens` more tokens, as `fill_in` takes them."""
     assert bos is None
     config, task = model.config, TASKS["lm"]
     text = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]

@@ -168,9 +168,7 @@ def _walk_tree(values: Any) -> Iterator[_Node]:
 
 
 def shuffle_answers(instance: Instance, chance: np.random.Generator) -> Instance:
-    """Return a Bee's instance with the items of each object under `<ans>` in another order. Sub-ids
-    stay unchanged.
-    """
+    """Return a Bee's instance with the items of each object under `<ans>` in another order."""
     tree = instance.segments[instance.segments[:, COLUMNS.sample] == 0]
     parents = tree[:, COLUMNS.parent].tolist()
     order = _order_segments(parents, _find_answer(parents, tree[:, COLUMNS.kind]), chance)

@@ -31,9 +31,7 @@ class Packed:
 def pack_rows(
     lengths: np.ndarray, slices: np.ndarray, size: int, most_slices: int, seed: int
 ) -> Packed:
-    """Pack items with these lengths and slices (N,) into rows of up to `size` tokens and
-    `most_slices` slices. The result is the same for the same seed.
-    """
+    """Pack items of these lengths and slices (N,) into rows of at most these sizes, by the seed."""
     rows: list[list[int]] = []
     left: list[int] = []  # slices that each row has room for
     spare: list[tuple[int, int]] = []  # room and number of each open row, rising

@@ -137,9 +137,7 @@ class PackedRows(Stored):
 
     @abstractmethod
     def _items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and the mask slices of each item, both (N,). Items are instances that
-        fit, or parts of instances.
-        """
+        """Return the tokens and mask slices, (N,), of each instance that fits, or of each part."""
 
     @abstractmethod
     def _row(self, index: int, chance: np.random.Generator, training: bool) -> Row:
@@ -147,9 +145,7 @@ class PackedRows(Stored):
 
 
 class BeeRows(PackedRows):
-    """Rows of a Bee. Also raises ValueError for a model that cannot represent how segments are
-    related.
-    """
+    """Rows of a Bee. Raises ValueError for a model without buckets for related segments."""
 
     config: BeeConfig
 
@@ -191,9 +187,7 @@ def bee_row(config: BeeConfig, instances: Sequence[Instance], seq_len: int, eos_
 
 
 def _bee_fields(instance: Instance, eos_id: int) -> dict[str, Any]:
-    """Return the fields of an instance's tokens that do not depend on the row, and the parents in
-    each of its "trees".
-    """
+    """Return the fields of an instance that no row changes, and the parents in its "trees"."""
     counts, sample = instance.segments[:, COLUMNS.tokens], instance.segments[:, COLUMNS.sample]
     sizes = np.bincount(sample)
     numbers = np.concatenate([np.arange(size) for size in sizes])

@@ -131,9 +131,7 @@ class InstanceFiles:
 
     @cached_property
     def kinds(self) -> np.ndarray:
-        """The sum of each instance's kinds of segments: a Bee's number of texts to predict, an
-        Ant's type.
-        """
+        """The sum of each instance's kinds of segments: a Bee's texts to predict, an Ant's type."""
         width = len(COLUMNS)
         bounds = range(0, len(self._segments), _COPIED * width)
         kinds = [
@@ -142,9 +140,7 @@ class InstanceFiles:
         return np.add.reduceat(np.concatenate(kinds), self._segment_starts[:-1], dtype=np.int64)
 
     def instance(self, number: int, part: slice = slice(None)) -> Instance:
-        """Return an instance, with `part` of its tokens and sub-ids. Raises ValueError if its
-        segments do not match its tokens.
-        """
+        """Return an instance, with `part` of its tokens. Raises ValueError for wrong segments."""
         start, stop = map(int, self.starts[number : number + 2])
         first, last = map(int, self._segment_starts[number : number + 2])
         width = len(COLUMNS)

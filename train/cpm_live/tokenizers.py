@@ -24,9 +24,7 @@ Piece = tuple[int, str | None]  # an id, and the text of a token that gets a sub
 
 
 class LiveTokenizer(Tokenizer):
-    """The common part of both tokenizers. Raises ValueError for a file without the special tokens
-    `<pad>`, `<unk>`, `<s>` or `</s>`.
-    """
+    """The common part. Raises ValueError for a file without `<pad>`, `<unk>`, `<s>` or `</s>`."""
 
     def __init__(self, file: Path):
         self.file, self.vocabulary = file, Vocabulary(file)
@@ -47,9 +45,7 @@ class LiveTokenizer(Tokenizer):
 
 
 class SubIds:
-    """The sub-ids of an instance. The different texts of a base token get 0, 1, 2, ... in order of
-    appearance.
-    """
+    """The sub-ids of an instance: 0, 1, 2, ... for the texts of a token, as they appear."""
 
     def __init__(self):
         self._numbers: dict[int, dict[str, int]] = {}
@@ -77,9 +73,7 @@ class BeeTokenizer(LiveTokenizer):
         self.root_id, self.ans_id = self.vocabulary.id("<root>"), self.vocabulary.id("<ans>")
 
     def pieces(self, text: str) -> list[Piece]:
-        """Return the tokens of a text. Raises BadRecord for unknown special tokens, and as
-        bee_parts.
-        """
+        """Return the tokens of a text. Raises BadRecord for unknown special tokens."""
         found: list[Piece] = []
         for part, special in bee_parts(text):
             found += [self._special_piece(part)] if special else self._plain_pieces(part)
@@ -93,9 +87,7 @@ class BeeTokenizer(LiveTokenizer):
         return self.text((int(i), 0) for i in ids)
 
     def text(self, tokens: Iterable[tuple[int, int]], sub_ids: SubIds | None = None) -> str:
-        """Return the text of tokens and sub-ids, as data has it. `sub_ids` has the texts of
-        numbered tokens.
-        """
+        """Return the text of tokens and sub-ids. `sub_ids` has the texts of numbered tokens."""
         sub_ids = sub_ids or SubIds()
         return "".join(
             self._write_token(token, sub, sub_ids.text(token, sub)) for token, sub in tokens

@@ -20,9 +20,7 @@ _BEE = re.compile(r"<<|<([^<>]*)>|<|[^<]+")
 
 
 class Vocabulary:
-    """A vocabulary file. Raises ValueError if it is not UTF-8, has an empty line, or has a line
-    twice.
-    """
+    """A vocabulary file. Raises ValueError if it is not UTF-8, or for empty or double lines."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -63,9 +61,7 @@ class Vocabulary:
         return self._spelled[i]
 
     def matched(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Yield the longest piece at each place with its id, from left to right. Yield runs of
-        unknown characters with None.
-        """
+        """Yield the longest piece at each place with its id, and unknown characters with None."""
         at = unknown = 0
         while at < len(text):
             for length in range(self._longest.get(text[at], 0), 0, -1):

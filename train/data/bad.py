@@ -59,9 +59,7 @@ class BadLines:
 
 
 class BrokenShards:
-    """Files that end early or cannot be decoded, each with the reason. More than `most` of them
-    raise ValueError with the names of all.
-    """
+    """Broken files, with the reasons. More than `most` raise ValueError, which names all."""
 
     def __init__(self, most: int):
         self.most = most

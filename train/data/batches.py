@@ -63,9 +63,7 @@ class Work(Protocol):
     def sources(self) -> tuple[int, ...] | None: ...
 
     def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the sum of this rank's token losses, and the number of its targets. With
-        `sources`, return those of each row, both (B,).
-        """
+        """Return this rank's summed losses and its number of targets, with `sources` by row."""
 
 
 SomeWork = TypeVar("SomeWork", bound=Work)
@@ -99,17 +97,13 @@ class Dealer(ABC, Generic[SomeWork]):
         ]
 
     def of_evaluation(self, data: Stored) -> Iterator[SomeWork]:
-        """Yield micro-batches of evenly spaced sequences. Every rank gets the same number of them,
-        because all ranks must take part in each.
-        """
+        """Yield micro-batches of evenly spaced sequences, as many on every rank."""
         count = min(self.config.eval_sequences, len(data))
         for chosen in self._deal([i * len(data) // count for i in range(count)]):
             yield self._read(data, chosen)
 
     def _deal(self, indices: Sequence[int]) -> Iterator[list[int | None]]:
-        """Yield the sequences of this group's micro-batches, as many for every group. None fills up
-        the last ones.
-        """
+        """Yield the sequences of this group's micro-batches. None fills up the last ones."""
         size = self.micro_batch_size
         chosen = [*indices, *[None] * (-len(indices) % (size * self.dp_size))]
         for start in range(self.dp_rank * size, len(chosen), size * self.dp_size):
@@ -128,9 +122,7 @@ class Dealer(ABC, Generic[SomeWork]):
         )
 
     def _count_pairs(self, seen: Tensor, layout: Layout) -> tuple[int, ...]:
-        """Return the number of visible pairs for each rank that shares a row. `seen` (S,) has the
-        number of keys that each query sees.
-        """
+        """Return the visible pairs of each rank, by the keys that each query sees, (S,)."""
         return tuple(int(layout.shard(seen, rank, 0).sum()) for rank in range(self.sp.size))
 
     @abstractmethod
@@ -233,9 +225,7 @@ class Batches(Dealer[MicroBatch]):
         return f"{seen}, a window of {counted(model.window, 'token')} in {windowed} of {layers}"
 
     def of_rows(self, rows: Rows) -> Iterator[tuple[list[int | None], MicroBatch]]:
-        """Yield micro-batches of all `rows`, with the numbers of their rows. None stands for a row
-        without targets. Every rank gets the same number of micro-batches.
-        """
+        """Yield micro-batches of all `rows`, as many on every rank, with the rows' numbers."""
         for chosen in self._deal(range(len(rows))):
             yield chosen, self._read(rows, chosen)
 
@@ -357,9 +347,7 @@ def keys_seen(mask: Mask) -> Tensor:
 
 
 def choose_micro_batch_size(config: Settings, dp_size: int) -> int:
-    """Return the configured size, or the largest default that divides a data parallel group's share
-    of the batch.
-    """
+    """Return the configured size, or the largest default that divides a group's share."""
     share, rest = divmod(config.batch_size, dp_size)
     size = config.micro_batch_size
     if rest:

@@ -7,9 +7,7 @@ from typing import Any
 
 
 def import_extra(module: str, package: str, reader: str) -> Any:
-    """Import a module of `package`, which `reader` needs. Raises ValueError with the pip command if
-    it is not installed.
-    """
+    """Import a module that `reader` needs. Raises ValueError with the pip command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

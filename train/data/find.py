@@ -201,9 +201,7 @@ def _check_named(path: Path) -> None:
 def _walk(
     folder: Path, pattern: str | None, exclude: list[str]
 ) -> Iterator[tuple[Path, str | None]]:
-    """Yield the files of a folder and its subfolders, each with the reason that it is not read, or
-    None.
-    """
+    """Yield the files of a folder and its subfolders, with the reason not to read each, or None."""
     unreadable: list[OSError] = []
     for place, folders, names in os.walk(folder, onerror=unreadable.append):
         here = Path(place)
@@ -233,9 +231,7 @@ def _belongs_to_others(path: Path, shards: list[str] | None) -> bool:
 
 
 def _find_reason(path: Path, pattern: str | None, shards: list[str] | None) -> str | None:
-    """Return the reason not to read a file of a folder, or None. Files that --glob matches are text
-    at least.
-    """
+    """Return why a file of a folder is not read, or None. Files that --glob matches are text."""
     kind = kind_of(path)
     if pattern and not path.absolute().match(pattern):
         return f"does not match {pattern}"
@@ -264,9 +260,7 @@ def _find_problem(path: Path) -> str | None:
 
 
 def _listed_shards(folder: Path) -> list[str] | None:
-    """Return the shards in the state.json of a datasets folder, or None for another state.json.
-    Raises ValueError if a shard is missing.
-    """
+    """Return the shards that a datasets folder's state.json lists, None for another state.json."""
     try:
         listed = json.loads((folder / "state.json").read_bytes())["_data_files"]
         shards = [shard["filename"] for shard in listed]

@@ -132,9 +132,7 @@ class Sequences(Stored):
         return self.read(self.order(sample))
 
     def read(self, index: int | None) -> Row:
-        """Return sequence `index`. None stands for one without any target. Raises ValueError for
-        unknown tokens.
-        """
+        """Return sequence `index`, or one without targets. Raises ValueError for unknown tokens."""
         if index is None:
             return make_row(np.zeros(1, np.int64), None, self.seq_len)
         start, window = index * self.seq_len, self._read_window(index)

@@ -92,9 +92,7 @@ def _convert(tokenizer: Tokenizer) -> Backend:
 
 
 def _convert_bytes(tokenizer: ByteTokenizer) -> Backend:
-    """Return a tokenizer without characters in its vocabulary, so that each character becomes its
-    bytes.
-    """
+    """Return a tokenizer without characters, so that each character becomes its bytes."""
     backend = Backend(
         models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[], byte_fallback=True)
     )
@@ -105,9 +103,7 @@ def _convert_bytes(tokenizer: ByteTokenizer) -> Backend:
 
 
 def _convert_sentencepiece(file: Path) -> Backend:
-    """Return a SentencePiece model with its normalization and decoding, in the terms of
-    tokenizers.
-    """
+    """Return a SentencePiece model, with its normalization and decoding, as tokenizers has them."""
     from sentencepiece import sentencepiece_model_pb2
 
     messages: Any = sentencepiece_model_pb2  # it makes its classes when it is imported
@@ -148,9 +144,7 @@ def _convert_sentencepiece(file: Path) -> Backend:
 
 
 def _make_unigram(proto: Any) -> models.Unigram:
-    """Make pieces that no text should become, such as bytes, unlikely: tokenizers has no other
-    way.
-    """
+    """Make pieces that no text should become unlikely: tokenizers has no other way."""
     normal = [piece.score for piece in proto.pieces if piece.type == piece.NORMAL]
     unlikely = 20 * min(normal, default=-1.0)
     scores = [(p.piece, p.score if p.type == p.NORMAL else unlikely) for p in proto.pieces]

@@ -158,9 +158,7 @@ class BlockReader:
         return np.concatenate([begin, ids, [self._encoder.tokenizer.eos_id]]).astype(ids.dtype)
 
     def _read_parts(self, start: Place) -> Iterator[tuple[Encoded | None, Place]]:
-        """Yield the parts of files from a place on, without end: each with the place after it, and
-        None at the end of an epoch.
-        """
+        """Yield the parts from a place on with the place after each, and None at an epoch's end."""
         place, epoch_has_text = start, start > Place(start.epoch)
         while True:
             for number in self._order(place.epoch)[place.file :]:

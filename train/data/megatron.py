@@ -77,9 +77,7 @@ class IndexedTokens:
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the dtype of the tokens, and the three tables of an .idx. Raises ValueError if it is
-    not one, or not whole.
-    """
+    """Return the dtype of the tokens and the tables of an .idx. Raises ValueError."""
     content = path.read_bytes()
     if not content.startswith(_MAGIC):
         raise ValueError(f"{path} is no index of Megatron-LM, which starts with {_MAGIC!r}")

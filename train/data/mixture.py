@@ -140,9 +140,7 @@ def source_names(data: Source) -> tuple[str, ...]:
 
 
 def starting_over(data: Source, before: int, after: int) -> list[str]:
-    """Return the sources of a mixture that start over for the first time between two numbers of
-    samples.
-    """
+    """Return a mixture's sources that start over for the first time after `before` samples."""
     earlier, later = epochs(data, before), epochs(data, after)
     return [
         name.removeprefix(_EPOCH) for name, epoch in later.items() if earlier[name] <= 1 < epoch
@@ -150,9 +148,7 @@ def starting_over(data: Source, before: int, after: int) -> list[str]:
 
 
 def epochs(data: Source, samples: int) -> dict[str, float]:
-    """Return how many times a run of `samples` samples has read each source of a mixture, as a
-    record names it: epoch/NAME. Nothing for other data.
-    """
+    """Return how often `samples` samples have read each source of a mixture, as epoch/NAME."""
     if not isinstance(data, Mixture):
         return {}
     counts = data.interleaving.count(samples)

@@ -37,9 +37,7 @@ def parse_json(line: bytes) -> Any:
 
 
 def find_value(record: Any, field: str) -> Any:
-    """Return the value of a field. `a.b` is the field of this very name, or else field b of the
-    object in field a. Raises KeyError if there is none.
-    """
+    """Return field `a.b`: of this name, or else field b of the object in a. Raises KeyError."""
     if isinstance(record, dict):
         if field in record:
             return record[field]
@@ -50,9 +48,7 @@ def find_value(record: Any, field: str) -> Any:
 
 
 def describe_fields(record: Any) -> str:
-    """Return a verb and the names of a record's fields for a message, those of inner objects with
-    dots.
-    """
+    """Return a verb and the names of a record's fields, those of inner objects with dots."""
     if not isinstance(record, dict):
         return f"is of type {type(record).__name__}, and no object"
     names = [*itertools.islice(_field_names(record, _DEPTH), _LISTED + 1)]
@@ -69,9 +65,7 @@ def _field_names(record: dict[str, Any], depth: int) -> Iterator[str]:
 
 
 def decode_utf8(line: bytes) -> str:
-    """Return a line as text. Raises BadRecord if it is not UTF-8, or has as many zero bytes as
-    UTF-16, which may be valid UTF-8.
-    """
+    """Return a line as text. Raises BadRecord unless it is UTF-8, or if it may be UTF-16."""
     halves = line[::2], line[1::2]  # text in ASCII has zeros in one of them
     if any(half.count(0) > _ZEROS * len(half) for half in halves):
         raise BadRecord(f"not UTF-8: {line.count(0)} of {len(line)} bytes are zero")

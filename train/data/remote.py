@@ -76,17 +76,13 @@ def has_wildcards(url: str) -> bool:
 
 
 def open_remote(url: str) -> io.BufferedReader:
-    """Open the file at an address. Raises OSError if it cannot be read, and ValueError if a package
-    for such addresses is missing.
-    """
+    """Open the file at an address. Raises OSError, and ValueError if a package is missing."""
     with _as_os_error():
         return io.BufferedReader(_Remote(url), _BUFFER)
 
 
 def list_remote(url: str) -> list[tuple[str, int]]:
-    """Return the addresses that match a pattern, sorted, with their sizes in bytes. Raises
-    ValueError if there is none, or as `open_remote`.
-    """
+    """Return the addresses that match a pattern, sorted, with their bytes."""
     with _as_os_error():
         file_system, path = _find(url)
         found = file_system.glob(path) if has_wildcards(path) else [path]

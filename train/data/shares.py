@@ -78,9 +78,7 @@ def validation_folders(val_data: str | Named | None) -> dict[str, str]:
 
 
 def evaluated_folders(data: str | Named) -> dict[str, str]:
-    """Return the folders of --data by name, without their weights. For evaluate.py, values may have
-    none. The name of a single path is empty.
-    """
+    """Return the folders of evaluate.py's --data by name, "" for a path. Weights may be missing."""
     if isinstance(data, str):
         return {"": data}
     _check_names("--data", data)

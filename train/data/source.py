@@ -70,18 +70,14 @@ class Source(ABC):
 
     @abstractmethod
     def keep_documents_apart(self, apart: bool, bos: int | None) -> Self:
-        """Return a source that keeps documents apart if `apart`, with begin token `bos`. Return
-        instances unchanged.
-        """
+        """Return a source that keeps documents apart or not, with begin token `bos`."""
 
     @abstractmethod
     def of_sample(self, sample: int) -> Any:
         """Return the row that is sample number `sample` of the run."""
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return the state after `samples` samples for a checkpoint: values of JSON. It is empty
-        for a source that finds each sample by its number.
-        """
+        """Return the state after `samples` samples: empty if samples are found by number."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

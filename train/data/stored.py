@@ -1,6 +1,4 @@
-"""Tokens in a folder: written once from start to end, and read in slices. token_file.py lists
-the files.
-"""
+"""Tokens in a folder: written once from start to end, and read in slices (token_file.py)."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ class DataWriter(ABC, Generic[Part]):
         """Return facts of this kind of data for the index."""
 
     def close(self) -> dict[str, str]:
-        """Close the files of tokens. Return the sha256 of each. The folder is incomplete until
-        `finish`.
-        """
+        """Close the files of tokens. Return the sha256 of each."""
         return {
             "tokens.bin": self._token_file.close(),
             "documents.bin": self._document_file.close(),
@@ -150,9 +146,7 @@ class TokenWriter(DataWriter[np.ndarray]):
             self._note_documents(np.array([start]))
 
     def copy(self, other: DataWriter[np.ndarray], start: int, end: int) -> None:
-        """Append tokens `start` to `end` of another writer that is closed. A document that is cut
-        gets an eos.
-        """
+        """Append tokens `start` to `end` of a closed writer. A document that is cut gets an eos."""
         tokens = StoredNumbers(other.folder / "tokens.bin", self.tokenizer.dtype)
         documents = np.fromfile(other.folder / "documents.bin", dtype=np.int64)
         inside = documents[(documents > start) & (documents < end)].tolist()

@@ -163,8 +163,6 @@ class Stream(Source):
 
 
 def _count_lanes(files: int, batch_size: int) -> int:
-    """Return the number of lanes: a divisor of the batch size, so that lanes are read equally
-    often. Each has several files, so that a broken one does not end it.
-    """
+    """Return the number of lanes: a divisor of the batch size, with several files for each."""
     most = min(files // _FILES_PER_LANE, batch_size, _MOST_LANES)
     return max(n for n in range(1, max(most, 1) + 1) if batch_size % n == 0)

@@ -54,9 +54,7 @@ class StreamFiles:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Read the index of a stream. Raises ValueError if a local file is missing or has another
-        size.
-        """
+        """Read the index of a stream. Raises ValueError if a local file has changed."""
         path = folder / "index.json"
         try:
             # older streams have no format

@@ -76,9 +76,7 @@ def _take_column(batch: Any, path: list[str]) -> Any:
 
 
 def _paths(pyarrow: Any, inside: Any) -> Iterator[list[str]]:
-    """Yield the names that lead to each field of a schema, or of a type of structs, and to the
-    fields of its structs.
-    """
+    """Yield the names that lead to each field of a schema, and to those of its structs."""
     for field in inside:
         yield [field.name]
         if pyarrow.types.is_struct(field.type):
@@ -86,9 +84,7 @@ def _paths(pyarrow: Any, inside: Any) -> Iterator[list[str]]:
 
 
 def _find_column(pyarrow: Any, schema: Any, field: str) -> list[str]:
-    """Return the names that lead to column `field`. Raises ValueError if it is missing or has no
-    text.
-    """
+    """Return the names that lead to column `field`. Raises ValueError unless it is text."""
     paths = list(_paths(pyarrow, schema))
     # a name that has a dot itself wins
     path = min((path for path in paths if ".".join(path) == field), key=len, default=None)

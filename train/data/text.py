@@ -95,9 +95,7 @@ class DocumentReader:
 
 
 def text_in(record: Any, json_field: str) -> str:
-    """Return the text in a field of a record, which may be nested, as in `find_value`. Raises
-    BadRecord if there is none.
-    """
+    """Return the text in a field of a record. Raises BadRecord if there is none."""
     try:
         text = find_value(record, json_field)
     except KeyError as error:
@@ -157,9 +155,7 @@ class Encoder:
                 yield Document(piece.file, number), found
 
     def _check_ids(self, number: int, ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a document without an eos at the end. Raises ValueError for ids that
-        the tokenizer does not have.
-        """
+        """Return a document's ids without its eos. Raises ValueError for ids that no token has."""
         size = self.tokenizer.vocab_size
         for token in (int(ids.min()), int(ids.max())) if len(ids) else ():
             if not 0 <= token < size:

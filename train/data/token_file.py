@@ -71,9 +71,7 @@ class TokenFile:
         self.documents = self._open_documents(documents)
 
     def _open_documents(self, file: Path) -> Documents | None:
-        """Return where documents start, or None if that is not known. Check all of documents.bin
-        unless it is large.
-        """
+        """Return where documents start, or None. Check all of documents.bin unless it is large."""
         if file.exists():
             stored = StoredDocuments(file, len(self.tokens))
             if file.stat().st_size <= _CHEAP:
@@ -88,9 +86,7 @@ class TokenFile:
         return self.index.get("bos_id")
 
     def with_begin_token(self, bos: int) -> BegunText:
-        """Return the text with token `bos` in front of each document. Raises ValueError if it is
-        not known where documents start.
-        """
+        """Return the text with token `bos` in front of each document, or raise ValueError."""
         begun = self.index.get("begun_documents") if self.bos_id == bos else None
         return BegunText(self.tokens, self.known_documents(), bos, begun)
 
@@ -109,9 +105,7 @@ class TokenFile:
         return sample_digest(self.tokens)
 
     def _verify(self) -> None:
-        """Compare all bytes of files that are not large with the index, and samples of the tokens.
-        Raises ValueError with the file's name if they differ.
-        """
+        """Compare files with the index, large ones by samples. Raises ValueError."""
         for name, expected in self.index["sha256"].items():
             file = inside(self.folder, name)
             if not file.is_file():

@@ -103,9 +103,7 @@ class JsonTokenizer(Tokenizer):
         return f"token {token}" if found is None else found
 
     def _begin_id(self, special: set[int]) -> int:
-        """Return a special token with a usual name, else the one that the file puts in front of
-        texts, else `eos_id`.
-        """
+        """Return a special token of a usual name, else the one that begins texts, else eos."""
         for name in _BEGIN_OF_TEXT:
             if (found := self._backend.token_to_id(name)) in special:
                 return found
@@ -118,9 +116,7 @@ class JsonTokenizer(Tokenizer):
         return self.eos_id
 
     def _rules(self) -> Any:
-        """Omit settings that `encode` does not use, and unify the spellings of different versions
-        of the package.
-        """
+        """Omit settings that `encode` does not use, and unify spellings of different versions."""
         rules = json.loads(self._backend.to_str())
         for name in ("version", "truncation", "padding", "post_processor"):
             rules.pop(name)
@@ -249,9 +245,7 @@ class _Spec:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer that was saved into `folder`. Raises ValueError if it is missing, broken
-    or outside of the folder.
-    """
+    """Return the tokenizer that was saved into `folder`. Raises ValueError if it is broken."""
     spec = _read_spec(folder)
     if spec is None:
         raise ValueError(f"{folder} has no tokenizer ({SPEC})")
@@ -302,9 +296,7 @@ def _read(kind: _Open, path: Path, eos: str | None = None) -> Tokenizer:
 
 
 def _without_defaults(value: Any) -> Any:
-    """Return a JSON value without fields that are null or false, since versions of a package differ
-    in writing those.
-    """
+    """Return a JSON value without null and false fields, which some versions do not write."""
     if isinstance(value, dict):
         return {
             name: _without_defaults(inner)

@@ -58,9 +58,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def identity(self) -> str:
-        """The sha256 of vocabulary, rules and end-of-text token. It is equal for tokenizers that
-        give the same ids.
-        """
+        """The sha256 of vocabulary, rules and end-of-text token, by which ids are equal."""
         facts = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
 
@@ -70,9 +68,7 @@ class Tokenizer(ABC):
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def save(self, folder: Path) -> None:
-        """Write the files that `load_tokenizer` reads. A tokenizer's own file becomes
-        tokenizer.json or tokenizer.model.
-        """
+        """Write the files that `load_tokenizer` reads, with tokenizer.json or .model."""
         folder.mkdir(parents=True, exist_ok=True)
         name = None
         if self.file is not None:

@@ -1,6 +1,4 @@
-"""The common part of the engines: fp32 masters of this rank's shards of a model, their initial
-values, and AdamW over them.
-"""
+"""The common part of the engines: fp32 masters of a rank's shards, and AdamW over them."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ class Haystack:
         return np.array([len(tokens) for tokens in self._sentences], dtype=np.int64)
 
     def cut(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return `count` tokens, and the places where sentences start in them, both int64. A user's
-        text begins at a random sentence, and starts over at its end.
-        """
+        """Return `count` tokens, and the places where sentences start in them, both int64."""
         if not count:
             return np.empty(0, np.int64), np.zeros(1, np.int64)
         most = -(-count // int(self._lengths.min()))

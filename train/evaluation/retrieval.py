@@ -220,9 +220,7 @@ class Cell:
 def score_rows(
     rows: RetrievalRows, batches: Batches, engine: Engine, alive: Callable[[], None]
 ) -> list[Cell]:
-    """Return a cell for each level. `alive` is called before each micro-batch. Every rank must call
-    this.
-    """
+    """Return a cell for each level. Every rank must call this."""
     wrong, losses, targets = ([0.0] * len(rows) for _ in range(3))
     for numbers, batch in batches.of_rows(rows):
         alive()

@@ -1,6 +1,4 @@
-"""The memory of one attention. The plans of bmt_burst run on tensors without values, with a kernel
-that allocates what FlashAttention-4 does and with imagined peers.
-"""
+"""The memory of one attention: plans of bmt_burst run on tensors without values."""
 
 from __future__ import annotations
 

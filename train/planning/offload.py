@@ -1,6 +1,4 @@
-"""Offloading of tensors without values: they leave the ledger in the forward and return in the
-backward, together with those of the previous block, as by bmt_burst.offload.
-"""
+"""Offloading of tensors without values, which leave and return as by bmt_burst.offload."""
 
 from __future__ import annotations
 

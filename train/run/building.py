@@ -26,9 +26,7 @@ from train.run.watchdog import Watchdog
 
 
 def make_groups(config: TrainConfig, data: Source | None = None) -> SequenceParallel:
-    """Make the groups of ranks that share sequences. Raises ValueError if the ranks cannot be
-    grouped, or if --strategy cannot run on them.
-    """
+    """Make the groups that share sequences. Raises ValueError if ranks or options do not fit."""
     world = dist.get_world_size()
     if world % config.sp_size:
         raise ValueError(

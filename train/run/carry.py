@@ -209,9 +209,7 @@ def _take_tokenizer(
 def _take_bos(
     carried: Carried, values: Mapping[str, Any], tokenizer: Tokenizer, begin: int | None, adds: bool
 ) -> None:
-    """Leave out begin tokens that are not those of training. A name of one may stay, unless
-    transformers adds (`adds`) another one to texts.
-    """
+    """Leave out begin tokens of others. A name may stay if transformers `adds` none to texts."""
     began = "no text after a token" if begin is None else f"texts with {tokenizer.name_of(begin)!r}"
     for place in ("config.json", GENERATION):
         said = values.get(place, {}).get("bos_token_id")

@@ -1,6 +1,4 @@
-"""Floating-point operations of a training step, and the peak of a device, for model FLOP
-utilization (MFU).
-"""
+"""Floating-point operations of a training step, and the peak of a device, for the MFU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The inputs of a run: the model's shape, the data and the tokenizer. All are checked before
-anything is built, and without the other ranks.
-"""
+"""The inputs of a run: model, data and tokenizer, all checked before anything is built."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ class Inputs:
 
 
 def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
-    """Open what `config` names, with documents not kept apart yet. Raises ValueError if the model,
-    the kernel or the data do not fit together.
-    """
+    """Open what `config` names. Raises ValueError if model, kernel and data do not fit together."""
     model = _grow(config, config.model_config())
     kind = kind_of(model)
     warn_of_length(config, model)
@@ -68,9 +64,7 @@ def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
 
 
 def check_same_data(inputs: Inputs) -> None:
-    """Raise RankError on every rank if ranks opened other data, as hosts with copies may. Every
-    rank must call this function.
-    """
+    """Raise RankError on every rank if hosts opened other data. Every rank must call this."""
     opened = [*parts(inputs.training).values(), *inputs.validation.values()]
     mine = [(str(data.folder), data.identity) for data in opened]
     (host, first), *others = ranks.gather((socket.gethostname(), mine))

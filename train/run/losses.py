@@ -14,9 +14,7 @@ from train.engine import Engine
 
 
 class LossSums:
-    """Sums of this rank's token losses in a step, of all and of each of `sources` sources. The host
-    waits only in `read`.
-    """
+    """Sums of a step's token losses on this rank, also of each source. Only `read` waits."""
 
     def __init__(self, sources: int):
         self._sources = sources

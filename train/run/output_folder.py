@@ -26,9 +26,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def check_shared(root: Path) -> None:
-    """Check that every rank writes to the same folder `root`: each leaves a file there, and must
-    see those of all ranks. Raises RankError on every rank otherwise.
-    """
+    """Raise RankError on every rank unless each rank sees a file of every rank under `root`."""
     # the name of a save that was given up, which the next save removes
     folder = root / ranks.gather(f".step_check_{secrets.token_hex(8)}")[0]
     files = [f"rank {rank} on {host}" for rank, host in enumerate(ranks.gather(_host()))]

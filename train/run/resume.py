@@ -90,9 +90,7 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def check_state(saved: checkpoint.Checkpoint) -> None:
-    """Raise ValueError if the state lacks what every run has saved. Without its samples, for
-    example, a run would read the data from the start again.
-    """
+    """Raise ValueError if the state lacks what every run has saved, such as its samples."""
     if not isinstance(saved.state, dict):
         raise ValueError(f"expected state.json of {saved.path} to have names and values")
     for name in ("step", "samples", "optimizer_steps"):
@@ -119,9 +117,7 @@ def saved_skips(state: dict) -> Skips:
 
 
 def choose_skips(config: TrainConfig, state: dict, progress: Progress) -> Skips:
-    """Return the ranges of the data to leave out: those of a state, and --skip-data. Raises
-    ValueError if the run cannot leave them out any more.
-    """
+    """Return the ranges of data to leave out, of a state and of --skip-data. Raises ValueError."""
     skips = saved_skips(state)
     if config.skip_data is None:
         return skips

@@ -176,9 +176,7 @@ def parse_run(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Stages | 
 
 
 def read_stages(file: Path, given: Mapping[str, Any]) -> Stages:
-    """Read the stages of `file`, and choose the current one. Options `given` on the command line
-    override those of all stages. Raises ValueError, which names the stage.
-    """
+    """Read the stages of `file`. Options `given` on the command line override theirs."""
     common = read_file(file, "--stages")
     tables = common.pop("stage", None)
     if not isinstance(tables, list) or not tables or not all(isinstance(x, dict) for x in tables):

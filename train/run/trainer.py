@@ -183,9 +183,7 @@ class Trainer:
     def _compute_gradients(
         self, micro_batches: Sequence[Work], targets: float
     ) -> tuple[float, bool, list[float]]:
-        """Compute the gradients of the mean loss over `targets` targets of all ranks. Return that
-        loss, whether the run must stop, and the summed losses of each source.
-        """
+        """Return the mean loss, after its backward, whether to stop, and each source's losses."""
         sums = LossSums(len(self.sources))
         for batch in micro_batches:
             self.watchdog.alive(f"step {self.progress.step + 1}")
