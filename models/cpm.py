@@ -88,10 +88,7 @@ class CPMBlock(nn.Module):
         return saving.run(self._whole, x, cos, sin, cache, mask, layout, keep=(cos, sin))
 
     def _whole(self, runner: Runner, x: Tensor, cos: Tensor, sin: Tensor, *seen: Any) -> Tensor:
-        """Compute the block. `runner` calls all parts except the attention.
-
-        `seen` are its cache, mask and layout.
-        """
+        """Compute the block. `runner` calls all but the attention, which `seen` are for."""
         q, k, v, choose_by = runner.run(self._before, x, cos, sin)
         cache, mask, layout = seen
         attended = self.self_attn.attend(q, k, v, cache, mask, layout, choose_by)

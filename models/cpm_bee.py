@@ -102,10 +102,7 @@ def _rotate(x: Tensor, subs: Tensor, in_fp16: bool) -> Tensor:
 
 
 def _fp16_tables(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Compute `rope_tables` with each step rounded to fp16.
-
-    At sub-id 64 angles are off by up to 0.25 rad.
-    """
+    """Compute `rope_tables` rounded to fp16: at sub-id 64 angles are off by up to 0.25 rad."""
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     phases = (positions.half().unsqueeze(-1) * (theta**-exponents).half()).float()
     return phases.cos().half().float(), phases.sin().half().float()

@@ -22,10 +22,7 @@ def check_names(cls: Any, names: Collection[str], expected: str) -> None:
 
 
 def check_sizes(values: Mapping[str, Any], needed: Collection[str], sizes: Collection[str]) -> None:
-    """Check a config.json: that it has all that is needed, and that its sizes are positive ints.
-
-    Raises ValueError.
-    """
+    """Raise ValueError unless a config.json has what is `needed`, and `sizes` are positive ints."""
     if missing := sorted(name for name in needed if name not in values):
         raise ValueError(f"config.json lacks {missing}")
     for name in sizes:
@@ -34,10 +31,7 @@ def check_sizes(values: Mapping[str, Any], needed: Collection[str], sizes: Colle
 
 
 def check_fields(config: Any) -> None:
-    """Check the types of a dataclass's fields, and that numbers are positive and finite.
-
-    Checked types are int, float, bool and str, also with None. Raises ValueError.
-    """
+    """Raise ValueError unless int, float, bool and str fields are so, and numbers are positive."""
     for field in dataclasses.fields(config):
         kind: str = str(field.type).removesuffix(" | None")
         value: Any = getattr(config, field.name)

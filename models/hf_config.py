@@ -63,10 +63,7 @@ _QWEN3_HEAD_DIM = 128  # if a Qwen3's config.json does not say it
 
 
 def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
-    """Make a CPMConfig from a config.json.
-
-    Raises ValueError if CPM does not compute that model, or if the file is broken.
-    """
+    """Make a CPMConfig from a config.json. Raises ValueError if CPM does not compute that model."""
     hf = {"model_type": _by_architecture(hf), **hf}
     whole, hf = hf, {name: value for name, value in hf.items() if value is not None}
     _refuse_others(hf)
@@ -166,10 +163,7 @@ def _windows(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the window of a Qwen and its layers, as fields of CPMConfig.
-
-    If use_sliding_window, the layers from max_window_layers on have it, or those in layer_types.
-    """
+    """Return a Qwen's window and its layers: those in layer_types, or from max_window_layers on."""
     count, layers = hf["num_hidden_layers"], hf.get("layer_types")
     if not hf.get("use_sliding_window"):
         return _windows({name: value for name, value in hf.items() if name != "sliding_window"})

@@ -146,10 +146,7 @@ def read_config(folder: Path) -> CPMConfig:
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Read the names and values of config.json in a folder.
-
-    Raises ValueError if there is no such folder or file, or if it has anything else.
-    """
+    """Read config.json in a folder. Raises ValueError if there is none, or for anything else."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file, expected a Hugging Face model folder")
     if not folder.is_dir():

@@ -33,10 +33,7 @@ class RopeScaling(ABC):
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> RopeScaling:
-        """Make a scaling from its `to_dict`.
-
-        Raises ValueError for an unknown kind, and for missing or unknown names.
-        """
+        """Make a scaling from its `to_dict`. Raises ValueError for unknown kinds and names."""
         values = dict(values)
         kind = values.pop("kind", None)
         if not isinstance(kind, str) or kind not in KINDS:

@@ -51,10 +51,7 @@ def folder_of(source: str | Path) -> Path:
 
 
 def open_file(path: Path) -> dict[str, Stored]:
-    """Return the tensors in a file by name.
-
-    Raises ValueError if it holds anything else, OSError if it cannot be read.
-    """
+    """Return the tensors in a file by name. Raises ValueError for other files, or OSError."""
     return _open_safetensors(path) if path.suffix == _SAFETENSORS else _open_pickled(path)
 
 
@@ -81,10 +78,7 @@ def open_folder(folder: Path) -> dict[str, Stored]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read names and values from a JSON file.
-
-    Raises ValueError if it has anything else, OSError if it cannot be read.
-    """
+    """Read names and values from a JSON file. Raises ValueError for others, or OSError."""
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:

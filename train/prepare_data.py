@@ -149,10 +149,7 @@ def _tokenize(
 def _split(
     writers: dict[str, DataWriter], tokenizer: Tokenizer, fraction: float
 ) -> dict[str, DataWriter]:
-    """Split the only part that has tokens. The last `fraction` of them is for validation.
-
-    Instances are split the same way. Raises ValueError if there are too few.
-    """
+    """Split the only part that has tokens: its last `fraction` is for validation, or ValueError."""
     for each in writers.values():
         each.close()
     whole = max(writers.values(), key=lambda each: each.tokens)

@@ -1,7 +1,6 @@
 """The registry of the kinds of models that train/ pretrains. To add a kind, add an entry to KINDS.
 
-An entry names each part of a kind as "module:name". A part is imported when it is first used: data
-is prepared without torch, and training imports no decoder. This module itself imports nothing.
+Parts are imported when they are used: data is prepared without torch. This imports nothing.
 """
 
 from __future__ import annotations

@@ -89,10 +89,7 @@ class LiveConfig(ABC):
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from Hugging Face's config.json of this model.
-
-        Raises ValueError for missing sizes, and for what the model does not compute.
-        """
+        """Make a configuration from Hugging Face's config.json. Raises ValueError for others."""
         ours = {theirs: name for name, theirs in HF_FIELDS.items()}
         check_sizes(values, ("vocab_size", *ours), ())
         if (scale := values.get("distance_scale", _DISTANCE_SCALE)) != _DISTANCE_SCALE:

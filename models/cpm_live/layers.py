@@ -180,10 +180,7 @@ class Block(nn.Module):
         return saving.run(self._whole, x, added, scores, layout, cache, keep=(added,))
 
     def _whole(self, runner: Runner, x: Tensor, *seen) -> Tensor:
-        """Compute the block. `runner` calls all parts except the attention.
-
-        `seen` are the arguments of the attention after q, k and v.
-        """
+        """Compute the block. `runner` calls all but the attention, which `seen` are for."""
         feeds = [] if self.ffn is None else [self.ffn]
         if self.self_att is None:
             return runner.finish(self._feed_forward, feeds, x)
@@ -261,10 +258,7 @@ class LiveModel(SequenceParallelModule):
         self.position_bias = PositionBias(config)
 
     def look_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Look up rows of a table (any, E): (..., E) of ids (...).
-
-        The table's entries have size sqrt(E), the results size 1.
-        """
+        """Look up rows of a table (any, E) of size sqrt(E): (..., E) of size 1, for ids (...)."""
         return F.embedding(ids, table) / math.sqrt(self.config.dim_model)
 
     def encode(

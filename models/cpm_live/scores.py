@@ -117,10 +117,7 @@ def ant_scores(
 
 
 def slices_of(runs: Any) -> Any:
-    """Return the number of slices of a span with `runs` separate runs of tokens to be predicted.
-
-    `runs` is a number or an array.
-    """
+    """Return the slices of a span with `runs` runs of tokens to be predicted, also an array."""
     return runs * (runs + 1) // 2
 
 
@@ -153,11 +150,7 @@ def _runs(*numbers: Tensor) -> Iterator[_Run]:
 
 
 def _slices_of_span(runs: list[_Run]) -> Iterator[Slice]:
-    """Make the slices of one span.
-
-    Tokens of a sample and of sample 0 see its context. The others also see themselves and earlier
-    others.
-    """
+    """Make a span's slices: samples and sample 0 see context; others see earlier others, too."""
     for sample in {run.sample for run in runs}:
         queries = [run for run in runs if run.sample == sample]
         keys = runs if sample == 0 else queries

@@ -9,10 +9,7 @@ from train.base.error_file import leave_reason
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that reports an error in one line on stderr, and exits with code 2.
-
-    --help shows `description` as it is written.
-    """
+    """A parser that reports an error in one line on stderr, and exits with code 2."""
 
     def __init__(self, prog: str, description: str | None, **settings: Any):
         settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, **settings}

@@ -46,11 +46,7 @@ class HostCopy:
 
 
 def _pin(memory: torch.Tensor) -> bool:
-    """Pin memory, so that GPUs copy to it directly. Print why if that is not possible, and return
-    False.
-
-    torch's own pinned memory is rounded up to a power of two, which may be twice as much.
-    """
+    """Pin memory. Return whether it is. torch's own takes a power of two, up to twice as much."""
     cudart = torch.cuda.cudart()
     code = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) == 0:

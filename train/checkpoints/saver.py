@@ -39,11 +39,7 @@ _PATIENCE = timedelta(days=1)  # for other ranks; whether they live is noticed b
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is whole.
-
-    stopped  seconds for which training stopped
-    seconds  until it was whole
-    """
+    """A whole checkpoint, with the seconds until it was, and those for which training stopped."""
 
     step: int
     path: Path

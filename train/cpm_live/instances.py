@@ -111,10 +111,7 @@ class AntReader:
 
 
 def bee_instance(tokenizer: BeeTokenizer, record: Any) -> tuple[Instance, SubIds]:
-    """Return the instance in a line, and the texts of its sub-ids. It may have no text to predict.
-
-    Raises BadRecord if the line holds no instance.
-    """
+    """Return the instance in a line, and the texts of its sub-ids. Raises BadRecord for none."""
     samples = record if isinstance(record, list) else [record]
     if not samples:
         raise BadRecord("expected an object and in-context samples, got an empty list")

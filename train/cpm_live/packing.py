@@ -1,8 +1,4 @@
-"""Packing of instances into rows: best fit among the open rows, with instances in random order.
-
-A row has room for a number of tokens, and for a number of slices of its mask, since many slices
-make planning slow.
-"""
+"""Packing of instances into rows: best fit among the open rows, with instances in random order."""
 
 from __future__ import annotations
 

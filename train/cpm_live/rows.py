@@ -212,10 +212,8 @@ def _bee_fields(instance: Instance, eos_id: int) -> dict[str, Any]:
 
 
 def cap(config: BeeConfig) -> int:
-    """Return how many numbers of steps to a common ancestor are distinguished. The last one stands
-    for all larger ones.
-
-    Raises ValueError if it is 1, because two segments of a tree would count like two samples.
+    """Return how many steps to a common ancestor are distinguished. Raises ValueError for one,
+    with which two segments of a tree would count like two samples.
     """
     buckets = config.position_bias_num_segment_buckets
     if buckets < 4:
@@ -246,8 +244,7 @@ def relation(parents: np.ndarray, most: int) -> np.ndarray:
 
 
 class AntRows(PackedRows):
-    """Rows of an Ant: texts, each after a prompt of its task. A text longer than a row is cut into
-    parts with a prompt each.
+    """Rows of an Ant: texts, each after a prompt of its task. Long ones are cut into parts.
 
     A last part of one token would predict nothing, so it begins with the token before.
     """

@@ -79,10 +79,7 @@ class AntWriter(InstanceWriter):
     """Puts `<s>` before and `</s>` after a text that may arrive in parts."""
 
     def write(self, document: Iterable[Instance]) -> None:
-        """Append an instance, given in parts. Skip one without tokens.
-
-        Raises ValueError for 2^31 tokens or more.
-        """
+        """Append an instance, given in parts. Raises ValueError for 2^31 tokens or more."""
         start = self.tokens
         for piece in document:
             if len(piece) and self.tokens == start:

@@ -84,8 +84,7 @@ def is_special(piece: str) -> bool:
 
 
 def bee_parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a Bee's text: plain text, with `<<` read as `<`, or `<name>`. Each has a
-    flag: whether it is a special token.
+    """Yield a Bee's plain text, with `<<` as `<`, and each `<name>`, with whether it is special.
 
     Raises BadRecord for a `<` that is neither doubled nor begins a special token.
     """

@@ -13,10 +13,7 @@ _LISTED = 20  # bad lines that are listed
 
 @dataclass
 class BadLines:
-    """Lines that could not be used, and characters in other lines that the tokenizer left out.
-
-    among  number of all lines that are not empty
-    """
+    """Lines that could not be used, `among` all that are not empty, and characters left out."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)

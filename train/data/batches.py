@@ -70,11 +70,7 @@ SomeWork = TypeVar("SomeWork", bound=Work)
 
 
 class Dealer(ABC, Generic[SomeWork]):
-    """Deals whole sequences to data parallel groups. Raises ValueError for sizes that do not fit
-    the ranks.
-
-    skips  the ranges of training data that are left out
-    """
+    """Deals whole sequences to data parallel groups, without those in `skips`, or ValueError."""
 
     skips = Skips()
 
@@ -84,10 +80,8 @@ class Dealer(ABC, Generic[SomeWork]):
         self.micro_batch_size = choose_micro_batch_size(config, self.dp_size)
 
     def of_step(self, data: Source, first: int, last: bool = False) -> list[SomeWork]:
-        """Return the micro-batches of a step, which starts at sample `first` of the run. After the
-        `last` step, nothing is read ahead.
-
-        The order in which samples are dealt does not depend on the number of groups.
+        """Return the micro-batches of the step that starts at sample `first`. After the `last` one
+        nothing is read ahead. The order does not depend on the number of groups.
         """
         size, share = self.micro_batch_size, self.config.batch_size // self.dp_size
         first += self.dp_rank * share

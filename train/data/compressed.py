@@ -63,10 +63,7 @@ class _ZstdReader:
 
 
 def decompressed(raw: io.BufferedReader, by: str | None) -> io.BufferedReader:
-    """Return a reader of the text in a file, compressed `by` ".gz", ".zst" or nothing (None).
-
-    Reading raises BrokenFile where the compression is damaged. A BufferedReader reads lines in C.
-    """
+    """Return the text in a file, compressed `by` ".gz", ".zst" or None. Damage is a BrokenFile."""
     if by is None:
         return raw
     if by == ".gz":
@@ -78,10 +75,7 @@ def decompressed(raw: io.BufferedReader, by: str | None) -> io.BufferedReader:
 
 
 def read_ahead(text: io.BufferedReader, size: int) -> tuple[bytes, str | None]:
-    """Return the next `size` bytes of a text, and None.
-
-    If it ends earlier, return the rest and the reason: the damage, or "" at the end of the file.
-    """
+    """Return the next `size` bytes and None, or the rest and the damage, "" at the file's end."""
     parts, length = list[bytes](), 0
     while length < size:
         try:

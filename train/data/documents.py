@@ -33,11 +33,7 @@ class Documents(ABC):
 
 
 class StoredDocuments(Documents):
-    """Documents by documents.bin. Raises ValueError if its places do not begin at 0, do not rise
-    where they are read, or exceed `tokens`.
-
-    starts  the places, as the file has them
-    """
+    """Documents by documents.bin. Raises ValueError unless `starts` rise from 0."""
 
     how = "documents.bin"
 

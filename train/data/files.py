@@ -133,10 +133,7 @@ class NotInLines(ValueError):
 
 
 def find_form(file: TextFile, raw: io.BufferedReader) -> TextFile:
-    """Return a file of text in the form of its content. `raw` is the open file, at its start.
-
-    Raises NotInLines for a JSON object over several lines, and ValueError for a .txt with JSON.
-    """
+    """Return a file of text in the form of its content, `raw`. Raises NotInLines or ValueError."""
     if file.form:
         return file
     start, end = read_ahead(decompressed(raw, file.compression), PEEKED)

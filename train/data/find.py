@@ -139,8 +139,7 @@ def _file_of_tokens(path: Path) -> Path:
 
 
 def _open_form(file: TextFile, asked: str, in_folder: bool, pattern: str | None) -> TextFile | None:
-    """Return the file with its form. Return None for a .json of one object over several lines that
-    was found in a folder: it may describe other files.
+    """Return the file with its form, or None for a found .json that may describe other files.
 
     Raises ValueError as `find_form`, and for plain text that neither a .txt nor `pattern` is.
     """
@@ -220,10 +219,7 @@ def _walk(
 
 
 def _belongs_to_others(path: Path, shards: list[str] | None) -> bool:
-    """Whether a file belongs to others that are read: an .idx, or the description of a dataset.
-
-    `shards` are the shards of its folder; None if that is no datasets folder.
-    """
+    """Whether a file describes others that are read, those of a dataset, `shards`, or a .bin."""
     if shards is not None and path.name in ("state.json", "dataset_info.json"):
         return True
     tokens = path.with_suffix(MEGATRON)

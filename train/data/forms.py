@@ -1,8 +1,4 @@
-"""The form in which a file holds text: lines of JSON, one JSON array of records, or plain text.
-
-An ending such as .json.gz is used for the first two, and a .txt may hold them too. So the first
-bytes of a file decide.
-"""
+"""The form in which a file holds text, by its first bytes: lines, an array or plain text."""
 
 from __future__ import annotations
 

@@ -34,10 +34,7 @@ class _Pair:
 
 
 class Interleaving:
-    """The order of samples from sources with these weights, which are positive.
-
-    shares  the weights, normalised
-    """
+    """The order of samples from sources with positive weights, which are normalised to `shares`."""
 
     def __init__(self, weights: Mapping[str, Fraction]):
         total = sum(weights.values())

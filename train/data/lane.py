@@ -68,10 +68,7 @@ class Damage:
 
 
 class BrokenFiles:
-    """The broken files of a stream that are known, by their numbers.
-
-    announce  called with a sentence for the log
-    """
+    """The broken files of a stream that are known, by number. `announce` is for the log."""
 
     def __init__(self, stream: StreamFiles, announce: Callable[[str], None]):
         self.found: dict[int, Damage] = {}
@@ -97,10 +94,7 @@ class BrokenFiles:
 
 
 class BlockReader:
-    """Reads the blocks of lane `number` of `lanes` lanes.
-
-    bos  the token in front of each document, unless it has it; None for none
-    """
+    """Reads the blocks of lane `number` of `lanes`. Token `bos`, if any, begins documents."""
 
     def __init__(
         self,
@@ -122,10 +116,8 @@ class BlockReader:
         self._parts: Iterator[tuple[Encoded | None, Place]] = iter(())
 
     def read(self, start: Place) -> Block:
-        """Return the block that starts at a place. It ends with the epoch at the latest.
-
-        Raises ValueError if a file cannot be read, if too many lines are bad, and if an epoch has
-        no text.
+        """Return the block that starts at a place, and ends with the epoch at the latest, or raise
+        ValueError for files that cannot be read, too many bad lines, and an epoch without text.
         """
         if self._place != start:
             self._parts = self._read_parts(start)
@@ -192,10 +184,7 @@ class BlockReader:
 
 
 class Lane:
-    """The rows of one lane, in order.
-
-    rows  the number of rows that were taken or skipped
-    """
+    """The rows of one lane, in order. `rows` were taken or skipped."""
 
     def __init__(
         self, reader: BlockReader, thread: Executor, seq_len: int, documents: bool, state: dict

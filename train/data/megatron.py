@@ -33,10 +33,7 @@ _PIECE = 1 << 19  # tokens that are read at once, up to the end of a document
 
 
 class IndexedTokens:
-    """The documents of a .bin and its .idx, which is read as a whole.
-
-    Raises ValueError if one of them breaks the format, or does not fit the other.
-    """
+    """The documents of a .bin and its .idx. Raises ValueError if they break the format."""
 
     def __init__(self, file: TextFile):
         self._file = file

@@ -1,8 +1,4 @@
-"""Mixtures: the rows of several sources in fixed shares, as --data NAME=PATH:WEIGHT names them.
-
-A row is of one source, and all rows have the same number of tokens. So shares of rows are shares of
-tokens. Each source keeps its own order, and starts over when it ends.
-"""
+"""Mixtures: the rows of several sources in fixed shares, as --data NAME=PATH:WEIGHT names them."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ _OF_ALL = ("seq_len", "seed", "documents", "bos")  # facts in the identity of ea
 
 
 class Mixture(Source):
-    """The rows of several sources, in the shares of their weights. Each starts over on its own.
-
-    sources  the sources by name, all with the same tokenizer
-    names    their names, which number them
-    """
+    """The rows of several sources in the shares of their weights. Each starts over on its own."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, Fraction]):
         self.sources, self.names, self._weights = dict(sources), tuple(sources), dict(weights)

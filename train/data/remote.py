@@ -22,10 +22,9 @@ Result = TypeVar("Result")
 
 
 class _Remote(io.RawIOBase):
-    """The file at an address. If it cannot be opened or read, that is tried again.
+    """The file at an address, which is tried again if it cannot be opened or read.
 
-    Errors of reading, which may be of any kind, are OSErrors that have an errno. So they are never
-    taken for damage to the file.
+    Errors of reading are OSErrors that have an errno, which are never taken for damage.
     """
 
     def __init__(self, url: str):
@@ -95,10 +94,7 @@ def list_remote(url: str) -> list[tuple[str, int]]:
 def _try(
     work: Callable[[bool], Result], url: str, lasting: tuple[type[Exception], ...] = ()
 ) -> Result:
-    """Do `work`, and do it again if it fails, unless the error is `lasting`. Return its result.
-
-    work  gets whether it failed before
-    """
+    """Do `work`, again if it failed, which it gets, unless the error is `lasting`."""
     waits, again = iter(_WAITS), False
     while True:
         try:

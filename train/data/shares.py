@@ -1,8 +1,4 @@
-"""The values of --data and --val-data: a path, or several sources by name.
-
-A source of training data is NAME=PATH:WEIGHT, one of validation data NAME=PATH. For evaluate.py it
-may be either. In a configuration file they are a table, with the text after NAME= by name.
-"""
+"""The values of --data and --val-data: a path, or the texts after NAME= by name."""
 
 from __future__ import annotations
 
@@ -26,10 +22,9 @@ class Share:
 
 
 def parse_sources(texts: Sequence[str]) -> str | dict[str, str]:
-    """Return the values of --data or --val-data: one path, or the texts after NAME= by name.
+    """Return the values of --data or --val-data: a path, or the texts after NAME= by name.
 
-    A single value that exists is a path. Raises ValueError for values without a name, and for
-    duplicate names.
+    A single value that exists is a path. Raises ValueError for missing and duplicate names.
     """
     [first, *others] = texts
     if not others and ("=" not in first or os.path.exists(first)):
@@ -67,10 +62,7 @@ def check_sources(data: str | Named, val_data: str | Named | None) -> None:
 
 
 def validation_folders(val_data: str | Named | None) -> dict[str, str]:
-    """Return the folders of --val-data by name. The name of a single path is empty.
-
-    Raises ValueError for wrong names or paths.
-    """
+    """Return the folders of --val-data by name, "" for a path. Raises ValueError for wrong ones."""
     if val_data is None or isinstance(val_data, str):
         return {} if val_data is None else {"": val_data}
     _check_names("--val-data", val_data)

@@ -1,7 +1,4 @@
-"""Sources of rows: folders of tokens or instances, streams, and mixtures of them (mixture.py).
-
-A source decides which row is sample n of a run. `Dealer` decides which rank reads it.
-"""
+"""Sources decide which row is sample n of a run: folders, streams and mixtures (mixture.py)."""
 
 from __future__ import annotations
 

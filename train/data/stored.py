@@ -120,10 +120,7 @@ class DataWriter(ABC, Generic[Part]):
 
 
 class TokenWriter(DataWriter[np.ndarray]):
-    """Writes documents, given as ids, and eos after each.
-
-    begun  the number of documents so far that start with the begin token
-    """
+    """Writes documents, given as ids, and eos after each. `begun` of them start with bos."""
 
     unit, fewest = "tokens", (1, 2)
 
@@ -167,10 +164,9 @@ def make_writer(folder: Path, tokenizer: Tokenizer) -> DataWriter[Any]:
 
 
 class StoredNumbers:
-    """Tokens or other numbers of a file. A slice reads them.
+    """Numbers of a file, which a slice reads. Raises ValueError if the file was changed.
 
-    The file is read rather than mapped, because a mapped file that is truncated ends the process
-    with SIGBUS. Raises ValueError if the file is no longer the one that was opened.
+    It is not mapped, since a mapped file that is truncated ends the process with SIGBUS.
     """
 
     def __init__(self, file: Path, dtype: np.dtype):

@@ -52,10 +52,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a part of a file: each document with its ids, or with its instance.
-
-    A .txt file is one document in all of its parts.
-    """
+    """The tokens of a part of a file: each document with its ids, or with its instance."""
 
     file: TextFile
     documents: list[tuple[Document, Sized]]

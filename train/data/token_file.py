@@ -33,10 +33,8 @@ _CHEAP = 1 << 28  # bytes of a file that are hashed whenever it is opened
 
 
 class TokenFile:
-    """A folder of tokens. Raises ValueError if it is incomplete, does not match its index, or has
-    files outside of itself.
-
-    instances  the kind of model for which the folder must hold instances; None for documents
+    """A folder of tokens, or of `instances` for a kind of model. Raises ValueError if it is
+    incomplete, does not match its index, or has files outside of itself.
     """
 
     instances: str | None = None

@@ -127,10 +127,8 @@ class JsonTokenizer(Tokenizer):
         return _without_defaults(rules)
 
     def _encode_apart(self, text: str) -> np.ndarray:
-        """Encode a text that spells a special token, by cutting the spelling in two. Such models
-        have special tokens among their pieces of text.
-
-        Raises ValueError if the spelling is a single character.
+        """Encode a text that spells a special token, by cutting the spelling in two, or raise
+        ValueError if it is a single character. Some models have these among their pieces.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
         found = np.flatnonzero(np.isin(encoding.ids, self._not_text))
@@ -255,11 +253,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def saved_identity(folder: Path) -> str | None:
-    """Return the identity of the tokenizer that was saved into `folder`.
-
-    Return None if there is no tokenizer, or an older one without an identity. Raises ValueError if
-    it is broken.
-    """
+    """Return the identity of a folder's tokenizer, None for none and older ones."""
     spec = _read_spec(folder)
     return None if spec is None else spec.identity
 

@@ -81,9 +81,8 @@ class ShardedAdamW:
         sum_over_ranks: Callable[[list[float]], list[float]],
         loss_scale: float = 1.0,
     ) -> float:
-        """Do one step with this rank's shards of gradients, which are scaled by `loss_scale`.
-        Return the global norm of the unscaled ones. Raises FloatingPointError on every rank if it
-        is not finite.
+        """Do one step with a rank's gradients, scaled by `loss_scale`. Return the unscaled norm.
+        Raises FloatingPointError on every rank if it is not finite.
         """
         mine = [grads[name] for name in self._masters]
         [square] = sum_over_ranks([square_sum(mine)])

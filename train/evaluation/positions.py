@@ -1,7 +1,4 @@
-"""Perplexity by position: how much a model gains from what stands before a token.
-
-A token's position is its place in its document if documents are kept apart, else in its sequence.
-"""
+"""Perplexity by position: a token's place in its document if these are kept apart, else its row."""
 
 from __future__ import annotations
 
@@ -44,9 +41,8 @@ def measure_positions(
     bins: int,
     alive: Callable[[], None],
 ) -> tuple[list[Bin], list[list[Bin]]]:
-    """Measure the mean loss in up to `bins` bins of positions, of all sources and of each, over
-    evenly spaced sequences of one length. Every rank must call it. `alive` is called before each
-    micro-batch.
+    """Measure the mean loss in up to `bins` bins of positions, of all sources and of each.
+    Every rank must call it. `alive` is called before each micro-batch.
     """
     seq_len = sources[0].seq_len
     bins = min(bins, seq_len)

@@ -193,9 +193,8 @@ class RetrievalRows:
         return torch.from_numpy(whole), len(answer)
 
     def _ask(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of the question and of the answer, which are tokenized together. The
-        answer begins where tokens differ from those of the question alone. Raises ValueError if it
-        has no tokens.
+        """Return the tokens of the question and of the answer, tokenized together: the answer
+        begins where they differ from the question alone. Raises ValueError if it has none.
         """
         alone = self._haystack.encode(sample.question)
         both = self._haystack.encode(sample.question + sample.answer)

@@ -120,11 +120,7 @@ class Retrieved:
 
 @dataclass(frozen=True)
 class ByPosition:
-    """The result of the task positions, over all sources and for each that has a name.
-
-    value      the loss of the last bin that has targets
-    by_source  the same for each source
-    """
+    """The result of positions. `value` is the loss of the last bin with targets, also by source."""
 
     bins: list[Bin]
     sources: dict[str, list[Bin]]

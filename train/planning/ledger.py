@@ -24,11 +24,7 @@ _NOT_WRITTEN = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a rank.
-
-    products  operations of matrix products
-    traffic   bytes that other operations read and write
-    """
+    """Operations of matrix products, and bytes that other operations read and write."""
 
     products: float = 0
     traffic: float = 0

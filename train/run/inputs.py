@@ -80,9 +80,8 @@ def check_same_data(inputs: Inputs) -> None:
 
 
 def keep_documents_apart(inputs: Inputs, config: TrainConfig, resumed: Path | None) -> Inputs:
-    """Return the inputs with documents kept apart or not, and their begin token, as in the
-    checkpoint `resumed`. Raises ValueError if that is not possible, or if most positions would be
-    padding.
+    """Return the inputs with documents apart or not, and their begin token, as in `resumed`.
+    Raises ValueError if that is not possible, or if most positions would be padding.
     """
     apart = resume.choose_documents(config, resumed, inputs.training)
     bos = resume.choose_begin_token(config, resumed, apart, inputs.training, inputs.tokenizer)

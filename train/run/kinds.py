@@ -22,9 +22,8 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 def config_of(values: Any) -> ModelConfig:
-    """Return the configuration in the values of a JSON file: the fields of CPMConfig, those of
-    CPM-Live, or a config.json of Hugging Face or ModelCenter. Raises ValueError or TypeError for
-    others.
+    """Return the configuration in a JSON file: CPMConfig's, CPM-Live's, Hugging Face's or
+    ModelCenter's. Raises ValueError or TypeError for others.
     """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")

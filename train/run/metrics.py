@@ -52,9 +52,8 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 class Metrics:
-    """The records of a run of `steps` steps that begins after step `start`. Later records are put
-    aside. `wandb` also gets every record. Without a terminal, which has a bar, a line is printed
-    every `log_every` steps, and for the first, the last, and a jump of the loss.
+    """The records of a run after step `start`. Later ones are put aside. `wandb` also gets them.
+    Without a terminal, a line is printed every `log_every` steps, at the ends and at spikes.
     """
 
     def __init__(

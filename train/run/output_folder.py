@@ -1,7 +1,4 @@
-"""Checks of --output before the first step: that all hosts share it, and that its disk has room.
-
-Otherwise a save would fail, after hours. All ranks write their files into one folder.
-"""
+"""Checks before the first step, since a save fails later: hosts share --output, which has room."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Traces of some steps (--profile FIRST:LAST), and a table of where their time went.
-
-Each rank writes OUTPUT/profile/steps_FIRST-LAST_rank_NNNNN.json.gz, which https://ui.perfetto.dev
-opens. Rank 0 prints the table.
-"""
+"""Traces of some steps (--profile FIRST:LAST), and a table of where their time went."""
 
 from __future__ import annotations
 

@@ -49,9 +49,8 @@ _JUMP = 0.01  # relative change of a learning rate that is reported
 
 
 def choose_checkpoint(config: TrainConfig) -> Path | None:
-    """Return the checkpoint to resume from, or None. Every rank must call this function. Raises
-    RankError if the output has checkpoints that the run would not continue, or only damaged ones,
-    or if the checkpoint has another format or lacks a part of its state.
+    """Return the checkpoint to resume from, or None. Every rank must call this function.
+    Raises RankError for checkpoints that the run would not continue, and broken ones.
     """
     root = Path(config.output)
     if config.resume == "never":
@@ -145,9 +144,8 @@ def saved_documents(state: dict) -> str:
 def choose_begin_token(
     config: TrainConfig, path: Path | None, apart: bool, data: Source, tokenizer: Tokenizer
 ) -> int | None:
-    """Return the begin token of documents, as configured, as in the checkpoint `path`, or as in
-    `data`. Return None if there is none, also if documents are not kept `apart`. Raises ValueError
-    for a token that the tokenizer lacks.
+    """Return the begin token, as configured, as in the checkpoint `path` or in `data`, if any.
+    Raises ValueError for a token that the tokenizer lacks.
     """
     if config.bos == "none" or (config.bos == "auto" and not apart) or data.kind:
         return None

@@ -1,8 +1,4 @@
-"""Checks that data, checkpoints and weights have the same tokenizer. Each stores its identity.
-
-Folders that were written before tokenizers had an identity are not refused. A warning says so, and
-only the size of the vocabulary is compared with the model's.
-"""
+"""Checks that data, checkpoints and weights have one tokenizer. Older ones only get a warning."""
 
 from __future__ import annotations
 
@@ -68,10 +64,8 @@ def check_weights(
 
 
 def find_tokenizers(folder: Path, eos: str | None) -> Iterator[tuple[str, Tokenizer | str]]:
-    """Yield the tokenizers in a folder: where each was found, and the tokenizer, or why it cannot
-    be read. The one that export.py saved is the first.
-
-    `eos` is the end-of-text token of those that have such a token.
+    """Yield each tokenizer of a folder, export.py's first, with its place, or why it is broken.
+    `eos` is the end-of-text token of those that have it.
     """
     if (folder / SPEC).is_file():
         yield "as it was exported", load_tokenizer(folder)

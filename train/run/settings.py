@@ -1,8 +1,4 @@
-"""The settings of a pretraining run, as fields.
-
-options.py makes the command line and the config file of them, checks.py checks them, and config.py
-adds the model.
-"""
+"""The settings of a pretraining run, as fields: options.py, checks.py and config.py use them."""
 
 from __future__ import annotations
 

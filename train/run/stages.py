@@ -120,9 +120,8 @@ class Stages:
         return checkpoint.outlook(_last_begun(self.all).folder)
 
     def leave(self, finished: bool, stopping: bool) -> dict[str, str] | None:
-        """Return the variables of the process that trains the next stage. Return None if there is
-        none, if this stage is not `finished`, or if any rank is `stopping`. Every rank must call
-        this function.
+        """Return the variables of the process that trains the next stage, or None if there is none,
+        if this one is not `finished`, or a rank is `stopping`. Every rank must call it.
         """
         if not finished or any(ranks.gather(stopping)):
             if finished:

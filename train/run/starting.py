@@ -16,10 +16,7 @@ from train.run.kinds import ModelConfig, config_of, kind_of
 
 
 def read_model(folder: Path) -> ModelConfig:
-    """Return the configuration in a folder of weights: Hugging Face's, ModelCenter's or CPM-Live's.
-
-    Raises ValueError if no model here computes it, or if it contradicts generation_config.json.
-    """
+    """Return the model of a folder of weights. Raises ValueError if no model here computes it."""
     values = read_folder(folder)
     if not _is_live(folder, values):
         return read_config(folder)

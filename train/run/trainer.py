@@ -92,8 +92,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the last step, or until the run must stop. Return whether nothing is left to do.
-        Raises FloatingPointError on every rank if the run ends with several skipped steps. A single
-        one may be due to the loss scale.
+        Raises FloatingPointError on every rank if the last steps were skipped, unless only one.
         """
         try:
             return self._train()

@@ -1,7 +1,6 @@
 """The records of a run in Weights & Biases (--wandb PROJECT), which rank 0 writes.
 
-A resumed run continues the same wandb run, whose id is in OUTPUT/wandb/run.json. It repeats the
-steps after its checkpoint, with the same values. wandb itself keeps what it cannot send.
+A resumed run continues OUTPUT/wandb/run.json's, and repeats steps after its checkpoint.
 """
 
 from __future__ import annotations
