@@ -1,21 +1,8 @@
-"""config.json of Hugging Face's folders, to CPMConfig and back.
-
-| model_type         | what CPMConfig has |
-| --- | --- |
-| llama              | biases if attention_bias, mlp_bias; folders of MiniCPM5 are Llamas |
-| mistral, ministral | a Llama with a window in all, or in some layers |
-| qwen2              | biases of q, k, v; windows by layer_types or from max_window_layers on |
-| qwen3              | norms of q and k, biases if attention_bias; windows as in Qwen2 |
-| minicpm            | MiniCPM's scalings; MiniCPM 1, 2 and 4; sparse attention (sparse_config) |
+"""config.json of Hugging Face's folders, to CPMConfig and back (docs/pretraining.md).
 
 `config_to_hf` writes the first model type that fits a CPMConfig. A Mistral without a window becomes
-a Llama if its heads divide its hidden size, as transformers requires of Llamas. models/rope.py has
-the rotary scalings, which are read under the names of transformers 4 and 5.
-
-Other models are refused, and the error names the field: mixtures of experts, other models with
-sparse attention, other kinds of windows, other rotary scalings, partial rotary positions or none,
-and MiniCPM's scalings if some are missing, if they are switched off (use_mup), or if their depth is
-not the number of layers (mup_denominator).
+a Llama if its heads divide its hidden size, as transformers requires of Llamas. Other models are
+refused, and the error names the field.
 """
 
 from __future__ import annotations

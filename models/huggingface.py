@@ -1,12 +1,9 @@
 """Weights in folders with a config.json: Hugging Face's, and ModelCenter's of a Llama.
 
     model = load_cpm("MiniCPM4-8B")  # also folders of Llama, Mistral, Qwen2 and Qwen3
-    save_weights("exported", model.config, model.state_dict())
     save_weights("as-llama", *fold_scalings(model.config, model.state_dict()))
 
 Parameters have Hugging Face's names without the leading "model.", so a conversion only renames.
-models/hf_config.py lists the models, models/tensor_files.py the files, and models/origins.py the
-names. `fold_scalings` removes MiniCPM's scalings.
 """
 
 from __future__ import annotations

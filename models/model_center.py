@@ -1,8 +1,6 @@
-"""config.json of ModelCenter's Llama, to CPMConfig.
+"""config.json of ModelCenter's Llama, to CPMConfig, which computes it as it is by default.
 
-A dense CPM computes ModelCenter's Llama as it is by default: rotary positions with the base 10,000,
-RMS norms before each part, and SwiGLU. Other settings are refused by name. So are ModelCenter's
-other models, CPM1 for example, whose scores have a learned bias by distance.
+Other settings are refused by name, and so are ModelCenter's other models, CPM1 for example.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Names of weights: which program wrote a file, and our names for its names.
 
-| looks like | names | read as |
-| --- | --- | --- |
-| Hugging Face, or a file of this project | model.embed_tokens.weight, embed_tokens.weight | cpm |
-| ModelCenter's Llama | input_embedding.weight, no table of biases | cpm |
-| CPM-Live's CPM-Bee | the same, position_bias.relative_attention_bias | cpm-bee |
-| CPM-Bee in Hugging Face's format | the same behind cpmbee. | cpm-bee |
-| CPM-Live's CPM-Ant | as CPM-Bee, prompt_embedding, segment_embedding | cpm-ant |
+| looks like | names |
+| --- | --- |
+| Hugging Face, or a file of this project | model.embed_tokens.weight, embed_tokens.weight |
+| ModelCenter's Llama | input_embedding.weight, no table of biases |
+| CPM-Live's CPM-Bee, or behind cpmbee. | the same, position_bias.relative_attention_bias |
+| CPM-Live's CPM-Ant | as CPM-Bee, prompt_embedding, segment_embedding |
 
-Other files are refused, and the error says what they look like. DistributedDataParallel and
-torch.compile put "module." and "_orig_mod." in front of names. These are left out.
+"module." and "_orig_mod." of DistributedDataParallel and torch.compile are left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Weights under this project's names, checked against the configuration of their model.
 
-Files and configuration both say how large a model is, how many layers it has, and whether its head
-is tied to the embeddings. If they contradict each other, the error shows both. Nothing in the files
-is left out unseen.
+If files and configuration contradict each other, the error shows both. Nothing is dropped unseen.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""Checkpoints. A folder `step_00000100` is complete, or it does not exist.
+"""Checkpoints: folders step_NNNNNNNN, which are complete or do not exist (docs/pretraining.md).
 
-    rank_00000.safetensors ...   each rank's flat shards of weights and AdamW state, and its RNG
-                                 state
-    tokenizer/                   the tokenizer, so that a copy of the folder is self-contained
-    state.json                   step, samples read, optimizer steps, configuration
-    manifest.json                size and sha256 of every file; written last
-
-A save writes into a hidden folder, syncs every file, and renames the folder at the end. A process
-that is killed at any moment leaves earlier checkpoints unchanged. Shards are ranges of flattened
-tensors, so any number of ranks can read a checkpoint. Nothing is pickled, and no file of a
-checkpoint may lie outside of it.
+A save writes into a hidden folder, syncs every file, writes the manifest last, and renames the
+folder at the end. So a kill at any moment leaves earlier checkpoints unchanged. Shards are ranges
+of flattened tensors, so any number of ranks can read them. No file may lie outside its folder.
 """
 
 from __future__ import annotations

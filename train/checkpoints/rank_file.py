@@ -1,9 +1,7 @@
-"""The file of one rank in a checkpoint, in safetensors' format: this rank's shards and its RNG
-state.
+"""The file of one rank in a checkpoint, in safetensors' format: its shards and its RNG state.
 
-safetensors' save_file needs all tensors in host memory, and the file must be read again for its
-hash. A RankFile is hashed while it is written, piece by piece. Its bytes can also be copied to host
-memory, from which a thread writes them.
+safetensors' save_file needs all tensors in host memory, and a second pass for the hash. A RankFile
+is hashed while it is written, piece by piece, also from a copy in host memory.
 """
 
 from __future__ import annotations

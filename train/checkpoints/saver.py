@@ -1,10 +1,7 @@
-"""Saves during a run. Training stops while shards are copied to host memory, and continues while
-they are written.
+"""Saves during a run. Training stops only while shards are copied to host memory (HostCopy).
 
-Each rank copies its shards (HostCopy). A thread of the rank writes the copy, and agrees with the
-threads of the other ranks on what checkpoint.write does next. These threads have a process group of
-their own. The thread of rank 0 writes the state, the manifest and the final name. So a checkpoint
-becomes whole as soon as its files are, even in the middle of a step.
+A thread of each rank writes the copy, and agrees with those of other ranks, by a process group of
+their own, on what checkpoint.write does next. So a checkpoint may become whole within a step.
 """
 
 from __future__ import annotations

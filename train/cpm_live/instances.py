@@ -1,21 +1,11 @@
 """Instances: lines of data for CPM-Live's models, as tokens and segments.
 
-CPM-Bee: a line is an object, or a list of an instance and in-context samples. An object holds texts
-and further objects. The texts under its key "<ans>" are to be predicted. In-context samples are
-given as a whole:
+CPM-Bee: a line is an object of texts and objects, or a list of it and in-context samples. The texts
+under its key "<ans>" are to be predicted. Each key and text is a segment of a tree below a root.
 
-    {"document": "The ring has three ranks.", "<ans>": {"summary": "Three ranks."}}
     [{"question": "2 + 3", "<ans>": "5"}, {"question": "1 + 1", "<ans>": "2"}]
 
-Texts may name special tokens of the vocabulary, such as `<mask_0>`. A plain `<` is written `<<`.
-Each key and each text is a segment. Segments form a tree below a root.
-
-CPM-Ant: a line is an object with a text, and optionally with a task, "lm" (the default) or "mlm":
-
-    {"text": "The ring has three ranks.", "task": "mlm"}
-
-A text is one segment, from `<s>` to `</s>`. A different part of it is hidden each time that it is
-trained on.
+CPM-Ant: an object with a text, which is one segment, and optionally a task, "lm" or "mlm".
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """CPM-Bee's and CPM-Ant's tokenizers, over a vocabulary file.
 
-A Bee's text may name special tokens, `<name>`; a plain `<` is written `<<`. `<name_3>` is `<name>`
-with a sub-id. Each run of characters that the vocabulary lacks is `<unk>` with a sub-id. Sub-ids
-distinguish different tokens of an instance that share an id.
-
-An Ant's text is first cut into words by the package jieba. Characters that the vocabulary lacks are
-left out and counted. AntGreedyTokenizer does not cut words. It is for vocabularies that were made
-without words, such as those of make_vocabulary.py.
+A Bee's text may name special tokens, `<name>`, and `<name_3>` is `<name>` with a sub-id. Each run
+of characters that the vocabulary lacks is `<unk>` with a sub-id. Sub-ids tell such tokens of an
+instance apart. From an Ant's text such characters are left out and counted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The places where documents start in a folder of tokens, from documents.bin or after each eos.
 
-With pretrain.py --bos, rows are cut from a text with a begin token in front of each document. So a
-begin token is a token of its row. A document that is cut at a row's end continues in the next row
-without a begin token.
+With --bos, a begin token in front of each document is a token of its row. A document that is cut at
+a row's end continues in the next row without one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The order in which training reads tokens on disk: sequences of one length.
 
-Documents are kept apart (--documents mask) or not (ignore). If they are, the mask of a sequence is
-cut where documents start. A sequence that starts inside a document starts with the rest of it. Each
-document may get a begin token (--bos, see documents.py).
+If documents are kept apart, a sequence's mask is cut where they start, also in front of the rest of
+a document. Each may get a begin token (documents.py).
 """
 
 from __future__ import annotations

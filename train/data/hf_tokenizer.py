@@ -1,8 +1,6 @@
-"""A tokenizer in the files that transformers reads: tokenizer.json and tokenizer_config.json.
+"""A tokenizer in the files of transformers, with the same ids and begin token as in training.
 
-The ids stay the same. transformers puts a begin token in front of a text if training did, and adds
-nothing else. One difference remains: where a text spells a special token, transformers reads it as
-that token.
+One difference remains: where a text spells a special token, transformers reads it as that token.
 """
 
 from __future__ import annotations

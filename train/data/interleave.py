@@ -1,14 +1,12 @@
 """The order in which a run takes rows from several sources, in fixed shares.
 
-The source of sample n is a pure function of the shares and n, so a resumed run needs no replay. Two
-sources with shares p and 1 - p are a pair: the first has floor(n p + 1/2) of the first n samples.
-More sources are a tree of pairs. As in a Huffman code, the two smallest shares become a pair, which
-then counts as one source.
+The source of sample n follows from the shares and n alone. Two sources with shares p and 1 - p are
+a pair: the first has floor(n p + 1/2) of the first n samples. More sources are a tree of pairs, as
+in a Huffman code, where the two smallest shares become a pair.
 
-After n samples, a source with share p has n p rows, up to less than 2. Of two sources, it is up to
-half a row. For a proof, let a node of the tree be off by e. Its two parts are then off by at most
-1/2 + s e, where s is the part's share in the node. A part that is a pair has s <= 2/3, because its
-own parts were the smallest shares when it was made. So every pair is off by less than 3/2.
+A source is off by less than 2 rows of its n p. For a proof, let a node of the tree be off by e. Its
+two parts are then off by at most 1/2 + s e, where s is the part's share in the node. A part that is
+a pair has s <= 2/3, because its own parts were the smallest shares. So pairs are off by up to 3/2.
 """
 
 from __future__ import annotations

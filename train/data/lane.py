@@ -1,11 +1,8 @@
-"""One lane of a stream: rows from some of its files, tokenized while they are read.
+"""One lane of a stream: rows from some of its files, tokenized while a thread reads them ahead.
 
-Files are read in another order in each epoch, from first to last line. Documents are shuffled
-inside blocks: consecutive parts of files, up to a number of tokens. A block follows from the place
-at which it starts. So that place and a token in the block are all that a checkpoint must store, and
-the shuffled documents are read again when a run resumes.
-
-A thread reads the next block while the rows of one are taken.
+Documents are shuffled inside blocks: consecutive parts of files, up to a number of tokens. A block
+follows from the place at which it starts. So that place and a token in the block are all that a
+checkpoint must store, and the shuffled documents are read again when a run resumes.
 """
 
 from __future__ import annotations

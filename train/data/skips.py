@@ -1,8 +1,7 @@
 """Ranges of the data order that a run leaves out (--skip-data), after a loss spike for example.
 
-A sample is the n-th sequence that the run reads. Its place is the sequence's number in the order of
-the data. Both are equal until the first range. Places never change, so a second range is given in
-the same numbers, and the order does not depend on when a run was resumed.
+A sample is the n-th sequence that the run reads, and its place is the sequence's number in the
+order of the data, which never changes. So a second range is given in the same numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Streams: text that pretrain.py reads and tokenizes while it trains.
+"""Streams: text that pretrain.py reads and tokenizes while it trains (stream_files.py).
 
-stream_files.py describes their folders. Files are dealt to lanes (lane.py), and so are the samples
-of a batch: consecutive samples are rows of one lane. So rows do not depend on the number of ranks,
-and a data parallel group reads only the lanes of its own samples.
+Files are dealt to lanes, and so are a batch's samples: consecutive samples are rows of one lane. So
+rows do not depend on the number of ranks, which read only the lanes of their own samples.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""Tokens on disk, and the order in which training reads them.
+"""Tokens on disk, in a folder that prepare_data.py writes:
 
-prepare_data.py writes a folder of tokens:
-
-    tokens.bin      all documents, one after the other, each ended by eos; uint16 or uint32
-    documents.bin   the place where each document starts: int64, rising from 0; older folders may
-                    lack it
-    tokenizer.*     the tokenizer, with its identity (train/run/same_tokenizer.py)
-    index.json      counts, dtype, sources, and the sha256 of every other file; written last
-
-Opening a folder compares its files with the index: all bytes of files up to 256 MiB, and size and
-samples of larger ones (`sha256sum` compares the rest). The folder may be a link, but its files must
-not lead out of it.
+tokens.bin      all documents, one after the other, each ended by eos; uint16 or uint32
+documents.bin   the place where each document starts: int64; older folders may lack it
+tokenizer.*     the tokenizer, with its identity (train/run/same_tokenizer.py)
+index.json      counts, dtype, sources, and the sha256 of every other file; written last
 """
 
 from __future__ import annotations

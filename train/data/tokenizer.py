@@ -1,9 +1,6 @@
-"""Tokenizers: bytes, which are built in; a `tokenizers` (.json) or SentencePiece (.model) file; or
-a vocabulary of CPM-Live's models (train/cpm_live/tokenizers.py).
+"""Tokenizers: bytes; a `tokenizers` (.json) or SentencePiece (.model) file; or a vocabulary.
 
-`save` writes a tokenizer into a folder, and `load_tokenizer` reads it. So tokens, checkpoints and
-generated text always belong to the tokenizer that made them. The folder also has the tokenizer's
-identity, by which train/run/same_tokenizer.py compares data, checkpoints and weights.
+`save` writes a tokenizer and its identity into a folder, and `load_tokenizer` reads it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ torch     FSDP2 over torch.distributed: gloo on CPUs, NCCL on GPUs
 bmtrain   BMTrain's ZeRO-3, on GPUs
 common    the parts that both share: masters, their initial values, AdamW over them
 
-A model consists of torch modules. It has a method `init_parameter`, and its attribute `layers_at`
-names its list of blocks. An engine shards it and keeps fp32 master weights and AdamW state. It
-exposes both as flat shards, so a checkpoint depends neither on the engine nor on the number of
-ranks.
+A model has a method `init_parameter`, and `layers_at` names its list of blocks. fp32 masters and
+AdamW's state are flat shards, so a checkpoint depends on neither engine nor ranks.
 """
 
 from __future__ import annotations

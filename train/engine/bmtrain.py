@@ -1,14 +1,10 @@
-"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, and AdamW on each rank's shards, on the
-GPU or in host memory.
+"""The BMTrain engine: BMTrain's ZeRO-3 for plain modules, and AdamW on each rank's shards.
 
-Parameters become DistributedParameters, and the blocks a TransformerBlockList. So
 `bmtrain.save(engine.model, file)` writes the model under its own names, and after
 `bmtrain.load(engine.model, file)` the engine takes over with `adopt_weights`. BMTrain does not
-checkpoint blocks, since it would run the ring again in the backward. The model itself decides what
-to recompute.
+checkpoint blocks, since it would run the ring again in the backward: the model does.
 
-Gradients are reduced in the weights' dtype. Their sum over micro-batches, masters and AdamW are
-fp32.
+Gradients are reduced in the weights' dtype. Their sum over micro-batches is fp32.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Decoding with a cache of keys and values. For CPM-Live's models it also keeps the inputs of the
-bias.
-
-    decoder = BeeDecoder(model, row, limit)       # or AntDecoder
-    decoder.begin(segment, start)                 # each answer of a Bee is a segment
-    tokens = continue_row(decoder, 100, end, choose)
+"""Decoding with a cache of keys and values. For CPM-Live's models it also keeps the bias's inputs.
 
 The given tokens are computed once, as in training. The bias needs one row of its table for each
-earlier token. So a later token takes time and memory in proportion to the tokens before it. This
-works on one rank, with one row at a time.
+earlier token. So a later token takes time and memory in proportion to the tokens before it.
 """
 
 from __future__ import annotations

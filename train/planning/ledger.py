@@ -1,8 +1,6 @@
-"""A ledger of memory: it counts the bytes of tensors on the meta device while real code runs on
-them.
+"""A ledger of memory: it counts the bytes of tensors without values while real code runs on them.
 
-Such tensors have shapes but no values. Blocks, losses and attention run on them in a moment, on any
-machine, and allocate and free exactly what they would on a GPU.
+They allocate and free exactly what they would on a GPU, in a moment, on any machine.
 """
 
 from __future__ import annotations

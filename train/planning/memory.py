@@ -1,14 +1,4 @@
-"""The memory and the work of a training step on one rank.
-
-A step is a row of units. Each keeps what it saves from its forward to its backward, which runs in
-the reverse order. The plan's memory is the most at any of these moments:
-
-    a unit's forward    what earlier units saved + the forward
-    a unit's backward   what earlier units saved + the backward + gradients of later units
-    the optimizer       all gradients + its own copies
-
-each with the weights, the optimizer's state, the weights that are gathered then, and the rings.
-"""
+"""The memory and the work of a training step on one rank, as docs/planning.md describes."""
 
 from __future__ import annotations
 

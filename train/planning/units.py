@@ -1,9 +1,6 @@
 """The units of a model, run one at a time on tensors without values: a block, a group of blocks
 that are recomputed together, or the last norm with the loss.
 
-A unit runs the model's own code. So a change of a block, or of what it saves for its backward, also
-changes plans.
-
 Letters: N tokens of a rank, E hidden size, V vocabulary.
 """
 

@@ -1,8 +1,7 @@
-"""A record of the other files of --init-from FOLDER, for exports of the run.
+"""A record of the other files of --init-from FOLDER, for exports of the run (carry.py).
 
-It holds the small files that may still be true of trained weights, and the names of all others. The
-run makes it when it starts, and stores it in every checkpoint. So an export does not need the
-folder, which may have moved. train/run/carry.py decides what an export takes from the record.
+It holds the small files that may still be true of trained weights, and the names of all others.
+Every checkpoint has it, so an export does not need the folder.
 """
 
 from __future__ import annotations

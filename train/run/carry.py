@@ -1,9 +1,4 @@
-"""The choice of what an export takes over from the folder of --init-from (train/run/beside.py).
-
-Facts of training replace those of the folder: the end of a text, the begin token, the length of
-rows. What names tokens is left out if the run has another tokenizer. Files that describe other
-weights are left out. A licence is taken over, because it binds what was made from the weights.
-"""
+"""The choice of what an export takes over from the folder of --init-from (docs/pretraining.md)."""
 
 from __future__ import annotations
 

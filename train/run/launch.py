@@ -1,9 +1,7 @@
-"""The launcher that starts the ranks of a run on this machine.
+"""The launcher that starts the ranks of a run on this machine, as torchrun does.
 
-It works like torchrun, and turns signals into an orderly end. After the first signal, ranks get the
-time that they need to save. A second Ctrl-C kills them. If a rank fails, the launcher stops the
-others, and starts all of them again if there are restarts left. If the launcher dies, so do the
-ranks (on Linux).
+After the first signal, ranks get the time that they need to save. A second Ctrl-C kills them. If a
+rank fails, the others are stopped, and all start again if restarts are left.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""The output of a run: a progress bar, JSON lines, TensorBoard events and a loss curve.
+"""The output of a run on rank 0: a progress bar, JSON lines, TensorBoard events and a loss curve.
 
-Only rank 0 has a Metrics. Its folder contains
-
-    metrics.jsonl   one record a line: {"step", "loss", "grad_norm", "lr", "tokens_per_s", ...} or
-                    {"step", "val_loss"}. "tokens" counts all tokens of the run so far. "balance"
-                    is the time of attention relative to equal work on all ranks; 1 is best.
-                    "data_skipped" counts sequences that --skip-data left out before this record.
-                    Mixtures have "loss/NAME", "epoch/NAME" and "val_loss/NAME" of each source.
-                    When a run resumes, records after its checkpoint move to
-                    metrics.jsonl.dropped
-    tensorboard/    the same values
-    loss.png        the curves, drawn at each save and at the end
+metrics.jsonl   a record a line, as docs/pretraining.md describes. When a run resumes, records
+                after its checkpoint move to metrics.jsonl.dropped
+tensorboard/    the same values
+loss.png        the curves, drawn at each save and at the end
 """
 
 from __future__ import annotations

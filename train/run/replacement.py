@@ -1,9 +1,7 @@
-"""The replacement of each rank's process at the end of a stage, so that nothing of the stage stays
-in memory: no groups, no communicators of NCCL or BMTrain, no weights.
+"""The replacement of each rank's process at the end of a stage, so that nothing stays in memory.
 
-The new process has the same id, so the launcher, be it torchrun or launch.py, keeps watching it.
-The ranks meet in another store, because the launcher's has the keys of the stage before. Rank 0
-keeps this store. Its socket listens already when the ranks of the stage before part.
+The new process has the same id, so the launcher keeps watching it. The ranks meet in another store,
+which rank 0 keeps, because the launcher's has the keys of the stage before.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Resuming: choosing the checkpoint, checking that it fits, and printing what has changed.
 
-A resumed run continues as if it had not stopped. A new stage (--new-stage) takes weights and
-optimizer only, like MiniCPM's longer contexts (arXiv 2404.06395, 2506.07900). It may have other
-data, sequence length, rotary positions, documents and windows. It restarts steps, samples and
-schedule in another folder. Once that folder has a checkpoint, --resume auto continues the stage.
+A new stage takes weights and optimizer only, like MiniCPM's longer contexts (arXiv 2404.06395,
+2506.07900). Once its folder has a checkpoint, --resume auto continues the stage.
 """
 
 from __future__ import annotations

@@ -1,19 +1,7 @@
-"""Stages of training: a file describes them, and one command trains them one after the other.
+"""Stages of training, which a file describes (docs/pretraining.md), one after the other.
 
-    model = "minicpm4-0.5b"     # options of all stages
-    output = "runs/long"
-
-    [[stage]]                   # options of one stage, which override those of all
-    name = "4k"
-    seq_len = 4096
-
-    [[stage]]
-    name = "32k"
-    seq_len = 32768
-
-The second stage is the folder OUTPUT/02-32k. It begins at the last checkpoint of OUTPUT/01-4k, as
-with --resume CHECKPOINT --new-stage. The same command resumes in the last stage that has a
-checkpoint. At the end of a stage each rank replaces its process (replacement.py).
+The second stage is the folder OUTPUT/02-NAME. It begins at the last checkpoint of the first, as
+with --resume CHECKPOINT --new-stage. The same command resumes in the last stage that has one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The end of a run before its --time-limit, with time to save.
+"""The end of a run before its --time-limit, with time to save (docs/pretraining.md).
 
-The limit counts from the start of the process that started the ranks: torchrun, or pretrain.py
---processes. So it spans restarts and stages. Each rank compares the time left with the time that it
-needs, by measured steps and saves. The ranks stop together as soon as one of them is late.
+The limit counts from the start of the process that started the ranks. The ranks stop together as
+soon as one has less time left than it needs, by measured steps and saves.
 """
 
 from __future__ import annotations

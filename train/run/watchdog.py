@@ -1,9 +1,7 @@
 """A watchdog that ends a run that hangs, with the stacks of every rank.
 
-A rank that waits for another rank, or for a GPU that never finishes, would wait forever. So each
-rank must show signs of life. After `timeout` seconds without one, the watchdog writes the stacks of
-all threads to stderr and, once there is one, to a file. Then it ends the process with code 3. A
-hang stops all ranks, so each of them writes its stacks.
+After `timeout` seconds without a sign of life, it writes the stacks of all threads to stderr and,
+once there is one, to a file. Then it ends the process with code 3, as on all ranks that hang.
 """
 
 from __future__ import annotations
