@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import Shard, layers_name
-from .common import AdamW, MasterEngine, ShardedAdamW
+from .common import AdamW, Engine, Shard, ShardedAdamW, layers_name
 
 _FIRST_LOSS_SCALE = 2.0**16
 _DOUBLE_EVERY = 1024  # steps in a row that did not overflow
 
 
-class BMTrainEngine(MasterEngine):
+class BMTrainEngine(Engine):
     """Shards `build()` over all of BMTrain's ranks, after bmtrain.init_distributed.
 
     build    makes the model; called on the meta device

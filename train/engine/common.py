@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import Engine, Shard
+
+@dataclass(frozen=True)
+class Shard:
+    """Entries start, start + 1, ... of a flattened tensor of `shape`, in this rank's memory."""
+
+    flat: Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+def layers_name(model: nn.Module) -> str:
+    """Return the name of the model's list of blocks."""
+    name: Any = model.layers_at
+    assert isinstance(name, str)
+    return name
 
 
 @dataclass(frozen=True)
@@ -124,26 +139,62 @@ class ShardedAdamW:
             state["step"].fill_(steps)
 
 
-class MasterEngine(Engine):
-    """An engine that steps fp32 masters. A subclass shards the model."""
+class Engine(ABC):
+    """One model in training, by fp32 masters of this rank's shards. A subclass shards the model.
 
+    loss_scale      for fp16: gradients are scaled by this until the step, so that small ones do not
+                    vanish. It halves when they overflow, and doubles after many steps without
+                    overflow. 1 for other dtypes
+    steps_at_scale  steps without overflow since the scale changed
+
+    Every rank must call the methods that communicate.
+    """
+
+    loss_scale: float = 1.0
+    steps_at_scale: int = 0
+    rank: int
+    world_size: int
+    device: torch.device
+    model: nn.Module
     _optimizer: ShardedAdamW
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of the *sum* over ranks of `loss`, which carries the scale."""
+
+    @abstractmethod
+    def step(self, lr: float, max_norm: float) -> float:
+        """Do one AdamW step with gradients clipped to a global norm of `max_norm`, and clear them.
+        Return the norm before. Raises FloatingPointError on every rank if it is not finite. Then
+        only gradients change.
+        """
+
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """Drop the gradients that `backward` accumulated."""
+
+    @abstractmethod
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum each value over all ranks, in fp64."""
+
+    def state(self) -> dict[str, Shard]:
+        """Return this rank's shards, by weight/NAME, exp_avg/NAME and exp_avg_sq/NAME."""
+        return self._optimizer.state()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps so far, as Adam's bias correction counts them."""
+        return self._optimizer.steps
+
+    def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
+        """Fill every shard of `state` with the tensor that `read(key, shard)` returns."""
+        self._optimizer.load(read, optimizer_steps)
 
     def _start_masters(self, seed: int) -> None:
         """Fill the masters with the starting weights."""
         for name, shard in self._optimizer.shards.items():
             whole = _starting_weight(self.model, name, shard.shape, seed, self.device)
             shard.flat.copy_(whole.flatten()[shard.start : shard.start + shard.flat.numel()])
-
-    def state(self) -> dict[str, Shard]:
-        return self._optimizer.state()
-
-    @property
-    def optimizer_steps(self) -> int:
-        return self._optimizer.steps
-
-    def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
-        self._optimizer.load(read, optimizer_steps)
 
 
 def _starting_weight(

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bmt_burst.transport.torch_dist import world_group
 
-from . import Shard, layers_name
-from .common import AdamW, MasterEngine, ShardedAdamW
+from .common import AdamW, Engine, Shard, ShardedAdamW, layers_name
 
 
 def _distributed(tensor: object) -> DTensor:
@@ -24,7 +23,7 @@ def _distributed(tensor: object) -> DTensor:
     return tensor
 
 
-class TorchEngine(MasterEngine):
+class TorchEngine(Engine):
     """Shards `build()` over all ranks of torch.distributed, block by block.
 
     build   makes the model; called on the meta device
