@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from bmt_burst import InfLLMV2
 
 from .fields import check_fields, check_names, check_size
-from .minicpm4 import FACTORS_OF_64, FACTORS_OF_128, FACTORS_OF_MINICPM41
 from .rope import Llama3, LongRope, RopeScaling
 
 
@@ -179,9 +180,13 @@ _MINICPM: dict[str, Any] = {
     "dim_model_base": 256,
     "init_std": 0.1,
 }
-_MINICPM4 = LongRope(FACTORS_OF_128, FACTORS_OF_128, 32768)
-_MINICPM4_SMALL = LongRope(FACTORS_OF_64, FACTORS_OF_64, 32768)
-_MINICPM41 = LongRope(FACTORS_OF_MINICPM41, FACTORS_OF_MINICPM41, 65536)
+# LongRoPE's divisors, the same for short and long sequences: MiniCPM4's by head size, from its
+# config.json, and MiniCPM4.1's, from its README (github.com/OpenBMB/MiniCPM), up to 131,072 tokens
+_DIVISORS = json.loads(Path(__file__).with_name("minicpm4.json").read_text())
+_MINICPM4_SMALL, _MINICPM4, _MINICPM41 = (
+    LongRope(_DIVISORS[name], _DIVISORS[name], length)
+    for name, length in (("minicpm4-64", 32768), ("minicpm4-128", 32768), ("minicpm4.1", 65536))
+)
 _LLAMA3: dict[str, Any] = {"rope_theta": 500000.0}
 _LLAMA31, _LLAMA32 = (
     _LLAMA3 | {"rope_scaling": Llama3(factor, 1.0, 4.0, 8192)} for factor in (8.0, 32.0)
