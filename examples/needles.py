@@ -22,8 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train.evaluation.haystack import SENTENCES
-from train.evaluation.retrieval import KEYS
+from train.evaluation.retrieval import KEYS, SENTENCES
 
 _STORY = [f"{sentence.strip('.')}." for sentence in SENTENCES.split(". ")]
 

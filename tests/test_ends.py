@@ -24,8 +24,8 @@ from train.data.skips import Skips
 from train.data.stored import make_writer
 from train.data.text import make_reader
 from train.run import time_limit
-from train.run.clock import Clock
 from train.run.config import TrainConfig
+from train.run.measure import Clock
 from train.run.stages import parse_run
 from train.run.time_limit import TimeLimit, parse_duration
 

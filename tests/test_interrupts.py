@@ -19,7 +19,7 @@ import pytest
 
 from tests.launcher import forkserver, run_as_main, run_script
 from tests.test_train import command, curve, folder, train  # noqa: F401
-from train.base.lock import lock
+from train.base.folders import lock
 from train.base.signals import STOPPING
 from train.checkpoints import checkpoint
 from train.run import launch

@@ -29,16 +29,16 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from train.base import ranks
-from train.base.aside import write_aside
 from train.base.command_line import ArgumentParser
+from train.base.folders import write_aside
 from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
 from train.data.shares import evaluated_folders, validation_folders
 from train.evaluation import tasks
-from train.evaluation.haystack import SENTENCES
 from train.evaluation.report import write_report
+from train.evaluation.retrieval import SENTENCES
 from train.evaluation.tasks import Grid, Result, Subject
 from train.run import ending
 from train.run.building import make_engine, make_groups

@@ -39,8 +39,8 @@ if __name__ == "__main__":
 from models.config import CPMConfig
 from models.hf_config import config_to_hf
 from models.huggingface import fold_scalings, round_weight, save_weights
-from train.base.aside import write_aside
 from train.base.command_line import ArgumentParser
+from train.base.folders import write_aside
 from train.checkpoints import checkpoint
 from train.data.hf_tokenizer import save_for_transformers
 from train.data.tokenizer import Tokenizer

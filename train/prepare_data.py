@@ -45,8 +45,8 @@ from tqdm import tqdm
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from train.base.aside import write_aside
 from train.base.command_line import ArgumentParser
+from train.base.folders import write_aside
 from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted

@@ -67,7 +67,7 @@ KINDS = (
         writer="train.data.stored:TokenWriter",
         data="train.data.folder:Sequences",
         batches="train.data.batches:Batches",
-        generator="train.generation.text:continue_text",
+        generator="train.generation.decoding:continue_text",
         own=frozenset({"hidden_size"}),
     ),
     Kind(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from train.base.paths import inside
+from train.base.folders import inside
 from train.cpm_live.instances import COLUMNS, Instance
 from train.data.stored import DataWriter, HashedFile, StoredNumbers
 from train.data.tokenizer_base import Tokenizer

@@ -1,17 +1,27 @@
-"""Text of files that are compressed by gzip or zstd, or not at all."""
+"""Text of files that are compressed by gzip or zstd, or not at all, and packages for readers."""
 
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import zlib
 from typing import Any, BinaryIO
 
-from train.data.extras import import_extra
-
 _READ = 1 << 16  # compressed bytes at once
 _BUFFER = 1 << 16  # bytes of text at once
 _LARGEST_WINDOW = 1 << 31  # bytes; as `zstd --long=31` writes
+
+
+def import_extra(module: str, package: str, reader: str) -> Any:
+    """Import a module that `reader` needs. Raises ValueError with the pip command."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{reader} needs {package}, which cannot be imported ({error}): pip install {package}, "
+            "or pip install '.[data]' in the repository"
+        ) from error
 
 
 class BrokenFile(Exception):

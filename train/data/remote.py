@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from train.data.extras import import_extra
+from train.data.compressed import import_extra
 
 _BUFFER = 1 << 16
 _WAITS = (1, 5, 25)  # seconds before a failed read is tried again
@@ -56,8 +56,7 @@ class _Remote(io.RawIOBase):
         if again:
             self._inner = _open(self._url)
             self._inner.seek(self._place)
-        read: bytes = self._inner.read(size)
-        return read
+        return self._inner.read(size)
 
     def close(self) -> None:
         self._inner.close()

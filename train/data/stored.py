@@ -159,8 +159,7 @@ class TokenWriter(DataWriter[np.ndarray]):
 
 def make_writer(folder: Path, tokenizer: Tokenizer) -> DataWriter[Any]:
     """Return the writer of a new folder for the kind of model that has this tokenizer."""
-    writer: DataWriter[Any] = load(kind_of_data(tokenizer.instances).writer)(folder, tokenizer)
-    return writer
+    return load(kind_of_data(tokenizer.instances).writer)(folder, tokenizer)
 
 
 class StoredNumbers:

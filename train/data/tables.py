@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from train.data.compressed import BrokenFile
-from train.data.extras import import_extra
+from train.data.compressed import BrokenFile, import_extra
 from train.data.files import ARROW, Texts
 
 _ROWS = 128  # rows that are read at once

@@ -105,8 +105,7 @@ def text_in(record: Any, json_field: str) -> str:
 
 def make_reader(tokenizer: Tokenizer, json_field: str) -> Reader:
     """Return the reader for the kind of model that has this tokenizer."""
-    reader: Reader = load(kind_of_data(tokenizer.instances).reader)(tokenizer, json_field)
-    return reader
+    return load(kind_of_data(tokenizer.instances).reader)(tokenizer, json_field)
 
 
 class Encoder:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from train.base import ranks
-from train.base.paths import inside
+from train.base.folders import inside
 from train.base.wording import counted
 from train.data.documents import BegunText, Documents, DocumentsByEos, StoredDocuments
 from train.data.stored import StoredNumbers, sample_digest

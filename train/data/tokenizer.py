@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from train.base.paths import inside
+from train.base.folders import inside
 from train.data.tokenizer_base import SPEC, Tokenizer
 from train.registry import KINDS, load
 

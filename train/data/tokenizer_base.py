@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from train.base.paths import inside
+from train.base.folders import inside
 
 SPEC = "tokenizer.spec.json"
 

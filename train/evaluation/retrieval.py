@@ -13,9 +13,10 @@ generated. An answer is found if each of its tokens is the most likely one.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,15 +25,65 @@ from bmt_burst.sequence.layout import IGNORE_INDEX
 from train.base.wording import counted
 from train.data.batches import Batches
 from train.data.folder import Row
+from train.data.tokenizer_base import Tokenizer
 from train.engine import Engine
-from train.evaluation.haystack import Haystack
 
+# no sentence mentions codes, variables or numbers
+SENTENCES = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+    "A river runs past the old mill. The baker opens the shop at dawn. Rain falls on the roof. "
+    "Two children walk along the shore. The train leaves the station. Snow covers the hills. "
+    "A boat waits at the pier. The garden smells of roses. Clouds drift over the valley. "
+    "The clock in the tower is slow. A teacher reads a story. The market is busy today. "
+    "Leaves fall from the trees. The road leads to the sea. A candle burns in the window."
+)
+_ENDS = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
 _COLORS = ("red", "blue", "green", "black", "white", "brown", "golden", "silver")
 _ANIMALS = "fox owl bear wolf hare goose otter badger raven trout moose lynx crab swan toad mole"
 KEYS = [f"{color} {animal}" for color in _COLORS for animal in _ANIMALS.split()]
 _LETTERS = np.array(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
 _NAME = 3  # letters of a variable
 MOST_HIDDEN = len(KEYS)
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text as tokens, sentence by sentence. Raises ValueError if it has no sentence."""
+
+    tokenizer: Tokenizer
+    text: str = SENTENCES
+
+    def __post_init__(self):
+        if not len(self._lengths):
+            raise ValueError("the text of --text has no words")
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text: (tokens,) int64."""
+        return np.asarray(self.tokenizer.encode(text), dtype=np.int64)
+
+    @cached_property
+    def _sentences(self) -> list[np.ndarray]:
+        """The sentences, each after a space."""
+        encoded = [self.encode(f" {x.strip()}") for x in _ENDS.split(self.text) if x.strip()]
+        return [tokens for tokens in encoded if len(tokens)]
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        return np.array([len(tokens) for tokens in self._sentences], dtype=np.int64)
+
+    def cut(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Return `count` tokens, and the places where sentences start in them, both int64."""
+        if not count:
+            return np.empty(0, np.int64), np.zeros(1, np.int64)
+        most = -(-count // int(self._lengths.min()))
+        if self.text is SENTENCES:
+            order = rng.integers(len(self._sentences), size=most)
+        else:
+            order = (int(rng.integers(len(self._sentences))) + np.arange(most)) % len(self._lengths)
+        ends = self._lengths[order].cumsum()
+        needed = int(np.searchsorted(ends, count)) + 1
+        tokens = np.concatenate([self._sentences[i] for i in order[:needed]])[:count]
+        return tokens, np.concatenate([[0], ends[: needed - 1]])
 
 
 @dataclass(frozen=True)
@@ -49,16 +100,6 @@ class Sample:
     hidden: Sequence[tuple[float, str]]
     question: str
     answer: str
-
-
-class Task(Protocol):
-    """A kind of retrieval. `levels` are one axis of its heat map, the length is the other."""
-
-    name: str
-    level: str
-    levels: tuple[float, ...]
-
-    def sample(self, level: float, rng: np.random.Generator) -> Sample: ...
 
 
 class Needle:
@@ -106,6 +147,10 @@ class Variables:
             _ask(values[1]),
             f" {' '.join(chains[1])}",
         )
+
+
+# `levels` are one axis of a heat map, and the length of a text is the other
+Task = Needle | Variables
 
 
 def _about(key: str) -> str:

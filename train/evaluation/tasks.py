@@ -14,9 +14,8 @@ from train.data.folder import Sequences
 from train.data.tokenizer_base import Tokenizer
 from train.engine import Engine
 from train.evaluation import retrieval
-from train.evaluation.haystack import SENTENCES, Haystack
 from train.evaluation.positions import Bin, measure_positions
-from train.evaluation.retrieval import Cell, RetrievalRows, Task
+from train.evaluation.retrieval import SENTENCES, Cell, Haystack, RetrievalRows, Task
 
 # tasks, and the number that a log has of each
 METRICS = {"needle": "needle_found", "variables": "variables_found", "positions": "far_loss"}

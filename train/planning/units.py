@@ -165,8 +165,7 @@ def _find_blocks(model: CPM, tables: tuple[Tensor, ...]) -> Run:
 
     def run(x: Tensor) -> Tensor:
         nothing = None, None, None  # no cache, no documents
-        out: Tensor = model.saving.run_all(model.layers, x, *tables, *nothing, keep=tables)
-        return out
+        return model.saving.run_all(model.layers, x, *tables, *nothing, keep=tables)
 
     return run
 
@@ -177,8 +176,7 @@ def _find_loss(model: CPM, ledger: Ledger) -> Run:
 
     def run(x: Tensor) -> Tensor:
         hidden = model.norm(x) / model.config.width_scale
-        loss: Tensor = _Loss.apply(hidden.flatten(0, -2), head.weight, ledger)
-        return loss
+        return _Loss.apply(hidden.flatten(0, -2), head.weight, ledger)
 
     return run
 
@@ -224,8 +222,7 @@ class _Attention:
         self.runs: Counter[str] = Counter()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        out: Tensor = _Attend.apply(q, k, v, self)
-        return out.flatten(2)
+        return _Attend.apply(q, k, v, self).flatten(2)
 
     def note(self, run: str) -> None:
         self.runs[run] += 1
@@ -253,11 +250,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _planned_norm(norm: Any) -> Run:
-    def forward(x: Tensor) -> Tensor:
-        out: Tensor = _Norm.apply(x, norm.weight)
-        return out
-
-    return forward
+    return lambda x: _Norm.apply(x, norm.weight)
 
 
 class _Norm(torch.autograd.Function):

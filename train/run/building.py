@@ -58,8 +58,7 @@ def make_engine(
     optimizer = adamw if trains else None
 
     def build() -> torch.nn.Module:
-        built: torch.nn.Module = make(model, sp, config.saving(), **config.attention)
-        return built
+        return make(model, sp, config.saving(), **config.attention)
 
     if initialized_bmtrain():
         from train.engine.bmtrain import BMTrainEngine

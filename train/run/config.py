@@ -13,9 +13,15 @@ from models.weights import Expected
 from train.base.wording import flag
 from train.registry import KINDS, Kind
 from train.run.checks import check_settings
-from train.run.kinds import PRESETS, ModelConfig, config_of, kind_of
+from train.run.kinds import (
+    PRESETS,
+    ModelConfig,
+    config_of,
+    expected_weights,
+    kind_of,
+    read_model,
+)
 from train.run.settings import Settings
-from train.run.starting import expected_weights, read_model
 
 _INSTEAD = ("rope_theta", "rope_scaling", "sparse", "window")  # options that replace the model's
 

@@ -1,13 +1,19 @@
-"""The kind of a model, by its configuration. train/registry.py lists the kinds."""
+"""The model of a run and its kind, by a configuration or a folder of weights (--init-from)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from models.config import CPMConfig
+from models.cpm_live.config import HF_FIELDS as LIVE_HF_FIELDS
 from models.cpm_live.config import HF_KINDS, LiveConfig
 from models.hf_config import config_from_hf
+from models.huggingface import CONFIG, read_config, read_fields, read_folder
 from models.model_center import config_from_model_center, is_model_center
+from models.origins import TABLE
+from models.tensor_files import is_file, open_folder
+from models.weights import Expected
 from train.registry import KINDS, Kind, load
 
 ModelConfig = CPMConfig | LiveConfig
@@ -32,16 +38,14 @@ def config_of(values: Any) -> ModelConfig:
         return config_from_model_center(values)
     if isinstance(named, str) and named in HF_KINDS:
         kind = next(kind for kind in KINDS if kind.name == HF_KINDS[named])
-        found: ModelConfig = load(kind.config).from_hf(values)
-        return found
+        return load(kind.config).from_hf(values)
     if "dim_model" in values:
         kind = _kind_of_values(values)
     elif "num_hidden_layers" in values or "architectures" in values:
         return config_from_hf(values)
     else:
         kind = KINDS[0]
-    config: ModelConfig = load(kind.config).from_dict(values)
-    return config
+    return load(kind.config).from_dict(values)
 
 
 def _kind_of_values(values: dict[str, Any]) -> Kind:
@@ -55,3 +59,39 @@ def _kind_of_values(values: dict[str, Any]) -> Kind:
             "the pos_bias_type of ModelCenter's Llama"
         )
     return fitting[0]
+
+
+def read_model(folder: Path) -> ModelConfig:
+    """Return the model of a folder of weights. Raises ValueError if no model here computes it."""
+    values = read_folder(folder)
+    if not _is_live(folder, values):
+        return read_config(folder)
+    try:
+        return config_of(values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+
+
+def expected_weights(source: Path, model: ModelConfig, name: str, untie: bool) -> Expected:
+    """Return how to check the weights in `source`: against `model`, which messages call `name`
+    unless the folder has a config.json. With `untie` its head may be missing.
+    """
+    kind = kind_of(model).name
+    if is_file(source):
+        beside = [source.parent / file for file in ("model.json", CONFIG)]
+        found = next((f" {file}" for file in beside if file.is_file()), None)
+        advice = f": give --model{found or ' with the configuration of these weights'}"
+        return Expected(model, kind, name, {}, untie, advice)
+    values = read_folder(source)
+    live = LIVE_HF_FIELDS if values.get("model_type") in HF_KINDS else {}
+    fields = live if _is_live(source, values) else read_fields(source)
+    return Expected(model, kind, str(source / CONFIG), fields, untie)
+
+
+def _is_live(folder: Path, values: dict[str, Any]) -> bool:
+    """Whether a folder has a model of CPM-Live. Sizes do not tell, but names of weights do."""
+    if "dim_model" not in values:
+        return values.get("model_type") in list(HF_KINDS)
+    if is_model_center(values) or values.get("model_type") in list(HF_KINDS.values()):
+        return not is_model_center(values)
+    return any(name.endswith(TABLE) for name in open_folder(folder))

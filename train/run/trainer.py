@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from train.base import ranks
-from train.base.lock import lock
+from train.base.folders import lock
 from train.base.signals import StopSignal
 from train.checkpoints.checkpoint import TOKENIZER
 from train.data.batches import Dealer, Work
@@ -18,13 +18,12 @@ from train.data.mixture import epochs, source_names, starting_over
 from train.registry import load
 from train.run import resume
 from train.run.building import make_engine, make_groups, make_saver
-from train.run.clock import Clock
 from train.run.config import TrainConfig
 from train.run.description import describe_run
 from train.run.evaluations import Evaluations, EvaluationStopped
 from train.run.inputs import check_same_data, keep_documents_apart, open_inputs
 from train.run.losses import LossSums, mean_losses
-from train.run.measure import StepWork, count_work, measure_speed
+from train.run.measure import Clock, StepWork, count_work, measure_speed
 from train.run.metrics import Metrics, NoMetrics
 from train.run.output_folder import check_shared
 from train.run.profiling import Profiler
