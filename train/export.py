@@ -3,22 +3,15 @@
     python train/export.py --run runs/cpm --output exported    # a Hugging Face folder
     python train/export.py --run runs/cpm --output exported --format bmtrain    # model.pt
 
-By default the export is a Hugging Face folder of a Llama. It is a Mistral, Qwen2 or Qwen3 if the
-model needs that (see models/hf_config.py). MiniCPM's scalings are folded into the weights, so
-transformers can load it without other code.
+By default the export is a Hugging Face folder of a Llama, or of a Mistral, Qwen2 or Qwen3 if the
+model needs that. MiniCPM's scalings are folded into the weights, so transformers loads it without
+other code. With --keep-scalings, and with sparse attention, it is a MiniCPM's instead, with this
+project's own code for transformers 5 (trust_remote_code=True).
 
-With --keep-scalings the folder is a MiniCPM's instead, and training can resume with the scalings.
-So is that of a model with sparse attention, which no other has. Such a folder has this project's
-own code for transformers 5, which loads it with trust_remote_code=True.
+`bmtrain.load(model, "exported/model.pt")` reads the other format, as does pretrain.py --init-from.
+CPM-Live's models are exported only so, under CPM-Live's names.
 
-`bmtrain.load(model, "exported/model.pt")` reads the other format, which bmtrain.save writes.
-pretrain.py --init-from reads all of them. CPM-Live's models are exported only in BMTrain's format,
-under CPM-Live's names.
-
-If the run started from a Hugging Face folder, the export takes over what is still true of the files
-next to the weights: chat templates, stop tokens, sampling settings, special tokens, licences. It
-prints what was taken over and what was left out, with the reasons.
-
+What is still true of the files next to the first weights is taken over, and all of it is printed.
 The folder is written under a hidden name next to --output, and renamed at the end.
 """
 

@@ -6,8 +6,7 @@ words.
     python train/prepare_data.py --tokenizer cpm-bee:vocabulary.txt --input corpus.jsonl \
         --output data/corpus
 
-It reads text as prepare_data.py does, and counts all keys and texts of a record. Up to half of the
-vocabulary are the most frequent characters. The rest are the words that save the most tokens. For
+Up to half of it are the most frequent characters, the rest the words that save the most tokens. For
 real training, use the vocabulary that belongs to a model's weights.
 """
 

@@ -4,22 +4,12 @@ r"""Turn text into tokens on disk, which pretrain.py reads.
         --val-fraction 0.01
 
 Inputs are .txt files (one document each), .jsonl and .json files (one document a record, in
---field), all also as .gz or .zst, .parquet files (one document a row), folders that
-datasets.Dataset.save_to_disk wrote, Megatron-LM's PREFIX.bin with PREFIX.idx, and folders of all
-these. The content of a file decides whether it has a JSON record a line or is one JSON array. The
-extra "data" has the packages that read .zst files and tables. docs/pretraining.md says more.
+--field), also as .gz or .zst, .parquet files and datasets folders (one a row), Megatron-LM's
+PREFIX.bin with PREFIX.idx, and folders of all these. docs/pretraining.md says more.
 
-The script writes OUTPUT/train and, with a validation share, OUTPUT/val (train/data/token_file.py
-lists their files). A document's name alone decides whether it is for validation, so a corpus that
-is moved or copied gets the same split. With --stream the script only names the inputs in
-OUTPUT/train, and pretrain.py reads and tokenizes them while it trains. With a vocabulary of
-CPM-Live (--tokenizer cpm-bee:FILE, cpm-ant:FILE), lines are instances
-(train/cpm_live/instances.py).
-
-Files may be larger than memory, but a line may not. --workers processes share the work, and the
-result does not depend on their number. Lines that are not UTF-8, not JSON, or lack the field are
-skipped, counted and reported, and so is the rest of a broken shard. If there are too many
-(--max-bad, --max-bad-shards), nothing is written.
+It writes OUTPUT/train and, with a validation share, OUTPUT/val. A document's name alone decides
+whether it is for validation. With --stream it only names the inputs, and pretrain.py tokenizes them
+while it trains. Files may be larger than memory, but a line may not.
 
 OUTPUT appears when it is complete. Until then the run works in .OUTPUT.partial, which it locks.
 That is removed after Ctrl-C and errors. If the run is killed, the next run replaces it.

@@ -46,28 +46,21 @@ class Settings:
     )
     init_from: str | None = option(
         None,
-        "starting weights: a folder with a config.json, which then replaces --model, of a Llama, "
-        "Mistral, Qwen2, Qwen3, MiniCPM or CPM-Bee; or a file for --model (.pt, .bin, .pth or "
-        ".safetensors), under the names of Hugging Face, ModelCenter's Llama or CPM-Live",
+        "starting weights: a folder with a config.json, which then replaces --model; or a file for "
+        "--model (.pt, .bin, .pth or .safetensors); docs/pretraining.md lists them",
     )
     untie: bool = option(
-        False,
-        "train a head of its own, where the model ties it to the embeddings; it starts as the head "
-        "in the files of --init-from or, if they have none, as a copy of the embeddings",
+        False, "train a head of its own, which starts as that of --init-from or as the embeddings"
     )
     grow_vocabulary: bool = option(
-        False,
-        "with --init-from: add rows for the new tokens of the data's tokenizer, which must extend "
-        "the tokenizer of the weights; a new row is the mean of the others with small noise",
+        False, "with --init-from: add rows for the data's new tokens, after those of the weights"
     )
     allow_other_tokenizer: bool = option(
         False,
         "with --init-from: start even if the tokenizer of the weights differs from the data's",
     )
     rope_theta: float | None = option(
-        None,
-        "base of the rotary positions, instead of the model's; a larger base suits longer "
-        "sequences",
+        None, "base of the rotary positions; a larger one suits longer sequences"
     )
     rope_scaling: Mapping[str, Any] | None = option(
         None,
@@ -77,14 +70,12 @@ class Settings:
     )
     sparse: Mapping[str, Any] | None = option(
         None,
-        "sparse attention in all layers, instead of the model's: '{}' for InfLLM-V2 as MiniCPM4 "
-        """has it, or with other constants, '{"dense_len": 4096}'; """
-        "bmt_burst.InfLLMV2 lists them",
+        "sparse attention in all layers: '{}' for InfLLM-V2 as MiniCPM4 has it, or with other "
+        """constants of bmt_burst.InfLLMV2, '{"dense_len": 4096}'""",
     )
     window: int | None = option(
         None,
-        "number of tokens that a token attends to, itself included, in the layers that have a "
-        "window; in all layers if the model has none",
+        "tokens that a token sees, itself included, in layers with a window, else in all",
         least=1,
     )
     dtype: str = option(
@@ -95,8 +86,7 @@ class Settings:
 
     data: str | Mapping[str, str] = option(
         "data/stdlib/train",
-        "folder of training tokens, from prepare_data.py; or several, each as NAME=PATH:WEIGHT. "
-        "Weights are shares of tokens, and are normalised",
+        "folder of training tokens, from prepare_data.py; or several, each as NAME=PATH:WEIGHT",
     )
     val_data: str | Mapping[str, str] | None = option(
         None,
@@ -104,23 +94,20 @@ class Settings:
     )
     documents: str = option(
         "auto",
-        "mask: tokens attend to their own document only, positions restart in each document, and "
-        "its last token has no target; ignore: a sequence is one text; auto: mask if the data says "
-        "where documents start, else ignore; a resumed run keeps its choice",
+        "mask: tokens attend to their own document only; ignore: a sequence is one text; auto: "
+        "mask if the data says where documents start; a resumed run keeps its choice",
         choices=("auto", "mask", "ignore"),
     )
     bos: str = option(
         "auto",
-        "the token in front of each document, unless the data has it there: a token of the "
-        "tokenizer, or none; auto: the tokenizer's begin token, else its end-of-text token, and "
-        "none for older data folders and with --documents ignore; a resumed run keeps its choice",
+        "the token in front of each document, or none; auto: the tokenizer's begin token, else its "
+        "end-of-text token, and none with --documents ignore; a resumed run keeps its choice",
     )
     seq_len: int = option(512, "tokens in one sequence, over all ranks that share it", least=1)
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks", least=1)
     micro_batch_size: int | None = option(
         None,
-        "sequences that a rank computes at once; the rest is gradient accumulation. By default "
-        "the largest number up to 8 that divides a data parallel group's sequences",
+        "sequences that a rank computes at once; by default the largest divisor up to 8",
         least=1,
     )
 
@@ -129,38 +116,28 @@ class Settings:
     )
     restarts: int = option(
         0,
-        "times that a failed run starts again from its last checkpoint, on this machine; not after "
-        "an error with exit code 2, such as a wrong option",
+        "times that a failed run starts again from its last checkpoint, except after exit code 2",
         least=0,
     )
     sp_size: int = option(1, "ranks that share a sequence; the others are data parallel", least=1)
     strategy: str = option(
         "auto",
-        "how the ranks of a sequence share attention. ring: each rank sends keys and values to "
-        "the next; all-gather: a ring that sends all keys and values of a host at once; one-call: "
-        "gathers all of a short sequence first, then computes; ulysses: each rank computes whole "
-        "heads; usp: ulysses in groups of --ulysses-size ranks, a ring "
-        "between the groups; auto: usp if --ulysses-size is given, otherwise it decides call by "
-        "call: one-call below 8K tokens and 0.35 TFLOP of forward work a rank, else ring",
+        "how the ranks of a sequence share attention, see docs/attention.md; auto: usp if "
+        "--ulysses-size is given, otherwise one-call for short calls, else ring",
         choices=("auto", *strategies.names()),
     )
     inner_size: int | None = option(None, "ranks of a host, for the double ring", least=1)
     ulysses_size: int | None = option(
-        None,
-        "consecutive ranks that share heads, for usp; excludes --inner-size. By default the ranks "
-        "of a host",
-        least=1,
+        None, "consecutive ranks that share heads, for usp; by default those of a host", least=1
     )
     layout: str = option(
         "auto",
-        "how a sequence is cut over its ranks; auto: equal work for its documents and windows "
-        "(in full layers, if there are any), else zigzag",
+        "how a sequence is cut over its ranks; auto: equal work for documents and windows",
         choices=("auto", *LAYOUTS),
     )
     engine: str = option(
         "auto",
-        "the engine that shards and updates the model: bmtrain on GPUs, torch (FSDP2) anywhere; "
-        "auto: bmtrain if it is installed and there are GPUs",
+        "what shards the model: bmtrain on GPUs, torch (FSDP2) anywhere; auto: bmtrain if possible",
         choices=("auto", "torch", "bmtrain"),
     )
     device: str = option(
@@ -175,8 +152,7 @@ class Settings:
 
     checkpointing: str = option(
         "none",
-        "what the backward recomputes; selective: everything except the attention; full: "
-        "everything",
+        "what the backward recomputes; selective: all except the attention; full: all",
         choices=CHECKPOINTING,
     )
     checkpointing_blocks: int | None = option(
@@ -186,14 +162,12 @@ class Settings:
     )
     checkpointing_every: int | None = option(
         None,
-        "keep only the input of every so many blocks; the backward computes these blocks again, "
-        "which meanwhile save what --checkpointing says. By default that of each block",
+        "keep only the input of every so many blocks, which the backward computes again",
         least=2,
     )
     mlp_tile: int | None = option(
         None,
-        "tokens that a block's output projection, norm and feed-forward compute at once; the "
-        "backward computes them again. By default all tokens of a rank",
+        "tokens that the part of a block after its attention computes at once; by default all",
         least=1,
     )
     offload: bool = option(
@@ -206,10 +180,7 @@ class Settings:
 
     steps: int = option(1000, "optimizer steps of the whole run", least=1)
     stop_after: int | None = option(
-        None,
-        "save and stop after this step. The schedule is that of --steps, and --resume auto "
-        "continues it",
-        least=1,
+        None, "save and stop after this step; the schedule is that of --steps", least=1
     )
     lr: float = option(1e-3, "peak learning rate")
     schedule: str = option("wsd", "learning rate after warm-up", choices=SCHEDULES)
@@ -226,8 +197,7 @@ class Settings:
     clip: float = option(1.0, "largest global gradient norm")
     max_skips: int = option(
         10,
-        "end the run after this many skipped steps in a row; a step is skipped if its loss or "
-        "gradient norm is not finite",
+        "end the run after so many steps in a row whose loss or gradient norm was not finite",
         least=1,
     )
 
@@ -239,30 +209,24 @@ class Settings:
     )
     new_stage: bool = option(
         False,
-        "with --resume CHECKPOINT: start another stage, which may have other data, length, rope "
-        "base or windows. It keeps weights and optimizer, and restarts steps, samples and "
-        "schedule. --resume auto continues a stage",
+        "with --resume CHECKPOINT: start another stage from its weights and optimizer, with other "
+        "data or length, for example. --resume auto continues a stage",
     )
     seed: int = option(0, "seed of starting weights and data order", least=0)
     skip_data: str | None = option(
-        None,
-        "FROM:TO, with --resume: leave out sequences FROM to TO - 1 of the data order, counted "
-        "from 0 as --batch-size counts them. Steps and schedule stay. Checkpoints remember it",
+        None, "FROM:TO, with --resume: leave out sequences FROM to TO - 1 of the data order, from 0"
     )
     save: bool = option(True, "write checkpoints; otherwise a run leaves only its curves")
     save_every: int = option(
         200, "steps between checkpoints; the last step is always saved; 0: only the last", least=0
     )
     save_in_background: bool = option(
-        True,
-        "write checkpoints while training continues, from a copy in host memory (on Linux, if half "
-        "of the free host memory is enough)",
+        True, "write checkpoints while training continues, from a copy in host memory"
     )
     keep_last: int = option(2, "checkpoints to keep", least=1)
     log_every: int = option(
         10,
-        "steps between the lines of a log; the first and the last step also get one. A terminal "
-        "shows a bar with every step instead, and metrics.jsonl has every step",
+        "steps between the lines of a log, where a terminal shows a bar with every step",
         least=1,
     )
     eval_every: int = option(
@@ -270,10 +234,7 @@ class Settings:
     )
     eval_sequences: int = option(32, "sequences of each source in one evaluation", least=1)
     eval_tasks: str | None = option(
-        None,
-        "tasks of evaluate.py in each evaluation, at --seq-len, with one number each in the log: "
-        "needle and variables have the share of answers that were found, positions has the loss at "
-        "the last positions of --val-data; for example needle,positions",
+        None, "tasks of evaluate.py in each evaluation, at --seq-len, for example needle,positions"
     )
     wandb: str | None = option(None, "project of Weights & Biases that also gets the records")
     profile: str | None = option(None, "steps to profile, FIRST:LAST; traces go to --output")
@@ -281,9 +242,7 @@ class Settings:
         1800.0, "seconds without a sign of life after which a rank prints its stacks and ends"
     )
     time_limit: str | None = option(
-        None,
-        "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before this time "
-        "is over. It includes restarts and stages",
+        None, "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before"
     )
 
     @property
