@@ -128,7 +128,7 @@ def test_a_configuration_has_a_table(tmp_path, capsys):
     )
     assert parse_run(["--config", str(tmp_path / "run.toml")]) == (line, None)
     shares = parse_shares(line.data)
-    assert {name: (x.folder, x.weight) for name, x in shares.items()} == {
+    assert shares == {
         "code": ("data/code", Fraction(3, 10)),
         "b": ("C:/x", Fraction(7, 10)),
     }

@@ -21,7 +21,7 @@ from train.checkpoints.checkpoint import Checkpoint
 from train.data import remote, text
 from train.data.folder import Row, TokenFile
 from train.data.skips import Skips
-from train.data.stream import Sizes, Stream
+from train.data.stream import Stream
 from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import ByteTokenizer
 
@@ -58,7 +58,7 @@ def make_stream(folder, *arguments, code=0) -> str:
 
 
 def opened(folder, batch_size=8, seed=0, documents=True, bos=BOS, seq_len=S) -> Stream:
-    sizes = Sizes(seq_len, batch_size, seed)
+    sizes = SimpleNamespace(seq_len=seq_len, batch_size=batch_size, seed=seed)
     stream = Stream(folder, StreamFiles.open(folder), sizes, announces=True)
     return stream.keep_documents_apart(documents, bos)
 

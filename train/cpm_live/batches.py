@@ -16,15 +16,15 @@ from models.cpm_bee import check_subs
 from models.cpm_live.config import BeeConfig, LiveConfig
 from train.cpm_live.instances import MOST_SUBS
 from train.cpm_live.rows import PackedRows, Row
-from train.data.batches import Dealer, Settings, keys_seen
+from train.data.batches import Dealer, Settings, Work, keys_seen
 from train.data.source import Source
 
 Extended = tuple[Tensor, Tensor]  # tokens and sub-ids, (N,) int64
 
 
-@dataclass(frozen=True)
-class LiveMicroBatch:
-    """One micro-batch of instances. It is train.data.batches.Work.
+@dataclass(frozen=True, kw_only=True)
+class LiveMicroBatch(Work):
+    """One micro-batch of instances.
 
     inputs     arguments of the model's forward that precede `scores`
     scores     scores of the whole rows
@@ -34,13 +34,10 @@ class LiveMicroBatch:
     """
 
     inputs: tuple[Tensor, ...]
-    labels: Tensor
     scores: tuple[Scores, ...]
     layouts: tuple[Layout, ...]
     instances: int
     targets: int
-    work: tuple[int, ...]
-    sources: tuple[int, ...] | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -96,15 +93,16 @@ class LiveBatches(Dealer[LiveMicroBatch]):
     ) -> LiveMicroBatch:
         layouts = [self._layout(row) for row in rows]
         inputs, labels = self._inputs(rows, layouts)
+        counts = zip(*map(self._count_work, rows, layouts), strict=True)
         return LiveMicroBatch(
-            inputs,
-            self._shard(labels, layouts),
-            _plan_scores(tuple(row.scores for row in rows)),
-            tuple(layouts),
-            sum(row.instances for row in rows),
-            sum(int((row != IGNORE_INDEX).sum()) for row in labels),
-            tuple(sum(each) for each in zip(*map(self._count_work, rows, layouts), strict=True)),
-            sources,
+            inputs=inputs,
+            labels=self._shard(labels, layouts),
+            scores=_plan_scores(tuple(row.scores for row in rows)),
+            layouts=tuple(layouts),
+            instances=sum(row.instances for row in rows),
+            targets=sum(int((row != IGNORE_INDEX).sum()) for row in labels),
+            work=tuple(map(sum, counts)),
+            sources=sources,
         )
 
     def _layout(self, row: Row) -> Layout:

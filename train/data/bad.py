@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from train.base.wording import counted
@@ -55,6 +56,13 @@ class BadLines:
             print(f"{skipped}, the first:", *self.first[:5], sep="\n  ", file=sys.stderr)
 
 
+def check_broken(found: Sequence[str], most: int) -> None:
+    """Raise ValueError if more than `most` files are broken."""
+    if len(found) > most:
+        shards = counted(len(found), "broken shard")
+        raise ValueError(f"{shards}, more than --max-bad-shards {most}: {'; '.join(found)}")
+
+
 class BrokenShards:
     """Broken files, with the reasons. More than `most` raise ValueError, which names all."""
 
@@ -64,11 +72,7 @@ class BrokenShards:
 
     def add(self, file: TextFile, reason: str) -> None:
         self.found.append(f"{file}: {reason}")
-        if len(self.found) > self.most:
-            shards = counted(len(self.found), "broken shard")
-            raise ValueError(
-                f"{shards}, more than --max-bad-shards {self.most}: {'; '.join(self.found)}"
-            )
+        check_broken(self.found, self.most)
 
     def report(self) -> None:
         """Print the shards to stderr."""

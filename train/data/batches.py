@@ -41,27 +41,30 @@ class Settings(Protocol):
     def eval_sequences(self) -> int: ...
     @property
     def layout(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
 
 
-class Work(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Work(ABC):
     """One micro-batch of any kind of model: B sequences, S tokens of each on this rank's device.
 
     labels   (B, S) int64, IGNORE_INDEX where there is no target
     work     for each rank that shares the sequences, the visible pairs of its queries: of one head,
              summed over all layers with attention
-    counts   numbers of documents and the like, for the record of a step
     sources  the number of each row's source in a mixture; None for other data
     """
 
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def work(self) -> tuple[int, ...]: ...
-    @property
-    def counts(self) -> dict[str, int]: ...
-    @property
-    def sources(self) -> tuple[int, ...] | None: ...
+    labels: Tensor
+    work: tuple[int, ...]
+    sources: tuple[int, ...] | None = None
 
+    @property
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """Numbers of documents and the like, for the record of a step."""
+
+    @abstractmethod
     def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return this rank's summed losses and its number of targets, with `sources` by row."""
 
@@ -134,9 +137,9 @@ class Dealer(ABC, Generic[SomeWork]):
         return data.description
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """One micro-batch of text. It is Work.
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(Work):
+    """One micro-batch of text.
 
     tokens     (B, S) int64
     positions  for the rotary embedding: (S,) int64, or (B, S) if positions restart in each document
@@ -147,13 +150,10 @@ class MicroBatch:
     """
 
     tokens: Tensor
-    labels: Tensor
     positions: Tensor
     masks: Mask | tuple[Mask, ...] | None
     layouts: Layout | tuple[Layout, ...] | None
     documents: int
-    work: tuple[int, ...]
-    sources: tuple[int, ...] | None = None
 
     @property
     def counts(self) -> dict[str, int]:

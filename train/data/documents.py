@@ -7,7 +7,6 @@ a row's end continues in the next row without one.
 from __future__ import annotations
 
 import bisect
-from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +17,7 @@ _CHECKED = 1 << 20  # documents at once
 _SCANNED = 1 << 20  # tokens at once
 
 
-class Documents(ABC):
-    """The documents of `tokens` tokens, which follow one another without gaps.
-
-    how  the source of the places, for messages
-    """
-
-    how: str
-
-    @abstractmethod
-    def between(self, start: int, stop: int) -> np.ndarray:
-        """Return the starts of documents among tokens start to stop - 1: rising, int64."""
-
-
-class StoredDocuments(Documents):
+class StoredDocuments:
     """Documents by documents.bin. Raises ValueError unless `starts` rise from 0."""
 
     how = "documents.bin"
@@ -50,14 +36,9 @@ class StoredDocuments(Documents):
             self._check(self.starts[max(place - 1, 0) : place + _CHECKED], 0, self._tokens)
 
     def between(self, start: int, stop: int) -> np.ndarray:
-        first, last = self._index(start), self._index(stop)
+        """Return the starts of documents among tokens start to stop - 1: rising, int64."""
+        first, last = (_count_below(self.starts, token) for token in (start, stop))
         return self._check(self.starts[first:last], start, stop)
-
-    def _index(self, token: int) -> int:
-        """Count the documents that start before a token."""
-        return bisect.bisect_left(
-            range(len(self.starts)), token, key=lambda i: int(self.starts[i : i + 1][0])
-        )
 
     def _check(self, starts: np.ndarray, lowest: int, end: int) -> np.ndarray:
         if len(starts) and (
@@ -69,7 +50,7 @@ class StoredDocuments(Documents):
         return starts
 
 
-class DocumentsByEos(Documents):
+class DocumentsByEos:
     """Documents of a folder without documents.bin. One starts after each eos."""
 
     how = "eos"
@@ -83,7 +64,7 @@ class DocumentsByEos(Documents):
         return np.concatenate([[0], starts]) if start <= 0 < stop else starts
 
 
-class BegunText(Documents):
+class BegunText:
     """Tokens and documents with token `bos` in front of each document that does not start with it.
 
     Places count the added tokens. A slice has the dtype of `tokens`.
@@ -92,6 +73,8 @@ class BegunText(Documents):
     of documents that start with `bos`, is known to be none or all. Raises ValueError if documents
     do not start at rising places.
     """
+
+    how: str
 
     def __init__(
         self, tokens: StoredNumbers, documents: Documents, bos: int, begun: int | None = None
@@ -121,10 +104,18 @@ class BegunText(Documents):
         return starts + first + np.searchsorted(added, starts)
 
     def _added_before(self, place: int) -> int:
-        """Count the added tokens before a place."""
-        return bisect.bisect_left(
-            range(len(self._added)), place, key=lambda i: int(self._added[i : i + 1][0]) + i
-        )
+        """Count the added tokens before a place, which counts them, too."""
+        return _count_below(self._added, place, each=1)
+
+
+Documents = StoredDocuments | DocumentsByEos | BegunText  # `how` is the source of their places
+
+
+def _count_below(numbers: StoredNumbers | np.ndarray, limit: int, each: int = 0) -> int:
+    """Count the rising numbers below a limit. The i-th one is made `each` times i larger."""
+    return bisect.bisect_left(
+        range(len(numbers)), limit, key=lambda i: int(numbers[i : i + 1][0]) + each * i
+    )
 
 
 def _documents_without(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from train.base.wording import counted
-from train.data.bad import BadLines
+from train.data.bad import BadLines, check_broken
 from train.data.files import Piece
 from train.data.folder import Row, make_row
 from train.data.stream_files import StreamFiles
@@ -79,11 +79,7 @@ class BrokenFiles:
 
     def check(self) -> None:
         """Raise ValueError if there are too many broken files."""
-        if len(self.found) > (most := self._stream.max_bad_shards):
-            raise ValueError(
-                f"{counted(len(self.found), 'broken shard')}, more than --max-bad-shards {most}: "
-                f"{'; '.join(map(self._describe, sorted(self.found)))}"
-            )
+        check_broken([*map(self._describe, sorted(self.found))], self._stream.max_bad_shards)
 
     def _describe(self, number: int) -> str:
         file, _ = self._stream.files[number]

@@ -6,19 +6,10 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 Named = Mapping[str, str]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-
-
-@dataclass(frozen=True)
-class Share:
-    """A source of training data: its folder, and its weight among all sources."""
-
-    folder: str
-    weight: Fraction
 
 
 def parse_sources(texts: Sequence[str]) -> str | dict[str, str]:
@@ -40,8 +31,8 @@ def parse_sources(texts: Sequence[str]) -> str | dict[str, str]:
     return named
 
 
-def parse_shares(data: Named) -> dict[str, Share]:
-    """Return the sources of --data by name. Raises ValueError for wrong names, paths or weights."""
+def parse_shares(data: Named) -> dict[str, tuple[str, Fraction]]:
+    """Return folder and weight of each source of --data. Raises ValueError for wrong ones."""
     _check_names("--data", data)
     shares = {}
     for name, text in data.items():
@@ -50,15 +41,8 @@ def parse_shares(data: Named) -> dict[str, Share]:
                 f"--data: expected {name}=PATH:WEIGHT with a positive number as weight, got "
                 f"{name}={text}"
             )
-        shares[name] = Share(*parsed)
+        shares[name] = parsed
     return shares
-
-
-def check_sources(data: str | Named, val_data: str | Named | None) -> None:
-    """Raise ValueError for wrong values of --data or --val-data."""
-    if not isinstance(data, str):
-        parse_shares(data)
-    validation_folders(val_data)
 
 
 def validation_folders(val_data: str | Named | None) -> dict[str, str]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from train.base import ranks
 from train.base.wording import counted
+from train.data.batches import Settings
 from train.data.folder import Row
 from train.data.lane import BlockReader, BrokenFiles, Damage, Lane
 from train.data.source import Source
@@ -23,15 +23,6 @@ from train.data.text import Encoder
 from train.data.tokenizer import load_tokenizer
 
 _MOST_LANES, _FILES_PER_LANE = 64, 4
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The options on which the rows of a stream depend."""
-
-    seq_len: int
-    batch_size: int
-    seed: int
 
 
 class Stream(Source):
@@ -43,7 +34,7 @@ class Stream(Source):
         self,
         folder: Path,
         files: StreamFiles,
-        sizes: Sizes,
+        sizes: Settings,
         announces: bool,
         documents: bool = True,
         bos: int | None = None,

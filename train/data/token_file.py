@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from functools import cached_property
 from pathlib import Path
 
@@ -53,11 +52,10 @@ class TokenFile:
         self.tokens = StoredNumbers(self.folder / "tokens.bin", dtype)
         if "sha256" in self.index:
             self._verify()
-        elif ranks.rank() == 0:
-            print(
+        else:
+            ranks.warn(
                 f"{self.folder} has an older index.json without sha256, so file contents are not "
-                "checked",
-                file=sys.stderr,
+                "checked"
             )
         self.documents = self._open_documents(documents)
 

@@ -14,7 +14,7 @@ from bmt_burst.sequence.mask import Mask
 from bmt_burst.spec import Spec
 from models.rope import RopeScaling
 from train.base.wording import counted, flag
-from train.data.shares import check_sources
+from train.data.shares import parse_shares, validation_folders
 from train.data.skips import parse_range
 from train.run.profiling import parse_steps
 from train.run.settings import Settings
@@ -30,7 +30,9 @@ def check_settings(settings: Settings) -> None:
     for field in dataclasses.fields(settings):
         _check_value(field.name, getattr(settings, field.name), field.metadata.get("least"))
     _check_numbers(settings)
-    check_sources(settings.data, settings.val_data)
+    if not isinstance(settings.data, str):
+        parse_shares(settings.data)
+    validation_folders(settings.val_data)
     _check_needs(settings)
     _check_saving(settings)
     _check_tables(settings)

@@ -17,7 +17,7 @@ from train.base import ranks
 from train.data.mixture import Mixture, parts
 from train.data.shares import parse_shares, validation_folders
 from train.data.source import Source, Stored
-from train.data.stream import Sizes, Stream
+from train.data.stream import Stream
 from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.registry import KINDS, Kind, load
@@ -99,7 +99,7 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
     if isinstance(config.data, str):
         return open_source(config, kind, model, config.data)
     shares = parse_shares(config.data)
-    sources = {name: open_source(config, kind, model, s.folder) for name, s in shares.items()}
+    sources = {name: open_source(config, kind, model, at) for name, (at, _) in shares.items()}
     [(first, expected), *others] = sources.items()
     for name, data in others:
         names = f"source {name} ({data.folder})", f"source {first} ({expected.folder})"
@@ -110,7 +110,7 @@ def _open_training(config: TrainConfig, kind: Kind, model: ModelConfig) -> Sourc
                 f"--data: sources {one} ({a.folder}) and {other} ({b.folder}) are the same text: "
                 "give it once, with the sum of both weights"
             )
-    return Mixture(sources, {name: share.weight for name, share in shares.items()})
+    return Mixture(sources, {name: weight for name, (_, weight) in shares.items()})
 
 
 def _grow(config: TrainConfig, model: ModelConfig) -> ModelConfig:
@@ -118,7 +118,7 @@ def _grow(config: TrainConfig, model: ModelConfig) -> ModelConfig:
     if not config.grow_vocabulary:
         return model
     data = config.data
-    first = data if isinstance(data, str) else next(iter(parse_shares(data).values())).folder
+    first = data if isinstance(data, str) else next(iter(parse_shares(data).values()))[0]
     size = max(model.vocab_size, load_tokenizer(Path(first)).vocab_size)
     return dataclasses.replace(model, vocab_size=size)
 
@@ -131,9 +131,8 @@ def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str
         raise ValueError(
             f"{folder} is a stream of documents, but {config.model_name} is a {kind.name}"
         )
-    sizes = Sizes(config.seq_len, config.batch_size, config.seed)
     announces = ranks.rank() % config.sp_size == 0
-    stream = Stream(Path(folder), StreamFiles.open(Path(folder)), sizes, announces)
+    stream = Stream(Path(folder), StreamFiles.open(Path(folder)), config, announces)
     _check_vocabulary(config.model_name, model, folder, stream)
     return stream
 
