@@ -13,6 +13,7 @@ from train.data.tokenizer import Tokenizer
 from train.run.beside import GENERATION, SPECIAL, TOKENIZER, ids, is_template, token_name
 
 _NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_ENDS = ("eos_token_id", "pad_token_id")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SETTINGS = ("padding_side", "truncation_side", "model_input_names")  # no rules of a tokenizer
 _BY_TOKENS = re.compile("token_ids?$|_ids$|suppress_tokens$|sequence_bias")
@@ -82,59 +83,137 @@ def carry_over(
     longest  tokens of the longest sequence that the model is for
     written  config.json as it follows from the model
     """
-    record = state.get("beside")
+    record, source = state.get("beside"), state["config"].get("init_from")
     if record is None:
-        return _without_record(state["config"].get("init_from"))
-    carried = Carried(record["folder"])
-    values, foreign = record["values"], record["foreign"]
-    tokens = _Tokens(carried, tokenizer, foreign)
-    _take_generation(carried, values.get(GENERATION, {}), tokens)
-    _take_config(carried, values["config.json"], tokens, {*written, *_REWRITTEN})
-    settings = {
-        name: value
-        for place in (SPECIAL, TOKENIZER)
-        for name, value in values.get(place, {}).items()
-        if value is not None
-    }
-    no_template = foreign
-    if record["lacking"] and not foreign:
-        no_template = f"the run's tokenizer lacks {', '.join(map(repr, record['lacking']))}"
-    _take_tokenizer(carried, settings, tokens, no_template)
-    _take_bos(carried, values, tokenizer, begin, state["data"].get("bos") is not None)
+        carried = Carried(None if source is None or is_file(source) else source)
+        carried.leave_out("its run began before checkpoints recorded it", "all beside the weights")
+        return carried
+    choice = _Choice(record, tokenizer, begin)
+    choice.take_generation()
+    choice.take_config({*written, *_REWRITTEN})
+    choice.take_tokenizer()
+    choice.take_begin(adds=state["data"].get("bos") is not None)
     same_rope = all(state["model"].get(name) == value for name, value in record["rope"].items())
-    _take_length(carried, settings.get("model_max_length"), rows, longest, same_rope)
-    _take_files(carried, record, no_template, written["model_type"])
-    return carried
+    choice.take_length(rows, longest, same_rope)
+    choice.take_files(written["model_type"])
+    return choice.carried
 
 
-def _without_record(source: str | None) -> Carried:
-    """Take nothing over, since the checkpoint has no record of the folder `source`."""
-    if source is None or is_file(source):
-        return Carried(None)
-    carried = Carried(source)
-    carried.leave_out("its run began before checkpoints recorded it", "all beside the weights")
-    return carried
+class _Choice:
+    """The choice from a record. What names tokens is taken over if the run's tokenizer has them.
 
+    foreign      why the ids of the folder mean nothing to that tokenizer, or None
+    no_template  why its chat templates cannot be used, or None
+    """
 
-@dataclass(frozen=True)
-class _Tokens:
-    """Tokens of the folder, which are taken over if the run's tokenizer has them."""
+    def __init__(self, record: Mapping[str, Any], tokenizer: Tokenizer, begin: int | None):
+        self.carried = Carried(record["folder"])
+        self.leave_out = self.carried.leave_out
+        self._record, self._values = record, record["values"]
+        self._tokenizer, self._begin = tokenizer, begin
+        self.foreign = self.no_template = record["foreign"]
+        if record["lacking"] and not self.foreign:
+            lacking = ", ".join(map(repr, record["lacking"]))
+            self.no_template = f"the run's tokenizer lacks {lacking}"
+        self._settings = {
+            name: value
+            for place in (SPECIAL, TOKENIZER)
+            for name, value in self._values.get(place, {}).items()
+            if value is not None
+        }
 
-    carried: Carried
-    tokenizer: Tokenizer
-    foreign: str | None
+    def take_generation(self) -> None:
+        """Take over sampling settings, stop tokens and padding."""
+        for name, value in self._values.get(GENERATION, {}).items():
+            if value is None or name == "bos_token_id":  # training decides how a text begins
+                continue
+            if name in _STAMPS:
+                self.leave_out("transformers writes it", f"{GENERATION}: {name}")
+            elif name in (*_ENDS, "suppress_tokens"):
+                self._take_ids(self.carried.generation, GENERATION, name, value)
+            elif _BY_TOKENS.search(name) and self.foreign:
+                self.leave_out(self.foreign, f"{GENERATION}: {name}")
+            else:
+                self.carried.generation[name] = value
 
-    def take_ids(self, place: str, name: str, value: Any) -> list[int]:
-        """Return the ids that are tokens of the run's tokenizer."""
+    def take_config(self, written: set[str]) -> None:
+        """Take over the tokens of config.json. All else follows from the model."""
+        said = self._values["config.json"]
+        for name in _ENDS:
+            self._take_ids(self.carried.config, "config.json", name, said.get(name))
+        known = {*written, *_ENDS, "bos_token_id"}
+        if others := sorted(n for n, v in said.items() if v is not None and n not in known):
+            why = "config.json follows from the run's model"
+            self.leave_out(why, f"config.json: {', '.join(others)}")
+
+    def take_tokenizer(self) -> None:
+        """Take over special tokens, the chat template and settings of tokenizer_config.json."""
+        for name, value in self._settings.items():
+            if name in _NAMES or name in _LISTS:
+                if names := self._known_names(name, value):
+                    self.carried.tokenizer[name] = names
+            elif name == "chat_template" and self.no_template:
+                self.leave_out(self.no_template, f"{TOKENIZER}: {name}")
+            elif name in _SETTINGS or name == "chat_template":
+                self.carried.tokenizer[name] = value
+            elif name != "model_max_length":
+                why = "the run's tokenizer.json says how a text becomes tokens"
+                self.leave_out(why, f"{TOKENIZER}: {name}")
+
+    def take_begin(self, adds: bool) -> None:
+        """Leave out begin tokens that are not those of training. A name of one may stay, unless
+        transformers `adds` another one to texts.
+        """
+        begin, began = self._begin, "no text after a token"
+        if begin is not None:
+            began = f"texts with {self._tokenizer.name_of(begin)!r}"
+        for place in ("config.json", GENERATION):
+            said = self._values.get(place, {}).get("bos_token_id")
+            if said is not None and said != begin:
+                self.leave_out(f"training began {began}", f"{place}: bos_token_id {said}")
+        name = self.carried.tokenizer.get("bos_token")
+        if name is not None and adds and self._tokenizer.id_of(name) != begin:
+            del self.carried.tokenizer["bos_token"]
+            self.leave_out(f"training began {began}", f"{TOKENIZER}: bos_token {name!r}")
+
+    def take_length(self, rows: int, longest: int, same_rope: bool) -> None:
+        """Take over the most tokens of a text, if it is still true."""
+        said = self._settings.get("model_max_length")
+        if said is None or said == longest:
+            return
+        what = f"{TOKENIZER}: model_max_length {said}"
+        if not same_rope:
+            self.leave_out(f"rotary positions changed; it is {longest} now", what)
+        elif said < rows:
+            self.leave_out(f"training had rows of {rows} tokens; it is {longest} now", what)
+        else:
+            self.carried.tokenizer["model_max_length"] = said
+
+    def take_files(self, model_type: str) -> None:
+        """Take over chat templates and licences, and explain why other files are left out."""
+        texts = self._record["texts"]
+        for name, text in texts.items():
+            if self.no_template and is_template(name):
+                self.leave_out(self.no_template, name)
+            else:
+                self.carried.texts[name] = text
+        handled = {"config.json", GENERATION, TOKENIZER, *texts}
+        for name in self._record["files"]:
+            if name not in handled and not is_template(name):
+                self.leave_out(_why_left_out(name, model_type), name)
+
+    def _take_ids(self, taken: dict[str, Any], place: str, name: str, value: Any) -> None:
+        """Take over the ids that are tokens of the run's tokenizer."""
         if value is not None and self.foreign:
-            self.carried.leave_out(self.foreign, f"{place}: {name} {value}")
-            return []
-        known = [token for token in ids(value) if 0 <= token < self.tokenizer.vocab_size]
+            self.leave_out(self.foreign, f"{place}: {name} {value}")
+            return
+        known = [token for token in ids(value) if 0 <= token < self._tokenizer.vocab_size]
         if unknown := [token for token in ids(value) if token not in known]:
-            self.carried.leave_out(_NO_TOKEN, f"{place}: {name} {unknown}")
-        return known
+            self.leave_out(_NO_TOKEN, f"{place}: {name} {unknown}")
+        if known:
+            taken[name] = known[0] if name == "pad_token_id" else known
 
-    def take_names(self, name: str, value: Any) -> Any:
+    def _known_names(self, name: str, value: Any) -> Any:
         """Return the special tokens that the run's tokenizer has: a name, a list, or by role."""
         by_role = isinstance(value, dict) and "content" not in value
         pairs = value.items() if by_role else enumerate(ids(value))
@@ -142,106 +221,14 @@ class _Tokens:
         known = {
             role: token
             for role, token in names.items()
-            if not self.foreign and self.tokenizer.id_of(str(token)) is not None
+            if not self.foreign and self._tokenizer.id_of(str(token)) is not None
         }
         if unknown := [token for role, token in names.items() if role not in known]:
             shown = ", ".join(map(repr, unknown))
-            self.carried.leave_out(self.foreign or _NO_TOKEN, f"{TOKENIZER}: {name} {shown}")
+            self.leave_out(self.foreign or _NO_TOKEN, f"{TOKENIZER}: {name} {shown}")
         if by_role:
             return known
         return list(known.values()) if isinstance(value, list) else known.get(0)
-
-
-def _take_generation(carried: Carried, said: Mapping[str, Any], tokens: _Tokens) -> None:
-    """Take over sampling settings, stop tokens and padding."""
-    for name, value in said.items():
-        if value is None or name == "bos_token_id":  # training decides how a text begins
-            continue
-        if name in _STAMPS:
-            carried.leave_out("transformers writes it", f"{GENERATION}: {name}")
-        elif name in ("eos_token_id", "pad_token_id", "suppress_tokens"):
-            if known := tokens.take_ids(GENERATION, name, value):
-                carried.generation[name] = known[0] if name == "pad_token_id" else known
-        elif _BY_TOKENS.search(name) and tokens.foreign:
-            carried.leave_out(tokens.foreign, f"{GENERATION}: {name}")
-        else:
-            carried.generation[name] = value
-
-
-def _take_config(
-    carried: Carried, said: Mapping[str, Any], tokens: _Tokens, written: set[str]
-) -> None:
-    """Take over the tokens of config.json. All else follows from the model."""
-    for name in ("eos_token_id", "pad_token_id"):
-        if known := tokens.take_ids("config.json", name, said.get(name)):
-            carried.config[name] = known[0] if name == "pad_token_id" else known
-    known_fields = written | {"eos_token_id", "pad_token_id", "bos_token_id"}
-    others = sorted(n for n, v in said.items() if v is not None and n not in known_fields)
-    if others:
-        carried.leave_out(
-            "config.json follows from the run's model", f"config.json: {', '.join(others)}"
-        )
-
-
-def _take_tokenizer(
-    carried: Carried, said: Mapping[str, Any], tokens: _Tokens, no_template: str | None
-) -> None:
-    """Take over special tokens, the chat template and settings of tokenizer_config.json."""
-    for name, value in said.items():
-        if name in _NAMES or name in _LISTS:
-            if names := tokens.take_names(name, value):
-                carried.tokenizer[name] = names
-        elif name == "chat_template" and no_template:
-            carried.leave_out(no_template, f"{TOKENIZER}: {name}")
-        elif name in _SETTINGS or name == "chat_template":
-            carried.tokenizer[name] = value
-        elif name != "model_max_length":
-            carried.leave_out(
-                "the run's tokenizer.json says how a text becomes tokens", f"{TOKENIZER}: {name}"
-            )
-
-
-def _take_bos(
-    carried: Carried, values: Mapping[str, Any], tokenizer: Tokenizer, begin: int | None, adds: bool
-) -> None:
-    """Leave out begin tokens of others. A name may stay if transformers `adds` none to texts."""
-    began = "no text after a token" if begin is None else f"texts with {tokenizer.name_of(begin)!r}"
-    for place in ("config.json", GENERATION):
-        said = values.get(place, {}).get("bos_token_id")
-        if said is not None and said != begin:
-            carried.leave_out(f"training began {began}", f"{place}: bos_token_id {said}")
-    name = carried.tokenizer.get("bos_token")
-    if name is not None and adds and tokenizer.id_of(name) != begin:
-        del carried.tokenizer["bos_token"]
-        carried.leave_out(f"training began {began}", f"{TOKENIZER}: bos_token {name!r}")
-
-
-def _take_length(carried: Carried, said: Any, rows: int, longest: int, same_rope: bool) -> None:
-    """Take over the most tokens of a text, if it is still true."""
-    if said is None or said == longest:
-        return
-    what = f"{TOKENIZER}: model_max_length {said}"
-    if not same_rope:
-        carried.leave_out(f"rotary positions changed; it is {longest} now", what)
-    elif said < rows:
-        carried.leave_out(f"training had rows of {rows} tokens; it is {longest} now", what)
-    else:
-        carried.tokenizer["model_max_length"] = said
-
-
-def _take_files(
-    carried: Carried, record: Mapping[str, Any], no_template: str | None, model_type: str
-) -> None:
-    """Take over chat templates and licences, and explain why other files are left out."""
-    for name, text in record["texts"].items():
-        if no_template and is_template(name):
-            carried.leave_out(no_template, name)
-        else:
-            carried.texts[name] = text
-    handled = {"config.json", GENERATION, TOKENIZER, *record["texts"]}
-    for name in record["files"]:
-        if name not in handled and not is_template(name):
-            carried.leave_out(_why_left_out(name, model_type), name)
 
 
 def _why_left_out(name: str, model_type: str) -> str:
