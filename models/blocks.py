@@ -95,10 +95,8 @@ class Saving:
         return self if self.every is None else replace(self, offload=None)
 
     def run(self, whole: Callable, *args: Any, keep: Sequence[Tensor] = ()) -> Any:
-        """Compute a block's forward, whole(runner, *args).
-
-        `whole` calls the block's parts, except the attention, with the Runner. `keep` are tensors
-        that all blocks save. They are not moved to host memory.
+        """Compute a block's forward, whole(runner, *args), which calls its parts with the Runner.
+        All blocks save the tensors `keep`, which are not moved to host memory.
         """
         if not torch.is_grad_enabled():
             return whole(Runner(_call, self.tile), *args)

@@ -106,10 +106,8 @@ class CPMBlock(nn.Module):
 
 
 class CPM(SequenceParallelModule):
-    """A decoder-only language model over this rank's part of a sequence.
-
-    `saving` says what blocks save for the backward. `attention` are options of BurstAttention:
-    flash, deterministic, strategy.
+    """A decoder-only language model over this rank's part of a sequence, with a Saving of blocks.
+    `attention` are options of BurstAttention: flash, deterministic, strategy.
     """
 
     layers_at = "layers"

@@ -28,10 +28,8 @@ _NO_MATTER = {"original_max_position_embeddings", "finetuned"}.union(*_OF_KIND.v
 
 
 def read_rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return the base and the scaling of rotary positions in a config.json without its nulls.
-
-    Raises ValueError for scalings that CPM does not compute, and if two fields contradict each
-    other.
+    """Return base and scaling of rotary positions in a config.json without its nulls.
+    Raises ValueError for scalings that CPM does not compute, and for contradictions.
     """
     places = {name: _named_values(hf, name) for name in _PLACES if hf.get(name)}
     bases = {"rope_theta": hf.get("rope_theta")}

@@ -128,11 +128,7 @@ def fold_scalings(
 
 
 def read_config(folder: Path) -> CPMConfig:
-    """Read the configuration in a folder of a dense CPM.
-
-    Raises ValueError if CPM does not compute that model, or if the end tokens of
-    generation_config.json contradict it.
-    """
+    """Read the configuration in a folder of a dense CPM. Raises ValueError for other models."""
     hf = read_folder(folder)
     try:
         config = config_from_model_center(hf) if "dim_model" in hf else config_from_hf(hf)

@@ -99,9 +99,8 @@ class Origin:
 
 
 def find_origin(names: Collection[str], source: object) -> Origin:
-    """Find the program that wrote the weights called `names` in `source`.
-
-    Raises ValueError, which says what they look like, if they are not read, or if there are none.
+    """Find the program that wrote the weights called `names` in `source`, or raise ValueError,
+    which says what they look like.
     """
     if not names:
         raise ValueError(f"{source} has no weights")

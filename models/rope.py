@@ -107,9 +107,8 @@ class Linear(_Stretch):
 
 @dataclass(frozen=True)
 class DynamicNTK(_Stretch):
-    """A base that grows for sequences of more than `original_length` tokens.
-
-    The slowest rotation becomes 1 + factor * (length / original_length - 1) times slower.
+    """A base that grows beyond `original_length` tokens: the slowest rotation becomes 1 + factor *
+    (length / original_length - 1) times slower.
     """
 
     kind = "dynamic"

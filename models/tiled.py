@@ -94,11 +94,9 @@ class _Tiles:
 
 
 class _Save(torch.autograd.Function):
-    """Saves the inputs, before anything is computed. The result only stands in for the part's: it
-    has its shape, but no values.
+    """Saves the inputs, before anything is computed. The result has the part's shape, no values.
 
-    A recomputation of the whole block ends as soon as all tensors are saved again. So it does not
-    compute this part, whose backward does that.
+    A recomputation of the whole block ends as soon as all tensors are saved again, before this.
     """
 
     @staticmethod

@@ -132,11 +132,7 @@ def _parser() -> ArgumentParser:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The options of the command line.
-
-    data      folders by name
-    settings  the options of TrainConfig that were given
-    """
+    """The options of the command line: folders by name, and the given ones of TrainConfig."""
 
     run: Path | None
     output: Path | None

@@ -54,11 +54,8 @@ def export_huggingface(
     """Write config.json, weights and tokenizer for transformers into `folder`, which exists. Return
     the configuration that was written, and what was taken over from --init-from.
 
-    The tokenizer puts a begin token in front of a text if training did. If training never began a
-    text after a token, config.json and generation_config.json name no begin token.
-
-    Raises OSError if a write fails. Raises ValueError if a weight is too large for the dtype, or if
-    transformers has no such model.
+    The tokenizer puts a begin token in front of a text if training did. Raises OSError, and
+    ValueError if a weight is too large for the dtype, or if transformers has no such model.
     """
     config, weights = config_of(saved.state["model"]), saved.weights()
     if not isinstance(config, CPMConfig):

@@ -55,13 +55,8 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Return the prompt with up to `tokens` more tokens, fewer if the model ends the text.
-
-    This is the answer of the model's generator, which train/registry.py names. The settings of the
-    sampling are those of train.generation.sampling.sampler.
-
-    Raises ValueError for settings out of range, for a prompt that the model cannot answer, or if
-    there is not enough memory.
+    """Return the prompt with up to `tokens` more tokens, by the model's generator (registry.py).
+    Raises ValueError for settings out of range, and for a prompt that it cannot answer.
     """
     _check_tokens(tokens)
     device = next(model.parameters()).device

@@ -73,10 +73,7 @@ class LiveConfig(ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from a JSON file of CPM-Live, or from `to_dict`.
-
-        Raises ValueError for dropout, for another model, and for wrong or unknown fields.
-        """
+        """Make a configuration from CPM-Live's JSON or `to_dict`. Raises ValueError for others."""
         values = dict(values)
         if (found := values.pop("model_type", cls.model_type)) != cls.model_type:
             raise ValueError(

@@ -139,7 +139,7 @@ class SelfAttention(SequenceParallelModule):
 class FeedForward(nn.Module):
     """The second part of a block: x to (x + feed_forward(norm(x))) / residual_divisor.
 
-    The feed-forward is w_out(gelu(w_0 x) * w_1 x), with (..., F) between.
+    feed_forward(x) is w_out(gelu(w_0 x) * w_1 x).
     """
 
     def __init__(self, config: LiveConfig):

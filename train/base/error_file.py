@@ -19,12 +19,9 @@ _LATER = 5  # seconds; torchrun checks its ranks more often
 def leave_reason(sentence: str, cause: bool = True) -> None:
     """Write why this process fails to torchrun's file, if there is one. Ignore a full disk.
 
-    Only the first reason is kept. Later ones follow from it, such as lost contact while a watchdog
-    prints stacks. The file is written whole or not at all: torchrun may end this process at any
-    moment, and torchrun itself fails on half a file.
-
-    torchrun takes the earliest failure for the root cause. A rank that fails only because another
-    rank failed passes `cause=False`. Its failure is then dated some seconds later.
+    Only the first reason is kept: later ones follow from it. The file is written whole or not at
+    all, since torchrun fails on half a file. It takes the earliest failure for the root cause, so
+    a rank that fails because another one did passes `cause=False`, and is dated seconds later.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None or os.path.exists(file):

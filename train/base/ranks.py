@@ -46,11 +46,10 @@ def gather(value: Any, group: Group = None) -> list[Any]:
 def together(
     work: Callable[[], Result], raising: type[RankError] = RankError, group: Group = None
 ) -> Result:
-    """Do `work` on every rank. Return this rank's result.
+    """Do `work` on every rank, and return this rank's result.
 
-    If files or settings make it fail on one rank, every rank raises `raising` (default: RankError)
-    with the reason and the rank. A rank that fails must not leave others waiting inside `work`.
-    `group` is that of `gather`.
+    If it fails on one rank, every rank raises `raising` with the reason and the rank. A rank that
+    fails must not leave others waiting inside `work`. `group` is that of `gather`.
     """
     results: list[Result] = []
     problem: str | None = None

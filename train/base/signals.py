@@ -37,9 +37,9 @@ class StopSignal:
     received   a signal arrived, and `noted` was called
     insisted   a SIGINT arrived after it, and `insist` was called
 
-    A separate thread calls both at once. Python runs signal handlers in the main thread, which may
-    be busy with a step for minutes. Under a launcher, ranks ignore SIGINT: a terminal sends it to
-    all processes, and the launcher handles it. SIGHUP stays ignored under nohup.
+    A thread calls both at once, since Python's handlers wait for the main thread, which may be
+    busy for minutes. Under a launcher, which handles it, ranks ignore SIGINT, and under nohup
+    SIGHUP.
     """
 
     def __init__(

@@ -56,15 +56,12 @@ def write(
     tokenizer: Tokenizer | None = None,
     group: ranks.Group = None,
 ) -> Path:
-    """Write the checkpoint of state["step"] under `root`, and remove all but the newest
-    `keep_last`, or none for None.
+    """Write the checkpoint of state["step"] under `root`, and keep the newest `keep_last`, or all.
 
     write_file  writes the file of this rank's shards, and returns its manifest entry
     group       all ranks, for a thread
 
-    If the disk has no room for another checkpoint, old ones are removed first, except the last good
-    one. Every rank must call this function. Raises CheckpointError on every rank if any rank could
-    not write. Existing checkpoints then stay.
+    Every rank must call this. Raises CheckpointError on every rank if any rank could not write.
     """
     final = folder(root, state["step"])
     partial = root / f".{final.name}.partial"
@@ -122,9 +119,8 @@ def _readable(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def newest(root: Path, set_aside: bool = False) -> Path | None:
-    """Return the newest whole checkpoint under `root`, or None if there are none. Print damaged
-    ones to stderr. With `set_aside`, rename those that are newer to `step_....damaged`. Every rank
-    must call this function. Raises CheckpointError if all are damaged.
+    """Return the newest whole checkpoint, or None, on every rank. Print damaged ones to stderr.
+    With `set_aside`, rename newer ones to `step_....damaged`. If all are damaged, it raises.
     """
     damaged = []
     for path in listed(root):

@@ -29,11 +29,8 @@ _PIECE = 1 << 26  # bytes that are written at once
 
 @dataclass(frozen=True)
 class RankFile:
-    """The content of a file. Its tensors are not copied.
-
-    header   the length of the description, and the description: names, dtypes, sizes and places of
-             the tensors, and which ranges of the whole they are
-    tensors  flat, as bytes, in the order of the file
+    """The content of a file: the `header`, with its length and the places of the tensors, and the
+    `tensors`, flat, as bytes, which are not copied.
     """
 
     header: bytes

@@ -20,14 +20,11 @@ _NOISE = 0.01  # standard deviation of a new row's noise, relative to that of ea
 
 
 def load_weights(source: str, engine: Engine, expected: Expected, seed: int = 0) -> None:
-    """Load the weights in `source` into the engine, with a new optimizer.
+    """Load the weights in `source`, a folder or a file, into the engine, with a new optimizer.
 
-    `source` is a folder or a file (models/tensor_files.py), under the names of models/origins.py.
     If the engine's model has a larger vocabulary than `expected`, new rows are the mean of the
-    others with small noise, which depends only on `seed` and the weight.
-
-    Raises ValueError if it holds the weights of another model than `expected`, or weights that are
-    not finite. Raises OSError if it cannot be read.
+    others with small noise, by `seed`. Raises ValueError for weights of another model than
+    `expected`, or that are not finite, and OSError if they cannot be read.
     """
     path = Path(source)
     files = open_file(path) if is_file(path) else open_folder(path)

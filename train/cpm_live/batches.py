@@ -54,11 +54,9 @@ class LiveMicroBatch(Work):
 
 
 class LiveBatches(Dealer[LiveMicroBatch]):
-    """Micro-batches of this rank: whole rows of its data parallel group, cut over its sequence
-    parallel ranks.
+    """Micro-batches of this rank: whole rows of its data parallel group, cut over its ranks.
 
-    By default each row is cut such that the ranks have equal work. The micro-batches of a step are
-    made while the step before is computed.
+    By default each row is cut for equal work. A step's are made while the one before is computed.
     """
 
     def __init__(

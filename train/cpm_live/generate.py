@@ -30,12 +30,10 @@ def fill_in(
     choose: Choose,
     bos: int | None = None,
 ) -> str:
-    """Return the instance in `prompt` with its answers. The prompt is JSON, like a line of data:
-    `{"question": "2 + 3", "<ans>": ""}`.
+    """Return the instance in `prompt`, JSON such as `{"question": "2 + 3", "<ans>": ""}`, answered.
 
-    Each text under "<ans>" is continued by up to `tokens` tokens, one text after the other.
-    `choose` takes a token from logits (V,). Instances have their own begin tokens, so `bos` is
-    None. Raises ValueError if the prompt is not an instance, or has no text under "<ans>".
+    Each text under "<ans>" is continued by up to `tokens` tokens, which `choose` takes from logits
+    (V,). Instances begin on their own, without `bos`. Raises ValueError for other prompts.
     """
     assert bos is None
     try:

@@ -59,8 +59,7 @@ class PackedRows(Stored):
 
     instances      number of instances that are read
     left_out, cut  number of instances longer than a row, which are skipped, or read in parts
-    too_many       number of instances with so many texts to predict that planning would take
-                   minutes; they are skipped
+    too_many       number of skipped instances whose texts to predict would take minutes to plan
     """
 
     file: InstanceFile
@@ -314,11 +313,9 @@ def ant_row(
     hidden: Sequence[np.ndarray],
     seq_len: int,
 ) -> Row:
-    """Return a row of texts, one after the other, each a span of a prompt and a segment, then
-    padding.
+    """Return a row of texts, each a span of a prompt and a segment, then padding, which is a span.
 
-    The conventions are CPM-Live's. Only the first columns of a row are looked up among the prompts.
-    Prompts of later spans are looked up among the words. Padding is a span.
+    As in CPM-Live, only a row's first columns are looked up among prompts, others among words.
     """
     parts, spans = [], []
     for text, task, hides in zip(texts, tasks, hidden, strict=True):

@@ -145,8 +145,7 @@ class MicroBatch(Work):
     positions  for the rotary embedding: (S,) int64, or (B, S) if positions restart in each document
     masks      a mask for all rows or for each; None if each token attends to all before it
     layouts    a layout for all rows or for each; None for the layout of `sp`
-    documents  number of documents in all B sequences, including those cut at an end; 0 if documents
-               are not kept apart
+    documents  number of documents in all B sequences, also cut ones; 0 if they are not kept apart
     """
 
     tokens: Tensor
@@ -194,12 +193,10 @@ class _RowPlan:
 
 
 class Batches(Dealer[MicroBatch]):
-    """Micro-batches of this rank: whole sequences of its data parallel group, cut over its sequence
-    parallel ranks.
+    """Micro-batches of this rank: whole sequences of its data parallel group, cut over its ranks.
 
     By default the layout is zigzag. If documents are kept apart or layers have windows, it balances
-    the work, in full layers if there are any. Raises ValueError for sizes that do not fit the
-    ranks.
+    the work, in full layers if there are any. Raises ValueError for sizes that do not fit.
     """
 
     def __init__(

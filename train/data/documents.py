@@ -67,11 +67,8 @@ class DocumentsByEos:
 class BegunText:
     """Tokens and documents with token `bos` in front of each document that does not start with it.
 
-    Places count the added tokens. A slice has the dtype of `tokens`.
-
-    The constructor reads all of documents.bin. It also reads all tokens, unless `begun`, the number
-    of documents that start with `bos`, is known to be none or all. Raises ValueError if documents
-    do not start at rising places.
+    Places count the added tokens. The constructor reads all of documents.bin and all tokens, unless
+    `begun`, the number of documents that start with `bos`, is known to be none or all.
     """
 
     how: str

@@ -27,9 +27,8 @@ _COMPRESSED = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
 class TextFile:
     """A file to read.
 
-    path  its path, by which it is opened and named in messages
-    name  its path relative to the input in which it was found, "/" between folders; for a file that
-          is itself an input, its own name. It stays the same if the input is moved
+    path  by which it is opened and named in messages
+    name  relative to the input in which it was found, so that it stays if the input is moved
     url   its address, by which it is opened and named instead; `path` then only says its kind
     form  LINES, ARRAY or PLAIN. None for tables and tokens, and until `find_form` looks
     """

@@ -86,13 +86,11 @@ class Unread:
 def find_files(
     inputs: list[str], pattern: str | None, exclude: list[str], asked: str = AUTO
 ) -> tuple[list[TextFile], Unread]:
-    """Return the files that `inputs` name, and the files that were found but are not read. Files of
-    text get the form `asked`, or by AUTO the one of their content.
+    """Return the files that `inputs` name, in the form `asked`, and those that are not read.
 
-    Files are sorted within a folder, and each is read once. Links to files are followed. Links to
-    folders are followed only if they are an input. A datasets folder has the shards that its
-    state.json lists. Hidden files of a folder, and files that describe others, are read only if
-    `pattern` is their name. Raises ValueError for inputs that cannot be read.
+    Files are sorted within a folder, and each is read once. Links to folders are followed only if
+    they are an input. Hidden files and files that describe others are read only if `pattern` is
+    their name. Raises ValueError for inputs that cannot be read.
     """
     if "" in inputs:
         raise ValueError('--input must not be ""; the current folder is .')
@@ -140,7 +138,6 @@ def _file_of_tokens(path: Path) -> Path:
 
 def _open_form(file: TextFile, asked: str, in_folder: bool, pattern: str | None) -> TextFile | None:
     """Return the file with its form, or None for a found .json that may describe other files.
-
     Raises ValueError as `find_form`, and for plain text that neither a .txt nor `pattern` is.
     """
     file = file.in_form(asked)

@@ -26,8 +26,7 @@ class Row:
 
     tokens     (seq_len,) int64
     labels     (seq_len,) int64, the next tokens; IGNORE_INDEX where there is no target
-    documents  (0, ..., seq_len): the start of each document, and the end, as Mask.documents takes
-               them; (0, seq_len) if documents are not kept apart
+    documents  (0, ..., seq_len): the start of each document that is kept apart, and the end
     """
 
     tokens: Tensor
@@ -36,11 +35,8 @@ class Row:
 
 
 def make_row(window: np.ndarray, starts: np.ndarray | None, seq_len: int) -> Row:
-    """Return the row of consecutive tokens. The last one is only a target. Positions after them are
-    padding.
-
-    `starts` are the places in `window` above 0 where documents start; None if they are not kept
-    apart.
+    """Return the row of consecutive tokens, of which the last is only a target, with padding.
+    `starts` are the places in `window` above 0 where documents start, None to keep none apart.
     """
     filled = len(window) - 1
     tokens = torch.zeros(seq_len, dtype=torch.int64)
@@ -54,18 +50,13 @@ def make_row(window: np.ndarray, starts: np.ndarray | None, seq_len: int) -> Row
 
 
 class Sequences(Stored):
-    """Tokens as sequences of `seq_len` inputs and their next tokens. Each token is a target once an
-    epoch.
+    """Tokens as sequences of `seq_len` inputs and their next tokens, each a target once an epoch.
 
-    Sequence i starts at token i * seq_len. The last sequence may be short: it is padded with
-    positions that have no target.
+    Sequence i starts at token i * seq_len. The last one may be short, and is then padded. With
+    `documents`, these are kept apart, and the last token of one has no target. With `bos`, this
+    token stands in front of each document that does not start with it, and counts as a token.
 
-    With `documents`, documents are kept apart. The last token of a document has no target, since
-    the next token begins another document. The padding of the last sequence is a document itself.
-    With `bos`, this token stands in front of each document that does not start with it, and counts
-    as a token.
-
-    Raises ValueError for fewer than two tokens, for `documents` if their starts are not known, and
+    Raises ValueError for fewer than two tokens, for `documents` whose starts are not known, and
     for `bos` without `documents` or outside of the vocabulary.
     """
 

@@ -51,11 +51,10 @@ def recognize(start: bytes, whole: bool, by_line: bool) -> str:
 
 
 def split_array(text: io.BufferedReader) -> Iterator[bytes]:
-    """Yield the elements of a JSON array one by one, each as its bytes. Blank elements are left
-    out.
+    """Yield the elements of a JSON array, each as its bytes, without blank ones.
 
-    Elements need not be JSON, but their quotes and brackets must be balanced. Raises BrokenFile if
-    the text ends before the array, and ValueError if the text is no array or continues after it.
+    Their quotes and brackets must be balanced. Raises BrokenFile if the text ends before the
+    array, and ValueError if the text is no array or continues after it.
     """
     buffer, damage = read_ahead(text, PEEKED)
     buffer = buffer.removeprefix(codecs.BOM_UTF8).lstrip(_BLANK)

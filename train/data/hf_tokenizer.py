@@ -34,13 +34,10 @@ def save_for_transformers(
     add_bos: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `tokenizer` into an existing folder, for transformers' AutoTokenizer and for
-    train.data.tokenizer.
+    """Write `tokenizer` into a folder, for transformers' AutoTokenizer and train.data.tokenizer.
 
-    `longest` is the number of tokens that a text should not exceed. `bos_id` is the begin token for
-    transformers, or None. With `add_bos`, transformers puts that token in front of every text.
-    `settings` are more fields of tokenizer_config.json, and replace those that follow from these.
-
+    `longest` is the most tokens of a text, `bos_id` transformers' begin token, or None, which
+    `add_bos` puts in front of every text. `settings` replace fields of tokenizer_config.json.
     Raises ValueError for SentencePiece models that transformers cannot represent.
     """
     backend = _convert(tokenizer)

@@ -25,12 +25,7 @@ from train.data.text import Encoded, Encoder, read_pieces
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """The start of a part of a file.
-
-    epoch  number of times that all files were read before
-    file   the number of the file in the order of this epoch
-    line   the first line or row, from 1
-    """
+    """The start of a part of a file: after so many epochs, in so many files, at a line from 1."""
 
     epoch: int = 0
     file: int = 0
@@ -39,9 +34,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Block:
-    """Documents of consecutive parts of files, in random order.
+    """Documents of consecutive parts of files, in random order, up to the `end`, a place.
 
-    end     the place at which the next block starts
     tokens  all documents, one after the other: (T,)
     starts  the places where documents start: rising, int64
     """
@@ -53,11 +47,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Damage:
-    """The damage to a file.
-
-    whole   the number of lines before it: nothing is read after them, even if the file is repaired,
-            so that a resumed run has the same rows
-    reason  a description
+    """The reason of the damage to a file, and the number of `whole` lines before it, after which
+    nothing is read even if the file is repaired, so that a resumed run has the same rows.
     """
 
     whole: int

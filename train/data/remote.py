@@ -22,10 +22,7 @@ Result = TypeVar("Result")
 
 
 class _Remote(io.RawIOBase):
-    """The file at an address, which is tried again if it cannot be opened or read.
-
-    Errors of reading are OSErrors that have an errno, which are never taken for damage.
-    """
+    """The file at an address, which is tried again. Errors are OSErrors, which are no damage."""
 
     def __init__(self, url: str):
         self._url, self._place = url, 0

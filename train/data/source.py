@@ -16,9 +16,8 @@ from train.data.token_file import TokenFile
 class Source(ABC):
     """Rows of --seq-len tokens in the order in which a run takes them.
 
-    Sample n is the n-th row that all ranks together take from this source. It does not depend on
-    the number of ranks. A rank reads its own samples only, in rising order. After `restore`, it
-    begins at the sample of that state.
+    Sample n is the n-th row that all ranks together take, so it does not depend on their number. A
+    rank reads its own samples only, in rising order, after `restore` from that state's sample on.
 
     folder      the folder of the tokenizer, which messages name
     kind        the kind of model that reads these instances; None for documents

@@ -89,9 +89,8 @@ class Stream(Source):
         return row
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return the places of all lanes after `samples` samples. Every rank must call it.
-
-        Raises ValueError on every rank if there are too many broken files on all ranks together.
+        """Return the places of all lanes after `samples` samples. Every rank must call it. Raises
+        ValueError on every rank if there are too many broken files on all ranks together.
         """
         for number, lane in self._lanes.items():
             lane.skip(self._rows_before(number, samples) - lane.rows)

@@ -24,15 +24,7 @@ from train.data.tokenizer_base import Tokenizer
 
 @dataclass(frozen=True)
 class StreamFiles:
-    """The files of a stream and how they are read, as index.json has them.
-
-    files           each file with its size in bytes
-    field           the field or column of the text
-    shuffle_tokens  tokens that are shuffled at once, in all lanes together
-    max_bad         largest share of bad lines
-    max_bad_shards  most broken files
-    format          the form of all text, or AUTO for the form of its content
-    """
+    """The files of a stream, each with its bytes, and the options of prepare_data.py for them."""
 
     files: tuple[tuple[TextFile, int], ...]
     field: str
@@ -103,12 +95,9 @@ def _open_file(name: str) -> TextFile:
 def find_streamed(
     inputs: Sequence[str], pattern: str | None, exclude: list[str], asked: str = AUTO
 ) -> tuple[list[tuple[TextFile, int]], list[TextFile], Unread]:
-    """Return the files that `inputs` name with their sizes, those to check before a run, and the
-    files that are not read. Inputs may be addresses, with wildcards.
-
-    All local files are to be checked, and the first one of each address, since all would take long.
-    The form of a file at an address is found when it is read. Raises ValueError as `find_files`,
-    and for a file that does not hold documents in records.
+    """Return the files that `inputs` name with their bytes, those to check before a run, and those
+    that are not read. Inputs may be addresses, with wildcards. The first file of each is checked.
+    Raises ValueError as `find_files`, and for a file without records.
     """
     local = [name for name in inputs if not is_remote(name)]
     found, unread = find_files(local, pattern, exclude, asked) if local else ([], Unread())

@@ -15,9 +15,7 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a whole stream of Arrow
 
 
 def read_texts(opened: BinaryIO, kind: str, field: str) -> Iterator[tuple[Texts, int]]:
-    """Yield the texts of column `field`, a few rows at a time, and the place in the file at which
-    these rows end, in bytes. `a.b` is the column of this very name, or else field b of the structs
-    in column a.
+    """Yield the texts of column `field`, a few rows at a time, and the place where these rows end.
 
     `kind` is PARQUET or ARROW. Raises BrokenFile where the file ends early or cannot be decoded,
     ValueError for a column that is missing or has no text, and OSError if it cannot be read.

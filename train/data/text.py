@@ -165,9 +165,7 @@ def find_broken(
     files: Sequence[TextFile], field: str | None, broken: BrokenShards
 ) -> list[TextFile]:
     """Return the files that can be opened. `broken` gets the tables with a damaged start or end.
-
-    Raises ValueError for a table without text in column `field`, for records that all lack it, for
-    tokens that do not fit their index, and if a package is missing.
+    Raises ValueError for files without text in `field`, and wrong tokens.
     """
     whole = []
     for file in files:
@@ -218,10 +216,8 @@ def _check_records(file: TextFile, field: str | None) -> None:
 
 
 def read_pieces(file: TextFile, field: str = "") -> Iterator[Piece]:
-    """Yield the text of a file, without a byte-order mark of UTF-8. Of a JSON array, yield its
-    records, of a table the texts of column `field`, and of a .bin its documents.
-
-    Raises ValueError if the file cannot be read, and as `find_form`. The last piece reports damage.
+    """Yield a file's lines, records of an array, texts of column `field` or documents of a .bin.
+    Raises ValueError if it cannot be read, and as `find_form`. The last piece reports damage.
     """
     with named(file), file.open() as raw:
         if file.kind == MEGATRON:

@@ -47,13 +47,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A `tokenizers` file (tokenizer.json).
+    """A `tokenizers` file (tokenizer.json), with the end-of-text token `eos`, or a usual one.
 
-    `eos` names the end-of-text token, by default one of the usual ones. Raises ValueError if the
-    file does not have it.
-
-    A text never becomes special tokens, not even where it spells them. It may become added tokens
-    that are not special: they decode to the same text.
+    Raises ValueError if the file does not have it. A text never becomes special tokens, not even
+    where it spells them. It may become other added tokens, which decode to the same text.
     """
 
     file: Path
@@ -148,14 +145,10 @@ class JsonTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model.
+    """A SentencePiece model, with the end-of-text token `eos`, or its end-of-sentence token.
 
-    `eos` names the end-of-text token, by default the model's end-of-sentence token. Raises
-    ValueError if the model was trained without one, or if `eos` is not a control symbol, since a
-    text could become it.
-
-    A text never becomes control symbols, not even where it spells them. It may become user-defined
-    symbols, which SentencePiece treats as text.
+    Raises ValueError if there is none, or if it is no control symbol, since a text could become
+    it. A text never becomes control symbols, but it may become user-defined ones.
     """
 
     file: Path
@@ -203,11 +196,10 @@ _BY_CLASS = {part.partition(":")[2]: part for part in _BY_PREFIX.values()}
 
 
 def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
-    """Return the tokenizer called `name`: "bytes", a .json or .model file, or "cpm-bee:FILE",
-    "cpm-ant:FILE" or "cpm-ant-greedy:FILE" for a vocabulary.
+    """Return the tokenizer called `name`: "bytes", a .json or .model file, or PREFIX:FILE.
 
-    `eos` names the end-of-text token of a .json or .model file. Raises ValueError if the tokenizer
-    cannot be read or has a fixed end-of-text token.
+    `eos` names the end-of-text token of a file. Raises ValueError if the tokenizer cannot be read
+    or has a fixed one.
     """
     prefix, _, vocabulary = name.partition(":")
     listed = vocabulary and prefix in _BY_PREFIX

@@ -27,8 +27,7 @@ class TorchEngine(Engine):
     """Shards `build()` over all ranks of torch.distributed, block by block.
 
     build   makes the model; called on the meta device
-    dtype   of weights and activations in forward and backward; masters, gradients and AdamW are
-            fp32
+    dtype   of weights and activations; masters, gradients and AdamW are fp32
     seed    of the starting weights, which do not depend on the number of ranks
     """
 

@@ -80,10 +80,8 @@ class Subject:
     """The model that is evaluated, and its texts.
 
     batches    deals rows of a length to the ranks
-    tokenizer  the tokenizer that the model was trained with
     bos        the begin token in front of a text; None if there is none
     data       the sequences of the task positions by the name of their source, which may be empty
-    text       the text in which something is hidden
     alive      is called before each micro-batch, with what is done
     """
 

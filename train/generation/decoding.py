@@ -60,13 +60,8 @@ def continue_text(
     """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
 
     The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
-    end-of-text token for an empty prompt.
-
-    Rotary scalings that depend on the length use the length of the text so far, as in transformers.
-    Tokens beyond the original length are rotated differently, and earlier ones are not rotated
-    again.
-
-    Raises ValueError if there is not enough memory.
+    end-of-text token for an empty prompt. Rotary scalings by length use that of the text so far,
+    as in transformers: earlier tokens are not rotated again.
     """
     device = model.norm.weight.device
     begin = [] if bos is None else [bos]
@@ -141,18 +136,13 @@ class BeeDecoder:
     """A CPM-Bee and a row that it continues with answers.
 
     row    the fields of one instance on the CPU, without padding, by the names of bee_scores'
-           arguments, (S,), except `length` and `span`. Also `input` and `input_sub`, tokens and
-           sub-ids, (S,), and the extended table, `ext_table_ids` and `ext_table_sub`, (N,). The
-           tree of the main sample has the relations of all segments, including those without tokens
-           yet
+           arguments, (S,), except `length` and `span`. Also `input` and `input_sub`, (S,), and the
+           extended table, `ext_table_ids` and `ext_table_sub`, (N,)
     limit  most tokens of the row, including S
 
-    Answers are at the end of the row, one after the other, in any order of their segments. This is
-    exact, because distances only count between tokens of one segment. A token of `logits`
-    beyond the vocabulary belongs to the extended table.
-
-    Raises ValueError for an invalid row, for a full row, for a limit that exceeds memory, and for
-    an answer that has not begun.
+    Answers are at the row's end, in any order of their segments. This is exact, because distances
+    only count within a segment. Tokens of `logits` beyond the vocabulary are extended ones.
+    Raises ValueError for a wrong or full row, and for an answer that has not begun.
     """
 
     @torch.inference_mode()
@@ -214,9 +204,6 @@ class AntDecoder:
     tokens    (S,): prompt_length ids of a prompt, then ids of text, all of which are context
     segments  (S,): the types of their segments; new tokens have the last one's type
     limit     most tokens of the row, including S
-
-    Both are on the CPU. Raises ValueError for unknown types, for a full row, and for a limit that
-    exceeds memory.
     """
 
     @torch.inference_mode()

@@ -84,12 +84,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes of one attention, without its inputs and results.
-
-    forward   working memory of the forward
-    backward  working memory of the backward
-    held      slots for what is received, which are kept
-    """
+    """Bytes of one attention, without its inputs and results, and of slots that are `held`."""
 
     forward: int
     backward: int

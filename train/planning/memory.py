@@ -67,13 +67,10 @@ class AttentionRun:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one rank.
+    """A step of one rank, which updates a `shard` of parameters after all micro-batches.
 
-    micro_batches      how often it runs forward and backward
     forward, backward  the work of one micro-batch, without attention
     attention          how often each attention runs in it
-    shard              parameters that this rank keeps and updates
-    on_host            whether the host updates them
     """
 
     memory: StepMemory

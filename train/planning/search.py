@@ -25,13 +25,7 @@ _GROUPS = (2, 4, 8)  # of --checkpointing-every
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of a run.
-
-    gpus      how many
-    gib       memory of each
-    host_gib  memory of the host for each, or None if it is not known
-    hardware  the rates of each
-    """
+    """The GPUs of a run, and the GiB of each, and of the host for each, if they are known."""
 
     gpus: int
     gib: float

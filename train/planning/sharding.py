@@ -45,11 +45,8 @@ class Sharding:
 
 
 def find_sharding(engine: str, itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
-    """Return the bytes of an engine.
-
-    itemsize     bytes of a weight in forward and backward
-    offloaded    masters and AdamW's state are on the host
-    accumulates  a step has several micro-batches
+    """Return the bytes of an engine. `itemsize` is that of a weight in forward and backward,
+    `offloaded` masters are on the host, and `accumulates` means several micro-batches.
     """
     find = {"bmtrain": _find_bmtrain, "torch": _find_torch}[engine]
     return find(itemsize, offloaded, accumulates)
@@ -82,9 +79,8 @@ def _find_torch(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
     """Return the bytes of train/engine/torch.py, FSDP2. Weights are masters, and are rounded when
     they are gathered.
 
-    It gathers the next block while one computes, into a buffer from which it copies, and reduces
-    gradients in fp32 while the next block computes. Weights outside the blocks stay gathered, and
-    so do their gradients.
+    It gathers the next block into a buffer while one computes, and reduces gradients in fp32
+    meanwhile. Weights outside the blocks and their gradients stay gathered.
     """
     return Sharding(
         weights=_FP32,

@@ -59,11 +59,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Shape:
-    """A unit of a model.
+    """A unit of a model: so many `layers`, or 0 for the last norm with the loss.
 
-    layers   number of blocks of a group; 0 for the last norm with the loss
-    saving   what blocks save, without an Offload
-    offload  whether that is offloaded
+    saving   what blocks save, without an Offload; `offload` tells whether that is offloaded
     batch    rows of tokens
     chosen   dtype in which the choices of sparse attention are kept
     """

@@ -28,11 +28,8 @@ _REWRITTEN = ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parame
 
 @dataclass
 class Carried:
-    """Parts of a folder that an export takes over, and a list of those that it leaves out.
+    """Parts of a folder that an export takes over, fields of its JSON files, and those left out.
 
-    config      fields of config.json
-    generation  fields of generation_config.json
-    tokenizer   fields of tokenizer_config.json
     texts       files by name
     folder      the folder of the run's first weights, or None if there is none
     """

@@ -32,12 +32,10 @@ _MOST_PADDING, _MUCH_PADDING = 0.5, 0.1  # share of padding that is refused, and
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run.
+    """The inputs of a run. `model` is a configuration, the tokenizer is the training data's.
 
-    kind            the model's kind, and its configuration, `model`
     training        sequences of --data
     validation      sequences of each source of --val-data by name; the name of a path is empty
-    tokenizer       the tokenizer of the training data
     """
 
     kind: Kind

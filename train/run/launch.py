@@ -31,10 +31,8 @@ _EXPLAINED = 2  # exit code of a rank that printed what is wrong
 
 @dataclass(frozen=True)
 class Restarts:
-    """The number of times that a failed run starts again, and its options then.
-
-    most  restarts of the whole run, also those after which nothing was saved
-    root  folder of its checkpoints; None for a run that resumes without --resume
+    """The `most` restarts of a failed run, and `root`, the folder of its checkpoints, unless it
+    resumes without --resume.
     """
 
     most: int = 0
@@ -62,9 +60,8 @@ def launch(
     """Run `python argv...` as ranks 0 to processes - 1. `outlook` returns what the run leaves when
     it ends. Without it there is nothing to save: a signal ends the ranks at once.
 
-    Return 0, also after a signal. If a rank failed, return the code of the first one that did.
-    After a second Ctrl-C return 130. A failure that a rank has explained (code 2), such as a wrong
-    option, is not followed by a restart.
+    Return 0, also after a signal, else the code of the first rank that failed, or 130 after a
+    second Ctrl-C. A failure that a rank has explained (code 2) is not followed by a restart.
     """
     stop = StopSignal(noted=lambda: print_error(NOTED if outlook else "stopping"))
     made, options = 0, list[str]()

@@ -60,12 +60,10 @@ class Clock:
 class StepWork:
     """The work of a step, over all ranks.
 
-    targets  number of targets
     pairs    visible pairs of a query and a key, over all layers, of one head
     counts   numbers of documents and the like
     balance  the most work of a rank, in pairs, relative to the mean of all ranks. A group waits for
-             its slowest rank in each micro-batch. At the end of the step all groups wait for the
-             slowest group
+             its slowest rank in each micro-batch, and all groups at the end for the slowest
     by_source  number of targets in rows of each source of a mixture
     """
 

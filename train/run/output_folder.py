@@ -58,11 +58,9 @@ def _wait_for_files(folder: Path, files: Sequence[str]) -> None:
 
 
 def check_room(engine: Engine, step: int, config: TrainConfig, *later: TrainConfig) -> None:
-    """Check that disks have room for the checkpoints that a run keeps after `step`, and for those
-    of all `later` stages. Every rank must call this function.
+    """Check that disks have room for the checkpoints of a run after `step` and of `later` stages.
 
-    A save removes the oldest checkpoint when the new one is whole. If there is no room, it first
-    removes those that it would not keep, except the last good one. So the disk needs room for two,
+    A save removes the oldest checkpoint when the new one is whole, so the disk needs room for two,
     or for --keep-last if that is more. Raises RankError on every rank if there is less.
     """
     size = sum(ranks.gather(RankFile.of(engine.state()).size))

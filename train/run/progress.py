@@ -18,12 +18,8 @@ _CALMER = (
 
 @dataclass
 class Progress:
-    """The progress of a run.
-
-    step            steps so far
-    samples         samples that were read
-    skipped         skipped steps: their loss or gradients were not finite
-    skips_in_a_row  skipped steps in a row up to now
+    """The steps and samples of a run so far, and its skipped steps, whose loss or gradients were
+    not finite, in all and in a row up to now.
     """
 
     step: int = 0

@@ -34,9 +34,8 @@ def check_weights(
 ) -> None:
     """Raise ValueError if the weights belong to another tokenizer than the folder `data`.
 
-    `weights` is a folder or a file of weights, and `tokenizer` is the data's tokenizer. It is
-    compared with each tokenizer next to the weights. If the vocabulary `grows`, it may have more
-    tokens than one of them. If none matches and `allowed` is set, a warning is printed instead.
+    `tokenizer`, the data's, is compared with each one next to the weights. If the vocabulary
+    `grows`, it may have more tokens. If `allowed`, a warning is printed instead.
     """
     expected, found = saved_identity(data), list(find_tokenizers(folder_of(weights), tokenizer.eos))
     if expected is None or not found:

@@ -12,11 +12,7 @@ from train.run.watchdog import Watchdog
 
 
 class Saves:
-    """The saves of a run that begins after `step`.
-
-    saver  what writes them
-    step   the last step that was saved, or with which the run began
-    """
+    """The saves of a run. `step` is the last one that was saved, or with which the run began."""
 
     def __init__(
         self,

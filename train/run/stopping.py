@@ -12,10 +12,7 @@ from train.run.time_limit import TimeLimit
 
 
 class Stopping:
-    """The decision of a run that `saves` or not. Every rank must call its methods.
-
-    save_wanted  whether a rank wants to know how long a save takes
-    """
+    """The decision of a run that `saves` or not. Every rank must call its methods."""
 
     def __init__(
         self,
@@ -28,7 +25,7 @@ class Stopping:
     ):
         self._stop, self._limit, self._saves = stop, limit, saves
         self._saver, self._engine, self._metrics = saver, engine, metrics
-        self.save_wanted = False
+        self.save_wanted = False  # by a rank that does not know how long a save takes
 
     def decide(self) -> bool:
         """Return whether the run must stop."""
