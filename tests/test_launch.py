@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from bmt_burst.errors import RankFailed, RankGone, RankLate
 from tests.conftest import let_processes_hang_up
 from train.base import ranks
-from train.base.error_file import leave_reason
+from train.base.files import leave_reason
 from train.run import ending, launch
 from train.run.stages import parse_run
 from train.run.watchdog import EXIT_CODE

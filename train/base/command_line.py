@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from train.base.error_file import leave_reason
+from train.base.files import leave_reason
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -1,13 +1,17 @@
-"""Writes that may fail. An error names its file, and a closed terminal does not end a run."""
+"""Writes that may fail, to files and terminals, and the file of torchrun for the reason."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_LATER = 5  # seconds; torchrun checks its ranks more often
 
 
 @contextmanager
@@ -48,3 +52,21 @@ def leave_terminal(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def leave_reason(sentence: str, cause: bool = True) -> None:
+    """Write why this process fails to torchrun's file, if there is one. Ignore a full disk.
+
+    Only the first reason is kept: later ones follow from it. The file is written whole or not at
+    all, since torchrun fails on half a file. It takes the earliest failure for the root cause, so
+    a rank that fails because another one did passes `cause=False`, and is dated seconds later.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None or os.path.exists(file):
+        return
+    failed = int(time.time()) + (0 if cause else _LATER)
+    reason = {"message": {"message": sentence, "extraInfo": {"timestamp": str(failed)}}}
+    partial = Path(f"{file}.partial")
+    with suppress(OSError):
+        partial.write_text(json.dumps(reason))
+        partial.replace(file)

@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from train.base import ranks
-from train.base.host_memory import available_memory
 from train.checkpoints import checkpoint
 from train.checkpoints.checkpoint import CheckpointError
-from train.checkpoints.host_copy import HostCopy
+from train.checkpoints.host_copy import HostCopy, available_memory
 from train.checkpoints.rank_file import RankFile
 from train.data.tokenizer import Tokenizer
 from train.engine import Shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,54 +22,39 @@ class PlannedOffload(Offload):
     def __init__(self) -> None:
         super().__init__()
         self.parked: list[int] = []
-        self._before: weakref.ref[_Parking] | None = None
+        self._before: weakref.WeakSet[_Parked] = weakref.WeakSet()  # those of the last block
 
     @contextmanager
     def block(self, keep: Sequence[Tensor] = ()) -> Iterator[None]:
         """Let tensors that are saved inside leave the device, except those in `keep`."""
-        parking = _Parking(self._before)
-        self._before = weakref.ref(parking)
+        previous, mine = self._before, weakref.WeakSet[_Parked]()
+        self._before = mine
         kept = {x.untyped_storage()._cdata for x in keep}
+        known: dict[tuple[int, int], tuple[_Parked, weakref.ref]] = {}  # by memory
 
         def park(x: Tensor) -> Tensor | tuple[_Parked, torch.Size]:
-            if x.nbytes < LEAST_BYTES or x.untyped_storage()._cdata in kept:
+            storage = x.untyped_storage()
+            if x.nbytes < LEAST_BYTES or storage._cdata in kept:
                 return x
-            return parking.park(x, self.parked), x.shape
+            name = storage._cdata, x.nbytes
+            if name not in known or known[name][1]() is None:  # the same memory leaves once
+                known[name] = _Parked(x, mine, previous), weakref.ref(storage)
+                mine.add(known[name][0])
+                self.parked.append(x.nbytes)
+            return known[name][0], x.shape
 
         with saved_tensors_hooks(park, _bring_back):
             try:
                 yield
             finally:
-                parking.known.clear()
-
-
-class _Parking:
-    """The tensors of one block that left. `known` has them by memory, during the forward."""
-
-    def __init__(self, previous: weakref.ref[_Parking] | None):
-        self.previous = previous
-        self.known: dict[tuple[int, int], tuple[_Parked, weakref.ref]] = {}
-        self.all: list[weakref.ref[_Parked]] = []
-
-    def park(self, x: Tensor, sizes: list[int]) -> _Parked:
-        """Return x as it waits on the host. The same memory leaves once."""
-        storage = x.untyped_storage()
-        name = storage._cdata, x.nbytes
-        found = self.known.get(name)
-        if found is not None and found[1]() is not None:
-            return found[0]
-        parked = _Parked(self, x)
-        self.known[name] = parked, weakref.ref(storage)
-        self.all.append(weakref.ref(parked))
-        sizes.append(x.nbytes)
-        return parked
+                known.clear()
 
 
 class _Parked:
-    """A tensor on the host, and later on its device again."""
+    """A tensor on the host, and later on its device again, `together` with these."""
 
-    def __init__(self, parking: _Parking, x: Tensor):
-        self.parking, self.shape, self.dtype = parking, x.shape, x.dtype
+    def __init__(self, x: Tensor, *together: weakref.WeakSet[_Parked]):
+        self.shape, self.dtype, self.together = x.shape, x.dtype, together
         self._fetched: Tensor | None = None
 
     def fetch(self) -> Tensor:
@@ -81,9 +67,6 @@ def _bring_back(saved: Tensor | tuple[_Parked, torch.Size]) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     parked, shape = saved
-    previous = parked.parking.previous and parked.parking.previous()
-    for parking in (parked.parking, previous):
-        for other in parking.all if parking else ():
-            if alive := other():
-                alive.fetch()
+    for other in itertools.chain(*parked.together):
+        other.fetch()
     return parked.fetch().view(shape)

@@ -12,8 +12,7 @@ from typing import NoReturn
 import torch
 
 from train.base import ranks
-from train.base.error_file import leave_reason
-from train.base.files import print_error
+from train.base.files import leave_reason, print_error
 from train.base.signals import INTERRUPTED, NOTED, has_launcher
 from train.run.watchdog import Watchdog
 

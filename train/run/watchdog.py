@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from train.base.error_file import leave_reason
+from train.base.files import leave_reason
 
 EXIT_CODE = 3
 _TICK = 1.0  # seconds between checks, at most
