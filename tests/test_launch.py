@@ -202,8 +202,7 @@ def test_a_failed_run_starts_again_from_its_last_checkpoint(
 ):
     """But not after an error that was explained, and not more often than it may."""
     line = [str(tmp_path / "rank.py"), str(tmp_path), codes, "--seed", "3"]
-    again = launch.Restarts(restarts, tmp_path)
-    assert launch.launch(line, 1, lambda: "there is none", again) == ended
+    assert launch.launch(line, 1, lambda: "there is none", restarts, tmp_path) == ended
     options = ["--seed 3", "--seed 3", "--seed 3 --resume auto"]
     assert (tmp_path / "starts").read_text().splitlines() == options[:starts]
     heard = capsys.readouterr().err
@@ -214,7 +213,7 @@ def test_a_failed_run_starts_again_from_its_last_checkpoint(
 def test_a_run_that_was_told_to_stop_does_not_start_again(tmp_path, stop, monkeypatch):
     monkeypatch.setattr(launch, "_find_cause", lambda failed: setattr(stop, "received", True) or 0)
     line = [str(tmp_path / "rank.py"), str(tmp_path), "1,0"]
-    assert launch.launch(line, 1, lambda: "", launch.Restarts(3, tmp_path)) == 1
+    assert launch.launch(line, 1, lambda: "", 3, tmp_path) == 1
     assert (tmp_path / "starts").read_text() == "\n"
 
 

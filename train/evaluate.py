@@ -283,14 +283,13 @@ def main(argv: Sequence[str]) -> int:
     if processes > 1 and "RANK" not in os.environ:
         return launch([__file__, *argv], processes)
     watchdog = Watchdog(ranks.rank(), TrainConfig(**request.settings).timeout, _PROGRAM)
-    return ending.run_rank(lambda: _evaluate(request, watchdog), watchdog)
 
+    def work() -> None:
+        Evaluation(request, watchdog).run()
+        watchdog.alive("leaving the other ranks")
+        dist.destroy_process_group()
 
-def _evaluate(request: Request, watchdog: Watchdog) -> None:
-    """Evaluate on this rank."""
-    Evaluation(request, watchdog).run()
-    watchdog.alive("leaving the other ranks")
-    dist.destroy_process_group()
+    return ending.run_rank(work, watchdog)
 
 
 if __name__ == "__main__":

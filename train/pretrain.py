@@ -38,7 +38,7 @@ from train.planning.dry_run import advise, dry_run
 from train.run import ending
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
-from train.run.launch import Restarts, launch
+from train.run.launch import launch
 from train.run.output_folder import check_room
 from train.run.replacement import replace_process
 from train.run.stages import Stages, parse_run
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
     if (config.processes > 1 or config.restarts) and "RANK" not in os.environ:
         root = Path(config.output)
         outlook = stages.outlook if stages else partial(checkpoint.outlook, root)
-        restarts = Restarts(config.restarts, None if stages else root)
-        return launch([__file__, *argv], config.processes, outlook, restarts)
+        command, own = [__file__, *argv], None if stages else root
+        return launch(command, config.processes, outlook, config.restarts, own)
     watchdog = Watchdog(ranks.rank(), config.timeout)
     stop = StopSignal(ending.acknowledge, lambda: ending.end_now(watchdog))
     work = partial(_run_rank, argv, config, stages, stop, watchdog)

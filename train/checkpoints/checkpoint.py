@@ -181,13 +181,6 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _check_format(path: Path) -> None:
-    """Raise ValueError for a format that a newer version may have written. It may be whole."""
-    found = json.loads((path / "manifest.json").read_text())["format"]
-    if found != _FORMAT:
-        raise ValueError(f"expected a manifest of format {_FORMAT}, got {found!r}")
-
-
 def _check_inside(path: Path, name: str) -> None:
     """Raise ValueError unless `name` is a file under `path`, and not a link."""
     parts = name.split("/")
@@ -207,7 +200,9 @@ class Checkpoint:
         self.path = path
         try:
             names = sorted(_manifest(path))
-            _check_format(path)
+            found = json.loads((path / "manifest.json").read_text())["format"]
+            if found != _FORMAT:  # a newer version may have written it, and it may be whole
+                raise ValueError(f"expected a manifest of format {_FORMAT}, got {found!r}")
             self.state = json.loads((path / "state.json").read_text())
             self._files = [
                 safe_open(path / name, "pt") for name in names if name.startswith("rank_")

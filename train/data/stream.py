@@ -79,7 +79,8 @@ class Stream(Source):
         return type(self)(self.folder, self._files, self._sizes, self._announces, apart, bos)
 
     def of_sample(self, sample: int) -> Row:
-        number = self._lane_of(sample)
+        size = self._sizes.batch_size
+        number = sample % size * self.num_lanes // size
         lane = self._open_lane(number)
         epoch = lane.epoch
         lane.skip(self._rows_before(number, sample) - lane.rows)
@@ -113,10 +114,6 @@ class Stream(Source):
             found = {number: Damage(*damage) for number, *damage in state["broken"]}
             self._broken.found |= found
             self._broken.check()
-
-    def _lane_of(self, sample: int) -> int:
-        size = self._sizes.batch_size
-        return sample % size * self.num_lanes // size
 
     def _rows_before(self, lane: int, sample: int) -> int:
         """Return how many samples before `sample` are rows of a lane."""

@@ -17,29 +17,23 @@ DTYPE = torch.bfloat16
 bmt.init_distributed(seed=0)
 
 
-class Attention(bmt.DistributedModule):
+class Layer(bmt.DistributedModule):
     def __init__(self):
         super().__init__()
         self.project_qkv = bmt.nn.Linear(WIDTH, 3 * WIDTH, bias=False, dtype=DTYPE)
         self.project_out = bmt.nn.Linear(WIDTH, WIDTH, bias=False, dtype=DTYPE)
+        self.up = bmt.nn.Linear(WIDTH, 4 * WIDTH, bias=False, dtype=DTYPE)
+        self.down = bmt.nn.Linear(4 * WIDTH, WIDTH, bias=False, dtype=DTYPE)
 
-    def forward(self, x, cos, sin):
+    def attend(self, x, cos, sin):
         q, k, v = self.project_qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         return self.project_out(out.flatten(2))
 
-
-class Layer(bmt.DistributedModule):
-    def __init__(self):
-        super().__init__()
-        self.attention = Attention()
-        self.up = bmt.nn.Linear(WIDTH, 4 * WIDTH, bias=False, dtype=DTYPE)
-        self.down = bmt.nn.Linear(4 * WIDTH, WIDTH, bias=False, dtype=DTYPE)
-
     def forward(self, x, cos, sin):
-        x = x + self.attention(F.layer_norm(x, (WIDTH,)), cos, sin)
+        x = x + self.attend(F.layer_norm(x, (WIDTH,)), cos, sin)
         return x + self.down(F.gelu(self.up(F.layer_norm(x, (WIDTH,)))))
 
 

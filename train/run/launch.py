@@ -30,20 +30,6 @@ _EXPLAINED = 2  # exit code of a rank that printed what is wrong
 
 
 @dataclass(frozen=True)
-class Restarts:
-    """The `most` restarts of a failed run, and `root`, the folder of its checkpoints, unless it
-    resumes without --resume.
-    """
-
-    most: int = 0
-    root: Path | None = None
-
-    def arguments(self) -> list[str]:
-        """Return the options that replace earlier ones: none if there is no checkpoint."""
-        return ["--resume", "auto"] if self.root and checkpoint.listed(self.root) else []
-
-
-@dataclass(frozen=True)
 class _Failure:
     """The exit code of the rank that failed first, and a sentence on it and on the others."""
 
@@ -55,10 +41,12 @@ def launch(
     argv: Sequence[str],
     processes: int,
     outlook: Callable[[], str] | None = None,
-    restarts: Restarts = Restarts(),
+    restarts: int = 0,
+    root: Path | None = None,
 ) -> int:
     """Run `python argv...` as ranks 0 to processes - 1. `outlook` returns what the run leaves when
-    it ends. Without it there is nothing to save: a signal ends the ranks at once.
+    it ends. Without it there is nothing to save: a signal ends the ranks at once. A restart
+    resumes from the checkpoints under `root`; without it, the run resumes on its own.
 
     Return 0, also after a signal, else the code of the first rank that failed, or 130 after a
     second Ctrl-C. A failure that a rank has explained (code 2) is not followed by a restart.
@@ -66,13 +54,13 @@ def launch(
     stop = StopSignal(noted=lambda: print_error(NOTED if outlook else "stopping"))
     made, options = 0, list[str]()
     while isinstance(ended := _run_ranks([*argv, *options], processes, stop, outlook), _Failure):
-        if made == restarts.most or ended.code == _EXPLAINED or stop.received:
+        if made == restarts or ended.code == _EXPLAINED or stop.received:
             print_error(f"{ended.said}; the run is over")
             if outlook and ended.code != _EXPLAINED:
                 print_error(outlook())
             return _exit_code(ended.code)
-        made, options = made + 1, restarts.arguments()
-        print_error(f"{ended.said}; restart {made} of {restarts.most}")
+        made, options = made + 1, ["--resume", "auto"] if root and checkpoint.listed(root) else []
+        print_error(f"{ended.said}; restart {made} of {restarts}")
     return ended
 
 
@@ -119,13 +107,13 @@ def _local_store() -> dist.TCPStore:
 
 
 def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subprocess.Popen:
+    """Start a rank, which ignores Ctrl-C: a terminal sends it to all, and the launcher stops."""
+
+    def ignore_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     environment = _environment(rank, processes, port)
-    return subprocess.Popen([sys.executable, *argv], env=environment, preexec_fn=_ignore_interrupts)
-
-
-def _ignore_interrupts() -> None:
-    """Ignore Ctrl-C, which a terminal sends to all processes. The launcher stops the ranks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return subprocess.Popen([sys.executable, *argv], env=environment, preexec_fn=ignore_interrupts)
 
 
 def _note_ended(started: list[subprocess.Popen], ended: dict[int, int]) -> None:
