@@ -130,21 +130,10 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """The options of the command line: folders by name, and the given ones of TrainConfig."""
-
-    run: Path | None
-    output: Path | None
-    tasks: tuple[str, ...]
-    tokenizer: str | None
-    text: Path | None
-    data: dict[str, str] | None
-    grid: dict[str, Any]
-    settings: dict[str, Any]
-
-
-def _parse(argv: Sequence[str]) -> Request:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options: `data` as folders by name, `tasks` by name, those of Grid, `grid`, and
+    those of TrainConfig, `settings`, as far as they were given.
+    """
     parser = _parser()
     given = vars(parser.parse_args(argv))
     sizes = {field.name for field in dataclasses.fields(Grid)}
@@ -161,7 +150,7 @@ def _parse(argv: Sequence[str]) -> Request:
             raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")
         folders = None if data is None else evaluated_folders(data)
         names = tasks.parse_tasks(named, "--tasks")
-        request = Request(tasks=names, data=folders, grid=grid, settings=given, **own)
+        request = argparse.Namespace(tasks=names, data=folders, grid=grid, settings=given, **own)
         if own["run"] is None and "positions" in names and data is None:
             raise ValueError(
                 "--tasks positions needs text: give --data FOLDER, or --tasks needle,variables"
@@ -176,7 +165,7 @@ def _parse(argv: Sequence[str]) -> Request:
 class Evaluation:
     """One rank of an evaluation."""
 
-    def __init__(self, request: Request, watchdog: Watchdog):
+    def __init__(self, request: argparse.Namespace, watchdog: Watchdog):
         self.request, self.watchdog = request, watchdog
         watchdog.alive("waiting for the other ranks to join")
         device = init_distributed(TrainConfig(**request.settings))

@@ -170,19 +170,6 @@ class MicroBatch(Work):
         return model(*inputs, mask=self.masks, layout=self.layouts, **how)
 
 
-class Rows(Protocol):
-    """Sequences that `Batches` cuts: those of a data folder, or those that a program makes."""
-
-    @property
-    def documents(self) -> bool:
-        """Whether documents of a sequence are kept apart."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int | None) -> Row:
-        """Return sequence `index`. None stands for one without any target."""
-
-
 @dataclass(frozen=True)
 class _RowPlan:
     """The mask of a sequence, its layout, and the work of each rank."""
@@ -215,12 +202,15 @@ class Batches(Dealer[MicroBatch]):
         windowed, layers = model.windows.count(model.window), counted(model.num_layers, "layer")
         return f"{seen}, a window of {counted(model.window, 'token')} in {windowed} of {layers}"
 
-    def of_rows(self, rows: Rows) -> Iterator[tuple[list[int | None], MicroBatch]]:
-        """Yield micro-batches of all `rows`, as many on every rank, with the rows' numbers."""
+    def of_rows(self, rows: Any) -> Iterator[tuple[list[int | None], MicroBatch]]:
+        """Yield micro-batches of all `rows`, as many on every rank, with the rows' numbers.
+
+        rows  Sequences, or others with `documents`, a length and read(index), also for None
+        """
         for chosen in self._deal(range(len(rows))):
             yield chosen, self._read(rows, chosen)
 
-    def _read(self, data: Rows, indices: Sequence[int | None]) -> MicroBatch:
+    def _read(self, data: Any, indices: Sequence[int | None]) -> MicroBatch:
         return self._make(data, [data.read(index) for index in indices])
 
     def _make(

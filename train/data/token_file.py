@@ -9,12 +9,12 @@ index.json      counts, dtype, sources, and the sha256 of every other file; writ
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from models.tensor_files import read_json
 from train.base import ranks
 from train.base.folders import inside
 from train.base.wording import counted
@@ -117,17 +117,14 @@ class TokenFile:
             raise ValueError(
                 f"{self.folder} has no index.json: it is not a folder that prepare_data.py finished"
             )
-        try:
-            index = json.loads(file.read_text())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}: {error}") from error
-        if isinstance(index, dict) and "stream" in index:
+        index = read_json(file)
+        if "stream" in index:
             raise ValueError(
                 f"{self.folder} is a stream, which only --data of pretrain.py reads: prepare these "
                 "files without --stream"
             )
         for name, kind in (("tokens", int), ("dtype", str), ("vocab_size", int)):
-            if not isinstance(index, dict) or not isinstance(index.get(name), kind):
+            if not isinstance(index.get(name), kind):
                 raise ValueError(f"{file} has no {name}, {kind.__name__}")
         if index["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"{file}: expected dtype uint16 or uint32, got {index['dtype']!r}")

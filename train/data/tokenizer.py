@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -221,42 +220,32 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
     return _read(_BY_SUFFIX[path.suffix], path, eos)
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """The tokenizer of a folder: its class, its file and the options that it was made with."""
-
-    kind: _Open
-    file: str
-    eos: str | None
-    identity: str | None
-
-
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer that was saved into `folder`. Raises ValueError if it is broken."""
     spec = _read_spec(folder)
     if spec is None:
         raise ValueError(f"{folder} has no tokenizer ({SPEC})")
-    if spec.kind is ByteTokenizer:
-        return spec.kind()
-    return _read(spec.kind, inside(folder, spec.file), spec.eos)
+    if spec["kind"] is ByteTokenizer:
+        return ByteTokenizer()
+    return _read(spec["kind"], inside(folder, spec["file"]), spec["eos"])
 
 
 def saved_identity(folder: Path) -> str | None:
     """Return the identity of a folder's tokenizer, None for none and older ones."""
     spec = _read_spec(folder)
-    return None if spec is None else spec.identity
+    return None if spec is None else spec["identity"]
 
 
-def _read_spec(folder: Path) -> _Spec | None:
+def _read_spec(folder: Path) -> dict[str, Any] | None:
+    """Return a folder's tokenizer: its "kind", a class, its "file", "eos" and "identity"."""
     file = inside(folder, SPEC)
     if not file.is_file():
         return None
     try:
-        spec = json.loads(file.read_text())
-        kind, identity = _class_named(spec["kind"]), spec.get("identity")
-        if not isinstance(identity, str | None):
+        spec = {"eos": None, "identity": None, **json.loads(file.read_text())}
+        if not isinstance(identity := spec["identity"], str | None):
             raise ValueError(f"expected text as its identity, got {identity!r}")
-        return _Spec(kind, spec["file"], spec.get("eos"), identity)
+        return spec | {"kind": _class_named(spec["kind"]), "file": spec["file"]}
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise ValueError(
             f"{file} does not name a tokenizer: {type(error).__name__}: {error}"

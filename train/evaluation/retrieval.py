@@ -180,7 +180,7 @@ def _ask(value: int) -> str:
 
 
 class RetrievalRows:
-    """Rows of `length` tokens, `samples` for each level of a task, as train.data.batches.Rows.
+    """Rows of `length` tokens, `samples` for each level of a task, for Batches.of_rows.
 
     Row i belongs to level i // samples. It depends on the seed, the length and i only. `bos` stands
     in front of each text, unless it is None. Raises ValueError if the length is too short.

@@ -44,11 +44,6 @@ class Inputs:
     validation: dict[str, Stored]
     tokenizer: Tokenizer
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the training data."""
-        return self.training.folder
-
 
 def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
     """Open what `config` names. Raises ValueError if model, kernel and data do not fit together."""

@@ -142,7 +142,7 @@ class Stages:
         for stage in self.later:
             warnings = io.StringIO()
             with redirect_stderr(warnings):
-                opened.append(_check_stage(stage, device, opened[0].folder))
+                opened.append(_check_stage(stage, device, opened[0].training.folder))
             for line in warnings.getvalue().splitlines():
                 print(f"stage {stage.name}: {line}", file=sys.stderr)
         return opened
@@ -261,7 +261,7 @@ def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -
         choose_micro_batch_size(config, world // config.sp_size)
         inputs = keep_documents_apart(open_inputs(config, device), config, None)
         if data is not None:
-            check_folder(data, inputs.folder, inputs.folder)
+            check_folder(data, inputs.training.folder, inputs.training.folder)
     except (ValueError, OSError) as error:
         raise ValueError(f"stage {stage.name}: {error}") from error
     return inputs

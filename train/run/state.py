@@ -47,7 +47,7 @@ def begin(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path | None
     if source := config.init_from:
         weights, tokenizer = Path(source), inputs.tokenizer
         allowed, grows = config.allow_other_tokenizer, config.grow_vocabulary
-        check_weights(inputs.folder, tokenizer, weights, allowed, grows)
+        check_weights(inputs.training.folder, tokenizer, weights, allowed, grows)
         if weights.is_dir():
             beside = read_beside(weights, tokenizer, inputs.kind)
         load_weights(source, engine, config.expected_weights(), config.seed)
@@ -58,7 +58,7 @@ def _load(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path) -> St
     """Load a checkpoint, also its loss scale, its random numbers, and its place in the data."""
     saved, new_stage = checkpoint.Checkpoint(path), resume.begins_stage(config)
     resume.check_same(saved, inputs.model, inputs.training.identity, new_stage, inputs.tokenizer)
-    check_folder(inputs.folder, path / checkpoint.TOKENIZER, path)
+    check_folder(inputs.training.folder, path / checkpoint.TOKENIZER, path)
     so_far = {} if new_stage else saved.state
     names = [field.name for field in dataclasses.fields(Progress)]
     progress = Progress(**{name: so_far.get(name, 0) for name in names})
