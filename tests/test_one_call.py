@@ -7,7 +7,8 @@ import pytest
 from bmt_burst import Layout, Mask, kernels, simulate
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.span import length
-from bmt_burst.strategies import Saved, load
+from bmt_burst.strategies import load
+from bmt_burst.strategies.compute import Keys, QueryGradients
 from bmt_burst.strategies.one_call import OneCallPlan
 from bmt_burst.strategies.ring.routes import Stage
 from tests.cases import random_qkv
@@ -126,7 +127,7 @@ def test_a_whole_result_is_not_copied(monkeypatch):
         plan, rings = everyone[ring.rank], make_rings(ring, (None, None))
         plan.reserve(rings, q.device, with_backward=True)
         out, lse, _ = plan.forward(rings, q, k, v)
-        dq, *_ = plan.backward(rings, dout, Saved(q, k, v, out, lse))
+        dq, *_ = plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v))
         return [x.data_ptr() for x in (out, lse, dq)]
 
     first, second = simulate(2, work)

@@ -14,7 +14,8 @@ from ..merging.sinks import sinks_gradient, with_sinks
 from ..merging.surrogate import add_lse_gradient
 from ..ranks.agreement import admit_one_thread, report_failure, run_together
 from ..ranks.rings import Rings
-from ..strategies import Plan, Saved
+from ..strategies import Plan
+from ..strategies.compute import Keys, QueryGradients
 
 
 class PlannedAttention(torch.autograd.Function):
@@ -52,25 +53,26 @@ class PlannedAttention(torch.autograd.Function):
         rings: Rings = ctx.rings
         plan: Plan = ctx.plan
 
-        def begin() -> tuple[Tensor, Saved, Tensor | None]:
+        def begin() -> tuple[Tensor, tuple[Any, ...]]:
             check_first_derivative("burst_attn_func")
-            q, k, v, out, lse, sinks, *others = ctx.saved_tensors
-            inputs, kept = others[: ctx.input_count], others[ctx.input_count :]
-            saved, dout = Saved(q, k, v, out, lse, tuple(inputs), tuple(kept)), grads[0]
+            saved, dout = ctx.saved_tensors, grads[0]  # raises if they were freed
             given = (x for x in grads if x is not None)
             check_transforms("the backward of burst_attn_func", *given)
-            if dout is None:  # nothing that used `out` returned a gradient for it
-                dout = torch.zeros_like(saved.out)
-            return dout, saved, sinks
+            if dout is None:  # nothing that used out, which is saved[3], returned a gradient for it
+                dout = torch.zeros_like(saved[3])
+            return dout, saved
 
         with admit_one_thread(rings, doing):
-            dout, saved, sinks = run_together(rings, doing, begin)
+            dout, (q, k, v, out, lse, sinks, *others) = run_together(rings, doing, begin)
+            inputs, kept = others[: ctx.input_count], others[ctx.input_count :]
             dsinks, dlse = None, grads[1]
             with without_autocast(dout), report_failure(rings, doing):
                 if dlse is not None:
-                    out, dout = add_lse_gradient(saved.out, dout, saved.lse, dlse)
-                    saved = saved._replace(out=out)
-                dq, dk, dv, of_inputs = plan.backward(rings, dout, saved)
+                    out, dout = add_lse_gradient(out, dout, lse, dlse)
+                queries = QueryGradients(q, dout, lse, out)
+                dq, dk, dv, of_inputs = plan.backward(
+                    rings, queries, Keys(k, v), tuple(inputs), tuple(kept)
+                )
                 if sinks is not None and ctx.needs_input_grad[3]:
-                    dsinks = sinks_gradient(dout, saved.out, saved.lse, sinks)
+                    dsinks = sinks_gradient(dout, out, lse, sinks)
         return dq, dk, dv, dsinks, None, None, None, *of_inputs

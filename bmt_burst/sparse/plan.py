@@ -31,7 +31,8 @@ from ..base.streams import send_to_device
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span, length, overlap
-from ..strategies import Plan, Problem, Saved, Strategy
+from ..strategies import Plan, Problem, Strategy
+from ..strategies.compute import Keys, QueryGradients
 from .blocks import FarBlocks, FarKeys, packed_dtype
 from .choice import choose_in_document, documents, documents_in, find_longest
 from .compressed import CompressedKeys, compress, sum_strides
@@ -108,28 +109,33 @@ class SparsePlan(Plan):
         return out.to(q.dtype), lse, (chosen,)
 
     def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
+        self,
+        rings: Rings,
+        queries: QueryGradients,
+        keys: Keys,
+        inputs: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
-        [chosen] = saved.kept
-        *near, _ = self.window.backward(rings, dout, saved._replace(inputs=(), kept=()))
-        dq, dk, dv = (x.to(saved.lse.dtype) for x in near)
+        [chosen], q, dout, lse = kept, queries.q, queries.dout, queries.lse
+        *near, _ = self.window.backward(rings, queries, keys)
+        dq, dk, dv = (x.to(lse.dtype) for x in near)
         del near
-        lse_delta = stack_lse_delta(saved.out, dout, saved.lse)
+        assert queries.out is not None, "a call has out"
+        lse_delta = stack_lse_delta(queries.out, dout, lse)
         blocks, scale = self.far_blocks(chosen), self.problem.spec.scale
         for number, (first, _) in enumerate(self.spans.spans):
-            keys, values = self.spans.gather(rings, [saved.k, saved.v], number)
+            k, v = self.spans.gather(rings, [keys.k, keys.v], number)
             rows = []
             for row, of_row in enumerate(blocks):
-                far = FarKeys(keys[row], values[row], of_row, first, scale)
-                inputs = dout[row], saved.q[row], far, lse_delta[row], dq[row]
-                rows.append(add_far_gradients(*inputs))
+                far = FarKeys(k[row], v[row], of_row, first, scale)
+                rows.append(add_far_gradients(dout[row], q[row], far, lse_delta[row], dq[row]))
             grads = [torch.stack(x) for x in zip(*rows, strict=True)]
             own = self.spans.own_tokens(number)
             given = self.spans.give_back(rings, grads, number, self.problem.sizes.partial)
             for total, part in zip((dk, dv), given, strict=True):
                 total[:, own] += part
-        none = (None,) * len(saved.inputs)  # no gradient flows through the choice
-        return dq.to(saved.q.dtype), dk.to(saved.k.dtype), dv.to(saved.v.dtype), none
+        none = (None,) * len(inputs)  # no gradient flows through the choice
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), none
 
     def _compress(self, rings: Rings, k: Tensor) -> list[dict[int, CompressedKeys]]:
         """Return the compressed keys of each row's documents, by the documents' starts."""
@@ -214,10 +220,15 @@ class DensePlan(Plan):
         return self.plan.forward(rings, q, k, v)
 
     def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
+        self,
+        rings: Rings,
+        queries: QueryGradients,
+        keys: Keys,
+        inputs: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
-        dq, dk, dv, _ = self.plan.backward(rings, dout, saved._replace(inputs=()))
-        return dq, dk, dv, (None,) * len(saved.inputs)
+        dq, dk, dv, _ = self.plan.backward(rings, queries, keys, (), kept)
+        return dq, dk, dv, (None,) * len(inputs)
 
 
 def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, ...]:

@@ -21,12 +21,12 @@ import functools
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ranks.rings import Rings
+from .compute import Keys, QueryGradients
 from .problem import DENSE as DENSE
 from .problem import GROUP_BYTES as GROUP_BYTES
 from .problem import Part as Part
@@ -47,24 +47,6 @@ _STRATEGIES = {
 _SHORT = 0.35e12  # operations of a rank's forward, below which "auto" takes one-call
 _FEW_TOKENS = 1 << 13  # of a rank: with more, gathering all takes longer than it saves
 _logged: set[str] = set()  # the strategies whose choice was logged
-
-
-class Saved(NamedTuple):
-    """The tensors that a forward saves for its backward.
-
-    q, k, v   its inputs
-    out, lse  its results. With attention sinks, those that include the sinks.
-    inputs    its other inputs, which an extension of attention has
-    kept      what else the forward keeps
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    inputs: tuple[Tensor, ...] = ()
-    kept: tuple[Tensor, ...] = ()
 
 
 class Plan(ABC):
@@ -97,10 +79,18 @@ class Plan(ABC):
 
     @abstractmethod
     def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
+        self,
+        rings: Rings,
+        queries: QueryGradients,
+        keys: Keys,
+        inputs: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
         """Return dq, dk and dv of this rank's tokens, in the inputs' dtype, and this rank's shares
         of the gradients of the other inputs.
+
+        Out and lse of `queries` are those of the forward. With attention sinks, they include the
+        sinks. `kept` is what the forward returned for its backward.
         """
 
 

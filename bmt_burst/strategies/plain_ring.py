@@ -31,7 +31,7 @@ from ..sequence.gathered_calls import GatheredCall, kernel_calls
 from ..sequence.span import Span, in_turn
 from ..sequence.tiling import Tiling
 from ..transport import LANES
-from . import DENSE, Plan, Problem, Saved, Strategy
+from . import DENSE, Plan, Problem, Strategy
 from .compute import (
     Keys,
     Queries,
@@ -87,11 +87,15 @@ class PlainRingPlan(Plan):
         return out, lse, ()
 
     def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
+        self,
+        rings: Rings,
+        queries: QueryGradients,
+        keys: Keys,
+        inputs: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        q, k, v = saved.q, saved.k, saved.v
-        queries = QueryGradients(q, dout, saved.lse, saved.out)
-        attention = DENSE.backward(self.problem, queries, saved.inputs, saved.kept)
+        q, k, v = queries.q, keys.k, keys.v
+        attention = DENSE.backward(self.problem, queries, inputs, kept)
         wide = accumulator_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
         block = [k.contiguous(), v.contiguous()]

@@ -12,7 +12,8 @@ from bmt_burst import InfLLMV2, Layout, Mask, strategies
 from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.spec import Spec
-from bmt_burst.strategies import Problem, Saved, Sizes
+from bmt_burst.strategies import Problem, Sizes
+from bmt_burst.strategies.compute import Keys, QueryGradients
 from bmt_burst.transport import ALONE, Messages, Ticket
 from bmt_burst.transport.simulator import ImaginedRing
 
@@ -117,7 +118,7 @@ def attention_memory(shape: AttentionShape) -> AttentionMemory:
     dout = torch.empty_like(out)
     backward.ignore(q, k, v, out, lse, dout, *slots)
     with backward:
-        grads = plan.backward(rings, dout, Saved(q, k, v, out, lse))[:3]
+        grads = plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v))[:3]
     return AttentionMemory(
         forward.most - out.nbytes - lse.nbytes,
         backward.most - sum(x.nbytes for x in grads),

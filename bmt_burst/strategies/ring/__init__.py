@@ -32,7 +32,7 @@ from torch import Tensor
 from ...ranks.rings import Rings
 from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
 from ...sequence.tiling import Tiling
-from .. import Plan, Problem, Saved, Sizes, Strategy
+from .. import Plan, Problem, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients
 from ..problem import Part
 from .backward import Backward
@@ -86,13 +86,6 @@ class RingPlan(Plan):
         return Forward(self.forward_program, rings, Queries(q), Keys(k, v), inputs).result()
 
     def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        queries = QueryGradients(saved.q, dout, saved.lse, saved.out)
-        keys = Keys(saved.k, saved.v)
-        return self.differentiate(rings, queries, keys, saved.inputs, saved.kept)
-
-    def differentiate(
         self,
         rings: Rings,
         queries: QueryGradients,
@@ -100,9 +93,7 @@ class RingPlan(Plan):
         inputs: tuple[Tensor, ...] = (),
         kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """Compute the backward (`backward`). Queries have delta only if the problem `takes_delta`,
-        otherwise out.
-        """
+        """Compute the gradients. Queries have out, or if the problem `takes_delta` delta."""
         return Backward(self.backward_program, rings, queries, keys, inputs, kept).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:

@@ -40,7 +40,7 @@ from ...merging.merge import empty_lse
 from ...ranks.rings import Rings
 from ...sequence.span import length
 from ...transport import ALONE, Delivery
-from .. import Plan, Problem, Saved, Strategy
+from .. import Plan, Problem, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients
 from ..ring import RingPlan
 from .exchange import Field, Returns, Visits
@@ -167,9 +167,14 @@ class UlyssesPlan(Plan):
         return out, lse, tuple(kept)
 
     def backward(
-        self, rings: Rings, dout: Tensor, saved: Saved
+        self,
+        rings: Rings,
+        queries: QueryGradients,
+        keys: Keys,
+        inputs: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        q, k, v, out, lse, inputs, kept = saved
+        q, dout, lse, k, v = queries.q, queries.dout, queries.lse, keys.k, keys.v
         count = len(kept) // max(len([*self._all_rings()]), 1)
         of_rings = iter([kept[i : i + count] for i in range(0, len(kept), count or 1)])
         between, gradients = _between_hosts(rings), tuple(map(torch.zeros_like, inputs))
@@ -182,13 +187,14 @@ class UlyssesPlan(Plan):
             for at, kv_at, ring in self.rings[piece]:
                 sides = queries.part(ALL, at), keys.part(ALL, kv_at)
                 own = self._own_heads(inputs, piece, at)
-                *grads, shares = ring.differentiate(between, *sides, own, next(of_rings, ()))
+                *grads, shares = ring.backward(between, *sides, own, next(of_rings, ()))
                 parts.append(tuple(grads))
                 for into, share in zip(self._own_heads(gradients, piece, at), shares, strict=True):
                     into.copy_(share)
             return parts
 
-        last = QueryGradients(q, dout, lse, out).get_delta() if self.sends_delta else out
+        last = queries.get_delta() if self.sends_delta else queries.out
+        assert last is not None, "a call has out"
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (
             torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
