@@ -11,10 +11,7 @@ from pyarrow import parquet
 
 from tests.preparing import jsonl, prepare, texts
 from train import make_vocabulary, prepare_data
-from train.data import tables
-from train.data.files import TextFile
 from train.data.folder import TokenFile
-from train.data.text import read_pieces
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -49,7 +46,7 @@ def compress(*frames: bytes) -> bytes:
 
 
 def test_all_kinds_of_files_hold_the_same_documents(tmp_path):
-    """Also with a column of another type of text, several row groups, and frames of zstd."""
+    """Columns have other types of text, files several row groups and frames of zstd."""
     folder = tmp_path / "in"
     folder.mkdir()
     rows = [*LONG, "ü"]
@@ -98,21 +95,6 @@ def test_rows_without_text_are_bad_lines(tmp_path):
     assert "3 of 5 lines are bad" in prepare("--input", where, "--output", tmp_path / "o2", code=2)
 
 
-def test_parts_of_a_table_are_small(tmp_path, monkeypatch):
-    """Batches of one row and of many give the same parts; a part ends after its limit."""
-    path = tmp_path / "x.parquet"
-    parquet.write_table(table(*["x" * 300_000] * 9, None, "end"), path)
-    parts = [*read_pieces(TextFile(path, "x.parquet"), "text")]
-    assert [len(part.lines) for part in parts] == [4, 4, 3]
-    assert [part.first_line for part in parts] == [1, 5, 9]
-    assert parts[2].lines[1:] == [None, b"end"]
-    assert sum(part.size for part in parts) == path.stat().st_size
-    monkeypatch.setattr(tables, "_ROWS", 1)
-    assert [part.lines for part in read_pieces(TextFile(path, "x.parquet"), "text")] == [
-        part.lines for part in parts
-    ]
-
-
 def write_broken_shards(folder) -> None:
     """Fill a folder with shards that end early or are damaged, and one that is whole."""
     folder.mkdir()
@@ -135,10 +117,9 @@ def write_broken_shards(folder) -> None:
     (folder / "f.jsonl").write_bytes(jsonl("whole"))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_broken_shards_are_named_and_their_rest_is_skipped(workers, tmp_path):
+def test_broken_shards_are_named_and_their_rest_is_skipped(tmp_path):
     write_broken_shards(tmp_path / "in")
-    arguments = ("--input", tmp_path / "in", "--workers", workers, "--output", tmp_path / "out")
+    arguments = ("--input", tmp_path / "in", "--workers", 2, "--output", tmp_path / "out")
     printed = prepare(*arguments, "--max-bad-shards", 6)
     index = TokenFile(tmp_path / "out/train").index
     listed = [line.removeprefix(f"{tmp_path}/in/") for line in index["broken_shards"]]
@@ -147,7 +128,6 @@ def test_broken_shards_are_named_and_their_rest_is_skipped(workers, tmp_path):
         *("e/data-00001-of-00002.arrow: the file ends before", "a.jsonl.gz: Compressed file ended"),
         *("b.jsonl.zst: compressed file ended before the end of a zstd frame", "d.parquet: "),
     ]
-    assert len(listed) == len(starts)
     assert all(line.startswith(start) for line, start in zip(listed, starts, strict=True)), listed
     assert "6 broken shards were skipped from the damage on:\n" in printed
     assert all(line in printed for line in index["broken_shards"])
@@ -158,7 +138,7 @@ def test_broken_shards_are_named_and_their_rest_is_skipped(workers, tmp_path):
     assert index["bad_lines"] == 0
 
 
-@pytest.mark.parametrize("most", [0, 2, 3, 5])
+@pytest.mark.parametrize("most", [0, 5])
 def test_more_broken_shards_than_allowed_write_nothing_and_are_named(most, tmp_path):
     write_broken_shards(tmp_path / "in")
     arguments = ("--input", tmp_path / "in", "--output", tmp_path / "out")
@@ -218,12 +198,6 @@ def test_of_a_datasets_folder_only_listed_shards_are_read(tmp_path):
     (tmp_path / "d/train/data-00001-of-00002.arrow").unlink()
     printed = prepare("--input", tmp_path / "d/train", *out, code=2)
     assert "state.json lists data-00001-of-00002.arrow, which is missing" in printed
-
-
-def test_a_zst_that_is_none_is_not_read(tmp_path):
-    (tmp_path / "x.txt.zst").write_text("plain")
-    printed = prepare("--input", tmp_path / "x.txt.zst", "--output", tmp_path / "out", code=2)
-    assert "1 broken shard, " in printed and "x.txt.zst: zstd decompress" in printed
 
 
 def test_instances_and_vocabularies_are_not_made_of_tables(tmp_path, capsys):

@@ -30,21 +30,20 @@ def write(prefix, texts=TEXTS, code=4, kind="i", cut=None, **changes) -> None:
         "places": [sum(lengths[:i]) * size for i in range(len(texts))],
         "documents": [0, *np.cumsum(cut or [1] * len(texts)).tolist()],
     } | changes
-    index = header["magic"]
-    index += struct.pack("<Q", header["version"])
-    index += struct.pack("<B", header["code"])
-    index += struct.pack("<Q", header["sequences"])
+    numbers = (header[name] for name in ("version", "code", "sequences"))
+    index = header["magic"] + struct.pack("<QBQ", *numbers)
     index += struct.pack("<Q", len(header["documents"]))
-    index += b"".join(struct.pack("<i", length) for length in header["lengths"])
-    index += b"".join(struct.pack("<q", place) for place in header["places"])
-    index += b"".join(struct.pack("<q", first) for first in header["documents"])
+    for kind_of_entry, name in (("i", "lengths"), ("q", "places"), ("q", "documents")):
+        index += struct.pack(f"<{len(header[name])}{kind_of_entry}", *header[name])
     prefix.with_name(f"{prefix.name}.idx").write_bytes(index)
     data = b"".join(struct.pack("<" + kind, token) for text in texts for token in text)
     prefix.with_name(f"{prefix.name}.bin").write_bytes(data)
 
 
-@pytest.mark.parametrize(("code", "kind"), [(1, "B"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
-@pytest.mark.parametrize("ending", ["", ".idx", ".bin"])
+@pytest.mark.parametrize(
+    ("code", "kind", "ending"),
+    [(1, "B", ""), (3, "h", ".idx"), (4, "i", ".bin"), (5, "q", ""), (8, "H", "")],
+)
 def test_tokens_of_any_dtype_are_kept(code, kind, ending, tmp_path):
     write(tmp_path / "corpus_text_document", code=code, kind=kind)
     given = tmp_path / f"corpus_text_document{ending}"
@@ -91,16 +90,12 @@ def test_an_eos_at_the_end_is_not_doubled_and_names_choose_validation(byte_level
         ({"magic": b"TNTIDX\0\0\0"}, "x.idx is no index of Megatron-LM"),
         ({"version": 2}, "x.idx: expected version 1, got 2"),
         ({"code": 7, "kind": "f"}, "x.idx: expected a dtype of whole numbers, got code 7"),
-        ({"code": 99}, "x.idx: expected a dtype of whole numbers, got code 99"),
         ({"sequences": 5}, "x.idx has 122 bytes, expected 134 for 5 sequences and 5 entries"),
-        ({"lengths": [5, 7, 0, 99]}, "x.bin has 104 bytes, but x.idx lists 444"),
         ({"lengths": [5, 7, 0, 9]}, "x.bin has 104 bytes, but x.idx lists 84"),
-        ({"lengths": [6, 6, 0, 14]}, "x.idx: sequences do not follow one another in the .bin"),
         ({"lengths": [5, -7, 0, 14]}, "x.idx: sequences do not follow one another in the .bin"),
         ({"places": [0, 20, 48, 52]}, "x.idx: sequences do not follow one another in the .bin"),
         ({"documents": [1, 2, 3, 4]}, "x.idx: documents must start at rising sequences, from 0"),
         ({"documents": [0, 3, 2, 4]}, "x.idx: documents must start at rising sequences, from 0"),
-        ({"documents": [0, 1, 2, 3]}, "x.idx: documents end at sequence 3, but there are 4"),
         ({"documents": []}, "x.idx: documents end at sequence 0, but there are 4 sequences"),
         ({"texts": [b"good", [65, 300]]}, "x.bin, lines 1 to 2: document 2 has token 300, but"),
         ({"texts": [b"good", [-1]]}, "x.bin, lines 1 to 2: document 2 has token -1, but"),
@@ -132,12 +127,6 @@ def test_truncated_and_missing_files_are_refused_by_name(tmp_path):
         assert message in prepare(*arguments, tmp_path / "x", code=2)
     (tmp_path / "x.idx").unlink()
     assert "x.bin has no x.idx next to it" in prepare(*arguments, tmp_path / "x.bin", code=2)
-    write(tmp_path / "x")
-    (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-4])
-    assert "x.bin has 100 bytes, but x.idx lists 104" in prepare(*arguments, tmp_path / "x", code=2)
-
-
-def test_the_tokenizer_must_be_named(tmp_path):
     write(tmp_path / "x")
     printed = prepare("--input", tmp_path / "x", "--output", tmp_path / "out", code=2)
     assert "x.bin holds tokens: --tokenizer must name the one that made them" in printed

@@ -20,7 +20,6 @@ from train.base import ranks
 from train.checkpoints.checkpoint import Checkpoint
 from train.data import remote, text
 from train.data.folder import Row, TokenFile
-from train.data.skips import Skips
 from train.data.stream import Stream
 from train.data.stream_files import StreamFiles, is_stream
 from train.data.tokenizer import ByteTokenizer
@@ -119,8 +118,8 @@ def test_targets_are_the_next_tokens_of_a_document(folder, documents):
 
 @pytest.mark.parametrize("seq_len", [7, 2000])
 def test_rows_do_not_depend_on_who_reads_the_others(folder, seq_len):
-    """Any number of groups of ranks takes the same rows, also of a lane that several groups read,
-    and if samples are left out.
+    """Any number of groups of ranks takes the same rows, also of a lane that several groups read.
+    Samples may be left out.
     """
     whole = take(opened(folder, seq_len=seq_len), range(48))
     for groups in (2, 4, 8):
@@ -144,8 +143,9 @@ def states(monkeypatch, streams: list[Stream], samples: int) -> list[dict]:
     return [json.loads(json.dumps(stream.state(samples))) for stream in streams]
 
 
-@pytest.mark.parametrize("seq_len", [7, 2000])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 8), (8, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("seq_len", "before", "after"), [(7, 1, 1), (7, 2, 8), (2000, 8, 1), (2000, 4, 2)]
+)
 def test_a_resumed_run_has_the_same_rows_on_any_number_of_ranks(
     folder, monkeypatch, seq_len, before, after
 ):
@@ -274,7 +274,7 @@ def test_a_stream_is_only_for_training(folder):
 
 
 def test_a_stream_may_be_at_addresses(tmp_path):
-    """Of any file system of fsspec; here one in memory."""
+    """Any file system of fsspec works, such as this one in memory."""
     memory = fsspec.filesystem("memory")
     try:
         for i in range(4):
@@ -286,9 +286,8 @@ def test_a_stream_may_be_at_addresses(tmp_path):
         assert "a stream of 5 files" in printed
         read = read_documents(take(opened(tmp_path / "out/train"), range(64)))
         assert {x for texts in TEXTS[:5] for x in texts} == {*read}
-        assert "no file matches memory://corpus/*.zst" in prepare(
-            *out, "memory://corpus/*.zst", code=2
-        )
+        printed = prepare(*out, "memory://corpus/*.zst", code=2)
+        assert "no file matches memory://corpus/*.zst" in printed
         assert "ftq://x/y.jsonl: " in prepare(*out, "ftq://x/y.jsonl", code=2)
         memory.rm("/corpus/4.parquet")
         with pytest.raises(ValueError, match=r"memory:///corpus/4\.parquet cannot be read: FileNo"):
@@ -324,17 +323,12 @@ def test_a_run_on_a_stream_resumes_with_the_same_losses(folder, settings, tmp_pa
 
 def test_a_stream_needs_a_model_of_documents(folder, settings, tmp_path):  # noqa: F811
     (tmp_path / "small.json").write_text(json.dumps(SMALL.to_dict() | {"vocab_size": 100}))
-    stream = str(folder)
+    data = {"data": str(folder)}
+    bee, small = ({"model": x} for x in ("cpm-bee-tiny", str(tmp_path / "small.json")))
     for options, message in (
-        ({"val_data": stream}, "is a stream, which only --data of pretrain"),
-        (
-            {"data": stream, "model": "cpm-bee-tiny"},
-            "is a stream of documents, but --model cpm-bee-tiny is a cpm-bee",
-        ),
-        (
-            {"data": stream, "model": str(tmp_path / "small.json")},
-            "has a vocabulary of 257 tokens, but --model",
-        ),
+        ({"val_data": str(folder)}, "is a stream, which only --data of pretrain"),
+        (data | bee, "is a stream of documents, but --model cpm-bee-tiny is a cpm-bee"),
+        (data | small, "has a vocabulary of 257 tokens, but --model"),
     ):
         with pytest.raises(ranks.RankError, match=message):
             train(settings, **options)
@@ -352,7 +346,7 @@ class Flaky(io.BytesIO):
         return super().read(size)
 
 
-@pytest.mark.parametrize("failures", [1, 2, 3])
+@pytest.mark.parametrize("failures", [2, 3])
 def test_a_read_that_fails_is_tried_again(failures, monkeypatch, capsys):
     """From the place where it failed. An error that remains is not the file's."""
     content = bytes(range(256)) * 999
@@ -371,37 +365,3 @@ def test_a_read_that_fails_is_tried_again(failures, monkeypatch, capsys):
             assert (start, file.read()) == (content[: 1 << 16], content[1 << 17 :])
     again = "x://file: RuntimeError('reset by peer'); trying again"
     assert capsys.readouterr().err.count(again) == min(failures, 2)
-
-
-def test_a_file_that_cannot_be_opened_is_tried_again_unless_it_is_missing(monkeypatch, capsys):
-    answers = [TimeoutError("slow"), Flaky(b"text"), FileNotFoundError("x://file")]
-
-    def answer(path, mode):
-        if isinstance(found := answers.pop(0), Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(remote, "_find", lambda url: (SimpleNamespace(open=answer), url))
-    monkeypatch.setattr(remote, "_WAITS", (0, 0))
-    with remote.open_remote("x://file") as file:
-        assert file.read() == b"text"
-    assert capsys.readouterr().err.count("trying again") == 1
-    with pytest.raises(OSError, match="FileNotFoundError"):
-        remote.open_remote("x://file")
-    assert "trying again" not in capsys.readouterr().err and not answers
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-def test_skipped_samples_change_no_row_for_any_number_of_groups(folder, monkeypatch, groups):
-    """A group then reads rows of several lanes. The stream is saved and restored in between."""
-    skips, share, saved = Skips(((13, 24), (24, 90))), 8 // groups, []
-    whole = take(opened(folder), range(130))
-    places = [place for place in range(130) if not 13 <= place < 90]
-    for samples in (range(24), range(24, 48)):
-        streams = [opened(folder) for _ in range(groups)]
-        for group, stream in enumerate(streams):
-            stream.restore(saved[0] if saved else {})
-            mine = [n for n in samples if n % 8 // share == group]
-            read = take(stream, [skips.place(n) for n in mine])
-            assert read == [whole[places[n]] for n in mine]
-        saved = states(monkeypatch, streams, skips.end(samples.stop))
