@@ -50,25 +50,6 @@ def test_a_bee_answers_with_the_golden_logits():
         decoder.append(9)
 
 
-def test_an_ant_continues_as_the_whole_forward_says():
-    """What is added is not context, and sees all before it."""
-    case = golden("ant")
-    model, (tokens, segments) = case.model(), ant_row(case)
-    decoder = AntDecoder(model, tokens, segments, 40)
-    added, found = [50, 3, 119, 77], [decoder.logits]
-    for token in added:
-        decoder.append(token)
-        found.append(decoder.logits)
-    tokens, segments = (
-        torch.cat((tokens, torch.tensor(added))),
-        torch.cat((segments, torch.full((4,), 2))),
-    )
-    at = torch.arange(len(tokens))
-    scores = ant_scores(case.config, len(tokens), at < 25, segments, torch.zeros_like(at))
-    whole = model(tokens[None], segments[None], at, scores)[0, 24:]
-    assert relative_error(torch.stack(found), whole) < FP32
-
-
 def test_continuing_ends_where_it_should():
     case = golden("ant")
     greedy = sampler(torch.device("cpu"), temperature=0)

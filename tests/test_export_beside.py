@@ -1,4 +1,4 @@
-"""Exports of runs with --init-from FOLDER: what stood beside the weights, if it is still true."""
+"""Exports of runs with --init-from FOLDER keep other files of the folder, if they are true."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ TEXTS = {
 
 
 def tokenizer_in(folder: Path, *more: str) -> JsonTokenizer:
-    """A tokenizer with `more` tokens after the special ones and those of the text."""
+    """Return a tokenizer with `more` tokens after the special ones and those of the text."""
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=SPECIAL, show_progress=False)
@@ -71,7 +71,7 @@ def tokenizer_in(folder: Path, *more: str) -> JsonTokenizer:
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """A folder as others publish it."""
+    """Return a folder as others publish it."""
     folder = tmp_path / "published"
     tokenizer_in(folder)
     model = initialized(dataclasses.replace(SMALL, max_position_embeddings=2048))
@@ -85,7 +85,7 @@ def source(tmp_path) -> Path:
 
 
 def state_of(source: Path, tokenizer, **data) -> dict:
-    """The parts of a checkpoint's state that an export takes from, as they are stored."""
+    """Return the parts of a checkpoint's state that an export reads, as they are stored."""
     model = dataclasses.replace(SMALL, max_position_embeddings=2048).to_dict()
     beside = read_beside(source, tokenizer)
     return json.loads(json.dumps({"beside": beside, "model": model, "data": data, "config": {}}))
@@ -100,8 +100,8 @@ def one_rank(monkeypatch):
 
 
 @pytest.mark.usefixtures("modules_in_a_folder")
-def test_an_export_has_what_stood_beside_the_first_weights(source, tmp_path, one_rank, capsys):
-    """Even if the folder is gone since, after a second stage, and from export to export."""
+def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, one_rank, capsys):
+    """Also if the folder is gone since, after a second stage, and from export to export."""
     tokenizer = tokenizer_in(tmp_path / "mine")
     writer = TokenWriter(tmp_path / "text", tokenizer)
     for sentence in SENTENCES * 20:
@@ -116,7 +116,7 @@ def test_an_export_has_what_stood_beside_the_first_weights(source, tmp_path, one
     shutil.rmtree(source)
     capsys.readouterr()
     first = exported(tmp_path / "stage", tmp_path / "first", "--keep-scalings")
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for reason, names in {
         "it describes other weights": "README.md",
         "the export has the run's weights": "model.safetensors",
@@ -124,8 +124,8 @@ def test_an_export_has_what_stood_beside_the_first_weights(source, tmp_path, one
         "whether it is true of the trained weights is not known": "logo.png",
         "config.json follows from the run's model": "config.json: auto_map, use_cache",
     }.items():
-        assert f"  {names}: {reason}\n" in said
-    assert "generation_config.json: eos_token_id, pad_token_id, do_sample, temperature" in said
+        assert f"  {names}: {reason}\n" in printed
+    assert "generation_config.json: eos_token_id, pad_token_id, do_sample, temperature" in printed
     check(first)
     assert train(settings, init_from=str(first), output=str(tmp_path / "again"))
     second = exported(tmp_path / "again", tmp_path / "second")
@@ -139,11 +139,8 @@ def test_an_export_has_what_stood_beside_the_first_weights(source, tmp_path, one
 def check(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "<s>the fox<|im_end|>"
-    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token) == (
-        "<pad>",
-        "<|im_end|>",
-        "<unk>",
-    )
+    special = tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token
+    assert special == ("<pad>", "<|im_end|>", "<unk>")
     assert (tokenizer.model_max_length, tokenizer.padding_side) == (4096, "left")
     assert len(tokenizer) == 111
     mine = JsonTokenizer(folder / "tokenizer.json")
@@ -172,36 +169,26 @@ def test_a_larger_vocabulary_keeps_tokens_and_another_tokenizer_does_not(source,
     assert carried.texts == {"LICENSE": "You may."}
     assert carried.config == {}
     [line] = [line for line in carried.describe().splitlines() if "another tokenizer" in line]
-    for name in (
-        "eos_token_id [3, 2]",
-        "forced_eos_token_id",
-        "pad_token '<pad>'",
-        "chat_template",
-    ):
-        assert name in line
+    names = "eos_token_id [3, 2]", "forced_eos_token_id", "pad_token '<pad>'", "chat_template"
+    assert all(name in line for name in names)
     (source / "tokenizer.json").unlink()
     assert "no tokenizer.json" in read_beside(source, foreign)["foreign"]
 
 
-@pytest.mark.parametrize(
-    ("change", "rows", "bos", "left_out"),
-    [
+def test_facts_of_training_replace_those_of_the_folder(source, tmp_path):
+    tokenizer = tokenizer_in(tmp_path / "mine")
+    for change, rows, bos, left_out in (
         ({}, 8192, 1, "model_max_length 4096: training had rows of 8192 tokens; it is 8192 now"),
         ({"rope_theta": 5e5}, 77, 1, "rotary positions changed; it is 2048 now"),
         ({}, 77, 3, "bos_token '<s>': training began texts with '<|im_end|>'"),
         ({}, 77, None, "bos_token_id 1: training began no text after a token"),
-    ],
-)
-def test_facts_of_training_replace_those_of_the_folder(
-    source, tmp_path, change, rows, bos, left_out
-):
-    tokenizer = tokenizer_in(tmp_path / "mine")
-    state = state_of(source, tokenizer, bos=bos)
-    state["model"] |= change
-    carried = carry_over(state, tokenizer, bos, rows, max(rows, 2048), LLAMA)
-    assert left_out in carried.describe()
-    assert ("model_max_length" in carried.tokenizer) == (bos != 1)
-    assert ("bos_token" in carried.tokenizer) == (bos != 3)  # as a name for chat templates
+    ):
+        state = state_of(source, tokenizer, bos=bos)
+        state["model"] |= change
+        carried = carry_over(state, tokenizer, bos, rows, max(rows, 2048), LLAMA)
+        assert left_out in carried.describe()
+        assert ("model_max_length" in carried.tokenizer) == (bos != 1)
+        assert ("bos_token" in carried.tokenizer) == (bos != 3)  # as a name for chat templates
 
 
 def test_a_token_that_the_tokenizer_lacks_is_left_out(source, tmp_path):
@@ -219,31 +206,27 @@ def test_a_token_that_the_tokenizer_lacks_is_left_out(source, tmp_path):
     assert "jinja: the run's tokenizer lacks '<tool>'" in carried.describe()
     assert carried.tokenizer["additional_special_tokens"] == ["<pad>"]
     assert carried.generation["eos_token_id"] == [3]
-    assert (
+    left_out = (
         "generation_config.json: eos_token_id [290], tokenizer_config.json: pad_token '[PAD]', "
         "tokenizer_config.json: additional_special_tokens '<new>': "
         "the run's tokenizer has no such token"
-    ) in carried.describe()
+    )
+    assert left_out in carried.describe()
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("special_tokens_map.json", {"bos_token": "</s>"}, "bos_token is '<s>' in .* and '</s>'"),
-        ("chat_template.json", {"chat_template": "{{ x }}"}, "the chat templates of .* differ"),
-        (
-            "generation_config.json",
-            {"eos_token_id": [3, 300]},
-            "eos_token_id is 300 in .*generation_config",
-        ),
-        ("generation_config.json", {"pad_token_id": "<pad>"}, "expected pad_token_id below"),
-        ("generation_config.json", {"suppress_tokens": ["a"]}, "expected suppress_tokens below"),
-        ("tokenizer_config.json", {"model_max_length": "4K"}, "model_max_length as a number"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"3": "<x>"}}, "does not name tokens"),
+        ("special_tokens_map", {"bos_token": "</s>"}, "bos_token is '<s>' in .* and '</s>'"),
+        ("chat_template", {"chat_template": "{{ x }}"}, "the chat templates of .* differ"),
+        ("generation_config", {"eos_token_id": [3, 300]}, "eos_token_id is 300 in .*generation_c"),
+        ("generation_config", {"suppress_tokens": ["a"]}, "expected suppress_tokens below"),
+        ("tokenizer_config", {"model_max_length": "4K"}, "model_max_length as a number"),
+        ("tokenizer_config", {"added_tokens_decoder": {"3": "<x>"}}, "does not name tokens"),
     ],
 )
 def test_folders_that_contradict_themselves_are_refused(source, file, content, message):
-    (source / file).write_text(json.dumps(content))
+    (source / f"{file}.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
         read_beside(source, ByteTokenizer())
 
@@ -251,23 +234,22 @@ def test_folders_that_contradict_themselves_are_refused(source, file, content, m
 def test_tokens_that_an_export_suppressed_may_get_a_text(source, tmp_path, capsys):
     """The padding of the folder's vocabulary may be tokens of the run's tokenizer."""
     size = tokenizer_in(source).vocab_size
-    said = {"suppress_tokens": [7, *range(size, 300)], "bos_token_id": 3}
-    (source / "generation_config.json").write_text(json.dumps(said))
-    (source / "config.json").write_text(
-        json.dumps(json.loads((source / "config.json").read_text()) | {"bos_token_id": 1})
-    )
+    generation = {"suppress_tokens": [7, *range(size, 300)], "bos_token_id": 3}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    config = json.loads((source / "config.json").read_text()) | {"bos_token_id": 1}
+    (source / "config.json").write_text(json.dumps(config))
     tokenizer = tokenizer_in(tmp_path / "mine", "<new>")
     carried = carry_over(state_of(source, tokenizer), tokenizer, 1, 77, 2048, LLAMA)
     assert carried.generation["suppress_tokens"] == [7]
     assert "suppress_tokens [" not in carried.describe()
-    said = capsys.readouterr().err
-    assert "has bos_token_id 1 in config.json and 3 in generation_config.json: neither is" in said
+    warning = "has bos_token_id 1 in config.json and 3 in generation_config.json: neither is"
+    assert warning in capsys.readouterr().err
 
 
-def test_an_older_checkpoint_says_what_it_does_not_know():
+def test_an_export_of_an_older_checkpoint_names_what_is_unknown():
     state = {"config": {"init_from": "weights"}}
-    said = carry_over(state, SimpleNamespace(), 1, 77, 77, LLAMA).describe()
-    assert "all beside the weights: its run began before checkpoints recorded it" in said
+    left_out = carry_over(state, SimpleNamespace(), 1, 77, 77, LLAMA).describe()
+    assert "all beside the weights: its run began before checkpoints recorded it" in left_out
     for file in ("a.pt", "a.safetensors"):
         state = {"config": {"init_from": file}}
         assert not carry_over(state, SimpleNamespace(), 1, 1, 1, LLAMA).describe()

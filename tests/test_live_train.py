@@ -118,15 +118,11 @@ def records(folder, name) -> list[dict]:
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [("bee", {"sp_size": 2}), ("ant", {"sp_size": 4, "ulysses_size": 2})],
-    ids=["bee-dp2xsp2", "ant-usp"],
-)
-def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, name, more):
-    """In fp32: sums in other orders, which earlier steps have carried on."""
+@pytest.mark.parametrize(("name", "processes"), [("bee", 4), ("ant", 2)])
+def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, name, processes):
+    """In fp32, with sums in other orders, whose rounding later steps carry on."""
     output = f"{name}-ranks"
-    train(folder, output, processes=4, **options(folder, name, **more))
+    train(folder, output, processes=processes, **options(folder, name, sp_size=2))
     for mine, expected in zip(curve(folder, output, "loss", "grad_norm"), whole[name], strict=True):
         assert mine == pytest.approx(expected, rel=1e-5)
 
@@ -173,7 +169,11 @@ def test_bmtrain_gives_the_same(folder, whole, tmp_path):
     assert curve(folder, f"{name}-bmtrain", "loss", "grad_norm") == expected
 
 
-def test_a_bee_fills_in_blanks(folder, whole, capsys):
+def test_a_bee_fills_in_blanks_and_an_ant_continues_a_text(folder, whole, capsys):
+    ant = ["--run", str(folder / "ant"), "--tokens", "12", "--seed", "1"]
+    generate.main([*ant, "--prompt", "def f(x"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("def f(x") and len(printed) > len("def f(x\n")
     prompt = [
         {"head": "def f(x):", "<ans>": {"body": "", "<mask_0>": "of <mask_1>"}},
         {"head": "q<<", "<ans>": "x"},
@@ -195,14 +195,6 @@ def test_a_bee_fills_in_blanks(folder, whole, capsys):
         with pytest.raises(SystemExit):
             generate.main([*run, wrong])
         assert message in capsys.readouterr().err
-
-
-def test_an_ant_continues_a_text(folder, whole, capsys):
-    run = ["--run", str(folder / "ant"), "--tokens", "12", "--seed", "1"]
-    generate.main([*run, "--prompt", "def f(x"])
-    printed = capsys.readouterr().out
-    assert printed.startswith("def f(x")
-    assert len(printed) > len("def f(x\n")
 
 
 @BOTH
@@ -257,19 +249,3 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
     assert "1 data parallel x 2 sequence parallel ranks" in printed[2]
     assert json.loads(printed[3].splitlines()[-1])["question"] == "2 + 3"
     assert (tmp_path / "exported/bee/model.pt").is_file()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"documents": "ignore"}, "--documents does not go with --model"),
-        ({"seq_len": 20}, "no instance that fits into --seq-len 20"),
-        ({"data": "ant-train/train"}, "holds instances of cpm-ant, but this model reads instances"),
-        ({"model": "cpm-tiny"}, "holds instances of cpm-bee, but this model reads plain text"),
-    ],
-)
-def test_wrong_runs_are_refused(folder, more, message):
-    more = {k: folder / v if k == "data" else v for k, v in more.items()}
-    printed = train(folder, "wrong", code=2, **options(folder, "bee") | more)
-    assert message in printed
-    assert "Traceback" not in printed

@@ -106,17 +106,6 @@ def test_other_sparse_configs_are_refused(said, message):
         config_from_hf(config_to_hf(PRESETS["minicpm4-8b"]) | {"sparse_config": said})
 
 
-def test_a_llama_may_say_that_it_has_no_sparse_attention():
-    hf = config_to_hf(PRESETS["minicpm5-2b"])
-    assert hf["model_type"] == "llama"
-    assert config_from_hf(hf | {"sparse_config": None}) == config_from_hf(hf)
-
-
-def test_a_window_excludes_sparse_attention():
-    with pytest.raises(ValueError, match="expected sparse or window"):
-        dataclasses.replace(TINY, window=8)
-
-
 def loss_and_norm(model: CPM, sp: SequenceParallel, layout: Layout, tokens, cu_seqlens):
     """Return this rank's sum of losses and its gradients."""
     model = copy.deepcopy(model)
