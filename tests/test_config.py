@@ -117,14 +117,6 @@ def test_learning_rates(schedule, middle):
         assert rates[99] == pytest.approx(0.1)  # half way down an exponential
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_learning_rates_may_end_at_nothing(schedule):
-    config = TrainConfig(steps=20, lr=2.0, schedule=schedule, min_lr_ratio=0.0)
-    rates = [learning_rate(step, config) for step in range(1, 21)]
-    assert rates[-1] == 0
-    assert all(rate > 0 for rate in rates[:-1])
-
-
 def test_model_from_a_file(tmp_path):
     from models.config import PRESETS
 

@@ -28,17 +28,15 @@ from train.evaluation.tasks import Grid, parse_tasks
 from train.run.config import TrainConfig
 
 TEXT = "The grass is green. The sky is blue. Here we go."
-LENGTH = 40
+LENGTH = 30
 TINY = CPMConfig(64, 64, 128, 2, 2, 2, 32, rope_theta=1000.0, tie_embeddings=False)
 
 
-def decoded(rows: RetrievalRows, index: int) -> tuple[str, str]:
-    """The inputs of a row, and its targets, as text."""
+def decoded(rows: RetrievalRows, index: int) -> list[str]:
+    """Return the inputs of a row, and its targets, as text."""
     row = rows.read(index)
-    kept = row.labels != IGNORE_INDEX
-    return ByteTokenizer().decode(row.tokens.tolist()), ByteTokenizer().decode(
-        row.labels[kept].tolist()
-    )
+    parts = row.tokens, row.labels[row.labels != IGNORE_INDEX]
+    return [ByteTokenizer().decode(part.tolist()) for part in parts]
 
 
 def byte_rows(task, length=600, samples=2, seed=0) -> RetrievalRows:
@@ -58,7 +56,7 @@ def test_the_needle_is_at_its_depth_and_the_question_at_the_end():
 
 
 class _MergingTokenizer(ByteTokenizer):
-    """Makes one token of a code and all of its sentence before it."""
+    """Encodes a code and the part of its sentence before it as one token."""
 
     def encode(self, text: str) -> np.ndarray:
         words = re.split(r"( The code of.*\d)", text)
@@ -111,11 +109,10 @@ def test_rows_depend_on_seed_length_and_number_only():
 
 def test_every_length_is_filled_exactly_or_refused():
     task = Needle((0.5,), 1)
-    with pytest.raises(
-        ValueError, match="a text of 40 tokens is too short for the task needle"
-    ) as e:
+    too_short = r"a text of 40 tokens is too short for the task needle.*needs (\d+)"
+    with pytest.raises(ValueError, match=too_short) as e:
         byte_rows(task, 40)
-    shortest = max(map(int, re.findall(r"needs (\d+)", str(e.value))))
+    shortest = int(re.search(too_short, str(e.value))[1])
     for length in range(shortest + 10, shortest + 60):
         row = byte_rows(task, length, samples=1).read(0)
         assert row.tokens.shape == row.labels.shape == (length,)
@@ -124,23 +121,23 @@ def test_every_length_is_filled_exactly_or_refused():
 def test_a_text_of_the_user_keeps_its_order():
     haystack = Haystack(ByteTokenizer(), "One is here. Two\nThree goes! Four")
     tokens, starts = haystack.cut(80, np.random.default_rng(0))
-    said = ByteTokenizer().decode(tokens.tolist())
-    assert len(said) == 80 and said in " One is here. Two Three goes! Four" * 4
-    assert all(said[start] == " " for start in starts)
+    text = ByteTokenizer().decode(tokens.tolist())
+    assert len(text) == 80 and text in " One is here. Two Three goes! Four" * 4
+    assert all(text[start] == " " for start in starts)
     with pytest.raises(ValueError, match="has no words"):
         Haystack(ByteTokenizer(), " \n ")
     assert len(Haystack(ByteTokenizer(), SENTENCES).cut(1, np.random.default_rng(0))[0]) == 1
 
 
 def test_options_out_of_range_are_refused():
-    for change, said in (
+    for change, message in (
         ({"lengths": ()}, "--lengths must be at least 1, got"),
         ({"depths": (0.5, 1.5)}, "--depths must be at least 0 and at most 1, got"),
         ({"hops": (-1,)}, "--hops must be at least 0"),
         ({"hidden": 129}, "--needles must be at least 1 and at most 128, got 129"),
         ({"samples": 0}, "--samples must be at least 1, got 0"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Grid(**{"lengths": (10,)} | change)
     assert parse_tasks("needle, positions", "--tasks") == ("needle", "positions")
     for wrong in ("needle,needle", "", "haystack"):
@@ -151,8 +148,8 @@ def test_options_out_of_range_are_refused():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A tokenizer of few words, a text of them, a model that was trained on needles, and one that
-    was not.
+    """Return a tokenizer of few words, a text of them, a model that was trained on needles, and one
+    that was not.
     """
     folder = tmp_path_factory.mktemp("evaluate")
     words = dict.fromkeys(["[UNK]", "</s>", ".", *"0123456789", "The", "code", "of", "the"])
@@ -164,10 +161,10 @@ def folder(tmp_path_factory) -> Path:
     backend.add_special_tokens(["</s>"])
     assert len(words) <= TINY.vocab_size
     (folder / "haystack.txt").write_text(TEXT)
-    for name, model in (("untrained", initialized(TINY)), ("trained", initialized(TINY))):
-        if name == "trained":
-            backend.save(str(folder / "tokenizer.json"))
-            train_on_needles(model, JsonTokenizer(folder / "tokenizer.json"))
+    backend.save(str(folder / "tokenizer.json"))
+    untrained, trained = initialized(TINY), initialized(TINY)
+    train_on_needles(trained, JsonTokenizer(folder / "tokenizer.json"))
+    for name, model in (("untrained", untrained), ("trained", trained)):
         (folder / name).mkdir()
         backend.save(str(folder / name / "tokenizer.json"))
         weights = {n: p.detach() for n, p in model.named_parameters()}
@@ -184,7 +181,7 @@ def train_on_needles(model: CPM, tokenizer: JsonTokenizer) -> None:
     order = np.random.default_rng(0).permutation(len(rows))
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, (0.9, 0.95), weight_decay=0.01)
     positions, recent = torch.arange(LENGTH), []
-    for step in range(560):
+    for step in range(300):
         batch = [rows.read(int(i)) for i in order[step * 32 : step * 32 + 32]]
         tokens, labels = (torch.stack([getattr(r, x) for r in batch]) for x in ("tokens", "labels"))
         loss, count = model(tokens, positions, labels)
@@ -209,13 +206,13 @@ def data(folder) -> Path:
 
 
 def evaluate(folder: Path, model: str, output: str, *more, ranks: int | None = None, code: int = 0):
-    """Runs evaluate.py to its end; returns what it said."""
+    """Run evaluate.py to its end. Return what it prints."""
     sizes = ("--lengths", f"{LENGTH - 5},{LENGTH}", "--digits", 2)
     line = ["--init-from", folder / model, "--output", folder / output, *sizes]
     line += ["--text", folder / "haystack.txt", *more]
-    ended, said = run_script(ranks, "train/evaluate.py", *line)
-    assert ended == code, said
-    return said
+    ended, printed = run_script(ranks, "train/evaluate.py", *line)
+    assert ended == code, printed
+    return printed
 
 
 def results(folder: Path) -> dict:
@@ -245,7 +242,7 @@ def test_results_do_not_depend_on_the_ranks(folder, data):
     more = (*more, "--tasks", "needle,positions")
     evaluate(folder, "trained", "one", *more)
     expected = results(folder / "one")
-    assert 0 < expected["needle"]["found"] < 1, "it was trained on 40 tokens"
+    assert 0 < expected["needle"]["found"] < 1, "it was trained on 30 tokens"
     bins = expected["positions"]["bins"]
     assert [b["start"] for b in bins] == [0, 6, 12, 18, 24, 30] and bins[-1]["targets"]
     for ranks, options in (
@@ -264,7 +261,7 @@ def test_results_do_not_depend_on_the_ranks(folder, data):
 
 @pytest.mark.slow
 def test_a_run_is_evaluated_in_training_and_afterwards(folder, data, tmp_path):
-    """--eval-tasks and evaluate.py have the same numbers, and the mean of the bins is the
+    """With --eval-tasks and with evaluate.py numbers are equal. The mean of the bins is the
     validation loss.
     """
     (tmp_path / "model.json").write_text(json.dumps(TINY.to_dict()))
@@ -311,10 +308,9 @@ def test_what_cannot_be_evaluated_is_refused(folder, data, capsys):
         TrainConfig(eval_tasks="positions")
     with pytest.raises(ValueError, match="--eval-tasks must be different names"):
         TrainConfig(eval_tasks="needles")
-    assert "--lengths must be at least --sp-size 2, got 1" in evaluate(
-        folder, "trained", "short", *NEEDLE, "--sp-size", 2, "--lengths", 1, ranks=2, code=2
-    )
-    assert "evaluate.py: a text of 9 tokens is too short for the task needle" in evaluate(
-        folder, "trained", "short", *NEEDLE, "--lengths", "40,9", code=2
-    )
+    short = ("--sp-size", 2, "--lengths", 1)
+    printed = evaluate(folder, "trained", "short", *NEEDLE, *short, ranks=2, code=2)
+    assert "--lengths must be at least --sp-size 2, got 1" in printed
+    printed = evaluate(folder, "trained", "short", *NEEDLE, "--lengths", "40,9", code=2)
+    assert "evaluate.py: a text of 9 tokens is too short for the task needle" in printed
     assert not list(folder.glob("*short*"))

@@ -63,18 +63,6 @@ def test_a_signal_ends_the_run_in_order(folder, signum, processes, times):
     assert checkpoint.newest(folder / name) == folder / name / f"step_{steps:08d}"
 
 
-def test_a_signal_before_training_ends_the_run_too(folder):
-    arguments = command(folder, "early", processes=2, sp_size=2, steps=100_000)
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.Popen(arguments, **options, process_group=0)
-    while len(children(run.pid)) < 2:
-        time.sleep(0.02)
-    os.killpg(run.pid, signal.SIGUSR2)
-    printed, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, printed
-    assert "stopped before training began" in printed or "to resume" in printed
-
-
 def test_a_second_interrupt_ends_the_run_now(folder):
     """In a step that takes minutes, from which Python's own handlers would not be called."""
     name = "insisted"

@@ -1,9 +1,7 @@
-"""The launcher: who can reach it, and which rank's failure it reports."""
+"""The launcher: its address, restarts, and the rank whose failure it reports."""
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +9,6 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from bmt_burst.errors import RankFailed, RankGone, RankLate
-from tests.conftest import let_processes_hang_up
 from train.base import ranks
 from train.base.files import leave_reason
 from train.run import ending, launch
@@ -24,7 +21,7 @@ def watchdog_of(last_words: str = "") -> SimpleNamespace:
 
 
 def listeners() -> list[str]:
-    """The addresses and ports, in hexadecimal, on which this process listens."""
+    """Return the addresses and ports, in hexadecimal, on which this process listens."""
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     rows = [
         line.split()
@@ -43,20 +40,16 @@ def test_nobody_outside_of_the_machine_reaches_the_store():
     assert store.get("key") == b"value"
 
 
-@pytest.mark.parametrize(
-    ("failed", "cause"),
-    [
-        ({1: -9, 0: ranks.LOST_CONTACT}, 1),
+def test_the_cause_is_the_rank_that_failed_by_itself():
+    for failed, cause in (
         ({0: ranks.LOST_CONTACT, 1: -9}, 1),
         ({0: ranks.LOST_CONTACT, 2: 1, 1: ranks.LOST_CONTACT}, 2),
         ({0: 1, 1: 2}, 1),
         ({3: -9, 0: 2}, 3),
         ({0: EXIT_CODE, 1: EXIT_CODE}, 0),
         ({1: ranks.LOST_CONTACT, 0: ranks.LOST_CONTACT}, 1),
-    ],
-)
-def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
-    assert launch._find_cause(failed) == cause
+    ):
+        assert launch._find_cause(failed) == cause
 
 
 @pytest.mark.parametrize(
@@ -68,56 +61,48 @@ def test_the_cause_is_the_rank_that_failed_by_itself(failed, cause):
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
     ],
 )
-def test_a_rank_that_another_one_left_says_so_in_a_line_and_is_not_the_cause(error, capsys):
+def test_a_rank_that_lost_another_one_reports_it_in_a_line_and_is_not_the_cause(error, capsys):
     watchdog = watchdog_of("there is no good checkpoint")
     assert ending.explain(error, watchdog) == ranks.LOST_CONTACT
-    said = capsys.readouterr().err
-    assert said.startswith(
-        "pretrain.py: rank 0 lost contact with another rank, whose own message may say why; in step"
-    )
-    assert said.endswith(f"{error}; there is no good checkpoint\n")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    lost = "rank 0 lost contact with another rank, whose own message may say why; in step"
+    assert printed.startswith(f"pretrain.py: {lost}")
+    assert printed.endswith(f"{error}; there is no good checkpoint\n")
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("error", "rank", "reason", "said"),
+    ("error", "rank", "reason", "is_printed"),
     [
-        (ranks.RankError("rank 1: no"), "0", "pretrain.py: rank 1: no; go on so", True),
-        (ranks.RankError("rank 1: no"), "1", "pretrain.py: rank 1: no; go on so", False),
-        (FloatingPointError("step 3: nan"), "1", "pretrain.py: step 3: nan; go on so", False),
-        (OSError("disk full"), "1", "pretrain.py: rank 1: disk full; go on so", True),
-        (
-            RuntimeError("no memory\nat a.cpp"),
-            "1",
-            "pretrain.py: rank 1: RuntimeError: no memory; go on so",
-            False,
-        ),
+        (ranks.RankError("rank 1: no"), "0", "rank 1: no", True),
+        (ranks.RankError("rank 1: no"), "1", "rank 1: no", False),
+        (FloatingPointError("step 3: nan"), "1", "step 3: nan", False),
+        (OSError("disk full"), "1", "rank 1: disk full", True),
+        (RuntimeError("no memory\nat a.cpp"), "1", "rank 1: RuntimeError: no memory", False),
     ],
 )
-def test_every_rank_leaves_torchrun_the_sentence_that_one_says(
-    error, rank, reason, said, monkeypatch, tmp_path, capsys
+def test_every_rank_leaves_torchrun_the_sentence_that_one_prints(
+    error, rank, reason, is_printed, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", rank)
     ending.explain(error, watchdog_of("go on so"))
-    assert failure(tmp_path).message["message"] == reason
-    assert (reason in capsys.readouterr().err) == said
+    sentence = f"pretrain.py: {reason}; go on so"
+    assert failure(tmp_path).message["message"] == sentence
+    assert (sentence in capsys.readouterr().err) == is_printed
 
 
 def failure(folder: Path) -> ProcessFailure:
-    """What torchrun makes of a file, which is gone then."""
+    """Return what torchrun reads from a file, and remove the file."""
     made = ProcessFailure(0, 1, 2, str(folder / "error.json"))
     (folder / "error.json").unlink()
     return made
 
 
-def test_a_rank_that_another_one_left_is_not_torchruns_root_cause(monkeypatch, tmp_path):
-    """And the first reason stays."""
+def test_a_rank_that_lost_another_one_is_not_torchruns_root_cause(monkeypatch, tmp_path):
+    """The first reason stays."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    ending.explain(
-        RankGone("rank 1 of the group has ended"),
-        watchdog_of(),
-    )
+    ending.explain(RankGone("rank 1 of the group has ended"), watchdog_of())
     lost = failure(tmp_path)
     leave_reason("x")
     leave_reason("lost contact", cause=False)
@@ -138,7 +123,7 @@ def test_torchrun_hears_of_wrong_options(monkeypatch, tmp_path, capsys):
 
 
 def test_torchrun_never_sees_half_a_file(monkeypatch, tmp_path):
-    """It ends the other ranks as soon as one has failed, also in the middle of this."""
+    """It ends the other ranks as soon as one has failed, also while this one writes."""
 
     def killed(path, text):
         with open(path, "w"):
@@ -156,12 +141,13 @@ def test_a_reason_that_cannot_be_written_does_not_hold_up_the_end(monkeypatch, t
     assert ending.explain(ValueError("x"), watchdog_of()) == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(OSError("disk full"), 2), (RuntimeError("rank 3 of a matrix"), None), (KeyError("x"), None)],
-)
-def test_a_rank_that_failed_by_itself_is_told_apart(error, code):
-    assert ending.explain(error, watchdog_of()) == code
+def test_a_rank_that_failed_by_itself_is_told_apart():
+    for error, code in (
+        (OSError("disk full"), 2),
+        (RuntimeError("rank 3 of a matrix"), None),
+        (KeyError("x"), None),
+    ):
+        assert ending.explain(error, watchdog_of()) == code
 
 
 # A rank that notes its options and ends with the next of some codes. The second start saves.
@@ -181,7 +167,7 @@ os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 
 @pytest.fixture
 def stop(tmp_path, monkeypatch) -> SimpleNamespace:
-    """The launcher's signal, which did not come, and the program of a rank."""
+    """Return the launcher's signal, which was not received. Write the program of a rank."""
     (tmp_path / "rank.py").write_text(RANK)
     stop = SimpleNamespace(received=False, insisted=False)
     monkeypatch.setattr(launch, "StopSignal", lambda noted: stop)
@@ -189,7 +175,7 @@ def stop(tmp_path, monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("codes", "restarts", "ended", "starts", "said"),
+    ("codes", "restarts", "ended", "starts", "message"),
     [
         ("1,-9,0", 2, 0, 3, "rank 0 ended with code 137 (SIGKILL); restart 2 of 2"),
         ("1,1,1", 1, 1, 2, "rank 0 ended with code 1; the run is over"),
@@ -198,16 +184,16 @@ def stop(tmp_path, monkeypatch) -> SimpleNamespace:
     ],
 )
 def test_a_failed_run_starts_again_from_its_last_checkpoint(
-    tmp_path, stop, capsys, codes, restarts, ended, starts, said
+    tmp_path, stop, capsys, codes, restarts, ended, starts, message
 ):
-    """But not after an error that was explained, and not more often than it may."""
+    """It does not after an error that was explained, and not more often than it may."""
     line = [str(tmp_path / "rank.py"), str(tmp_path), codes, "--seed", "3"]
     assert launch.launch(line, 1, lambda: "there is none", restarts, tmp_path) == ended
     options = ["--seed 3", "--seed 3", "--seed 3 --resume auto"]
     assert (tmp_path / "starts").read_text().splitlines() == options[:starts]
-    heard = capsys.readouterr().err
-    assert said in heard
-    assert ("there is none" in heard) == (ended not in (0, 2))
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert ("there is none" in printed) == (ended not in (0, 2))
 
 
 def test_a_run_that_was_told_to_stop_does_not_start_again(tmp_path, stop, monkeypatch):
@@ -218,7 +204,7 @@ def test_a_run_that_was_told_to_stop_does_not_start_again(tmp_path, stop, monkey
 
 
 def test_a_signal_that_killed_a_rank_first_is_no_failure(tmp_path, stop, monkeypatch, capsys):
-    """The launcher may notice the rank's end before it has looked at its own signal."""
+    """The launcher may notice the rank's end before its own signal."""
     note = launch._note_ended
 
     def note_late(started, ended):
@@ -229,14 +215,3 @@ def test_a_signal_that_killed_a_rank_first_is_no_failure(tmp_path, stop, monkeyp
     line = [str(tmp_path / "rank.py"), str(tmp_path), str(-signal.SIGUSR2)]
     assert launch.launch(line, 1, lambda: "") == 0
     assert capsys.readouterr().err == "stopped before training began\n"
-
-
-def test_processes_that_tests_start_hear_a_hangup_under_nohup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        let_processes_hang_up()
-        signal.raise_signal(signal.SIGHUP)  # this process stays
-        code = "import signal; signal.raise_signal(signal.SIGHUP)"
-        assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGHUP
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -36,8 +36,8 @@ def report(check, *arguments) -> str:
 
 
 def check_on_a_rank(rank: int, folder: Path) -> list[str]:
-    """What a rank says of an output that both share, of outputs of their own, of an output to which
-    rank 1 cannot write, and of texts that differ or do not.
+    """Return a rank's messages for an output that both share, outputs of their own, an output to
+    which rank 1 cannot write, and texts that do not differ or do.
     """
     output_folder._PATIENCE = 0.0
     (folder / f"own-{rank}").mkdir()
@@ -92,7 +92,7 @@ def test_saves_are_counted(options, expected):
     assert found == expected
 
 
-@pytest.mark.parametrize(("keep_last", "there"), [(1, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("keep_last", "there"), [(1, 0), (2, 1)])
 def test_a_disk_without_room_is_told_before_the_first_step(
     tmp_path, alone, monkeypatch, keep_last, there
 ):
@@ -109,8 +109,8 @@ def test_a_disk_without_room_is_told_before_the_first_step(
             raise OSError(28, "No space left on device")
         return plain(file, path)
 
-    for steps in (1, 2, 5):
-        for room in range(there, 7):
+    for steps in (1, 5):
+        for room in range(there, 5):
             shutil.rmtree(run, ignore_errors=True)
             run.mkdir()
             for step in range(there):

@@ -1,4 +1,4 @@
-"""Work in several processes: order, how far it runs ahead, and what is said when it fails."""
+"""Work in several processes: its order, how far it runs ahead, and how it fails."""
 
 import functools
 import multiprocessing
@@ -60,7 +60,7 @@ def test_a_worker_that_is_killed_ends_the_work_and_leaves_no_process():
 
 @pytest.mark.parametrize("thread", [False, True], ids=["alone", "with a thread that may get it"])
 def test_an_interrupt_while_processes_start_is_not_lost(monkeypatch, thread):
-    """Nor do they get it, or stay."""
+    """The processes neither get it nor stay."""
     done, started = threading.Event(), []
     threading.Thread(target=done.wait).start() if thread else None
 

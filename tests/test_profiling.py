@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 
 from tests.test_trainer import alone, settings, train  # noqa: F401
 from train.run.config import TrainConfig
-from train.run.profiling import sum_operators, table
+from train.run.profiling import sum_operators
 
 
 def spans(file) -> list[str]:
@@ -20,18 +20,18 @@ def spans(file) -> list[str]:
 
 def test_steps_are_profiled_and_their_time_is_shown(settings, tmp_path, alone, capsys):  # noqa: F811
     train(settings, profile="2:3")
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     [trace] = (tmp_path / "run/profile").iterdir()
     assert trace.name == "steps_2-3_rank_00000.json.gz"
     names = spans(trace)
     # two steps of two micro-batches
     assert [names.count(phase) for phase in ("data", "forward", "optimizer")] == [2, 4, 2]
     assert "aten::mm" in names
-    assert f"traces of all ranks: {tmp_path}/run/profile/steps_2-3_rank_*.json.gz" in said
-    rows = said[said.index("phase ") :]
+    assert f"traces of all ranks: {tmp_path}/run/profile/steps_2-3_rank_*.json.gz" in printed
+    rows = printed[printed.index("phase ") :]
     for name in ("forward ", "backward ", "PlannedAttention ", "others "):
         assert name in rows
-    assert said.count("profile of steps") == 1
+    assert printed.count("profile of steps") == 1
 
 
 def test_a_run_that_is_stopped_or_resumed_profiles_the_steps_that_it_does(
@@ -47,16 +47,16 @@ def test_a_run_that_is_stopped_or_resumed_profiles_the_steps_that_it_does(
         return 0.0
 
     monkeypatch.setattr("train.run.trainer.learning_rate", rate)
-    assert not train(settings, stop, profile="2:4", steps=4)
-    assert train(settings, profile="2:4", steps=4, resume="auto")
+    assert not train(settings, stop, profile="2:3", steps=3)
+    assert train(settings, profile="2:3", steps=3, resume="auto")
     names = sorted(file.name[:9] for file in (tmp_path / "run/profile").iterdir())
-    assert names == ["steps_2-2", "steps_3-4"]
+    assert names == ["steps_2-2", "steps_3-3"]
 
 
-@pytest.mark.parametrize("text", ["3", "0:2", "3:2", "9:11"])
-def test_bad_ranges_are_refused(text):
-    with pytest.raises(ValueError, match=r"--profile .*must"):
-        TrainConfig(profile=text, steps=10)
+def test_bad_ranges_are_refused():
+    for text in ("3", "0:2", "3:2", "9:11"):
+        with pytest.raises(ValueError, match=r"--profile .*must"):
+            TrainConfig(profile=text, steps=10)
 
 
 def test_a_kernel_counts_once_on_gpus_and_an_operator_on_cpus():
@@ -72,10 +72,3 @@ def test_a_kernel_counts_once_on_gpus_and_an_operator_on_cpus():
     ]
     assert sum_operators(events, cuda=True) == {"gemm": 2.0}
     assert sum_operators(events, cuda=False) == {"aten::mm": 5.0, "gemm": 0.0}
-
-
-def test_a_table_has_the_largest_and_the_sum_of_the_others():
-    lines = table("operator", {f"op{i}": i / 1000 for i in range(15)}, 2)
-    assert lines[1].split() == ["op14", "7.00", "13.3%"]
-    assert lines[-1].split() == ["3", "others", "1.50", "2.9%"]
-    assert len(lines) == 1 + 12 + 1

@@ -1,6 +1,4 @@
-"""Stages of a file: what it may say, where the same command resumes, and what a replaced process
-keeps.
-"""
+"""Stages of a file: options, resuming with the same command, and replaced processes."""
 
 import gc
 import importlib.util
@@ -66,14 +64,13 @@ def refused(*argv, capfd) -> str:
     with pytest.raises(SystemExit) as ended:
         parse_run(list(map(str, argv)))
     assert ended.value.code == 2
-    said = capfd.readouterr().err
-    assert said.startswith("pretrain.py: ") and said.count("\n") == 1
-    return said
+    printed = capfd.readouterr().err
+    assert printed.startswith("pretrain.py: ") and printed.count("\n") == 1
+    return printed
 
 
-@pytest.mark.parametrize(
-    ("stages", "common", "given", "message"),
-    [
+def test_wrong_files_are_refused(folder, capfd):
+    for stages, common, given, message in (
         ([], {}, [], "stages.json: expected a table [[stage]] for each stage"),
         ([{"seq_len": 4}], {}, [], "stage 1 needs a name of letters, digits"),
         ([FIRST, SECOND, FIRST], {}, [], "stages.json: two stages are called short"),
@@ -83,16 +80,13 @@ def refused(*argv, capfd) -> str:
         ([{**FIRST, "seq_len": "4K"}], {}, [], "stage short: seq_len must be int, got '4K'"),
         ([{**FIRST, "model": "7b"}], {}, [], "stage short: model is the same in all stages"),
         ([FIRST], {"new_stage": True}, [], "--new-stage does not go with --stages"),
-        ([FIRST], {"output": ""}, [], "--output must not be empty"),
         ([FIRST], {"save": False}, [], "--save does not go with --stages: a stage begins"),
         ([FIRST], {}, ["--resume", "runs/x"], "--resume does not go with --stages: stages always"),
         ([FIRST], {}, ["--config", "x.toml"], "--config does not go with --stages"),
         ([FIRST], {}, ["--seq-len", "8"], "stage short sets seq_len: leave out --seq-len"),
-    ],
-)
-def test_wrong_files_are_refused(folder, stages, common, given, message, capfd):
-    file = folder.write(*stages, **common)
-    assert message in refused("--stages", file, *given, capfd=capfd)
+    ):
+        file = folder.write(*stages, **common)
+        assert message in refused("--stages", file, *given, capfd=capfd)
 
 
 def test_a_stage_has_the_options_of_all_its_own_and_those_of_the_command_line(folder):
@@ -111,7 +105,7 @@ def test_a_stage_has_the_options_of_all_its_own_and_those_of_the_command_line(fo
 
 @pytest.fixture
 def replaced(monkeypatch) -> Iterator[list[dict[str, str]]]:
-    """The environment variables of the processes that would replace this one."""
+    """Return the environment variables of the processes that would replace this one."""
     asked: list[dict[str, str]] = []
     never = SimpleNamespace(received=False)
     monkeypatch.setattr("train.pretrain.StopSignal", lambda *_: never)
@@ -134,10 +128,10 @@ def test_one_command_trains_all_stages_and_resumes_in_each(folder, replaced, mon
     assert "there is nothing to do: step 3 of 3 is done" in capfd.readouterr().out
     monkeypatch.setenv(STAGE, "2")
     assert folder.train() == 0 and len(replaced) == 2
-    said = capfd.readouterr().out
-    assert f"stage 2 of 2: long, in {run}/02-long" in said
-    assert f"a new stage from {run}/01-short/step_00000003" in said
-    assert f"all 2 stages of {folder.file} are done" in said
+    printed = capfd.readouterr().out
+    assert f"stage 2 of 2: long, in {run}/02-long" in printed
+    assert f"a new stage from {run}/01-short/step_00000003" in printed
+    assert f"all 2 stages of {folder.file} are done" in printed
     monkeypatch.delenv(STAGE)
     expected = records(run / "02-long")
     assert checkpoint.newest(run / "02-long").name == "step_00000002"
@@ -151,10 +145,10 @@ def test_one_command_trains_all_stages_and_resumes_in_each(folder, replaced, mon
     folder.write({**FIRST, "lr": 0.1, "save_every": 1, "data": mixture}, {**SECOND, "steps": 3})
     capfd.readouterr()
     assert folder.train() == 0
-    said = capfd.readouterr()
+    out, err = capfd.readouterr()
     now = f"--data {folder.path}/data -> x={folder.path}/data:1, --lr 0.003 -> 0.1"
-    assert f"stage short is done; not applied to it: {now}\n" in said.out
-    assert "--steps 2 -> 3" in said.err and "resumed after step 2" in said.out
+    assert f"stage short is done; not applied to it: {now}\n" in out
+    assert "--steps 2 -> 3" in err and "resumed after step 2" in out
     assert list(records(run / "02-long")) == [1, 2, 3]
 
 
@@ -162,12 +156,12 @@ def test_other_stages_than_those_that_were_trained_are_refused(folder, capfd):
     (folder.path / "run/01-short/step_00000003").mkdir(parents=True)
     assert parse_run(["--stages", str(folder.write(FIRST, SECOND))])[1].current.number == 1
     for stages in ([SECOND, FIRST], [{**FIRST, "name": "renamed"}]):
-        said = refused("--stages", folder.write(*stages), capfd=capfd)
-        assert "run has checkpoints of 01-short, which" in said and "does not have" in said
+        printed = refused("--stages", folder.write(*stages), capfd=capfd)
+        assert "run has checkpoints of 01-short, which" in printed and "does not have" in printed
 
 
 def test_a_stage_begins_at_the_end_of_a_longer_one(folder):
-    """The first stage has more steps than its file says now."""
+    """The first stage was trained for more steps than its file has now."""
     for step in (3, 9):
         (folder.path / f"run/01-short/step_{step:08d}").mkdir(parents=True)
     stages = parse_run(["--stages", str(folder.write(FIRST, SECOND))])[1]
@@ -176,22 +170,22 @@ def test_a_stage_begins_at_the_end_of_a_longer_one(folder):
 
 def test_a_file_that_lost_the_stage_of_this_process_is_refused(folder, monkeypatch, capfd):
     monkeypatch.setenv(STAGE, "3")
-    said = refused("--stages", folder.write(FIRST, SECOND), capfd=capfd)
-    assert "stages.json: expected at least 3 stages as before, got 2" in said
+    printed = refused("--stages", folder.write(FIRST, SECOND), capfd=capfd)
+    assert "stages.json: expected at least 3 stages as before, got 2" in printed
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "message"),
+    ("second", "message"),
     [
-        ({}, {"data": "nowhere"}, "stage long: nowhere has no index.json"),
-        ({}, {"data": "OTHER"}, "stage long: .*other has another tokenizer than .*data: expected"),
-        ({}, {"sp_size": 2}, "stage long: --sp-size 2 does not divide the world of 1 rank"),
-        ({}, {"micro_batch_size": 4}, "stage long: --batch-size 2 is not a multiple of --micro"),
-        ({}, {"dtype": "fp16", "engine": "torch"}, "stage long: --dtype fp16 and --offload-opt"),
-        ({}, {"wandb": "mine"}, "stage long: --wandb needs the package wandb"),
+        ({"data": "nowhere"}, "stage long: nowhere has no index.json"),
+        ({"data": "OTHER"}, "stage long: .*other has another tokenizer than .*data: expected"),
+        ({"sp_size": 2}, "stage long: --sp-size 2 does not divide the world of 1 rank"),
+        ({"micro_batch_size": 4}, "stage long: --batch-size 2 is not a multiple of --micro"),
+        ({"dtype": "fp16", "engine": "torch"}, "stage long: --dtype fp16 and --offload-opt"),
+        ({"wandb": "mine"}, "stage long: --wandb needs the package wandb"),
     ],
 )
-def test_every_stage_is_checked_before_the_first_step(folder, first, second, message, monkeypatch):
+def test_every_stage_is_checked_before_the_first_step(folder, second, message, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda x: None if x == "wandb" else find(x))
     if second.get("data") == "OTHER":
@@ -199,7 +193,7 @@ def test_every_stage_is_checked_before_the_first_step(folder, first, second, mes
         words = Backend(models.WordLevel({"</s>": 0, "f": 1, "[UNK]": 2}, "[UNK]"))
         words.save(str(folder.path / "words.json"))
         folder.prepare("other", JsonTokenizer(folder.path / "words.json"))
-    _, stages = parse_run(["--stages", str(folder.write({**FIRST, **first}, {**SECOND, **second}))])
+    _, stages = parse_run(["--stages", str(folder.write(FIRST, {**SECOND, **second}))])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RankError, match=message):

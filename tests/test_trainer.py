@@ -1,5 +1,5 @@
-"""One rank's training, in this process: evaluation, stages, what it says, what it leaves when it
-cannot go on.
+"""One rank's training, in this process: evaluation, stages, messages, what it leaves when it cannot
+go on.
 """
 
 import dataclasses
@@ -16,14 +16,12 @@ import torch.distributed as dist
 from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels
-from models.cpm import CPM
 from models.cpm_live.config import PRESETS
 from models.huggingface import load_cpm, save_weights
-from tests.live import changed
+from tests.live import changed, write_vocabulary
 from tests.test_begin import without_bos
 from tests.test_model import SMALL, initialized
 from tests.test_sparse import SMALL as SPARSE
-from train import make_vocabulary
 from train.base import ranks
 from train.checkpoints import checkpoint
 from train.cpm_live.tokenizers import BeeTokenizer
@@ -34,10 +32,9 @@ from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
 from train.export import main as export_main
 from train.pretrain import Trainer
-from train.run import resume
 from train.run.config import TrainConfig
+from train.run.distributed import choose_engine
 from train.run.progress import Progress, optimize
-from train.run.schedule import learning_rate
 from train.run.trained import open_trained
 
 
@@ -71,7 +68,7 @@ def settings(tmp_path):
 
 
 def train(settings, stop=None, **options) -> bool:
-    """Runs a trainer to its end; returns whether nothing is left to do."""
+    """Run a trainer to its end. Return whether nothing is left to do."""
     stop = stop or SimpleNamespace(received=False)
     watchdog = SimpleNamespace(alive=lambda doing: None, write_to=lambda folder: None)
     trainer = Trainer(TrainConfig(**settings | options), torch.device("cpu"), stop, watchdog)
@@ -82,7 +79,7 @@ def train(settings, stop=None, **options) -> bool:
 
 
 def records(folder, name="loss") -> dict[int, float]:
-    """Values of `name` by step."""
+    """Return the values of `name` by step."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {r["step"]: r[name] for r in map(json.loads, lines) if name in r}
 
@@ -92,7 +89,7 @@ class Ended(Exception):
 
 
 def evaluating(monkeypatch, during) -> None:
-    """Calls `during(step of the evaluation)` before its second batch."""
+    """Call `during()` before the second batch of each evaluation."""
     plain = Batches.of_evaluation
 
     def slowly(batches, data):
@@ -104,18 +101,15 @@ def evaluating(monkeypatch, during) -> None:
     monkeypatch.setattr(Batches, "of_evaluation", slowly)
 
 
-def test_an_evaluation_says_that_it_runs_and_what_came_of_it(settings, tmp_path, capsys):
+def test_an_evaluation_reports_its_start_and_its_loss(settings, tmp_path, capsys):
     assert train(settings, val_data=settings["data"], eval_every=2)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     losses = records(tmp_path / "run", "val_loss")
     assert list(losses) == [2, 4]
     for step, loss in losses.items():
-        assert f"step {step}: saved {tmp_path}/run/step_{step:08d} in " in said
-        began, ended = (
-            said.index(f"step {step}: {text}")
-            for text in (f"evaluating on {settings['data']}", f"validation loss {loss:.4f}, in ")
-        )
-        assert began < ended
+        assert f"step {step}: saved {tmp_path}/run/step_{step:08d} in " in printed
+        began = printed.index(f"step {step}: evaluating on {settings['data']}")
+        assert began < printed.index(f"step {step}: validation loss {loss:.4f}, in ")
 
 
 def test_a_signal_stops_an_evaluation_at_once_and_resuming_makes_up_for_it(
@@ -166,21 +160,6 @@ def test_a_run_that_is_told_to_stop_before_its_first_step_takes_none(settings, t
     assert not records(tmp_path / "run")
 
 
-def test_the_curve_is_drawn_at_each_save_and_a_failure_ends_nothing(
-    settings, tmp_path, monkeypatch, capsys
-):
-    drawn = []
-
-    def fails(rows, file):
-        drawn.append(len(rows))
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr("train.run.metrics.plot_losses", fails)
-    assert train(settings, save_every=2)
-    assert drawn == [2, 4, 4]
-    assert capsys.readouterr().out.count("loss.png was not drawn: RuntimeError: no fonts") == 3
-
-
 def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_path, capsys):
     """Other text, twice the length, other rotary positions, a schedule of its own; stopped and
     resumed as any run.
@@ -193,12 +172,10 @@ def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_p
     stage |= {"new_stage": True, "output": str(tmp_path / "stage")}
     capsys.readouterr()
     assert train(stage, resume=str(first.path))
-    said = capsys.readouterr()
-    assert f"a new stage from {first.path}" in said.out
-    assert (
-        "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 1.000e-30 at step 1"
-        in said.err
-    )
+    printed = capsys.readouterr()
+    assert f"a new stage from {first.path}" in printed.out
+    jump = "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 1.000e-30 at step 1"
+    assert jump in printed.err
     second = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage"))
     counts = [second.state[name] for name in ("step", "samples", "optimizer_steps")]
     assert counts == [3, 6, 7]
@@ -214,25 +191,21 @@ def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_p
 
 
 def made_for(longest: int) -> str:
-    """What a model's JSON file says that its weights were made for."""
+    """Return a model's JSON file whose weights were made for so many tokens."""
     return json.dumps(SMALL.to_dict() | {"max_position_embeddings": longest})
 
 
-def test_a_run_says_if_its_sequences_are_longer_than_the_model_was_made_for(
-    settings, tmp_path, capsys
-):
-    said = (
-        "--seq-len 61 is beyond the {} tokens that the model was made for: see --rope-theta and "
-        "--rope-scaling"
-    )
+def test_sequences_longer_than_the_model_was_made_for_give_a_warning(settings, tmp_path, capsys):
+    warning = "--seq-len 61 is beyond the 60 tokens that the model was made for: see --rope-theta"
     scaling = {"kind": "yarn", "factor": 1.5, "original_length": 40}
-    for longest, warned in ((60, True), (61, False)):
+    for longest, options, warned in (
+        (60, {}, True),
+        (61, {}, False),
+        (40, {"rope_scaling": scaling}, True),
+    ):
         (tmp_path / "model.json").write_text(made_for(longest))
-        train(settings, output=str(tmp_path / f"run-{longest}"), steps=2)
-        assert (said.format(longest) in capsys.readouterr().err) == warned
-    (tmp_path / "model.json").write_text(made_for(40))
-    train(settings, steps=2, output=str(tmp_path / "scaled"), rope_scaling=scaling)
-    assert said.format(60) in capsys.readouterr().err
+        train(settings, output=str(tmp_path / f"run-{longest}"), steps=2, **options)
+        assert (warning in capsys.readouterr().err) == warned
 
 
 def test_stages_keep_the_longest_row_and_what_the_model_was_made_for(settings, tmp_path):
@@ -325,31 +298,8 @@ def test_what_is_no_stage_is_refused(settings, tmp_path, capsys):
     assert train(settings, resume="auto", output=str(tmp_path / "stage"))
 
 
-@pytest.mark.parametrize(
-    ("change", "jumps"),
-    [({}, False), ({"steps": 20}, True), ({"lr": 1e-3}, True), ({"seed": 1}, False)],
-)
-def test_a_jump_of_the_learning_rate_is_said(settings, capsys, change, jumps):
-    before = TrainConfig(**settings | {"schedule": "cosine", "warmup_steps": 2, "steps": 6})
-    after = dataclasses.replace(before, **change)
-    of_run = {"data": {}, "model": {}}
-    resume.print_changes(
-        {"step": 4, "config": before.to_dict(), **of_run},
-        {"config": after.to_dict(), **of_run},
-        after,
-        5,
-        ByteTokenizer(),
-    )
-    rates = learning_rate(4, before), learning_rate(5, after)
-    said = (
-        f"the learning rate jumps: {rates[0]:.3e} at the checkpoint's step 4, {rates[1]:.3e} at "
-        "step 5"
-    )
-    assert (said in capsys.readouterr().err) == jumps
-
-
 def changed_state(path, change) -> None:
-    """Writes the state of a checkpoint anew, as an older version of this program would have it."""
+    """Rewrite the state of a checkpoint, as an older version of this program would have it."""
     state = json.loads((path / "state.json").read_text())
     change(state)
     (path / "state.json").write_text(json.dumps(state))
@@ -386,7 +336,9 @@ def test_a_state_without_what_a_run_needs_is_refused(settings, tmp_path, capsys)
     assert path.exists()  # it may be whole
 
 
-def of_before(state) -> None:
+def as_of_before(state) -> None:
+    """Remove what older versions did not store, and add a machine's constants, which they did."""
+    state["machine"] = "a GPU 1 2"
     del state["data"]["documents"], state["data"]["bos"]
     for name in ("documents", "bos", "window", "strategy", "ulysses_size", "log_every"):
         del state["config"][name]
@@ -403,20 +355,15 @@ def test_documents_are_kept_apart_unless_the_run_resumes_one_that_did_not(
     """
     train(settings, documents="ignore", steps=4)
     expected = records(tmp_path / "run")
-    said = capsys.readouterr()
-    assert "begin token" not in said.out + said.err
+    assert "begin token" not in "".join(capsys.readouterr())
     checkpoint._remove(tmp_path / "run/step_00000004")
-    older = tmp_path / "run/step_00000002"
-    assert checkpoint.Checkpoint(older).state["data"]["bos"] is None
-    changed_state(older, of_before)
+    changed_state(tmp_path / "run/step_00000002", as_of_before)
     assert train(settings, resume="auto")
-    said = capsys.readouterr()
-    assert "documents not kept apart, resumed after step 2" in said.out
-    assert "changed since" not in said.err
+    printed = capsys.readouterr()
+    assert "documents not kept apart, resumed after step 2" in printed.out
+    assert "changed since" not in printed.err
     assert records(tmp_path / "run") == expected
-    assert "documents" not in json.loads(
-        (tmp_path / "run/metrics.jsonl").read_text().splitlines()[0]
-    )
+    assert not records(tmp_path / "run", "documents")
     train(settings, output=str(tmp_path / "new"))
     assert "documents kept apart by documents.bin" in capsys.readouterr().out
     assert records(tmp_path / "new") != expected
@@ -430,17 +377,12 @@ def test_documents_are_told_apart_or_not_as_asked_and_as_can_be(settings, tmp_pa
     del content["eos_id"], content["sha256"]["documents.bin"]
     index.write_text(json.dumps(content))
     (tmp_path / "text/documents.bin").unlink()
-    with pytest.raises(
-        ranks.RankError, match="so it is not known where documents start; give --documents ignore"
-    ):
+    unknown = "so it is not known where documents start; give --documents ignore"
+    with pytest.raises(ranks.RankError, match=unknown):
         train(settings, documents="mask", output=str(tmp_path / "refused"))
+    validated = {"data": str(tmp_path / "other"), "val_data": settings["data"]}
     with pytest.raises(ranks.RankError, match=r"text has no documents\.bin"):
-        train(
-            settings,
-            data=str(tmp_path / "other"),
-            val_data=settings["data"],
-            output=str(tmp_path / "refused-too"),
-        )
+        train(settings, **validated, output=str(tmp_path / "refused-too"))
     assert train(settings)
     assert not records(tmp_path / "run", "documents")
 
@@ -455,8 +397,8 @@ def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
     names = ("loss", "grad_norm", "val_loss", "documents", "balance")
     train(settings, **options)
     expected = [records(tmp_path / "run", name) for name in names]
-    said = capsys.readouterr().out
-    assert said.count("documents kept apart by documents.bin, each after begin token 256") == 2
+    shown = "documents kept apart by documents.bin, each after begin token 256"
+    assert capsys.readouterr().out.count(shown) == 2
     checkpoint._remove(tmp_path / "run/step_00000004")
     assert train(settings, **options, resume="auto")
     assert [records(tmp_path / "run", name) for name in names] == expected
@@ -465,31 +407,13 @@ def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
     train(settings, **options, bos="none", output=str(tmp_path / "without"))
     without = [records(tmp_path / "without", name) for name in names]
     assert all(without[i][step] != expected[i][step] for i in (0, 2) for step in expected[i])
-
-
-def test_runs_and_folders_of_before_go_on_without(settings, tmp_path, capsys):
-    """A run on data that has begin tokens since; a new run on an older folder, which says so."""
-    train(settings, bos="none")
-    expected = records(tmp_path / "run")
-    checkpoint._remove(tmp_path / "run/step_00000004")
-
-    def forget_bos(state) -> None:
-        del state["data"]["bos"], state["config"]["bos"]
-
-    changed_state(tmp_path / "run/step_00000002", forget_bos)
+    for name in ("text", "other"):
+        without_bos(tmp_path / name)
     capsys.readouterr()
-    assert train(settings, resume="auto")
-    said = capsys.readouterr()
-    assert "begin token" not in said.out
-    assert "changed since" not in said.err
-    assert records(tmp_path / "run") == expected
-    without_bos(tmp_path / "text")
-    train(settings, output=str(tmp_path / "new"))
-    assert records(tmp_path / "new") == expected
-    assert (
-        "text was prepared without a begin token, so documents get none; --bos TOKEN"
-        in capsys.readouterr().err
-    )
+    train(settings, **options, output=str(tmp_path / "older"))
+    assert [records(tmp_path / "older", name) for name in names] == without
+    warning = "text was prepared without a begin token, so documents get none; --bos TOKEN"
+    assert warning in capsys.readouterr().err
 
 
 def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
@@ -497,32 +421,12 @@ def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
     assert ", strategy" not in capsys.readouterr().out
     options = {"strategy": "usp", "ulysses_size": 1, "log_every": 1}
     assert train(settings, **options, resume="auto", decay_steps=0)
-    said = capsys.readouterr()
-    assert "1 sequence parallel rank, strategy usp; 2 sequences of 61 tokens a step; " in said.out
-    assert (
-        "checkpoint: --strategy auto -> usp, --ulysses-size None -> 1, --steps 2 -> 4\n" in said.err
-    )
-    assert [f"step {step}/4: " in said.out for step in (3, 4)] == [True, True]
-
-
-def test_a_checkpoint_with_constants_of_a_machine_resumes(settings, tmp_path):
-    """Earlier versions stored them, to choose strategies by them."""
-    train(settings)
-    expected = records(tmp_path / "run")
-    checkpoint._remove(tmp_path / "run/step_00000004")
-    changed_state(tmp_path / "run/step_00000002", lambda state: state.update(machine="a GPU 1 2"))
-    assert train(settings, resume="auto")
-    assert records(tmp_path / "run") == expected
-
-
-@pytest.mark.parametrize(
-    ("strategy", "size", "taken"),
-    [("ring", None, "ring"), ("auto", 1, "usp"), ("auto", None, "auto")],
-)
-def test_the_models_attention_is_of_the_strategy(settings, strategy, size, taken):
-    config = TrainConfig(**settings, strategy=strategy, ulysses_size=size)
-    layer = CPM(SMALL, **config.attention).layers[-1].self_attn
-    assert (layer.options["strategy"], layer.options["flash"]) == (taken, "auto")
+    out, err = capsys.readouterr()
+    assert "1 sequence parallel rank, strategy usp; 2 sequences of 61 tokens a step; " in out
+    changes = "checkpoint: --strategy auto -> usp, --ulysses-size None -> 1, --steps 2 -> 4\n"
+    assert changes in err
+    assert all(f"step {step}/4: " in out for step in (3, 4))
+    assert TrainConfig(ulysses_size=1).attention["strategy"] == "usp"
 
 
 def test_only_skips_in_a_row_end_a_run():
@@ -536,31 +440,17 @@ def test_only_skips_in_a_row_end_a_run():
         return norm
 
     engine.step = step
-    progress, config, said = Progress(), TrainConfig(max_skips=2), []
-    found = [optimize(engine, progress, config, 0.5, 1e-3, said.append) for _ in range(3)]
+    progress, config, printed = Progress(), TrainConfig(max_skips=2), []
+    found = [optimize(engine, progress, config, 0.5, 1e-3, printed.append) for _ in range(3)]
     assert found == [
         {"loss": 0.5, "grad_norm": 1.0},
         {"skipped": 1},
         {"loss": 0.5, "grad_norm": 2.0},
     ]
-    assert optimize(engine, progress, config, math.inf, 1e-3, said.append) == {"skipped": 2}
+    assert optimize(engine, progress, config, math.inf, 1e-3, printed.append) == {"skipped": 2}
     with pytest.raises(FloatingPointError, match="the gradient norm is nan; 2 steps in a row were"):
-        optimize(engine, progress, config, 0.5, 1e-3, said.append)
-    assert said[1] == "step 0: skipped, the loss is inf; 1 in a row"
-
-
-def test_advice_after_an_explosion_names_the_learning_rate(settings, tmp_path):
-    """Weights are finite: the checkpoint after the first step is good, and going on from it would
-    explode again.
-    """
-    with pytest.raises(FloatingPointError) as ended:
-        train(settings, lr=1e30, warmup_steps=0, decay_steps=0, save_every=1, max_skips=2)
-    assert str(ended.value).startswith("step 3: ")
-    assert (
-        "; 2 steps in a row were skipped: give a smaller --lr than 1e+30; if the last good"
-        in str(ended.value)
-    )
-    assert [path.name for path in checkpoint.listed(tmp_path / "run")] == ["step_00000001"]
+        optimize(engine, progress, config, 0.5, 1e-3, printed.append)
+    assert printed[1] == "step 0: skipped, the loss is inf; 1 in a row"
 
 
 def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(
@@ -578,7 +468,7 @@ def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_writte
 
 
 def written_text(folder, tokenizer):
-    """A folder of tokens; returns it."""
+    """Write a folder of tokens. Return it."""
     text = TokenWriter(folder, tokenizer)
     for i in range(30):
         text.write([tokenizer.encode(f"def function_{i}(x):\n    return x + {i * i}\n\n")])
@@ -588,7 +478,7 @@ def written_text(folder, tokenizer):
 
 @pytest.fixture
 def theirs(tmp_path) -> JsonTokenizer:
-    """A tokenizer of as many tokens as bytes have, of which each is another one."""
+    """A tokenizer with as many tokens as there are bytes, in another order."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: i for i, piece in enumerate(["</s>", *alphabet])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -598,7 +488,7 @@ def theirs(tmp_path) -> JsonTokenizer:
 
 
 def forget_identity(folder) -> None:
-    """Makes a folder one of an older version, which did not save a tokenizer's identity."""
+    """Make a folder one of an older version, which did not save a tokenizer's identity."""
     spec = json.loads((folder / "tokenizer.spec.json").read_text())
     (folder / "tokenizer.spec.json").write_text(
         json.dumps({"kind": spec["kind"], "file": spec["file"]}) + "\n"
@@ -609,24 +499,18 @@ def forget_identity(folder) -> None:
 
 
 def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings, theirs, tmp_path):
-    other = written_text(tmp_path / "theirs", theirs)
-    refused = (
-        f"theirs has another tokenizer than .*text: expected {ByteTokenizer().identity[:12]}, got "
-    )
-    with pytest.raises(ranks.RankError, match=refused + theirs.identity[:12]):
-        train(settings, val_data=str(other))
+    other = str(written_text(tmp_path / "theirs", theirs))
+    mine, their_id = ByteTokenizer().identity[:12], theirs.identity[:12]
+    refused = f"theirs has another tokenizer than .*text: expected {mine}, got {their_id}"
+    with pytest.raises(ranks.RankError, match=refused):
+        train(settings, val_data=other)
     train(settings)
     first = str(checkpoint.newest(tmp_path / "run"))
-    stage = {"resume": first, "new_stage": True, "data": str(other)}
-    stage |= {"output": str(tmp_path / "stage")}
-    refused = (
-        f"step_00000004 has another tokenizer than .*theirs: expected {theirs.identity[:12]}, got "
-    )
-    with pytest.raises(ranks.RankError, match=refused + ByteTokenizer().identity[:12]):
-        train(settings, **stage)
-    assert train(
-        settings, **stage | {"data": str(tmp_path / "other"), "val_data": str(tmp_path / "text")}
-    )
+    stage = {"resume": first, "new_stage": True, "output": str(tmp_path / "stage")}
+    refused = f"step_00000004 has another tokenizer than .*theirs: expected {their_id}, got {mine}"
+    with pytest.raises(ranks.RankError, match=refused):
+        train(settings, **stage, data=other)
+    assert train(settings, **stage, data=str(tmp_path / "other"), val_data=settings["data"])
 
 
 def test_a_run_does_not_go_on_with_the_same_tokens_of_another_tokenizer(settings, theirs, tmp_path):
@@ -643,28 +527,23 @@ def test_a_run_does_not_go_on_with_the_same_tokens_of_another_tokenizer(settings
 
 
 def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, tmp_path, capsys):
-    """Validation data, training data, and a checkpoint; sizes of vocabularies are compared as
-    before.
-    """
+    """Validation data, training data, and a checkpoint. Sizes of vocabularies are compared."""
     warning = "has no identity of its tokenizer: only the size of the vocabulary is checked\n"
     other = written_text(tmp_path / "theirs", theirs)
-    assert train(settings, val_data=str(tmp_path / "other"))
-    assert warning not in capsys.readouterr().err
     forget_identity(other)
-    assert train(settings, val_data=str(other), resume="auto", steps=5)
+    assert train(settings, val_data=str(other))
     assert capsys.readouterr().err.count(f"{other} {warning}") == 1
     forget_identity(tmp_path / "text")
     assert train(settings, val_data=str(tmp_path / "other"), resume="auto", steps=6)
-    # beside validation data, checkpoint
+    # against the validation data, and against the checkpoint
     assert capsys.readouterr().err.count(f"{tmp_path / 'text'} {warning}") == 2
     first = checkpoint.newest(tmp_path / "run")
     for file in (first / "tokenizer").iterdir():
         file.unlink()
-    files = json.loads((first / "manifest.json").read_text())
-    files["files"] = {
-        name: entry for name, entry in files["files"].items() if not name.startswith("tokenizer/")
-    }
-    (first / "manifest.json").write_text(json.dumps(files))
+    manifest = json.loads((first / "manifest.json").read_text())
+    entries = manifest["files"].items()
+    manifest["files"] = {name: x for name, x in entries if not name.startswith("tokenizer/")}
+    (first / "manifest.json").write_text(json.dumps(manifest))
     stage = {"resume": str(first), "new_stage": True, "output": str(tmp_path / "stage")}
     assert train(settings, **stage, data=str(tmp_path / "other"))
     assert capsys.readouterr().err.count(f"{first} {warning}") == 1
@@ -674,19 +553,16 @@ def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, t
         train(settings, val_data=str(other), output=str(tmp_path / "small"))
 
 
-def test_validation_on_the_training_data_is_said(settings, tmp_path, capsys):
+def test_validation_on_the_training_data_gives_a_warning(settings, tmp_path, capsys):
     (tmp_path / "link").symlink_to("text")
     for folder, same in (("link", True), ("other", False)):
         options = {"val_data": str(tmp_path / folder), "output": str(tmp_path / f"run-{folder}")}
         train(settings, steps=2, decay_steps=0, **options)
-        said = capsys.readouterr().err
-        assert ("--val-data and --data are the same folder" in said) == same
+        assert ("--val-data and --data are the same folder" in capsys.readouterr().err) == same
 
 
 def started(settings, source, output, **options) -> bool:
-    """Whether a step from these weights is taken; refused or not, they are of the shape of
-    SMALL.
-    """
+    """Take a step from weights with the shape of SMALL. Return whether it was taken."""
     options = {"steps": 1, "warmup_steps": 0, "decay_steps": 0, "output": str(output)} | options
     return train(settings, init_from=str(source), **options)
 
@@ -694,25 +570,20 @@ def started(settings, source, output, **options) -> bool:
 def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
     settings, theirs, tmp_path, capsys
 ):
-    """Whoever saved them: exported ones, and those with a tokenizer under the name that all
-    know.
-    """
-    mine, source = tmp_path / "text", tmp_path / "hf"
+    """Exported weights have an identity. Others have a file under the name that all know."""
+    mine, source, plain = tmp_path / "text", tmp_path / "hf", tmp_path / "plain"
     other = written_text(tmp_path / "theirs", theirs)
     train(settings)
     exported = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
     source.mkdir()
     export_huggingface(exported, ByteTokenizer(), source, torch.float32, keep_scalings=False)
     assert started(settings, source, tmp_path / "1")
-    digits = theirs.identity[:12], ByteTokenizer().identity[:12]
+    theirs_id, my_id = theirs.identity[:12], ByteTokenizer().identity[:12]
     refused = (
-        f"hf has another tokenizer than .*theirs: expected {digits[0]}, got {digits[1]} as it "
-        "was exported, .*"
+        f"hf has another tokenizer than .*theirs: expected {theirs_id}, got {my_id} as it "
+        "was exported, .* of tokenizer.json; give data .*, or --allow-other-tokenizer"
     )
-    with pytest.raises(
-        ranks.RankError,
-        match=f"{refused} of tokenizer.json; give data .*, or --allow-other-tokenizer",
-    ):
+    with pytest.raises(ranks.RankError, match=refused):
         started(settings, source, tmp_path / "2", data=str(other))
     capsys.readouterr()
     allowed = {"data": str(other), "allow_other_tokenizer": True}
@@ -720,24 +591,18 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
     assert "hf has another tokenizer than" in capsys.readouterr().err
     assert started(settings, source, tmp_path / "2", **allowed | {"resume": "auto", "steps": 2})
 
-    save_weights(tmp_path / "plain", SMALL, initialized(SMALL).state_dict())
-    assert started(settings, tmp_path / "plain", tmp_path / "3")
+    save_weights(plain, SMALL, initialized(SMALL).state_dict())
+    assert started(settings, plain, tmp_path / "3")
     assert "plain has no identity of its tokenizer: only" in capsys.readouterr().err
-    (tmp_path / "plain/tokenizer.json").write_bytes(theirs.file.read_bytes())
-    assert started(settings, tmp_path / "plain", tmp_path / "4", data=str(other))
+    (plain / "tokenizer.json").write_bytes(theirs.file.read_bytes())
+    assert started(settings, plain, tmp_path / "4", data=str(other))
     assert "identity" not in capsys.readouterr().err
-    with pytest.raises(
-        ranks.RankError, match=f"plain has another tokenizer than {mine}: expected {digits[1]}"
-    ):
-        started(settings, tmp_path / "plain", tmp_path / "5")
-    forget_identity(mine)
-    assert started(settings, tmp_path / "plain", tmp_path / "5")
-    assert f"{mine} has no identity of its tokenizer: only" in capsys.readouterr().err
-    (tmp_path / "plain/tokenizer.json").write_text("{}")
-    with pytest.raises(
-        ranks.RankError, match=r"got cannot read tokenizer .*plain/tokenizer.json: "
-    ):
-        started(settings, tmp_path / "plain", tmp_path / "6", data=str(other))
+    refused = f"plain has another tokenizer than {mine}: expected {my_id}"
+    with pytest.raises(ranks.RankError, match=refused):
+        started(settings, plain, tmp_path / "5")
+    (plain / "tokenizer.json").write_text("{}")
+    with pytest.raises(ranks.RankError, match=r"got cannot read tokenizer .*plain/tok"):
+        started(settings, plain, tmp_path / "6", data=str(other))
     with pytest.raises(ValueError, match="--allow-other-tokenizer needs --init-from"):
         TrainConfig(allow_other_tokenizer=True)
 
@@ -768,9 +633,9 @@ def test_a_vocabulary_grows_with_the_tokenizer_of_the_data(settings, tmp_path, c
     assert "--model" not in str(refused.value)
     grow = {"data": str(data), "grow_vocabulary": True, "lr": 1e-30, "weight_decay": 0.0}
     assert started(settings, tmp_path / "hf", tmp_path / "2", **grow)
-    said = capsys.readouterr().err
-    assert f"embed_tokens.weight grows from {old.vocab_size} to {new.vocab_size} rows" in said
-    assert "tokenizer" not in said
+    printed = capsys.readouterr().err
+    assert f"embed_tokens.weight grows from {old.vocab_size} to {new.vocab_size} rows" in printed
+    assert "tokenizer" not in printed
     assert started(settings, tmp_path / "hf", tmp_path / "2", **grow, resume="auto", steps=2)
     assert capsys.readouterr().err == "changed since the checkpoint: --steps 1 -> 2\n"
     saved = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "2"))
@@ -811,12 +676,10 @@ def test_a_head_beside_tied_embeddings_is_trained_with_untie(settings, tmp_path)
 
 
 def test_neither_do_cpm_lives_models_mix_vocabularies(settings, tmp_path):
-    """Of as many pieces, in another order."""
+    """Two vocabularies have the same pieces in another order."""
     line = {"a": "b", "<ans>": "ab"}
     for order in ("ab", "ba"):
-        pieces = (*make_vocabulary.SPECIAL["cpm-bee"], *order)
-        (tmp_path / f"{order}.txt").write_text("".join(f"{piece}\n" for piece in pieces))
-        tokenizer = BeeTokenizer(tmp_path / f"{order}.txt")
+        tokenizer = BeeTokenizer(write_vocabulary(tmp_path / f"{order}.txt", *order))
         instances = make_writer(tmp_path / f"live-{order}", tokenizer)
         for _ in range(30):
             instances.write([make_reader(tokenizer, "text").of_record(line)])
@@ -833,9 +696,42 @@ def test_neither_do_cpm_lives_models_mix_vocabularies(settings, tmp_path):
     with pytest.raises(ranks.RankError, match=f"model.pt {refused}"):
         train(settings, init_from=str(tmp_path / "exported/model.pt"))
     assert train(settings, val_data=str(tmp_path / "live-ab"))
-    stage = {"resume": str(checkpoint.newest(tmp_path / "run")), "new_stage": True}
-    stage |= {"output": str(tmp_path / "stage")}
-    with pytest.raises(
-        ranks.RankError, match=r"step_00000001 has another tokenizer than .*live-ba: expected"
+
+
+def test_a_resumed_run_does_not_overwrite_newer_checkpoints(settings, tmp_path, capsys):
+    """A damaged one does not count. A branch has its own output."""
+    train(settings)
+    older, run = str(tmp_path / "run/step_00000002"), tmp_path / "run"
+    with pytest.raises(ranks.RankError, match="checkpoints that"):
+        train(settings, resume=older)
+    assert train(settings, resume=older, output=str(tmp_path / "branch"), lr=0.001)
+    assert "changed since the checkpoint: --lr 0.003 -> 0.001" in capsys.readouterr().err
+    assert list(records(tmp_path / "branch")) == [3, 4]
+    newest = run / "step_00000004/state.json"
+    newest.write_text(newest.read_text()[:100])
+    assert train(settings, resume=older)
+    assert "step_00000004 is damaged" in capsys.readouterr().err
+    assert [path.name for path in checkpoint.listed(run)] == ["step_00000004", "step_00000002"]
+    train(settings, resume="auto", steps=3)
+    assert "there is nothing to do: step 4 of 3 is done" in capsys.readouterr().out
+
+
+def test_wrong_runs_are_refused(settings, tmp_path):
+    (tmp_path / "junk.pt").write_text("junk")
+    (tmp_path / "cut.json").write_text('{"hid')
+    for options, message in (
+        ({"data": "nowhere"}, "nowhere has no index.json"),
+        ({"init_from": str(tmp_path / "junk.pt")}, "junk.pt is not a file of weights"),
+        ({"model": str(tmp_path / "cut.json")}, "cut.json: Unterminated string"),
+        ({"seq_len": 10_000}, "% of the positions of"),
+        ({"resume": "nowhere"}, "there is no checkpoint in nowhere"),
+        ({"flash": "cuda"}, "--flash cuda: no kernel for"),
     ):
-        train(settings, **stage, data=str(tmp_path / "live-ba"))
+        with pytest.raises((ranks.RankError, ValueError), match=message):
+            train(settings, **options, output=str(tmp_path / "wrong"))
+    for options, message in (
+        ({"engine": "bmtrain"}, "--engine bmtrain needs GPUs and the package bmtrain"),
+        ({"dtype": "fp16"}, "need --engine bmtrain"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose_engine(TrainConfig(**options), torch.device("cpu"))
