@@ -5,7 +5,7 @@
 FOLDER is by default the current folder.
 
 A mask is a function that returns a `bmt_burst.Mask`. To see a new one here, register it in
-`EXAMPLES` of bmt_burst/sequence/mask.py.
+`EXAMPLES` of examples/mask_kinds.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from matplotlib.colors import ListedColormap
 
 from bmt_burst import Layout, Mask
 from bmt_burst.sequence.layout import LAYOUTS
-from bmt_burst.sequence.mask import EXAMPLES
+from examples.mask_kinds import EXAMPLES
 
 TOKENS, RANKS = 64, 4
 # hidden pairs, then pairs of ranks 0 to 3

@@ -42,13 +42,13 @@ class Slice(NamedTuple):
     @property
     def area(self) -> int:
         """The number of visible pairs."""
-        below = (
-            length(self.q) * length(self.kv) if self.high is None else _pairs_below(self, self.high)
-        )
-        return below - (0 if self.low is None else min(_pairs_below(self, self.low), below))
+        rectangle = length(self.q) * length(self.kv)
+        pairs = rectangle if self.low is None else _count_from(self.q, self.kv, self.low)
+        too_far = 0 if self.high is None else _count_from(self.q, self.kv, self.high)
+        return max(pairs - too_far, 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Mask:
     """The visible pairs of `seq_len` tokens: those in `slices`. No pair may be in two slices.
 
@@ -123,7 +123,9 @@ class Mask:
         for mask in masks:
             if not isinstance(mask, Mask):
                 raise TypeError(f"expected Masks to stack, got {type(mask).__name__}")
-            slices += [_move_slice(s, start) for s in mask.slices]
+            slices += [
+                s._replace(q=shifted(s.q, start), kv=shifted(s.kv, start)) for s in mask.slices
+            ]
             start += mask.seq_len
         return _mask(start, tuple(slices))
 
@@ -223,12 +225,6 @@ class Mask:
             visible[slice(*s.q), slice(*s.kv)] |= inside
         return visible
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and (self.seq_len, self.slices) == (
-            other.seq_len,
-            other.slices,
-        )
-
     def __hash__(self) -> int:
         return hash(self.digest)
 
@@ -251,57 +247,14 @@ class Mask:
         cells = min(_DRAWN, self.seq_len)
         cuts = [self.seq_len * i // cells for i in range(cells + 1)]
         for rows in itertools.pairwise(cuts):
-            crossing = [s for s in self.slices if _meet(s.q, rows)]
+            crossing = [s for s in self.slices if length(overlap(s.q, rows))]
             line = []
             for columns in itertools.pairwise(cuts):
-                visible = sum(
-                    _crop_slice(s, rows, columns).area for s in crossing if _meet(s.kv, columns)
-                )
+                visible = sum(_crop_slice(s, rows, columns).area for s in crossing)
                 line.append(
                     _SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))]
                 )
             yield " ".join(line).rstrip()
-
-
-def prefix(seq_len: int, length: int) -> Mask:
-    """Return a causal mask in which all tokens also see the first `length` ones, as in prefix
-    language models.
-
-    Raises ValueError for a length that is not between 0 and seq_len.
-    """
-    if not 0 <= (length := _number("length", length)) <= seq_len:
-        raise ValueError(f"expected a prefix of 0 to {seq_len} tokens, got {length}")
-    rest = (length, seq_len)
-    return Mask(seq_len, (Slice((0, seq_len), (0, length)), Slice(rest, rest, low=0)))
-
-
-def sliding_with_sink(seq_len: int, window: int, sink: int) -> Mask:
-    """Return a causal window in which all tokens also see the first `sink` ones before them, as in
-    StreamingLLM (arXiv 2309.17453).
-
-    Raises ValueError for a window below 1 or a sink beyond the sequence.
-    """
-    if not 0 <= (sink := _number("sink", sink)) <= seq_len:
-        raise ValueError(f"expected a sink of 0 to {seq_len} tokens, got {sink}")
-    high, n = _positive("window", window), _positive("seq_len", seq_len)
-    return Mask(n, (Slice((0, n), (0, sink), low=0), Slice((0, n), (sink, n), low=0, high=high)))
-
-
-# An example of each kind of mask, by the number of tokens. examples/masks.py draws them, and
-# tests/conformance tests them: `pytest -k NAME` takes a name without spaces.
-EXAMPLES: dict[str, Callable[[int], Mask]] = {
-    "causal": Mask.causal,
-    "full": Mask.full,
-    "window": lambda n: Mask.window(n, max(n // 4, 1)),
-    "documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n})),
-    "full-documents": lambda n: Mask.documents(sorted({0, n // 5, n // 2, n}), causal=False),
-    "windows-in-documents": lambda n: Mask.documents(
-        sorted({0, n // 5, n // 2, n}), window=max(n // 8, 1)
-    ),
-    "window-to-both-sides": lambda n: Mask.documents((0, n), causal=False, window=max(n // 8, 1)),
-    "prefix": lambda n: prefix(n, n // 3),
-    "window-with-sink": lambda n: sliding_with_sink(n, max(n // 5, 1), n // 8),
-}
 
 
 def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:
@@ -312,18 +265,23 @@ def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:
     return mask
 
 
-def _pairs_below(s: Slice, bound: int) -> int:
-    """Count the pairs (i, j) of the rectangle with i - j < bound."""
-    rows, columns = length(s.q), length(s.kv)
-    # Row a has the columns b > q0 - kv0 + a - bound: all while that is negative, then one less in
-    # each row.
-    hidden_first = s.q[0] - s.kv[0] - bound + 1  # columns that the first row lacks
-    first = max(0, -hidden_first)  # rows before this one lack none
-    partial_from, partial_to = min(first, rows), min(max(columns - hidden_first, 0), rows)
-    partial_from = min(partial_from, partial_to)
-    count = partial_to - partial_from
-    lacking = count * (hidden_first + partial_from) + count * (count - 1) // 2
-    return partial_from * columns + count * columns - lacking
+def _count_from(q: Span, kv: Span, bound: int) -> int:
+    """Count the pairs (i, j) of a rectangle with i - j >= bound.
+
+    Pairs with i < i0, j >= j0 and i - j >= bound form a triangle. A rectangle with a band is four
+    of them, by inclusion and exclusion at its corners.
+    """
+    (q_start, q_stop), (kv_start, kv_stop) = q, kv
+    return (
+        _triangle(q_stop - kv_start - bound)
+        - _triangle(q_start - kv_start - bound)
+        - _triangle(q_stop - kv_stop - bound)
+        + _triangle(q_start - kv_stop - bound)
+    )
+
+
+def _triangle(side: int) -> int:
+    return side * (side + 1) // 2 if side > 0 else 0
 
 
 def _start(s: Slice) -> tuple[int, int]:
@@ -333,16 +291,7 @@ def _start(s: Slice) -> tuple[int, int]:
 
 def _crop_slice(s: Slice, q: Span, kv: Span) -> Slice:
     """Return the part of a slice in a rectangle of positions."""
-    return Slice(
-        (max(s.q[0], q[0]), min(s.q[1], q[1])),
-        (max(s.kv[0], kv[0]), min(s.kv[1], kv[1])),
-        s.low,
-        s.high,
-    )
-
-
-def _move_slice(s: Slice, by: int) -> Slice:
-    return s._replace(q=shifted(s.q, by), kv=shifted(s.kv, by))
+    return s._replace(q=overlap(s.q, q), kv=overlap(s.kv, kv))
 
 
 def _connect_slices(slices: Sequence[Slice]) -> tuple[Span, ...]:
@@ -354,11 +303,6 @@ def _connect_slices(slices: Sequence[Slice]) -> tuple[Span, ...]:
         else:
             found.append((start, stop))
     return tuple(found)
-
-
-def _meet(a: Span, b: Span) -> bool:
-    """Whether two ranges that are not empty have a position in common."""
-    return a[0] < b[1] and b[0] < a[1]
 
 
 def _number(name: str, value: Any) -> int:
@@ -394,16 +338,13 @@ def read_bounds(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
             f"{name} must be a sequence of whole numbers, got {type(cu_seqlens).__name__}"
         )
     bounds = [as_int(name, x) for x in cu_seqlens]
-    if len(bounds) < 2 or bounds[0] != 0:
-        raise ValueError(f"{name} must be (0, ..., tokens), got {_shorten(bounds)}")
     for before, after in itertools.pairwise(bounds):
         if after < before:
             raise ValueError(f"{name} must not decrease, got {after} after {before}")
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] == 0:
+        got = ", ".join(map(str, bounds[:4])) + ", ..." * (len(bounds) > 4)
+        raise ValueError(f"{name} must be (0, ..., tokens) with at least one token, got ({got})")
     _number(name, bounds[-1])
-    if not bounds[-1]:
-        raise ValueError(
-            f"{name} must be (0, ..., tokens) with at least one token, got {_shorten(bounds)}"
-        )
     return list(dict.fromkeys(bounds))  # without empty documents
 
 
@@ -447,19 +388,15 @@ def _check_disjoint(slices: Sequence[Slice]) -> None:
 
 
 def _check_pair(a: Slice, b: Slice) -> None:
-    both = Slice(b.q, b.kv, *_intersect_bands(a, b))
-    if _crop_slice(both, a.q, a.kv).area > 0:
+    lows = [x for x in (a.low, b.low) if x is not None]
+    highs = [x for x in (a.high, b.high) if x is not None]
+    both = Slice(
+        overlap(a.q, b.q),
+        overlap(a.kv, b.kv),
+        max(lows, default=None),
+        min(highs, default=None),
+    )
+    if both.area:
         raise ValueError(
             f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common"
         )
-
-
-def _intersect_bands(a: Slice, b: Slice) -> tuple[int | None, int | None]:
-    lows, highs = (
-        [x for x in pair if x is not None] for pair in ((a.low, b.low), (a.high, b.high))
-    )
-    return max(lows, default=None), min(highs, default=None)
-
-
-def _shorten(numbers: Sequence[int]) -> str:
-    return f"({', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''})"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask
-from bmt_burst.sequence.mask import EXAMPLES
+from examples.mask_kinds import EXAMPLES
 from tests.cases import random_qkv
 from tests.launcher import run_script
 from tests.reference import dense_results
