@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from bmt_burst.sequence.balance import _find_documents, balanced_spans
+from bmt_burst.sequence.balance import balanced_spans
+from bmt_burst.sequence.documents import find_documents
 from bmt_burst.sequence.mask import Mask, Slice
 from bmt_burst.sequence.span import length, merged
 
@@ -177,7 +178,7 @@ def test_work_before_a_position():
     for _ in range(300):
         mask = small(rng)
         rows = mask.dense().sum(1).tolist()
-        for document in _find_documents(mask):
+        for document in find_documents(mask):
             seen = [document.seen(i) for i in range(document.start, document.stop + 1)]
             assert seen == list(
                 itertools.accumulate(rows[document.start : document.stop], initial=0)

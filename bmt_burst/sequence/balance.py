@@ -1,7 +1,7 @@
 """The balanced layout: equal tokens and nearly equal work on every rank, with few documents cut.
 
-Documents are the parts of a mask that see nothing of each other. The work of a document is its
-number of visible pairs. Its density is its work divided by its tokens.
+Documents are `Mask.parts`. The work of a document is its number of visible pairs. Its density is
+its work divided by its tokens.
 
 1. Deal short documents to the ranks, like cards, so that ranks have nearly equal numbers of them,
    of similar lengths. (Kernels take longer for many short documents than for a few long ones with
@@ -20,26 +20,25 @@ full mask the contiguous one.
 
 Step 1 is Graham's list scheduling, the densest documents first (LPT takes the longest first). Step
 2 is a greedy fill of one rank after the other, like next-fit, in which a document may be cut. The
-ideal is equal work on all ranks: 0 %. The section "How evenly layouts share out work" of
-docs/results-masks.md has the measured gap to it, next to that of other layouts and of the best
-assignment of chunks.
+section "How evenly layouts share out work" of docs/results-masks.md has the measured gap to equal
+work. The gap is larger where the work is in the middle of documents: for a window to both sides
+that is not much shorter than they are.
 
-Balance is worse where the work is in the middle of documents: for a window to both sides that is
-not much shorter than they are.
-
-This module uses plain numbers, no torch, and nothing random: all ranks and all versions of Python
-find the same layout.
+This module uses plain numbers and nothing random: all ranks and all versions of Python find the
+same layout.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
-from .mask import Mask, Slice
+from .documents import Document, find_documents
+from .mask import Mask
 from .span import Span, merged
 
 # How far the work of a rank may be from its share, relative to the mean work of a rank. The next
@@ -60,16 +59,20 @@ _KEPT = 8
 # can have any length.
 _KEPT_BESIDE_LONG = 4
 
+_tokens_of = operator.attrgetter("tokens")  # of a document or a rank
+_work_of = operator.attrgetter("work")
+_sort_key = operator.attrgetter("density", "tokens", "start")
+
 
 def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
     """Return the positions of each of `size` ranks. The first ranks may have a token more."""
-    documents = _find_documents(mask)
-    area, tokens = sum(document.work for document in documents), mask.seq_len
+    documents = find_documents(mask)
+    tokens, work = _sum_up(documents)
     ranks = [
         _Rank(
             (tokens + rank) // size,
-            area * (rank + 1) // size - area * rank // size,
-            int(area * _SLACK / size),
+            work * (rank + 1) // size - work * rank // size,
+            int(work * _SLACK / size),
         )
         for rank in reversed(range(size))
     ]
@@ -77,11 +80,19 @@ def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
     for rank, following in itertools.pairwise(ranks):
         _fill_rank(rank, pool)
         following.work += rank.work
-    ranks[-1].documents += pool.everything()
-    return [rank.spans for rank in ranks]
+    ranks[-1].documents += pool.documents if pool.cut is None else [*pool.documents, pool.cut]
+    return [
+        merged([*rank.pieces, *((document.start, document.stop) for document in rank.documents)])
+        for rank in ranks
+    ]
 
 
-def _deal_documents(documents: list[_Document], ranks: Sequence[_Rank]) -> list[_Document]:
+def _sum_up(documents: Sequence[Document]) -> tuple[int, int]:
+    """Return the tokens and the work of all documents."""
+    return sum(map(_tokens_of, documents)), sum(map(_work_of, documents))
+
+
+def _deal_documents(documents: list[Document], ranks: Sequence[_Rank]) -> list[Document]:
     """Deal short documents to the ranks, and return the others.
 
     Each dense document goes to the rank that lacks the most work, and then each thin one to the
@@ -89,15 +100,12 @@ def _deal_documents(documents: list[_Document], ranks: Sequence[_Rank]) -> list[
     later.
     """
     size = len(ranks)
-    tokens, work = (
-        sum(amount(document) for document in documents) for amount in (_tokens_of, _work_of)
-    )
-    short: list[_Document] = []
-    others: list[_Document] = []
+    tokens, work = _sum_up(documents)
+    most_tokens, most_work = tokens // (size * _SHORT), work // (size * _SHORT)
+    short: list[Document] = []
+    others: list[Document] = []
     for document in documents:
-        is_short = (
-            document.tokens * size * _SHORT <= tokens and document.work * size * _SHORT <= work
-        )
+        is_short = document.tokens <= most_tokens and document.work <= most_work
         (short if is_short else others).append(document)
     one_for_all = any(document.work * 2 >= work for document in others)
     kept = _KEPT_BESIDE_LONG * size if one_for_all else _KEPT * (size + min(size, _KEPT))
@@ -107,24 +115,17 @@ def _deal_documents(documents: list[_Document], ranks: Sequence[_Rank]) -> list[
     chosen = {len(short) * (2 * i + 1) // (2 * kept) for i in range(kept)}
     others += [short[i] for i in chosen]
     dealt = [document for i, document in enumerate(short) if i not in chosen]
-    tokens, work = (
-        sum(amount(document) for document in dealt) for amount in (_tokens_of, _work_of)
-    )
-    thin = bisect_left(
-        dealt, True, key=lambda document: document.work * tokens <= work * document.tokens
-    )
-    return (
-        others
-        + _hand_out(dealt[:thin], ranks, _work_of)
-        + _hand_out(dealt[thin:], ranks, _tokens_of)
-    )
+    tokens, work = _sum_up(dealt)
+    thin = bisect_left(dealt, True, key=lambda d: d.work * tokens <= work * d.tokens)
+    others += _hand_out(dealt[:thin], ranks, _work_of)
+    return others + _hand_out(dealt[thin:], ranks, _tokens_of)
 
 
 def _hand_out(
-    documents: Sequence[_Document],
+    documents: Sequence[Document],
     ranks: Sequence[_Rank],
-    amount: Callable[[_Document | _Rank], int],
-) -> list[_Document]:
+    amount: Callable[[Document | _Rank], int],
+) -> list[Document]:
     """Give each document to the rank that lacks the most, and return those that did not fit."""
     heap = [(-amount(rank), number) for number, rank in enumerate(ranks)]
     heapify(heap)
@@ -139,73 +140,28 @@ def _hand_out(
     return left
 
 
-class _Document:
-    """The rest of a document: positions start to stop - 1 of the mask."""
-
-    __slots__ = ("before", "density", "seen", "start", "stop", "tokens", "until", "work")
-
-    def __init__(self, start: int, stop: int, seen: Callable[[int], int]):
-        self.seen = seen  # the visible pairs of the document's queries before a position
-        self.cut_to(start, stop)
-
-    def cut_to(self, start: int, stop: int) -> None:
-        self.start, self.stop, self.tokens = start, stop, stop - start
-        # pairs before its start and its stop
-        self.before, self.until = self.seen(start), self.seen(stop)
-        self.work = self.until - self.before
-        self.density = self.work / self.tokens if self.tokens else 0.0
-
-    def peeled(self, tokens: int, early: int) -> int:
-        """Return the work of `tokens` off its ends, `early` of them off its start."""
-        return self.work + self.seen(self.start + early) - self.seen(self.stop - tokens + early)
-
-    def reach(self, tokens: int) -> tuple[int, int]:
-        """Return the least and the most work of `tokens` tokens off its ends.
-
-        This is right for documents that are thinner at one end.
-        """
-        first, last = (
-            self.seen(self.start + tokens) - self.before,
-            self.until - self.seen(self.stop - tokens),
-        )
-        return (first, last) if first < last else (last, first)
-
-    def fair(self, tokens: int) -> float:
-        """Return its mean work of `tokens` tokens, or the nearest that tokens off its ends have."""
-        if tokens >= self.tokens:  # more than it has: as if there were more
-            return tokens * self.density
-        low, high = self.reach(tokens)
-        share = tokens * self.density
-        return low if share < low else high if share > high else share
-
-
 class _Rank:
     """A rank: the tokens and the work that it still lacks, and the spans that it has."""
 
     def __init__(self, tokens: int, work: int, slack: int):
         self.tokens, self.work = tokens, work
         self.slack = slack  # of work
-        self.documents: list[_Document] = []  # that it has whole, or the rest of
-        self.pieces: list[Span] = []
+        self.documents: list[Document] = []  # that it has whole, or the rest of
+        self.pieces: list[Span] = []  # of other documents
 
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        return merged(
-            [*self.pieces, *((document.start, document.stop) for document in self.documents)]
-        )
-
-    def take(self, document: _Document) -> None:
+    def take(self, document: Document) -> None:
         self.documents.append(document)
         self.tokens -= document.tokens
         self.work -= document.work
 
-    def give_back(self, document: _Document) -> None:
+    def give_back(self, document: Document) -> None:
         self.documents.remove(document)
         self.tokens += document.tokens
         self.work += document.work
 
-    def peel(self, document: _Document, tokens: int, early: int) -> None:
-        """Take `tokens` off the ends of a document, `early` of them off its start."""
+    def peel(self, document: Document, tokens: int, work: float) -> None:
+        """Take `tokens` off the ends of a document, with about this work."""
+        early = document.count_early(tokens, work, self.slack)
         start, stop, before = document.start, document.stop, document.work
         self.pieces += [(start, start + early), (stop - tokens + early, stop)]
         document.cut_to(start + early, stop - tokens + early)
@@ -221,9 +177,9 @@ class _Pool:
     cut           the document that the last rank cut, which is not among them
     """
 
-    def __init__(self, documents: list[_Document]):
+    def __init__(self, documents: list[Document]):
         self.documents = documents
-        self.cut: _Document | None = None
+        self.cut: Document | None = None
         self._sort()
 
     def _sort(self) -> None:
@@ -231,11 +187,11 @@ class _Pool:
         self.tokens = list(accumulate([d.tokens for d in self.documents], initial=0))
         self.work = list(accumulate([d.work for d in self.documents], initial=0))
 
-    def insert(self, document: _Document) -> None:
+    def insert(self, document: Document) -> None:
         self.documents.append(document)
         self._sort()
 
-    def pop(self, index: int) -> _Document:
+    def pop(self, index: int) -> Document:
         document = self.documents.pop(index)
         self.tokens[index + 1 :] = [x - document.tokens for x in self.tokens[index + 2 :]]
         self.work[index + 1 :] = [x - document.work for x in self.work[index + 2 :]]
@@ -248,27 +204,13 @@ class _Pool:
 
     def peel_thinnest(self, tokens: int, rank: _Rank) -> None:
         """Give a rank `tokens` tokens of the thinnest document, or all of it if it has no more."""
-        document = self.documents[0]
+        document, lacked = self.documents[0], rank.work
         if tokens >= document.tokens:
             self.give_thinnest(1, rank)
-        else:
-            self.peel(
-                document,
-                rank,
-                tokens,
-                _count_early(document, tokens, tokens * document.density, rank.slack),
-            )
-
-    def peel(self, document: _Document, rank: _Rank, tokens: int, early: int) -> None:
-        """Give a rank tokens off the ends of the thinnest document, or of the one that was cut."""
-        lacked = rank.work
-        rank.peel(document, tokens, early)
-        if document is not self.cut:
-            self.tokens[0] += tokens
-            self.work[0] += lacked - rank.work
-
-    def everything(self) -> list[_Document]:
-        return self.documents if self.cut is None else [*self.documents, self.cut]
+            return
+        rank.peel(document, tokens, document.share(tokens))
+        self.tokens[0] += tokens
+        self.work[0] += lacked - rank.work
 
     def room(self, rank: _Rank) -> int:
         """Count the thinnest documents that a rank has room for."""
@@ -276,57 +218,39 @@ class _Pool:
 
     def lacking(self, rank: _Rank, count: int) -> tuple[int, int]:
         """Return the tokens and the work that a rank lacks after the `count` thinnest documents."""
-        return rank.tokens + self.tokens[0] - self.tokens[count], rank.work + self.work[
-            0
-        ] - self.work[count]
+        tokens, work = self.tokens[count] - self.tokens[0], self.work[count] - self.work[0]
+        return rank.tokens - tokens, rank.work - work
 
     def thinnest(self, tokens: int) -> float:
         """Return the work of the `tokens` thinnest tokens, or of all if there are fewer."""
         stop = self.tokens[0] + tokens
         count = bisect_right(self.tokens, stop) - 1
         work = self.work[count] - self.work[0]
-        return (
-            work + (stop - self.tokens[count]) * self.documents[count].density
-            if count < len(self.documents)
-            else work
-        )
+        if count == len(self.documents):
+            return work
+        return work + self.documents[count].share(stop - self.tokens[count])
 
-    def densest(self, tokens: int) -> float:
-        """Return the work of the `tokens` densest tokens, or of all if there are fewer."""
-        others = max(self.tokens[-1] - self.tokens[0] - tokens, 0)
-        return self.work[-1] - self.work[0] - self.thinnest(others)
-
-    def fits(self, document: _Document, rank: _Rank) -> bool:
+    def fits(self, document: Document, rank: _Rank) -> bool:
         """Whether a rank can have all of it and thin documents for the tokens that are left."""
         left = rank.tokens - document.tokens
         return left >= 0 and document.work + self.thinnest(left) <= rank.work + rank.slack // 16
 
-    def is_enough(self, document: _Document, rank: _Rank) -> bool:
+    def is_enough(self, document: Document, rank: _Rank) -> bool:
         """Whether a rank that has all of it can get the work that is left from dense documents."""
-        return document.work + self.densest(rank.tokens - document.tokens) >= rank.work - rank.slack
-
-
-def _sort_key(document: _Document) -> tuple[float, int, int]:
-    return document.density, document.tokens, document.start
-
-
-def _tokens_of(x: _Document | _Rank) -> int:
-    return x.tokens
-
-
-def _work_of(x: _Document | _Rank) -> int:
-    return x.work
+        others = max(self.tokens[-1] - self.tokens[0] - (rank.tokens - document.tokens), 0)
+        densest = self.work[-1] - self.work[0] - self.thinnest(others)
+        return document.work + densest >= rank.work - rank.slack
 
 
 def _fill_rank(rank: _Rank, pool: _Pool) -> None:
     """Give a rank its tokens and its work. If it gets a part of a document, that is `pool.cut`."""
-    if pool.cut is None and not pool.fits(pool.documents[-1], rank):
-        pool.cut = pool.pop(len(pool.documents) - 1)
-    if pool.cut is not None:
-        document, pool.cut = pool.cut, None
+    document, pool.cut = pool.cut, None
+    if document is None and not pool.fits(pool.documents[-1], rank):
+        document = pool.pop(len(pool.documents) - 1)
+    if document is not None:
         if pool.fits(document, rank) and pool.is_enough(document, rank):
             rank.take(document)
-        elif document.density * rank.tokens >= rank.work - rank.slack:
+        elif document.share(rank.tokens) >= rank.work - rank.slack:
             _split_document(document, rank, pool)
             return
         else:  # too thin to begin with
@@ -342,7 +266,7 @@ def _take_dense(rank: _Rank, pool: _Pool) -> None:
     while index >= 0 and rank.work - pool.thinnest(rank.tokens) > rank.slack:
         if not pool.fits(documents[index], rank):
             index = bisect_left(documents, True, 0, index, key=lambda d: not pool.fits(d, rank)) - 1
-        if index < 0 or documents[index].density * rank.tokens < rank.work - rank.slack:
+        if index < 0 or documents[index].share(rank.tokens) < rank.work - rank.slack:
             return
         rank.take(pool.pop(index))
         index -= 1
@@ -362,9 +286,8 @@ def _end_whole(rank: _Rank, pool: _Pool) -> bool:
         return False
     shortest = documents[room].tokens - tokens
     owned = itertools.chain(reversed(documents[:room]), reversed(rank.documents))
-    for old in itertools.islice(
-        (document for document in owned if document.tokens >= shortest), _SWAPS
-    ):
+    long_enough = (document for document in owned if document.tokens >= shortest)
+    for old in itertools.islice(long_enough, _SWAPS):
         index = bisect_left(documents, old.tokens + tokens, room, key=_tokens_of)
         new = documents[min(index, len(documents) - 1)]
         if new.tokens == old.tokens + tokens and abs(old.work + work - new.work) <= rank.slack:
@@ -399,17 +322,16 @@ def _end_cutting(rank: _Rank, pool: _Pool) -> bool:
 def _find_cuttable(pool: _Pool, first: int, tokens: int, work: int, slack: int) -> int | None:
     """Find the first document that has a piece of `tokens` and `work` at its ends."""
 
-    def has_as_much(document: _Document) -> bool:
+    def has_as_much(document: Document) -> bool:
         return document.tokens >= tokens and document.reach(tokens)[1] >= work - slack
 
     index = bisect_left(pool.documents, True, first, key=has_as_much)
-    found = pool.documents[index : index + 1]
-    return (
-        index if any(has_as_much(d) and d.reach(tokens)[0] <= work + slack for d in found) else None
-    )
+    if index == len(pool.documents) or pool.documents[index].reach(tokens)[0] > work + slack:
+        return None
+    return index
 
 
-def _split_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
+def _split_document(document: Document, rank: _Rank, pool: _Pool) -> None:
     """Give a rank a piece of a long document, about as dense as that is, and thin documents."""
 
     def excess(count: int, work_of: Callable[[int], float]) -> float:
@@ -417,13 +339,9 @@ def _split_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
         tokens, work = pool.lacking(rank, count)
         return work_of(tokens) - work
 
-    def linear(tokens: int) -> float:
-        return tokens * document.density
-
     room = pool.room(rank)
-    count = max(
-        bisect_left(range(room + 1), True, key=lambda count: excess(count, linear) < 0) - 1, 0
-    )
+    count = bisect_left(range(room + 1), True, key=lambda count: excess(count, document.share) < 0)
+    count = max(count - 1, 0)
     whole = [
         k
         for k in (count, count + 1)
@@ -432,7 +350,9 @@ def _split_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
     # its ends are thinner than it is
     while not whole and count and excess(count, document.fair) < 0:
         count -= 1
-    pool.give_thinnest(min(whole, key=lambda k: abs(excess(k, linear)), default=count), rank)
+    pool.give_thinnest(
+        min(whole, key=lambda k: abs(excess(k, document.share)), default=count), rank
+    )
     if not whole and pool.documents and (tokens := _thin_share(document, rank, pool.documents[0])):
         pool.peel_thinnest(tokens, rank)
     _cut_document(document, rank, pool)
@@ -440,98 +360,30 @@ def _split_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
         pool.peel_thinnest(rank.tokens, rank)
 
 
-def _leaves_similar_rest(document: _Document, rank: _Rank, tokens: int, work: int) -> bool:
+def _leaves_similar_rest(document: Document, rank: _Rank, tokens: int, work: int) -> bool:
     """Whether a piece can have these tokens and this work and leave a rest of similar density."""
     if not 0 < tokens < document.tokens:
         return False
     low, high = document.reach(tokens)
-    off = abs(work - tokens * document.density)
+    off = abs(work - document.share(tokens))
     return low - rank.slack <= work <= high + rank.slack and off <= max(
         _MOST_DEVIATION * work, rank.slack
     )
 
 
-def _thin_share(document: _Document, rank: _Rank, thin: _Document) -> int:
+def _thin_share(document: Document, rank: _Rank, thin: Document) -> int:
     """Count the tokens of the thinnest document that a rank needs next to a piece of the long
     one, so that it has no excess work.
-
     """
     least, most = max(rank.tokens - document.tokens, 0), min(rank.tokens, thin.tokens)
     at_none = document.fair(rank.tokens) - rank.work
-    at_most = document.fair(rank.tokens - most) + most * thin.density - rank.work
+    at_most = document.fair(rank.tokens - most) + thin.share(most) - rank.work
     share = round(most * at_none / (at_none - at_most)) if at_none > max(at_most, rank.slack) else 0
     return min(max(share, least), most)
 
 
-def _cut_document(document: _Document, rank: _Rank, pool: _Pool) -> None:
+def _cut_document(document: Document, rank: _Rank, pool: _Pool) -> None:
     """Give a rank the tokens it lacks off the ends of a document, and the next rank the rest."""
     if rank.tokens:
-        tokens = min(rank.tokens, document.tokens)
-        rank.peel(document, tokens, _count_early(document, tokens, rank.work, rank.slack))
+        rank.peel(document, min(rank.tokens, document.tokens), rank.work)
     pool.cut = document if document.tokens else None
-
-
-def _count_early(document: _Document, tokens: int, work: float, slack: float) -> int:
-    """Return how many of `tokens` to take off the start of a document, so that they have `work`.
-
-    It is none or all if possible. The others are taken off its end.
-    """
-    low = 0, document.until - document.seen(document.stop - tokens) - work
-    high = tokens, document.seen(document.start + tokens) - document.before - work
-    nearest = low if abs(low[1]) <= abs(high[1]) else high
-    if abs(nearest[1]) <= slack or (low[1] > 0) == (high[1] > 0):
-        return nearest[0]
-    while high[0] - low[0] > 1 and abs(nearest[1]) > slack / 8:
-        # along the line between them, and not too near to either
-        share = low[1] / (low[1] - high[1])
-        step = round((high[0] - low[0]) * min(max(share, 0.1), 0.9))
-        early = min(max(low[0] + step, low[0] + 1), high[0] - 1)
-        nearest = early, document.peeled(tokens, early) - work
-        if (nearest[1] > 0) == (low[1] > 0):
-            low = nearest
-        else:
-            high = nearest
-    return nearest[0]
-
-
-def _find_documents(mask: Mask) -> list[_Document]:
-    """Return the parts of the mask."""
-    parts = mask.parts
-    slices: list[list[Slice]] = [[] for _ in parts]
-    starts = [start for start, _ in parts]
-    for s in mask.slices:
-        slices[bisect_right(starts, s.q[0]) - 1].append(s)
-    return [
-        _Document(*span, _pair_counter(*span, found))
-        for span, found in zip(parts, slices, strict=True)
-    ]
-
-
-def _pair_counter(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int]:
-    """Return a function that counts the visible pairs of a part's queries before a position.
-
-    Simple parts have a closed form.
-    """
-    size = stop - start
-    if len(slices) == 1 and slices[0].q == slices[0].kv == (start, stop):
-        _, _, low, high = slices[0]
-        if low is None and high is None:
-            return lambda i: (i - start) * size
-        if low == 0:
-            most = size if high is None else high
-            return lambda i: _sum_ramp(i - start, most)
-        if high is not None and low == 1 - high:
-            most, behind = high, high - 1
-            later = _sum_ramp(size - 1, behind)
-            return lambda i: _sum_ramp(i - start, most) + later - _sum_ramp(stop - i - 1, behind)
-
-    def pairs_before(i: int) -> int:
-        before = (s._replace(q=(s.q[0], min(s.q[1], i))) for s in slices if s.q[0] < i)
-        return sum(s.area for s in before)
-
-    return pairs_before
-
-
-def _sum_ramp(count: int, most: int) -> int:
-    """Return the sum of min(i, most) for i from 1 to `count`."""
-    return count * (count + 1) // 2 if count <= most else count * most - most * (most - 1) // 2

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
