@@ -11,9 +11,10 @@ import torch
 from bmt_burst import Layout, Mask, Slice
 from bmt_burst.sequence import gathered_calls
 from bmt_burst.sequence.gathered_calls import by_columns, flipped, kernel_calls
+from bmt_burst.sequence.layout import Run
 from bmt_burst.sequence.span import in_turn, length, merged
 from bmt_burst.sequence.tile import Tile
-from bmt_burst.sequence.tiling import ShardRun, Tiling
+from bmt_burst.sequence.tiling import Tiling
 from tests.cases import random_layout, random_mask
 
 CASES = 200
@@ -89,7 +90,7 @@ def check(mask: Mask, layout: Layout):
     positions = [layout.positions(rank) for rank in range(layout.size)]
     for rank, mine in enumerate(positions):
         assert_tiles_are(cut.own_tiles(rank), pairs[mine][:, mine])
-        runs = [ShardRun(*run) for run in cut.seen(rank)]
+        runs = [Run(*run) for run in cut.seen(rank)]
         assert runs == sorted(runs)
         for run in runs:
             expected = torch.arange(run.start, run.stop, run.step)

@@ -36,25 +36,30 @@ from torch import Tensor
 from ..base.arguments import as_int, check_dim
 from .balance import balanced_spans
 from .mask import Mask
+from .span import Span, length
 
 IGNORE_INDEX = -100
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes that can hold IGNORE_INDEX
 
 
 class Run(NamedTuple):
-    """Positions `start, start + step, ...`, `length` of them. The shard stores them from index
-    `offset` on.
+    """Tokens `span` of the shard of `owner`. The first has position `start`, the next `start +
+    step`, and so on.
     """
 
     start: int
     step: int
-    length: int
-    offset: int
+    owner: int
+    span: Span
 
     @property
     def stop(self) -> int:
         """The position that would be next."""
-        return self.start + self.step * self.length
+        return self.start + self.step * length(self.span)
+
+
+# A run as a plain tuple, like `TileFields`: plans have very many of them.
+RunFields = tuple[int, int, int, Span]
 
 
 class Layout(ABC):
@@ -140,11 +145,11 @@ class Layout(ABC):
         """Return the runs of `rank`'s shard, in storage order. Positions rise from the first to the
         last.
         """
-        ranges = self._shard(rank)
-        offsets = itertools.accumulate(map(len, ranges), initial=0)
-        return tuple(
-            Run(r.start, r.step, len(r), at) for r, at in zip(ranges, offsets, strict=False)
-        )
+        found, at = [], 0
+        for r in self._shard(rank):
+            found.append(Run(r.start, r.step, rank, (at, at + len(r))))
+            at += len(r)
+        return tuple(found)
 
     def length(self, rank: int) -> int:
         """Return the number of tokens of `rank`'s shard."""

@@ -14,28 +14,10 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .layout import Layout
+from .layout import Layout, Run, RunFields
 from .mask import Mask, Slice
 from .span import Span, length, merged
 from .tile import Tile, TileFields
-
-
-class ShardRun(NamedTuple):
-    """Tokens `span` of the shard of `owner`. The first has position `start`, the next `start +
-    step`, and so on.
-    """
-
-    start: int
-    step: int
-    owner: int
-    span: Span
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.step * length(self.span)
-
-
-RunFields = tuple[int, int, int, Span]  # a run as a plain tuple, like TileFields
 
 
 class _QueryRun(NamedTuple):
@@ -64,21 +46,12 @@ class _Sorted:
         return range(bisect.bisect_right(self.reach, start), bisect.bisect_left(self.starts, stop))
 
 
-class _Owners:
-    """The runs of all ranks in the order of their starts."""
-
-    def __init__(self, runs: Iterable[ShardRun]):
-        self.runs = sorted(runs)
-        self.order = _Sorted([(run.start, run.stop) for run in self.runs])
-
-
 class Tiling:
     """`mask` cut by `layout`, both of one length."""
 
     def __init__(self, mask: Mask, layout: Layout):
         self.mask, self.layout = mask, layout
         self._slices = _Sorted([s.q for s in mask.slices])
-        self._reach: dict[int, tuple[Span, ...]] = {}
         self._parts_of: dict[int, list[_QueryRun]] = {}
 
     @functools.cached_property
@@ -95,10 +68,10 @@ class Tiling:
     def seen(self, rank: int) -> list[RunFields]:
         """Return the tokens of other ranks that queries of `rank` attend to, in order of position.
 
-        Each is part of one run of a shard. With steps, it may include tokens that no query looks
-        at.
+        Each is part of one run of a shard. With steps, it may include tokens that no query attends
+        to.
         """
-        spans = self.looks_at(rank)
+        spans = merged(self._visible_spans(rank))
         return [run for span in spans for run in self.runs_at(span) if run[2] != rank]
 
     def runs_at(self, positions: Span) -> list[RunFields]:
@@ -108,9 +81,10 @@ class Tiling:
         all of them. So this is one loop with plain tuples.
         """
         start, stop = positions
-        near = self._owners.order.around(start, stop)
+        runs, order = self._owners
+        near = order.around(start, stop)
         found: list[RunFields] = []
-        for position, step, owner, (offset, end) in self._owners.runs[near.start : near.stop]:
+        for position, step, owner, (offset, end) in runs[near.start : near.stop]:
             # as in _inside
             first, last = -((position - start) // step), -((position - stop) // step)
             first = first if first > 0 else 0
@@ -121,21 +95,14 @@ class Tiling:
         found.sort()
         return found
 
-    def shard(self, rank: int) -> list[ShardRun]:
-        """Return all tokens of a rank's shard, in the order of their positions.
-
-        `tiles` takes them for a whole block.
-        """
-        return sorted(self._runs(rank))
-
     def seen_by(self, rank: int, inner: int) -> dict[int, tuple[Span, ...]]:
         """Return the tokens of `rank`'s shard that other ranks need, as rising spans of it.
 
         They are sorted by the host of the viewer, if a host has `inner` ranks.
         """
-        runs, order = self._owners.runs, self._owners.order
+        runs, order = self._owners
         found: dict[int, set[Span]] = {}
-        for own in self._runs(rank):
+        for own in self.layout.runs(rank):
             for index in self._keys.around(own.start, own.stop):
                 s = self._slices_by_key[index]
                 first = s.q[0] if s.low is None else max(s.q[0], own.start + s.low)
@@ -149,7 +116,7 @@ class Tiling:
 
     def own_tiles(self, rank: int) -> list[TileFields]:
         """Return how queries of `rank` attend to its own keys, in tokens of its shard."""
-        runs = list(self._runs(rank))
+        runs = self.layout.runs(rank)
         tiles: list[TileFields] = []
         for s, of_slice in itertools.groupby(self._parts(rank), lambda part: part.slice):
             parts = list(of_slice)
@@ -170,33 +137,26 @@ class Tiling:
         """
         return _tiles(self._parts(rank), runs, places)
 
-    def looks_at(self, rank: int) -> tuple[Span, ...]:
-        """Return the positions that queries of `rank` see, in rising spans with gaps between them.
+    def _visible_spans(self, rank: int) -> Iterator[Span]:
+        """Yield the positions that queries of `rank` see in each slice.
 
         Runs that see only themselves, as whole documents do, are left out.
         """
-        if rank in self._reach:
-            return self._reach[rank]
-        spans: list[Span] = []
         for positions in self.layout.shards[rank]:
             start, stop, step = positions.start, positions.stop, positions.step
-            tokens = len(positions)
             near = self._slices.around(start, stop)
             for s in self.mask.slices[near.start : near.stop]:
-                q, kv, _, _ = s
-                if step == 1 and start <= kv[0] and kv[1] <= stop:
+                if step == 1 and start <= s.kv[0] and s.kv[1] <= stop:
                     continue  # as with a whole document
-                first, last = _inside(start, step, tokens, *q)
+                first, last = _inside(start, step, len(positions), *s.q)
                 if first < last:
-                    spans.append(_visible(s, start + step * first, start + step * (last - 1)))
-        self._reach[rank] = merged(spans)
-        return self._reach[rank]
+                    yield _visible(s, start + step * first, start + step * (last - 1))
 
     def _parts(self, rank: int) -> list[_QueryRun]:
         """Return the queries of a rank, by slice."""
         if rank not in self._parts_of:
             found = []
-            for run in self._runs(rank):
+            for run in self.layout.runs(rank):
                 for index in self._slices.around(run.start, run.stop):
                     if part := _part(self.mask.slices[index], run):
                         found.append((index, part))
@@ -204,16 +164,11 @@ class Tiling:
             self._parts_of[rank] = [part for _, part in found]
         return self._parts_of[rank]
 
-    def _runs(self, rank: int) -> Iterator[ShardRun]:
-        offset = 0
-        for positions in self.layout.shards[rank]:
-            yield ShardRun(
-                positions.start, positions.step, rank, (offset, offset := offset + len(positions))
-            )
-
     @functools.cached_property
-    def _owners(self) -> _Owners:
-        return _Owners(run for rank in range(self.layout.size) for run in self._runs(rank))
+    def _owners(self) -> tuple[list[Run], _Sorted]:
+        """The runs of all ranks in the order of their starts, and their positions."""
+        runs = sorted(run for rank in range(self.layout.size) for run in self.layout.runs(rank))
+        return runs, _Sorted([(run.start, run.stop) for run in runs])
 
     @functools.cached_property
     def _slices_by_key(self) -> Sequence[Slice]:
@@ -224,7 +179,7 @@ class Tiling:
         return _Sorted([s.kv for s in self._slices_by_key])
 
 
-def _part(s: Slice, run: ShardRun) -> _QueryRun | None:
+def _part(s: Slice, run: Run) -> _QueryRun | None:
     """Return the queries of a run that are in a slice, if there are any."""
     start, step, _, (offset, end) = run
     first, stop = _inside(start, step, end - offset, *s.q)
@@ -245,7 +200,7 @@ def _visible(s: Slice, first: int, last: int) -> Span:
     return start, stop
 
 
-def _within(run: ShardRun, start: int, stop: int) -> Span:
+def _within(run: Run, start: int, stop: int) -> Span:
     """Return the span of a run with positions start..stop - 1. It may be empty."""
     position, step, _, (offset, end) = run
     first, last = _inside(position, step, end - offset, start, stop)
@@ -266,36 +221,13 @@ def _tiles(
 ) -> list[TileFields]:
     positions = [(start, start + step * (stop - at)) for start, step, _, (at, stop) in runs]
     order = _Sorted(positions)
-    side_by_side = any(step > 1 for _, step, _, _ in runs)
     tiles: list[TileFields] = []
     for part in parts:
         start, stop = part.visible
-        nearby = order.around(start, stop) if start < stop else range(0)
-        whole = range(0) if side_by_side else _seen_by_all(part, positions, nearby)
-        for index in nearby:
-            tile = (
-                (part.span, places[index], None, None)
-                if index in whole
-                else _tile(part, runs[index], places[index])
-            )
-            if tile:
+        for index in order.around(start, stop) if start < stop else ():
+            if tile := _tile(part, runs[index], places[index]):
                 _append(tiles, tile)
     return tiles
-
-
-def _seen_by_all(part: _QueryRun, positions: Sequence[Span], nearby: range) -> range:
-    """Return which of the `nearby` runs every query of the part sees whole.
-
-    The runs have no steps, so these are neighbours.
-    """
-    # what the last query sees at least, and the first at most
-    start, stop = _visible(part.slice, part.first + part.step * (length(part.span) - 1), part.first)
-    first, end = nearby.start, nearby.stop
-    while first < end and positions[first][0] < start:
-        first += 1
-    while first < end and positions[end - 1][1] > stop:
-        end -= 1
-    return range(first, end)
 
 
 def _tile(part: _QueryRun, run: RunFields, place: Span) -> TileFields | None:

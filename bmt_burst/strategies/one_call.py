@@ -26,9 +26,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..sequence.gathered_calls import kernel_calls
+from ..sequence.layout import RunFields
 from ..sequence.span import in_turn, length
 from ..sequence.tile import TileFields
-from ..sequence.tiling import RunFields, Tiling
+from ..sequence.tiling import Tiling
 from . import DENSE, Problem, Strategy
 from .all_gather import AllGather
 from .compute import ALL

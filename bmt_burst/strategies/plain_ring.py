@@ -123,7 +123,7 @@ class PlainRingPlan(Plan):
     @functools.cached_property
     def _calls(self) -> list[Sequence[GatheredCall]]:
         """The kernel calls of each hop: this rank's queries with the block that it holds."""
-        shards = [self._tiling.shard(self._owner(hop)) for hop in range(self.size)]
+        shards = [self.problem.layout.runs(self._owner(hop)) for hop in range(self.size)]
         return [
             kernel_calls(self._tiling.tiles(self.rank, runs, [run.span for run in runs]))
             for runs in shards

@@ -29,8 +29,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...sequence.layout import RunFields
 from ...sequence.span import Span, hull, in_turn, length, merged, shifted
-from ...sequence.tiling import RunFields, Tiling
+from ...sequence.tiling import Tiling
 from .schedule import Schedule
 
 

@@ -72,7 +72,7 @@ class HostTokens:
     def is_sorted(self) -> bool:
         """Whether tokens lie in the order of their positions."""
         runs = [self.hosts.layout.runs(rank) for rank in self.ranks]
-        steps = (run.step for run in itertools.chain.from_iterable(runs) if run.length > 1)
+        steps = (run.step for run in itertools.chain.from_iterable(runs) if length(run.span) > 1)
         return all(step == 1 for step in steps) and max(map(len, runs)) <= _MOST_JOINED_RUNS
 
     @functools.cached_property
@@ -86,9 +86,8 @@ class HostTokens:
         firsts = [run.start for run in whole]
 
         def place(run: Run) -> tuple[Span, Span]:
-            start, _, _, at = whole[bisect.bisect(firsts, run.start) - 1]
-            span = run.offset, run.offset + run.length
-            return span, shifted(span, at + run.start - start - run.offset)
+            start, _, _, (at, _) = whole[bisect.bisect(firsts, run.start) - 1]
+            return run.span, shifted(run.span, at + run.start - start - run.span[0])
 
         return [[*map(place, self.hosts.layout.runs(rank))] for rank in self.ranks]
 
