@@ -95,16 +95,27 @@ class Plan(ABC):
 
 
 class Strategy(ABC):
-    """A way to compute attention over ranks."""
+    """A way to compute attention over ranks.
+
+    takes_hosts     whether it supports a double group
+    takes_scorings  whether it supports pairs that an extension computes
+    """
 
     name: str
+    takes_hosts: bool = True
+    takes_scorings: bool = True
 
-    @abstractmethod
     def refuses(self, problem: Problem) -> str | None:
         """Return why this strategy cannot solve a problem, or None if it can.
 
         The answer is the same on all ranks.
         """
+        if problem.outer > 1 and not self.takes_hosts:
+            sizes = f"{problem.outer} x {problem.inner}"
+            return f"expected a single group, got a double_group of {sizes}"
+        if problem.scoring is not DENSE and not self.takes_scorings:
+            return f"it supports dense attention only, not {problem.scoring.name}"
+        return None
 
     @abstractmethod
     def plan(self, problem: Problem, rank: int) -> Plan:

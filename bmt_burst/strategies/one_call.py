@@ -30,11 +30,10 @@ from ..sequence.layout import RunFields
 from ..sequence.span import in_turn, length
 from ..sequence.tile import TileFields
 from ..sequence.tiling import Tiling
-from . import DENSE, Problem, Strategy
+from . import Problem, Strategy
 from .all_gather import AllGather
 from .compute import ALL
 from .ring import RingPlan, make_pass
-from .ring.events import order_events
 from .ring.payload import Payload
 from .ring.program import Program
 from .ring.routes import Landing, Round, SeenRuns
@@ -46,15 +45,7 @@ class OneCall(Strategy):
     """A strategy without partial results, for short blocks. It always sends keys and values."""
 
     name = "one-call"
-
-    def refuses(self, problem: Problem) -> str | None:
-        if problem.outer > 1:
-            return (
-                f"expected a single group, got a double_group of {problem.outer} x {problem.inner}"
-            )
-        if problem.scoring is not DENSE:
-            return f"it supports dense attention only, not {problem.scoring.name}"
-        return None
+    takes_hosts = takes_scorings = False
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
         gathered = gather(problem)
@@ -88,7 +79,7 @@ class OneCallPlan(RingPlan):
             passes=[make_pass(payload, self.problem.sizes, ALL, ALL)],
             rounds=(self._round,),
             calls={(0, 0): kernel_calls(self.gathered[self.rank].tiles)},
-            events=tuple(order_events(1, [1], returning)),
+            returning=returning,
             has_one_stage=True,
         )
 

@@ -45,15 +45,7 @@ class PlainRing(Strategy):
     """A strategy that sends keys and values around one ring, a hop at a time."""
 
     name = "plain-ring"
-
-    def refuses(self, problem: Problem) -> str | None:
-        if problem.outer > 1:
-            return (
-                f"expected a single group, got a double_group of {problem.outer} x {problem.inner}"
-            )
-        if problem.scoring is not DENSE:
-            return f"it supports dense attention only, not {problem.scoring.name}"
-        return None
+    takes_hosts = takes_scorings = False
 
     def plan(self, problem: Problem, rank: int) -> PlainRingPlan:
         return PlainRingPlan(problem, rank)

@@ -36,7 +36,6 @@ from .. import Plan, Problem, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients
 from ..problem import Part
 from .backward import Backward
-from .events import order_events
 from .forward import Forward
 from .payload import KeysValues, Payload, backward_payload, select_heads
 from .program import Pass, Program
@@ -53,9 +52,6 @@ class Ring(Strategy):
     """A strategy that sends keys and values, or in a backward queries, around a ring of ranks."""
 
     name = "ring"
-
-    def refuses(self, problem: Problem) -> str | None:
-        return None
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
         return RingPlan(problem, rank)
@@ -181,9 +177,7 @@ class RingPlan(Plan):
             passes=passes,
             rounds=rounds,
             calls=calls,
-            events=tuple(
-                order_events(len(passes), [len(r.stages) for r in rounds] or [0], returning)
-            ),
+            returning=returning,
         )
 
     def _make_passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:

@@ -38,6 +38,8 @@ class Backward(Execution):
     computed       partial gradients of the sent side of a stage
     """
 
+    queries: QueryGradients
+
     def __init__(
         self,
         program: Program,
@@ -50,8 +52,7 @@ class Backward(Execution):
         problem, sends_queries = program.problem, program.payload.sends_queries
         if problem.scoring.prefers_delta and problem.takes_delta:
             queries = queries.with_delta()  # then calls need not gather out
-        super().__init__(program, rings, queries if sends_queries else keys, queries.q.device)
-        self.queries, self.keys = queries, keys
+        super().__init__(program, rings, queries, keys)
         self.attention = problem.scoring.backward(problem, queries, inputs, kept)
         of_queries, of_keys = slice(0, 1), slice(1, 3)  # of dq, dk and dv
         self.sent, self.staying = (of_queries, of_keys) if sends_queries else (of_keys, of_queries)
@@ -115,7 +116,7 @@ class Backward(Execution):
         for found in compute_gradients(attention, calls, *self._sides(event, tensors)):
             _add_parts(sums[self.staying], found[self.staying])
             if event.stage < 0:
-                _add_parts(self._sums_of_root(event), found[self.sent])
+                _add_parts(self._sent_sums(event), found[self.sent])
             else:
                 for parts, part in zip(self.computed, found[self.sent], strict=True):
                     parts.append(part)
@@ -170,7 +171,7 @@ class Backward(Execution):
             self._pass(event).return_packing,
         )
         self.returning[-1].wait()
-        sums = self._sums_of_root(event) if event.round else self.sums[event.number][self.sent]
+        sums = self._sent_sums(event)
         first = 0 if event.round else round_.held[0][0]
         views = packing.views(self.returning[-1].memory, stage.gradient_tokens)
         for out, (_, at) in zip(stage.sends, stage.gradient_sources, strict=True):
@@ -183,7 +184,7 @@ class Backward(Execution):
         share: list[Tensor] = []
         if round_.landing.tokens:
             dtype = self.program.problem.sizes.partial
-            share = [total.result(dtype) for total in self._sums_of_root(event)]
+            share = [total.result(dtype) for total in self._sent_sums(event)]
         self.root_sums.pop((event.number, event.round), None)
         here = packing.empty(round_.lent_tokens, self.device) if round_.lent_tokens else ()
         owner = round_.root // self.rings.inner.size
@@ -196,15 +197,18 @@ class Backward(Execution):
             lent = self._round(event).lent
             _add_parts(self.sums[event.number][self.sent], [(lent, grad) for grad in grads])
 
-    def _sums_of_root(self, event: Event) -> list[Gradients]:
-        """Return the sums of this host's share of a root's gradients."""
-        key, tokens = (event.number, event.round), self._round(event).landing.tokens
-        if key not in self.root_sums:
+    def _sent_sums(self, event: Event) -> list[Gradients]:
+        """Return the sums of the sent side: of the own tokens, or in later rounds this host's share
+        of a root's.
+        """
+        own, key = self.sums[event.number][self.sent], (event.number, event.round)
+        if event.round and key not in self.root_sums:
+            tokens = self._round(event).landing.tokens
             self.root_sums[key] = [
                 Gradients((x.shape[0], tokens, *x.shape[2:]), x.dtype, x.device, self.limit)
-                for x in self.sums[event.number][self.sent]
+                for x in own
             ]
-        return self.root_sums[key]
+        return self.root_sums[key] if event.round else own
 
 
 def _add_parts(sums: Sequence[Gradients], parts: Sequence[Part]) -> None:

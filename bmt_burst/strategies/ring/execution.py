@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from ...ranks.rings import Rings
 from ...sequence.span import Span, length
 from ...transport import Delivery, Put, Ticket
 from ...transport.packing import Packing
-from ..compute import ALL, Side
+from ..compute import ALL, Keys, Queries
 from .events import Event
 from .program import Pass, Program
 from .routes import Round, Stage
@@ -29,14 +28,13 @@ class Execution:
     """One run of a program, with a method `_EVENT` for each event. This class moves blocks;
     subclasses compute with them.
 
-    sent_side  the side of the own block that others need
-
     The lists hold exchanges and deliveries that are under way. Blocks are `crossing` between hosts,
     `fetched` until they land, then `landed`. Gradients are `leaving` the host or `returning`.
     """
 
-    def __init__(self, program: Program, rings: Rings, sent_side: Side, device: torch.device):
-        self.program, self.rings, self.sent_side, self.device = program, rings, sent_side, device
+    def __init__(self, program: Program, rings: Rings, queries: Queries, keys: Keys):
+        self.program, self.rings, self.device = program, rings, queries.q.device
+        self.queries, self.keys = queries, keys
         self.roots: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by pass and round
         self.crossing: list[tuple[Ticket, tuple[Tensor, ...]]] = []
         self.fetched: list[Delivery] = []
@@ -110,8 +108,9 @@ class Execution:
         pass_, payload = self._pass(event), self.program.payload
         if not any(map(length, spans)):
             return ()
-        side = self.sent_side.part(ALL, pass_.q if payload.sends_queries else pass_.kv)
-        return payload.depart(side.gather(spans))
+        if payload.sends_queries:
+            return payload.depart(self.queries.part(ALL, pass_.q).gather(spans))
+        return payload.depart(self.keys.part(ALL, pass_.kv).gather(spans))
 
     def _received(self, event: Event) -> Sequence[Tensor]:
         """Return the tensors of a stage, which are valid until they are freed, or of a root.

@@ -42,8 +42,7 @@ class Forward(Execution):
         keys: Keys,
         inputs: tuple[Tensor, ...],
     ):
-        super().__init__(program, rings, keys, queries.q.device)
-        self.queries, self.keys = queries, keys
+        super().__init__(program, rings, queries, keys)
         self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
         self.parts: list[OutputPart] = []
 

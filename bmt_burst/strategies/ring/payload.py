@@ -26,9 +26,6 @@ from ...transport.packing import Packing
 from .. import Problem, Sizes
 from ..compute import Keys, QueryGradients, Side
 
-# the shape of a token's entries, and the dtype, of each tensor
-Entries = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
 
 class Payload(ABC):
     """The tensors of a block that are sent. If it `sends_queries`, keys stay; otherwise queries
@@ -37,9 +34,9 @@ class Payload(ABC):
 
     sends_queries: bool = True
 
+    @abstractmethod
     def packing(self, sizes: Sizes) -> Packing:
         """Return how blocks lie in memory when they are sent."""
-        return Packing(sizes.batch, self._entries(sizes))
 
     def return_packing(self, sizes: Sizes) -> Packing:
         """Return how dq, or dk and dv, lie when they are returned. They have the kernel's dtype."""
@@ -60,10 +57,6 @@ class Payload(ABC):
         """Count the bytes per token and hop, of the block and its gradients."""
         return self.packing(sizes).token_bytes() + self.return_packing(sizes).token_bytes()
 
-    @abstractmethod
-    def _entries(self, sizes: Sizes) -> Entries:
-        """Return the shape and dtype of a token's entries in each tensor."""
-
 
 class KeysValues(Payload):
     """The payload of k and v. A backward returns dk and dv."""
@@ -77,8 +70,8 @@ class KeysValues(Payload):
     def arrive(self, tensors: Sequence[Tensor]) -> Keys:
         return Keys(*tensors)
 
-    def _entries(self, sizes: Sizes) -> Entries:
-        return (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2
+    def packing(self, sizes: Sizes) -> Packing:
+        return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2)
 
 
 class QueriesDelta(Payload):
@@ -106,9 +99,10 @@ class QueriesDelta(Payload):
             return QueryGradients(q, dout, lse, delta=delta)
         return QueryGradients(q, dout, lse, surrogate_out(dout, delta))
 
-    def _entries(self, sizes: Sizes) -> Entries:
+    def packing(self, sizes: Sizes) -> Packing:
         row = (sizes.heads, sizes.head_size), sizes.dtype
-        return row, row, ((sizes.heads, 2), accumulator_dtype(sizes.dtype))
+        lse_delta = (sizes.heads, 2), accumulator_dtype(sizes.dtype)
+        return Packing(sizes.batch, (row, row, lse_delta))
 
 
 class QueriesOut(Payload):
@@ -124,9 +118,10 @@ class QueriesOut(Payload):
         q, dout, lse, out = tensors
         return QueryGradients(q, dout, lse.transpose(1, 2), out)
 
-    def _entries(self, sizes: Sizes) -> Entries:
+    def packing(self, sizes: Sizes) -> Packing:
         row = (sizes.heads, sizes.head_size), sizes.dtype
-        return row, row, ((sizes.heads,), accumulator_dtype(sizes.dtype)), row
+        lse = (sizes.heads,), accumulator_dtype(sizes.dtype)
+        return Packing(sizes.batch, (row, row, lse, row))
 
 
 def backward_payload(problem: Problem) -> Payload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import length
 from ...transport.packing import Packing
 from .. import Problem
-from .events import Event
+from .events import Event, order_events
 from .payload import Payload
 from .routes import Round
 
@@ -32,6 +33,7 @@ class Program:
 
     own            kernel calls of the own block
     calls          kernel calls of each stage by (round, stage); stage -1 is the root of a round
+    returning      whether gradients return: in a backward
     has_one_stage  whether all is computed in one stage, the own block too. A single partial result
                    is the result then.
     """
@@ -43,8 +45,13 @@ class Program:
     passes: Sequence[Pass]
     rounds: Sequence[Round]
     calls: Mapping[tuple[int, int], Sequence[GatheredCall]]
-    events: Sequence[Event]
+    returning: bool
     has_one_stage: bool = False
+
+    @functools.cached_property
+    def events(self) -> tuple[Event, ...]:
+        stages = [len(round_.stages) for round_ in self.rounds] or [0]
+        return tuple(order_events(len(self.passes), stages, self.returning))
 
     def __str__(self) -> str:
         """Show the events with the tokens that they move and the kernel calls that they make."""

@@ -54,12 +54,7 @@ class Ulysses(Strategy):
     """Heads are shared by all ranks."""
 
     name = "ulysses"
-
-    def refuses(self, problem: Problem) -> str | None:
-        if problem.outer > 1:
-            sizes = f"{problem.outer} x {problem.inner}"
-            return f"expected a single group, got a double_group of {sizes}"
-        return None
+    takes_hosts = False
 
     def plan(self, problem: Problem, rank: int) -> Plan:
         return UlyssesPlan(problem, rank)
@@ -69,6 +64,7 @@ class USP(Ulysses):
     """Heads are shared by the ranks of a host. Hosts form rings."""
 
     name = "usp"
+    takes_hosts = True
 
     def plan(self, problem: Problem, rank: int) -> Plan:
         """Return the part of `rank`. Hosts of one rank share no heads, so they are just a ring."""
