@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from .refusal import CALL, refuse_in_rings
 from .terms import Terms, compare_terms, find_terms
 
 _MOST_PLANS = 64  # kept for some rings
-_UNCHANGED = contextlib.nullcontext()
 
 
 def attend(
@@ -51,7 +49,9 @@ def attend(
 
     Raises on every rank if arguments are wrong on any rank.
     """
-    with _on_device_of(q), admit_one_thread(rings, CALL):
+    # kernels rely on q's GPU being the current one
+    on_device = torch.cuda.device_of(q) if isinstance(q, Tensor) else contextlib.nullcontext()
+    with on_device, admit_one_thread(rings, CALL):
         try:
             extension, tensors = extend()
             inputs = check_inputs(q, k, v, sinks, is_packed)
@@ -71,13 +71,6 @@ def attend(
             return _compute(rings, plan, number, inputs, tensors, terms.masking)
 
 
-def _on_device_of(x: Any) -> AbstractContextManager[Any]:
-    """Return a context in which x's GPU is the current one, since kernels rely on that."""
-    if not isinstance(x, Tensor) or not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _UNCHANGED
-    return torch.cuda.device(x.device)
-
-
 def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torch.device) -> Plan:
     """Return the plan that follows from the `lines` of all ranks. Plans are kept.
 
@@ -94,7 +87,10 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
             mark_known(error)
             raise
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
-        _make_room(rings)
+        # Several threads without a group may do this at once. So the keys are copied, which is
+        # atomic. The least recently used ones are the first.
+        for old in list(plans)[: 1 - _MOST_PLANS]:
+            plans.pop(old, None)
     plans[lines] = plan  # last in order: just used
     return plan
 
@@ -112,16 +108,6 @@ def _find_strategy(terms: Terms) -> str:
     name = terms.options.strategy
     # only GPUs compute short calls before the host has enqueued them
     return "ring" if name == "auto" and terms.device_type != "cuda" else name
-
-
-def _make_room(rings: Rings) -> None:
-    """Drop the least recently used plans if there are many.
-
-    Several threads without a group may do this at once. So the keys are copied, which is atomic.
-    """
-    plans = rings.history.plans
-    for lines in list(plans)[: max(len(plans) - _MOST_PLANS + 1, 0)]:
-        plans.pop(lines, None)
 
 
 def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:

@@ -210,7 +210,18 @@ def _pair_arguments(call: KernelCall, q: Tensor, packed: bool) -> tuple[dict[str
     """
     if not packed and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
         return _band_arguments(call), False
-    make = functools.partial(_packed_arguments, call, len(q), q.device)
+
+    def make() -> dict[str, Any]:
+        of = sequences(call, len(q), q.device)
+        longest = max(of.longest, _LONGEST_AT_LEAST)
+        return {
+            **_band_arguments(call),
+            "cu_seqlens_q": of.cu_seqlens_q,
+            "cu_seqlens_k": of.cu_seqlens_k,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
+
     return prepare_once(call, ("fa4", len(q)), q.device, make), True
 
 
@@ -219,18 +230,6 @@ def _band_arguments(call: KernelCall) -> dict[str, Any]:
     if left is None and right == 0:
         return {"causal": True}
     return {"causal": False, "window_size_left": left, "window_size_right": right}
-
-
-def _packed_arguments(call: KernelCall, batch: int, device: torch.device) -> dict[str, Any]:
-    of = sequences(call, batch, device)
-    longest = max(of.longest, _LONGEST_AT_LEAST)
-    return {
-        **_band_arguments(call),
-        "cu_seqlens_q": of.cu_seqlens_q,
-        "cu_seqlens_k": of.cu_seqlens_k,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-    }
 
 
 @functools.cache
