@@ -43,8 +43,8 @@ class LaunchShape(NamedTuple):
     stages: int
 
 
-class Terms(NamedTuple):
-    """The terms that an extension adds to scores, as kernels take them.
+class Added(NamedTuple):
+    """What an extension adds to scores, as kernels take it.
 
     kind       the constant BIAS of the kernels
     arguments  their argument `bias`
@@ -54,7 +54,7 @@ class Terms(NamedTuple):
     arguments: Any
 
 
-NO_TERMS = Terms(0, ())
+NOTHING = Added(0, ())
 
 _INTERPRETED = {
     "forward": LaunchShape(32, 16, 4, 1),
@@ -87,27 +87,20 @@ class TritonKernel(Kernel):
     def broken(self) -> str | None:
         return import_failure("triton", _kernel_module)
 
-    def forward(self, q, k, v, call, spec):
-        return forward(q, k, v, call, spec)
+    def forward(self, q, k, v, call, spec, added=NOTHING):
+        out, lse = _empty(q), empty_lse(q)
+        launch("forward", (*map(_make_dense, (q, k, v)), out, lse), call, spec, added)
+        return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        inputs = backward_inputs(dout, q, k, v, out, lse, delta)
-        return backward(inputs, call, spec)
+        return self.gradients(backward_inputs(dout, q, k, v, out, lse, delta), call, spec)
 
-
-def forward(q, k, v, call, spec, terms=NO_TERMS):
-    """Compute `Kernel.forward`, with the terms that an extension adds."""
-    out, lse = _empty(q), empty_lse(q)
-    launch("forward", (*map(_make_dense, (q, k, v)), out, lse), call, spec, terms)
-    return out, lse
-
-
-def backward(inputs, call, spec, terms=NO_TERMS):
-    """Compute `Kernel.backward` from `backward_inputs`, with the terms that an extension adds."""
-    dq, dk, dv = (_empty(x) for x in inputs[:3])
-    launch("backward_kv", (*inputs, dk, dv), call, spec, terms)
-    launch("backward_q", (*inputs, dq), call, spec, terms)
-    return dq, dk, dv
+    def gradients(self, inputs, call, spec, added=NOTHING):
+        """Compute `backward` from `backward_inputs`, with what an extension adds to scores."""
+        dq, dk, dv = (_empty(x) for x in inputs[:3])
+        launch("backward_kv", (*inputs, dk, dv), call, spec, added)
+        launch("backward_q", (*inputs, dq), call, spec, added)
+        return dq, dk, dv
 
 
 def backward_inputs(dout, q, k, v, out, lse, delta) -> tuple[Tensor, ...]:
@@ -126,7 +119,7 @@ def launch(
     tensors: Sequence[Any],
     call: KernelCall,
     spec: Spec,
-    terms: Terms = NO_TERMS,
+    added: Added = NOTHING,
     most: int | None = None,
 ) -> None:
     """Launch the kernel `name`. The first two of `tensors` are q and k.
@@ -134,10 +127,10 @@ def launch(
     most  as `_list_blocks` takes it
     """
     q, by_keys = tensors[0], name == "backward_kv"
-    shape = shape_of(name, q, terms)
+    shape = shape_of(name, q, added)
     blocks = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M, most)
     kernel = getattr(_kernel_module(), name)
-    start(kernel, shape, blocks, by_keys, tensors, call, spec, terms, CAP=spec.softcap)
+    start(kernel, shape, blocks, by_keys, tensors, call, spec, added, CAP=spec.softcap)
 
 
 def start(
@@ -148,7 +141,7 @@ def start(
     tensors: Sequence[Any],
     call: KernelCall,
     spec: Spec,
-    terms: Terms,
+    added: Added,
     **constants: Any,
 ) -> None:
     """Launch a kernel with a list of programs, for each kv head if `by_keys`, else for each query
@@ -164,7 +157,7 @@ def start(
         spec.scale,
         left or 0,
         right or 0,
-        terms.arguments,
+        added.arguments,
         GROUP=q.shape[2] // k.shape[2],
         D=q.shape[-1],
         WIDTH=_width(q),
@@ -172,7 +165,7 @@ def start(
         N=shape.N,
         LEFT=left is not None,
         RIGHT=right is not None,
-        BIAS=terms.kind,
+        BIAS=added.kind,
         PRECISION=_precision(q),
         **constants,
         num_warps=shape.warps,
@@ -245,11 +238,11 @@ def _shapes() -> dict[tuple[str, str, int], tuple[LaunchShape, ...]]:
     }
 
 
-def shape_of(name: str, q: Tensor, terms: Terms = NO_TERMS) -> LaunchShape:
+def shape_of(name: str, q: Tensor, added: Added = NOTHING) -> LaunchShape:
     """Return the fastest shape of a kernel that the GPU has shared memory for."""
     if not q.is_cuda:
         return _INTERPRETED[name]
-    width, half = _width(q), ("half", "half_by_distance", "half_by_segments")[terms.kind]
+    width, half = _width(q), ("half", "half_by_distance", "half_by_segments")[added.kind]
     table = "single" if q.dtype == torch.float32 else half
     shapes = _shapes()[table, name, max(width, 64)]
     most, by_segments = _shared_memory(q.device), table == "half_by_segments"

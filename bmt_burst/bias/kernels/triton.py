@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ...kernels.packed import prepare_once, send_to_device
 from ...kernels.triton import (
-    Terms,
-    backward,
+    Added,
+    TritonKernel,
     backward_inputs,
-    forward,
     launch,
     number_groups,
     shape_of,
@@ -34,6 +33,7 @@ _LOG2_E = math.log2(math.e)
 _LARGEST_SUM = 2.0**61  # of 64-bit integers, with room for rounding
 _PADDING = 256  # distances beyond reach that a block may read: its queries and keys
 _MOST_STEPS = 256  # blocks that one program computes along a diagonal
+_KERNEL = TritonKernel()
 _MOST_KEYS = 2048  # keys of a program that computes only the gradient of a table
 
 
@@ -44,30 +44,30 @@ class TritonTableKernel(TableKernel):
     writes_new_memory = True
 
     def forward(self, q, k, v, call, spec, bias):
-        return forward(q, k, v, call, spec, _make_terms(bias))
+        return _KERNEL.forward(q, k, v, call, spec, _make_added(bias))
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
         inputs = backward_inputs(dout, q, k, v, out, lse, delta)
-        terms = _add_sums(_make_terms(bias), bias, inputs)
-        grads = backward(inputs, call, spec, terms)
+        added = _add_sums(_make_added(bias), bias, inputs)
+        grads = _KERNEL.gradients(inputs, call, spec, added)
         if bias.segments is None:
-            _add_along_diagonals(inputs, call, spec, bias, terms)
-        return *grads, _gradient_of_sums(terms, bias)
+            _add_along_diagonals(inputs, call, spec, bias, added)
+        return *grads, _gradient_of_sums(added, bias)
 
 
 def table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias) -> Tensor:
     """Compute only dtable (R, H) of what `TableKernel.backward` returns."""
     inputs = backward_inputs(dout, q, k, v, out, lse, delta)
-    terms = _add_sums(_make_terms(bias), bias, inputs)
+    added = _add_sums(_make_added(bias), bias, inputs)
     if bias.segments is None:
-        _add_along_diagonals(inputs, call, spec, bias, terms)
+        _add_along_diagonals(inputs, call, spec, bias, added)
     else:
-        launch("backward_q", (*inputs, None), call, spec, terms, most=_MOST_KEYS)
-    return _gradient_of_sums(terms, bias)
+        launch("backward_q", (*inputs, None), call, spec, added, most=_MOST_KEYS)
+    return _gradient_of_sums(added, bias)
 
 
 def _add_along_diagonals(
-    inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, terms: Terms
+    inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, added: Added
 ) -> None:
     """Launch the kernel that adds to the gradient of a bias by distance.
 
@@ -75,16 +75,16 @@ def _add_along_diagonals(
     """
     from .triton_table import backward_table
 
-    shape = shape_of("backward_table", inputs[0], terms)
+    shape = shape_of("backward_table", inputs[0], added)
     walks = _list_walks(call, inputs[0].device, shape.M, shape.N)
     for even in (True, False) if bias.apart is None else (True,):
-        start(backward_table, shape, walks, False, inputs, call, spec, terms, EVEN=even)
+        start(backward_table, shape, walks, False, inputs, call, spec, added, EVEN=even)
 
 
-def _gradient_of_sums(terms: Terms, bias: CallBias) -> Tensor:
+def _gradient_of_sums(added: Added, bias: CallBias) -> Tensor:
     """Return the gradient of the table (R, H) from the integer sums."""
-    added = terms.arguments
-    return (added.sums.double() / added.unit.unsqueeze(1)).T.to(bias.table.dtype)
+    sums, unit = added.arguments.sums, added.arguments.unit
+    return (sums.double() / unit.unsqueeze(1)).T.to(bias.table.dtype)
 
 
 def _list_walks(call: KernelCall, device: torch.device, queries: int, keys: int) -> Tensor:
@@ -122,7 +122,7 @@ def _walks_on_host(call: KernelCall, queries: int, keys: int) -> Tensor:
     return torch.stack(fields, 1)[steps.argsort(descending=True, stable=True)].to(torch.int32)
 
 
-def _make_terms(bias: CallBias) -> Terms:
+def _make_added(bias: CallBias) -> Added:
     """Return the bias as the kernels take it, without the sums of its gradient."""
     if "triton" not in bias.prepared:
         bias.prepared["triton"] = _padded_biases(bias)
@@ -132,10 +132,10 @@ def _make_terms(bias: CallBias) -> Terms:
         *positions, distances, biases, len(bias.table), bias.reach + _PADDING
     )
     if bias.segments is None:
-        return Terms(_terms_module().BY_DISTANCE.value, found)
+        return Added(_terms_module().BY_DISTANCE.value, found)
     numbers = {name: _align(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
     found = found._replace(**numbers, other=bias.segments.other)
-    return Terms(_terms_module().BY_SEGMENTS.value, found)
+    return Added(_terms_module().BY_SEGMENTS.value, found)
 
 
 def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
@@ -151,18 +151,18 @@ def _align(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def _add_sums(terms: Terms, bias: CallBias, inputs: tuple[Tensor, ...]) -> Terms:
+def _add_sums(added: Added, bias: CallBias, inputs: tuple[Tensor, ...]) -> Added:
     """Return the terms of a bias with zeroed sums, and with units in which none overflows.
 
     The host waits for no GPU. If the bound of a head's sums is not finite, its unit is NaN, and so
     is its gradient.
     """
-    added, (_, _, v, dout, lse, delta) = terms.arguments, inputs
+    arguments, (_, _, v, dout, lse, delta) = added.arguments, inputs
     bound = dscores_bound(dout, v, lse, delta) if bias.bound is None else bias.bound
     unit = (_LARGEST_SUM / (lse.shape[0] * lse.shape[2]) / bound).clamp_max(2.0**126)
-    sums = torch.zeros(len(added.biases), added.rows, dtype=torch.int64, device=v.device)
-    arguments = added._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))
-    return Terms(terms.kind, arguments)
+    sums = torch.zeros(len(arguments.biases), arguments.rows, dtype=torch.int64, device=v.device)
+    arguments = arguments._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))
+    return Added(added.kind, arguments)
 
 
 @functools.cache
