@@ -16,7 +16,7 @@ from ..sequence.mask import Mask
 from ..strategies.extension import Extension
 from .options import Layouts, Masks, Options
 
-_MOST_KEPT = 64  # stacked masks and balanced layouts, each
+_MOST_KEPT = 64  # stacked masks and resolved layouts, each
 
 
 @dataclass(frozen=True)
@@ -148,17 +148,12 @@ def _stack_rows(
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
-def balanced_layout(mask: Mask, size: int) -> Layout:
-    """Return Layout.balanced of the mask. Results are kept."""
-    return Layout.balanced(mask, size)
-
-
 def resolve_layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
-    """Return the layout, or the one that it names for the mask's sequence."""
+    """Return the layout, or the one that it names for the mask's sequence. Results are kept."""
     if isinstance(layout, Layout):
         return layout
     if layout == Balanced.name:
-        return balanced_layout(mask, size)
+        return Layout.balanced(mask, size)
     return Layout.named(layout, mask.seq_len, size)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...base.arguments import as_float, check_tensor
-from ...calls.masking import balanced_layout
+from ...calls.masking import resolve_layout
 from ...loss import count_targets
 from ...nn import plain_mask
 from ...ranks.sequence_parallel import SequenceParallel
@@ -216,8 +216,8 @@ def _choose_layouts(
     if not balanced:
         return sp.layout_of(seq_len)
     if isinstance(documents, list):
-        return [balanced_layout(mask, sp.size) for mask in documents]
-    return balanced_layout(documents or plain_mask(seq_len), sp.size)
+        return [resolve_layout("balanced", mask, sp.size) for mask in documents]
+    return resolve_layout("balanced", documents or plain_mask(seq_len), sp.size)
 
 
 def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
