@@ -22,10 +22,7 @@ _BACKWARDS = ("auto", "q", "kv")
 
 
 class Options(NamedTuple):
-    """The options of a call, as they were passed or as `check_options` returned them.
-
-    A tuple is made and hashed in less time than a dataclass.
-    """
+    """The options of a call, as they were passed or as `check_options` returned them."""
 
     softmax_scale: float | None
     flash: str

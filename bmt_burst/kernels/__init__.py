@@ -152,10 +152,10 @@ def pick(name: str, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
 
     Raises ValueError if the name is unknown, or with every candidate's reason if none can.
     """
+    expected = ["auto", *_ALIASES, *_BACKENDS]
+    if name not in expected:
+        raise ValueError(f"expected flash to be one of {expected}, got {name!r}")
     candidates = names() if name == "auto" else _ALIASES.get(name, (name,))
-    if unknown := [n for n in candidates if n not in _BACKENDS]:
-        expected = ["auto", *_ALIASES, *_BACKENDS]
-        raise ValueError(f"expected flash to be one of {expected}, got {unknown[0]!r}")
     reasons = []
     for candidate in map(load, candidates):
         reason = candidate.refuses(spec, q, k) or candidate.broken()
@@ -164,9 +164,9 @@ def pick(name: str, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
                 _announce(candidate.name, q.dtype, q.device.type)
             return candidate
         reasons.append(f"{candidate.name}: {reason}")
-    detail = "; ".join(reasons) or "this version has no kernel of that family"
     raise ValueError(
-        f"no kernel for flash={name!r}, {q.dtype}, head size {q.shape[-1]} on {q.device}: {detail}"
+        f"no kernel for flash={name!r}, {q.dtype}, head size {q.shape[-1]} on {q.device}: "
+        f"{'; '.join(reasons)}"
     )
 
 
