@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from bmt_burst.errors import RankFailed, RankGone
-from bmt_burst.ranks.agreement import format_terms, gather_lines, read_terms, report_failure
+from bmt_burst.ranks.agreement import gather_terms, read_terms, report_failure
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.transport import ALONE, Transport, sockets, watch
 from bmt_burst.transport.sockets import SocketMessenger
@@ -152,13 +152,13 @@ def take_step(rings: Rings, step: str) -> str:
     error.
     """
 
-    def line():
+    def kind():
         if step == "fail":
             raise KeyError("wrong arguments")
-        return format_terms("a call", {"kind": "a" if step == "break" else step})
+        return {"kind": "a" if step == "break" else step}
 
     try:
-        terms = read_terms(gather_lines(rings, "a call", line))
+        terms = read_terms(gather_terms(rings, "a call", kind))
         with report_failure(rings, "a call"):
             if step == "break":
                 raise MemoryError("no memory left")

@@ -2,7 +2,7 @@
 
 1. `check_inputs` checks the tensors of this rank. `find_terms` checks its options, and finds
    everything that ranks must agree on.
-2. `gather_lines` sends the terms to the other ranks, or the error if a check failed here.
+2. `gather_terms` sends the terms to the other ranks, or the error if a check failed here.
 3. `make_problem` makes the problem from the terms of all ranks. A strategy makes its plan.
 
 Plans are kept, so a call that repeats another one only checks, sends and computes.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import check_transforms
-from ..ranks.agreement import admit_one_thread, gather_lines, mark_known, report_failure
+from ..ranks.agreement import admit_one_thread, gather_terms, mark_known, report_failure
 from ..ranks.rings import Rings
 from ..strategies import Plan, Problem, choose
 from ..strategies.extension import Extension, Tensors
@@ -26,7 +26,7 @@ from .autograd import PlannedAttention
 from .inputs import Inputs, check_inputs
 from .masking import Masking, check_lengths, resolve_layout
 from .options import Options
-from .refusal import CALL, refuse_in_rings
+from .refusal import CALL
 from .terms import Terms, compare_terms, find_terms
 
 _MOST_PLANS = 64  # kept for some rings
@@ -52,7 +52,9 @@ def attend(
     # kernels rely on q's GPU being the current one
     on_device = torch.cuda.device_of(q) if isinstance(q, Tensor) else contextlib.nullcontext()
     with on_device, admit_one_thread(rings, CALL):
-        try:
+        checked: list[tuple[Inputs, Tensors, Terms]] = []
+
+        def check() -> dict[str, Any]:
             extension, tensors = extend()
             inputs = check_inputs(q, k, v, sinks, is_packed)
             if extension:
@@ -60,13 +62,14 @@ def attend(
                 tensors = extension.prepare(tensors, inputs.q, is_packed)
             check_transforms("burst_attn_func", *inputs.tensors, *tensors)
             terms = find_terms(rings, inputs, options, extension, tensors, is_packed)
-        except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
-            refuse_in_rings(rings, error)
+            checked.append((inputs, tensors, terms))
+            return terms.compared
+
+        lines = gather_terms(rings, CALL, check)
+        [(inputs, tensors, terms)] = checked
         number = rings.history.calls + 1
-        call, device = f"call {number}", inputs.q.device
-        lines = gather_lines(rings, CALL, lambda: terms.line)
-        with report_failure(rings, call):
-            plan = find_plan(rings, terms, lines, device)
+        with report_failure(rings, f"call {number}"):
+            plan = find_plan(rings, terms, lines, inputs.q.device)
             rings.history.calls = number
             return _compute(rings, plan, number, inputs, tensors, terms.masking)
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from torch import Tensor
 
 from ..ranks.agreement import gather_terms
-from ..ranks.rings import Group, Rings, make_rings
+from ..ranks.rings import Group, make_rings
 
 CALL = "a call of burst_attn_func"  # its name in the ranks' messages
 
@@ -129,11 +129,6 @@ def refuse_call(
         rings = make_rings(process_group, double_group)
     except (TypeError, ValueError) as wrong_group:
         raise error from wrong_group
-    refuse_in_rings(rings, error)
-
-
-def refuse_in_rings(rings: Rings, error: Exception) -> NoReturn:
-    """Raise `error` instead of calling burst_attn_func, once the other ranks know it."""
 
     def fail() -> NoReturn:
         raise error

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import RanksDisagree
 from ..kernels import Kernel, pick
-from ..ranks.agreement import format_terms, read_terms
+from ..ranks.agreement import read_terms
 from ..ranks.rings import Rings, check_device
 from ..sequence.layout import Layout
 from ..spec import Spec
@@ -23,19 +23,18 @@ from ..strategies.extension import Extension, Tensors
 from .inputs import Inputs
 from .masking import Masking, find_masking
 from .options import Options, check_options, check_scale
-from .refusal import CALL
 
 
 class Terms(NamedTuple):
     """A call as one rank understands it: everything but the values of tensors.
 
-    line            what this rank sends to the others. All terms in it but "tokens" must be equal.
+    compared        what this rank sends to the others. All but "tokens" must be equal.
     options         checked options
     sizes           of the problem. If rows were stacked as one sequence, its batch is 1.
     needs_gradient  whether autograd records the call
     """
 
-    line: bytes
+    compared: dict[str, Any]
     options: Options
     masking: Masking
     spec: Spec
@@ -89,7 +88,7 @@ def find_terms(
     }
     batch, _, heads, head_size = q.shape
     return Terms(
-        line=format_terms(CALL, terms),
+        compared=terms,
         options=options,
         masking=masking,
         spec=spec,

@@ -34,28 +34,11 @@ _KNOWN = "_known_to_all_ranks"  # attribute of errors
 def gather_terms(
     rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
 ) -> tuple[bytes, ...]:
-    """Return the lines of all ranks in rank order, as `gather_lines`. `terms` returns this rank's
-    terms.
-    """
-    return gather_lines(rings, doing, lambda: format_terms(doing, terms()))
-
-
-def format_terms(doing: str, terms: dict[str, Any]) -> bytes:
-    """Return the line of a rank with these terms. Raises ValueError if it is too long to send."""
-    line = json.dumps({"doing": doing, **terms}).encode()
-    if len(line) > MESSAGE_BYTES:
-        raise ValueError(
-            f"expected at most {MESSAGE_BYTES} bytes to describe {doing}, got {len(line)}"
-        )
-    return line
-
-
-def gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[bytes, ...]:
     """Return the lines of all ranks in rank order, for `read_terms`.
 
-    `line` returns this rank's line, from `format_terms`. If it fails, this rank sends its failure
-    to the others, and then raises it. A failure that a call inside `line` raised is known to them:
-    a backward may compute its forward again, which calls attention.
+    `terms` returns this rank's terms. If it fails, this rank sends its failure to the others, and
+    then raises it. A failure that a call inside `terms` raised is known to them: a backward may
+    compute its forward again, which calls attention.
 
     Several ranks raise RuntimeError at once, before they send anything, while a CUDA graph is
     captured.
@@ -65,11 +48,11 @@ def gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[b
     failure = None
     with admit_one_thread(rings, doing):
         try:
-            mine = line()
+            mine = _format_terms(doing, terms())
         except Exception as caught:
             if hasattr(caught, _KNOWN):
                 raise  # the others do not wait for a second line about it
-            failure, mine = caught, format_terms(doing, {"failure": _format_reason(caught)})
+            failure, mine = caught, _format_terms(doing, {"failure": _format_reason(caught)})
         try:
             lines = tuple(rings.gather(mine))
         except RankLate as late:
@@ -81,6 +64,16 @@ def gather_lines(rings: Rings, doing: str, line: Callable[[], bytes]) -> tuple[b
         if failure:
             raise mark_known(failure)
         return lines
+
+
+def _format_terms(doing: str, terms: dict[str, Any]) -> bytes:
+    """Return the line of a rank with these terms. Raises ValueError if it is too long to send."""
+    line = json.dumps({"doing": doing, **terms}).encode()
+    if len(line) > MESSAGE_BYTES:
+        raise ValueError(
+            f"expected at most {MESSAGE_BYTES} bytes to describe {doing}, got {len(line)}"
+        )
+    return line
 
 
 def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -109,11 +102,11 @@ def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result
     """
     results = []
 
-    def line() -> bytes:
+    def terms() -> dict[str, Any]:
         results.append(work())
-        return format_terms(doing, {})
+        return {}
 
-    lines = gather_lines(rings, doing, line)
+    lines = gather_terms(rings, doing, terms)
     if lines.count(lines[0]) < rings.size:
         read_terms(lines)
     return results[0]
