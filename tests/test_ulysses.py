@@ -133,7 +133,7 @@ def test_short_work_is_one_piece(batch, tokens, has_bias, count, monkeypatch):
         scores = Scores(call.mask, none, none, none, pairs, rows, 0)
         call = replace(call, scoring=TableScoring(scores, bias_kernels.load("reference")))
     plan = UlyssesPlan(replace(call, sizes=replace(call.sizes, batch=batch, head_size=128)), 0)
-    assert len(plan.pieces[0]) == count
+    assert len(plan.pieces) == count
 
 
 @pytest.mark.parametrize("size", [4])

@@ -42,7 +42,7 @@ def test_hosts_of_unequal_tokens_cut_heads_alike(grid, tokens, monkeypatch):
             load("usp").plan(problem(mask, layout, inner, heads=24, kv_heads=12), rank)
             for rank in range(0, size, inner)
         ]
-        assert len(plans[0].pieces[0]) > 1
+        assert len(plans[0].pieces) > 1
         assert all(plan.pieces == plans[0].pieces for plan in plans)
         got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", flash="cpu")
         expected = dense_results(mask, tensors, SCALE)
@@ -78,14 +78,13 @@ def test_hosts_have_the_tokens_of_their_ranks_in_rising_order(size, name):
             ranks = range(host * inner, (host + 1) * inner)
             expected = torch.cat([layout.positions(rank) for rank in ranks]).sort().values
             assert hosts.positions(host).equal(expected)
-            for rank in ranks:
-                assert expected[hosts.places(rank)].equal(layout.positions(rank))
             tokens = HostTokens(hosts, host)
             assert tokens.is_sorted == (name != "striped")
             for rank, spans in zip(ranks, tokens.spans, strict=True):
                 places = [torch.arange(*at) for _, at in spans]
+                here = torch.searchsorted(expected, layout.positions(rank))
                 x = tokens.sort(torch.arange(tokens.total).view(1, -1, 1))
-                assert x.flatten()[hosts.places(rank)].equal(torch.cat(places))
+                assert x.flatten()[here].equal(torch.cat(places))
                 y = tokens.unsort(x)
                 assert y.flatten().equal(torch.arange(tokens.total))
 

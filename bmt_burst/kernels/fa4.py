@@ -76,7 +76,7 @@ class Fa4Kernel(Kernel):
         return import_failure("flash-attn-4", functions)
 
     def forward(self, q, k, v, call, spec):
-        if q.numel() <= _MOST_ENTRIES:
+        if _reach(q) <= _MOST_ENTRIES and _reach(k) <= _MOST_KEY_ENTRIES:
             return self.forward_once(q, k, v, call, spec)
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
         for heads, kv_heads in _cut_heads(q, k):
@@ -86,7 +86,7 @@ class Fa4Kernel(Kernel):
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        if q.numel() <= _MOST_ENTRIES:
+        if _reach(q) <= _MOST_ENTRIES and _reach(k) <= _MOST_KEY_ENTRIES:
             return self.backward_once(dout, q, k, v, out, lse, delta, call, spec)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         wide = accumulator_dtype(k.dtype)
@@ -148,6 +148,13 @@ class Fa4Kernel(Kernel):
         if packed:
             grads = unpack(batch, *grads)
         return tuple(_fit_heads(grad, head_size) for grad in grads)
+
+
+def _reach(x: Tensor) -> int:
+    """Count the entries of memory from the first one of x to its last one. A view of tensors that
+    lie side by side has only some of them.
+    """
+    return 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _cut_heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -179,6 +179,8 @@ def as_bytes(x: Tensor) -> Tensor:
 
     A plain view would refuse some strides of dimensions of one entry.
     """
+    if x.dtype == torch.uint8 and x.dim() == 1:
+        return x
     assert x.is_contiguous(), f"expected contiguous memory, got strides {x.stride()}"
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 

@@ -27,23 +27,25 @@ of a rank, D head size.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...base.dtypes import accumulator_dtype
-from ...merging.merge import empty_lse
+from ...merging.merge import empty_lse, stack_lse_delta
 from ...ranks.rings import Rings
 from ...sequence.span import length
 from ...transport import ALONE, Delivery
 from .. import Plan, Problem, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients
 from ..ring import RingPlan
-from .exchange import Field, Returns, Visits
+from .exchange import WIDE, Field, Returns, Visits
 from .heads import Heads, cut_heads
 from .tokens import HostLayout, HostTokens
 
@@ -57,7 +59,8 @@ class Ulysses(Strategy):
     takes_hosts = False
 
     def plan(self, problem: Problem, rank: int) -> Plan:
-        return UlyssesPlan(problem, rank)
+        """Return the part of `rank`. Hosts of one rank share no heads, so they are just a ring."""
+        return RingPlan(problem, rank) if problem.inner == 1 else UlyssesPlan(problem, rank)
 
 
 class USP(Ulysses):
@@ -65,11 +68,6 @@ class USP(Ulysses):
 
     name = "usp"
     takes_hosts = True
-
-    def plan(self, problem: Problem, rank: int) -> Plan:
-        """Return the part of `rank`. Hosts of one rank share no heads, so they are just a ring."""
-        is_ring = problem.inner == 1 < problem.outer
-        return RingPlan(problem, rank) if is_ring else UlyssesPlan(problem, rank)
 
     def refuses(self, problem: Problem) -> str | None:
         layout, is_grid = problem.layout, problem.inner > 1 and problem.outer > 1
@@ -83,12 +81,15 @@ class USP(Ulysses):
 
 
 class HeadRing(NamedTuple):
-    """Some query heads of a piece with their kv heads, counted from its first ones, and the ring
-    that computes them.
+    """The ring that computes some query heads of a piece.
+
+    q, kv  these heads and their kv heads, counted from the first ones of the piece
+    heads  these heads, counted from the first one of all
     """
 
     q: slice
     kv: slice
+    heads: slice
     ring: RingPlan
 
 
@@ -105,61 +106,67 @@ class UlyssesPlan(Plan):
     def __init__(self, problem: Problem, rank: int):
         self.problem, sizes, inner = problem, problem.sizes, problem.inner
         self.host, self.place = divmod(rank, inner)
-        self.ranks = range(self.host * inner, (self.host + 1) * inner)
         self.hosts = HostLayout(problem.layout, inner)
         self.tokens = HostTokens(self.hosts, self.host)
-        ratio = sizes.heads // sizes.kv_heads
         self.heads = [
             Heads.of_rank(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)
         ]
+        ratio = sizes.heads // sizes.kv_heads
         cuts = self._cut_heads(ratio)
-        self.pieces = [heads.cut(cuts, ratio) for heads in self.heads]
-        rings: dict[tuple[int, int], RingPlan] = {}
-        self.rings = [
-            [self._head_ring(at, kv_at, rings) for at, kv_at in heads.split(ratio)]
-            for heads in self.pieces[self.place]
-        ]
-        in_pieces = sum(length(piece.kv) for pieces in self.pieces for piece in pieces)
+        self.pieces = [*zip(*(heads.cut(cuts, ratio) for heads in self.heads), strict=True)]
+        make_ring = functools.cache(self._make_ring)
+        self.rings = [self._make_rings(heads[self.place], make_ring) for heads in self.pieces]
+        in_pieces = sum(length(heads.kv) for piece in self.pieces for heads in piece)
         self.shares_kv = in_pieces > sizes.kv_heads
-        self.sends_delta = problem.takes_delta
-        q = Field(False, sizes.head_size, sizes.dtype)
-        kv, lse = replace(q, kv=True), Field(False, 0, accumulator_dtype(sizes.dtype))
-        kv_grad = replace(kv, is_summed=self.shares_kv)
-        facts = sizes.batch, self.tokens, self.pieces
+        self._plan_exchanges()
+
+    def _plan_exchanges(self) -> None:
+        sizes, inner, sums = self.problem.sizes, self.problem.inner, self._sum_dtype
+        is_wide = sizes.head_size * sizes.dtype.itemsize % WIDE.itemsize == 0
+        q = Field(False, sizes.head_size, sizes.dtype, WIDE if is_wide else sizes.dtype)
+        kv = kv_grad = replace(q, kv=True)
+        if self.shares_kv:
+            kv_grad = replace(kv, unit=sizes.dtype, is_summed=True)
+        lse = Field(False, 1, sums, sums)
+        # lse and delta of a head, and zeros, since all units divide 16 bytes
+        rows = replace(q, head_size=WIDE.itemsize // sums.itemsize, dtype=sums)
+        queries = (q, q, rows) if self.problem.takes_delta else (q, q, rows, q)
+        # if ranks have equally many kv heads, the heads of all are equally far apart
+        together = 1 if sizes.kv_heads % inner else inner
+        facts = sizes.batch, self.tokens, self.pieces, together
         self.inputs = Visits(self.place, (q, kv, kv), *facts)
         self.results = Returns(self.place, (q, lse), *facts)
-        sides = q, kv, kv, q, lse, lse if self.sends_delta else q
-        self.backward_inputs = Visits(self.place, sides, *facts)
+        self.backward_inputs = Visits(self.place, (kv, kv, *queries), *facts)
         self.backward_results = Returns(self.place, (q, kv_grad, kv_grad), *facts)
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        visit, back = self.inputs.nbytes, self.results.nbytes
+        visits, returns = self.inputs.nbytes, self.results.nbytes
         if with_backward:
-            visit = max(visit, self.backward_inputs.nbytes)
-            back = max(back, self.backward_results.nbytes)
-        rings.reserve({"visit": visit, "return": back}, device)
-        for each in self._all_rings():
+            visits = visits + self.backward_inputs.nbytes
+            returns = returns + self.backward_results.nbytes
+        rings.reserve({"visit": max(visits), "return": max(returns)}, device)
+        for each in itertools.chain(*self.rings):
             each.ring.reserve(_between_hosts(rings), device, with_backward)
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        between = _between_hosts(rings)
+        between, select = _between_hosts(rings), self.problem.scoring.select_heads
         kept: list[Tensor] = []  # by the rings of all pieces, equally many each
 
         def attend(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
             parts: list[tuple[Tensor, ...]] = []
-            q, keys = Queries(tensors[0]), Keys(*tensors[1:])
-            for at, kv_at, ring in self.rings[piece]:
-                q_part, kv = q.part(ALL, at).q, keys.part(ALL, kv_at)
-                own = self._own_heads(inputs, piece, at)
-                out, lse, found = ring.forward(between, q_part, kv.k, kv.v, own)
-                parts.append((out, lse))
+            queries, keys = Queries(tensors[0]), Keys(*tensors[1:])
+            for at, kv_at, heads, ring in self.rings[piece]:
+                q, kv = queries.part(ALL, at).q, keys.part(ALL, kv_at)
+                out, lse, found = ring.forward(between, q, kv.k, kv.v, select(inputs, heads))
+                parts.append((out, _by_token(lse)))
                 kept.extend(found)
             return parts
 
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_lse(q)
-        self._run(rings, self.inputs, (q, k, v), attend, self.results, (out, lse))
+        results = out, _by_token(lse)
+        self._run(rings, self.inputs, (q, k, v), attend, self.results, results)
         return out, lse, tuple(kept)
 
     def backward(
@@ -170,36 +177,30 @@ class UlyssesPlan(Plan):
         inputs: tuple[Tensor, ...] = (),
         kept: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        q, dout, lse, k, v = queries.q, queries.dout, queries.lse, keys.k, keys.v
-        count = len(kept) // max(len([*self._all_rings()]), 1)
-        of_rings = iter([kept[i : i + count] for i in range(0, len(kept), count or 1)])
-        between, gradients = _between_hosts(rings), tuple(map(torch.zeros_like, inputs))
+        q, k, v = queries.q, keys.k, keys.v
+        between, select = _between_hosts(rings), self.problem.scoring.select_heads
+        gradients, remaining = tuple(map(torch.zeros_like, inputs)), iter(kept)
+        kept_by_ring = len(kept) // max(sum(map(len, self.rings)), 1)
 
         def differentiate(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-            q, k, v, dout, lse, last = tensors
-            out, delta = (None, last) if self.sends_delta else (last, None)
-            queries, keys = QueryGradients(q, dout, lse, out, delta), Keys(k, v)
-            parts: list[tuple[Tensor, ...]] = []
-            for at, kv_at, ring in self.rings[piece]:
+            k, v, q, dout, rows, *out = tensors
+            lse, delta = rows[..., 0].transpose(1, 2), rows[..., 1].transpose(1, 2)
+            queries = QueryGradients(q, dout, lse, *(out or (None, delta)))
+            keys, parts = Keys(k, v), list[tuple[Tensor, ...]]()
+            for at, kv_at, heads, ring in self.rings[piece]:
                 sides = queries.part(ALL, at), keys.part(ALL, kv_at)
-                own = self._own_heads(inputs, piece, at)
-                *grads, shares = ring.backward(between, *sides, own, next(of_rings, ()))
+                own = tuple(itertools.islice(remaining, kept_by_ring))
+                *grads, shares = ring.backward(between, *sides, select(inputs, heads), own)
                 parts.append(tuple(grads))
-                for into, share in zip(self._own_heads(gradients, piece, at), shares, strict=True):
+                for into, share in zip(select(gradients, heads), shares, strict=True):
                     into.copy_(share)
             return parts
 
-        last = queries.get_delta() if self.sends_delta else queries.out
-        assert last is not None, "a call has out"
+        sent = k, v, q, queries.dout, *self._make_rows(queries)
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk, dv = (
-            torch.zeros(x.shape, dtype=accumulator_dtype(x.dtype), device=x.device)
-            if self.shares_kv
-            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            for x in (k, v)
-        )
+        dk, dv = map(self._make_sum, (k, v))
         visits, returns = self.backward_inputs, self.backward_results
-        self._run(rings, visits, (q, k, v, dout, lse, last), differentiate, returns, (dq, dk, dv))
+        self._run(rings, visits, sent, differentiate, returns, (dq, dk, dv))
         return dq, dk.to(k.dtype), dv.to(v.dtype), gradients
 
     def _run(
@@ -216,25 +217,23 @@ class UlyssesPlan(Plan):
         While a piece is computed, the next one's inputs are received and the results of the one
         before are returned. See docs/design.md for the reason why streams do not deadlock.
         """
-        ring, rows, into = rings.inner, visits.to_rows(inputs), returns.to_rows(results)
-        there = [visits.start(ring, 0, rows)]
-        back: list[Delivery] = []
+        ring, device, last = rings.inner, results[0].device, len(self.pieces) - 1
+        rows, into = visits.to_rows(inputs), returns.to_rows(results)
+        there, back = [visits.start(ring, 0, rows)], list[Delivery]()
         try:
             for piece, head_rings in enumerate(self.rings):
-                if piece + 1 < len(self.rings):
+                if piece < last:
                     there.append(visits.start(ring, piece + 1, rows))
                 visit = there.pop(0)
                 try:
                     visit.wait()
-                    # copies, so that the slot is free while they are computed
-                    tensors = visits.receive(piece, visit, rows) if head_rings else []
+                    parts = compute(piece, visits.receive(piece, visit)) if head_rings else []
                 finally:
                     visit.release()
-                parts = compute(piece, tensors) if head_rings else []
                 if back:
-                    _unload(returns, piece - 1, back.pop(), into)
-                back.append(returns.start(ring, piece, parts, into))
-            _unload(returns, len(self.rings) - 1, back.pop(), into)
+                    returns.receive(piece - 1, back.pop(), into)
+                back.append(returns.start(ring, piece, parts, device))
+            returns.receive(last, back.pop(), into)
         finally:
             for delivery in (*there, *back):
                 delivery.wait()
@@ -242,23 +241,24 @@ class UlyssesPlan(Plan):
 
     def __str__(self) -> str:
         """Show which rank gets which heads."""
-        layout, rank, rings = self.problem.layout, self.ranks[self.place], [*self._all_rings()]
+        first, size = self.host * self.problem.inner, self.problem.layout.size
+        counts = ", ".join(str(length(heads[self.place].q)) for heads in self.pieces)
+        rings = [each.ring for each in itertools.chain(*self.rings)]
         lines = [
-            f"rank {rank} of {layout.size}: {self.tokens.total} tokens, "
-            f"{len(rings)} head rings; heads at a time: "
-            f"{', '.join(str(length(heads.q)) for heads in self.pieces[self.place])}"
+            f"rank {first + self.place} of {size}: {self.tokens.total} tokens, "
+            f"{len(rings)} head rings; heads at a time: {counts}"
         ]
-        for rank, (q, kv) in zip(self.ranks, self.heads, strict=True):
-            some = (
-                f"query heads {q[0]} to {q[1] - 1}, kv heads {kv[0]} to {kv[1] - 1}"
-                if length(q)
-                else "no heads"
-            )
-            lines.append(f"  rank {rank} computes {some}")
+        for rank, (q, kv) in enumerate(self.heads, first):
+            some = f"query heads {q[0]} to {q[1] - 1}, kv heads {kv[0]} to {kv[1] - 1}"
+            lines.append(f"  rank {rank} computes {some if length(q) else 'no heads'}")
         if self.hosts.size > 1:
-            for number, each in enumerate(rings):
-                lines += [f"between hosts, of head ring {number}:", *str(each.ring).splitlines()]
+            for number, ring in enumerate(rings):
+                lines += [f"between hosts, of head ring {number}:", *str(ring).splitlines()]
         return "\n".join(lines)
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        return accumulator_dtype(self.problem.sizes.dtype)
 
     def _cut_heads(self, ratio: int) -> tuple[int, ...]:
         problem, sizes = self.problem, self.problem.sizes
@@ -267,34 +267,51 @@ class UlyssesPlan(Plan):
         work = most * sizes.batch * pairs * sizes.head_size // problem.scoring.host_work
         return cut_heads(most, ratio, rows, work)
 
-    def _all_rings(self) -> Iterator[HeadRing]:
-        return itertools.chain.from_iterable(self.rings)
+    def _make_rings(
+        self, heads: Heads, make_ring: Callable[[int, int], RingPlan]
+    ) -> list[HeadRing]:
+        """Return the rings between hosts for the heads of a piece."""
+        sizes, found = self.problem.sizes, list[HeadRing]()
+        for at, kv_at in heads.split(sizes.heads // sizes.kv_heads):
+            q, kv = range(*heads.q)[at], range(*heads.kv)[kv_at]
+            ring = make_ring(len(q), len(kv))
+            found.append(HeadRing(at, kv_at, slice(q.start, q.stop), ring))
+        return found
 
-    def _head_ring(
-        self, at: slice, kv_at: slice, known: dict[tuple[int, int], RingPlan]
-    ) -> HeadRing:
-        """Return the ring between hosts for some heads. `known` has those for numbers of heads."""
-        heads, kv_heads = at.stop - at.start, kv_at.stop - kv_at.start
-        if (heads, kv_heads) not in known:
-            sizes = replace(self.problem.sizes, heads=heads, kv_heads=kv_heads)
-            ring = replace(
-                self.problem, layout=self.hosts, inner=self.problem.outer, outer=1, sizes=sizes
-            )
-            known[heads, kv_heads] = RingPlan(ring, self.host)
-        return HeadRing(at, kv_at, known[heads, kv_heads])
+    def _make_ring(self, heads: int, kv_heads: int) -> RingPlan:
+        problem = self.problem
+        sizes = replace(problem.sizes, heads=heads, kv_heads=kv_heads)
+        ring = replace(problem, layout=self.hosts, inner=problem.outer, outer=1, sizes=sizes)
+        return RingPlan(ring, self.host)
 
-    def _own_heads(self, inputs: tuple[Tensor, ...], piece: int, at: slice) -> tuple[Tensor, ...]:
-        """Return views of a scoring's inputs, or of their gradients, for some heads of a piece."""
-        heads = range(self.problem.sizes.heads)[slice(*self.pieces[self.place][piece].q)][at]
-        return self.problem.scoring.select_heads(inputs, slice(heads.start, heads.stop))
+    def _make_rows(self, queries: QueryGradients) -> tuple[Tensor, ...]:
+        """Return lse and delta of each head, (B, S, H, 2) with zeros up to 16 bytes a head. If
+        kernels need out, return lse and out.
+        """
+        lse, delta, out = queries.lse, queries.delta, queries.out
+        rest: tuple[Tensor, ...] = ()
+        if not self.problem.takes_delta:
+            assert out is not None, "a call has out"
+            rows, rest = _by_token(lse), (out,)
+        elif delta is None:
+            assert out is not None, "a backward has out or delta"
+            rows = stack_lse_delta(out, queries.dout, lse)
+        else:
+            rows = torch.stack((lse, delta), -1).transpose(1, 2)
+        return pad(rows, (0, WIDE.itemsize // rows.itemsize - rows.shape[-1])), *rest
 
-
-def _unload(returns: Returns, piece: int, delivery: Delivery, results: Sequence[Tensor]) -> None:
-    delivery.wait()
-    returns.receive(piece, delivery, results)
-    delivery.release()
+    def _make_sum(self, x: Tensor) -> Tensor:
+        """Make memory for the gradient of k or v."""
+        if self.shares_kv:
+            return torch.zeros(x.shape, dtype=self._sum_dtype, device=x.device)
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _between_hosts(rings: Rings) -> Rings:
     """Return the ring of the ranks at this rank's place of all hosts."""
     return Rings(rings.outer, ALONE)
+
+
+def _by_token(lse: Tensor) -> Tensor:
+    """Return a view (B, S, H, 1) of lse (B, H, S)."""
+    return lse.transpose(1, 2).unsqueeze(-1)

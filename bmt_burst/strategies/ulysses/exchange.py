@@ -1,20 +1,23 @@
 """The exchanges between the ranks of a host. Each piece of heads has one of each kind.
 
-Visits    each rank sends its tokens to the ranks of the heads
-Returns   these send what they computed back to the ranks of the tokens
+Visits    each rank sends its tokens to the ranks of the heads. All that belongs to a token lies
+          together, so a message has some tokens of all tensors. It lands where a kernel reads it.
+Returns   these send their results to the ranks of the tokens, as a kernel leaves them: a message
+          has some tokens of one tensor. Where they land, they are copied to their heads.
 
-A rank sends one message to each other rank: some heads of all fields, one field after the other. It
-copies its own part without a message. All places follow from the plan, so a call only makes views
-of memory and copies between them.
+Each rank sends its own part too, to itself. All places follow from the plan and are found once. So
+a call only makes a view for each message. It copies the heads of all ranks at once if these lie
+equally far apart.
 
-Letters: B batch, S tokens of a rank, N tokens of a host, T tokens of a message, D head size.
+Letters: B batch, S tokens of a rank, N tokens of a host.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,39 +25,34 @@ import torch
 from torch import Tensor
 
 from ...sequence.span import Span, length
-from ...transport import Arrival, Delivery, Put, Transport
+from ...transport import Arrival, Delivery, Put, Transport, as_bytes
+from ...transport.packing import Packing
 from .heads import Heads
 from .tokens import HostTokens
 
-# The unit of most copies. GPUs take several times as long to copy parts of tensors, or to join
-# them, by 2-byte numbers.
-_WIDE = torch.complex128
+# The best unit, 16 bytes: GPUs take several times as long to copy or join parts of tensors by
+# 2-byte numbers.
+WIDE = torch.complex128
 
 
 @dataclass(frozen=True)
 class Field:
-    """A tensor that is exchanged: (B, S, heads, D), or (B, heads, S) for a `head_size` of 0.
+    """A kind of tensors (B, S, heads, head_size), which are copied as rows (B, S, heads * width) of
+    units.
 
-    It is copied as rows (B, S, heads * width) of units.
-
-    kv         whether its heads are kv heads
-    is_summed  whether parts of its heads are added up instead of copied
+    is_summed  whether parts of the heads are added up instead of copied
     """
 
     kv: bool
     head_size: int
     dtype: torch.dtype
+    unit: torch.dtype
     is_summed: bool = False
-
-    @functools.cached_property
-    def unit(self) -> torch.dtype:
-        is_wide = self.head_size and self.head_size * self.dtype.itemsize % _WIDE.itemsize == 0
-        return _WIDE if is_wide and not self.is_summed else self.dtype
 
     @functools.cached_property
     def width(self) -> int:
         """The units of a head."""
-        return max(self.head_size, 1) * self.dtype.itemsize // self.unit.itemsize
+        return self.head_size * self.dtype.itemsize // self.unit.itemsize
 
     def columns(self, heads: Heads) -> Span:
         """Return the units of some heads in a row."""
@@ -63,233 +61,216 @@ class Field:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Return the rows of a tensor: a view, unless its heads or units lie apart."""
-        if not self.head_size:
-            return x.transpose(1, 2)
         rows = x.flatten(2)
         if self.unit == self.dtype:
             return rows
-        ratio = self.unit.itemsize // self.dtype.itemsize
+        ratio = max(self.unit.itemsize // self.dtype.itemsize, 1)
         places = rows.storage_offset(), rows.stride(0), rows.stride(1)
         if rows.stride(2) != 1 or any(place % ratio for place in places):
             rows = rows.clone(memory_format=torch.contiguous_format)
         return rows.view(self.unit)
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Return a contiguous tensor from its contiguous rows."""
-        if not self.head_size:
-            return rows.transpose(1, 2).contiguous()
+        """Return the tensor of some rows: a view, unless its numbers may lie between units."""
+        if self.unit.itemsize < self.dtype.itemsize:
+            rows = rows.contiguous()
         return rows.view(self.dtype).view(*rows.shape[:2], -1, self.head_size)
 
-    def put(self, into: Tensor, rows: Tensor) -> None:
-        """Copy some heads into a result, or add them to it."""
-        if self.is_summed:
-            into.add_(rows)
-        else:
-            into.copy_(rows)
 
+class Move(NamedTuple):
+    """A message: bytes of a source, and the first byte where they land at `peer`."""
 
-class Place(NamedTuple):
-    """The rows of a field in a message, (B, T, units), from unit `start` on."""
-
-    unit: torch.dtype
-    shape: tuple[int, int, int]
+    source: int
     start: int
-
-    def view(self, units: Tensor) -> Tensor:
-        _, tokens, size = self.shape
-        strides = tokens * size, size, 1
-        return units.as_strided(self.shape, strides, units.storage_offset() + self.start)
-
-
-class Message(NamedTuple):
-    """A message to or from `peer`: tokens of one of the two ranks, and the heads of the other.
-
-    start    its first byte here
-    there    its first byte at the other rank
-    heads    the other's heads, or this rank's
-    places   the rows of each field
-    """
-
-    peer: int
-    start: int
-    there: int
     nbytes: int
-    heads: Heads
-    places: list[Place]
-
-    def rows(self, memory: Tensor) -> list[Tensor]:
-        """Return the rows of each field."""
-        message = memory.narrow(0, self.start, self.nbytes)
-        units = {unit: message.view(unit) for unit in dict.fromkeys(x.unit for x in self.places)}
-        return [place.view(units[place.unit]) for place in self.places]
+    peer: int
+    there: int
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(ABC):
     """The exchanges of all pieces, between ranks 0, 1, ... of a host.
 
-    rank    this one
-    pieces  the heads of each piece, by rank
+    rank      this one
+    pieces    the heads of each piece, by rank
+    together  how many ranks' heads lie equally far apart: those of all ranks, or of one
+    packings  how messages about these heads lie where they land, by piece and rank
     """
 
-    rank: int
-    fields: Sequence[Field]
-    batch: int
-    tokens: HostTokens
-    pieces: Sequence[Sequence[Heads]]
+    lane: str
+
+    def __init__(
+        self,
+        rank: int,
+        fields: Sequence[Field],
+        batch: int,
+        tokens: HostTokens,
+        pieces: Sequence[Sequence[Heads]],
+        together: int,
+    ):
+        self.rank, self.fields, self.batch, self.tokens = rank, fields, batch, tokens
+        self.pieces, self.together, self.ranks = pieces, together, range(len(pieces[0]))
+        self.packings = [[self._pack(heads) for heads in piece] for piece in pieces]
 
     @property
-    def nbytes(self) -> int:
-        """The most bytes that a rank receives at once."""
-        return max(self._memory_bytes)
+    @abstractmethod
+    def nbytes(self) -> list[int]:
+        """The most bytes of each piece that a rank receives."""
 
     def to_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [field.to_rows(x) for field, x in zip(self.fields, tensors, strict=True)]
 
-    @functools.cached_property
-    def of_heads(self) -> list[list[Message]]:
-        """The messages of each piece with tokens of this rank and heads of others."""
-        owner = [self.rank] * len(self.pieces)
-        return [self._messages(piece, owner, range(len(self.pieces))) for piece in self._numbers]
+    @abstractmethod
+    def _pack(self, heads: Heads) -> Packing: ...
+
+    @abstractmethod
+    def _moves(self, piece: int, sender: int, receiver: int) -> Iterator[Move]:
+        """Yield the messages of one rank to another, or to itself."""
 
     @functools.cached_property
-    def of_tokens(self) -> list[list[Message]]:
-        """The messages of each piece with tokens of others and heads of this rank."""
-        computer = [self.rank] * len(self.pieces)
-        return [self._messages(piece, range(len(self.pieces)), computer) for piece in self._numbers]
-
-    @property
-    def _numbers(self) -> range:
-        return range(len(self.pieces[0]))
-
-    @functools.cached_property
-    def _memory_bytes(self) -> list[int]:
-        """The bytes of each piece that a rank sends or receives, with equal room for each peer."""
-        most = max(self.tokens.counts)
-        room = [
-            max(self._place(most, pieces[piece])[1] for pieces in self.pieces)
-            for piece in self._numbers
-        ]
-        return [nbytes * (len(self.pieces) - 1) for nbytes in room]
-
-    def _messages(
-        self, piece: int, owners: Sequence[int], computers: Sequence[int]
-    ) -> list[Message]:
-        """Return the messages to or from each peer, by the owners of the tokens and the ranks that
-        compute the heads. Empty ones are not sent.
+    def _messages(self) -> list[tuple[list[Move], list[list[int]], list[Arrival]]]:
+        """For each piece what this rank sends, the bytes of these messages by source, and what it
+        receives. Both ends list messages in the order in which they lie in the sources, which
+        have nothing else.
         """
-        found: list[Message] = []
-        room = self._memory_bytes[piece] // max(len(self.pieces) - 1, 1)
-        for peer, (owner, computer) in enumerate(zip(owners, computers, strict=True)):
-            heads = self.pieces[computer][piece]
-            places, nbytes = self._place(self.tokens.counts[owner], heads)
-            if nbytes and peer != self.rank:
-                # ranks leave no room for themselves
-                start, there = peer - (peer > self.rank), self.rank - (self.rank > peer)
-                found.append(Message(peer, start * room, there * room, nbytes, heads, places))
+        found = list[tuple[list[Move], list[list[int]], list[Arrival]]]()
+        for piece in range(len(self.pieces)):
+            sent = sorted(x for peer in self.ranks for x in self._moves(piece, self.rank, peer))
+            by_source = itertools.groupby(sent, key=lambda move: move.source)
+            sizes = [[move.nbytes for move in moves] for _, moves in by_source]
+            arrivals = [
+                Arrival(peer, move.there, move.nbytes)
+                for peer in self.ranks
+                for move in sorted(self._moves(piece, peer, self.rank))
+                if peer != self.rank
+            ]
+            found.append((sent, sizes, arrivals))
         return found
 
-    def _place(self, tokens: int, heads: Heads) -> tuple[list[Place], int]:
-        """Return the places of some tokens and heads in a message, and its bytes."""
-        places, stop = list[Place](), 0
-        for field in self.fields:
-            shape, nbytes = (self.batch, tokens, length(field.columns(heads))), field.unit.itemsize
-            places.append(Place(field.unit, shape, stop // nbytes))
-            stop += -(-math.prod(shape) * nbytes // _WIDE.itemsize) * _WIDE.itemsize
-        return places, stop
-
-    def _memory(self, piece: int, device: torch.device) -> Tensor:
-        """Make memory for the messages of a piece."""
-        return torch.empty(self._memory_bytes[piece], dtype=torch.uint8, device=device)
-
     def _deliver(
-        self,
-        transport: Transport,
-        lane: str,
-        piece: int,
-        memory: Tensor,
-        sent: Sequence[Message],
-        received: Sequence[Message],
+        self, transport: Transport, piece: int, sources: Iterable[Tensor], device: torch.device
     ) -> Delivery:
-        puts = [Put(memory.narrow(0, x.start, x.nbytes), x.peer, x.there) for x in sent]
-        arrivals = [Arrival(x.peer, x.start, x.nbytes) for x in received]
-        return transport.deliver(lane, self._memory_bytes[piece], puts, arrivals, memory.device)
+        moves, sizes, arrivals = self._messages[piece]
+        # one operation makes the views of all messages of a source; one of no tokens has none
+        pairs = zip(sources, sizes, strict=False)
+        parts = [part for source, cuts in pairs for part in as_bytes(source).split(cuts)]
+        puts = [Put(part, x.peer, x.there) for part, x in zip(parts, moves, strict=True)]
+        return transport.deliver(self.lane, self.nbytes[piece], puts, arrivals, device)
 
-    def _own(self, rows: Sequence[Tensor], heads: Heads) -> list[Tensor]:
-        """Return some heads of the rows of all heads."""
-        spans = [field.columns(heads) for field in self.fields]
-        return [x.narrow(2, at[0], length(at)) for x, at in zip(rows, spans, strict=True)]
+    def _cut(self, piece: int, first: int, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of the heads of the ranks from `first` on that are `together`, in rows of
+        all heads: (ranks, B, S, units) of each field.
+        """
+        heads, last = (self.pieces[piece][rank] for rank in (first, first + self.together - 1))
+        found = list[Tensor]()
+        for field, x in zip(self.fields, rows, strict=True):
+            start, stop = field.columns(heads)
+            distance = (field.columns(last)[0] - start) // max(self.together - 1, 1)
+            part = x.narrow(2, start, stop - start)
+            found.append(_repeat(part, self.together, distance * x.stride(2)))
+        return found
 
 
 class Visits(Exchange):
     """Each rank sends its tokens to the ranks that compute their heads."""
 
+    lane = "visit"
+
+    @functools.cached_property
+    def nbytes(self) -> list[int]:
+        total = self.tokens.total
+        return [max(packing.nbytes(total) for packing in packings) for packings in self.packings]
+
     def start(self, transport: Transport, piece: int, rows: Sequence[Tensor]) -> Delivery:
         """Send this rank's tokens of a piece. `rows` are those of all heads."""
-        memory = self._memory(piece, rows[0].device)
-        for message in self.of_heads[piece]:
-            sources = self._own(rows, message.heads)
-            for into, x in zip(message.rows(memory), sources, strict=True):
-                into.copy_(x)
-        sent, received = self.of_heads[piece], self.of_tokens[piece]
-        return self._deliver(transport, "visit", piece, memory, sent, received)
+        firsts = [r for r in self.ranks[:: self.together] if length(self.pieces[piece][r].q)]
+        sources = [torch.cat(self._cut(piece, first, rows), 3) for first in firsts]
+        return self._deliver(transport, piece, sources, rows[0].device)
 
-    def receive(self, piece: int, delivery: Delivery, rows: Sequence[Tensor]) -> list[Tensor]:
+    def receive(self, piece: int, delivery: Delivery) -> list[Tensor]:
         """Return the fields of this rank's heads, for all tokens of the host in the order of their
-        positions. They do not depend on the delivery any more.
+        positions. They are valid until the delivery is released.
         """
-        parts = {x.peer: x.rows(delivery.memory) for x in self.of_tokens[piece]}
-        parts[self.rank] = own = self._own(rows, self.pieces[self.rank][piece])
-        if not self.of_tokens[piece]:
-            return [
-                field.from_rows(x.contiguous()) for field, x in zip(self.fields, own, strict=True)
-            ]
-        found = list[Tensor]()
-        for number, field in enumerate(self.fields):
-            runs = [_cut(parts[rank][number], span) for rank, span in self.tokens.order]
-            found.append(field.from_rows(self.tokens.sort(torch.cat(runs, 1))))
-        return found
+        [rows] = self.packings[piece][self.rank].views(delivery.memory, self.tokens.total)
+        heads = self.pieces[piece][self.rank]
+        widths = [length(field.columns(heads)) for field in self.fields]
+        parts = self.tokens.sort(rows).split(widths, 2)
+        return [field.from_rows(part) for field, part in zip(self.fields, parts, strict=True)]
+
+    def _pack(self, heads: Heads) -> Packing:
+        width = sum(length(field.columns(heads)) for field in self.fields)
+        return Packing(self.batch, (((width,), self.fields[0].unit),))
+
+    def _moves(self, piece: int, sender: int, receiver: int) -> Iterator[Move]:
+        packing, count = self.packings[piece][receiver], self.tokens.counts[sender]
+        source, index = divmod(receiver, self.together)
+        before = index * packing.token_bytes() * count
+        for span, at in self.tokens.spans[sender]:
+            for _, row, there, nbytes in packing.rows(at, self.tokens.total):
+                start = before + (row * count + span[0]) * (nbytes // length(at))
+                yield Move(source, start, nbytes, receiver, there)
 
 
 class Returns(Exchange):
     """The ranks of the heads send results to the ranks of the tokens."""
+
+    lane = "return"
+
+    @functools.cached_property
+    def starts(self) -> list[list[int]]:
+        """The first byte of each piece that a rank receives from each rank, and the end."""
+        most, found = max(self.tokens.counts), list[list[int]]()
+        for packings in self.packings:
+            sizes = (packing.nbytes(most) for packing in packings)
+            found.append([*itertools.accumulate(sizes, initial=0)])
+        return found
+
+    @property
+    def nbytes(self) -> list[int]:
+        return [starts[-1] for starts in self.starts]
 
     def start(
         self,
         transport: Transport,
         piece: int,
         parts: Sequence[Sequence[Tensor]],
-        results: Sequence[Tensor],
+        device: torch.device,
     ) -> Delivery:
-        """Send the results of a piece, and put those of this rank's tokens in the rows `results`.
-
-        The parts have some of its heads each, in their order, and all tokens of the host in the
-        order of their positions.
+        """Send the results of a piece. The parts have some of its heads each, in their order, and
+        all tokens of the host in the order of their positions.
         """
-        memory = self._memory(piece, results[0].device)
-        into = {x.peer: x.rows(memory) for x in self.of_tokens[piece]}
-        own = self._own(results, self.pieces[self.rank][piece])
-        for number, same in enumerate(zip(*parts, strict=True)):
-            field = self.fields[number]
-            rows = [field.to_rows(x) for x in same]
-            joined = self.tokens.unsort(rows[0] if len(rows) == 1 else torch.cat(rows, 2))
-            for peer, fields in into.items():
-                runs = [_cut(joined, at) for _, at in self.tokens.spans[peer]]
-                torch.cat(runs, 1, out=fields[number])
-            for span, at in self.tokens.spans[self.rank]:
-                field.put(_cut(own[number], span), _cut(joined, at))
-        sent, received = self.of_tokens[piece], self.of_heads[piece]
-        return self._deliver(transport, "return", piece, memory, sent, received)
+        joined = [x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True)]
+        rows = [field.to_rows(x) for field, x in zip(self.fields, joined, strict=False)]
+        sources = [self.tokens.unsort(x).contiguous() for x in rows]
+        return self._deliver(transport, piece, sources, device)
 
     def receive(self, piece: int, delivery: Delivery, results: Sequence[Tensor]) -> None:
-        """Put the results of other ranks in the rows `results` of this rank's tokens."""
-        for message in self.of_heads[piece]:
-            into = self._own(results, message.heads)
-            for field, x, rows in zip(
-                self.fields, into, message.rows(delivery.memory), strict=True
-            ):
-                field.put(x, rows)
+        """Wait for the results of all ranks and put them in the rows `results` of this rank's
+        tokens. Release the delivery.
+        """
+        packings, starts = self.packings[piece], self.starts[piece]
+        tokens = self.tokens.counts[self.rank]
+        delivery.wait()
+        for first in self.ranks[:: self.together]:
+            views = packings[first].views(delivery.memory, tokens, starts[first])
+            into = self._cut(piece, first, results)
+            for field, x, rows in zip(self.fields, into, views, strict=True):
+                distance = (starts[first + 1] - starts[first]) // rows.itemsize
+                landed = _repeat(rows, self.together, distance)
+                x.add_(landed) if field.is_summed else x.copy_(landed)
+        delivery.release()
+
+    def _pack(self, heads: Heads) -> Packing:
+        entries = (((length(x.columns(heads)),), x.unit) for x in self.fields)
+        return Packing(self.batch, tuple(entries))
+
+    def _moves(self, piece: int, sender: int, receiver: int) -> Iterator[Move]:
+        packing, start = self.packings[piece][sender], self.starts[piece][sender]
+        for span, at in self.tokens.spans[receiver]:
+            for source, row, there, nbytes in packing.rows(span, self.tokens.counts[receiver]):
+                first = (row * self.tokens.total + at[0]) * (nbytes // length(at))
+                yield Move(source, first, nbytes, receiver, start + there)
 
 
-def _cut(x: Tensor, tokens: Span) -> Tensor:
-    return x.narrow(1, tokens[0], length(tokens))
+def _repeat(x: Tensor, count: int, distance: int) -> Tensor:
+    """Return a view of x and of others like it, at equal distances in memory: (count, *x.shape)."""
+    return x.as_strided((count, *x.shape), (distance, *x.stride()))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...sequence.span import Span
+from ..compute import ALL
 
 # Rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM.
 _ENOUGH_ROWS = 1 << 18
@@ -39,7 +40,7 @@ class Heads(NamedTuple):
         """Split the query heads so that kernels take each part with its kv heads.
 
         There are up to three parts: some of the `ratio` query heads of one kv head, whole kv heads,
-        and some of one again. Heads count from the first ones.
+        and some of one again. Heads count from the first ones. A single part is all of them.
         """
         start, stop = self.q
         ends = {
@@ -49,6 +50,8 @@ class Heads(NamedTuple):
             stop,
         }
         parts = [((a, b), _kv_heads(a, b, ratio)) for a, b in itertools.pairwise(sorted(ends))]
+        if len(parts) == 1:
+            return [(ALL, ALL)]
         return [
             (slice(a - start, b - start), slice(c - self.kv[0], d - self.kv[0]))
             for (a, b), (c, d) in parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 from collections.abc import Sequence
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...base.streams import current_stream, send_to_device
-from ...sequence.layout import Layout, Run
-from ...sequence.span import Span, length, shifted
+from ...sequence.layout import Layout
+from ...sequence.span import Span, in_turn, length, merged
 
-# runs of a rank's positions; views of more take longer to make than kernels that sort
-_MOST_JOINED_RUNS = 4
+# runs of a rank's positions; more of them are more messages than kernels that sort are worth
+_MOST_RUNS = 4
 
 
 class HostLayout(Layout):
@@ -34,68 +33,46 @@ class HostLayout(Layout):
         if self.size == 1:
             return [range(self.seq_len)]
         shards = self.layout.shards[rank * self.inner : (rank + 1) * self.inner]
-        ranges = sorted(itertools.chain.from_iterable(shards), key=lambda r: r.start)
-        if any(r.step > 1 for r in ranges):
-            ranges = [range(i, i + 1) for i in sorted(itertools.chain.from_iterable(ranges))]
-        found: list[range] = []
-        for r in ranges:
-            if found and found[-1].stop == r.start:
-                found[-1] = range(found[-1].start, r.stop)
+        spans = list[Span]()
+        for positions in itertools.chain.from_iterable(shards):
+            if positions.step == 1:
+                spans.append((positions.start, positions.stop))
             else:
-                found.append(r)
-        return found
-
-    def places(self, rank: int) -> Tensor:
-        """Return where the tokens of a rank lie among those of its host: (S,) int64."""
-        positions = self.layout.positions(rank)
-        if self.size == 1:
-            return positions
-        return torch.searchsorted(self.positions(rank // self.inner), positions)
+                spans += [(position, position + 1) for position in positions]
+        return [range(*span) for span in merged(spans)]
 
 
 class HostTokens:
     """The tokens of a host as its ranks exchange them.
 
-    They lie in the order of their positions, if that takes few copies. Otherwise they lie in the
+    They lie in the order of their positions, if that takes few messages. Otherwise they lie in the
     order of the ranks, and `sort` brings them into the order of their positions.
 
-    counts  the number of tokens of each rank
+    counts     the number of tokens of each rank
+    is_sorted  whether tokens lie in the order of their positions
+    spans      for each rank, spans of its tokens, and their places in memory
     """
 
     def __init__(self, hosts: HostLayout, host: int):
-        self.hosts, self.host = hosts, host
-        self.ranks = range(host * hosts.inner, (host + 1) * hosts.inner)
-        self.counts = [hosts.layout.length(rank) for rank in self.ranks]
+        self.hosts, self.host, layout = hosts, host, hosts.layout
+        ranks = range(host * hosts.inner, (host + 1) * hosts.inner)
+        self.counts = [layout.length(rank) for rank in ranks]
         self.total = sum(self.counts)
-
-    @functools.cached_property
-    def is_sorted(self) -> bool:
-        """Whether tokens lie in the order of their positions."""
-        runs = [self.hosts.layout.runs(rank) for rank in self.ranks]
-        steps = (run.step for run in itertools.chain.from_iterable(runs) if length(run.span) > 1)
-        return all(step == 1 for step in steps) and max(map(len, runs)) <= _MOST_JOINED_RUNS
-
-    @functools.cached_property
-    def spans(self) -> list[list[tuple[Span, Span]]]:
-        """For each rank, spans of its tokens, and their places in memory."""
-        if not self.is_sorted:
-            starts = itertools.accumulate(self.counts, initial=0)
-            pairs = zip(self.counts, starts, strict=False)
-            return [[((0, count), (at, at + count))] for count, at in pairs]
-        whole = self.hosts.runs(self.host)
-        firsts = [run.start for run in whole]
-
-        def place(run: Run) -> tuple[Span, Span]:
-            start, _, _, (at, _) = whole[bisect.bisect(firsts, run.start) - 1]
-            return run.span, shifted(run.span, at + run.start - start - run.span[0])
-
-        return [[*map(place, self.hosts.layout.runs(rank))] for rank in self.ranks]
-
-    @functools.cached_property
-    def order(self) -> list[tuple[int, Span]]:
-        """All tokens in the order of memory: ranks, counted on this host, and spans of theirs."""
-        found = [(at, rank, span) for rank, spans in enumerate(self.spans) for span, at in spans]
-        return [(rank, span) for _, rank, span in sorted(found) if length(span)]
+        runs = [layout.runs(rank) for rank in ranks]
+        self.is_sorted = max(map(len, runs)) <= _MOST_RUNS and all(
+            run.step == 1 or length(run.span) < 2 for run in itertools.chain(*runs)
+        )
+        if self.is_sorted:
+            parts = sorted(
+                (run.start, place, run.span)
+                for place, of_rank in enumerate(runs)
+                for run in of_rank
+            )
+        else:
+            parts = [(0, place, (0, count)) for place, count in enumerate(self.counts)]
+        self.spans: list[list[tuple[Span, Span]]] = [[] for _ in ranks]
+        for (_, place, _), pair in zip(parts, in_turn(x[2] for x in parts), strict=True):
+            self.spans[place].append(pair)
 
     def sort(self, x: Tensor) -> Tensor:
         """Return x (B, N, ...) with tokens in the order of their positions, from that of memory."""
@@ -105,7 +82,7 @@ class HostTokens:
         """Return x (B, N, ...) with tokens in the order of memory, from that of their positions."""
         return x if self.is_sorted else x.index_select(1, self._orders(x.device)[1])
 
-    def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _orders(self, device: torch.device) -> Tensor:
         hosts = self.hosts
         return _orders(hosts.layout, hosts.inner, self.host, device, current_stream(device))
 
@@ -113,11 +90,10 @@ class HostTokens:
 @functools.lru_cache(maxsize=4)  # large on GPUs where every step has a layout of its own
 def _orders(
     layout: Layout, inner: int, host: int, device: torch.device, stream: torch.cuda.Stream | None
-) -> tuple[Tensor, Tensor]:
-    """Return the indices (N,) that sort the tokens of a host's ranks, and those that undo it, for
+) -> Tensor:
+    """Return the indices that sort the tokens of a host's ranks, and those that undo it (2, N), for
     work on `stream`. The CPU does not wait for the GPU.
     """
-    hosts = HostLayout(layout, inner)
-    places = torch.cat([hosts.places(rank) for rank in range(host * inner, (host + 1) * inner)])
-    both = send_to_device(torch.stack((places.argsort(), places)), device)
-    return both[0], both[1]
+    ranks = range(host * inner, (host + 1) * inner)
+    order = torch.cat([layout.positions(rank) for rank in ranks]).argsort()
+    return send_to_device(torch.stack((order, order.argsort())), device)
