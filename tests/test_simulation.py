@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
+from bmt_burst.errors import RankFailed
 from bmt_burst.transport import Put
-from bmt_burst.transport.simulator import Aborted
 from tests.cases import random_qkv
 from tests.reference import relative_error
 from tests.refusals import refusal
@@ -160,9 +160,9 @@ def test_ranks_that_wait_for_one_that_is_gone_are_told():
         RANKS,
         lambda ring: attention(ring, *tensors) if ring.rank else attention(ring, *tensors).detach(),
     )
-    with pytest.raises(Aborted, match="rank 0 takes no part"):
+    with pytest.raises(RankFailed, match="rank 0 takes no part"):
         outs[1].sum().backward()
-    with pytest.raises(Aborted, match="rank 0 takes no part"):
+    with pytest.raises(RankFailed, match="rank 0 takes no part"):
         simulate(2, lambda ring: attention(ring, *tensors) if ring.rank else None)
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
+from bmt_burst.errors import RankFailed
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
 from bmt_burst.transport import torch_dist
-from bmt_burst.transport.simulator import Aborted, SimulatedRing
+from bmt_burst.transport.simulator import SimulatedRing
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import random_qkv
 from tests.rings import problem, ring_arguments
@@ -209,7 +210,7 @@ def test_a_send_buffer_must_stay_as_it_is():
         send += 1
         ticket.wait()
 
-    with pytest.raises((AssertionError, Aborted), match=r"overwritten|another simulated rank"):
+    with pytest.raises((AssertionError, RankFailed), match=r"overwritten|another simulated rank"):
         simulate(2, work)
 
 

@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 from ..base.arguments import as_int
 from ..base.autograd import check_first_derivative, check_transforms
-from ..transport.simulator import Aborted, Network, SimulatedRing
+from ..errors import RankFailed
+from ..transport.simulator import Network, SimulatedRing
 
 Result = TypeVar("Result")
 
@@ -90,7 +91,7 @@ def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[An
     for thread in threads:
         thread.join()
     if failures:
-        raise next((f for f in failures if not isinstance(f, Aborted)), failures[0])
+        raise next((f for f in failures if not isinstance(f, RankFailed)), failures[0])
     return results
 
 

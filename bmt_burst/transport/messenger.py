@@ -84,8 +84,5 @@ class Echo(Messenger):
 
 def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:
     """Return the error of a rank that waited `seconds` for `peers` in vain."""
-    return RankLate(f"{name_ranks(peers)} of the group did not make this call within {seconds:g} s")
-
-
-def name_ranks(peers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+    ranks = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+    return RankLate(f"{ranks} of the group did not make this call within {seconds:g} s")

@@ -35,10 +35,6 @@ _TIMEOUT = 60.0  # seconds; a rank that waits longer is in a deadlock
 _POLL = 0.05
 
 
-class Aborted(RankFailed):
-    """Another simulated rank failed, or never sent a message that this one waits for."""
-
-
 class Network:
     """The messages between the threads.
 
@@ -82,12 +78,12 @@ class Network:
                 return found.get(timeout=_POLL)
             except queue.Empty:
                 if self.failed.is_set():
-                    raise Aborted("another simulated rank failed") from None
+                    raise RankFailed("another simulated rank failed") from None
                 if has_ended:
-                    raise Aborted(
+                    raise RankFailed(
                         f"simulated rank {sender} takes no part: it has ended, or has no gradient"
                     ) from None
-        raise Aborted(f"no message from simulated rank {sender} within {_TIMEOUT:.0f} s")
+        raise RankFailed(f"no message from simulated rank {sender} within {_TIMEOUT:.0f} s")
 
 
 @dataclass
