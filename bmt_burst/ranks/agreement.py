@@ -94,6 +94,23 @@ def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     return replies
 
 
+def agree(
+    rings: Rings, name: str, terms: Callable[[], dict[str, Any]], *, but: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the terms of all ranks for a call of the function `name`.
+
+    Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
+    """
+    everyone = read_terms(gather_terms(rings, f"a call of {name}", terms))
+    for rank, theirs in enumerate(everyone):
+        if any(theirs[term] != everyone[0][term] for term in everyone[0].keys() - set(but)):
+            raise RanksDisagree(
+                f"ranks differ in {name}'s arguments: rank 0 has {everyone[0]}, rank {rank} "
+                f"{theirs}"
+            )
+    return everyone
+
+
 def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
     """Return the result of `work` on this rank, once it has succeeded on all ranks.
 

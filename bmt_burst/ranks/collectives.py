@@ -7,7 +7,7 @@ gradient of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,9 +17,8 @@ from torch import Tensor
 from ..base.arguments import check_tensor
 from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import not_compiled
-from ..errors import RanksDisagree
 from ..sequence.layout import Layout
-from .agreement import admit_one_thread, gather_terms, read_terms, report_failure, run_together
+from .agreement import admit_one_thread, report_failure, run_together
 from .rings import Rings, check_device
 
 
@@ -70,23 +69,6 @@ def describe_tensor(rings: Rings, name: str, x: Any) -> dict[str, Any]:
     check_device(rings, x)
     recorded = torch.is_grad_enabled() and x.requires_grad
     return {"shape": list(x.shape), "dtype": str(x.dtype), "recording of gradients": recorded}
-
-
-def agree(
-    rings: Rings, name: str, terms: Callable[[], dict[str, Any]], *, but: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Return the terms of all ranks for a call of the method `name`.
-
-    Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
-    """
-    everyone = read_terms(gather_terms(rings, f"a call of {name}", terms))
-    for rank, theirs in enumerate(everyone):
-        if any(theirs[term] != everyone[0][term] for term in everyone[0].keys() - set(but)):
-            raise RanksDisagree(
-                f"ranks differ in {name}'s arguments: rank 0 has {everyone[0]}, rank {rank} "
-                f"{theirs}"
-            )
-    return everyone
 
 
 def apply_together(rings: Rings, collective: Join | Sum, x: Tensor) -> Tensor:

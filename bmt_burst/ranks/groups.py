@@ -28,7 +28,7 @@ from ..transport.bmtrain import (
 from ..transport.processes import ProcessTransport
 from ..transport.sockets import host_name
 from ..transport.torch_dist import TorchTransport, torch_transport, world_group
-from .agreement import admit_one_thread, gather_terms, read_terms
+from .agreement import admit_one_thread, agree, gather_terms, read_terms
 from .rings import Group, Rings, check_member, make_rings
 from .sequence_parallel import SequenceParallel
 
@@ -130,16 +130,13 @@ def _agree_on_groups(
         if timeout is not None and not 1e-3 <= as_float("timeout", timeout) <= _LONGEST_TIMEOUT:
             raise ValueError(f"timeout: expected 0.001 to 1e8 seconds, got {timeout}")
         world.set_timeout(timeout)
-        sizes = f"sp_size={sp_size!r}, inner_size={inner_size!r}, ulysses_size={ulysses_size!r}"
-        others = f"layout={layout!r}, timeout={timeout!r}{', a mesh' * (mesh is not None)}"
-        arguments = f"{sizes}, {others}".encode("ascii", "replace")[:300]
-        return {"arguments": arguments.decode(), "host": host_name().decode()}
+        sizes = {"sp_size": sp_size, "inner_size": inner_size, "ulysses_size": ulysses_size}
+        given = {**sizes, "layout": layout, "timeout": timeout}
+        arguments = {name: repr(value)[:100] for name, value in given.items()}
+        return {**arguments, "mesh": mesh is not None, "host": host_name().decode()}
 
-    lines = gather_terms(Rings(world, ALONE), "init_sequence_parallel", terms)
-    everyone = read_terms(lines)
-    arguments, hosts = ([theirs[name] for theirs in everyone] for name in ("arguments", "host"))
-    if len(set(arguments)) > 1:
-        raise RanksDisagree(f"ranks differ in init_sequence_parallel's arguments: {arguments}")
+    everyone = agree(Rings(world, ALONE), "init_sequence_parallel", terms, but=["host"])
+    hosts = [theirs["host"] for theirs in everyone]
     if mesh is not None:
         if any(size is not None for size in (sp_size, inner_size, ulysses_size)):
             raise ValueError("expected a mesh or sizes, got both: a mesh has a size")

@@ -15,8 +15,8 @@ from ..base.compiled import not_compiled
 from ..errors import RanksDisagree
 from ..sequence.layout import Layout, layout_class
 from ..transport import ALONE
-from .agreement import admit_one_thread
-from .collectives import Join, Sum, agree, apply_together, describe_tensor
+from .agreement import admit_one_thread, agree
+from .collectives import Join, Sum, apply_together, describe_tensor
 from .rings import Group, make_rings
 
 _ROWS_A_MESSAGE = 128  # this many lengths fit a message, however large they are
