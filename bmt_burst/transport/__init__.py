@@ -188,10 +188,7 @@ def as_bytes(x: Tensor) -> Tensor:
 class Alone(Transport):
     """A ring of one rank. ALONE is the only one, also after it was copied or pickled."""
 
-    rank, size = 0, 1
-
-    def __init__(self) -> None:
-        self.messenger = Echo(1)
+    rank, size, messenger = 0, 1, Echo(1)
 
     def __reduce__(self) -> str:
         return "ALONE"

@@ -42,19 +42,13 @@ class TorchTransport(ProcessTransport):
     """The ranks of a process group. `engine_use` is ProcessTransport's.
 
     It does not keep the group alive: once the group is destroyed and its users drop it, its
-    connections close. Raises ValueError if this process is not a member of `group`, or if `group`
-    has neither gloo for CPU tensors nor NCCL for CUDA tensors.
+    connections close. Raises ValueError if `group` has neither gloo for CPU tensors nor NCCL for
+    CUDA tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, engine_use: EngineUse = "auto"):
         self._group = weakref.ref(group)
-        self.rank = dist.get_rank(group)
-        members = dist.get_process_group_ranks(group)
-        if self.rank < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in the process group of ranks {members}"
-            )
-        self.size = len(members)
+        self.rank, self.size = group.rank(), group.size()
         store = dist.distributed_c10d._get_process_group_store(group)
         super().__init__(dist.PrefixStore("bmt_burst", store), engine_use)
         backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))

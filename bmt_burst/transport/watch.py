@@ -52,19 +52,14 @@ class Watch:
         else:
             self.doing = ""
 
-    def is_waiting(self) -> bool:
-        """Whether the last call is not done."""
-        event = self.event
-        return bool(self.doing) and not (event and event.query())
-
 
 def _run(watch: weakref.ref[Watch]) -> None:
     since = time.monotonic()  # when the last call was not yet seen to wait for a lost rank
     while alive := watch():
-        lost, doing = alive.messenger.find_lost_rank(), alive.doing
+        lost, doing, event = alive.messenger.find_lost_rank(), alive.doing, alive.event
         patience = min(_LONGEST, alive.messenger.timeout / 2)
-        # events must not be queried while others may be capturing a graph
-        if not (lost and alive.is_waiting()):
+        # Events must not be queried while others may be capturing a graph: only if a rank is lost.
+        if not lost or not doing or (event and event.query()):
             since = time.monotonic()
         del alive
         if time.monotonic() - since > patience:
