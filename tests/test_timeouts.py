@@ -112,19 +112,24 @@ def settings(rank: int) -> list[str]:
     mesh = DeviceMesh.from_group(pair, "cpu")
     made = functools.partial(init_sequence_parallel, 2)
     assert set(own_timeouts(init_sequence_parallel(mesh=mesh).groups)) == {40.0}  # its user's wish
-    assert torch_transport(pair).timeout == 40.0
+    assert torch_transport(pair).messenger.timeout == 40.0
     default = world.own_timeout
     for timeout, expected in ((None, default), (7000.0, 7000.0), (None, 7000.0), (8.0, 8.0)):
         groups = made(timeout=timeout).groups
-        waits = {world.timeout, torch_transport(groups["process_group"]).timeout}
+        waits = {
+            world.messenger.timeout,
+            torch_transport(groups["process_group"]).messenger.timeout,
+        }
         assert {expected, *own_timeouts(groups)} == waits == {expected}
     with pytest.raises(ValueError, match="inner_size=3 does not divide"):
         made(inner_size=3, timeout=9000.0)
-    assert world.timeout == 8.0 and world.own_timeout == default  # shorter than the world's own
+    assert (
+        world.messenger.timeout == 8.0 and world.own_timeout == default
+    )  # shorter than the world's own
     assert set(own_timeouts(init_sequence_parallel(mesh=mesh, timeout=50.0).groups)) == {50.0}
     flat = init_sequence_parallel(mesh=init_device_mesh("cpu", (2,)), timeout=30.0)
     assert flat.process_group is dist.group.WORLD
-    assert set(own_timeouts(flat.groups)) == {default} and world.timeout == 30.0
+    assert set(own_timeouts(flat.groups)) == {default} and world.messenger.timeout == 30.0
     said = []
     for wrong in (120 + rank, 0, 1e-4, math.inf, "long"):
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -147,4 +152,4 @@ def test_ranks_wait_as_long_as_was_asked_for_and_else_as_long_as_the_group_does(
     processes.ProcessTransport.__init__(ring, dist.HashStore())
     for seconds, expected in ((5.0, 5.0), (700.0, 700.0), (None, 120.0)):
         ring.set_timeout(seconds)
-        assert ring.messenger.timeout == ring.timeout == expected
+        assert ring.messenger.timeout == expected

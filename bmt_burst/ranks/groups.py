@@ -273,11 +273,11 @@ def make_group(world: ProcessTransport, partition: list[range]) -> Group:
         part = next(part for part in partition if world.rank in part)
         name = f"{world.name}/group/{next(_groups_made)}/{part.start}"
         rank, size = part.index(world.rank), len(part)
-        transport = bmtrain_transport(new_communicator(name, rank, size, world.timeout))
+        transport = bmtrain_transport(new_communicator(name, rank, size, world.messenger.timeout))
         transport.set_timeout(world.asked_timeout)
         transport.warm_up()
         return transport
-    ranks, timeout = [list(part) for part in partition], timedelta(seconds=world.timeout)
+    ranks, timeout = [list(part) for part in partition], timedelta(seconds=world.messenger.timeout)
     if "nccl" not in dist.get_backend_config():
         return dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
     # NCCL's kernels should start between the kernels of attention, not after them.

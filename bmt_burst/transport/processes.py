@@ -48,8 +48,7 @@ class ProcessTransport(Transport):
                    host and can access each other's memory. "always": raise an error if they cannot.
                    "never": deliveries are exchanges.
     own_timeout    seconds of the group's own timeout
-    asked_timeout  seconds that `set_timeout` was called with, or None
-    timeout        seconds to wait for other ranks: those asked for, or else the group's own
+    asked_timeout  seconds that `set_timeout` was called with, in place of the group's own, or None
     """
 
     own_timeout: float = DEFAULT_TIMEOUT
@@ -57,8 +56,9 @@ class ProcessTransport(Transport):
     def __init__(self, store: dist.Store, engine_use: EngineUse = "auto"):
         self.engine_use = engine_use
         self.asked_timeout: float | None = None
-        self.timeout = self.own_timeout
-        self.messenger: SocketMessenger = SocketMessenger(self.rank, self.size, store, self.timeout)
+        self.messenger: SocketMessenger = SocketMessenger(
+            self.rank, self.size, store, self.own_timeout
+        )
         self.copy_engines: CopyEngines | None = None
 
     @property
@@ -73,8 +73,7 @@ class ProcessTransport(Transport):
 
     def set_timeout(self, seconds: float | None) -> None:
         self.asked_timeout = seconds
-        self.timeout = self.own_timeout if seconds is None else seconds
-        self.messenger.timeout = self.timeout
+        self.messenger.timeout = self.own_timeout if seconds is None else seconds
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         """Prepare for deliveries, see Transport.

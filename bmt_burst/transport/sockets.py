@@ -171,9 +171,10 @@ class _Peer:
 
     def receive(self) -> bool:
         """Receive what has arrived. Return whether more can."""
-        data = b""
-        with contextlib.suppress(OSError):  # the process was killed, or its host is lost
+        try:
             data = self.connection.recv(_RECEIVED)
+        except OSError:  # the process was killed, or its host is lost
+            data = b""
         self.unread += data
         self.has_ended = not data
         return not self.has_ended

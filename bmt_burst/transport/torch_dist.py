@@ -111,7 +111,7 @@ class TorchTransport(ProcessTransport):
         self, start: Callable[..., dist.Work | None], x: Tensor, peer: int
     ) -> Callable[[], None]:
         """Start to send or receive x. Return a function that waits for it."""
-        seconds = self.timeout
+        seconds = self.messenger.timeout
         with _name_peer(peer, seconds):
             work = _check_work(start(as_bytes(x), None, self.group, 0, peer))
 
