@@ -45,7 +45,7 @@ from models.cpm_live.config import PRESETS
 from train.engine import Engine
 from train.engine.bmtrain import BMTrainEngine
 from train.engine.torch import TorchEngine
-from train.run.flops import peak_tflops, step_flops
+from train.run.measure import peak_tflops, step_flops
 
 _EXTENDED = 16  # tokens with sub-ids that can be predicted
 

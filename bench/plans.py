@@ -22,11 +22,10 @@ if __name__ == "__main__":
 
 from bench.tables import Row, read_rows, table, tokens
 from models.config import PRESETS
-from train.planning.hardware import GIB, H200
 from train.planning.memory import Step, plan_step
 from train.planning.report import saving_flags
 from train.planning.search import Cluster, plan, recommend, with_options
-from train.planning.seconds import step_seconds
+from train.planning.seconds import GIB, H200, step_seconds
 from train.run.config import TrainConfig
 from train.run.options import parse_options
 

@@ -8,7 +8,7 @@ import pytest
 
 from models.rope import Linear
 from train.run.config import TrainConfig
-from train.run.schedule import learning_rate
+from train.run.progress import learning_rate
 from train.run.stages import parse_run
 
 

@@ -21,7 +21,7 @@ from train.data.batches import keys_seen
 from train.data.folder import Sequences, TokenFile
 from train.data.stored import TokenWriter
 from train.data.tokenizer import ByteTokenizer
-from train.run.flops import step_flops
+from train.run.measure import step_flops
 
 EOS = ByteTokenizer.eos_id
 LENGTHS = (3, 1, 30, 2, 7, 1, 12, 5, 9)  # of documents, without eos

@@ -16,8 +16,7 @@ from train.base import ranks
 from train.checkpoints import checkpoint
 from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.folder import Sequences
-from train.data.interleave import Interleaving
-from train.data.mixture import Mixture
+from train.data.mixture import Interleaving, Mixture
 from train.data.shares import evaluated_folders, parse_shares, parse_sources
 from train.data.stored import TokenWriter, make_writer
 from train.data.text import make_reader

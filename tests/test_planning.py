@@ -26,7 +26,6 @@ from tests.launcher import ROOT
 from train import plan as plan_script
 from train.planning.attention import AttentionShape
 from train.planning.dry_run import advise, dry_run
-from train.planning.hardware import GIB, GPUS, H200
 from train.planning.memory import AttentionRun
 from train.planning.report import command
 from train.planning.search import (
@@ -39,7 +38,7 @@ from train.planning.search import (
     savings,
     with_options,
 )
-from train.planning.seconds import attention_seconds, step_seconds
+from train.planning.seconds import GIB, GPUS, H200, attention_seconds, step_seconds
 from train.run import ending
 from train.run.config import TrainConfig
 from train.run.options import make_config, parse_options

@@ -21,9 +21,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from train.base.command_line import ArgumentParser
-from train.planning.hardware import GPUS
 from train.planning.report import Budget, advice, describe, table
 from train.planning.search import Cluster, find_any_longest, plan, recommend
+from train.planning.seconds import GPUS
 from train.run.config import TrainConfig
 from train.run.options import add_options
 

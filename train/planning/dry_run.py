@@ -12,9 +12,9 @@ from train.base.files import print_error
 from train.run.config import TrainConfig
 from train.run.stages import parse_run
 
-from .hardware import GIB, GPUS, H200, Hardware
 from .report import Budget, advice, describe, explain_shortage
 from .search import Cluster, Planned, find_longest, plan
+from .seconds import GIB, GPUS, H200, Hardware
 
 
 def dry_run(argv: Sequence[str]) -> int:

@@ -12,8 +12,8 @@ from train.base.wording import counted, flag
 from train.data.shares import source_words
 from train.run.config import TrainConfig
 
-from .hardware import GIB
 from .search import Planned, find_longest, helping_options, recommend, savings, with_options
+from .seconds import GIB
 
 _GPUS_OF_HOST = 8  # at most
 _MEETING = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500"]

@@ -11,9 +11,8 @@ from models.config import CPMConfig
 from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig, kind_of
 
-from .hardware import GIB, Hardware, usable_bytes
 from .memory import Step, plan_step
-from .seconds import StepSeconds, step_seconds
+from .seconds import GIB, Hardware, StepSeconds, step_seconds, usable_bytes
 
 TILE = 16384  # tokens of --mlp-tile that plans recommend
 _LONGEST = 1 << 26  # tokens of a sequence, more are not planned

@@ -17,7 +17,7 @@ from train.run.config import TrainConfig
 from train.run.inputs import Inputs
 from train.run.losses import measure_losses
 from train.run.metrics import Metrics, NoMetrics
-from train.run.schedule import is_due
+from train.run.progress import is_due
 
 
 class EvaluationStopped(Exception):

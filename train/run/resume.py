@@ -24,8 +24,7 @@ from train.data.source import Source
 from train.data.tokenizer import Tokenizer
 from train.run.config import TrainConfig
 from train.run.kinds import config_of
-from train.run.progress import Progress
-from train.run.schedule import learning_rate
+from train.run.progress import Progress, learning_rate
 from train.run.settings import fields_by_group
 
 # settings that do not affect the result

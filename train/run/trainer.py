@@ -27,9 +27,8 @@ from train.run.measure import Clock, StepWork, count_work, measure_speed
 from train.run.metrics import Metrics, NoMetrics
 from train.run.output_folder import check_shared
 from train.run.profiling import Profiler
-from train.run.progress import optimize
+from train.run.progress import is_due, learning_rate, optimize
 from train.run.saves import Saves
-from train.run.schedule import is_due, learning_rate
 from train.run.state import begin, describe_identity, make_state
 from train.run.stopping import Stopping
 from train.run.time_limit import TimeLimit
