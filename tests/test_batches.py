@@ -16,7 +16,7 @@ from tests.test_sparse import SMALL as SPARSE
 from train.data.batches import Batches, keys_seen, sparse_keys
 from train.data.folder import Row, Sequences
 from train.run.config import TrainConfig
-from train.run.losses import measure_losses
+from train.run.measure import measure_losses
 
 
 class Tokens:

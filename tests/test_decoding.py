@@ -11,8 +11,7 @@ from models.config import PRESETS
 from models.cpm_ant import ant_scores
 from tests.live import Golden, bee_instance, golden
 from tests.reference import relative_error
-from train.generation.decoding import AntDecoder, BeeDecoder, Cache, continue_row
-from train.generation.sampling import sampler
+from train.generation.decoding import AntDecoder, BeeDecoder, Cache, continue_row, sampler
 
 FP32 = 1e-5  # as in test_cpm_live.py
 START, END = 6, 7

@@ -22,9 +22,8 @@ from tests.test_model import initialized
 from train import evaluate as script
 from train.data.stored import TokenWriter
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
-from train.evaluation.positions import Bin
 from train.evaluation.retrieval import KEYS, SENTENCES, Haystack, Needle, RetrievalRows, Variables
-from train.evaluation.tasks import Grid, parse_tasks
+from train.evaluation.tasks import Bin, Grid, parse_tasks
 from train.run.config import TrainConfig
 
 TEXT = "The grass is green. The sky is blue. Here we go."

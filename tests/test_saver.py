@@ -18,9 +18,9 @@ from tests.launcher import run_ranks
 from tests.test_checkpoint import alone, shards_of  # noqa: F401
 from tests.test_trainer import records, settings, train  # noqa: F401
 from train.base import ranks
-from train.checkpoints import checkpoint, host_copy, saver
+from train.checkpoints import checkpoint, rank_file, saver
 from train.checkpoints.checkpoint import Checkpoint, CheckpointError
-from train.checkpoints.host_copy import HostCopy
+from train.checkpoints.rank_file import HostCopy
 from train.checkpoints.saver import Saver, make_background
 from train.data.tokenizer import ByteTokenizer
 from train.run import ending, trainer
@@ -132,7 +132,7 @@ def no_memory(descriptor, size, flags):
 
 
 def test_memory_that_cannot_be_had_is_a_failure(tmp_path, alone, monkeypatch):
-    monkeypatch.setattr(host_copy, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": no_memory}))
+    monkeypatch.setattr(rank_file, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": no_memory}))
     mine = make_saver(tmp_path)
     while not mine.failed:
         time.sleep(0.01)
@@ -152,25 +152,25 @@ def test_training_waits_where_memory_is_short(tmp_path, alone, monkeypatch, caps
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_copy, "_CGROUP", tmp_path)
-    free = host_copy.available_memory()
+    monkeypatch.setattr(rank_file, "_CGROUP", tmp_path)
+    free = rank_file.available_memory()
     assert free > 1 << 20
     for limit, expected in (("max", None), (str(5000), 5000 - 3000 + 1000)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text("3000\n")
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000\n")
         if expected:
-            assert host_copy.available_memory() == expected
+            assert rank_file.available_memory() == expected
         else:
-            assert host_copy.available_memory() > 1 << 20
+            assert rank_file.available_memory() > 1 << 20
     (tmp_path / "own").write_text("4:memory:/x\n0::/job_1/step_0\n")
-    monkeypatch.setattr(host_copy, "_OWN_CGROUP", tmp_path / "own")
-    assert host_copy.available_memory() == 3000, "the limit of all jobs"
+    monkeypatch.setattr(rank_file, "_OWN_CGROUP", tmp_path / "own")
+    assert rank_file.available_memory() == 3000, "the limit of all jobs"
     (tmp_path / "job_1").mkdir()
     (tmp_path / "job_1/memory.max").write_text("2500\n")
     (tmp_path / "job_1/memory.current").write_text("2000\n")
     (tmp_path / "job_1/memory.stat").write_text("inactive_file 0\n")
-    assert host_copy.available_memory() == 500, "the limit of the job around this step"
+    assert rank_file.available_memory() == 500, "the limit of the job around this step"
 
 
 def test_a_value_that_is_not_finite_is_refused_before_anything_is_written(tmp_path, alone):

@@ -22,7 +22,7 @@ from models.cpm_live.layers import LiveModel
 from train.base.command_line import ArgumentParser
 from train.checkpoints import checkpoint
 from train.data.tokenizer import Tokenizer
-from train.generation.sampling import Generator, sampler
+from train.generation.decoding import Generator, sampler
 from train.registry import load
 from train.run import resume
 from train.run.kinds import config_of, kind_of

@@ -29,10 +29,9 @@ from train.base.command_line import ArgumentParser
 from train.base.files import writing
 from train.base.wording import counted
 from train.cpm_live.vocabulary import LONGEST, WRITTEN, bee_parts, is_special
-from train.data.bad import BadLines
 from train.data.files import Piece, TextFile
 from train.data.find import add_inputs, check_holds_text, find_files
-from train.data.records import BadRecord, check_unicode, parse_json
+from train.data.records import BadLines, BadRecord, check_unicode, parse_json
 from train.data.text import plain_text, read_pieces
 
 _COMMON = ("<pad>", "<unk>", "<mask>", "<sep>", "</n>", "</_>", "<s>", "</s>")

@@ -40,9 +40,9 @@ from train.base.folders import write_aside
 from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted
-from train.data.bad import BadLines, BrokenShards
 from train.data.files import MEGATRON, TextFile
 from train.data.find import add_inputs, check_holds_text, find_files
+from train.data.records import BadLines, BrokenShards
 from train.data.stored import DataWriter, make_writer
 from train.data.stream_files import StreamFiles, find_streamed
 from train.data.text import Document, Encoded, Encoder, find_broken, make_reader, read_pieces

@@ -25,7 +25,7 @@ class Kind:
     writer      writes a data folder (train.data.stored.DataWriter)
     data        opens a data folder by its method `open` (train.data.source.Stored)
     batches     deals the sequences of `data` to ranks (train.data.batches.Dealer)
-    generator   answers a prompt (train.generation.sampling.Generator)
+    generator   answers a prompt (train.generation.decoding.Generator)
     own         field names that only its configurations have, for files without a model_type
     refused     options that have no meaning for such a model, each with the reason
     """

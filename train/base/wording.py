@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """Return "1 token" or "2,000 tokens"; `plural` is the noun's, by default with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def parse_pair(text: str) -> tuple[int, int] | None:
+    """Return the numbers of FROM:TO, or None for other texts."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def flag(name: str) -> str:

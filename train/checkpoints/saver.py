@@ -24,8 +24,7 @@ import torch.distributed as dist
 from train.base import ranks
 from train.checkpoints import checkpoint
 from train.checkpoints.checkpoint import CheckpointError
-from train.checkpoints.host_copy import HostCopy, available_memory
-from train.checkpoints.rank_file import RankFile
+from train.checkpoints.rank_file import HostCopy, RankFile, available_memory
 from train.data.tokenizer import Tokenizer
 from train.engine import Shard
 

@@ -18,8 +18,7 @@ from train.cpm_live.instances import ANSWER, COLUMNS, TASKS, Instance, bee_insta
 from train.cpm_live.rows import Row, bee_row
 from train.cpm_live.tokenizers import AntTokenizer, BeeTokenizer, SubIds
 from train.data.records import BadRecord
-from train.generation.decoding import AntDecoder, BeeDecoder, continue_row
-from train.generation.sampling import Choose
+from train.generation.decoding import AntDecoder, BeeDecoder, Choose, continue_row
 
 
 def fill_in(

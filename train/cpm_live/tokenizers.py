@@ -72,7 +72,11 @@ class BeeTokenizer(LiveTokenizer):
         """Return the tokens of a text. Raises BadRecord for unknown special tokens."""
         found: list[Piece] = []
         for part, special in bee_parts(text):
-            found += [self._special_piece(part)] if special else self._plain_pieces(part)
+            if special:
+                found.append(self._special_piece(part))
+                continue
+            for run, token in self.vocabulary.matched(part):
+                found.append((self.unk_id, run) if token is None else (token, None))
         return found
 
     def encode(self, text: str) -> np.ndarray:
@@ -106,10 +110,6 @@ class BeeTokenizer(LiveTokenizer):
                 f"{name} is not a special token of {self.vocabulary.file}; a plain < is written <<"
             )
         return self.vocabulary.id(base), name
-
-    def _plain_pieces(self, text: str) -> list[Piece]:
-        matched = self.vocabulary.matched(text)
-        return [(self.unk_id, run) if token is None else (token, None) for run, token in matched]
 
 
 class AntTokenizer(LiveTokenizer):

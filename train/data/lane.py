@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from train.base.wording import counted
-from train.data.bad import BadLines, check_broken
 from train.data.files import Piece
 from train.data.folder import Row, make_row
+from train.data.records import BadLines, check_broken
 from train.data.stream_files import StreamFiles
 from train.data.text import Encoded, Encoder, read_pieces
 

@@ -6,11 +6,10 @@ order of the data, which never changes. So a second range is given in the same n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from train.base.wording import counted
+from train.base.wording import counted, parse_pair
 
 Range = tuple[int, int]
 
@@ -80,13 +79,13 @@ class Skips:
 
 def parse_range(text: str) -> Range:
     """Return the range of --skip-data. Raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if not match or int(match[1]) >= int(match[2]):
+    found = parse_pair(text)
+    if found is None or found[0] >= found[1]:
         raise ValueError(
             "--skip-data must be FROM:TO, two numbers of sequences that rise, as in 4000:4800, got "
             f"{text!r}"
         )
-    return int(match[1]), int(match[2])
+    return found
 
 
 def _is_range(value: object) -> bool:

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from train.data.bad import BadLines, BrokenShards
 from train.data.compressed import BrokenFile, decompressed
 from train.data.files import ARROW, MEGATRON, PARQUET, Piece, TextFile, Texts, find_form, named
 from train.data.forms import ARRAY, PLAIN, split_array
 from train.data.megatron import IndexedTokens
 from train.data.records import (
+    BadLines,
     BadRecord,
+    BrokenShards,
     check_unicode,
     decode_utf8,
     describe_fields,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from bmt_burst import SequenceParallel, init_sequence_parallel
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
+from train.base import ranks
 from train.base.wording import counted
 from train.checkpoints.saver import Saver, make_background
 from train.data.source import Source
@@ -25,13 +25,17 @@ from train.run.settings import DTYPES
 from train.run.watchdog import Watchdog
 
 
-def make_groups(config: TrainConfig, data: Source | None = None) -> SequenceParallel:
-    """Make the groups that share sequences. Raises ValueError if ranks or options do not fit."""
-    world = dist.get_world_size()
-    if world % config.sp_size:
+def check_world(config: TrainConfig) -> None:
+    """Raise ValueError if groups of --sp-size ranks do not make the world."""
+    if (world := ranks.world_size()) % config.sp_size:
         raise ValueError(
             f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}"
         )
+
+
+def make_groups(config: TrainConfig, data: Source | None = None) -> SequenceParallel:
+    """Make the groups that share sequences. Raises ValueError if ranks or options do not fit."""
+    check_world(config)
     sp = init_sequence_parallel(
         config.sp_size,
         layout="zigzag" if config.layout == "auto" else config.layout,

@@ -22,6 +22,7 @@ from train.base import ranks
 from train.base.files import print_error
 from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, STOPPING, StopSignal
 from train.checkpoints import checkpoint
+from train.run.replacement import make_store
 from train.run.watchdog import EXIT_CODE
 
 _GRACE = 5.0  # seconds in which ranks may end on their own after one has failed
@@ -96,14 +97,8 @@ def _run_ranks(
 def _local_store() -> dist.TCPStore:
     """Return the store in which the ranks find each other. Other machines cannot reach it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    host, port = listener.getsockname()
+    return make_store(host, port, listener.detach())
 
 
 def _start(argv: Sequence[str], rank: int, processes: int, port: int) -> subprocess.Popen:

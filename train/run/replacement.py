@@ -52,12 +52,13 @@ def open_store() -> dist.TCPStore | None:
     if listener is None:
         return None
     os.set_inheritable(int(listener), False)
+    return make_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(listener))
+
+
+def make_store(host: str, port: int, listener: int) -> dist.TCPStore:
+    """Make a store on a socket that listens, without waiting for ranks."""
     return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=int(listener),
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener
     )
 
 

@@ -23,6 +23,7 @@ from train.base import ranks
 from train.base.wording import counted, flag
 from train.checkpoints import checkpoint
 from train.data.batches import choose_micro_batch_size
+from train.run.building import check_world
 from train.run.config import TrainConfig
 from train.run.distributed import choose_engine
 from train.run.inputs import Inputs, check_same_data, keep_documents_apart, open_inputs
@@ -250,15 +251,12 @@ def _given_number() -> int | None:
 
 def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -> Inputs:
     """Open the inputs of a stage, with the tokenizer of folder `data`. Raises ValueError."""
-    config, world = stage.config, ranks.world_size()
+    config = stage.config
     try:
         check_installed(config.wandb)
         choose_engine(config, device)
-        if world % config.sp_size:
-            raise ValueError(
-                f"--sp-size {config.sp_size} does not divide the world of {counted(world, 'rank')}"
-            )
-        choose_micro_batch_size(config, world // config.sp_size)
+        check_world(config)
+        choose_micro_batch_size(config, ranks.world_size() // config.sp_size)
         inputs = keep_documents_apart(open_inputs(config, device), config, None)
         if data is not None:
             check_folder(data, inputs.training.folder, inputs.training.folder)
