@@ -21,8 +21,7 @@ from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM, RMSNorm
 
-from .ledger import META, Ledger, Work
-from .offload import PlannedOffload
+from .ledger import META, Ledger, PlannedOffload, Work
 
 # Memory and work are linear in the number of tokens from here on, so more are not run.
 _ENOUGH_TOKENS, _ENOUGH_TOKENS_OF_LOSS = 1 << 14, 1 << 16

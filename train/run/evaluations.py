@@ -15,7 +15,7 @@ from train.engine import Engine
 from train.evaluation.tasks import METRICS, Grid, Subject, check_tasks, evaluate
 from train.run.config import TrainConfig
 from train.run.inputs import Inputs
-from train.run.losses import measure_losses
+from train.run.measure import measure_losses
 from train.run.metrics import Metrics, NoMetrics
 from train.run.progress import is_due
 

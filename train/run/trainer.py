@@ -22,15 +22,13 @@ from train.run.config import TrainConfig
 from train.run.description import describe_run
 from train.run.evaluations import Evaluations, EvaluationStopped
 from train.run.inputs import check_same_data, keep_documents_apart, open_inputs
-from train.run.losses import LossSums, mean_losses
-from train.run.measure import Clock, StepWork, count_work, measure_speed
+from train.run.measure import Clock, LossSums, StepWork, count_work, mean_losses, measure_speed
 from train.run.metrics import Metrics, NoMetrics
 from train.run.output_folder import check_shared
 from train.run.profiling import Profiler
 from train.run.progress import is_due, learning_rate, optimize
-from train.run.saves import Saves
+from train.run.saves import Saves, Stopping
 from train.run.state import begin, describe_identity, make_state
-from train.run.stopping import Stopping
 from train.run.time_limit import TimeLimit
 from train.run.wandb_run import WandbRun, check_installed
 from train.run.watchdog import Watchdog
