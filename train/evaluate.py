@@ -37,9 +37,8 @@ from train.data.batches import Batches
 from train.data.folder import Sequences
 from train.data.shares import evaluated_folders, validation_folders
 from train.evaluation import tasks
-from train.evaluation.report import write_report
 from train.evaluation.retrieval import SENTENCES
-from train.evaluation.tasks import Grid, Result, Subject
+from train.evaluation.tasks import Grid, Result, Subject, write_report
 from train.run import ending
 from train.run.building import make_engine, make_groups
 from train.run.config import TrainConfig

@@ -144,27 +144,6 @@ def continue_text(
     return tokenizer.decode(ids[len(begin) :])
 
 
-class Decoder(Protocol):
-    """A row that grows."""
-
-    logits: Tensor  # (V,): of what follows the last token
-
-    def append(self, token: int) -> None:
-        """Add the token with this place in `logits` to the row."""
-
-
-def continue_row(decoder: Decoder, tokens: int, end: int, choose: Choose) -> list[int]:
-    """Return up to `tokens` more tokens. `choose` takes them from logits (V,), except `end`."""
-    found: list[int] = []
-    for _ in range(tokens):
-        token = choose(decoder.logits)
-        if token == end:
-            break
-        found.append(token)
-        decoder.append(token)
-    return found
-
-
 class _Row:
     """The tokens of a row so far, with the inputs of their bias, keys and values."""
 
@@ -239,6 +218,7 @@ class BeeDecoder:
 
     @torch.inference_mode()
     def append(self, token: int) -> None:
+        """Add the token with this place in `logits`, (V,), which are those of what follows it."""
         if self._segment < 0:
             raise ValueError("an answer must begin before it is continued")
         base = self._offset + self._segment * self._segments
@@ -286,3 +266,17 @@ class AntDecoder:
         new = (torch.tensor([[x]], device=self._device) for x in (token, self._type))
         position = torch.tensor([self._row.count - 1], device=self._device)
         self.logits = self.model(*new, position, cache=self._row.cache, rows=rows)[0, -1]
+
+
+def continue_row(
+    decoder: BeeDecoder | AntDecoder, tokens: int, end: int, choose: Choose
+) -> list[int]:
+    """Return up to `tokens` more tokens. `choose` takes them from logits (V,), except `end`."""
+    found: list[int] = []
+    for _ in range(tokens):
+        token = choose(decoder.logits)
+        if token == end:
+            break
+        found.append(token)
+        decoder.append(token)
+    return found

@@ -1,4 +1,4 @@
-"""The state of a run: where it begins, and what its checkpoints hold."""
+"""The state of a run: where it begins, its first line, and what its checkpoints hold."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bmt_burst import SequenceParallel
 from train.base import ranks
+from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.checkpoints.weights import load_weights
+from train.data.batches import Dealer
 from train.data.skips import Skips
 from train.engine import Engine
 from train.run import resume
@@ -95,3 +98,31 @@ def make_state(config: TrainConfig, inputs: Inputs, engine: Engine, start: Start
 def describe_identity(config: TrainConfig, inputs: Inputs, model: ModelConfig) -> dict[str, Any]:
     """Return the part of a state that identifies its run."""
     return {"data": inputs.training.identity, "model": model.to_dict(), "config": config.to_dict()}
+
+
+def describe_run(
+    config: TrainConfig,
+    model: ModelConfig,
+    engine: Engine,
+    sp: SequenceParallel,
+    inputs: Inputs,
+    batches: Dealer,
+    step: int,
+) -> str:
+    """Describe the model, the ranks, the data, and the step after which the run resumes."""
+    c, describe, epoch = config, batches.describe, inputs.training.epoch
+    resumed = f", resumed after step {step}" if step else ""
+    if resume.begins_stage(c):
+        resumed = f", a new stage from {c.resume}"
+    seen = dict.fromkeys(map(describe, inputs.validation.values()))  # most often identical
+    val = f"; validation: {', '.join(seen)}" if seen else ""
+    strategy = c.attention["strategy"]
+    said = [
+        f"{c.init_from or c.model}: {model.num_parameters:,} parameters, {c.dtype} on "
+        f"{engine.device.type}, {type(engine).__name__}",
+        f"{batches.dp_size} data parallel x {counted(sp.size, 'sequence parallel rank')}"
+        + ("" if strategy == "auto" else f", strategy {strategy}"),
+        f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step",
+        (f"{counted(epoch, 'sequence')} an epoch, " if epoch else "") + describe(inputs.training),
+    ]
+    return "; ".join(said) + val + resumed

@@ -19,7 +19,6 @@ from train.registry import load
 from train.run import resume
 from train.run.building import make_engine, make_groups, make_saver
 from train.run.config import TrainConfig
-from train.run.description import describe_run
 from train.run.evaluations import Evaluations, EvaluationStopped
 from train.run.inputs import check_same_data, keep_documents_apart, open_inputs
 from train.run.measure import Clock, LossSums, StepWork, count_work, mean_losses, measure_speed
@@ -28,7 +27,7 @@ from train.run.output_folder import check_shared
 from train.run.profiling import Profiler
 from train.run.progress import is_due, learning_rate, optimize
 from train.run.saves import Saves, Stopping
-from train.run.state import begin, describe_identity, make_state
+from train.run.state import begin, describe_identity, describe_run, make_state
 from train.run.time_limit import TimeLimit
 from train.run.wandb_run import WandbRun, check_installed
 from train.run.watchdog import Watchdog
