@@ -47,10 +47,7 @@ def lock(folder: Path) -> TextIO:
 
 @contextmanager
 def write_aside(output: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `output` at the end, or removed if the work fails.
-
-    Raises ValueError if another process is writing it.
-    """
+    """Yield a folder that becomes `output` at the end, or is removed if the work fails."""
     output = Path(os.path.abspath(output))
     partial = output.with_name(f".{output.name}.partial")
     with lock(partial) as held:

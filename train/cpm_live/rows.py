@@ -1,8 +1,7 @@
 """Rows: instances packed into a fixed number of tokens, with the inputs of CPM-Live's models.
 
-Sample n of a run is a row and a state of a random generator, so a resumed run has the same samples.
-Rows are packed once. Each epoch has them in another order. For a Bee, each sample also has the
-answers of an instance in another order, and for an Ant another hidden part.
+Rows are packed once. Sample n of a run is one of them and a state of a random generator, by which a
+Bee's answers have another order, and an Ant's text another hidden part.
 """
 
 from __future__ import annotations
@@ -223,11 +222,9 @@ def cap(config: BeeConfig) -> int:
 
 
 def relation(parents: np.ndarray, most: int) -> np.ndarray:
-    """Return how segments of a tree are related: (N, N) int32 [query, key]. It is 0 for a segment
-    and itself, else 1 + u most + w.
-
-    u and w are the steps from the query and from the key to their lowest common ancestor, at most
-    `most` - 1.
+    """Return how segments of a tree are related: (N, N) int32 [query, key]. It is 0 for a
+    segment and itself, else 1 + u most + w, where u and w are the steps from the query and from
+    the key to their lowest common ancestor, at most `most` - 1.
     """
     # above[i, j]: whether segment j is on the way from segment i to the root
     above = np.eye(len(parents), dtype=np.float32)

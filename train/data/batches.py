@@ -184,7 +184,10 @@ class Batches(Dealer[MicroBatch]):
 
     def describe(self, data: Source) -> str:
         model, seen = self._model, data.description
-        seen += f", {_describe_sparse(model.sparse)}" if model.sparse else ""
+        if sparse := model.sparse:
+            least = f" if a document has {sparse.dense_len:,} tokens"
+            blocks = f"{sparse.most_blocks} blocks of {counted(sparse.block_size, 'token')}"
+            seen += f", sparse attention to {blocks}{least if sparse.dense_len != -1 else ''}"
         if model.window is None:
             return seen
         windowed, layers = model.windows.count(model.window), counted(model.num_layers, "layer")
@@ -259,14 +262,6 @@ class Batches(Dealer[MicroBatch]):
             for window, count in self._windows.items()
         ]
         return _RowPlan(mask, layout, self._count_pairs(torch.stack(seen).sum(0), layout))
-
-
-def _describe_sparse(sparse: InfLLMV2) -> str:
-    """Describe sparse attention for a log."""
-    blocks = f"{sparse.most_blocks} blocks of {counted(sparse.block_size, 'token')}"
-    if sparse.dense_len == -1:
-        return f"sparse attention to {blocks}"
-    return f"sparse attention to {blocks} if a document has {sparse.dense_len:,} tokens"
 
 
 def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:

@@ -137,7 +137,9 @@ class BlockReader:
         """Yield the parts from a place on with the place after each, and None at an epoch's end."""
         place, epoch_has_text = start, start > Place(start.epoch)
         while True:
-            for number in self._order(place.epoch)[place.file :]:
+            chance = np.random.default_rng((*self._seed, 0, place.epoch))
+            order = [list(self._files)[i] for i in chance.permutation(len(self._files))]
+            for number in order[place.file :]:
                 for piece in self._read_file(number, place.line):
                     encoded = self._encoder(piece)
                     epoch_has_text |= any(len(ids) for _, ids in encoded.documents)
@@ -148,11 +150,6 @@ class BlockReader:
                 raise ValueError(f"there is no text in {', '.join(map(str, self._files.values()))}")
             place, epoch_has_text = Place(place.epoch + 1), False
             yield None, place
-
-    def _order(self, epoch: int) -> list[int]:
-        """Return the numbers of the files in the order of an epoch."""
-        chance = np.random.default_rng((*self._seed, 0, epoch))
-        return [list(self._files)[i] for i in chance.permutation(len(self._files))]
 
     def _read_file(self, number: int, line: int) -> Iterator[Piece]:
         """Yield the parts of a file from a line on, up to known damage."""

@@ -47,11 +47,9 @@ class Skips:
         return [(start, end) for start, end in self.ranges if first <= start and end <= last]
 
     def with_range(self, given: Range, samples: int, remaining: int) -> Skips:
-        """Return these ranges and the one `given`. The run has read `samples` samples and will read
-        `remaining` others.
+        """Return these ranges and the one `given`, of a run with so many samples now and later.
 
-        Raises ValueError if the run has read sequences of the range, if it would not reach it, or
-        if it overlaps others.
+        Raises ValueError if it has read some of it, would not reach it, or it overlaps others.
         """
         if given in self.ranges:
             return self

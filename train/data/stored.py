@@ -46,11 +46,7 @@ Part = TypeVar("Part")
 
 
 class DataWriter(ABC, Generic[Part]):
-    """Writes one data folder. The index is written last, so a folder with an index is complete.
-
-    unit    the unit of `units` and `copy`
-    fewest  the number of units that training and validation data need
-    """
+    """Writes one data folder, the index last. `fewest` units are for training and validation."""
 
     unit: ClassVar[str]
     fewest: ClassVar[tuple[int, int]]

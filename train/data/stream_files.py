@@ -1,8 +1,6 @@
-"""The folder of a stream, which `prepare_data.py --stream` writes and pretrain.py reads:
+"""The folder of a stream, which `prepare_data.py --stream` writes and pretrain.py reads.
 
-tokenizer.*  the tokenizer, with its identity
-index.json   facts of the tokenizer, and "stream": the files with their sizes, and how to read
-             them
+It has the tokenizer, and index.json with the files, their sizes, and how to read them.
 """
 
 from __future__ import annotations

@@ -37,9 +37,8 @@ _END: Any = object()
 class Document:
     """A document, or the part of it that a part of its file holds. Parts of one document are equal.
 
-    file  its file; two inputs may hold files of the same name
-    line  the line of JSON, or the number of a record in an array, of a row in a table, or of a
-          document of tokens; None for plain text, which is one document
+    line  the line of JSON, the record of an array, the row of a table, or the document of tokens;
+          None for plain text, which is one document
     """
 
     file: TextFile

@@ -140,7 +140,6 @@ class Subject:
     """The model that is evaluated, and its texts.
 
     batches    deals rows of a length to the ranks
-    bos        the begin token in front of a text; None if there is none
     data       the sequences of the task positions by the name of their source, which may be empty
     alive      is called before each micro-batch, with what is done
     """

@@ -59,11 +59,7 @@ class _Ring(ImaginedRing):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """An attention of one rank, and the ranks that share its sequence.
-
-    tokens      of the whole sequence
-    inner       ranks of a host, or ranks that share heads with Ulysses
-    """
+    """An attention of one rank. `inner` ranks are of a host, or share heads with Ulysses."""
 
     batch: int
     tokens: int

@@ -40,12 +40,7 @@ class Work:
 
 
 class Ledger(TorchDispatchMode):
-    """A context that counts the bytes of all tensors made in it, until they are freed.
-
-    now   bytes of the tensors that exist
-    most  the largest `now` since `start`
-    work  what was computed since `start`
-    """
+    """A context that counts the bytes of tensors made in it, `now` and at `most` since `start`."""
 
     def __init__(self) -> None:
         super().__init__()

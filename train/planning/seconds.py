@@ -1,8 +1,7 @@
 """The seconds of a training step, by what takes them.
 
 Matrix products, other operations and attention follow one another on a GPU, each at a rate of the
-hardware. Gathering weights and sending keys overlap with them, and so do copies to the host as far
-as the link is fast enough.
+hardware. Gathering weights and sending keys overlap with them, as do copies to the host.
 """
 
 from __future__ import annotations

@@ -28,10 +28,8 @@ _REWRITTEN = ("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parame
 
 @dataclass
 class Carried:
-    """Parts of a folder that an export takes over, fields of its JSON files, and those left out.
-
-    texts       files by name
-    folder      the folder of the run's first weights, or None if there is none
+    """Parts of a folder that an export takes over, and those that it leaves out. `folder` is None
+    if the run had none.
     """
 
     folder: str | None

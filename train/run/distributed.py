@@ -17,9 +17,7 @@ from train.run.replacement import open_store
 
 
 def init_distributed(config: TrainConfig) -> torch.device:
-    """Join the ranks that the environment names, or run alone. Return the device. Raises ValueError
-    if a device or an engine is not available or does not fit other settings.
-    """
+    """Join the ranks of the environment, or run alone. Return the device, or raise ValueError."""
     if config.restarts and "RANK" in os.environ and not has_launcher():
         raise ValueError("--restarts is for --processes; under torchrun give it --max-restarts")
     device = _device(config.device)

@@ -25,9 +25,7 @@ class EvaluationStopped(Exception):
 
 
 class Evaluations:
-    """The evaluations of a run. `alive` is called before each micro-batch with what is done. It
-    raises EvaluationStopped on every rank if the run must stop.
-    """
+    """The evaluations of a run. `alive` is called before each micro-batch, and may stop them."""
 
     def __init__(
         self,

@@ -28,9 +28,7 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 def config_of(values: Any) -> ModelConfig:
-    """Return the configuration in a JSON file: CPMConfig's, CPM-Live's, Hugging Face's or
-    ModelCenter's. Raises ValueError or TypeError for others.
-    """
+    """Return the configuration in a JSON file of any kind. Raises ValueError or TypeError."""
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")
     named = values.get("model_type")

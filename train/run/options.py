@@ -37,9 +37,7 @@ def parse_options(argv: Sequence[str] | None = None) -> tuple[ArgumentParser, di
 
 
 def make_config(given: dict[str, Any]) -> TrainConfig:
-    """Return the configuration of the options `given`. They override --config FILE, which overrides
-    the defaults. Raises ValueError for wrong options, and OSError for a file that cannot be read.
-    """
+    """Return the configuration of the options `given`, over --config FILE and the defaults."""
     file = given.pop("config", None)
     values = read_values(read_file(Path(file), "--config"), file) if file else {}
     return TrainConfig(**{**values, **given})

@@ -26,13 +26,10 @@ from train.run.same_tokenizer import check_folder, check_weights
 
 @dataclass(frozen=True)
 class Start:
-    """The state from which a rank begins.
+    """The state from which a rank begins, with the record of --init-from (beside.py).
 
-    progress     zero for a new run or a new stage
     model        the configuration, with the length that resumed weights were made for
     longest_row  the length of the longest row in all stages
-    beside       the record of the folder of --init-from (train/run/beside.py)
-    skips        the ranges of the training data that are left out
     """
 
     progress: Progress

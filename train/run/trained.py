@@ -26,12 +26,7 @@ _FROM_RUN = ("seq_len", "dtype")  # settings that are a run's, unless they are g
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model, before its weights are loaded.
-
-    config     the settings of the evaluation
-    path       the checkpoint; None for weights of --init-from
-    bos        the begin token in front of a text; None if there is none
-    """
+    """A trained model, before its weights are loaded: of checkpoint `path`, or of --init-from."""
 
     config: TrainConfig
     path: Path | None
