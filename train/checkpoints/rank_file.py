@@ -28,6 +28,10 @@ _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _ALIGNMENT = 8  # of the header, in bytes
 _PIECE = 1 << 26  # bytes that are written at once
 
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
 
 @dataclass(frozen=True)
 class RankFile:
@@ -89,11 +93,6 @@ def write_bytes(file: Path, parts: Iterable[Tensor]) -> dict[str, Any]:
                 content, size = content[written:], size + written
         os.fsync(stream.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 class HostCopy:

@@ -12,6 +12,9 @@ from bmt_burst import Scores
 from train.base.wording import counted
 from train.data.source import Source
 
+_EPOCH = "epoch/"
+_OF_ALL = ("seq_len", "seed", "documents", "bos")  # facts in the identity of each source
+
 
 @dataclass(frozen=True)
 class _Pair:
@@ -81,10 +84,6 @@ def _make_tree(shares: Mapping[str, Fraction]) -> str | _Pair:
         heapq.heappush(heap, (small + large, name, pair))  # names are different
     [(_, _, root)] = heap
     return root
-
-
-_EPOCH = "epoch/"
-_OF_ALL = ("seq_len", "seed", "documents", "bos")  # facts in the identity of each source
 
 
 class Mixture(Source):

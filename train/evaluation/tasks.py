@@ -23,6 +23,12 @@ from train.engine import Engine
 from train.evaluation import retrieval
 from train.evaluation.retrieval import SENTENCES, Cell, Haystack, RetrievalRows, Task
 
+# tasks, and the number that a log has of each
+METRICS = {"needle": "needle_found", "variables": "variables_found", "positions": "far_loss"}
+TASKS = tuple(METRICS)
+_HOPS = 64  # the most
+_MOST_DIGITS = 9
+
 
 @dataclass(frozen=True)
 class Bin:
@@ -75,13 +81,6 @@ def _make_bins(edges: Sequence[int], sums: Tensor) -> list[Bin]:
         Bin(start, stop, int(count), loss / count if count else math.nan)
         for start, stop, (loss, count) in zip(edges, edges[1:], sums.T.tolist(), strict=False)
     ]
-
-
-# tasks, and the number that a log has of each
-METRICS = {"needle": "needle_found", "variables": "variables_found", "positions": "far_loss"}
-TASKS = tuple(METRICS)
-_HOPS = 64  # the most
-_MOST_DIGITS = 9
 
 
 def parse_tasks(text: str, option: str) -> tuple[str, ...]:

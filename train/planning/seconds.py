@@ -15,6 +15,18 @@ from .memory import AttentionRun, Step
 
 GIB = 1 << 30
 
+# Memory that a plan leaves free: CUDA, NCCL and kernels take some that torch does not count, and
+# the allocator cannot use all of the rest.
+_RESERVED_GIB, _RESERVED_SHARE = 1.5, 0.03
+_BACKWARD_OPERATIONS = 2.5  # of attention, relative to its forward: five products instead of two
+_RING_RATE = 0.96  # of attention on several ranks, relative to one
+# Sparse attention, from bench/results/sparse-1-nvidia-h200.jsonl and -2-: seconds of 32 heads for
+# each compressed key that a query is compared with, whatever their size, and of 32 heads of size
+# 128 for each token's forward and backward, where neighbouring queries choose 80 % of the same
+# blocks. Half of the time for a token grows with the size of a head.
+_CHOICE_S, _SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = 64e-12, 0.28e-6, 0.92e-6
+_HEADS, _HEAD_SIZE = 32, 128
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -92,10 +104,6 @@ GPUS = {
     )
 }
 
-# Memory that a plan leaves free: CUDA, NCCL and kernels take some that torch does not count, and
-# the allocator cannot use all of the rest.
-_RESERVED_GIB, _RESERVED_SHARE = 1.5, 0.03
-
 
 def usable_bytes(gib: float) -> int:
     """Return the bytes of a GPU that a step may use. Raises ValueError if none are left."""
@@ -105,17 +113,6 @@ def usable_bytes(gib: float) -> int:
             f"--gpu-memory must be at least {_RESERVED_GIB + 1:g} and finite, got {gib:g}"
         )
     return int(usable)
-
-
-_BACKWARD_OPERATIONS = 2.5  # of attention, relative to its forward: five products instead of two
-_RING_RATE = 0.96  # of attention on several ranks, relative to one
-
-# Sparse attention, from bench/results/sparse-1-nvidia-h200.jsonl and -2-: seconds of 32 heads for
-# each compressed key that a query is compared with, whatever their size, and of 32 heads of size
-# 128 for each token's forward and backward, where neighbouring queries choose 80 % of the same
-# blocks. Half of the time for a token grows with the size of a head.
-_CHOICE_S, _SPARSE_FORWARD_S, _SPARSE_BACKWARD_S = 64e-12, 0.28e-6, 0.92e-6
-_HEADS, _HEAD_SIZE = 32, 128
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,23 @@ from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig
 from train.run.settings import DTYPES
 
+# Dense 16-bit TFLOP/s from the vendors' datasheets. The first entry is used that has all of its
+# words in the device's name.
+_PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H200 NVL": 835.0,
+    "H20": 148.0,
+    "H200": 989.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "B100": 1800.0,
+    "A100": 312.0,
+    "A800": 312.0,
+}
+
 
 class Clock:
     """Seconds by phase. On GPUs events measure them, and nothing waits until `read`."""
@@ -122,24 +139,6 @@ def measure_speed(
         held = make_rings(sp.process_group, sp.double_group).inner.held_bytes
         values["peak_gib"] = (torch.cuda.max_memory_allocated() + held) / 2**30
     return values
-
-
-# Dense 16-bit TFLOP/s from the vendors' datasheets. The first entry is used that has all of its
-# words in the device's name.
-_PEAK_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H200 NVL": 835.0,
-    "H20": 148.0,
-    "H200": 989.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "B100": 1800.0,
-    "A100": 312.0,
-    "A800": 312.0,
-}
 
 
 def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: float) -> float:
