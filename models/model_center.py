@@ -38,7 +38,7 @@ def is_model_center(values: Mapping[str, Any]) -> bool:
 
 
 def config_from_model_center(values: Mapping[str, Any]) -> CPMConfig:
-    """Make a CPMConfig from ModelCenter's config.json. Raises ValueError if it computes others."""
+    """Make a CPMConfig from the config.json of ModelCenter's Llama, or raise ValueError."""
     check_sizes(values, _SIZES, _SIZES)
     if others := [name for name, ours in _COMPUTED.items() if values.get(name, ours) != ours]:
         expected, got = ({name: place[name] for name in others} for place in (_COMPUTED, values))

@@ -150,7 +150,7 @@ def _runs(*numbers: Tensor) -> Iterator[_Run]:
 
 
 def _slices_of_span(runs: list[_Run]) -> Iterator[Slice]:
-    """Make a span's slices: samples and sample 0 see context; others see earlier others, too."""
+    """Make a span's slices: a sample and sample 0 see its context, others also earlier others."""
     for sample in {run.sample for run in runs}:
         queries = [run for run in runs if run.sample == sample]
         keys = runs if sample == 0 else queries

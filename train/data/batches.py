@@ -61,7 +61,7 @@ SomeWork = TypeVar("SomeWork", bound=Work)
 
 
 class Dealer(ABC, Generic[SomeWork]):
-    """Deals whole sequences to data parallel groups, without those in `skips`, or ValueError."""
+    """Deals whole sequences to data parallel groups. `skips` are ranges that are left out."""
 
     skips = Skips()
 

@@ -216,7 +216,7 @@ def _walk(
 
 
 def _belongs_to_others(path: Path, shards: list[str] | None) -> bool:
-    """Whether a file describes others that are read, those of a dataset, `shards`, or a .bin."""
+    """Whether a file belongs to others that are read: `shards` of a dataset, or a .bin."""
     if shards is not None and path.name in ("state.json", "dataset_info.json"):
         return True
     tokens = path.with_suffix(MEGATRON)

@@ -122,7 +122,7 @@ class Sequences(Stored):
         return self.read(self.order(sample))
 
     def read(self, index: int | None) -> Row:
-        """Return sequence `index`, or one without targets. Raises ValueError for unknown tokens."""
+        """Return sequence `index`, for None one without targets, or raise ValueError."""
         if index is None:
             return make_row(np.zeros(1, np.int64), None, self.seq_len)
         start, window = index * self.seq_len, self._read_window(index)

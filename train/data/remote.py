@@ -90,7 +90,7 @@ def list_remote(url: str) -> list[tuple[str, int]]:
 def _try(
     work: Callable[[bool], Result], url: str, lasting: tuple[type[Exception], ...] = ()
 ) -> Result:
-    """Do `work`, again if it failed, which it gets, unless the error is `lasting`."""
+    """Do `work`, and again after errors that are not `lasting`. It gets whether it failed."""
     waits, again = iter(_WAITS), False
     while True:
         try:

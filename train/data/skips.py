@@ -47,7 +47,7 @@ class Skips:
         return [(start, end) for start, end in self.ranges if first <= start and end <= last]
 
     def with_range(self, given: Range, samples: int, remaining: int) -> Skips:
-        """Return these ranges and the one `given`, of a run with so many samples now and later.
+        """Return these ranges and the one `given`. `samples` are read, and `remaining` will be.
 
         Raises ValueError if it has read some of it, would not reach it, or it overlaps others.
         """

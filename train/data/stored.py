@@ -46,7 +46,7 @@ Part = TypeVar("Part")
 
 
 class DataWriter(ABC, Generic[Part]):
-    """Writes one data folder, the index last. `fewest` units are for training and validation."""
+    """Writes one data folder, the index last. `fewest` units make training and validation data."""
 
     unit: ClassVar[str]
     fewest: ClassVar[tuple[int, int]]

@@ -58,7 +58,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def identity(self) -> str:
-        """The sha256 of vocabulary, rules and end-of-text token, by which ids are equal."""
+        """The sha256 of vocabulary, rules and end-of-text token, equal if all ids are."""
         facts = json.dumps([type(self).__name__, self.eos_id, self._rules()], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
 
