@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from bmt_burst import IGNORE_INDEX, Layout, Mask, SequenceParallel, Slice, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, rope_tables
-from models.blocks import Saving
 from models.config import PRESETS
 from tests.test_batches import batches
 from tests.test_model import SMALL, initialized
@@ -238,37 +237,6 @@ def test_a_document_is_as_if_it_were_alone_and_no_other_one_changes_a_bit_of_it(
             whole = [Mask.causal(stop - start)]
             expected = token_losses(1, WINDOWED, alone, whole, [Layout.contiguous(stop - start, 1)])
             assert torch.allclose(losses[row : row + 1, start:stop], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("saving", [Saving("selective"), Saving("full")], ids=str)
-def test_gradients_of_documents_and_windows_do_not_depend_on_the_ranks(saving):
-    tokens = torch.randint(0, 300, (2, 37), generator=torch.Generator().manual_seed(1))
-    masks = [Mask.documents(cut) for cut in CUTS]
-    labels, positions = (
-        shift_labels(tokens, mask=masks),
-        torch.stack([mask.positions() for mask in masks]),
-    )
-
-    def of_rank(ring, size):
-        layouts = [Layout.balanced(mask, size) for mask in masks]
-
-        def mine(whole):
-            return torch.stack(
-                [layout.shard(x, ring.rank, 0) for x, layout in zip(whole, layouts, strict=True)]
-            )
-
-        sp = SequenceParallel(ring.rank, size, process_group=ring)
-        model = initialized(WINDOWED, sp=sp, saving=saving)
-        loss, _ = model(mine(tokens), mine(positions), mine(labels), mask=masks, layout=layouts)
-        loss.backward()
-        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-    [(expected, grads)] = simulate(1, lambda ring: of_rank(ring, 1))
-    parts = simulate(3, lambda ring: of_rank(ring, 3))
-    assert torch.allclose(sum(loss for loss, _ in parts), expected, rtol=1e-6)
-    for name, grad in grads.items():
-        total = sum(part[name] for _, part in parts)
-        assert torch.allclose(total, grad, rtol=1e-4, atol=1e-4), name
 
 
 def test_a_layer_with_a_window_is_the_dense_one():

@@ -45,20 +45,6 @@ def test_shares_are_held_at_every_prefix_and_each_source_is_read_in_order(count)
             assert order.count(sample + 1) == read
 
 
-def test_the_order_depends_on_nothing_but_the_shares():
-    weights = random_weights(random.Random(0), 5)
-    order = Interleaving(weights)
-    again = Interleaving({name: 7 * weights[name] for name in reversed(weights)})
-    far = 10**15
-    assert [order.locate(i) for i in range(300)] == [again.locate(i) for i in range(300)]
-    before, after = order.count(far), order.count(far + 300)
-    for sample in range(far, far + 300):
-        name, place = order.locate(sample)
-        assert place == before[name]
-        before[name] += 1
-    assert before == after
-
-
 def mixture(*lengths: int, weights: dict[str, int]) -> Mixture:
     """Sources of so many rows of 16 tokens."""
     sources = {

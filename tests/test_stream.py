@@ -213,13 +213,6 @@ def test_too_many_broken_shards_end_the_run_with_their_names(folder, monkeypatch
         states(monkeypatch, streams, 400)
 
 
-def test_tables_that_are_broken_are_left_out_before(folder):
-    break_file(folder.parents[1] / "in/5.parquet")
-    assert "1 broken shard, more than" in make_stream(folder.parents[1], code=2)
-    printed = make_stream(folder.parents[1], "--max-bad-shards", 1)
-    assert f"a stream of {FILES - 1} files" in printed and "in/5.parquet: Parquet magic" in printed
-
-
 def test_bad_lines_are_skipped_up_to_a_share(folder, capsys):
     inputs = folder.parents[1] / "in"
     for path in (inputs / "a.jsonl", inputs / "b.jsonl"):
