@@ -1,6 +1,4 @@
-"""The golden values of CPM-Live's models, see tests/fixtures/README.md, and their rows as ranks
-have them.
-"""
+"""The golden values of CPM-Live's models (tests/fixtures/README.md), and their rows on ranks."""
 
 from __future__ import annotations
 
@@ -24,34 +22,24 @@ from models.cpm_live.layers import LiveModel
 from tests.launcher import ROOT
 from train import make_vocabulary
 
-BEE_FIELDS = [
-    "length",
-    "context",
-    "sample_ids",
-    "num_segments",
-    "segment",
-    "segment_rel_offset",
-    "segment_rel",
-    "span",
-]
+BEE_FIELDS = ["length", "context", "sample_ids", "num_segments", "segment", "segment_rel_offset"]
+BEE_FIELDS += ["segment_rel", "span"]
 ANT_FIELDS = ["length", "context", "segment", "span"]
 
 
 @dataclass(frozen=True)
 class Golden:
-    """A file: its configuration, and tensors by name, without what says of what kind they are."""
+    """A file: its configuration, and tensors by name."""
 
     name: str
     config: LiveConfig
     tensors: dict[str, Tensor]
 
     def all(self, kind: str) -> dict[str, Tensor]:
-        """Tensors called "kind.", by the rest of their names."""
-        return {
-            name.removeprefix(f"{kind}."): x
-            for name, x in self.tensors.items()
-            if name.startswith(f"{kind}.")
-        }
+        """Return the tensors called "kind.", by the rest of their names."""
+        start = f"{kind}."
+        named = self.tensors.items()
+        return {name.removeprefix(start): x for name, x in named if name.startswith(start)}
 
     @property
     def input(self) -> dict[str, Tensor]:
@@ -65,15 +53,14 @@ class Golden:
         return model.to(dtype)
 
     def scores(self, fields: dict[str, Tensor] | None = None) -> list[Scores]:
-        """Of each row, from these fields instead of the file's."""
+        """Return the scores of each row, by default of the file's rows."""
         fields = fields or self.input
         make, names = (bee_scores, BEE_FIELDS) if self.name == "bee" else (ant_scores, ANT_FIELDS)
-        return [
-            make(self.config, *row) for row in zip(*(fields[name] for name in names), strict=True)
-        ]
+        rows = zip(*(fields[name] for name in names), strict=True)
+        return [make(self.config, *row) for row in rows]
 
     def layouts(self, name: str, size: int) -> list[Layout]:
-        """Of each row, of this name."""
+        """Return the layout of this name for each row."""
         if name == "balanced":
             return [Layout.balanced(scores.mask, size) for scores in self.scores()]
         return [Layout.named(name, 96, size)] * 2
@@ -81,35 +68,30 @@ class Golden:
     def arguments(
         self, layouts: list[Layout], rank: int, fields: dict[str, Tensor] | None = None
     ) -> tuple:
-        """What the forward of a rank takes before `scores`."""
+        """Return the arguments of a rank's forward before `scores`."""
         fields = fields or self.input
         part = functools.partial(shard_rows, layouts=layouts, rank=rank)
         if self.name == "bee":
-            return (
-                part(fields["input"]),
-                part(fields["input_sub"]),
-                fields["ext_table_ids"],
-                fields["ext_table_sub"],
-            )
+            tables = fields["ext_table_ids"], fields["ext_table_sub"]
+            return part(fields["input"]), part(fields["input_sub"]), *tables
         positions = torch.stack([layout.positions(rank) for layout in layouts])
         return part(fields["input"]), part(fields["segment"]), positions
 
 
 def shard_rows(x: Tensor, layouts: list[Layout], rank: int) -> Tensor:
-    """A rank's part of rows (B, S) with layouts of their own."""
+    """Return a rank's part of rows (B, S) with layouts of their own."""
     return torch.stack([layout.shard(row, rank, 0) for row, layout in zip(x, layouts, strict=True)])
 
 
 def unshard_rows(parts: list[Tensor], layouts: list[Layout]) -> Tensor:
-    """Whole rows (B, S, ...) of all ranks' parts."""
-    return torch.stack(
-        [layout.unshard([p[i] for p in parts], 0) for i, layout in enumerate(layouts)]
-    )
+    """Return whole rows (B, S, ...) from the parts of all ranks."""
+    rows = (layout.unshard([p[i] for p in parts], 0) for i, layout in enumerate(layouts))
+    return torch.stack([*rows])
 
 
 @functools.cache
 def golden(name: str) -> Golden:
-    """That of "bee" or "ant"."""
+    """Return the golden values of "bee" or "ant"."""
     packed = ROOT / f"tests/fixtures/cpm_{name}_tiny.safetensors.gz"
     stored = gzip.decompress(packed.read_bytes())
     header = json.loads(stored[8 : 8 + int.from_bytes(stored[:8], "little")])["__metadata__"]
@@ -137,26 +119,18 @@ def as_jsonl(file: Path, lines: Sequence) -> Path:
 
 
 def bee_instance() -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    """The first instance of the golden batch: its context as a row to be continued, and the tokens
-    predicted in it.
-
-    Each of these is (its segment, its place in the logits).
+    """Return the first instance of the golden batch: its context as a row to be continued, and the
+    tokens predicted in it, each as (its segment, its place in the logits).
     """
     fields = golden("bee").input
     alone = (fields["span"][0] == 0) & (torch.arange(96) < fields["length"][0])
     row = {name: x[0][alone] for name, x in fields.items() if x.shape == (2, 96)}
-    given = row["context"]
-    extended = list(
-        zip(fields["ext_table_ids"].tolist(), fields["ext_table_sub"].tolist(), strict=True)
-    )
+    given, tables = row["context"], ("ext_table_ids", "ext_table_sub")
+    extended = list(zip(*(fields[name].tolist() for name in tables), strict=True))
     predicted = (row[name][~given].tolist() for name in ("segment", "input", "input_sub"))
     hidden = [
         (segment, 120 + extended.index((token, sub)) if sub else token)
         for segment, token, sub in zip(*predicted, strict=True)
     ]
-    row = {name: x[given] for name, x in row.items()}
-    row |= {
-        "segment_rel": fields["segment_rel"][0],
-        **{k: fields[k] for k in ("ext_table_ids", "ext_table_sub")},
-    }
-    return row, hidden
+    row = {name: x[given] for name, x in row.items()} | {name: fields[name] for name in tables}
+    return row | {"segment_rel": fields["segment_rel"][0]}, hidden

@@ -1,10 +1,7 @@
 """CPM-Bee and CPM-Ant continue rows as their whole forward says, token for token."""
 
-import math
-
 import pytest
 import torch
-from transformers import CpmAntConfig, CpmAntForCausalLM
 
 from bmt_burst import SequenceParallel, simulate
 from models.config import PRESETS
@@ -47,6 +44,25 @@ def test_a_bee_answers_with_the_golden_logits():
     assert relative_error(torch.stack(found), expected) < FP32
     with pytest.raises(ValueError, match=f"the row is full: it has {decoder._row.limit} tokens"):
         decoder.append(9)
+
+
+def test_an_ant_continues_as_the_whole_forward_says():
+    """What is added is not context, and sees all before it."""
+    case = golden("ant")
+    model, (tokens, segments) = case.model(), ant_row(case)
+    decoder = AntDecoder(model, tokens, segments, 40)
+    added, found = [50, 3, 119, 77], [decoder.logits]
+    for token in added:
+        decoder.append(token)
+        found.append(decoder.logits)
+    tokens, segments = (
+        torch.cat((tokens, torch.tensor(added))),
+        torch.cat((segments, torch.full((4,), 2))),
+    )
+    at = torch.arange(len(tokens))
+    scores = ant_scores(case.config, len(tokens), at < 25, segments, torch.zeros_like(at))
+    whole = model(tokens[None], segments[None], at, scores)[0, 24:]
+    assert relative_error(torch.stack(found), whole) < FP32
 
 
 def test_continuing_ends_where_it_should():
@@ -120,60 +136,3 @@ def test_more_tokens_than_memory_are_refused(tokens):
             ValueError, match=f"not enough memory for the keys and values of {tokens:,} tokens"
         ):
             decode()
-
-
-def hugging_faces(case: Golden) -> CpmAntForCausalLM:
-    """transformers' CpmAnt with the same weights, the scalings folded into them."""
-    c, weights = case.config, case.all("param")
-    model = CpmAntForCausalLM(
-        CpmAntConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.dim_model,
-            num_attention_heads=c.num_heads,
-            dim_head=c.dim_head,
-            dim_ff=c.dim_ff,
-            num_hidden_layers=c.num_layers,
-            dropout_p=0.0,
-            eps=c.eps,
-            position_bias_num_buckets=c.position_bias_num_buckets,
-            position_bias_max_distance=c.position_bias_max_distance,
-            prompt_types=c.prompt_types,
-            prompt_length=c.prompt_length,
-            segment_types=c.segment_types,
-            use_cache=True,
-        )
-    )
-    folded = {}
-    for name, weight in weights.items():
-        is_matrix = weight.dim() == 2 and name.startswith("encoder")
-        folded[f"cpmant.{name}"] = weight / math.sqrt(weight.shape[1]) if is_matrix else weight
-    root = math.sqrt(c.dim_model)
-    words, prompts = weights["input_embedding.weight"], folded.pop("cpmant.prompt_embedding.weight")
-    folded["cpmant.input_embedding.weight"] = torch.cat((words, prompts)) / root
-    folded["cpmant.segment_embedding.weight"] = weights["segment_embedding.weight"] / root
-    folded["lm_head.weight"] = words / root
-    model.load_state_dict(folded)
-    return model.eval()
-
-
-@torch.no_grad()
-def test_an_ant_is_hugging_faces():
-    """Logits of a text, and of what continues it with a cache."""
-    case = golden("ant")
-    config = case.config.from_dict(case.config.to_dict() | {"residual_divisor": 1.0})
-    theirs, model, (tokens, segments) = (
-        hugging_faces(case),
-        case.model(config=config),
-        ant_row(case),
-    )
-    text = tokens[8:].unsqueeze(0)
-    expected = theirs(text, use_cache=True)
-    nothing = torch.zeros_like(segments)
-    scores = ant_scores(config, len(tokens), nothing == 0, segments, nothing)
-    logits = model(tokens[None], segments[None], torch.arange(len(tokens)), scores)
-    assert relative_error(logits[:, 8:], expected.logits) < FP32
-    decoder = AntDecoder(model, tokens, segments, 40)
-    decoder.append(50)
-    text = torch.cat((text, torch.tensor([[50]])), 1)
-    after = theirs(text, past_key_values=expected.past_key_values, use_cache=True).logits[0, -1]
-    assert relative_error(decoder.logits, after) < FP32

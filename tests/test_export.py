@@ -242,27 +242,6 @@ def test_sparse_models_stay_minicpm(tmp_path, capsys):
     assert HFWeights(folder).config.scale_emb == 1.0
 
 
-DYNAMIC = {"kind": "dynamic", "factor": 2.0, "original_length": 16}
-
-
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        ({"qkv_bias": True, "rope_scaling": DYNAMIC}, "qwen2"),
-        ({"qk_norm": True, "window": 9, "window_pattern": "fw"}, "qwen3"),
-    ],
-    ids=str,
-)
-def test_runs_of_other_families_are_written_as_theirs(tmp_path, change, kind):
-    run = run_of(tmp_path / "run", dataclasses.replace(PADDED, **change), ByteTokenizer())
-    folder = exported(run, tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert theirs.config.model_type == kind
-    tokens = torch.randint(0, 300, (2, 21))
-    ours = load_model(checkpoint.find(run), torch.device("cpu"))(tokens, torch.arange(21)).detach()
-    assert (theirs(tokens).logits.detach() - ours).abs().max() < 1e-5 * ours.abs().max()
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_weights_are_written_in_the_dtype_asked_for(run, tmp_path, name, dtype):
     """Modes of files follow the umask."""

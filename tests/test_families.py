@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MinistralConfig,
@@ -233,24 +232,6 @@ def test_other_fields_of_minicpm4_change_nothing():
     assert config_from_hf(found) == config_from_hf(hf)
 
 
-def test_minicpms_longrope_has_no_attention_factor_of_its_own():
-    """MiniCPM's own code would not read it; a Llama's is read."""
-    own, same = (
-        dataclasses.replace(
-            MINICPM4,
-            rope_scaling=dataclasses.replace(MINICPM4.rope_scaling, attention_factor=factor),
-        )
-        for factor in (1.3, MINICPM4.rope_scaling.attention_scale)
-    )
-    with pytest.raises(
-        ValueError, match=r"attention_factor 1\.22474, as follows from its factor, this one"
-    ):
-        config_to_hf(own)
-    assert config_to_hf(same)["model_type"] == "minicpm"
-    plain = dataclasses.replace(own, scale_emb=1.0, scale_depth=None, dim_model_base=None)
-    assert config_from_hf(config_to_hf(plain)).rope_scaling == own.rope_scaling
-
-
 def test_exported_lengths_keep_the_scaling():
     def most(rope: str, **to) -> int | None:
         config = with_length(config_from_hf(config_of("llama", rope).to_dict()), None)
@@ -263,30 +244,6 @@ def test_exported_lengths_keep_the_scaling():
     assert most("llama3", longest=500) == 500
     # and MiniCPM the factor
     assert config_to_hf(MINICPM4, longest=500)["max_position_embeddings"] == 64
-
-
-@pytest.mark.parametrize("rope", ["none", "linear", "llama3", "yarn"])
-def test_a_model_keeps_the_longest_sequence_that_it_was_made_for(rope):
-    """After training on longer ones its config has these. It also has its own length where no
-    scaling has an original length.
-    """
-    hf = config_of("llama", rope).to_dict() | {"max_position_embeddings": 4096}
-    config = config_from_hf(hf)
-    assert config.max_position_embeddings == config.longest_sequence == 4096
-    for longest in (None, 77, 4096):
-        written = config_to_hf(config, longest)
-        assert written["max_position_embeddings"] == 4096
-        assert "original_max_position_embeddings" not in written
-    longer = config_to_hf(config, 8192)
-    assert longer["max_position_embeddings"] == 8192
-    assert longer.get("original_max_position_embeddings") == (
-        4096 if rope in ("none", "linear") else None
-    )
-    read = AutoConfig.for_model(**longer)
-    assert read.max_position_embeddings == 8192
-    assert (
-        dataclasses.replace(config_from_hf(read.to_dict()), max_position_embeddings=4096) == config
-    )
 
 
 # Lengths: of a sequence that is cut over ranks, of documents, of rows, of what a cache holds.
@@ -485,17 +442,6 @@ def test_biases_start_as_zeros_and_norms_as_ones_and_both_are_no_work():
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert vectors == EVERYTHING.num_vector_parameters
     assert step_flops(EVERYTHING, 100, 5050) == step_flops(SMALL, 100, 5050)
-
-
-def test_scalings_fold_into_biases(tmp_path):
-    model = initialized(EVERYTHING).requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    config, weights = fold_scalings(model.config, model.state_dict())
-    plain = CPM(config).requires_grad_(False)
-    plain.load_state_dict(weights)
-    assert error(plain(tokens_of(9), torch.arange(9)), model(tokens_of(9), torch.arange(9))) < CLOSE
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -19,7 +19,7 @@ from tests.live_folders import LINES, ant_folder, bee_folder, golden_words, prep
 from tests.preparing import prepare
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, Instance, bee_instance, shuffle_answers
-from train.cpm_live.rows import AntRows, ant_row, bee_row, hide, relation
+from train.cpm_live.rows import AntRows, ant_row, bee_row, hide
 from train.cpm_live.stored import AntWriter
 from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.folder import TokenFile
@@ -98,15 +98,6 @@ def test_what_is_hidden(tokens):
     # slices of a mask grow with the square
     assert all((np.diff(s.astype(int)) == 1).sum() <= 16 for s in subsets)
     assert tokens < 20 or len({s.tobytes() for s in subsets}) > 1
-
-
-def test_steps_to_the_common_ancestor_are_capped():
-    parents = np.array([-1, 0, 1, 2, 3, 0], dtype=np.int32)
-    assert relation(parents, 3).tolist()[4] == [7, 7, 7, 4, 0, 8]
-    assert relation(parents, 8)[4, 5] == 1 + 4 * 8 + 1
-    line = np.arange(-1, 99, dtype=np.int32)
-    assert relation(line, 8).max() == 1 + 7 * 8
-    assert (relation(line, 8) == 1).sum() == 0
 
 
 def test_answers_are_shuffled_with_their_trees(golden_words):

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F811 - folders and words are fixtures
 
-import functools
-import itertools
 import time
 import tracemalloc
 from types import SimpleNamespace
@@ -34,21 +32,6 @@ from train.run.config import TrainConfig
 
 BEE = golden("bee").config
 EOS = 7
-
-
-@pytest.mark.parametrize("count", [1, 3000])
-def test_packing_is_tight_complete_and_always_the_same(count):
-    of = functools.partial(pack_rows, slices=np.ones(count, dtype=int), size=100, most_slices=100)
-    lengths = np.random.default_rng(1).integers(1, 101, count)
-    rows = of(lengths, seed=3)
-    assert sorted(itertools.chain.from_iterable(rows[i] for i in range(len(rows)))) == list(
-        range(count)
-    )
-    assert all(1 <= lengths[rows[i]].sum() <= 100 for i in range(len(rows)))
-    again, other = of(lengths, seed=3), of(lengths, seed=4)
-    assert np.array_equal(rows.items, again.items) and np.array_equal(rows.starts, again.starts)
-    assert count == 1 or not np.array_equal(rows.items, other.items)
-    assert count < 3000 or lengths.sum() > 0.97 * 100 * len(rows)
 
 
 def test_packing_keeps_to_the_slices_that_a_row_may_have():

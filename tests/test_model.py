@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from bmt_burst import SequenceParallel, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from bmt_burst.offload import Offload
-from bmt_burst.sequence.mask import Mask
 from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
@@ -214,22 +213,6 @@ def test_cached_generation_equals_the_whole_forward(windows):
         for a, b in ((0, 9), (9, 10), (10, 11), (11, 17))
     ]
     assert torch.allclose(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
-
-
-def test_a_cache_goes_with_no_mask_and_with_one_rank():
-    tokens, places = torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)
-
-    def work(ring):
-        model = initialized(SMALL, sp=SequenceParallel(ring.rank, ring.size, process_group=ring))
-        cache = Cache(SMALL, 8, model.norm.weight)
-        mask, message = Mask.causal(4), "expected a cache or a mask and layout, got both"
-        if ring.size > 1:
-            mask, message = None, "a KVCache holds one rank's tokens, sp has 2 ranks"
-        with pytest.raises(ValueError, match=message):
-            model(tokens, places, cache=cache, mask=mask)
-
-    simulate(1, work)
-    simulate(2, work)
 
 
 def test_sampling_is_seeded_and_settings_are_checked():

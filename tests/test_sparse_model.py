@@ -48,39 +48,17 @@ def test_a_config_of_minicpm41_is_read_and_written():
     """With the names that MiniCPM's own code reads, and those that change nothing here."""
     preset = PRESETS["minicpm4.1-8b"]
     factors = list(preset.rope_scaling.long_factor)
-    hf = {
-        "architectures": ["MiniCPMForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPMForCausalLM"},
-        "model_type": "minicpm",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 1,
-        "eos_token_id": [2, 73440],
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.1,
-        "intermediate_size": 16384,
-        "max_position_embeddings": 65536,
-        "mup_denominator": 32,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "rope_type": "longrope",
-            "long_factor": factors,
-            "short_factor": factors,
-            "original_max_position_embeddings": 65536,
-        },
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": 73448,
-        "scale_emb": 12,
-        "dim_model_base": 256,
-        "scale_depth": 1.4,
-        "tie_word_embeddings": False,
-        "sparse_config": RELEASED,
-    }
+    factors = {"long_factor": factors, "short_factor": factors}
+    hf = {"model_type": "minicpm", "hidden_act": "silu", "hidden_size": 4096, "vocab_size": 73448}
+    hf |= {"architectures": ["MiniCPMForCausalLM"], "torch_dtype": "bfloat16", "use_cache": True}
+    hf |= {"auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPMForCausalLM"}}
+    hf |= {"attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.1}
+    hf |= {"bos_token_id": 1, "eos_token_id": [2, 73440], "rms_norm_eps": 1e-06}
+    hf |= {"intermediate_size": 16384, "max_position_embeddings": 65536, "mup_denominator": 32}
+    hf |= {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 2}
+    hf |= {"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4, "sparse_config": RELEASED}
+    hf |= {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "longrope", **factors}}
+    hf["rope_scaling"]["original_max_position_embeddings"] = 65536
     config = config_from_hf(hf)
     same = {"init_std": preset.init_std, "max_position_embeddings": None}
     assert dataclasses.replace(config, **same) == preset
