@@ -27,7 +27,7 @@ from train.run import time_limit
 from train.run.config import TrainConfig
 from train.run.measure import Clock
 from train.run.stages import parse_run
-from train.run.time_limit import TimeLimit, parse_duration
+from train.run.time_limit import parse_duration
 
 
 @pytest.fixture
@@ -84,24 +84,6 @@ SKIP = {"skip_data": "20:30", "resume": "auto"}
 def test_ends_that_contradict_the_run_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**options)
-
-
-def test_skips_map_samples_to_places():
-    """By brute force over ranges that touch and that do not."""
-    chance = random.Random(0)
-    for _ in range(50):
-        bounds = sorted(chance.sample(range(40), 6))
-        skips = Skips(tuple(zip(bounds[::2], bounds[1::2], strict=True)))
-        left_out = {x for start, end in skips.ranges for x in range(start, end)}
-        places = [x for x in range(100) if x not in left_out]
-        assert [skips.place(n) for n in range(50)] == places[:50]
-        assert [skips.end(n) for n in range(50)] == [0, *(x + 1 for x in places[:49])]
-        parts = [skips.passed(n, n + 7) for n in range(0, 70, 7)]
-        assert [x for part in parts for x in part] == list(skips.ranges)
-        assert Skips.of(json.loads(json.dumps(skips.ranges))) == skips
-    for stored in ([[3, 3]], [[5, 9], [7, 11]], [[1, 2, 3]], [[0, True]], "3:4", None):
-        with pytest.raises(ValueError, match="expected ranges"):
-            Skips.of(stored)
 
 
 def make_ants(tmp_path) -> dict:
@@ -235,30 +217,6 @@ def clock(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(time_limit, "time", fake)
     monkeypatch.setattr(time_limit, "running_time", lambda: clock.now + 100.0)
     return clock
-
-
-def test_a_run_stops_while_two_steps_and_a_save_fit(clock):
-    limit = TimeLimit("0:10")
-    assert not limit.wants_a_save
-    for _ in range(2):
-        limit.begin_step()
-        clock.now += 20
-        limit.end_step()
-    limit.note_save(40)
-    limit.note_save(10)
-    needed = 2 * 20 + 1.25 * 40 + 5
-    for writing, saves in ((False, 0), (True, 1)):
-        clock.now = 500 - needed - saves * 1.25 * 40 - 0.1
-        assert not limit.is_late(writing)
-        clock.now += 0.2
-        assert limit.is_late(writing)
-    limit.begin_step()
-    clock.now = 500 - 45 - 85  # a step of 45 s so far
-    assert not limit.is_late()
-    clock.now += 45
-    assert limit.is_late()
-    clock.now = 480.0
-    assert limit.describe() == "stopping: 20 s of --time-limit 0:10 are left, a save takes 40 s"
 
 
 def test_the_limit_counts_from_the_start_of_the_command(monkeypatch):

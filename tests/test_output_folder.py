@@ -11,13 +11,9 @@ import torch.distributed as dist
 from tests.launcher import run_ranks
 from tests.test_checkpoint import alone, save  # noqa: F401
 from train.base import ranks
-from train.checkpoints import checkpoint
-from train.checkpoints.rank_file import RankFile
 from train.run import output_folder
 from train.run.config import TrainConfig
 from train.run.inputs import check_same_data
-
-# ruff: noqa: F811 - alone is a fixture
 
 
 class Text:
@@ -90,45 +86,6 @@ def test_saves_are_counted(options, expected):
     config = TrainConfig(warmup_steps=0, **options)
     found = [output_folder.count_saves(config, step) for step in (0, 4, 5, 8, 9, 10)]
     assert found == expected
-
-
-@pytest.mark.parametrize(("keep_last", "there"), [(1, 0), (2, 1)])
-def test_a_disk_without_room_is_told_before_the_first_step(
-    tmp_path, alone, monkeypatch, keep_last, there
-):
-    """If and only if a save would fail, by saving to a disk with room for so many checkpoints."""
-    size = checkpoint.count_bytes(save(tmp_path / "measure", 0, 1, 1))
-    run, plain, room = tmp_path / "run", RankFile.write, 0.0
-
-    def usage(folder):
-        used = sum(map(checkpoint.count_bytes, checkpoint.listed(run)))
-        return SimpleNamespace(free=room * size - used)
-
-    def write(file, path):
-        if usage(run).free < size:
-            raise OSError(28, "No space left on device")
-        return plain(file, path)
-
-    for steps in (1, 5):
-        for room in range(there, 5):
-            shutil.rmtree(run, ignore_errors=True)
-            run.mkdir()
-            for step in range(there):
-                save(run, 0, 1, step, keep_last=9)
-            config = TrainConfig(
-                output=str(run), keep_last=keep_last, save_every=1, steps=steps, warmup_steps=0
-            )
-            with monkeypatch.context() as patch:
-                patch.setattr(shutil, "disk_usage", usage)
-                patch.setattr(RankFile, "write", write)
-                found = report(output_folder._check_room, size, [(config, steps)])
-                try:
-                    for step in range(steps):
-                        save(run, 0, 1, there + step, keep_last=keep_last)
-                    expected = "passed"
-                except checkpoint.CheckpointError as error:
-                    expected = str(error)
-            assert (found == "passed") == (expected == "passed"), (steps, room, found, expected)
 
 
 def test_room_is_for_all_stages(tmp_path, monkeypatch):

@@ -25,10 +25,6 @@ def squares(failing: int | None = None, dying: int | None = None):
     return work
 
 
-def broken():
-    raise ValueError("nothing\nto work with")
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_come_in_order_and_only_a_few_items_are_taken_ahead(workers):
     taken = []
@@ -39,14 +35,6 @@ def test_results_come_in_order_and_only_a_few_items_are_taken_ahead(workers):
         assert len(taken) - len(results) <= 4 * workers
     assert results == [number * number for number in range(60)]
     assert list(map_in_order(squares, [], workers)) == []
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_failing_work_names_its_item(workers):
-    with pytest.raises(ValueError, match=r"^7: KeyError: 'no 7'$"):
-        list(map_in_order(functools.partial(squares, failing=7), range(20), workers))
-    with pytest.raises(ValueError, match=r"^[01]: nothing to work with$"):
-        list(map_in_order(broken, range(20), 2))
 
 
 def test_a_worker_that_is_killed_ends_the_work_and_leaves_no_process():

@@ -1,6 +1,4 @@
-"""The quickstart's script, with a Python that writes down what it is asked for: what it installs
-and how it trains.
-"""
+"""The quickstart's script installs once and trains. Its Python here only notes its arguments."""
 
 import shutil
 import subprocess
@@ -23,8 +21,8 @@ esac
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a script of a repository in which `.venv` and the machine's tools are made up; return
-    it and its log.
+    """Return a function that starts the script in a repository with made-up `.venv` and tools. It
+    returns the ended process and its log.
     """
     train, tools = tmp_path / "repository/train", tmp_path / "tools"
     train.mkdir(parents=True), tools.mkdir()
@@ -47,20 +45,11 @@ def start(tmp_path):
         for name, code in programs.items():
             (tools / name).write_text(code)
             (tools / name).chmod(0o755)
-        environment = {
-            "PATH": f"{tools}:/usr/bin:/bin",
-            "GPUS": str(gpus),
-            "PIP_FAILS": str(int(pip_fails)),
-        }
-        done = subprocess.run(
-            ["bash", train / "quickstart.sh", *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
+        environment = {"PATH": f"{tools}:/usr/bin:/bin", "GPUS": str(gpus)}
+        environment |= {"PIP_FAILS": str(int(pip_fails))}
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+        command = ["bash", train / "quickstart.sh", *arguments]
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, **options)
         log = train.parent / "asked"
         return done, log.read_text().splitlines() if log.exists() else []
 
@@ -110,20 +99,19 @@ def test_a_folder_stands_for_the_index(start, tmp_path):
     assert installs(asked)[0].endswith(f", from {(tmp_path / 'my wheels').as_uri()}")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--from", ".")])
-def test_a_missing_network_is_explained(start, arguments):
-    done, asked = start(*arguments, pip_fails=True)
-    assert done.returncode == 1
-    assert (
-        "pip only looked in 'file:///" if arguments else "needs a network, or a folder of wheels"
-    ) in done.stderr
-    assert "pip download --dest FOLDER" in done.stderr
-    assert not any("pretrain.py" in line for line in asked)
+def test_a_missing_network_is_explained(start):
+    for arguments, reason in (
+        ((), "needs a network, or a folder of wheels"),
+        (("--from", "."), "pip only looked in 'file:///"),
+    ):
+        done, asked = start(*arguments, pip_fails=True)
+        assert done.returncode == 1
+        assert reason in done.stderr and "pip download --dest FOLDER" in done.stderr
+        assert not any("pretrain.py" in line for line in asked)
 
 
-@pytest.mark.parametrize("arguments", [("--from",), ("--from", "nowhere"), ("--fro", ".")])
-def test_other_arguments_are_refused(start, arguments):
-    done, asked = start(*arguments)
-    assert done.returncode == 2
-    assert "--from" in done.stderr
-    assert not asked
+def test_other_arguments_are_refused(start):
+    for arguments in (("--from",), ("--from", "nowhere"), ("--fro", ".")):
+        done, asked = start(*arguments)
+        assert done.returncode == 2
+        assert "--from" in done.stderr and not asked

@@ -4,7 +4,6 @@ go on.
 
 import dataclasses
 import json
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,6 @@ from train.export import main as export_main
 from train.pretrain import Trainer
 from train.run.config import TrainConfig
 from train.run.distributed import choose_engine
-from train.run.progress import Progress, optimize
 from train.run.trained import open_trained
 
 
@@ -427,30 +425,6 @@ def test_the_strategy_may_change_on_resume(settings, tmp_path, capsys):
     assert changes in err
     assert all(f"step {step}/4: " in out for step in (3, 4))
     assert TrainConfig(ulysses_size=1).attention["strategy"] == "usp"
-
-
-def test_only_skips_in_a_row_end_a_run():
-    """A loss that is not finite skips a step before the engine takes it."""
-    norms = iter([1.0, math.nan, 2.0, math.nan])
-    engine = SimpleNamespace(clear_gradients=lambda: None)
-
-    def step(lr, clip):
-        if not math.isfinite(norm := next(norms)):
-            raise FloatingPointError(f"the gradient norm is {norm}")
-        return norm
-
-    engine.step = step
-    progress, config, printed = Progress(), TrainConfig(max_skips=2), []
-    found = [optimize(engine, progress, config, 0.5, 1e-3, printed.append) for _ in range(3)]
-    assert found == [
-        {"loss": 0.5, "grad_norm": 1.0},
-        {"skipped": 1},
-        {"loss": 0.5, "grad_norm": 2.0},
-    ]
-    assert optimize(engine, progress, config, math.inf, 1e-3, printed.append) == {"skipped": 2}
-    with pytest.raises(FloatingPointError, match="the gradient norm is nan; 2 steps in a row were"):
-        optimize(engine, progress, config, 0.5, 1e-3, printed.append)
-    assert printed[1] == "step 0: skipped, the loss is inf; 1 in a row"
 
 
 def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_written(
