@@ -127,7 +127,7 @@ def test_a_whole_result_is_not_copied(monkeypatch):
         plan, rings = everyone[ring.rank], make_rings(ring, (None, None))
         plan.reserve(rings, q.device, with_backward=True)
         out, lse, _ = plan.forward(rings, q, k, v)
-        dq, *_ = plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v))
+        dq, *_ = plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v), (), ())
         return [x.data_ptr() for x in (out, lse, dq)]
 
     first, second = simulate(2, work)

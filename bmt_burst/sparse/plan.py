@@ -32,7 +32,7 @@ from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span, length, overlap
 from ..strategies import Plan, Problem, Strategy
-from ..strategies.compute import Keys, QueryGradients
+from ..strategies.compute import Keys, QueryGradients, Tensors
 from .blocks import FarBlocks, FarKeys, packed_dtype
 from .choice import choose_in_document, documents, documents_in, find_longest
 from .compressed import CompressedKeys, compress, sum_strides
@@ -90,8 +90,8 @@ class SparsePlan(Plan):
         return chosen
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
+    ) -> tuple[Tensor, Tensor, Tensors]:
         chosen = self.choose(rings, *(inputs or (q, k)))
         near, near_lse, _ = self.window.forward(rings, q, k, v)
         blocks, scale = self.far_blocks(chosen), self.problem.spec.scale
@@ -109,15 +109,10 @@ class SparsePlan(Plan):
         return out.to(q.dtype), lse, (chosen,)
 
     def backward(
-        self,
-        rings: Rings,
-        queries: QueryGradients,
-        keys: Keys,
-        inputs: tuple[Tensor, ...] = (),
-        kept: tuple[Tensor, ...] = (),
+        self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
         [chosen], q, dout, lse = kept, queries.q, queries.dout, queries.lse
-        *near, _ = self.window.backward(rings, queries, keys)
+        *near, _ = self.window.backward(rings, queries, keys, (), ())
         dq, dk, dv = (x.to(lse.dtype) for x in near)
         del near
         assert queries.out is not None, "a call has out"
@@ -215,17 +210,12 @@ class DensePlan(Plan):
         self.plan.reserve(rings, device, with_backward)
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
+    ) -> tuple[Tensor, Tensor, Tensors]:
         return self.plan.forward(rings, q, k, v)
 
     def backward(
-        self,
-        rings: Rings,
-        queries: QueryGradients,
-        keys: Keys,
-        inputs: tuple[Tensor, ...] = (),
-        kept: tuple[Tensor, ...] = (),
+        self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
         dq, dk, dv, _ = self.plan.backward(rings, queries, keys, (), kept)
         return dq, dk, dv, (None,) * len(inputs)

@@ -26,13 +26,10 @@ import torch
 from torch import Tensor
 
 from ..ranks.rings import Rings
-from .compute import Keys, QueryGradients
-from .problem import DENSE as DENSE
-from .problem import GROUP_BYTES as GROUP_BYTES
-from .problem import Part as Part
-from .problem import Problem as Problem
-from .problem import Scoring as Scoring
-from .problem import Sizes as Sizes
+from .compute import Keys, QueryGradients, Tensors
+from .problem import DENSE, GROUP_BYTES, Part, Problem, Scoring, Sizes
+
+__all__ = ["DENSE", "GROUP_BYTES", "Part", "Plan", "Problem", "Scoring", "Sizes", "Strategy"]
 
 logger = logging.getLogger("bmt_burst")
 
@@ -66,8 +63,8 @@ class Plan(ABC):
 
     @abstractmethod
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
+    ) -> tuple[Tensor, Tensor, Tensors]:
         """Compute the attention of this rank's queries.
 
         Return out (B, S, H, D) in q's dtype, lse (B, H, S) in fp32 (fp64 for fp64 inputs), and what
@@ -79,12 +76,7 @@ class Plan(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        rings: Rings,
-        queries: QueryGradients,
-        keys: Keys,
-        inputs: tuple[Tensor, ...] = (),
-        kept: tuple[Tensor, ...] = (),
+        self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
         """Return dq, dk and dv of this rank's tokens, in the inputs' dtype, and this rank's shares
         of the gradients of the other inputs.

@@ -20,6 +20,7 @@ from ..sequence.gathered_calls import GatheredCall
 from ..sequence.span import Span, length
 from ..spec import Spec
 
+Tensors = tuple[Tensor, ...]
 ALL = slice(None)  # all tokens, or all heads
 _ROWS = ("lse", "delta")  # tensors (B, heads, S)
 
@@ -122,7 +123,7 @@ class Attention:
     spec: Spec
 
     @property
-    def kept(self) -> tuple[Tensor, ...]:
+    def kept(self) -> Tensors:
         return ()
 
     @property
@@ -155,7 +156,7 @@ class AttentionGradient:
     spec: Spec
 
     @property
-    def gradients(self) -> tuple[Tensor, ...]:
+    def gradients(self) -> Tensors:
         return ()
 
     def of_heads(self, heads: slice) -> Self:
@@ -170,17 +171,9 @@ class AttentionGradient:
         self, queries: QueryGradients, keys: Keys, gathered: GatheredCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of one call. `queries` and `keys` are its gathered tokens."""
-        return self.kernel.backward(
-            queries.dout,
-            queries.q,
-            keys.k,
-            keys.v,
-            queries.out,
-            queries.lse,
-            queries.delta,
-            gathered.call,
-            self.spec,
-        )
+        inputs = queries.dout, queries.q, keys.k, keys.v
+        softmax = queries.out, queries.lse, queries.delta
+        return self.kernel.backward(*inputs, *softmax, gathered.call, self.spec)
 
 
 def compute_outputs(
@@ -190,12 +183,8 @@ def compute_outputs(
     H, T).
     """
     for gathered in calls:
-        yield (
-            gathered.q_spans,
-            *attention.forward(
-                queries.gather(gathered.q_spans), keys.gather(gathered.kv_spans), gathered
-            ),
-        )
+        rows, columns = gathered.q_spans, gathered.kv_spans
+        yield rows, *attention.forward(queries.gather(rows), keys.gather(columns), gathered)
 
 
 def compute_gradients(

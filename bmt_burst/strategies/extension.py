@@ -27,8 +27,7 @@ from ..kernels import Kernel
 from ..sequence.mask import Mask
 from ..spec import Spec
 from . import Plan, Problem, choose
-
-Tensors = tuple[Tensor, ...]
+from .compute import Tensors as Tensors
 
 
 class Extension(ABC):

@@ -32,13 +32,7 @@ from ..sequence.span import Span, in_turn
 from ..sequence.tiling import Tiling
 from ..transport import LANES
 from . import DENSE, Plan, Problem, Strategy
-from .compute import (
-    Keys,
-    Queries,
-    QueryGradients,
-    compute_gradients,
-    compute_outputs,
-)
+from .compute import Keys, Queries, QueryGradients, Tensors, compute_gradients, compute_outputs
 
 
 class PlainRing(Strategy):
@@ -61,31 +55,24 @@ class PlainRingPlan(Plan):
         rings.reserve(dict.fromkeys(LANES, 0), device)  # `exchange` receives into new tensors
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
+    ) -> tuple[Tensor, Tensor, Tensors]:
         queries = Queries(q)
         attention = DENSE.forward(self.problem, q, inputs)
         out, lse = torch.empty_like(q), empty_lse(q)
         merged = Outputs(out, lse)
         block = [k.contiguous(), v.contiguous()]
         for hop in range(self.size):
-            for rows, part, part_lse in compute_outputs(
-                attention, self._calls[hop], queries, Keys(*block)
-            ):
-                merged.add(rows, part, part_lse)
+            for part in compute_outputs(attention, self._calls[hop], queries, Keys(*block)):
+                merged.add(*part)
             if hop + 1 < self.size:
                 block = self._pass_on(rings, block, hop)
         merged.result()
         return out, lse, ()
 
     def backward(
-        self,
-        rings: Rings,
-        queries: QueryGradients,
-        keys: Keys,
-        inputs: tuple[Tensor, ...] = (),
-        kept: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         q, k, v = queries.q, keys.k, keys.v
         attention = DENSE.backward(self.problem, queries, inputs, kept)
         wide = accumulator_dtype(q.dtype)
@@ -109,15 +96,15 @@ class PlainRingPlan(Plan):
         return (self.rank - hop) % self.size
 
     @functools.cached_property
-    def _tiling(self) -> Tiling:
-        return Tiling(self.problem.mask, self.problem.layout)
-
-    @functools.cached_property
     def _calls(self) -> list[Sequence[GatheredCall]]:
         """The kernel calls of each hop: this rank's queries with the block that it holds."""
-        shards = [self.problem.layout.runs(self._owner(hop)) for hop in range(self.size)]
+        mask, layout = self.problem.mask, self.problem.layout
+        tiling, shards = (
+            Tiling(mask, layout),
+            [layout.runs(self._owner(h)) for h in range(self.size)],
+        )
         return [
-            kernel_calls(self._tiling.tiles(self.rank, runs, [run.span for run in runs]))
+            kernel_calls(tiling.tiles(self.rank, runs, [run.span for run in runs]))
             for runs in shards
         ]
 

@@ -20,7 +20,7 @@ from ..sequence.gathered_calls import GatheredCall
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..spec import Spec
-from .compute import Attention, AttentionGradient, QueryGradients
+from .compute import Attention, AttentionGradient, QueryGradients, Tensors
 
 GROUP_BYTES = 5 << 26  # by default
 
@@ -57,10 +57,6 @@ class Scoring:
         """Return the visible pairs in parts, disjoint and complete."""
         return (Part(problem.mask),)
 
-    def takes_delta(self, problem: Problem) -> bool:
-        """Whether all kernels accept delta = rowsum(out * dout) instead of out."""
-        return problem.kernel.takes_delta
-
     def refine(
         self, calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
     ) -> list[GatheredCall]:
@@ -70,20 +66,16 @@ class Scoring:
         """
         return calls
 
-    def select_heads(self, inputs: tuple[Tensor, ...], heads: slice) -> tuple[Tensor, ...]:
+    def select_heads(self, inputs: Tensors, heads: slice) -> Tensors:
         """Return views of the inputs, or of their gradients, for some query heads."""
         return inputs
 
-    def forward(self, problem: Problem, q: Tensor, inputs: tuple[Tensor, ...]) -> Attention:
+    def forward(self, problem: Problem, q: Tensor, inputs: Tensors) -> Attention:
         """Begin a forward with queries q (B, S, H, D)."""
         return Attention(problem.kernel, problem.spec)
 
     def backward(
-        self,
-        problem: Problem,
-        queries: QueryGradients,
-        inputs: tuple[Tensor, ...],
-        kept: tuple[Tensor, ...],
+        self, problem: Problem, queries: QueryGradients, inputs: Tensors, kept: Tensors
     ) -> AttentionGradient:
         """Begin a backward. `kept` are the `Attention.kept` of its forward."""
         return AttentionGradient(problem.kernel, problem.spec)
@@ -138,10 +130,8 @@ class Problem:
 
     @property
     def takes_delta(self) -> bool:
-        """Whether kernels get delta = rowsum(out * dout) instead of out: all can take it, and
-        `send_out` does not forbid it.
-        """
-        return not self.send_out and self.scoring.takes_delta(self)
+        """Whether kernels get delta = rowsum(out * dout) instead of out."""
+        return not self.send_out and self.kernel.takes_delta
 
     @functools.cached_property
     def most_tokens(self) -> int:

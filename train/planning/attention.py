@@ -114,7 +114,7 @@ def attention_memory(shape: AttentionShape) -> AttentionMemory:
     dout = torch.empty_like(out)
     backward.ignore(q, k, v, out, lse, dout, *slots)
     with backward:
-        grads = plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v))[:3]
+        grads = plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v), (), ())[:3]
     return AttentionMemory(
         forward.most - out.nbytes - lse.nbytes,
         backward.most - sum(x.nbytes for x in grads),

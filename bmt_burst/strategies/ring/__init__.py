@@ -33,7 +33,7 @@ from ...ranks.rings import Rings
 from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
 from ...sequence.tiling import Tiling
 from .. import Plan, Problem, Sizes, Strategy
-from ..compute import ALL, Keys, Queries, QueryGradients
+from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
 from ..problem import Part
 from .backward import Backward
 from .forward import Forward
@@ -77,18 +77,13 @@ class RingPlan(Plan):
         return self._make_program(self._backward_payload, returning=True)
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
+    ) -> tuple[Tensor, Tensor, Tensors]:
         return Forward(self.forward_program, rings, Queries(q), Keys(k, v), inputs).result()
 
     def backward(
-        self,
-        rings: Rings,
-        queries: QueryGradients,
-        keys: Keys,
-        inputs: tuple[Tensor, ...] = (),
-        kept: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         """Compute the gradients. Queries have out, or if the problem `takes_delta` delta."""
         return Backward(self.backward_program, rings, queries, keys, inputs, kept).result()
 
@@ -146,7 +141,7 @@ class RingPlan(Plan):
             else self._kv_routes
         )
         passes = self._make_passes(payload, routes, returning)
-        rounds = routes.rounds(*self._find_limits(payload, passes, returning)) if passes else ()
+        rounds = routes.rounds(*self._find_limits(passes, payload, returning)) if passes else ()
 
         parts = [
             (part, tiling.transposed if sends_queries else tiling) for part, tiling in self._parts
@@ -222,13 +217,14 @@ class RingPlan(Plan):
         return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
 
     def _find_limits(
-        self, payload: Payload, passes: list[Pass], returning: bool
+        self, passes: list[Pass], payload: Payload, returning: bool
     ) -> tuple[int, int | None]:
         """Return the most tokens of a stage, and of the gradients that a stage returns."""
+        largest = max(passes, key=lambda each: each.packing.token_bytes())
         visit_bytes, return_bytes = self._most_bytes(payload, returning)
-        limit = min(visit_bytes // each.packing.token_bytes() for each in passes)
-        return_limit = min(return_bytes // each.return_packing.token_bytes() for each in passes)
-        return max(limit, 1), max(return_limit, 1) if returning else None
+        limit = max(visit_bytes // largest.packing.token_bytes(), 1)
+        return_limit = max(return_bytes // largest.return_packing.token_bytes(), 1)
+        return limit, return_limit if returning else None
 
     def _most_bytes(self, payload: Payload, returning: bool) -> tuple[int, int]:
         """Return the most bytes of blocks, and of gradients, that land at once.

@@ -16,7 +16,7 @@ from ...merging.parts import Part, is_whole, tokens_at
 from ...ranks.rings import Rings
 from ...sequence.span import length, shifted
 from ...transport import Put
-from ..compute import ALL, Keys, QueryGradients, compute_gradients
+from ..compute import ALL, Keys, QueryGradients, Tensors, compute_gradients
 from .events import Event
 from .execution import Execution
 from .program import Program
@@ -46,8 +46,8 @@ class Backward(Execution):
         rings: Rings,
         queries: QueryGradients,
         keys: Keys,
-        inputs: tuple[Tensor, ...],
-        kept: tuple[Tensor, ...],
+        inputs: Tensors,
+        kept: Tensors,
     ):
         problem, sends_queries = program.problem, program.payload.sends_queries
         if problem.scoring.prefers_delta and problem.takes_delta:
@@ -63,7 +63,7 @@ class Backward(Execution):
         self.root_sums: dict[tuple[int, int], list[Gradients]] = {}
         self.computed: list[list[Part]] = []
 
-    def result(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    def result(self) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         """Run. Return dq, dk and dv in the inputs' dtype, and this rank's shares of the gradients
         of the scoring's inputs.
         """
@@ -165,14 +165,10 @@ class Backward(Execution):
 
     def _add_returned(self, event: Event) -> list[Gradients]:
         """Wait for the gradients of a stage and add them to the root's sums. Return the sums."""
-        stage, round_, packing = (
-            self._stage(event),
-            self._round(event),
-            self._pass(event).return_packing,
-        )
+        stage, packing = self._stage(event), self._pass(event).return_packing
         self.returning[-1].wait()
         sums = self._sent_sums(event)
-        first = 0 if event.round else round_.held[0][0]
+        first = 0 if event.round else self._round(event).held[0][0]
         views = packing.views(self.returning[-1].memory, stage.gradient_tokens)
         for out, (_, at) in zip(stage.sends, stage.gradient_sources, strict=True):
             spans = [shifted(out.span, first)]

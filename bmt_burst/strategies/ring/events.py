@@ -58,11 +58,11 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
         yield from _begin_round(0, 0, stages)
     yield Event("own")
     for number in range(passes):
-        following = [number + 1] if number + 1 < passes else []
+        following = _begin_round(number + 1, 0, stages) if number + 1 < passes else ()
         yield Event("begin", number)
         for round_, count in enumerate(stages):
             if round_ == last and not count:
-                yield from _begin_next(following, stages)
+                yield from following
             if round_:
                 yield Event("compute", number, round_, -1)
                 yield from _take_all(collect)
@@ -70,7 +70,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
                 if stage + 1 < count:
                     yield Event("fetch", number, round_, stage + 1)
                 elif round_ == last:
-                    yield from _begin_next(following, stages)
+                    yield from following
                 yield Event("land", number, round_, stage)
                 yield Event("compute", number, round_, stage)
                 if returning:
@@ -103,12 +103,6 @@ def _take_all(events: list[Event]) -> Iterator[Event]:
     """Yield the events and remove them from the list."""
     while events:
         yield events.pop(0)
-
-
-def _begin_next(following: list[int], stages: Sequence[int]) -> Iterator[Event]:
-    """Yield the first events of the `following` pass, if any."""
-    for number in following:
-        yield from _begin_round(number, 0, stages)
 
 
 def _begin_round(number: int, round_: int, stages: Sequence[int]) -> Iterator[Event]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...merging.merge import Outputs, empty_lse
 from ...merging.parts import OutputPart, is_whole
 from ...ranks.rings import Rings
-from ..compute import ALL, Keys, Queries, compute_outputs
+from ..compute import ALL, Keys, Queries, Tensors, compute_outputs
 from .events import Event
 from .execution import Execution
 from .program import Program
@@ -35,27 +35,21 @@ class Forward(Execution):
     merged: Outputs
 
     def __init__(
-        self,
-        program: Program,
-        rings: Rings,
-        queries: Queries,
-        keys: Keys,
-        inputs: tuple[Tensor, ...],
+        self, program: Program, rings: Rings, queries: Queries, keys: Keys, inputs: Tensors
     ):
         super().__init__(program, rings, queries, keys)
         self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
         self.parts: list[OutputPart] = []
 
-    def result(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def result(self) -> tuple[Tensor, Tensor, Tensors]:
         """Run. Return out (B, S, H, D), lse (B, H, S) and what the scoring keeps."""
         self.run()
         return self.out, self.lse, self.attention.kept
 
     def _own(self, event: Event) -> None:
         q = self.queries.q
-        self.parts = list(
-            compute_outputs(self.attention, self.program.own, self.queries, self.keys)
-        )
+        found = compute_outputs(self.attention, self.program.own, self.queries, self.keys)
+        self.parts = list(found)
         if (
             is_whole(self.parts, q.shape[1])
             and self.attention.is_complete(self.program.own[0])

@@ -43,7 +43,7 @@ from ...ranks.rings import Rings
 from ...sequence.span import length
 from ...transport import ALONE, Delivery
 from .. import Plan, Problem, Strategy
-from ..compute import ALL, Keys, Queries, QueryGradients
+from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
 from ..ring import RingPlan
 from .exchange import WIDE, Field, Returns, Visits
 from .heads import Heads, cut_heads
@@ -149,8 +149,8 @@ class UlyssesPlan(Plan):
             each.ring.reserve(_between_hosts(rings), device, with_backward)
 
     def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
+    ) -> tuple[Tensor, Tensor, Tensors]:
         between, select = _between_hosts(rings), self.problem.scoring.select_heads
         kept: list[Tensor] = []  # by the rings of all pieces, equally many each
 
@@ -170,13 +170,8 @@ class UlyssesPlan(Plan):
         return out, lse, tuple(kept)
 
     def backward(
-        self,
-        rings: Rings,
-        queries: QueryGradients,
-        keys: Keys,
-        inputs: tuple[Tensor, ...] = (),
-        kept: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         q, k, v = queries.q, keys.k, keys.v
         between, select = _between_hosts(rings), self.problem.scoring.select_heads
         gradients, remaining = tuple(map(torch.zeros_like, inputs)), iter(kept)
