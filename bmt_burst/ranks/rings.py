@@ -250,10 +250,10 @@ def _find_transport(group: Group | None) -> Transport:
         raise ValueError(
             f"expected a process_group with rank {dist.get_rank()}, got one without it"
         )
+    if isinstance(group, dist.DeviceMesh):
+        group = _find_mesh_group(group)
     if isinstance(group, dist.ProcessGroup):
         return torch_transport(group)
-    if isinstance(group, dist.DeviceMesh):
-        return torch_transport(_find_mesh_group(group))
     raise TypeError(
         "expected a group: a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain "
         f"NCCLCommunicator or a Transport; got {type(group).__name__}"
