@@ -20,7 +20,7 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ Puts = Sequence[Put]
 Arrivals = Sequence[Arrival]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Delivery:
     """An exchange of puts. They are received into `memory` (bytes, uint8).
 
@@ -78,7 +78,7 @@ class Delivery:
     """
 
     memory: Tensor
-    ticket: Ticket
+    ticket: Ticket = field(default_factory=Ticket)
     recycled: bool = False
 
     def wait(self) -> None:

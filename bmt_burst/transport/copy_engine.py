@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import LANES, Arrivals, Delivery, Puts, Ticket, as_bytes
+from . import LANES, Arrivals, Delivery, Puts, as_bytes
 from .cuda_stream import CudaDevice
 
 _FLAG_BYTES = 128  # flags are this far apart
@@ -119,9 +119,14 @@ class _Lane:
         self.number += 1
         slot = self.slots[self.number % len(self.slots)]
         sent = self._send(slot, sends) if sends else None
-        arrived = [self.arrived[peer] for peer in sources]
-        ticket = _LaneTicket(self, self.number, arrived, sent, sends)
-        return _LaneDelivery(slot[self.rank][:nbytes], ticket)
+        return _LaneDelivery(
+            slot[self.rank][:nbytes],
+            lane=self,
+            number=self.number,
+            arrived=[self.arrived[peer] for peer in sources],
+            sent=sent,
+            sends=sends,
+        )
 
     def _send(self, slot: Sequence[Tensor], sends: Puts) -> torch.cuda.Event:
         """Copy puts to the ranks' memory for this delivery. Return an event after that."""
@@ -169,15 +174,16 @@ class _Lane:
         return self.parts[owner][at : at + 4].view(torch.int32)
 
 
-@dataclass
-class _LaneTicket(Ticket):
-    """The ticket of delivery `number`. It waits for flags, and for the event after its puts."""
+@dataclass(eq=False, kw_only=True)
+class _LaneDelivery(Delivery):
+    """Delivery `number` of a lane. `wait` waits for flags, and for the event after its puts."""
 
     lane: _Lane
     number: int
     arrived: Sequence[Tensor]
     sent: torch.cuda.Event | None
     sends: Puts
+    recycled: bool = True
 
     def wait(self) -> None:
         current = self.lane.device.current()
@@ -186,14 +192,8 @@ class _LaneTicket(Ticket):
             current.follow(self.sent)
         self.sends = ()
 
-
-@dataclass(frozen=True)
-class _LaneDelivery(Delivery):
-    ticket: _LaneTicket
-    recycled: bool = True
-
     def release(self) -> None:
-        self.ticket.lane.release(self.ticket.number)
+        self.lane.release(self.number)
 
 
 def _lane_bytes(lane: str, slot_bytes: int, size: int) -> int:

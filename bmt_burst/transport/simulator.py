@@ -21,7 +21,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class _Ticket(Ticket):
             raise AssertionError("a send buffer was overwritten while its exchange was under way")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, kw_only=True)
 class _GuardedDelivery(Delivery):
     """A delivery that checks how it is used.
 
@@ -121,9 +121,9 @@ class _GuardedDelivery(Delivery):
     """
 
     recycled: bool = True
-    plain: Delivery = field(kw_only=True)
-    unreleased: list[Delivery] = field(kw_only=True)
-    places: list[tuple[Arrival, Callable[[], tuple[int, int]]]] = field(kw_only=True)
+    plain: Delivery
+    unreleased: list[Delivery]
+    places: list[tuple[Arrival, Callable[[], tuple[int, int]]]]
 
     def wait(self) -> None:
         self.plain.wait()
@@ -204,9 +204,7 @@ class SimulatedRing(Transport):
                 self.put(put.peer, (put.offset, put.tensor.nbytes), "place", lane)
         plain = self._deliver(lane, nbytes, sends, arrivals, device)
         places = [(arrival, self.ask(arrival.peer, "place", lane)) for arrival in arrivals]
-        guarded = _GuardedDelivery(
-            plain.memory, plain.ticket, plain=plain, unreleased=unreleased, places=places
-        )
+        guarded = _GuardedDelivery(plain.memory, plain=plain, unreleased=unreleased, places=places)
         unreleased.append(guarded)
         return guarded
 
