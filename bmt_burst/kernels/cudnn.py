@@ -26,7 +26,10 @@ class CudnnKernel(PlainKernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if spec.deterministic:
             return "its backward is not deterministic"
-        return refuses_half(spec, q, capability=(9, 0), head_sizes=range(8, _most(q) + 1, 8))
+        # torch computes gradients with cuDNN up to these head sizes
+        hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+        most = 256 if hopper and torch.backends.cudnn.version() >= 91000 else 128
+        return refuses_half(spec, q, capability=(9, 0), head_sizes=range(8, most + 1, 8))
 
     def block_forward(self, q, k, v, causal, spec):
         if k.shape[1] == 1:
@@ -50,9 +53,3 @@ class CudnnKernel(PlainKernel):
             dout, q, k, v, out, lse, *unused, None, *sizes, 0.0, causal, scale=spec.scale
         )
         return tuple(grad.transpose(1, 2) for grad in grads)
-
-
-def _most(q: Tensor) -> int:
-    """Return the largest head size for which torch computes gradients with cuDNN."""
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
-    return 256 if hopper and torch.backends.cudnn.version() >= 91000 else 128

@@ -88,7 +88,7 @@ class TritonKernel(Kernel):
         return import_failure("triton", _kernel_module)
 
     def forward(self, q, k, v, call, spec, added=NOTHING):
-        out, lse = _empty(q), empty_lse(q)
+        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
         launch("forward", (*map(_make_dense, (q, k, v)), out, lse), call, spec, added)
         return out, lse
 
@@ -97,7 +97,9 @@ class TritonKernel(Kernel):
 
     def gradients(self, inputs, call, spec, added=NOTHING):
         """Compute `backward` from `backward_inputs`, with what an extension adds to scores."""
-        dq, dk, dv = (_empty(x) for x in inputs[:3])
+        dq, dk, dv = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]
+        )
         launch("backward_kv", (*inputs, dk, dv), call, spec, added)
         launch("backward_q", (*inputs, dq), call, spec, added)
         return dq, dk, dv
@@ -166,7 +168,8 @@ def start(
         LEFT=left is not None,
         RIGHT=right is not None,
         BIAS=added.kind,
-        PRECISION=_precision(q),
+        # three TF32 products are as exact as one in fp32, and are faster
+        PRECISION="tf32x3" if q.is_cuda and torch.version.hip is None else "ieee",
         **constants,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -272,21 +275,11 @@ def _shared_memory(device: torch.device) -> int:
     return driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
-def _precision(q: Tensor) -> str:
-    """Return how fp32 is multiplied: three TF32 products are as exact as one, and are faster."""
-    return "tf32x3" if q.is_cuda and torch.version.hip is None else "ieee"
-
-
 def _kernel_strides(x: Tensor | None) -> tuple[int, ...]:
     """Return the strides that a kernel takes. Those of lse and delta depend on the tokens."""
     if x is None:
         return ()
     return multiply_by_16(x.stride()) if x.dim() == 3 else x.stride()
-
-
-def _empty(x: Tensor) -> Tensor:
-    """Return empty, contiguous memory in x's shape."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _make_dense(x: Tensor) -> Tensor:
