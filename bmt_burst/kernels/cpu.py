@@ -8,12 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import NO_SOFTCAP
-from .reference import grouped
+from . import NO_SOFTCAP, load
 from .tile_by_tile import PlainKernel
-
-_ROWS = 256  # queries whose scores are in memory at the same time
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -32,18 +30,29 @@ class CpuKernel(PlainKernel):
     def block_forward(self, q, k, v, causal, spec):
         out, lse = _forward(*_heads_first(q, k, v), 0.0, causal, scale=spec.scale)
         out = out.transpose(1, 2)
+        # If all scores of a query are NaN or -inf, the operator may return an out and an lse of 0,
+        # as for masked queries, which do not exist here. If one score is inf, it returns an out of
+        # 0 and an lse of inf. Few correct queries have an lse of 0 in some head.
         suspects = ((lse == 0) | (lse == torch.inf)).flatten(0, 1).any(0).nonzero().squeeze(1)
         if not len(suspects):
             return out, lse
         # activation checkpointing may keep what the operator returned
         out, lse = out.clone(), lse.clone()
-        for rows in suspects.split(_ROWS):
-            _unhide(out, lse, rows, q, k, spec.scale, causal)
+        for row in suspects.tolist():
+            seen = row + 1 if causal else k.shape[1]
+            out[:, row], lse[:, :, row] = _compute_row(q[:, row], k[:, :seen], v[:, :seen], spec)
         return out, lse
 
     def block_backward(self, dout, q, k, v, out, lse, causal, spec):
         grads = _backward(*_heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=spec.scale)
         return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+def _compute_row(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Compute out (B, H, D) and lse (B, H) of one query (B, H, D) by the reference."""
+    call = KernelCall.whole(1, k.shape[1])
+    out, lse = load("reference").forward(q.unsqueeze(1), k, v, call, spec)
+    return out.squeeze(1), lse.squeeze(2)
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -52,24 +61,3 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     The results are views if the last dimension is dense already.
     """
     return [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in tensors]
-
-
-def _unhide(
-    out: Tensor, lse: Tensor, rows: Tensor, q: Tensor, k: Tensor, scale: float, causal: bool
-) -> None:
-    """Write NaN and -inf in place where the operator hides them, for queries `rows` (N,).
-
-    `rows` are the queries with an lse of 0 or inf in some head; few correct ones are among them. If
-    all scores are NaN or -inf, the operator may return out 0 and lse 0, as for masked queries,
-    which do not exist here. If one score is inf, it returns out 0 and lse inf.
-    """
-    scores = grouped(q[:, rows], k.shape[2]) @ grouped(k, k.shape[2]).mT * scale
-    if causal:
-        scores.masked_fill_(torch.arange(k.shape[1]) > rows.unsqueeze(1), -torch.inf)
-    exact = scores.logsumexp(-1).flatten(1, 2)
-    # their result stays NaN, whatever keys other ranks have
-    lost = ~q[:, rows].isfinite().all(-1).transpose(1, 2) | (exact == torch.inf)
-    exact.masked_fill_(lost, torch.nan)
-    hidden = ~exact.isfinite()
-    lse[:, :, rows] = exact.where(hidden, lse[:, :, rows])
-    out[:, rows] = out[:, rows].masked_fill(hidden.transpose(1, 2).unsqueeze(-1), torch.nan)

@@ -30,7 +30,7 @@ class ReferenceKernel(Kernel):
     def forward(self, q, k, v, call, spec, added=None):
         """Compute `Kernel.forward`. `added` (S, T, H) are added to the scores."""
         hidden = ~visible(call, q.device)
-        q, k, v = (grouped(x, k.shape[2]) for x in (q, k, v))
+        q, k, v = (_grouped(x, k.shape[2]) for x in (q, k, v))
         scores = _scores(q, k, spec, added).masked_fill(hidden, -torch.inf)
         lse = scores.logsumexp(-1)
         # softmax is NaN if a score is inf
@@ -48,7 +48,7 @@ class ReferenceKernel(Kernel):
         groups = k.shape[2]
         if delta is None:
             delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
-        dout, q, k, v = (grouped(x, groups) for x in (dout, q, k, v))
+        dout, q, k, v = (_grouped(x, groups) for x in (dout, q, k, v))
         lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
         scores = _scores(q, k, spec, added)
         probs = (scores - lse).exp().masked_fill(~visible(call, q.device), 0.0)
@@ -88,7 +88,7 @@ def visible(call: KernelCall, device: torch.device | str | None = None) -> Tenso
     return result
 
 
-def grouped(x: Tensor, groups: int) -> Tensor:
+def _grouped(x: Tensor, groups: int) -> Tensor:
     """Reshape (B, S, H, D) to (B, G, H / G, S, D), in the accumulator's dtype.
 
     Kv heads broadcast over their query heads.
