@@ -3,7 +3,7 @@
 1. `check_inputs` checks the tensors of this rank. `find_terms` checks its options, and finds
    everything that ranks must agree on.
 2. `gather_terms` sends the terms to the other ranks, or the error if a check failed here.
-3. `make_problem` makes the problem from the terms of all ranks. A strategy makes its plan.
+3. `find_plan` makes the problem from the terms of all ranks. A strategy makes its plan.
 
 Plans are kept, so a call that repeats another one only checks, sends and computes.
 """
@@ -84,8 +84,7 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
     if plan is None:
         try:
             tokens = compare_terms(lines, terms.masking.arguments)
-            problem = make_problem(rings, terms, tokens)
-            plan = _make_plan(terms, problem, rings.rank)
+            plan = _make_plan(rings, terms, tokens)
         except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
             mark_known(error)
             raise
@@ -98,14 +97,6 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
     return plan
 
 
-def _make_plan(terms: Terms, problem: Problem, rank: int) -> Plan:
-    """Return the plan of a rank. Raises ValueError if the strategy refuses."""
-    name, extension = _find_strategy(terms), terms.masking.extension
-    if extension:
-        return extension.plan(problem, rank, name)
-    return choose(name, problem).plan(problem, rank)
-
-
 def _find_strategy(terms: Terms) -> str:
     """Return the strategy that was asked for. Where "auto" always means the ring, return that."""
     name = terms.options.strategy
@@ -113,16 +104,16 @@ def _find_strategy(terms: Terms) -> str:
     return "ring" if name == "auto" and terms.device_type != "cuda" else name
 
 
-def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
-    """Return the problem of a call in which rank r holds tokens[r] tokens.
+def _make_plan(rings: Rings, terms: Terms, tokens: list[int]) -> Plan:
+    """Return this rank's plan of a call in which rank r holds tokens[r] tokens.
 
-    Raises ValueError if these numbers do not fit the mask and the layout.
+    Raises ValueError if these numbers do not fit the mask and the layout, or the strategy refuses.
     """
     masking, options = terms.masking, terms.options
     mask = masking.mask_of(tokens)
     layout = resolve_layout(masking.layout, mask, len(tokens))
     check_lengths(layout, tokens)
-    return Problem(
+    problem = Problem(
         mask=mask,
         layout=layout,
         spec=terms.spec,
@@ -134,6 +125,10 @@ def make_problem(rings: Rings, terms: Terms, tokens: list[int]) -> Problem:
         send_out=not options.optimize_bwd_comm,
         group_bytes=options.group_bytes,
     )
+    name = _find_strategy(terms)
+    if masking.extension:
+        return masking.extension.plan(problem, rings.rank, name)
+    return choose(name, problem).plan(problem, rings.rank)
 
 
 def _compute(
