@@ -6,9 +6,8 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, ParamSpec, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from .base.dtypes import accumulator_dtype
 from .base.norm import RMSNorm
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
-from .calls.refusal import fits_signature, refuse_call
+from .calls.refusal import refuse_call, refuse_misfits
 from .ranks.sequence_parallel import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
@@ -33,7 +32,6 @@ _MOST_MASKS = 256  # with a window, kept in a cache
 _WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
 Parameters = ParamSpec("Parameters")
-Layer = TypeVar("Layer", bound="BurstAttention")
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -116,24 +114,9 @@ class SequenceParallelModule(nn.Module):
                 part.sp = sp
 
 
-def _refuse_wrong_arguments(
-    forward: Callable[Concatenate[Layer, Parameters], Tensor],
-) -> Callable[Concatenate[Layer, Parameters], Tensor]:
-    """Return a layer's `forward` with its signature. A call that does not fit it raises on all
-    ranks.
-    """
-    signature = inspect.signature(forward)
-
-    @functools.wraps(forward)
-    def call(layer: Layer, *args: Parameters.args, **named: Parameters.kwargs) -> Tensor:
-        try:
-            return forward(layer, *args, **named)
-        except TypeError as error:
-            if not fits_signature(signature, (layer, *args), named):
-                layer._refuse(error)
-            raise
-
-    return call
+def _refuse_wrong_arguments(forward: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
+    """Return a layer's `forward`. A call that does not fit its signature raises on all ranks."""
+    return refuse_misfits(forward, lambda error, args, named: args[0]._refuse(error))
 
 
 class BurstAttention(SequenceParallelModule):

@@ -54,14 +54,27 @@ Result = TypeVar("Result")
 def refuse_wrong_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Return `function`. A call that does not fit its signature raises on all ranks."""
     signature = inspect.signature(function)
+    return refuse_misfits(
+        function, lambda error, args, named: refuse_arguments(error, signature, args, named)
+    )
+
+
+def refuse_misfits(
+    function: Callable[Parameters, Result],
+    refuse: Callable[[TypeError, tuple[Any, ...], dict[str, Any]], NoReturn],
+) -> Callable[Parameters, Result]:
+    """Return `function`. A call that does not fit its signature is passed to `refuse`: its error,
+    its arguments and those with names.
+    """
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         try:
             return function(*args, **named)
         except TypeError as error:
-            if not fits_signature(signature, args, named):
-                refuse_arguments(error, signature, args, named)
+            if not _fits_signature(signature, args, named):
+                refuse(error, args, named)
             raise
 
     return call
@@ -77,7 +90,7 @@ def bind_arguments(
         raise TypeError(f"{name}() {error}") from None
 
 
-def fits_signature(
+def _fits_signature(
     signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
 ) -> bool:
     """Whether a call with these arguments fits the signature."""
