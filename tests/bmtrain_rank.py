@@ -191,55 +191,6 @@ def block(folder: Path) -> dict:
     return {"asked": len(asked), "chose": len(chosen)}
 
 
-def live(folder: Path) -> dict:
-    """CPM-Bee and CPM-Ant with weights that bmtrain.load reads: losses, and gradients against the
-    golden ones.
-    """
-    import bmtrain
-
-    from bmt_burst import init_sequence_parallel
-    from models.blocks import Saving
-    from models.cpm_ant import CPMAnt
-    from models.cpm_bee import CPMBee
-    from tests.live import golden, shard_rows
-    from train.engine.bmtrain import BMTrainEngine
-
-    results, sp = {}, init_sequence_parallel()
-    for name, model, mode in (
-        ("bee", CPMBee, "none"),
-        ("ant", CPMAnt, "selective"),
-        ("ant", CPMAnt, "full"),
-    ):
-        case = golden(name)
-        build = lambda config=case.config, model=model, mode=mode: model(config, sp, Saving(mode))  # noqa: E731
-        engine = BMTrainEngine(build, dtype=torch.float32)
-        file = folder / f"{name}-{mode}-{sp.rank}.pt"
-        torch.save(case.all("param"), file)
-        bmtrain.load(engine.model, str(file))
-        layouts = case.layouts("zigzag", sp.size)
-        labels = shard_rows(case.input["target"], layouts, sp.rank)
-        loss, count = engine.model(*case.arguments(layouts, sp.rank), case.scores(), labels)
-        total, targets = engine.sum([float(loss.detach()), float(count)])
-        engine.backward(loss / targets)
-        engine._collect_gradients()
-        grads, errors = case.all("grad"), []
-        for parameter, expected in grads.items():
-            piece = engine.state()[f"weight/{parameter}"]
-            mine = expected.flatten()[piece.start : piece.start + piece.flat.numel()]
-            # a rank may have none of it
-            found = engine._grads[parameter].flatten() if len(mine) else mine
-            error = engine.sum([float((found - mine).norm() ** 2)])[0] ** 0.5
-            errors.append(error / float(expected.norm()))
-        bmtrain.save(engine.model, str(file))
-        saved = torch.load(file) if sp.rank == 0 else case.all("param")
-        same = all(saved[key].equal(weight) for key, weight in case.all("param").items())
-        results[f"{name} {mode}"] = {
-            "loss": total / targets - float(case.tensors["loss"]), "error": max(errors),
-            "saved": same and saved.keys() == grads.keys(), "step": engine.step(1e-3, 1.0),
-        }  # fmt: skip
-    return results
-
-
 def library(folder: Path) -> dict:
     """What the engine and the layer do."""
     return {**engines(folder), **layer(folder), "block": block(folder)}
@@ -273,7 +224,7 @@ if __name__ == "__main__":
     results, what, *arguments = sys.argv[1:]
     dist.init_process_group("gloo")
     fake_cuda.install()
-    works = {"library": library, "live": live, "pretrain": pretrain, "example": example}
+    works = {"library": library, "pretrain": pretrain, "example": example}
     rank, work = dist.get_rank(), works[what]
     found = work(Path(results), *arguments)
     (Path(results) / f"{rank}.json").write_text(json.dumps(found))

@@ -45,7 +45,7 @@ class Compiler:
         print(self.kernel.__name__)
 
     def kinds_of(self, args, constants):
-        """Return what Triton compiles a kernel again for, if it differs."""
+        """Return the types and properties for which Triton compiles a kernel."""
         bind = create_function_from_signature(
             self.kernel.signature, self.kernel.params, make_backend(self.target)
         )

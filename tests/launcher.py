@@ -92,14 +92,14 @@ def run_script(
     """Run a script on CPUs as `torchrun` does, with ranks that are forked from a process which has
     imported torch once.
 
-    Without a size it is one process that is told of no ranks, as `python script` is. Ranks may have
+    Without a size it is one process without ranks, as of `python script`. Ranks may have
     environments of their own. Returns the exit code of the rank that failed first, or 0, and what
-    all ranks said to both of their streams. If a rank failed, the last line says how each ended.
+    all ranks wrote to both of their streams. If a rank failed, the last line tells how each ended.
 
     Ranks that wait for a failed one are killed after GRACE seconds, in which they may fail too.
     """
     context = forkserver()
-    with tempfile.NamedTemporaryFile(mode="r", errors="replace") as said:
+    with tempfile.NamedTemporaryFile(mode="r", errors="replace") as output:
         line = [str(ROOT / script), *map(str, arguments)]
         # In this process, so that no other one can take its port.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -109,15 +109,16 @@ def run_script(
             for there, more in itertools.zip_longest(places, environments, fillvalue={})
         ]
         ranks = [
-            context.Process(target=_script_main, args=(line, said.name, there)) for there in places
+            context.Process(target=_script_main, args=(line, output.name, there))
+            for there in places
         ]
         for rank in ranks:
             rank.start()
         failed = _join_all(ranks, timeout)
         if failed is None:
-            return 0, said.read()
+            return 0, output.read()
         endings = ", ".join(f"rank {i} with {rank.exitcode}" for i, rank in enumerate(ranks))
-        return failed.exitcode, f"{said.read()}\nrun_script: ended {endings}\n"
+        return failed.exitcode, f"{output.read()}\nrun_script: ended {endings}\n"
 
 
 GRACE = 60.0
@@ -186,7 +187,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
 
 
 def _places(rank: int, size: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank."""
+    """Return the environment that a launcher gives a rank."""
     places = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -199,8 +200,8 @@ def _places(rank: int, size: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
 
 
-def _script_main(line: list[str], said: str, places: dict[str, str]) -> None:
-    output = os.open(said, os.O_WRONLY | os.O_APPEND)
+def _script_main(line: list[str], file: str, places: dict[str, str]) -> None:
+    output = os.open(file, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.environ.update(places)

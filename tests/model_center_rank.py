@@ -168,9 +168,7 @@ def load(model, other, file: Path) -> None:
 
 
 def calls(sp, name: str) -> dict[str, tuple[int, dict, dict]]:
-    """By name: how many rows, what a model is given beside their tokens as it is, and on a rank of
-    sp.
-    """
+    """Return by name the rows, and the arguments of a model as it is and on a rank of sp."""
     from bmt_burst import Layout, Mask
 
     at = torch.arange(TOKENS, device=DEVICE)
@@ -595,8 +593,8 @@ def example(folder: Path, name: str) -> dict:
 
 
 def weights(folder: Path) -> dict:
-    """How far a dense CPM is from the Llamas whose saved weights it reads, and what is said of
-    other models.
+    """Return the errors of a dense CPM that reads the weights of Llamas, and the refusals of other
+    models.
     """
     import bmtrain
 

@@ -109,8 +109,9 @@ def ring_arguments(ring: SimulatedRing, inner: int) -> dict:
 
 
 def wait_for_lost_rank(messenger: SocketMessenger) -> str:
-    """Return what `find_lost_rank` finds, at last. The end of a connection may arrive later than
-    the messages before it.
+    """Wait until a rank is lost, and return its description.
+
+    The end of a connection may arrive later than the messages before it.
     """
     deadline = time.monotonic() + 30
     while not (lost := messenger.find_lost_rank()) and time.monotonic() < deadline:

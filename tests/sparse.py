@@ -112,7 +112,7 @@ def attend_to_blocks(
     sparse: InfLLMV2,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `oracle` does, with the `chosen` blocks of each query and kv head."""
+    """Return the results of `oracle` for the `chosen` blocks of each query and kv head."""
     scale = q.shape[-1] ** -0.5
     starts = [a for a, b in itertools.pairwise(cu_seqlens) for _ in range(a, b)]
     hidden = torch.ones(k.shape[1], len(q), len(q), dtype=torch.bool)

@@ -1,11 +1,6 @@
-"""Ranks that fall out of step: every rank hears of it, at once, and nothing is wrong without a
-word.
-"""
+"""Ranks that fall out of step: every rank raises at once, and no result is silently wrong."""
 
-import contextlib
-import copy
 import os
-import pickle
 import signal
 import time
 
@@ -17,13 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from bmt_burst import (
     SequenceParallel,
     burst_attn_func,
-    init_sequence_parallel,
     kernels,
     nn,
     simulate,
 )
 from bmt_burst.errors import RankFailed
-from bmt_burst.ranks.agreement import gather_terms, read_terms
+from bmt_burst.ranks.agreement import gather_terms
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
 from bmt_burst.transport import ALONE, Transport, sockets
@@ -41,8 +35,8 @@ def differentiate(out, inputs):
     return torch.autograd.grad(out.square().sum(), inputs)
 
 
-def said_by(attempt) -> str:
-    """What an attempt that must fail says; it must do so soon."""
+def error_of(attempt) -> str:
+    """Return the error of an attempt, which must fail soon."""
     began = time.monotonic()
     with pytest.raises(
         (ValueError, TypeError, RuntimeError, MemoryError, KeyError, TimeoutError)
@@ -56,36 +50,17 @@ def other_orders(rank: int, group) -> list[str]:
     """Backwards in another order, one that is skipped, one that fails before it begins; the group
     stays in order.
     """
-    said = []
+    errors = []
     calls = [call(group), call(group)]
-    said.append(said_by(lambda: differentiate(*calls[rank])))
+    errors.append(error_of(lambda: differentiate(*calls[rank])))
     out, inputs = call(group)
-    said.append(said_by(lambda: differentiate(out, inputs) if rank else call(group)))
+    errors.append(error_of(lambda: differentiate(out, inputs) if rank else call(group)))
     out, inputs = call(group)
     if rank:
         inputs[0].detach().mul_(2)
-    said.append(said_by(lambda: differentiate(out, inputs)))
+    errors.append(error_of(lambda: differentiate(out, inputs)))
     differentiate(*call(group))
-    return said
-
-
-def test_a_rank_with_too_much_to_say_tells_the_others():
-    def work(ring):
-        return said_by(
-            lambda: read_terms(
-                gather_terms(
-                    make_rings(ring, (None, None)), "a test", lambda: {"x": "x" * 5000 * ring.rank}
-                )
-            )
-        )
-
-    mine, theirs = (
-        "expected at most 4096 bytes to describe a test, got",
-        "rank 1 of the group failed before a test: ValueError: expected at most 4096",
-    )
-    said = simulate(2, work)
-    assert mine in said[1]
-    assert theirs in said[0]
+    return errors
 
 
 def failing(kernel, method: str, rank: int, who: tuple[int, ...]):
@@ -110,13 +85,13 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
     # all that this rank needs of the other has left it by then
     if method == "forward" and rank not in who:
         call(group)
-        said = [""]
+        errors = [""]
     else:
-        said = [said_by(lambda: differentiate(out, inputs) if out is not None else call(group))]
+        errors = [error_of(lambda: differentiate(out, inputs) if out is not None else call(group))]
     undo()
     if who == (0, 1):
-        return [*said, str(call(group)[0].shape)]
-    return [*said, said_by(lambda: call(group))]
+        return [*errors, str(call(group)[0].shape)]
+    return [*errors, error_of(lambda: call(group))]
 
 
 def patience(who: tuple[int, ...]) -> float:
@@ -135,7 +110,7 @@ def out_of_step(rank: int) -> list[list[str]]:
     return [case(rank, dist.new_group([0, 1]), *arguments) for case, *arguments in cases]
 
 
-def test_ranks_out_of_step_all_hear_of_it():
+def test_ranks_out_of_step_all_raise():
     results = run_ranks(2, out_of_step)
     for rank, [orders, *breaks] in enumerate(results):
         first, skipped, failed = orders
@@ -149,13 +124,13 @@ def test_ranks_out_of_step_all_hear_of_it():
         )
         assert "modified by an inplace operation" in failed
         assert failed.startswith("RuntimeError" if rank else "RanksDisagree: rank 1 of the group")
-        for (said, then), alone in zip(breaks, (True, False) * 2, strict=True):
+        for (error, then), alone in zip(breaks, (True, False) * 2, strict=True):
             if not alone:
-                assert (said, then) == ("MemoryError: no memory left", "torch.Size([1, 6, 2, 8])")
+                assert (error, then) == ("MemoryError: no memory left", "torch.Size([1, 6, 2, 8])")
             else:
                 assert "no memory left" in then
                 assert then.startswith("RankFailed: rank 1") or "its group is unusable" in then
-                assert rank == 0 or said == "MemoryError: no memory left"
+                assert rank == 0 or error == "MemoryError: no memory left"
 
 
 class Deaf(Transport):
@@ -186,7 +161,7 @@ def test_a_rank_that_fails_reports_it_over_both_rings(earlier):
     assert rings.inner.reasons == rings.outer.reasons == ["in call 1"]
 
 
-def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that_hear_it():
+def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that_receive_it():
     def work(ring):
         groups = ring.subring([ring.rank]), ring
         q = torch.zeros(1, 6, 2, 8)
@@ -206,7 +181,7 @@ def test_a_rank_that_takes_the_inter_group_for_all_is_an_error_on_the_ranks_that
 
 
 @pytest.mark.parametrize("fails", ["before", "in"])
-def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fails):
+def test_a_rank_that_fails_in_a_recomputation_is_reported_once(fails):
     def work(ring):
         runs = []
 
@@ -219,9 +194,9 @@ def test_a_rank_that_fails_while_it_computes_attention_again_is_heard_of_once(fa
 
         inputs = call(ring)[1]
         out = checkpoint(attend, *inputs, use_reentrant=False)
-        said = said_by(lambda: differentiate(out, inputs))
+        error = error_of(lambda: differentiate(out, inputs))
         differentiate(*call(ring))
-        return said
+        return error
 
     other, failed = simulate(2, work)
     assert failed.startswith(
@@ -249,18 +224,18 @@ def test_a_recomputation_that_ends_with_a_call_is_no_failure(monkeypatch):
 
 
 def unprepared(rank: int) -> list[list[str]]:
-    """What each rank says where all of them fail between an agreement and its computation, and
+    """Return each rank's errors where all ranks fail between an agreement and its computation, and
     where one does.
     """
     results = []
     for holder, method in ((Ring, "plan"), (RingPlan, "reserve")):
-        plain, group, said = getattr(holder, method), dist.new_group([0, 1]), []
+        plain, group, errors = getattr(holder, method), dist.new_group([0, 1]), []
         for who in ((0, 1), (1,)):
             setattr(holder, method, fail if rank in who else plain)
             sockets._FAILING = patience(who)
-            said.append(said_by(lambda who=who, group=group: call(group, 8 + len(who))))
+            errors.append(error_of(lambda who=who, group=group: call(group, 8 + len(who))))
         setattr(holder, method, plain)
-        results.append(said)
+        results.append(errors)
     return results
 
 
@@ -276,32 +251,15 @@ def test_a_rank_that_cannot_prepare_what_it_agreed_on_keeps_nobody_waiting():
         )
 
 
-def unsaved(rank: int) -> list[str]:
-    """Autograd fails to save what rank 1 computed: the other one hears of it where it next needs
-    that rank.
-    """
-    sockets._FAILING = patience((1,))
-    with torch.autograd.graph.saved_tensors_hooks(fail, fail) if rank else contextlib.nullcontext():
-        first = said_by(lambda: call(None)) if rank else str(call(None)[0].shape)
-    return until_all_know(rank, 2, [first, said_by(lambda: call(None))])
+def until_all_know(rank: int, size: int, errors: list[str]) -> list[str]:
+    """Return the errors of a rank once all ranks have theirs.
 
-
-def test_a_rank_that_cannot_save_what_it_computed_lets_the_others_know():
-    first, second = run_ranks(2, unsaved)
-    assert (first[0], second[0]) == ("torch.Size([1, 6, 2, 8])", "MemoryError: no memory left")
-    assert all(
-        "failed in call 1: MemoryError: no memory left" in said for said in (first[1], second[1])
-    )
-
-
-def until_all_know(rank: int, size: int, said: list[str]) -> list[str]:
-    """What a rank has been told, once all have been: no process ends before, which would tell the
-    others too.
+    No process ends before that, because its end would be an error of the others.
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"rank {rank} knows", "")
     store.wait([f"rank {other} knows" for other in range(size)])
-    return said
+    return errors
 
 
 def interrupted(rank: int) -> list[str]:
@@ -310,61 +268,28 @@ def interrupted(rank: int) -> list[str]:
     call(None)
     if rank:
         store.wait(["rank 0 was interrupted"])
-        return [said_by(lambda: call(None)) for _ in range(2)]
+        return [error_of(lambda: call(None)) for _ in range(2)]
 
     def interrupt(*_):
         raise MemoryError("interrupted")
 
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 1.0)
-    said = said_by(lambda: call(None))
+    error = error_of(lambda: call(None))
     store.set("rank 0 was interrupted", "")
-    return [said, said_by(lambda: call(None))]
+    return [error, error_of(lambda: call(None))]
 
 
 def interrupted_to_the_end(rank: int) -> list[str]:
     return until_all_know(rank, 2, interrupted(rank))
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_says_so():
+def test_a_rank_that_is_interrupted_while_it_waits_reports_it():
     first, second = run_ranks(2, interrupted_to_the_end)
     assert first[0] == "MemoryError: interrupted"
     for words in (first[1], *second):
         assert "rank 0 of the group" in words
         assert "failed while it waited for the others: MemoryError: interrupted" in words
-
-
-def lost_in_a_grid(rank: int) -> list[str]:
-    """A kernel fails on rank 0 of two hosts of two; all stay until all know."""
-    sockets._FAILING = 1.5
-    groups = init_sequence_parallel(4, inner_size=2).groups
-    q = torch.zeros(1, 64, 2, 8)
-    undo = failing(kernels.load("cpu"), "forward", rank, (0,))
-    said = [said_by(lambda: burst_attn_func(q, q, q, causal=True, group_bytes=1, **groups))]
-    undo()
-    said.append(said_by(lambda: burst_attn_func(q, q, q, **groups)))
-    return until_all_know(rank, 4, said)
-
-
-def test_a_rank_of_a_grid_is_lost_to_all_ranks():
-    for rank, (said, then) in enumerate(run_ranks(4, lost_in_a_grid)):
-        assert (
-            said == "MemoryError: no memory left"
-            if rank == 0
-            else said.startswith("RankFailed: rank 0 of the group failed in call 1")
-        )
-        assert "is unusable" in then
-
-
-def ends_early(rank: int) -> str:
-    """Rank 1's process ends where rank 0 waits for its backward."""
-    out, inputs = call(None)
-    return "" if rank else said_by(lambda: differentiate(out, inputs))
-
-
-def test_a_rank_that_has_ended_is_not_waited_for():
-    said, _ = run_ranks(2, ends_early)
-    assert said == "RankGone: rank 1 of the group has ended"
 
 
 def first_call_alone(rank: int) -> list[str]:
@@ -376,12 +301,12 @@ def first_call_alone(rank: int) -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["rank 0 has waited"])
-    said = [said_by(lambda: gather_terms(Rings(ring, ALONE), "a call of burst_attn_func", dict))]
+    errors = [error_of(lambda: gather_terms(Rings(ring, ALONE), "a call of burst_attn_func", dict))]
     store.set(f"rank {rank} has waited", "")
-    said.append(
-        said_by(lambda: gather_terms(Rings(ring, ALONE), "a call of burst_attn_func", dict))
+    errors.append(
+        error_of(lambda: gather_terms(Rings(ring, ALONE), "a call of burst_attn_func", dict))
     )
-    return until_all_know(rank, 2, said)
+    return until_all_know(rank, 2, errors)
 
 
 def test_who_does_not_make_the_first_call_is_named():
@@ -428,40 +353,6 @@ def test_a_rank_that_swaps_the_groups_is_an_error_on_every_rank(inner, swapped):
         return True
 
     assert simulate(2 * inner, work) == [True] * 2 * inner
-
-
-def copied(rank: int) -> list[bool]:
-    """Whether copies of layers, and pickles once they are attached, have the layers' results."""
-    same = []
-    for sp in (
-        init_sequence_parallel(2),
-        init_sequence_parallel(2, layout="striped"),
-        init_sequence_parallel(1),
-    ):
-        torch.manual_seed(0)
-        layer = nn.BurstAttention(16, 2, sp=sp)
-        x, tables = torch.randn(1, 6, 16), nn.rope_tables(sp.positions(6 * sp.size), 8)
-        expected = layer(x, *tables)
-        everyone = [None] * 2
-        dist.all_gather_object(everyone, pickle.dumps(layer))
-        same.append(copy.deepcopy(layer)(x, *tables).equal(expected))
-        for pickled in everyone:
-            again = pickle.loads(pickled)
-            if sp.size == 2:
-                assert repr(again.sp) == "DetachedGroups(2)"
-                with pytest.raises(RuntimeError, match=r"Call attach\(sp\) of the layer"):
-                    again(x, *tables)
-                with pytest.raises(RuntimeError, match=r"Call attach\(sp\) of the layer"):
-                    copy.deepcopy(again)(x, *tables)
-                again.attach(sp)
-            same.append(again(x, *tables).equal(expected))
-    return same
-
-
-def test_copies_of_layers_have_their_groups_and_pickles_are_attached():
-    for same in run_ranks(2, copied):
-        assert len(same) == 9
-        assert all(same)
 
 
 def test_a_model_is_attached_with_all_its_layers():

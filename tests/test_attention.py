@@ -25,7 +25,6 @@ from torch.utils.checkpoint import (
 from bmt_burst import (
     Layout,
     SequenceParallel,
-    Transport,
     burst_attn_func,
     burst_attn_kvpacked_func,
     burst_attn_qkvpacked_func,
@@ -38,7 +37,6 @@ from bmt_burst import (
 from bmt_burst.calls.inputs import unpack_tensor
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
-from bmt_burst.transport.messenger import Echo
 from tests.cases import random_qkv
 from tests.launcher import ROOT
 from tests.reference import dense_attention, relative_error
@@ -184,11 +182,8 @@ WRONG_OPTIONS = [
     ({"flash": None}, "TypeError: flash must be the name of a kernel, got None"),
     ({"layout": "ring"}, "ValueError: unknown layout 'ring'"),
     ({"backward": "v"}, "ValueError: unknown backward 'v'"),
-    ({"layout": [["zigzag"]]}, "TypeError: layout must be a Layout or one for each row, got list"),
-    ({"backward": ["kv"]}, "TypeError: backward must be one of .*, got list"),
     ({"causal": torch.tensor(True)}, "TypeError: causal must be True or False, got a Tensor"),
     ({"causal": "yes"}, "TypeError: causal must be True or False, got 'yes'"),
-    ({"return_lse": torch.ones(2)}, "TypeError: return_lse must be True or False, got a Tensor"),
     (
         {"softmax_scale": torch.tensor(0.5)},
         "TypeError: softmax_scale must be a number, got a Tensor .*give its item",
@@ -197,10 +192,6 @@ WRONG_OPTIONS = [
     (
         {"softmax_scale": float("nan")},
         "ValueError: softmax_scale must be positive and finite, got nan",
-    ),
-    (
-        {"softmax_scale": np.float32("inf")},
-        "ValueError: softmax_scale must be positive and finite, got inf",
     ),
     (
         {"softmax_scale": 1e39},
@@ -253,29 +244,6 @@ def test_tensors_without_values_of_their_own_are_refused(one_process):
         burst_attn_func(*fakes)
 
 
-def test_tensors_that_are_only_named_otherwise_are_fine():
-    class Named(torch.Tensor):
-        pass
-
-    q, k, v = qkv()
-    expected = burst_attn_func(q, k, v)
-    assert burst_attn_func(torch.nn.Parameter(q), torch.nn.Buffer(k), v.as_subclass(Named)).equal(
-        expected
-    )
-
-
-def test_a_device_mesh_is_a_group(one_process):
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "sp"))
-    expected = burst_attn_func(*qkv())
-    assert burst_attn_func(*qkv(), process_group=mesh["sp"]).equal(expected)
-    assert burst_attn_func(*qkv(), double_group=(mesh["sp"], mesh["dp"])).equal(expected)
-    with pytest.raises(
-        ValueError,
-        match=r"one dimension of a DeviceMesh, got \('dp', 'sp'\): pass mesh\['sp'\]",
-    ):
-        burst_attn_func(*qkv(), process_group=mesh)
-
-
 @pytest.fixture
 def one_process():
     """A torch.distributed world of this process alone."""
@@ -326,8 +294,6 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
     ("rank_2", "message"),
     [
         ({"heads": 2}, "ranks differ in q heads: rank 0 has 4, rank 2 has 2"),
-        ({"head_size": 16}, "ranks differ in head size"),
-        ({"dtype": torch.float64}, "ranks differ in dtype"),
         ({"batch": 2}, "ranks differ in batch"),
         ({"tokens": 9}, r"the ranks hold \[6, 6, 9\] tokens, but zigzag cuts 21 into \[7, 7, 7\]"),
         (
@@ -339,7 +305,6 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
         ({"strategy": "all-gather"}, "ranks differ in strategy"),
         ({"layout": "striped"}, "ranks differ in layout"),
         ({"flash": "reference"}, "ranks differ in the kernel of flash"),
-        ({"layout": 'é\x07"' * 600}, "unknown layout"),
         ({"softmax_scale": 10**400}, "softmax_scale must be finite, got a number of 1329 bits"),
         ({"group_bytes": 10**400}, "group_bytes must be a number of bytes below"),
         ({"grad": True}, "ranks differ in recording of gradients"),
@@ -360,19 +325,6 @@ def test_ranks_that_disagree_all_raise(rank_2, message):
         return True
 
     assert simulate(3, work) == [True] * 3
-
-
-def test_too_short_a_sequence_names_the_smallest():
-    def work(ring):
-        q, k, v = qkv(tokens=1)
-        if ring.rank == 2:
-            q, k, v = (x[:, :0] for x in (q, k, v))
-        with pytest.raises(
-            ValueError, match="2 tokens is too short for 3 ranks; the smallest is 3"
-        ):
-            burst_attn_func(q, k, v, process_group=ring)
-
-    simulate(3, work)
 
 
 def test_groups_are_either_single_or_double():
@@ -484,17 +436,6 @@ def test_one_tensor_may_be_query_key_and_value_and_gradients_may_be_views(backwa
 def test_gradients_by_finite_differences(flash):
     inputs = [x.requires_grad_() for x in random_qkv(1, 5, 2, 1, 4)[:3]]
     assert gradcheck(lambda *x: burst_attn_func(*x, causal=True, flash=flash), inputs)
-
-
-def test_second_derivatives_are_refused():
-    q, k, v = (x.requires_grad_() for x in qkv())
-    dout = torch.ones_like(q, requires_grad=True)
-    with pytest.raises(
-        RuntimeError, match="burst_attn_func is differentiable once: expected a backward without"
-    ):
-        torch.autograd.grad(burst_attn_func(q, k, v), q, dout, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.functional.hessian(lambda q: burst_attn_func(q, k, v).sum(), q)
 
 
 def test_second_derivatives_on_one_rank_are_refused_on_all():
@@ -743,22 +684,3 @@ def test_a_policy_of_activation_checkpointing_may_save_what_kernels_return(size)
         return all(a.equal(b) for a, b in zip(plain, selective, strict=True))
 
     assert all(simulate(size, work))
-
-
-class Recorder(Transport):
-    """A ring of one that has a say in what is agreed."""
-
-    rank, size = 0, 1
-
-    def __init__(self):
-        self.messenger = Echo(1)
-
-    def exchange(self, sends, recvs):
-        raise AssertionError("no exchange in a ring of one")
-
-
-def test_any_transport_can_carry_the_ring(monkeypatch):
-    transport, messages = Recorder(), []
-    monkeypatch.setattr(transport.messenger, "gather", lambda x: messages.append(x) or [x])
-    burst_attn_func(*qkv(), process_group=transport)
-    assert b'"q heads": 4' in messages[0]

@@ -154,8 +154,8 @@ def test_ranks_with_other_settings_all_raise(dtype):
     def work(ring):
         own = (shard(x, ring.rank, 2) for x in inputs(*[dtype] * 4)[:3])
         with torch.autocast("cpu", torch.bfloat16, enabled=ring.rank == 1):
-            said = "rank 0 has None, rank 1 has 'torch.bfloat16'"
-            with pytest.raises(ValueError, match=f"ranks differ in autocast: {said}"):
+            difference = "rank 0 has None, rank 1 has 'torch.bfloat16'"
+            with pytest.raises(ValueError, match=f"ranks differ in autocast: {difference}"):
                 burst_attn_func(*own, process_group=ring)
         return True
 

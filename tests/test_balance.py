@@ -52,7 +52,7 @@ def prefixed(rng, bounds):
 
 
 def shorts(rng, n, size):
-    """Packings of documents that are all short beside a rank's tokens."""
+    """Packings of documents that are all short compared with a rank's tokens."""
     yield Mask.documents(cuts(rng, n, 50 * size))
     yield Mask.documents(equal(n, 1000))
     if n // 256 <= MOST_DOCUMENTS:

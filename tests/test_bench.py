@@ -12,16 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import live_rows, other_tables, saving, tables, training
+from bench import other_tables, tables, training
 from bench.balance import least, unevenness
 from bench.balance import masks as balanced_masks
 from bench.implementations import Case
 from bench.masks import PACKINGS, mask_of, packing, share_of
 from bench.sparse import SparseCase, count_overlap
 from bench.tables import read_rows
-from bench.timeline import Activity, breakdown
 from bmt_burst import InfLLMV2, Layout, Mask
-from bmt_burst.scores import is_one_row
 from tests.launcher import ROOT, run_script
 from tests.test_data import prepare
 
@@ -44,8 +42,8 @@ def measure(size, command, folder):
     """Run a script with its options on `size` ranks, and return its rows."""
     script, *options = shlex.split(command)
     output = folder / "rows.jsonl"
-    code, said = run_script(size, f"bench/{script}", *options, "--output", output)
-    assert code == 0, said
+    code, printed = run_script(size, f"bench/{script}", *options, "--output", output)
+    assert code == 0, printed
     return read_rows([output])
 
 
@@ -150,49 +148,6 @@ def test_a_kernel_alone_has_a_ranks_tokens_and_as_many_pairs(name, seq_len, rank
         assert abs(share.area * ranks / whole.area - 1) < (0.05 if name == "700" else 0.025)
 
 
-@pytest.mark.parametrize("seq_len", [1 << 14, 1 << 18])
-def test_a_row_of_a_bee_is_packed_as_its_description_says(seq_len):
-    by_span = {}
-    for instance in live_rows.instances(seq_len):
-        by_span.setdefault(instance.span, []).append(instance.segments)
-    assert sorted(map(len, by_span.values())) == [1] * (len(by_span) - 1) + [3]
-    sizes = {span: sum(map(sum, samples)) for span, samples in by_span.items()}
-    assert len(by_span[max(sizes, key=sizes.get)]) == 3
-    assert max(sizes.values()) <= seq_len // 2
-    assert seq_len * 31 // 32 < sum(sizes.values()) <= seq_len
-    assert 1 / 8 < sum(sizes.values()) / len(sizes) / seq_len < 3 / 8
-    for segments in itertools.chain.from_iterable(by_span.values()):
-        root, key, text, _, _, _, prompt, _, answer = segments
-        assert (root, key, prompt) == (1, 3, min(100, prompt))
-        assert 0.05 < answer / text < 0.2 / 0.65
-    scores = live_rows.bee(seq_len)
-    assert scores.num_rows <= live_rows.BEE.num_bias_rows
-    assert abs(scores.mask.area / seq_len**2 - 0.165) < 0.001  # longer rows are not other rows
-    if seq_len >= 1 << 16:  # of shorter rows most pairs are near the diagonal, or of short segments
-        own = sum(term.mask.area for term in scores.terms if not is_one_row(term.row))
-        assert own < 0.36 * scores.mask.area
-
-
-def test_fields_of_a_bee_follow_its_segments():
-    fields = live_rows.bee_fields(512)
-    names = ("span", "sample_ids", "segment", "segment_rel_offset", "context", "num_segments")
-    expected = [
-        (span, sample, segment, 81 * number, segment != 8 or sample > 0, 9)
-        for number, (span, sample, segments) in enumerate(live_rows.instances(512))
-        for segment, tokens in enumerate(segments)
-        for _ in range(tokens)
-    ]
-    assert fields["length"] == len(expected)
-    found = [fields[name][: len(expected)].tolist() for name in names]
-    assert [*zip(*found, strict=True)] == expected
-    relation = fields["segment_rel"].view(-1, 9, 9)
-    assert relation.eq(relation[0]).all()
-    # A key is one level below the root and one above its value; two values are three levels apart
-    # by way of the root.
-    assert relation[0, :3, :3].tolist() == [[0, 2, 3], [9, 0, 2], [17, 9, 0]]
-    assert relation[0, 2, 4] == 1 + 8 * 2 + 2
-
-
 @on_cpus
 def test_a_bias_is_measured(tmp_path):
     names = ["bmt_burst", "bmt_burst without a bias", "ulysses", "torch context_parallel"]
@@ -277,14 +232,6 @@ def test_balance():
         assert -1e-9 <= least(mask, 3) <= contiguous + 1e-9, name
 
 
-def test_planning(tmp_path):
-    rows = measure(None, "planning.py --masks 1 --memory-masks 300", tmp_path)
-    assert other_tables.planning_table(rows).count("\n| documents | 100 | 512 | kv | ") == 1
-    *planned, memory = rows
-    assert all(row["total_ms"] >= max(row["ms"].values()) for row in planned)
-    assert memory["blocks_more"] < 10 * 300  # a mask and its plan take hundreds each
-
-
 DRIVER = """
 import sys
 sys.path.insert(0, {root!r})
@@ -309,10 +256,10 @@ def test_an_implementation_that_fails_does_not_end_the_others(tmp_path, failing,
     driver, output = tmp_path / "driver.py", tmp_path / "rows.jsonl"
     driver.write_text(DRIVER.format(root=str(ROOT), failing=failing))
     options = ["--heads", "2:2", "--implementations", "ulysses", "bmt_burst"]
-    code, said = run_script(2, driver, *options, "--output", output)
-    assert code == expected, said
+    code, printed = run_script(2, driver, *options, "--output", output)
+    assert code == expected, printed
     if code:
-        assert "failures by rank: [None, 'MemoryError: no memory left']" in said
+        assert "failures by rank: [None, 'MemoryError: no memory left']" in printed
         return
     rows = read_rows([output])
     reasons = {r["unavailable"] for r in rows if r["impl"] == "ulysses"}
@@ -393,13 +340,13 @@ def test_benchmark_of_two_hosts(tmp_path):
         launcher = [*LAUNCHER, "4", "--no-python", "bench/two_hosts.sh", "python3"]
         script, *options = run[len(launcher) :]
         assert run[: len(launcher)] == launcher
-        code, said = run_script(4, script, *options, environments=hosts)
-        assert code == 0, said
-        assert said.count(f" hosts=2 inner_size={inner_size} ") == 2
-    code, said = run_script(None, *report)
-    assert code == 0, said
+        code, printed = run_script(4, script, *options, environments=hosts)
+        assert code == 0, printed
+        assert printed.count(f" hosts=2 inner_size={inner_size} ") == 2
+    code, printed = run_script(None, *report)
+    assert code == 0, printed
     for ring in ("q", "kv", "q, double ring", "kv, double ring"):
-        assert f"| 256 | bmt_burst {ring} |" in said
+        assert f"| 256 | bmt_burst {ring} |" in printed
     two = two_hosts(0, 2, "true")
     assert (two.returncode, "4 or more, not 2" in two.stderr) == (2, True)
 
@@ -425,8 +372,8 @@ def launch(command, **options) -> subprocess.CompletedProcess:
     assert command[:5] == [sys.executable, *LAUNCHER]
     assert options == {"capture_output": True, "text": True}
     size, script, *flags = command[5:]
-    code, said = run_script(int(size), script, *flags)
-    return subprocess.CompletedProcess(command, code, said, "")
+    code, printed = run_script(int(size), script, *flags)
+    return subprocess.CompletedProcess(command, code, printed, "")
 
 
 @on_cpus
@@ -469,27 +416,5 @@ def test_two_checkouts_are_compared(tmp_path):
     assert row["change"] == pytest.approx(row["ms"]["after"] / row["ms"]["before"] - 1)
     command = f"compare.py --before {tmp_path} --tokens-per-gpu 32"
     output = ["--output", tmp_path / "none.jsonl"]
-    code, said = run_script(1, f"bench/{command.split()[0]}", *command.split()[1:], *output)
-    assert code and "expected a checkout with" in said
-
-
-def test_the_stop_of_a_save_is_what_the_next_step_takes_longer():
-    """Steps take 2 s, the first one and the one after the save 9 s."""
-    at = [0.0, 9.0, 11.0, 13.0, 22.0, 24.0]
-    lines = [(at[step - 1], f"step {step}/6: loss 5.0\n") for step in range(1, 7)]
-    lines.append((25.0, "step 4: saved runs/x/step_00000004 in 20.5 s, training stopped for 7 s\n"))
-    assert saving.summarize(lines, 4) == {"step_s": 2.0, "stop_s": [7.0], "whole_s": [20.5]}
-
-
-def test_timeline_adds_up_by_kind():
-    activities = [
-        Activity("Memcpy DtoD", 20, 0.0, 5000.0),
-        Activity("flash_fwd_kernel", 7, 1000.0, 3000.0),
-        Activity("Memcpy DtoD", 7, 3000.0, 3250.0),
-        Activity("_merge_outputs", 7, 3500.0, 4000.0),
-        Activity("ncclDevKernel_SendRecv", 9, 3000.0, 6000.0),
-        Activity("flash_bwd_kernel", 7, 4000.0, 9000.0),
-        Activity("elementwise", 7, 9000.0, 9500.0),
-    ]
-    spent = {"attention": 7.0, "merge": 0.5, "copies": 5.25, "nccl": 3.0, "other": 0.5}
-    assert breakdown(activities) == {**spent, "span": 8.0, "idle": 0.25}
+    code, printed = run_script(1, f"bench/{command.split()[0]}", *command.split()[1:], *output)
+    assert code and "expected a checkout with" in printed

@@ -180,15 +180,15 @@ def error_of_sums(sp: SequenceParallel, device: str = "cpu") -> float:
 def differ_in_backward(rank: int) -> list[str]:
     """Ranks call backward in different orders, then rank 1 does not; it is late, but lives."""
     sp = init_sequence_parallel(timeout=1.0)
-    x, said = torch.ones(1, 2, requires_grad=True), []
+    x, errors = torch.ones(1, 2, requires_grad=True), []
     store = dist.distributed_c10d._get_default_store()
 
     def note(call: Callable[[], object]) -> None:
         try:
             call()
-            said.append("")
+            errors.append("")
         except (RuntimeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
 
     first, second = sp.unshard(x, 4).sum(), sp.sum(x).sum()
     note((second if rank else first).backward)
@@ -199,7 +199,7 @@ def differ_in_backward(rank: int) -> list[str]:
     else:
         note(second.backward)
         store.set("rank 0 has waited", "")
-    return said
+    return errors
 
 
 def test_ranks_that_do_not_call_the_same_backward_raise():

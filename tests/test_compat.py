@@ -11,7 +11,6 @@ import torch
 
 import bmt_burst.compat.ring_flash_attn as compat
 from bmt_burst import Mask, Scores, Slice, burst_attn_func, simulate
-from bmt_burst.compat.flash import read_cu_seqlens
 from tests.cases import random_qkv
 from tests.reference import attention_errors, dense_results, relative_error
 
@@ -230,25 +229,6 @@ def what_each_says(size, work):
     return simulate(size, caught)
 
 
-def test_the_refusal_of_alibi_shows_what_to_write():
-    """Its expressions, for documents of 5 and 7 tokens, give what flash-attn computes."""
-    q, k, v, _ = random_qkv(1, 12, 4, 4, 8, torch.float32)
-    mask, slopes = Mask.documents((0, 5, 12)), torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    with pytest.raises(ValueError, match="expected alibi_slopes=None: ") as error:
-        compat.ring_flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
-    found = re.search(r"scores=(.+) and bias=(.+)$", str(error.value))
-    names = {"Scores": Scores, "mask": mask, "torch": torch, "n": 7, "slopes": slopes}
-    scores, bias = (eval(text, names) for text in found.groups())
-    for wrong in ({"alibi_slopes": slopes}, {"window": 3}):
-        with pytest.raises(TypeError, match=r"unexpected keyword argument .*: .*burst_attn_func"):
-            burst_attn_func(q, k, v, causal=True, **wrong)
-    got = burst_attn_func(q, k, v, 0.3, scores=scores, bias=bias)
-    distance = torch.arange(12).unsqueeze(1) - torch.arange(12)
-    added = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3 - slopes.view(-1, 1, 1) * distance.abs()
-    probs = added.masked_fill(~mask.dense(), -torch.inf).softmax(-1)
-    assert relative_error(got, torch.einsum("bhqk,bkhd->bqhd", probs, v)) < 1e-6
-
-
 BATCH = random_qkv(1, 5, 2, 2, 8)[:3]
 PACKED = [x[0] for x in BATCH]
 ENDS = torch.tensor([0, 2, 5])
@@ -280,8 +260,8 @@ WRONG = [  # a function, its arguments on rank 1, and what it says there
 ]
 
 
-@pytest.mark.parametrize(("name", "args", "options", "said"), WRONG)
-def test_what_is_wrong_on_one_rank_is_an_error_on_all(name, args, options, said):
+@pytest.mark.parametrize(("name", "args", "options", "message"), WRONG)
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(name, args, options, message):
     def work(ring):
         if ring.rank:
             getattr(compat, f"{name}_func")(*args, group=ring, **options)
@@ -289,43 +269,48 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(name, args, options, said)
             compat.ring_flash_attn_func(*BATCH, group=ring)
 
     other, wrong = what_each_says(2, work)
-    assert re.search(said, wrong)
+    assert re.search(message, wrong)
     assert f"rank 1 of the group failed before a call of burst_attn_func: {wrong[:50]}" in other
 
 
 @pytest.mark.parametrize(
-    ("wholes", "tokens", "prepared_causal", "said"),
+    ("wholes", "tokens", "prepared_causal", "message"),
     [
         (((0, 3, 10), (0, 6, 10)), 5, True, r"begin at \(0, 3, "),  # of different sequences
         (((0, 2, 10), (0, 2, 10)), 5, False, "of 2 and causal=True; "),
         (((0, 2, 10), (0, 2, 10)), 4, True, "for 4 tokens of rank"),
     ],
 )
-def test_llama3s_arguments_must_fit_together(wholes, tokens, prepared_causal, said):
+def test_llama3s_arguments_must_fit_together(wholes, tokens, prepared_causal, message):
     def work(ring):
         arguments = prepared(torch.tensor(wholes[ring.rank]), prepared_causal, ring.rank, 2)
         q, k, v = (x[:tokens] for x in PACKED)
         compat.llama3_flash_attn_varlen_func(q, k, v, *arguments, causal=True, group=ring)
 
-    assert any(re.search(said, line) for line in what_each_says(2, work))
+    assert any(re.search(message, line) for line in what_each_says(2, work))
 
 
 @pytest.mark.parametrize(("tokens", "rank"), [(7, 0), (8, 2), (8, -1)])
 def test_what_cannot_be_prepared(tokens, rank):
-    said = f"rank {rank} of 2 has no equal part of the {tokens} tokens"
-    with pytest.raises(ValueError, match=said):
+    message = f"rank {rank} of 2 has no equal part of the {tokens} tokens"
+    with pytest.raises(ValueError, match=message):
         compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, tokens]), True, rank, 2)
 
 
-def test_numbers_on_a_gpu_are_read_again_once_written(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    x = torch.tensor([0, 3])
-    assert read_cu_seqlens("x", x) is read_cu_seqlens("x", x)
-    assert read_cu_seqlens("x", x) == (0, 3)
-    x[1] = 7
-    assert read_cu_seqlens("x", x) == (0, 7)
-    with torch.inference_mode():
-        x = torch.tensor([0, 3])
-        assert read_cu_seqlens("x", x) == (0, 3)
-        x[1] = 7
-        assert read_cu_seqlens("x", x) == (0, 7)
+def test_the_refusal_of_alibi_shows_what_to_write():
+    """Its expressions, for documents of 5 and 7 tokens, give what flash-attn computes."""
+    q, k, v, _ = random_qkv(1, 12, 4, 4, 8, torch.float32)
+    mask, slopes = Mask.documents((0, 5, 12)), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    with pytest.raises(ValueError, match="expected alibi_slopes=None: ") as error:
+        compat.ring_flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+    found = re.search(r"scores=(.+) and bias=(.+)$", str(error.value))
+    names = {"Scores": Scores, "mask": mask, "torch": torch, "n": 7, "slopes": slopes}
+    scores, bias = (eval(text, names) for text in found.groups())
+    for wrong in ({"alibi_slopes": slopes}, {"window": 3}):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument .*: .*burst_attn_func"):
+            burst_attn_func(q, k, v, causal=True, **wrong)
+    got = burst_attn_func(q, k, v, 0.3, scores=scores, bias=bias)
+    distance = torch.arange(12).unsqueeze(1) - torch.arange(12)
+    added = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.3 - slopes.view(-1, 1, 1) * distance.abs()
+    probs = added.masked_fill(~mask.dense(), -torch.inf).softmax(-1)
+    assert relative_error(got, torch.einsum("bhqk,bkhd->bqhd", probs, v)) < 1e-6

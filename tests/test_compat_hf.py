@@ -64,12 +64,12 @@ def test_logits_and_gradients_are_those_of_each_document_alone():
 def misuse(rank):
     model, tokens = made(), torch.ones(1, 8, dtype=torch.long)
     model.config._attn_implementation = "flash_attention_2"
-    said = []
+    errors = []
 
     def fails(call, *args, **named):
         with pytest.raises((ValueError, RuntimeError)) as error:
             call(*args, **named)
-        said.append(str(error.value))
+        errors.append(str(error.value))
 
     substitute_hf_flash_attn(None, 1)
     fails(model, tokens)
@@ -84,10 +84,10 @@ def misuse(rank):
     fails(model.train(), tokens)
     model.config.sparse_config = {"topk": 4}
     fails(model.eval(), tokens)
-    return said
+    return errors
 
 
-def test_what_is_wrong_is_said():
+def test_wrong_calls_are_refused():
     expected = [
         "call update_ring_flash_attn_params before a model",
         "cu_seqlens must be (0, ",
@@ -99,6 +99,6 @@ def test_what_is_wrong_is_said():
         "expected dropout_p=0",
         "does not support a sparse_config",
     ]
-    for said in run_ranks(2, misuse):
-        for line, part in zip(said, expected, strict=True):
+    for errors in run_ranks(2, misuse):
+        for line, part in zip(errors, expected, strict=True):
             assert part in line

@@ -61,7 +61,7 @@ def error(layer, mask, extract, **options):
 
 
 def hybrid(rank, size):
-    """Errors in every case; what is extracted is looked at too."""
+    """Return the errors of every case, and check what is extracted."""
     found, causal, full = [alone(rank, size)], Mask.causal(TOKENS), Mask.full(TOKENS)
     for (ulysses, ring), kind, low in itertools.product(DEGREES[size], KINDS, (True, False)):
         set_seq_parallel_pg(ulysses, ring, rank, size, low)
@@ -103,30 +103,6 @@ def test_layers_equal_dense_attention(size):
         assert max(found) < ROUNDING
 
 
-def of_two_sequences(rank):
-    """Ranks 0 and 1 share one, 2 and 3 another one; the other layers keep the groups that they were
-    made with.
-    """
-    set_seq_parallel_pg(2, 2, rank, 4)
-    before = LongContextAttention()
-    set_seq_parallel_pg(1, 2, rank, 4)
-    members = dist.get_process_group_ranks(PROCESS_GROUP.SEQUENCE_PG)
-    assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
-
-    def extract(x):
-        return EXTRACT_FUNC_DICT["zigzag"](x, rank % 2, world_size=2, rd=2, ud=1)
-
-    layer = LongContextAttention(ring_impl_type="zigzag")
-    return error(layer, Mask.causal(8), extract, causal=True), error(
-        before, Mask.full(8), lambda x: x.chunk(4, 1)[rank]
-    )
-
-
-def test_groups_of_several_sequences():
-    for found in run_ranks(4, of_two_sequences):
-        assert max(found) < ROUNDING
-
-
 def caught(call, *args, **options):
     with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
         call(*args, **options)
@@ -146,12 +122,12 @@ WRONG_GROUPS = [  # arguments of set_seq_parallel_pg on each of two ranks, and w
 def misuse(rank):
     q, k, v, _ = random_qkv(1, 5, 2, 2, 8)
     extract = EXTRACT_FUNC_DICT
-    said = [caught(LongContextAttention), caught(extract["zigzag"], q, rank, 2, rd=1, ud=2)]
-    said += [caught(set_seq_parallel_pg, *wrong[rank]) for wrong in WRONG_GROUPS]
+    errors = [caught(LongContextAttention), caught(extract["zigzag"], q, rank, 2, rd=1, ud=2)]
+    errors += [caught(set_seq_parallel_pg, *wrong[rank]) for wrong in WRONG_GROUPS]
     set_seq_parallel_pg(1, 2, rank, 2)
     layers = {kind: LongContextAttention(ring_impl_type=kind) for kind in KINDS}
     qkv = LongContextAttentionQKVPacked()
-    said += [
+    errors += [
         caught(extract["strip"], q, rank, 2, rd=1, ud=2),
         caught(extract["basic"], q, rank, 2),
         caught(extract["zigzag"], torch.ones(1, 6), rank, 2, rd=2, ud=1),
@@ -170,10 +146,10 @@ def misuse(rank):
         caught(UlyssesAttention(), q, k, v, scale=0.1),
         caught(layers["strip"], q, k, v, causal=True, softcap=-0.5 * rank),
     ]
-    return said
+    return errors
 
 
-def test_what_is_wrong_is_said():
+def test_wrong_calls_are_refused():
     first, second = run_ranks(2, misuse)
     expected = [
         "call set_seq_parallel_pg first",
@@ -197,8 +173,8 @@ def test_what_is_wrong_is_said():
         "UlyssesAttention() got an unexpected keyword argument 'scale'; its arguments are query, ",
         "softcap must be positive",
     ]
-    for said, part in zip(second, expected, strict=True):
-        assert part in said
+    for error, part in zip(second, expected, strict=True):
+        assert part in error
     for place in (1 + len(WRONG_GROUPS), -1):  # wrong on rank 1 only
         assert "rank 1 of the group failed" in first[place]
 

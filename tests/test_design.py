@@ -6,13 +6,9 @@ import ast
 import contextlib
 import importlib
 import io
-import itertools
 import re
 
-import pytest
-
 import bmt_burst
-from bmt_burst.strategies.ring.events import order_events
 from tests.launcher import ROOT
 
 PAGE = ROOT / "docs/design.md"
@@ -23,9 +19,9 @@ def with_printed(text: str) -> str:
     """A page with what its code prints, where that is marked."""
 
     def printed(match: re.Match) -> str:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             exec(match[2], {})
-        return match[1] + said.getvalue() + match[3]
+        return match[1] + output.getvalue() + match[3]
 
     return _PRINTED.sub(printed, text)
 
@@ -78,38 +74,6 @@ def test_every_name_it_uses_is_in_the_code():
     words = set(re.findall(r"\w+", code))
     assert len(names) > 60
     assert names - files <= words
-
-
-@pytest.mark.parametrize("returning", [False, True])
-@pytest.mark.parametrize("passes", [1, 2, 3])
-def test_an_event_waits_only_for_what_stands_before_it_in_the_list_of_all(passes, returning):
-    """There are two buffers for blocks and one for gradients: a delivery needs that the one so many
-    before was read.
-    """
-    for rounds in range(1, 4):
-        for stages in itertools.product(range(4), repeat=rounds):
-            events = list(order_events(passes, stages, returning))
-            at = {event: number for number, event in enumerate(events)}
-            assert len(at) == len(events)
-            fetches = [event for event in events if event.do == "fetch"]
-            returns = [event for event in events if event.do == "return"]
-            assert len(fetches) == passes * sum(stages)
-            assert len(returns) == returning * len(fetches)
-            read = []
-            for event in fetches:
-                landed, freed = event._replace(do="land"), event._replace(do="free")
-                assert at[event] < at[landed] < at[event._replace(do="compute")] < at[freed]
-                read.append(at[freed])
-            assert read == sorted(read)
-            assert all(freed < at[event] for freed, event in zip(read, fetches[2:], strict=False))
-            added = []
-            for event in returns:
-                last = event._replace(do="end")
-                added.append(at[last if last in at else event._replace(do="collect")])
-                assert at[event] < added[-1]
-            assert all(
-                before < at[event] for before, event in zip(added, returns[1:], strict=False)
-            )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ LADDER = {"exchange": 1, "plain_ring": 4, "overlapped_ring": 1}  # and what each
 
 @pytest.mark.parametrize("name", LADDER)
 def test_a_step_runs_and_is_small(name):
-    code, said = run_script(None, f"examples/{name}.py")
-    assert code == 0, said
-    assert len(said.splitlines()) == LADDER[name], said
+    code, printed = run_script(None, f"examples/{name}.py")
+    assert code == 0, printed
+    assert len(printed.splitlines()) == LADDER[name], printed
     assert len((ROOT / f"examples/{name}.py").read_text().splitlines()) < 60
 
 

@@ -44,18 +44,6 @@ def test_groups_with_a_balanced_layout_attend():
         assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_that_differ_in_their_layouts_do_not_join():
-    def work(ring):
-        layouts = "zigzag", Layout.balanced(MASK, 2)
-        sp = SequenceParallel(ring.rank, 2, layouts[ring.rank], process_group=ring)
-        with pytest.raises(
-            ValueError, match=r"ranks differ in unshard's arguments: .*zigzag.*balanced"
-        ):
-            sp.unshard(torch.zeros(1, 10 + (ring.rank == 0)), 21)
-
-    simulate(2, work)
-
-
 def test_a_layout_is_for_its_length_and_its_ranks():
     sp = SequenceParallel(1, 2).with_layout(Layout.balanced(MASK, 2))
     for call in (

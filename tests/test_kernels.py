@@ -163,7 +163,6 @@ def test_a_bias_is_computed_by_the_same_kernel_or_the_fastest_that_can():
 @pytest.mark.parametrize(
     ("capability", "kv_heads", "head_size", "deterministic", "version", "refusal"),
     [
-        ((9, 0), 4, 128, False, "new", None),
         ((9, 0), 4, 72, False, "new", None),
         ((9, 0), 4, 128, False, "old", "lacks aux_scalars"),
         ((10, 0), 4, 128, False, "new", "only on GPUs of compute capability 9"),
@@ -399,13 +398,6 @@ def test_fa4_computes_no_head_with_too_many_entries(monkeypatch):
         kernels.load("fa4").forward(q, k, v, KernelCall.whole(3), SPEC)
 
 
-def test_fa4_refuses_too_many_keys(monkeypatch):
-    monkeypatch.setattr(fa4, "installed", lambda package: True)
-    q = torch.zeros((), dtype=torch.bfloat16).expand(1, 1 << 19, 32, 128)
-    assert "k has 2147483648 entries" in kernels.load("fa4").refuses(SPEC, q, q)
-    assert "entries" not in (kernels.load("fa4").refuses(SPEC, q, q[:, 1:]) or "")
-
-
 @pytest.mark.parametrize("kind", ["causal", "documents"])
 @pytest.mark.parametrize("head_size", [8, 64, 112, 136, (192, 128), (96, 48)])
 def test_fa4_pads_head_sizes(monkeypatch, kind, head_size):
@@ -453,12 +445,6 @@ def test_fa4_knows_what_each_gpu_can_do(monkeypatch, capability, head_size, dete
     assert (reason is None) if refusal is None else (refusal in reason)
     if refusal is None:
         assert capped == (None if capability == (9, 0) else kernels.NO_SOFTCAP)
-
-
-def test_every_kernel_says_why_it_refuses():
-    q = torch.zeros(1, 2, 2, 8, device="meta")
-    with pytest.raises(ValueError, match="cpu: inputs are on meta, not on the CPU"):
-        kernels.pick("cpu", q, q, SPEC)
 
 
 @pytest.fixture
@@ -517,12 +503,21 @@ def test_auto_passes_on_from_a_package_that_is_half_installed(half_installed, na
     q, k, _, _ = random_qkv(1, 4, 2, 2, 8)
     for _ in range(2):
         assert kernels.pick("auto", q, k, SPEC).name == "cpu"
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len([text for text in said if text.startswith(f"the package {PACKAGES[name]} is")]) == 1
-    assert reason in "".join(said)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        len([text for text in warnings if text.startswith(f"the package {PACKAGES[name]} is")]) == 1
+    )
+    assert reason in "".join(warnings)
     with pytest.raises(
         ValueError, match=f"{name}: the package {PACKAGES[name]} is installed but .*{reason}"
     ):
         kernels.pick(name, q, k, SPEC)
     with pytest.raises(RuntimeError, match=f"is installed but cannot be used: .*{reason}"):
         doctor._check_kernel(name)
+
+
+def test_fa4_refuses_too_many_keys(monkeypatch):
+    monkeypatch.setattr(fa4, "installed", lambda package: True)
+    q = torch.zeros((), dtype=torch.bfloat16).expand(1, 1 << 19, 32, 128)
+    assert "k has 2147483648 entries" in kernels.load("fa4").refuses(SPEC, q, q)
+    assert "entries" not in (kernels.load("fa4").refuses(SPEC, q, q[:, 1:]) or "")

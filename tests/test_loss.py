@@ -126,16 +126,6 @@ def test_tiled_gradients_by_finite_differences(monkeypatch):
     )
 
 
-def test_a_shard_without_targets_adds_nothing():
-    hidden, weight, labels = case(5, 7, torch.float32)
-    total, count, dhidden, dweight = results(
-        linear_cross_entropy_sum, hidden, weight, labels.fill_(IGNORE_INDEX)
-    )
-    assert (total, count) == (0, 0)
-    assert not dhidden.any()
-    assert not dweight.any()
-
-
 def test_logits_are_never_whole(monkeypatch):
     monkeypatch.setattr(loss, "_TILE_TOKENS", 8)
     monkeypatch.setattr(loss, "_TILE_ENTRIES", 16)
@@ -152,25 +142,15 @@ def test_large_logits_do_not_overflow():
     assert dhidden.isfinite().all()
 
 
-def test_labels_outside_the_vocabulary_are_refused():
-    hidden, weight, labels = case(5, 7, torch.float32)
-    for label in (-1, 7, 1000):
-        labels[0, 1] = label
-        with pytest.raises(ValueError, match=f"label {label} is not in a vocabulary of 7"):
-            linear_cross_entropy_sum(hidden, weight, labels)
-
-
 SHAPES = r"labels: expected shape \(2, 5\), one a token, got "
 SIZES, DTYPE = "hidden and weight: expected ", "one dtype, got torch."
 WRONG = [
     (lambda h, w, y: (h, w, y[:, :-1]), rf"ValueError: {SHAPES}\(2, 4\)"),
-    (lambda h, w, y: (h, w, y.T), rf"ValueError: {SHAPES}\(5, 2\)"),
     (lambda h, w, y: (h, w, y.flatten()), rf"ValueError: {SHAPES}\(10,\)"),
     (lambda h, w, y: (h, w, y.int()), "TypeError: labels: expected int64, got torch.int32"),
     (lambda h, w, y: (h, w, y.to("meta")), "ValueError: labels: expected them on cpu, got .* meta"),
     (lambda h, w, y: (h, w, y.tolist()), "TypeError: labels must be a torch.Tensor, got list"),
     (lambda h, w, y: (h, w.T, y), r"ValueError: got shapes \(2, 5, 12\) and \(12, 7\)"),
-    (lambda h, w, y: (h[0, 0], w, y[0, 0]), rf"ValueError: {SIZES}\(..., tokens, E\)"),
     (lambda h, w, y: (h.bfloat16(), w, y), f"TypeError: {DTYPE}bfloat16 and torch.float32"),
     (lambda h, w, y: (h, w.double(), y), f"TypeError: {DTYPE}float32 and torch.float64"),
     (lambda h, w, y: (h.long(), w, y), "TypeError: hidden: expected fp16, .*, got torch.int64"),
@@ -228,8 +208,7 @@ def under_autocast(function, hidden, weight, labels, dtype, factor):
     return [grad.double() / factor for grad in grads]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("factor", [1.0, 65536.0])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.0), (torch.float16, 65536.0)])
 @pytest.mark.parametrize("given", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
 def test_under_autocast_gradients_are_as_good_as_a_linear_layers(dtype, factor, given):
     generator = torch.Generator().manual_seed(0)
@@ -246,25 +225,6 @@ def test_under_autocast_gradients_are_as_good_as_a_linear_layers(dtype, factor, 
         errors[function] = [relative_error(a, b) for a, b in zip(grads, exact, strict=True)]
     for mine, theirs in zip(errors[linear_cross_entropy_sum], errors[plain], strict=True):
         assert mine < 1.1 * theirs  # sums over tiles round once a tile
-
-
-def test_fp64_stays_fp64_under_autocast():
-    tensors = case(5, 7, torch.float64)
-    expected = results(linear_cross_entropy_sum, *tensors)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert all(
-            a.equal(b)
-            for a, b in zip(results(linear_cross_entropy_sum, *tensors), expected, strict=True)
-        )
-
-
-def test_a_backward_within_autocast_is_the_same():
-    tensors = case(5, 7, torch.float32)
-    expected = results(linear_cross_entropy_sum, *tensors)
-    total, _ = linear_cross_entropy_sum(*tensors)
-    with torch.autocast("cpu", torch.bfloat16):
-        grads = torch.autograd.grad(total * 0.37, tensors[:2])
-    assert all(a.equal(b) for a, b in zip(grads, expected[2:], strict=True))
 
 
 def test_what_needs_no_gradient_gets_none():
@@ -315,3 +275,12 @@ def test_scores_of_tokens_equal_those_of_whole_logits(monkeypatch):
     assert torch.equal(best, logits.argmax(-1))
     _, none = score_tokens(hidden * math.nan, weight, labels)
     assert (none == -1).all()
+
+
+def test_a_backward_within_autocast_is_the_same():
+    tensors = case(5, 7, torch.float32)
+    expected = results(linear_cross_entropy_sum, *tensors)
+    total, _ = linear_cross_entropy_sum(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        grads = torch.autograd.grad(total * 0.37, tensors[:2])
+    assert all(a.equal(b) for a, b in zip(grads, expected[2:], strict=True))

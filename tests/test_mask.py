@@ -279,18 +279,8 @@ def test_overlaps_are_found_whenever_there_are_some():
         ),
         (lambda: Mask(8.0, ()), r"TypeError: seq_len must be a whole number, got 8\.0"),
         (lambda: Mask(0, ()), "ValueError: seq_len must be at least 1, got 0"),
-        (lambda: Mask.causal(0), "ValueError: seq_len must be at least 1, got 0"),
         (lambda: Mask.full(True), "TypeError: seq_len must be a whole number, got True"),
         (lambda: Mask.window(8, 0), "ValueError: window must be at least 1, got 0"),
-        (lambda: Mask.window(8, None), "TypeError: window must be a whole number, got None"),
-        (
-            lambda: Mask.documents((0, 8), window=-1),
-            "ValueError: window must be at least 1, got -1",
-        ),
-        (
-            lambda: Mask.documents((0, 8), causal=1),
-            "TypeError: causal must be True or False, got 1",
-        ),
         (
             lambda: Mask.causal(8).windowed(2.0),
             r"TypeError: window must be a whole number, got 2\.0",
@@ -298,10 +288,6 @@ def test_overlaps_are_found_whenever_there_are_some():
         (
             lambda: Mask.window(8, 1 << 63),
             r"ValueError: window must be below 2\^63, got a number of 64 bits",
-        ),
-        (
-            lambda: Mask.causal(1 << 70),
-            r"ValueError: seq_len must be below 2\^63, got a number of 71 bits",
         ),
         (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), r"ValueError: low must be below 2\^63"),
         (lambda: Mask.stacked([]), "ValueError: expected at least one mask to stack"),
@@ -316,7 +302,6 @@ def test_what_makes_no_mask_is_refused(make, error):
 CU_SEQLENS = [
     ((1, 8), r"ValueError: cu_seqlens must be \(0, .* with at least one token, got \(1, 8\)"),
     ((), r"ValueError: cu_seqlens must be \(0, .* with at least one token, got \(\)"),
-    ((0,), r"ValueError: cu_seqlens must be \(0, .* with at least one token, got \(0\)"),
     (
         (0, 0, 0),
         r"ValueError: cu_seqlens must be \(0, .* with at least one token, got \(0, 0, 0\)",
@@ -324,19 +309,12 @@ CU_SEQLENS = [
     ((0, 5, 3, 8), "ValueError: cu_seqlens must not decrease, got 3 after 5"),
     ((0, 2.0), r"TypeError: cu_seqlens must be a whole number, got 2\.0"),
     ("0123", "TypeError: cu_seqlens must be a sequence of whole numbers, got str"),
-    (b"0123", "TypeError: cu_seqlens must be a sequence of whole numbers, got bytes"),
-    (8, "TypeError: cu_seqlens must be a sequence of whole numbers, got int"),
     (None, "TypeError: cu_seqlens must be a sequence of whole numbers, got NoneType"),
     (
         torch.tensor([0.0, 8.0]),
         "TypeError: tensor of integers of one dimension, got shape .* and torch.float32",
     ),
-    (
-        torch.tensor([False, True]),
-        "TypeError: tensor of integers of one dimension, got shape .* and torch.bool",
-    ),
     (torch.tensor([[0, 8]]), r"TypeError: tensor of integers of one dimension, got shape \(1, 2\)"),
-    (torch.tensor(8), r"TypeError: tensor of integers of one dimension, got shape \(\)"),
     (
         torch.zeros(2, dtype=torch.int32, device="meta"),
         "ValueError: must be on the CPU, .* got meta",
@@ -390,7 +368,6 @@ WRONG_ON_ALL = [
         r"ValueError: the mask has 13 tokens, the ranks hold 12: \[4, 4, 4\]",
     ),
     ({"mask": Mask.causal(12), "causal": True}, "ValueError: expected mask or causal, got both"),
-    ({"mask": "causal"}, "TypeError: mask must be a Mask or one for each row, got str"),
     (
         {"mask": torch.ones(12, 12, dtype=torch.bool)},
         "TypeError: mask must be a Mask or one for each row, got Tensor",
@@ -399,9 +376,7 @@ WRONG_ON_ALL = [
         {"mask": [Mask.causal(12), None]},
         "TypeError: mask must be a Mask or one for each row, got NoneType",
     ),
-    ({"mask": [[Mask.causal(12)]]}, "TypeError: mask must be a Mask or one for each row, got list"),
     ({"mask": [Mask.causal(12)] * 3}, "ValueError: mask has 3 entries for a batch of 2 rows"),
-    ({"mask": []}, "ValueError: mask has 0 entries for a batch of 2 rows"),
     ({"mask": [Mask.causal(12), Mask.full(13)]}, "ValueError: the same number of tokens|13"),
     ({"layout": ["zigzag"] * 3}, "ValueError: layout has 3 entries for a batch of 2 rows"),
     (
@@ -409,17 +384,12 @@ WRONG_ON_ALL = [
         "TypeError: layout must be a Layout or one for each row, got NoneType",
     ),
     ({"layout": 3}, "TypeError: layout must be .*, got int: pass its name, such as 'zigzag'"),
-    ({"layout": None}, "TypeError: layout must be a Layout or one for each row, got NoneType"),
     ({"layout": ["zigzag", "striped"]}, "ValueError: expected a mask for each row or Layouts"),
     (
         {"layout": ["zigzag", "spiral"], "mask": Mask.causal(12)},
         "ValueError: unknown layout 'spiral'",
     ),
     ({"layout": Layout.zigzag(12, 4)}, "ValueError: expected a layout on 3 ranks, got one on 4"),
-    (
-        {"layout": Layout.zigzag(13, 3)},
-        r"ValueError: the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into",
-    ),
     (
         {"layout": Layout.zigzag(13, 3), "mask": Mask.causal(12)},
         r"ValueError: the ranks hold \[4, 4, 4\] tokens, but zigzag cuts 13 into",
@@ -471,20 +441,17 @@ def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, error):
 @pytest.mark.parametrize(
     ("mine", "theirs", "term"),
     [
-        ({"mask": Mask.causal(12)}, {"mask": Mask.full(12)}, "mask or causal"),
         (
             {"mask": Mask.documents((0, 5, 12))},
             {"mask": Mask.documents((0, 6, 12))},
             "mask or causal",
         ),
-        ({"mask": Mask.causal(12)}, {"causal": True}, "mask or causal"),
         ({"causal": True}, {}, "mask or causal"),
         (
             {"mask": Mask.causal(12)},
             {"mask": [Mask.causal(12), Mask.full(12)]},
             "masks or layouts by row",
         ),
-        ({"layout": "zigzag"}, {"layout": "striped"}, "layout"),
         (
             {"layout": Layout.balanced(Mask.documents((0, 5, 12)), 3)},
             {"layout": Layout.balanced(Mask.documents((0, 2, 12)), 3)},

@@ -1,5 +1,6 @@
-"""How much memory attention takes beside its inputs, for lengths that no CPU computes: allocations
-without values.
+"""Memory that attention takes in addition to its inputs, for lengths that no CPU computes.
+
+Allocations have no values.
 
 One rank runs alone over fake tensors; what would arrive from its peers has its size and nothing
 else.

@@ -105,14 +105,6 @@ def test_parts_are_added_up_wide():
     )
 
 
-def test_sums_without_parts_fold_to_zero():
-    gradients = Gradients((1, 2, 3, 1), torch.float32, torch.device("cpu"))
-    gradients.fold()
-    assert gradients.result().equal(torch.zeros(1, 2, 3, 1))
-    gradients.add([(1, 2)], torch.ones(1, 1, 3, 1))
-    assert gradients.result().flatten().tolist() == [0, 0, 0, 1, 1, 1]
-
-
 def test_sums_may_lie_where_their_first_part_does():
     """Only tokens of which more comes are written; the others' bits stay, whatever they are."""
     first, second = torch.randn(1, 7, 2, 4), torch.randn(1, 3, 2, 4)
@@ -173,16 +165,3 @@ def test_parts_with_which_a_sum_begins_do_not_count():
     assert gradients.total.eq(5).all()
     many = Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), parts=parts * 6)
     assert many.result().eq(18).all()
-
-
-def test_folded_parts_are_not_read_again():
-    """As memory that they arrived in must be given back."""
-    gradients, part = (
-        Gradients((1, 4, 1, 2), torch.float32, torch.device("cpu"), limit=1 << 30),
-        torch.ones(1, 4, 1, 2),
-    )
-    gradients.add([(0, 4)], part)
-    gradients.fold()
-    part.fill_(torch.nan)
-    gradients.add([(1, 3)], torch.ones(1, 2, 1, 2))
-    assert gradients.result().flatten().tolist() == [1, 1, 2, 2, 2, 2, 1, 1]

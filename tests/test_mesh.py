@@ -10,9 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, nn
-from bmt_burst.ranks.groups import _take_mesh_groups
 from bmt_burst.ranks.sequence_parallel import DetachedGroups
-from bmt_burst.transport.bmtrain import BMTrainTransport
 from tests.cases import random_qkv
 from tests.launcher import run_ranks
 from tests.reference import dense_attention, relative_error
@@ -134,7 +132,7 @@ def test_fsdp2_goes_with_the_same_mesh():
 
 
 def misuse(rank: int) -> list[str]:
-    """What every rank is told, one after the other over the same world."""
+    """Return the errors of this rank, one after the other over the same world."""
     flat, pair = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [[0, 1], [2, 3]])
     pairs = {
         ranks: DeviceMesh("cpu", list(ranks))
@@ -166,7 +164,7 @@ def misuse(rank: int) -> list[str]:
 
 
 def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
-    said = run_ranks(4, misuse)
+    errors = run_ranks(4, misuse)
     alike = {
         0: "expected a mesh or sizes, got both: a mesh has a size",
         1: "expected a mesh or sizes, got both: a mesh has a size",
@@ -183,8 +181,8 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
     }
     for number, message in alike.items():
         kind = "RanksDisagree" if message.startswith("ranks differ") else "ValueError"
-        assert all(messages[number].startswith(f"{kind}: {message}") for messages in said), number
-    for rank, messages in enumerate(said):
+        assert all(messages[number].startswith(f"{kind}: {message}") for messages in errors), number
+    for rank, messages in enumerate(errors):
         reason = "expected a DeviceMesh with rank 2, got [0, 1]"
         told = (
             "rank 2 of the group failed before init_sequence_parallel of a mesh: ValueError: "
@@ -198,8 +196,3 @@ def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
             f"{wrong}"
         )
         assert messages[9] == (wrong if rank == 2 else told)
-
-
-def test_a_mesh_is_not_for_ranks_of_bmtrain():
-    with pytest.raises(ValueError, match="expected sp_size and inner_size on BMTrain, got a mesh"):
-        _take_mesh_groups(BMTrainTransport.__new__(BMTrainTransport), None, "zigzag")

@@ -92,8 +92,8 @@ def script_of(package, folder, after=True):
 @pytest.mark.parametrize("package", FOUND)
 def test_the_changed_scripts_compute_what_one_process_does(package, tmp_path):
     script, ranks = script_of(package, tmp_path)
-    code, said = run_script(ranks, script)
-    assert code == 0, said
+    code, printed = run_script(ranks, script)
+    assert code == 0, printed
 
 
 @pytest.mark.gpu

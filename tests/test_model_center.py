@@ -45,18 +45,18 @@ RUNS = {  # what ranks do, in one process each
 
 
 def run(size: int, results, *tasks: list[str]) -> tuple[dict[str, list], str]:
-    """By task what each of `size` ranks found, and what they said."""
+    """Return the findings of `size` ranks by task, and their output."""
     line = "tests/model_center_rank.py", results, json.dumps(tasks)
     if GPUS:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *_given_path()])
         done = torchrun(size, *line, python=["-W", "ignore"], env=environment, timeout=600)
-        code, said, errors = done.returncode, done.stdout, done.stderr
+        code, printed, errors = done.returncode, done.stdout, done.stderr
     else:
-        (code, said), errors = run_script(size, *line), ""
-    assert code == 0, said[-2000:] + errors[-5000:]
+        (code, printed), errors = run_script(size, *line), ""
+    assert code == 0, printed[-2000:] + errors[-5000:]
     ranks = [json.loads((results / f"{rank}.json").read_text()) for rank in range(size)]
-    return {task[0]: list(found) for task, *found in zip(tasks, *ranks, strict=True)}, said
+    return {task[0]: list(found) for task, *found in zip(tasks, *ranks, strict=True)}, printed
 
 
 def _given_path() -> list[str]:
@@ -207,8 +207,8 @@ def test_what_is_wrong_is_refused_on_all_ranks_and_changes_nothing(found):
                 if name.startswith("dropout")
                 else "the forward of a Bert"
             )
-            heard = f"RanksDisagree: rank 0 of the group failed before {doing}: {start}"
-            assert errors[name].startswith(heard if number else start), name
+            theirs = f"RanksDisagree: rank 0 of the group failed before {doing}: {start}"
+            assert errors[name].startswith(theirs if number else start), name
         for name, start in REFUSED.items():
             assert errors[name].startswith(start), name
         assert rank["still works"] == "no error"

@@ -7,15 +7,12 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Layout, burst_attn_func, kernels, simulate
-from bmt_burst.sequence.tile import KernelCall
-from bmt_burst.spec import Spec
+from bmt_burst import Layout, burst_attn_func, simulate
 from tests.cases import random_qkv
 from tests.reference import dense_attention
 from tests.rings import CPU_KERNELS
 
 VALUES = [float("nan"), float("inf"), -float("inf")]
-BLOCKS = (1, 2, 8, 17, 100)
 
 
 def spoilt(tokens, name, at, value, dtype):
@@ -25,22 +22,6 @@ def spoilt(tokens, name, at, value, dtype):
     tensors = random_qkv(1, tokens, 4, 2, 16, dtype, seed=tokens)
     tensors["qkv".index(name)][0, at, 0, 3] = value
     return tensors, [x.double() for x in tensors[:3]]
-
-
-@pytest.mark.parametrize("flash", CPU_KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_block_is_nan_where_dense_attention_is(flash, dtype, name, value):
-    """A value's NaN may spread to queries that do not see it: a probability of 0 times NaN."""
-    kernel = kernels.load(flash)
-    for tokens, causal in itertools.product(BLOCKS, (False, True) if name != "v" else (False,)):
-        for at in ([0], list(range(tokens))):
-            (q, k, v, _), doubles = spoilt(tokens, name, at, value, dtype)
-            out, lse = kernel.forward(q, k, v, KernelCall.whole(tokens, causal=causal), Spec(0.25))
-            expected, expected_lse = dense_attention(*doubles, causal, 0.25)
-            assert out.isnan().equal(expected.isnan()), (tokens, causal, at)
-            assert lse.isfinite().equal(expected_lse.isfinite()), (tokens, causal, at)
 
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
@@ -69,9 +50,8 @@ def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
 
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
-@pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize(("backward", "causal"), [("q", True), ("kv", False)])
+@pytest.mark.parametrize("value", VALUES[1:])
 def test_gradients_of_a_query_that_is_not_finite_are_nan(flash, backward, causal, value):
     tokens, size = 12, 3
     (*tensors, dout), _ = spoilt(tokens, "q", 5, value, torch.float32)
@@ -109,12 +89,3 @@ def test_scores_that_overflow_are_as_in_dense_attention():
     expected, _ = dense_attention(q, k, v, True, 8**-0.5)
     assert out.isnan().equal(expected.isnan())
     assert torch.allclose(out[0, 4:], expected[0, 4:])
-
-
-def test_a_query_of_zeros_is_nothing_special():
-    q, k, v, _ = random_qkv(1, 5, 2, 2, 8)
-    expected, expected_lse = dense_attention(q * 0, k, v, True, 0.3)
-    out, lse = kernels.load("cpu").forward(q * 0, k, v, KernelCall.whole(5, causal=True), Spec(0.3))
-    assert lse[0, 0, 0] == 0
-    assert torch.allclose(out, expected)
-    assert torch.allclose(lse, expected_lse)

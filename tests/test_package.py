@@ -82,11 +82,13 @@ def test_a_type_checker_finds_wrong_arguments(tmp_path):
         f"[mypy]\nmypy_path = {ROOT}\nfollow_imports = silent\n"
         "[mypy-torch.*]\nfollow_imports = skip\n"
     )
-    said, failed, _ = api.run(["--config-file", str(config), "--cache-dir", os.devnull, str(file)])
+    printed, failed, _ = api.run(
+        ["--config-file", str(config), "--cache-dir", os.devnull, str(file)]
+    )
     assert not failed, failed
-    found = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
+    found = {int(line.split(":")[1]) for line in printed.splitlines() if ": error:" in line}
     wrong = {n for n, line in enumerate(CALLS.splitlines(), 1) if line.endswith("# wrong")}
-    assert found == wrong, said
+    assert found == wrong, printed
 
 
 def test_options_are_those_of_the_signatures():

@@ -223,20 +223,6 @@ def causal_plans(monkeypatch, size, inner, backward="kv", group_bytes=400):
     return [RingPlan(call, rank) for rank in range(size)]
 
 
-def swapped(first, second):
-    """A change: the first event of one kind changes places with the next of another."""
-
-    def change(events):
-        events = list(events)
-        i = next((i for i, event in enumerate(events) if event.do == first), None)
-        if i is not None:
-            j = next(j for j in range(i, len(events)) if events[j].do == second)
-            events[i], events[j] = events[j], events[i]
-        return events
-
-    return change
-
-
 def test_ranks_that_release_nothing_are_found_waiting(monkeypatch):
     plans = causal_plans(monkeypatch, 4, 4)
     forward = [plan.forward_program for plan in plans]

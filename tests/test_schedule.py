@@ -6,17 +6,11 @@ import pytest
 
 from bmt_burst.strategies.ring.schedule import Schedule
 
-GRIDS = [
-    (inner, outer)
-    for inner in (1, 2, 3, 4, 5, 8, 16)
-    for outer in (1, 2, 3, 4)
-    if inner * outer <= 64
-]
-GRIDS += [(64, 1), (63, 1), (37, 1), (8, 8), (7, 9), (1, 64)]
+GRIDS = [*itertools.product((1, 2, 3, 8), (1, 2, 4)), (64, 1), (37, 1), (8, 8), (7, 9), (1, 64)]
 
 
 def moments(schedule: Schedule):
-    """(round, hop), in the order in which ranks attend to them."""
+    """Return each (round, hop), in the order in which ranks attend to them."""
     return itertools.product(range(schedule.outer), range(schedule.inner))
 
 
@@ -57,16 +51,6 @@ def test_blocks_are_at_hand_in_the_host_or_come_straight_from_their_owner(inner,
             assert schedule.block(opener, number, 0) == block
             assert block % inner == opener % inner
             assert block // inner == schedule.host_of_round(host, number)
-
-
-@pytest.mark.parametrize(("inner", "outer"), GRIDS)
-def test_hosts_lend_to_those_that_borrow_of_them(inner, outer):
-    """In round n a host has blocks of the n-th after it, and that lends its blocks to the n-th
-    before.
-    """
-    schedule = Schedule(inner, outer)
-    for host, number in itertools.product(range(outer), range(outer)):
-        assert schedule.host_of_round(schedule.host_of_round(host, number), -number) == host
 
 
 def test_a_schedule_prints():

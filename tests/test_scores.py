@@ -25,7 +25,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import Program, RingPlan
 from tests.cases import random_layout, random_mask, random_qkv
-from tests.reference import attention_errors, dense_results, relative_error
+from tests.reference import attention_errors, dense_results
 from tests.refusals import refusal
 from tests.rings import CPU_KERNELS, ring_results
 
@@ -269,22 +269,12 @@ WRONG = [
         {"distances": integers([1, 2])},
         r"ValueError: distances must be 2 reach \+ 1 rows, an odd number, got 2",
     ),
-    ({"distances": integers([-1])}, "ValueError: other must be rows of a table, 0 or more, got -1"),
     ({"pairs": integers([-2] * 5)}, "ValueError: other must be rows of a table, 0 or more, got -2"),
-    (
-        {"pairs": integers([])},
-        r"ValueError: pairs must have entries 0 to 4, for each base \+ segment, got 0 entries",
-    ),
     (
         {"base": integers([0, 0, 2, 2, 5, 5])},
         r"ValueError: pairs must have entries 0 to 5, for each base \+ segment, got 5 entries",
     ),
-    (
-        {"segment": integers([-1] * 6)},
-        r"ValueError: pairs must have entries -1 to 3, for each base \+ segment, got 5 entries",
-    ),
     ({"other": -1}, "ValueError: other must be rows of a table, 0 or more, got -1"),
-    ({"other": 1.5}, "TypeError: other must be a whole number, got 1.5"),
     ({"other": 1 << 70}, r"ValueError: below 2\^31; got a number of 71 bits"),
 ]
 
@@ -424,28 +414,6 @@ def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
             burst_attn_func(q, q, q, scores=added, bias=torch.zeros(1, 2), process_group=ring)
 
     simulate(2, work)
-
-
-@pytest.mark.parametrize("backward", ["kv"])
-def test_in_bf16_areas_cost_a_table_little_of_its_precision(backward, monkeypatch):
-    """Gradients of areas are a difference of sums, of v dv and of P delta, made of what was rounded
-    to bf16.
-    """
-    monkeypatch.setattr(areas, "_LONG", 32)
-    group, base, segment = (
-        integers(x).repeat_interleave(64) for x in ([0, 0, 1], [0, 2, 4], [0, 1, 0])
-    )
-    pairs = integers([BY_DISTANCE, 8, 9, BY_DISTANCE, BY_DISTANCE])
-    added = Scores(Mask.full(192), group, base, segment, pairs, scores.distance_rows(8, 16), 10)
-    for seed in range(3):
-        tensors = random_qkv(1, 192, 2, 2, 32, torch.bfloat16, seed=seed)
-        bias = torch.randn(11, 2, generator=torch.Generator().manual_seed(seed))
-        exact = dense_results(added.mask, tensors, SCALE, added.dense(), bias)[-1]
-        for flash in CPU_KERNELS:  # with areas, and without
-            options = {"scores": added, "backward": backward, "flash": flash}
-            grad = ring_results(Layout.zigzag(192, 2), tensors, SCALE, bias=bias, **options)[-1]
-            # three times bf16's 2^-8; measured: up to 0.006
-            assert relative_error(grad, exact) < 0.012
 
 
 def test_rows_of_a_batch_may_have_scores_of_their_own(monkeypatch):

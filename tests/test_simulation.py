@@ -166,14 +166,6 @@ def test_ranks_that_wait_for_one_that_is_gone_are_told():
         simulate(2, lambda ring: attention(ring, *tensors) if ring.rank else None)
 
 
-def test_ranks_that_need_nothing_of_each_other_may_differ():
-    x = torch.ones(2, requires_grad=True)
-    results = simulate(RANKS, lambda ring: x * ring.rank if ring.rank else "nothing")
-    (results[1] + results[2]).sum().backward()
-    assert results[0] == "nothing"
-    assert x.grad.tolist() == [3.0, 3.0]
-
-
 def test_second_derivatives_are_refused():
     tensors, _ = inputs()
     out = unshard(simulate(2, lambda ring: attention(ring, *tensors)))
@@ -215,13 +207,6 @@ def test_the_callers_modes_hold_on_the_ranks(context):
     assert out.is_inference() == (context is torch.inference_mode)
 
 
-def test_grad_mode_may_change_within_inference_mode():
-    with torch.inference_mode(), torch.enable_grad():
-        assert simulate(
-            1, lambda ring: (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        ) == [(True, True)]
-
-
 def test_the_callers_autocast_holds_on_the_ranks():
     x = torch.ones(2, 2)
     with torch.autocast("cpu", torch.float16):
@@ -243,11 +228,6 @@ def test_the_callers_autocast_holds_on_the_ranks():
 def test_impossible_numbers_of_ranks_are_refused(size, error):
     with refusal(error):
         simulate(size, lambda ring: None)
-
-
-def test_work_must_be_a_function():
-    with pytest.raises(TypeError, match="work: expected a function of a ring, got NoneType"):
-        simulate(2, None)
 
 
 def test_a_put_that_is_not_contiguous_is_refused():
@@ -293,9 +273,3 @@ def test_second_derivatives_of_simulated_ranks_by_autograd_functional_raise(func
     """They would be zero: the functions differentiate with respect to a view of their input."""
     with pytest.raises(RuntimeError, match="the result of simulate is differentiable once"):
         FUNCTIONAL[function](torch.ones(1, 4, 1, 8))
-
-
-def test_first_derivatives_of_simulated_ranks_by_autograd_functional():
-    x = torch.ones(1, 4, 1, 8)
-    assert torch.autograd.functional.jacobian(doubled, x).equal(torch.full_like(x, 2))
-    assert torch.autograd.functional.vjp(doubled, x)[1].equal(torch.full_like(x, 2))

@@ -72,16 +72,16 @@ def test_a_config_of_minicpm41_is_read_and_written():
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("given", "message"),
     [
         ({"top_k": 3}, r"sparse_config: expected some of .* got \['top_k'\]"),
         ({"topk": 1}, r"sparse_config: expected topk of at least init_blocks \+ 1 = 2, got 1"),
         ("infllm", "sparse_config: expected names and values, got 'infllm'"),
     ],
 )
-def test_other_sparse_configs_are_refused(said, message):
+def test_other_sparse_configs_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        config_from_hf(config_to_hf(PRESETS["minicpm4-8b"]) | {"sparse_config": said})
+        config_from_hf(config_to_hf(PRESETS["minicpm4-8b"]) | {"sparse_config": given})
 
 
 def loss_and_norm(model: CPM, sp: SequenceParallel, layout: Layout, tokens, cu_seqlens):
@@ -156,8 +156,8 @@ def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks(monkeypa
     torch.manual_seed(0)
     config = llama_config(SMALL)
     llama = transformers.LlamaForCausalLM(config).double().requires_grad_(False)
-    said = {name: value for name, value in config.to_dict().items() if name != "sparse_config"}
-    model = CPM(dataclasses.replace(config_from_hf(said), sparse=SMALL)).double()
+    given = {name: value for name, value in config.to_dict().items() if name != "sparse_config"}
+    model = CPM(dataclasses.replace(config_from_hf(given), sparse=SMALL)).double()
     weights = {name.removeprefix("model."): x for name, x in llama.state_dict().items()}
     model.load_state_dict(weights)
     tokens = torch.randint(40, (1, 90))
@@ -190,10 +190,10 @@ def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks(monkeypa
             work(ring)
         return str(caught.value)
 
-    for said, message in (
+    for given, message in (
         ({"top_k": 3}, r"got ['top_k']"),
         ("infllm", "names and values, got 'infllm'"),
         (SMALL.to_dict() | {"use_nope": True}, "use_nope=False, since transformers passes rotated"),
     ):
-        config.sparse_config = said
+        config.sparse_config = given
         assert all(message in heard for heard in simulate(2, refused))

@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import (
     SequenceParallel,
@@ -133,22 +132,6 @@ def test_threads_may_take_turns():
     assert simulate(2, work) == [True, True]
 
 
-def test_a_thread_may_enter_again():
-    """As a backward does that recomputes its forward."""
-    tensors = random_qkv(1, 12, 2, 2, 8)
-
-    def work(ring):
-        leaves = [shard(x, ring.rank, 2).requires_grad_() for x in tensors[:3]]
-        out = checkpoint(
-            lambda *qkv: burst_attn_func(*qkv, 0.3, process_group=ring),
-            *leaves,
-            use_reentrant=False,
-        )
-        return torch.autograd.grad(out.sum(), leaves)
-
-    assert len(simulate(2, work)) == 2
-
-
 def threads_of_two_groups(rank: int) -> list[float]:
     """The largest error of each of two threads, each with a group of both ranks."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
@@ -237,27 +220,6 @@ def test_a_group_is_left_also_where_its_first_thread_fails():
     assert RULE in reason
     with pytest.raises(RuntimeError, match=RULE), admit_one_thread(rings, "a third call"):
         pass
-
-
-def test_a_refused_thread_leaves_the_ring_that_is_its_own():
-    """Ranks between hosts would wait for one whose ring within the host is in use."""
-    inner, outer = Ring(), Ring()
-
-    def refused():
-        with (
-            pytest.raises(RuntimeError, match=RULE),
-            admit_one_thread(Rings(inner, outer, double=True), "a call"),
-        ):
-            pass
-
-    with (
-        pytest.raises(RuntimeError, match=RULE),
-        admit_one_thread(Rings(inner, ALONE), "another call"),
-    ):
-        in_thread(refused)
-        assert len(outer.messenger.reasons) == 1
-        assert inner.messenger.reasons == []
-    assert len(inner.messenger.reasons) == 1
 
 
 @pytest.fixture

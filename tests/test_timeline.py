@@ -58,7 +58,7 @@ def test_slow_links_show():
 
 def test_the_example_draws_a_double_ring(tmp_path):
     options = ["--ranks", "4", "--inner", "2", "--tokens", "4096", "--output", tmp_path / "t.png"]
-    code, said = run_script(None, "examples/timeline.py", *options)
-    assert code == 0, said
-    assert said.count("rank 3") == 2
+    code, printed = run_script(None, "examples/timeline.py", *options)
+    assert code == 0, printed
+    assert printed.count("rank 3") == 2
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

@@ -56,7 +56,7 @@ def own_timeouts(groups: dict) -> Iterator[float]:
 
 
 def wait_in_vain(rank: int, name: str, groups: dict) -> tuple[str, float]:
-    """Make a second call without rank 1, which lives on. Return what this rank raises, and when."""
+    """Make a second call without rank 1, which lives on. Return the error and its seconds."""
     call = functools.partial(burst_attn_func, *random_qkv(1, 4, 4, 2, 8)[:3], causal=True, **groups)
     store = dist.distributed_c10d._get_default_store()
     call()
@@ -97,13 +97,17 @@ def missing(rank: int) -> dict[str, tuple[float, str, float]]:
 
 def test_a_missing_rank_is_reported_after_the_timeout_that_was_asked_for():
     everyone = run_ranks(4, missing)
-    for name, (limit, said, _) in everyone[0].items():
+    for name, (limit, error, _) in everyone[0].items():
         late = "RankLate: a call of burst_attn_func: rank 1 of the group did not make this call"
-        assert said == f"{late} within {limit:g} s", name
+        assert error == f"{late} within {limit:g} s", name
         for rank in (0, 2, 3):
-            _, said, seconds = everyone[rank][name]
+            _, error, seconds = everyone[rank][name]
             # a rank that stopped waiting at the same moment may be noticed first
-            assert seconds < limit + SLACK and f"within {limit:g} s" in said, (name, said, seconds)
+            assert seconds < limit + SLACK and f"within {limit:g} s" in error, (
+                name,
+                error,
+                seconds,
+            )
 
 
 def settings(rank: int) -> list[str]:
@@ -130,20 +134,20 @@ def settings(rank: int) -> list[str]:
     flat = init_sequence_parallel(mesh=init_device_mesh("cpu", (2,)), timeout=30.0)
     assert flat.process_group is dist.group.WORLD
     assert set(own_timeouts(flat.groups)) == {default} and world.messenger.timeout == 30.0
-    said = []
+    errors = []
     for wrong in (120 + rank, 0, 1e-4, math.inf, "long"):
         with pytest.raises((TypeError, ValueError)) as caught:
             made(timeout=wrong)
-        said.append(str(caught.value))
-    return said
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_a_timeout_is_of_the_made_groups_and_the_same_on_all_ranks():
-    for said in run_ranks(2, settings):
-        assert said[0].startswith("ranks differ in init_sequence_parallel's arguments: ")
-        for message, got in zip(said[1:4], ("0", "0.0001", "inf"), strict=True):
+    for errors in run_ranks(2, settings):
+        assert errors[0].startswith("ranks differ in init_sequence_parallel's arguments: ")
+        for message, got in zip(errors[1:4], ("0", "0.0001", "inf"), strict=True):
             assert message.endswith(f"timeout: expected 0.001 to 1e8 seconds, got {got}")
-        assert "timeout must be a number" in said[4]
+        assert "timeout must be a number" in errors[4]
 
 
 def test_ranks_wait_as_long_as_was_asked_for_and_else_as_long_as_the_group_does():

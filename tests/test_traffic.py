@@ -1,7 +1,6 @@
 """Messages and bytes on the wire against the closed forms, and the simulator's own guards."""
 
 import threading
-import types
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
 from bmt_burst.errors import RankFailed
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.transport import torch_dist
 from bmt_burst.transport.simulator import SimulatedRing
-from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import random_qkv
 from tests.rings import problem, ring_arguments
 
@@ -91,7 +88,7 @@ def test_forward_sends_keys_and_values_to_every_rank(size, group_bytes, passes):
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("share", [0.22, 0.3, 0.5, 1, 2.5])
+@pytest.mark.parametrize("share", [0.22, 2.5])
 def test_what_lands_together_is_bounded(backward, share):
     """Visits by group_bytes, also for blocks that are longer; gradients by what their visits
     were.
@@ -127,10 +124,8 @@ def test_kv_backward_sends_keys_and_values_there_and_their_gradients_back(size):
 
 
 @pytest.mark.parametrize(("rank", "there", "back"), [(0, 2, 1), (3, 1, 2)])
-def test_causal_zigzag_moves_only_what_is_looked_at(rank, there, back):
-    """Half of the first rank's tokens are looked at by the others, all of theirs by it; the last:
-    the reverse.
-    """
+def test_causal_zigzag_sends_only_visible_tokens(rank, there, back):
+    """The others attend to half of the first rank's tokens, and to all of the last rank's."""
     [forward], [backward] = traffic(4, 4, "kv", causal=True, rank=rank)
     assert forward == runs(K, there) * (2 * B * 3)
     assert sorted(backward) == sorted([*runs(K, there), *runs(K, back)] * (2 * B * 3))
@@ -148,7 +143,7 @@ def test_double_ring_crosses_hosts_once_a_round():
 
 
 @pytest.mark.parametrize(("rank", "there", "back"), [(0, 2, 1), (3, 1, 2)])
-def test_later_hosts_get_what_they_look_at(rank, there, back):
+def test_later_hosts_get_the_tokens_that_they_attend_to(rank, there, back):
     """Half of the first host's tokens cross to the second, and half of their gradients back; all
     the other way.
     """
@@ -165,10 +160,10 @@ def test_sums_cross_hosts_in_the_dtype_of_what_they_add_up():
 
 @pytest.mark.parametrize(("blocks", "calls"), [(1, 8), (3, 5), (7, 3)])
 def test_blocks_of_a_group_are_one_call(blocks, calls, monkeypatch):
-    """Rank 1 of 8, causal zigzag, sees its own block, one earlier, six later ones. What comes in
-    together is looked at
-    in one call, or two if some is earlier: the early half of the queries sees that, the late half
-    sees all.
+    """Rank 1 of 8, causal zigzag, attends to its own block, one earlier and six later ones.
+
+    Blocks that are received together are one call. They are two if a block is earlier: the early
+    half of the queries sees only that, the late half sees all.
     """
     block_bytes = 2 * S * G * D * ITEM
     kernel, shapes = kernels.load("cpu"), {}
@@ -190,16 +185,6 @@ def test_blocks_of_a_group_are_one_call(blocks, calls, monkeypatch):
     own = simulate(8, work)[1]
     assert len(own) == calls
     assert sum(q * k for q, k in own) == S * S + S * S // 2 + 6 * S * S // 2
-
-
-def test_a_failing_rank_ends_the_others():
-    def work(ring):
-        if ring.rank == 1:
-            raise KeyError("rank 1 has a problem")
-        burst_attn_func(*random_qkv(1, 4, 2, 2, 8)[:3], process_group=ring)
-
-    with pytest.raises(KeyError, match="rank 1 has a problem"):
-        simulate(3, work)
 
 
 def test_a_send_buffer_must_stay_as_it_is():
@@ -234,26 +219,3 @@ def test_all_ranks_connect_both_rings_once_a_plan_also_those_without_a_part(monk
     assert sorted(connected) == [
         ((r, s), i) for r, s in ((0, 1), (0, 2), (1, 3), (2, 3)) for i in (0, 1)
     ]
-
-
-def test_a_group_connects_over_nccl_once_and_only_where_it_is_needed(monkeypatch):
-    summed = []
-    monkeypatch.setattr(torch, "zeros", lambda size, device: (size, device))
-    monkeypatch.setattr(torch_dist.dist, "all_reduce", lambda x, group: summed.append((x, group)))
-    group, cuda = types.SimpleNamespace(), torch.device("cuda")
-    for device, size, engines, count in (
-        (cuda, 1, None, 0),
-        ("cpu", 2, None, 0),
-        (cuda, 2, "engines", 0),
-        (cuda, 2, None, 1),
-    ):
-        ring = object.__new__(TorchTransport)
-        ring.size, ring.copy_engines, ring.connected, ring._group = (
-            size,
-            engines,
-            False,
-            lambda: group,
-        )
-        for _ in range(2):
-            ring.connect(torch.device(device))
-        assert summed == [((1, cuda), group)] * count

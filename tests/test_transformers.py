@@ -16,7 +16,6 @@ import torch.distributed as dist
 import transformers as hf
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
 from bmt_burst.adapters.transformers import ATTENTION, enable
@@ -47,8 +46,6 @@ CONFIGS = {  # by family and what is special: what it has besides SIZES
     "Llama": {},
     "Llama, rotary by length": {"rope_parameters": DYNAMIC, "max_position_embeddings": 30},
     "Mistral": {"sliding_window": 7, "head_dim": 16},
-    "Mistral, no window": {"sliding_window": None},
-    "Qwen2": {},
     "Qwen2, windows above": {**WINDOWS, "num_hidden_layers": 3, "max_window_layers": 1},
     "Qwen3": {"head_dim": 16},
     "Qwen3, windows between": {**WINDOWS, **BETWEEN},
@@ -209,18 +206,6 @@ def test_a_loss_of_whole_hidden_states_adds_its_gradient():
     check(results(model, losses.mean(), out.logits), expected, call)
 
 
-def test_layers_need_not_share_the_configuration_of_their_model():
-    """Each is told of the attention, wherever it comes from."""
-    call = calls()["documents"]
-    replaced, mixed = (copy.deepcopy(plain("Mistral")) for _ in range(2))
-    replaced.config = copy.deepcopy(replaced.config)
-    layer = copy.deepcopy(plain("Mistral")).model.layers[1]
-    mixed.model.layers[1] = layer
-    for model in (replaced, mixed):
-        check(over_ranks(model, call, 2), expected_results(model, call), call)
-    assert layer.self_attn.config._attn_implementation != ATTENTION  # enable is given copies
-
-
 def test_documents_may_be_balanced():
     """Those of a batch, whose layout a rank does not know before; so the order of logits is that of
     the documents.
@@ -245,23 +230,6 @@ def test_documents_may_be_balanced():
     assert relative_error(found[0][0], of_rows["loss"]) < BOUND
 
 
-@pytest.mark.parametrize("what", ["documents", "windows", "softcaps", "sinks"])
-def test_plain_models_depend_on_what_is_compared(what):
-    """Otherwise equality would show nothing."""
-    names = {"documents": "Llama", "windows": "Mistral", "softcaps": "Gemma2", "sinks": "GptOss"}
-    model = copy.deepcopy(plain(names[what]))
-    call = calls()["whole" if what == "sinks" else "documents"]
-    before = expected_results(model, call)["logits"]
-    model.config.sliding_window = None if what == "windows" else 9
-    for layer in model.model.layers:
-        if what == "sinks":
-            layer.self_attn.sinks.data.fill_(-100.0)
-        if what == "softcaps":
-            layer.self_attn.attn_logit_softcapping = None
-    changed = call | ({"position_ids": None} if what == "documents" else {})
-    assert relative_error(expected_results(model, changed)["logits"], before) > 0.01
-
-
 def test_layers_are_checkpointed_as_before():
     call = calls()["documents"]
     model = copy.deepcopy(plain("Qwen3, windows between"))
@@ -269,20 +237,6 @@ def test_layers_are_checkpointed_as_before():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     check(over_ranks(model, call, 2), expected, call)
-
-
-def test_embeddings_may_be_given():
-    model, call = plain("Llama"), calls()["whole"]
-    embeddings = model.get_input_embeddings()(call["input_ids"]).detach()
-    leaves = [embeddings.clone().requires_grad_() for _ in range(2)]
-    model(inputs_embeds=leaves[0], labels=call["labels"]).loss.backward()
-
-    def work(ring):
-        of_rank = enabled(model, SequenceParallel(ring.rank, 2, process_group=ring))
-        return of_rank(inputs_embeds=leaves[1], labels=call["labels"]).loss
-
-    torch.stack(simulate(2, work)).mean().backward()
-    assert relative_error(leaves[1].grad, leaves[0].grad) < BOUND
 
 
 def test_autocast_reaches_attention():
@@ -356,22 +310,6 @@ def test_copies_pickles_and_what_is_saved(tmp_path):
     assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
 
 
-@pytest.mark.parametrize("make", [hf.MistralForCausalLM, hf.AutoModelForCausalLM.from_config])
-def test_a_new_model_can_be_made_of_the_configuration_of_an_enabled_one(make):
-    """It has transformers' attention, and may be enabled in turn; the first one goes on."""
-    ids, model = tokens(1, 37), enable(copy.deepcopy(plain("Mistral")), SequenceParallel())
-    before = model(ids).logits
-    new = make(model.config)
-    new.load_state_dict(model.state_dict())
-    assert new.model.layers[0].self_attn.config._attn_implementation == "sdpa"
-    assert relative_error(new(ids).logits, before) < BOUND
-    assert relative_error(enable(new, SequenceParallel())(ids).logits, before) < BOUND
-    assert model(ids).logits.equal(before)
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        each.config.sliding_window = 5
-        assert each.model.config.sliding_window == 5
-
-
 def test_only_the_adapter_imports_transformers():
     """Compat imports it inside of the function that replaces an attention of transformers."""
     adapter = ROOT / "bmt_burst/adapters/transformers"
@@ -404,10 +342,6 @@ def override_attention(model: nn.Module) -> None:
     model.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
 
 
-def leave_attention_out(model: nn.Module) -> None:
-    model.model.layers[1] = nn.Identity()
-
-
 def give_a_layer_its_own_window(model: nn.Module) -> None:
     attention = model.model.layers[1].self_attn
     attention.config = copy.deepcopy(attention.config)
@@ -429,7 +363,6 @@ MODELS = {  # what cannot be enabled, and the error
         "TypeError: expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a "
         "GPT2LMHeadModel: call burst_attn_func in the attention of other models",
     ),
-    "no head": (lambda: plain("Llama").model, "TypeError: expected one of .*, got a LlamaModel"),
     "inside": (
         lambda: nn.ModuleDict({"lm": plain("Llama")}),
         "TypeError: expected one of .*, got a ModuleDict: pass its lm, a LlamaForCausalLM",
@@ -445,10 +378,6 @@ MODELS = {  # what cannot be enabled, and the error
     "attention's forward": (
         changed("Llama", override_attention),
         "TypeError: " + LAYER.format("LlamaAttention"),
-    ),
-    "no attention": (
-        changed("Llama", leave_attention_out),
-        "TypeError: a layer's attention, a NoneType, has another forward than",
     ),
     "loss": (
         changed("Llama", lambda model: setattr(model, "loss_function", lambda **_: 0)),
@@ -469,27 +398,13 @@ def test_models_that_cannot_be_are_refused(name):
     assert re.match(message, f"{type(refused.value).__name__}: {refused.value}")
 
 
-@pytest.mark.parametrize("kind", [hf.LlamaForCausalLM, LlamaAttention])
-def test_forwards_that_are_replaced_in_a_class_are_refused(kind, monkeypatch):
-    monkeypatch.setattr(kind, "forward", lambda self, *args, **named: None)
-    with pytest.raises(
-        TypeError, match=f"has another forward than transformers' {kind.__name__}, which"
-    ):
-        enable(copy.deepcopy(plain("Llama")), SequenceParallel())
-
-
 MASK = "and its model makes masks with one of"
 QWEN3 = "Qwen3, windows between"
-DENIED = {  # a changed model, arguments, and what is said of it
+DENIED = {  # a changed model, arguments, and the error
     "own": (
         changed("Mistral", give_a_layer_its_own_window),
         {},
         f"a MistralAttention has a window of 3, {MASK} 7",
-    ),
-    "changed": (
-        changed(QWEN3, lambda model: setattr(model.config, "sliding_window", 3)),
-        {},
-        f"a Qwen3Attention has a window of 5, {MASK} 3",
     ),
     "exchanged": (
         changed(QWEN3, exchange_layers),
@@ -509,11 +424,6 @@ DENIED = {  # a changed model, arguments, and what is said of it
     "routers": (
         changed("GptOss", lambda model: setattr(model.config, "output_router_logits", True)),
         {},
-        "output_router_logits: the loss of routers needs whole sequences",
-    ),
-    "routers asked": (
-        lambda: plain("GptOss"),
-        {"output_router_logits": True},
         "output_router_logits: the loss of routers needs whole sequences",
     ),
     "both sides": (
@@ -570,7 +480,6 @@ VOCABULARY = "of input_ids is not in a vocabulary of 64"
 INT_IDS = "input_ids must be int64 or int32, got torch."
 REFUSED = {  # by what is wrong on all ranks
     "cache": ({"use_cache": True}, CACHE),
-    "past": ({"past_key_values": hf.DynamicCache()}, CACHE),
     "attentions": ({"output_attentions": True}, "output_attentions: attention over ranks never"),
     "some logits": ({"logits_to_keep": 1}, "logits_to_keep counts tokens of whole sequences"),
     "unknown": (
@@ -579,26 +488,15 @@ REFUSED = {  # by what is wrong on all ranks
     ),
     "both": ({"inputs_embeds": torch.zeros(2, 37, 32)}, f"{ONE_SOURCE}input_ids and inputs"),
     "neither": ({"input_ids": None}, f"{ONE_SOURCE}neither"),
-    "shape": ({"input_ids": tokens(1, 37)[0]}, "input_ids must be (B, S), got shape (37,)"),
     "token": ({"input_ids": tokens(2, 37).fill_(64)}, f"token 64 {VOCABULARY}"),
-    "negative": (
-        {"input_ids": tokens(2, 37).index_fill(1, torch.tensor(36), -1)},
-        f"token -1 {VOCABULARY}",
-    ),
     "no tokens": ({"input_ids": torch.ones(2, 37)}, f"{INT_IDS}float32"),
-    "short numbers": ({"input_ids": tokens(2, 37).to(torch.int8)}, f"{INT_IDS}int8"),
     "some items": (
         {"num_items_in_batch": torch.ones(2)},
         "num_items_in_batch must be one number, got shape (2,)",
     ),
-    "no number": ({"num_items_in_batch": "5"}, "num_items_in_batch must be a number, got '5'"),
     "short": (
         {"input_ids": tokens(2, 1), "labels": None},
         "a sequence of 1 tokens is too short for 2 ranks",
-    ),
-    "labels": (
-        {"labels": tokens(2, 18)},
-        "labels must be of whole sequences, (2, 37), got shape (2, 18)",
     ),
     "dense mask": (
         {"attention_mask": torch.ones(2, 1, 37, 37)},
@@ -635,10 +533,6 @@ DIFFER = {  # by what rank 0 alone is given
     "positions": (
         {"position_ids": packed(30, 7)},
         "ranks differ in arguments: rank 0 has ['input_ids', 'labels', ",
-    ),
-    "near items": (
-        {"num_items_in_batch": torch.tensor(5.5)},
-        f"ranks differ in num_items_in_batch {WHOLE}",
     ),
     "items": ({"num_items_in_batch": 7}, f"ranks differ in num_items_in_batch {WHOLE}"),
 }
@@ -747,13 +641,13 @@ def test_what_is_wrong_is_refused_on_all_ranks(processes):
         )
         assert found["label"].startswith(failed if rank % 2 else label)
         dropout = "attention over ranks cannot drop probabilities, and attention_dropout is 0.1"
-        heard = "rank 0 of the group failed before a call of burst_attn_func: ValueError: "
+        theirs = "rank 0 of the group failed before a call of burst_attn_func: ValueError: "
         assert found["dropout"].startswith(dropout)
         assert found["dropout in eval"] == "no error"
-        assert found["dropout on one"].startswith(dropout if rank % 2 == 0 else heard + dropout)
+        assert found["dropout on one"].startswith(dropout if rank % 2 == 0 else theirs + dropout)
         assert found["an int"] == found["of one dimension"] == "no error"
         window = "sliding_window, of the configuration, must be at least 1 or None, got 0"
-        assert found["window"] == (heard + window if rank % 2 else window)
+        assert found["window"] == (theirs + window if rank % 2 else window)
         assert found["embeddings"].startswith(
             "ranks differ in inputs_embeds (whole, identical on every rank): rank 0 has '(2"
         )
@@ -766,10 +660,10 @@ def test_attention_that_was_changed_after_enable_is_refused_on_all_ranks(process
         "config": "the configuration of a LlamaAttention asks for 'sdpa' attention",
         "layer": "the configuration of a LlamaAttention asks for 'sdpa' attention",
     }
-    heard = "rank 0 of the group failed before the forward of a LlamaForCausalLM: ValueError: "
+    theirs = "rank 0 of the group failed before the forward of a LlamaForCausalLM: ValueError: "
     for rank, (found, *_) in enumerate(processes):
         for name, start in starts.items():
-            assert found["attention"][name].startswith(heard + start if rank % 2 else start), (
+            assert found["attention"][name].startswith(theirs + start if rank % 2 else start), (
                 rank,
                 name,
             )
@@ -798,9 +692,9 @@ def test_a_few_lines_make_a_script_sequence_parallel():
     """One process with whole sequences, and two with a half of each."""
     curves = []
     for size, name in ((1, "before"), (2, "after")):
-        code, said = run_script(size, f"train/examples/transformers_{name}.py")
-        assert code == 0, said[-3000:]
-        curves.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", said)])
+        code, printed = run_script(size, f"train/examples/transformers_{name}.py")
+        assert code == 0, printed[-3000:]
+        curves.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)])
     before, after = curves
     assert len(before) == 10
     assert before[-1] < 0.9 * before[0]

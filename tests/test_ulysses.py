@@ -6,7 +6,6 @@ import functools
 import itertools
 import random
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,19 +14,15 @@ import torch.distributed as dist
 from bmt_burst import (
     Layout,
     Mask,
-    Scores,
     burst_attn_func,
     init_sequence_parallel,
     kernels,
     simulate,
 )
-from bmt_burst.bias import kernels as bias_kernels
-from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
-from bmt_burst.strategies.ulysses import UlyssesPlan
 from bmt_burst.strategies.ulysses.heads import Heads, cut_heads
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import random_qkv, random_slices
@@ -94,46 +89,6 @@ def test_every_query_head_is_computed_once_with_its_kv_head(rows):
                     shared = len(here) // len(there)
                     found += [(q, there[i // shared]) for i, q in enumerate(here)]
         assert found == [(q, q // ratio) for q in range(heads)]
-
-
-@pytest.mark.parametrize(
-    ("heads", "ratio", "tokens", "pieces"),
-    [
-        (16, 1, 1 << 13, [16]),
-        (16, 1, 1 << 14, [2, 12, 2]),
-        (16, 1, 1 << 15, [2, 6, 6, 2]),
-        (16, 1, 1 << 18, [1] * 16),
-        (16, 4, 1 << 14, [4, 8, 4]),
-        (16, 16, 1 << 14, [2, 12, 2]),
-        (32, 8, 1 << 14, [8, 16, 8]),
-        (4, 4, 1 << 16, [1, 2, 1]),
-        (2, 1, 1 << 17, [1, 1]),
-        (1, 1, 1 << 18, [1]),
-    ],
-)
-def test_the_first_and_the_last_piece_are_short(heads, ratio, tokens, pieces):
-    """And the others are large, but not larger than what keeps a GPU busy."""
-    cuts = cut_heads(heads, ratio, tokens, work=1)
-    assert [b - a for a, b in itertools.pairwise(cuts)] == pieces
-
-
-@pytest.mark.parametrize(
-    ("batch", "tokens", "has_bias", "count"),
-    [(4, 4096, False, 1), (1, 16384, False, 3), (1, 32768, True, 1), (1, 65536, True, 4)],
-)
-def test_short_work_is_one_piece(batch, tokens, has_bias, count, monkeypatch):
-    """The host would take longer to enqueue several: here four short sequences, and a long one. A
-    bias takes it longer.
-    """
-    monkeypatch.undo()
-    call = problem(2, 32, 8, Mask.causal(tokens))
-    if has_bias:
-        none = torch.zeros(tokens, dtype=torch.int32)
-        pairs, rows = torch.full((1,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        scores = Scores(call.mask, none, none, none, pairs, rows, 0)
-        call = replace(call, scoring=TableScoring(scores, bias_kernels.load("reference")))
-    plan = UlyssesPlan(replace(call, sizes=replace(call.sizes, batch=batch, head_size=128)), 0)
-    assert len(plan.pieces) == count
 
 
 @pytest.mark.parametrize("size", [4])

@@ -99,16 +99,6 @@ def test_one_host_is_ulysses():
     assert all(a.equal(b) for a, b in zip(*by_name, strict=True))
 
 
-def test_hosts_of_one_rank_are_a_ring():
-    mask, tensors = Mask.documents((0, 5, 30, 61)), random_qkv(2, 61, 6, 2, 8)
-    layout = Layout.balanced(mask, 4)
-    by_name = [
-        ring_results(layout, tensors, SCALE, 1, mask=mask, strategy=name)
-        for name in ("ring", "usp")
-    ]
-    assert all(a.equal(b) for a, b in zip(*by_name, strict=True))
-
-
 def test_a_striped_layout_of_many_tokens_is_refused():
     mask = Mask.causal(1 << 15)
     reason = load("usp").refuses(problem(mask, Layout.striped(1 << 15, 4), 2))

@@ -162,9 +162,7 @@ def test_calls_longer_than_a_block(subject):
 
 @each_subject
 def test_queries_that_see_nothing_have_0_and_minus_inf(subject):
-    """Not NaN, and not finite; in the backward they are told an lse of -inf and have gradients of
-    0.
-    """
+    """Neither NaN nor finite. Their backward gets an lse of -inf and returns gradients of 0."""
     call = KernelCall(9, 7, (((0, 4), (1, 3)), ((5, 8), (3, 6))), right=0)
     q, k, v, dout = subject.tensors(call)
     out, lse = subject.kernel.forward(q, k, v, call, SPEC)

@@ -99,7 +99,7 @@ def test_names_can_be_selected():
 
 
 def test_the_gallery_draws_itself(tmp_path):
-    code, said = run_script(None, "examples/masks.py", tmp_path)
-    assert code == 0, said
+    code, printed = run_script(None, "examples/masks.py", tmp_path)
+    assert code == 0, printed
     assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
-    assert all(f"{kind}: 64 tokens" in said for kind in EXAMPLES)
+    assert all(f"{kind}: 64 tokens" in printed for kind in EXAMPLES)
