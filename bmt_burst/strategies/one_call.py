@@ -21,6 +21,7 @@ all-gather's then, which computes the own block while others arrive.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -48,10 +49,16 @@ class OneCall(Strategy):
     takes_hosts = takes_scorings = False
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
-        gathered = gather(problem)
-        if gathered is None:
+        layout = problem.layout
+        if any(positions.step > 1 for shard in layout.shards for positions in shard):
             return AllGather().plan(problem, rank)
-        return OneCallPlan(problem, rank, gathered)
+        tiling = Tiling(problem.mask, layout)
+        everyone = [_gather(tiling, each) for each in range(layout.size)]
+        is_sent = any(run[2] != each for each, found in enumerate(everyone) for run in found.runs)
+        most = max(found.most_copies for found in everyone)
+        if not is_sent or most > _MOST_COPIES * problem.most_tokens:
+            return AllGather().plan(problem, rank)
+        return OneCallPlan(problem, rank, everyone)
 
 
 class Gathered(NamedTuple):
@@ -62,13 +69,21 @@ class Gathered(NamedTuple):
     runs: Sequence[RunFields]
     tiles: Sequence[TileFields]
 
+    @property
+    def most_copies(self) -> int:
+        """The most tokens of one owner that land, each as often as it lands."""
+        tokens = Counter[int]()
+        for _, _, owner, span in self.runs:
+            tokens[owner] += length(span)
+        return max(tokens.values(), default=0)
+
 
 class OneCallPlan(RingPlan):
-    """The programs of one rank. `gathered` is what each rank gathers."""
+    """The programs of one rank. `everyone` is what each rank gathers."""
 
-    def __init__(self, problem: Problem, rank: int, gathered: Sequence[Gathered]):
+    def __init__(self, problem: Problem, rank: int, everyone: Sequence[Gathered]):
         super().__init__(replace(problem, backward="kv"), rank)
-        self.gathered = gathered
+        self.everyone = everyone
 
     def _make_program(self, payload: Payload, returning: bool) -> Program:
         return Program(
@@ -78,16 +93,17 @@ class OneCallPlan(RingPlan):
             own=(),
             passes=[make_pass(payload, self.problem.sizes, ALL, ALL)],
             rounds=(self._round,),
-            calls={(0, 0): kernel_calls(self.gathered[self.rank].tiles)},
+            calls={(0, 0): kernel_calls(self.everyone[self.rank].tiles)},
             returning=returning,
             has_one_stage=True,
         )
 
     @functools.cached_property
     def _round(self) -> Round:
+        """The only round. Its only stage has the hop to the rank itself too."""
         inner = self.problem.inner
         seen = SeenRuns(inner, self.rank, is_own=True)
-        for viewer, gathered in enumerate(self.gathered):
+        for viewer, gathered in enumerate(self.everyone):
             seen.add(viewer, gathered.runs)
         root = Landing((), (), sum(map(length, seen.held)))
         return Round(self.rank, seen.held, root, (seen.stage(tuple(range(inner))),))
@@ -99,46 +115,19 @@ class OneCallPlan(RingPlan):
         return there, back
 
 
-def gather(problem: Problem) -> list[Gathered] | None:
-    """Return the tokens that each rank gathers, or None if one call is impossible or useless."""
-    layout = problem.layout
-    if any(positions.step > 1 for shard in layout.shards for positions in shard):
-        return None
-    tiling = Tiling(problem.mask, layout)
-    found = [_gather_tiles(tiling, rank) for rank in range(layout.size)]
-    is_sent = any(run[2] != rank for rank, gathered in enumerate(found) for run in gathered.runs)
-    most = max(_count_most_copies(gathered, layout.size) for gathered in found)
-    return found if is_sent and most <= _MOST_COPIES * problem.most_tokens else None
-
-
-def _count_most_copies(gathered: Gathered, size: int) -> int:
-    """Count the most tokens of one owner that land, each as often as it lands."""
-    tokens = [0] * size
-    for _, _, owner, span in gathered.runs:
-        tokens[owner] += length(span)
-    return max(tokens)
-
-
-def _gather_tiles(tiling: Tiling, rank: int) -> Gathered:
+def _gather(tiling: Tiling, rank: int) -> Gathered:
     """Return the keys of each tile after those of the tile before."""
     tokens = tiling.mask.seq_len
     by_position = tiling.tiles(rank, [(0, 1, rank, (0, tokens))], [(0, tokens)])
     by_position.sort(key=lambda tile: tile[0])  # the tiles of a call rise on both sides
-    runs: list[RunFields] = []
-    tiles: list[TileFields] = []
-    for (q, keys, low, high), (_, at) in zip(
-        by_position, in_turn(keys for _, keys, *_ in by_position), strict=True
-    ):
+    runs, tiles = list[RunFields](), list[TileFields]()
+    landing = in_turn(keys for _, keys, *_ in by_position)
+    for (q, _, low, high), (keys, at) in zip(by_position, landing, strict=True):
         tiles.append((q, at, low, high))
         for run in tiling.runs_at(keys):
-            _add_run(runs, run)
+            if runs and runs[-1][2] == run[2] and runs[-1][3][1] == run[3][0]:
+                # neighbours in a shard that land one after the other are one message
+                start, step, owner, span = runs.pop()
+                run = start, step, owner, (span[0], run[3][1])
+            runs.append(run)
     return Gathered(runs, tiles)
-
-
-def _add_run(runs: list[RunFields], run: RunFields) -> None:
-    """Add a run. Neighbours in a shard that land one after the other are one message."""
-    start, step, owner, span = runs[-1] if runs else run
-    if runs and owner == run[2] and span[1] == run[3][0]:
-        runs[-1] = start, step, owner, (span[0], run[3][1])
-    else:
-        runs.append(run)
