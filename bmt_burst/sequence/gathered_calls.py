@@ -164,18 +164,14 @@ def _group_disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
     Each tile joins the first group whose last tile it may follow.
     """
     groups: list[list[_Sides]] = []
-    ends: list[Span] = []  # where the queries and the keys of each group stop
-    for tile in tiles:
-        q, kv = tile
-        end = q[-1][1], kv[-1][1]
-        for index, (q_end, kv_end) in enumerate(ends):
-            if q_end <= q[0][0] and kv_end <= kv[0][0]:
-                groups[index].append(tile)
-                ends[index] = end
+    for q, kv in tiles:
+        for group in groups:
+            q_before, kv_before = group[-1]
+            if q_before[-1][1] <= q[0][0] and kv_before[-1][1] <= kv[0][0]:
+                group.append((q, kv))
                 break
         else:
-            groups.append([tile])
-            ends.append(end)
+            groups.append([(q, kv)])
     return groups
 
 
