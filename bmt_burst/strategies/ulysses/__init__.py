@@ -9,9 +9,9 @@
     tokens      the tokens of a host, and where they lie in memory
     exchange    the messages between ranks
 
-Rank r of n computes query heads H r // n to H (r + 1) // n - 1. With fewer heads than ranks, some
-ranks have none. A kv head is sent to every rank that has one of its query heads, and its owner adds
-up the gradients from all of them. `print(plan)` shows which rank gets which heads.
+Of H query heads, rank r of n computes H r // n to H (r + 1) // n - 1. With fewer heads than ranks,
+some ranks have none. A kv head is sent to every rank that has one of its query heads, and the ranks
+of its tokens add up the gradients from all of them. `print(plan)` shows who gets which heads.
 
 A rank computes its heads in pieces. While it computes one piece, it receives the next one and
 returns the one before.
@@ -20,9 +20,6 @@ returns the one before.
 this way, so each has some heads of its host's tokens. The attention of these to the tokens of other
 hosts is a ring of the ranks at the same place of all hosts. With one host that ring is one rank,
 which computes the whole mask: this is "ulysses".
-
-Letters: B batch, S tokens of a rank, N tokens of its host, H query heads, G kv heads, h and g those
-of a rank, D head size.
 """
 
 from __future__ import annotations
@@ -121,7 +118,8 @@ class UlyssesPlan(Plan):
         self._plan_exchanges()
 
     def _plan_exchanges(self) -> None:
-        sizes, inner, sums = self.problem.sizes, self.problem.inner, self._sum_dtype
+        sizes, inner = self.problem.sizes, self.problem.inner
+        sums = accumulator_dtype(sizes.dtype)
         is_wide = sizes.head_size * sizes.dtype.itemsize % WIDE.itemsize == 0
         q = Field(False, sizes.head_size, sizes.dtype, WIDE if is_wide else sizes.dtype)
         kv = kv_grad = replace(q, kv=True)
@@ -193,7 +191,10 @@ class UlyssesPlan(Plan):
 
         sent = k, v, q, queries.dout, *self._make_rows(queries)
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk, dv = map(self._make_sum, (k, v))
+        dtype = accumulator_dtype(k.dtype) if self.shares_kv else k.dtype
+        dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+        if self.shares_kv:
+            dk.zero_(), dv.zero_()
         visits, returns = self.backward_inputs, self.backward_results
         self._run(rings, visits, sent, differentiate, returns, (dq, dk, dv))
         return dq, dk.to(k.dtype), dv.to(v.dtype), gradients
@@ -251,10 +252,6 @@ class UlyssesPlan(Plan):
                 lines += [f"between hosts, of head ring {number}:", *str(ring).splitlines()]
         return "\n".join(lines)
 
-    @property
-    def _sum_dtype(self) -> torch.dtype:
-        return accumulator_dtype(self.problem.sizes.dtype)
-
     def _cut_heads(self, ratio: int) -> tuple[int, ...]:
         problem, sizes = self.problem, self.problem.sizes
         most, pairs = -(-sizes.heads // problem.inner), problem.mask.area // problem.outer
@@ -283,23 +280,12 @@ class UlyssesPlan(Plan):
         """Return lse and delta of each head, (B, S, H, 2) with zeros up to 16 bytes a head. If
         kernels need out, return lse and out.
         """
-        lse, delta, out = queries.lse, queries.delta, queries.out
-        rest: tuple[Tensor, ...] = ()
-        if not self.problem.takes_delta:
-            assert out is not None, "a call has out"
-            rows, rest = _by_token(lse), (out,)
-        elif delta is None:
-            assert out is not None, "a backward has out or delta"
-            rows = stack_lse_delta(out, queries.dout, lse)
-        else:
-            rows = torch.stack((lse, delta), -1).transpose(1, 2)
-        return pad(rows, (0, WIDE.itemsize // rows.itemsize - rows.shape[-1])), *rest
-
-    def _make_sum(self, x: Tensor) -> Tensor:
-        """Make memory for the gradient of k or v."""
-        if self.shares_kv:
-            return torch.zeros(x.shape, dtype=self._sum_dtype, device=x.device)
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        lse, dout, out = queries.lse, queries.dout, queries.out
+        assert out is not None, "a call has out"
+        with_delta = self.problem.takes_delta
+        rows = stack_lse_delta(out, dout, lse) if with_delta else _by_token(lse)
+        rows = pad(rows, (0, WIDE.itemsize // rows.itemsize - rows.shape[-1]))
+        return (rows,) if with_delta else (rows, out)
 
 
 def _between_hosts(rings: Rings) -> Rings:

@@ -64,11 +64,10 @@ class Field:
         rows = x.flatten(2)
         if self.unit == self.dtype:
             return rows
-        ratio = max(self.unit.itemsize // self.dtype.itemsize, 1)
-        places = rows.storage_offset(), rows.stride(0), rows.stride(1)
-        if rows.stride(2) != 1 or any(place % ratio for place in places):
-            rows = rows.clone(memory_format=torch.contiguous_format)
-        return rows.view(self.unit)
+        try:
+            return rows.view(self.unit)
+        except RuntimeError:
+            return rows.clone(memory_format=torch.contiguous_format).view(self.unit)
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Return the tensor of some rows: a view, unless its numbers may lie between units."""
@@ -85,6 +84,19 @@ class Move(NamedTuple):
     nbytes: int
     peer: int
     there: int
+
+
+class Messages(NamedTuple):
+    """What a rank sends and receives of a piece.
+
+    moves     in the order in which they lie in the sources, which have nothing else
+    sizes     their bytes, by source: one operation makes the views of all messages of a source
+    arrivals  of each sender in the order of its moves
+    """
+
+    moves: list[Move]
+    sizes: list[list[int]]
+    arrivals: list[Arrival]
 
 
 class Exchange(ABC):
@@ -127,32 +139,29 @@ class Exchange(ABC):
         """Yield the messages of one rank to another, or to itself."""
 
     @functools.cached_property
-    def _messages(self) -> list[tuple[list[Move], list[list[int]], list[Arrival]]]:
-        """For each piece what this rank sends, the bytes of these messages by source, and what it
-        receives. Both ends list messages in the order in which they lie in the sources, which
-        have nothing else.
-        """
-        found = list[tuple[list[Move], list[list[int]], list[Arrival]]]()
-        for piece in range(len(self.pieces)):
-            sent = sorted(x for peer in self.ranks for x in self._moves(piece, self.rank, peer))
-            by_source = itertools.groupby(sent, key=lambda move: move.source)
-            sizes = [[move.nbytes for move in moves] for _, moves in by_source]
-            arrivals = [
-                Arrival(peer, move.there, move.nbytes)
-                for peer in self.ranks
-                for move in sorted(self._moves(piece, peer, self.rank))
-                if peer != self.rank
-            ]
-            found.append((sent, sizes, arrivals))
-        return found
+    def _messages(self) -> list[Messages]:
+        """The messages of each piece."""
+        return [self._find_messages(piece) for piece in range(len(self.pieces))]
+
+    def _find_messages(self, piece: int) -> Messages:
+        moves, arrivals = list[Move](), list[Arrival]()
+        for peer in self.ranks:
+            moves += self._moves(piece, self.rank, peer)
+            if peer != self.rank:
+                landing = sorted(self._moves(piece, peer, self.rank))
+                arrivals += [Arrival(peer, move.there, move.nbytes) for move in landing]
+        moves.sort()
+        by_source = itertools.groupby(moves, key=lambda move: move.source)
+        sizes = [[move.nbytes for move in same] for _, same in by_source]
+        return Messages(moves, sizes, arrivals)
 
     def _deliver(
         self, transport: Transport, piece: int, sources: Iterable[Tensor], device: torch.device
     ) -> Delivery:
         moves, sizes, arrivals = self._messages[piece]
-        # one operation makes the views of all messages of a source; one of no tokens has none
-        pairs = zip(sources, sizes, strict=False)
-        parts = [part for source, cuts in pairs for part in as_bytes(source).split(cuts)]
+        parts = list[Tensor]()
+        for source, cuts in zip(sources, sizes, strict=False):  # one without tokens has no sizes
+            parts += as_bytes(source).split(cuts)
         puts = [Put(part, x.peer, x.there) for part, x in zip(parts, moves, strict=True)]
         return transport.deliver(self.lane, self.nbytes[piece], puts, arrivals, device)
 
