@@ -131,7 +131,7 @@ class Queue:
         round_ = program.rounds[event.round]
         place = self.rank % self.inner
         borrowed = (round_.root,) if round_.landing.tokens else ()
-        lent = (round_.lent_to * self.inner + place,) if round_.lent_tokens else ()
+        lent = (round_.lent_to * self.inner + place,) if round_.lent else ()
         if event.do in ("cross", "leave"):
             name = call, event.do, event.number, event.round
             ends = [(self.rank, other) for other in (*borrowed, *lent)]

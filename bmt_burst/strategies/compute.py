@@ -5,10 +5,9 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,13 +24,8 @@ ALL = slice(None)  # all tokens, or all heads
 _ROWS = ("lse", "delta")  # tensors (B, heads, S)
 
 
-class Side(ABC):
-    """Tensors of some tokens: of queries or of keys."""
-
-    @property
-    @abstractmethod
-    def tokens(self) -> int:
-        """The number of tokens."""
+class Side:
+    """Tensors of some tokens: of queries or of keys. The first one is (B, S, heads, D)."""
 
     def part(self, tokens: slice, heads: slice = ALL) -> Self:
         """Return views of some tokens and heads."""
@@ -44,7 +38,8 @@ class Side(ABC):
         span.
         """
         if len(spans) == 1:
-            is_all = spans[0] == (0, self.tokens)
+            first: Tensor = next(iter(vars(self).values()))
+            is_all = spans[0] == (0, first.shape[1])
             return self if is_all else self.part(slice(*spans[0]))
         return self._map(lambda x: _gather(x, spans, 1), lambda x: _gather(x, spans, 2))
 
@@ -52,10 +47,11 @@ class Side(ABC):
         self, of_tokens: Callable[[Tensor], Tensor], of_rows: Callable[[Tensor], Tensor]
     ) -> Self:
         """Change each tensor: (B, S, heads, D) by `of_tokens`, (B, heads, S) by `of_rows`."""
-        tensors = {name: x for name, x in vars(self).items() if x is not None}
-        return type(self)(
-            **{name: (of_rows if name in _ROWS else of_tokens)(x) for name, x in tensors.items()}
-        )
+        found: list[Any] = []
+        for name, x in vars(self).items():
+            change = of_rows if name in _ROWS else of_tokens
+            found.append(None if x is None else change(x))
+        return type(self)(*found)
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,6 @@ class Queries(Side):
     """The query side of a forward: q (B, S, H, D)."""
 
     q: Tensor
-
-    @property
-    def tokens(self) -> int:
-        return self.q.shape[1]
 
 
 @dataclass(frozen=True)
@@ -101,10 +93,6 @@ class Keys(Side):
 
     k: Tensor
     v: Tensor
-
-    @property
-    def tokens(self) -> int:
-        return self.k.shape[1]
 
 
 def _gather(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:

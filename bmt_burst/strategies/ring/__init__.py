@@ -134,46 +134,47 @@ class RingPlan(Plan):
         return Routes(self._tiling, self.schedule, self.rank)
 
     def _make_program(self, payload: Payload, returning: bool) -> Program:
-        problem, sends_queries = self.problem, payload.sends_queries
         routes = (
             Routes(self._tiling.transposed, self.schedule, self.rank)
-            if sends_queries
+            if payload.sends_queries
             else self._kv_routes
         )
         passes = self._make_passes(payload, routes, returning)
         rounds = routes.rounds(*self._find_limits(passes, payload, returning)) if passes else ()
-
-        parts = [
-            (part, tiling.transposed if sends_queries else tiling) for part, tiling in self._parts
-        ]
-
-        def find_calls(landing: Landing) -> list[GatheredCall]:
-            found: list[GatheredCall] = []
-            for part, tiling in parts if landing.runs else ():
-                tiles = tiling.tiles(self.rank, landing.runs, landing.places)
-                tiles = by_columns(tiles) if returning else tiles
-                tiles = [*map(flipped, tiles)] if sends_queries else tiles
-                found += kernel_calls(tiles, part.label, part.most_gaps)
-
-            def sides() -> tuple[Tensor, Tensor]:
-                here, landed = self._positions, landing.positions()
-                return (landed, here) if sends_queries else (here, landed)
-
-            return problem.scoring.refine(found, sides)
-
-        calls = {(n, -1): find_calls(round_.landing) for n, round_ in enumerate(rounds)}
+        landings = {(n, -1): round_.landing for n, round_ in enumerate(rounds)}
         for n, round_ in enumerate(rounds):
-            calls |= {(n, i): find_calls(x.landing) for i, x in enumerate(round_.stages)}
+            landings |= {(n, i): stage.landing for i, stage in enumerate(round_.stages)}
         return Program(
-            problem=problem,
+            problem=self.problem,
             rank=self.rank,
             payload=payload,
             own=self._own_calls,
             passes=passes,
             rounds=rounds,
-            calls=calls,
+            calls={
+                key: self._find_calls(landing, payload.sends_queries, returning)
+                for key, landing in landings.items()
+            },
             returning=returning,
         )
+
+    def _find_calls(
+        self, landing: Landing, sends_queries: bool, returning: bool
+    ) -> list[GatheredCall]:
+        """Return the kernel calls of this rank's tokens with those that landed."""
+        calls: list[GatheredCall] = []
+        for part, tiling in self._parts if landing.runs else ():
+            staying = tiling.transposed if sends_queries else tiling
+            tiles = staying.tiles(self.rank, landing.runs, landing.places)
+            tiles = by_columns(tiles) if returning else tiles
+            tiles = [*map(flipped, tiles)] if sends_queries else tiles
+            calls += kernel_calls(tiles, part.label, part.most_gaps)
+
+        def sides() -> tuple[Tensor, Tensor]:
+            here, landed = self._positions, landing.positions()
+            return (landed, here) if sends_queries else (here, landed)
+
+        return self.problem.scoring.refine(calls, sides)
 
     def _make_passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:
         """Return the passes in which blocks are sent, or none if no rank needs another's tokens.

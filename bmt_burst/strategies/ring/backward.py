@@ -177,14 +177,13 @@ class Backward(Execution):
 
     def _leave(self, event: Event) -> None:
         round_, packing = self._round(event), self._pass(event).return_packing
-        share: list[Tensor] = []
+        share: Tensors = ()
         if round_.landing.tokens:
             dtype = self.program.problem.sizes.partial
-            share = [total.result(dtype) for total in self._sent_sums(event)]
+            share = tuple(total.result(dtype) for total in self._sent_sums(event))
         self.root_sums.pop((event.number, event.round), None)
-        here = packing.empty(round_.lent_tokens, self.device) if round_.lent_tokens else ()
-        owner = round_.root // self.rings.inner.size
-        self.leaving.append((self._exchange(share, owner, here, round_.lent_to), here))
+        owner, tokens = round_.root // self.rings.inner.size, sum(map(length, round_.lent))
+        self.leaving.append(self._exchange(share, owner, packing, tokens, round_.lent_to))
 
     def _receive(self, event: Event) -> None:
         ticket, grads = self.leaving.pop()

@@ -18,7 +18,7 @@ from ...ranks.rings import Rings
 from ...sequence.span import Span, length
 from ...transport import Delivery, Put, Ticket
 from ...transport.packing import Packing
-from ..compute import ALL, Keys, Queries
+from ..compute import ALL, Keys, Queries, Tensors
 from .events import Event
 from .program import Pass, Program
 from .routes import Round, Stage
@@ -35,11 +35,11 @@ class Execution:
     def __init__(self, program: Program, rings: Rings, queries: Queries, keys: Keys):
         self.program, self.rings, self.device = program, rings, queries.q.device
         self.queries, self.keys = queries, keys
-        self.roots: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by pass and round
-        self.crossing: list[tuple[Ticket, tuple[Tensor, ...]]] = []
+        self.roots: dict[tuple[int, int], Tensors] = {}  # by pass and round
+        self.crossing: list[tuple[Ticket, Tensors]] = []
         self.fetched: list[Delivery] = []
         self.landed: list[Delivery] = []
-        self.leaving: list[tuple[Ticket, tuple[Tensor, ...]]] = []
+        self.leaving: list[tuple[Ticket, Tensors]] = []
         self.returning: list[Delivery] = []
 
     def run(self) -> None:
@@ -67,10 +67,9 @@ class Execution:
 
     def _cross(self, event: Event) -> None:
         round_, packing = self._round(event), self._pass(event).packing
-        there, tokens = self._leaving_part(event, round_.lent), round_.landing.tokens
-        here = packing.empty(tokens, self.device) if tokens else ()
-        ticket = self._exchange(there, round_.lent_to, here, round_.root // self.rings.inner.size)
-        self.crossing.append((ticket, here))
+        there, source = self._leaving_part(event, round_.lent), round_.root // self.rings.inner.size
+        here = self._exchange(there, round_.lent_to, packing, round_.landing.tokens, source)
+        self.crossing.append(here)
 
     def _arrive(self, event: Event) -> None:
         ticket, self.roots[event.number, event.round] = self.crossing.pop()
@@ -103,7 +102,7 @@ class Execution:
     def _stage(self, event: Event) -> Stage:
         return self._round(event).stages[event.stage]
 
-    def _leaving_part(self, event: Event, spans: Sequence[Span]) -> tuple[Tensor, ...]:
+    def _leaving_part(self, event: Event, spans: Sequence[Span]) -> Tensors:
         """Return the tensors of some own tokens to send, contiguous."""
         pass_, payload = self._pass(event), self.program.payload
         if not any(map(length, spans)):
@@ -124,10 +123,12 @@ class Execution:
         return self._pass(event).packing.views(self.landed[-1].memory, tokens)
 
     def _exchange(
-        self, sends: Sequence[Tensor], to: int, recvs: Sequence[Tensor], source: int
-    ) -> Ticket:
-        """Start an exchange between hosts."""
-        return self.rings.outer.exchange([(x, to) for x in sends], [(x, source) for x in recvs])
+        self, there: Tensors, to: int, packing: Packing, tokens: int, source: int
+    ) -> tuple[Ticket, Tensors]:
+        """Start to send tensors to a host, and to receive those of `tokens` tokens from another."""
+        here = packing.empty(tokens, self.device) if tokens else ()
+        sends, recvs = [(x, to) for x in there], [(x, source) for x in here]
+        return self.rings.outer.exchange(sends, recvs), here
 
     def _deliver(
         self,

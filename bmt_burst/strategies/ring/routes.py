@@ -158,10 +158,6 @@ class Round:
     lent: tuple[Span, ...] = ()
     lent_to: int = 0
 
-    @property
-    def lent_tokens(self) -> int:
-        return sum(map(length, self.lent))
-
 
 class Routes:
     """The routes of `rank` under a tiling. Its queries stay, its keys are sent."""
