@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,13 +99,15 @@ def unpack_rows(x: Tensor, batch: int) -> Tensor:
 
 
 def prepare_once(
-    call: KernelCall, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]
+    owner: Any, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]
 ) -> Kept:
     """Return the result of `make`, which is called once for each GPU and stream.
 
-    A stream has its own copy, because the copy is made in the stream's order.
+    `owner` keeps it in its dictionary `prepared`, as a KernelCall. A stream has its own copy,
+    because the copy is made in the stream's order.
     """
     key = *name, device, current_stream(device)
-    if key not in call.prepared:
-        call.prepared[key] = make()
-    return call.prepared[key]
+    if key not in owner.prepared:
+        owner.prepared[key] = make()
+    result: Kept = owner.prepared[key]
+    return result

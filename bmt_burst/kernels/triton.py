@@ -89,7 +89,7 @@ class TritonKernel(Kernel):
 
     def forward(self, q, k, v, call, spec, added=NOTHING):
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
-        launch("forward", (*map(_make_dense, (q, k, v)), out, lse), call, spec, added)
+        launch("forward", (*map(make_dense, (q, k, v)), out, lse), call, spec, added)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
@@ -110,10 +110,10 @@ def backward_inputs(dout, q, k, v, out, lse, delta) -> tuple[Tensor, ...]:
 
     The arguments are those of `Kernel.backward`.
     """
-    q, k, v, dout, lse = map(_make_dense, (q, k, v, dout, lse))
+    q, k, v, dout, lse = map(make_dense, (q, k, v, dout, lse))
     if delta is None:
         delta = stack_lse_delta(out, dout, lse)[..., 1].transpose(1, 2)
-    return q, k, v, dout, lse, _make_dense(delta)
+    return q, k, v, dout, lse, make_dense(delta)
 
 
 def launch(
@@ -168,8 +168,7 @@ def start(
         LEFT=left is not None,
         RIGHT=right is not None,
         BIAS=added.kind,
-        # three TF32 products are as exact as one in fp32, and are faster
-        PRECISION="tf32x3" if q.is_cuda and torch.version.hip is None else "ieee",
+        PRECISION=precision(q),
         **constants,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -248,7 +247,7 @@ def shape_of(name: str, q: Tensor, added: Added = NOTHING) -> LaunchShape:
     width, half = _width(q), ("half", "half_by_distance", "half_by_segments")[added.kind]
     table = "single" if q.dtype == torch.float32 else half
     shapes = _shapes()[table, name, max(width, 64)]
-    most, by_segments = _shared_memory(q.device), table == "half_by_segments"
+    most, by_segments = shared_memory(q.device), table == "half_by_segments"
     fitting = (s for s in shapes if _bytes(name, s, width * q.itemsize, by_segments) <= most)
     return next(fitting, shapes[-1])
 
@@ -267,12 +266,17 @@ def _bytes(name: str, shape: LaunchShape, row: int, by_segments: bool) -> int:
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may have."""
     from triton.runtime import driver
 
     index = torch.cuda.current_device() if device.index is None else device.index
     return driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
+def precision(q: Tensor) -> str:
+    """Return how fp32 is multiplied: three TF32 products are as exact as one, and are faster."""
+    return "tf32x3" if q.is_cuda and torch.version.hip is None else "ieee"
 
 
 def _kernel_strides(x: Tensor | None) -> tuple[int, ...]:
@@ -282,7 +286,7 @@ def _kernel_strides(x: Tensor | None) -> tuple[int, ...]:
     return multiply_by_16(x.stride()) if x.dim() == 3 else x.stride()
 
 
-def _make_dense(x: Tensor) -> Tensor:
+def make_dense(x: Tensor) -> Tensor:
     """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 

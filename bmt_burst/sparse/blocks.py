@@ -5,8 +5,8 @@ Letters: S queries, G kv heads, D head size, N chosen blocks, T keys at hand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class FarBlocks:
     starts: Tensor
     stops: Tensor
     block_size: int
+    # what kernels keep for these blocks
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of_choice(chosen: Tensor, starts: Tensor, stops: Tensor, block_size: int) -> FarBlocks:

@@ -33,20 +33,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.streams import send_to_device
+from ..kernels.triton import make_dense, precision
+from ..kernels.triton_memory import INFINITY, LOG2_E, wide
 from .compressed import CompressedKeys
 from .config import InfLLMV2
-from .triton_far import (
-    address_rows,
-    count_tokens,
-    load_rows,
-    make_dense,
-    pad_heads,
-    precision,
-    wide,
-)
+from .triton_far import address_rows, count_tokens, load_rows, pad_heads
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_INFINITY = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ALWAYS = tl.constexpr(torch.iinfo(torch.int32).max)
 
@@ -56,7 +48,7 @@ _BYTES = 1 << 29  # of scores that are kept at a time
 _SPAN = 1024  # blocks that a program scores
 
 
-class LaunchShape(NamedTuple):
+class ChoiceShape(NamedTuple):
     """The rows and kernels of a step, its warps, and pipeline stages."""
 
     rows: int
@@ -65,9 +57,9 @@ class LaunchShape(NamedTuple):
     stages: int
 
 
-_HALF = LaunchShape(128, 64, 4, 2)  # on one H200, with head size 128
-_SINGLE = LaunchShape(64, 32, 4, 1)  # not measured
-_INTERPRETED = LaunchShape(16, 16, 4, 1)
+_HALF = ChoiceShape(128, 64, 4, 2)  # on one H200, with head size 128
+_SINGLE = ChoiceShape(64, 32, 4, 1)  # not measured
+_INTERPRETED = ChoiceShape(16, 16, 4, 1)
 
 
 def choose_by_score(
@@ -227,7 +219,7 @@ def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str
     return q, shared, launch.kernels
 
 
-def _shape(q: Tensor) -> LaunchShape:
+def _shape(q: Tensor) -> ChoiceShape:
     if not q.is_cuda:
         return _INTERPRETED
     return _SINGLE if q.dtype == torch.float32 else _HALF
@@ -249,7 +241,7 @@ def _normalize(
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
     weights = tl.zeros((TOKENS * HEADS,), tl.float32)
-    largest = tl.full((TOKENS * HEADS,), -_INFINITY, tl.float32)
+    largest = tl.full((TOKENS * HEADS,), -INFINITY, tl.float32)
     seen = (tl.max(place, 0) + 1 - 4 * STRIDE) // (4 * STRIDE)
     for at in tl.range(0, tl.minimum(seen, normalizing_kernels), N):
         kernel = at + tl.arange(0, N)
@@ -259,9 +251,9 @@ def _normalize(
             D, WIDTH, PARTS, PRECISION, False,
         )  # fmt: skip
         ends = kernel * (4 * STRIDE) + 8 * STRIDE
-        terms = tl.where(ends[None, :] > place[:, None] + 1, -_INFINITY, terms)
+        terms = tl.where(ends[None, :] > place[:, None] + 1, -INFINITY, terms)
         now = tl.maximum(largest, tl.max(terms, 1))
-        shift = tl.where(now == -_INFINITY, 0.0, now)
+        shift = tl.where(now == -INFINITY, 0.0, now)
         weights = weights * tl.exp2(largest - shift) + tl.sum(tl.exp2(terms - shift[:, None]), 1)
         largest = now
     normalizer = tl.where(weights == 0.0, 0.0, largest + tl.log2(weights))
@@ -287,7 +279,7 @@ def _fill_scores(
     heads = tl.num_programs(1) * GROUP
     # heads of the padding add nothing
     normalizer = tl.load(
-        normalizers + token.to(tl.int64) * heads + head, mask=there, other=_INFINITY
+        normalizers + token.to(tl.int64) * heads + head, mask=there, other=INFINITY
     )
     BEGIN: tl.constexpr = BLOCK // STRIDE  # kernels that begin in a block
     own = first + tl.arange(0, TOKENS)
@@ -381,4 +373,4 @@ def _score(
         scores = tl.dot(high, tl.trans(q_block), input_precision=PRECISION)
     else:
         scores = tl.dot(q_block, tl.trans(high), input_precision=PRECISION)
-    return scores * (scale * _LOG2_E)
+    return scores * (scale * LOG2_E)

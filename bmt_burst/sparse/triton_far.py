@@ -17,24 +17,21 @@ a block's tokens. A tile or a step has TOKENS queries, so M = TOKENS * HEADS row
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from ..base.compiled import multiply_by_16
-from ..base.streams import current_stream
-from .blocks import FarBlocks, FarKeys
+from ..kernels.packed import prepare_once
+from ..kernels.triton import make_dense, precision, shared_memory
+from ..kernels.triton_memory import INFINITY, LOG2_E, wide
+from .blocks import FarKeys
 from .tiles import MOST_QUERIES, NONE, KeyLists, QueryTiles
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_INFINITY = tl.constexpr(float("inf"))
 _NOWHERE = tl.constexpr(NONE)
 
 # See `kernels/triton_blocks.py`. These numbers and addresses differ from call to call.
@@ -42,10 +39,7 @@ _NUMBERS = ["queries", "first", "keys", "entries", "most", "slot_count"]
 _ROWS = ["lse", "lse_delta", "stops"]
 
 
-Kept = TypeVar("Kept")
-
-
-class LaunchShape(NamedTuple):
+class FarShape(NamedTuple):
     """The rows of a program, its warps, and pipeline stages."""
 
     rows: int
@@ -56,13 +50,13 @@ class LaunchShape(NamedTuple):
 # The fastest on one H200, with head size 128, 16 query heads a kv head, and blocks of 64. Forward
 # and dq share their unions, so they have equal rows. More rows of dk and dv spill registers.
 _HALF = {
-    "forward": LaunchShape(64, 4, 3),
-    "dq": LaunchShape(64, 4, 2),
-    "dkdv": LaunchShape(32, 4, 3),
+    "forward": FarShape(64, 4, 3),
+    "dq": FarShape(64, 4, 2),
+    "dkdv": FarShape(32, 4, 3),
 }
 _SCRATCH = 2048  # bytes of shared memory for anything but operands
 _SINGLE = {name: shape._replace(stages=1) for name, shape in _HALF.items()}  # not measured
-_INTERPRETED = {name: LaunchShape(16, 4, 1) for name in _HALF}
+_INTERPRETED = {name: FarShape(16, 4, 1) for name in _HALF}
 
 
 def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
@@ -93,8 +87,8 @@ def _launch_by_tiles(
     blocks, first, scale = far.blocks, far.first, far.scale
     shape = _find_shape(name, q, k, blocks.block_size)
     tokens = count_tokens(shape.rows, pad_heads(q.shape[1] // k.shape[1]))
-    tiles = _prepare_once(
-        blocks, ("tiles", tokens), lambda: QueryTiles.of_starts(blocks.starts, tokens)
+    tiles = prepare_once(
+        blocks, ("tiles", tokens), q.device, lambda: QueryTiles.of_starts(blocks.starts, tokens)
     )
     ranges = tiles.between(first - blocks.block_size + 1, first + len(k))
     grid = tiles.starts.shape[1], k.shape[1]
@@ -124,7 +118,7 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
     blocks, first, scale = far.blocks, far.first, far.scale
     shape = _find_shape("dkdv", q, k, blocks.block_size)
     constants = _constants(q, k, blocks.block_size)
-    lists = _prepare_once(blocks, ("lists",), lambda: KeyLists.of_starts(blocks.starts))
+    lists = prepare_once(blocks, ("lists",), q.device, lambda: KeyLists.of_starts(blocks.starts))
     parts = lists.between(first - blocks.block_size + 1, first + len(k))
     groups, slots = parts.held.shape
     held = torch.empty(groups, slots, 2, constants["N"], constants["WIDTH"], device=q.device)
@@ -192,7 +186,7 @@ def fits(q: Tensor, k: Tensor, block_size: int) -> bool:
     return all(_find_shape(name, q, k, block_size).stages for name in _HALF)
 
 
-def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> LaunchShape:
+def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> FarShape:
     """Return the launch shape of a kernel, with as many stages as shared memory holds."""
     if not q.is_cuda:
         return _INTERPRETED[name]
@@ -204,15 +198,9 @@ def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> LaunchShape
     row_bytes = constants["WIDTH"] * q.element_size()
     if q.dtype == torch.float32:  # some are also kept transposed
         row_bytes = row_bytes * 5 // 3
-    stages = (shared_memory(q.device) // row_bytes - kept) // loaded
+    available = shared_memory(q.device) - _SCRATCH
+    stages = (available // row_bytes - kept) // loaded
     return shape._replace(stages=max(min(shape.stages, stages), 0))
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that operands of a program may take on a GPU."""
-    properties: dict[str, int] = driver.active.utils.get_device_properties(device.index)
-    return properties["max_shared_mem"] - _SCRATCH
 
 
 def count_tokens(rows: int, heads: int) -> int:
@@ -223,25 +211,6 @@ def count_tokens(rows: int, heads: int) -> int:
 def pad_heads(heads: int) -> int:
     """Return the power of two that the query heads of a kv head are padded to."""
     return 1 << (heads - 1).bit_length()
-
-
-def precision(q: Tensor) -> str:
-    """Return how fp32 is multiplied: three TF32 products are as exact as one, and are faster."""
-    return "tf32x3" if q.is_cuda and torch.version.hip is None else "ieee"
-
-
-def _prepare_once(blocks: FarBlocks, name: tuple[Hashable, ...], make: Callable[[], Kept]) -> Kept:
-    """Return the result of `make`, called once for each stream. `blocks` keeps it."""
-    prepared: dict[Hashable, Kept] = vars(blocks).setdefault("prepared", {})
-    key = *name, current_stream(blocks.starts.device)
-    if key not in prepared:
-        prepared[key] = make()
-    return prepared[key]
-
-
-def make_dense(x: Tensor) -> Tensor:
-    """Return x with a contiguous last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _kernel_strides(x: Tensor) -> tuple[int, ...]:
@@ -265,18 +234,18 @@ def _forward(
     # The keys seen so far count as one more key. Its value is `out`.
     out_rows = address_rows(out, out_strides, token, head)
     lse_places = _row_places(lse, lse_strides, token, head)
-    largest = tl.load(lse_places, mask=there, other=0.0) * _LOG2_E
-    weights = tl.where(largest == -_INFINITY, 0.0, 1.0)
-    sums = load_rows(out_rows, there & (largest != -_INFINITY), D, WIDTH).to(tl.float32)
+    largest = tl.load(lse_places, mask=there, other=0.0) * LOG2_E
+    weights = tl.where(largest == -INFINITY, 0.0, 1.0)
+    sums = load_rows(out_rows, there & (largest != -INFINITY), D, WIDTH).to(tl.float32)
     for at in tl.range(begin, end):
         key = _keys(tl.load(starts + union + at), first, keys, BLOCK, N)
         seen = _seen(key, tl.load(chosen + union + at), nth, stop)
         k_block = _load_keys(k, k_strides, key, first, group, D, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
-        scores = tl.where(seen, scores, -_INFINITY)
-        now = tl.maximum(largest, tl.max(scores, 1) * (scale * _LOG2_E))
-        shift = tl.where(now == -_INFINITY, 0.0, now)
-        probs = tl.exp2(scores * (scale * _LOG2_E) - shift[:, None])
+        scores = tl.where(seen, scores, -INFINITY)
+        now = tl.maximum(largest, tl.max(scores, 1) * (scale * LOG2_E))
+        shift = tl.where(now == -INFINITY, 0.0, now)
+        probs = tl.exp2(scores * (scale * LOG2_E) - shift[:, None])
         decay = tl.exp2(largest - shift)
         weights = weights * decay + tl.sum(probs, 1)
         v_block = _load_keys(v, v_strides, key, first, group, D, WIDTH)
@@ -408,7 +377,7 @@ def _add_parts(
 @triton.jit
 def _probs(scores, seen, lse, scale):
     """Compute probabilities. All pairs of a query with an lse of -inf are hidden."""
-    return tl.where(seen, tl.exp2(scores * (scale * _LOG2_E) - lse * _LOG2_E), 0.0)
+    return tl.where(seen, tl.exp2(scores * (scale * LOG2_E) - lse * LOG2_E), 0.0)
 
 
 @triton.jit
@@ -514,9 +483,3 @@ def _store(places, x, there, D: tl.constexpr, WIDTH: tl.constexpr):
     """Store rows of D numbers of x (rows, WIDTH)."""
     column = tl.arange(0, WIDTH)[None, :]
     tl.store(places[:, None] + column, x, mask=there[:, None] & (column < D))
-
-
-@triton.jit
-def wide(number):
-    """Convert a number to 64 bits. In the interpreter loop counters are Python's integers."""
-    return tl.full((), number, tl.int64)
