@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, Protocol, runtime_checkable
+from typing import Any, NoReturn, ParamSpec, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import burst_attn_func
-from .base.arguments import as_bool, as_float, as_int
+from .base.arguments import as_bool, as_int, as_positive
 from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
 from .base.norm import RMSNorm
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import refuse_call, refuse_misfits
+from .kernels import load
+from .kernels.reference import visible
+from .merging.sinks import with_sinks
 from .ranks.sequence_parallel import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
-from .sparse.cache import KeySums, attend_to_cache
+from .sequence.tile import KernelCall
+from .sparse.cache import SparseKVCache as SparseKVCache
+from .sparse.cache import attend_to_cache, sum_keys
 from .sparse.config import InfLLMV2
+from .spec import Spec
 
 _MOST_MASKS = 256  # with a window, kept in a cache
 # Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
@@ -85,17 +91,6 @@ class KVCache(Protocol):
         """Append k, v (B, S, G, D) to the earlier ones of `layer`, and return all."""
 
 
-@runtime_checkable
-class SparseKVCache(KVCache, Protocol):
-    """A KVCache that also keeps sums of keys, so that sparse layers do not add all keys up again
-    for each new token.
-
-    It begins with an empty dict. The layers fill it.
-    """
-
-    key_sums: dict[int, KeySums]  # by layer
-
-
 class SequenceParallelModule(nn.Module):
     """A module over the ranks of `sp`."""
 
@@ -150,9 +145,8 @@ class BurstAttention(SequenceParallelModule):
     dtype, whatever the dtype of q and k after norms and rotary tables.
 
     Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1,
-    qk_norm_eps or softcap is not positive, or sparse excludes another argument. Raises TypeError
-    for a window that is no whole number, a softcap that is no number, a sparse that is no InfLLMV2,
-    or sinks that are not True or False.
+    qk_norm_eps or softcap is not positive and finite, or sparse excludes another argument. Raises
+    TypeError for arguments of a wrong type.
     """
 
     def __init__(
@@ -188,10 +182,9 @@ class BurstAttention(SequenceParallelModule):
             raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
         if window is not None and as_int("window", window) < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        if qk_norm_eps is not None and not qk_norm_eps > 0:
-            raise ValueError(f"qk_norm_eps must be positive, got {qk_norm_eps}")
-        if softcap is not None and not as_float("softcap", softcap) > 0:
-            raise ValueError(f"softcap must be positive, got {softcap}")
+        for name, value in (("qk_norm_eps", qk_norm_eps), ("softcap", softcap)):
+            if value is not None:
+                as_positive(name, value)
         if sparse is not None:
             _check_sparse(sparse, window, softcap)
         self.hidden_size, self.head_dim = hidden_size, head_dim
@@ -331,31 +324,10 @@ class BurstAttention(SequenceParallelModule):
         sparse: InfLLMV2 | None = self.options["sparse"]
         if sparse is not None:
             by_q, by_k = (q, k) if choose_by is None else choose_by
-            sums = self._sum_keys(cache, by_k, keys, sparse)
+            sums = sum_keys(cache, self.layer, by_k, keys, sparse)
             if not sparse.is_dense(keys.shape[1]):
                 return attend_to_cache(q, keys, values, by_q, sums, sparse, sinks)
         return _attend_to_past(q, keys, values, self.window, self.options["softcap"], sinks)
-
-    def _sum_keys(
-        self, cache: KVCache, new_keys: Tensor, keys: Tensor, sparse: InfLLMV2
-    ) -> KeySums:
-        """Return the sums of all keys of a cache to choose by.
-
-        new_keys  those of the new tokens, which the cache's sums lack
-        keys      all of the cache. They are summed up if it keeps no sums.
-        """
-        if not isinstance(cache, SparseKVCache):
-            sums = KeySums(sparse)
-            sums.extend(keys)
-            return sums
-        sums = cache.key_sums.setdefault(self.layer, KeySums(sparse))
-        sums.extend(new_keys)
-        if sums.tokens != keys.shape[1]:
-            raise ValueError(
-                f"expected a cache whose key_sums have its {keys.shape[1]} tokens, "
-                f"got {sums.tokens}"
-            )
-        return sums
 
     def _check_cache(
         self,
@@ -364,9 +336,7 @@ class BurstAttention(SequenceParallelModule):
         layout: Layouts | None,
         choose_by: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Raise ValueError for a cache on several ranks, with a mask or layout, or without what
-        use_nope needs.
-        """
+        """Raise ValueError for a cache that does not fit the other arguments."""
         if cache is None:
             return
         if self.sp.size > 1:
@@ -408,13 +378,12 @@ def _find_masks(
 
     seq_len  the length of the sequence, if it is known without a layout
     """
-    layout: Layouts = groups["layout"]
     try:
         if mask is None:
-            if isinstance(layout, str | Layout):
-                mask = plain_mask(_find_length(layout, seq_len))
-            else:
-                mask = [plain_mask(_find_length(row, seq_len)) for row in layout]
+            layout: Layouts = groups["layout"]
+            rows = [layout] if isinstance(layout, str | Layout) else layout
+            masks = [plain_mask(_find_length(row, seq_len)) for row in rows]
+            mask = masks[0] if len(masks) == 1 else masks
         return limit_masks(mask, window)
     except (TypeError, ValueError, AttributeError) as error:
         refuse_call(error, groups["process_group"], groups["double_group"])
@@ -458,35 +427,21 @@ def _attend_to_past(
     """Compute the attention of the last tokens q (B, S, H, D) to all tokens so far, k and v (B, T,
     G, D), or to those in the window.
     """
-    new = q.shape[1]
+    new, total = q.shape[1], k.shape[1]
     if window is not None:
         # earlier keys are visible to no query
-        k, v = (x[:, max(x.shape[1] - new - window + 1, 0) :] for x in (k, v))
-    total = k.shape[1]
-    visible = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-    if window is not None:
-        visible = visible.triu(total - new - window + 1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        total = min(total, new + window - 1)
+        k, v = k[:, -total:], v[:, -total:]
+    left = None if window is None else window - 1
+    call = KernelCall(new, total, (((0, new), (0, total)),), left, right=0)
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, enable_gqa=True
-        ).transpose(1, 2)
-    return _dense_attention(q, k, v, visible, softcap, sinks).transpose(1, 2)
-
-
-def _dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Compute the attention of q (B, H, S, D) to k, v (B, G, T, D) with a softcap or sinks (H,),
-    which torch's own lacks.
-    """
-    q = q.unflatten(1, (k.shape[1], -1))
-    scores = (q @ k.unsqueeze(2).mT).to(accumulator_dtype(q.dtype)) * q.shape[-1] ** -0.5
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:  # one key more
-        column = sinks.view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, column), -1)
-    probs = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
-    return (probs @ v.unsqueeze(2)).flatten(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible(call, q.device), enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    spec = Spec(q.shape[-1] ** -0.5, softcap=softcap)
+    out, lse = load("reference").forward(q, k, v, call, spec)
+    if sinks is not None:
+        out, _ = with_sinks(out, lse, sinks)
+    return out.to(q.dtype)

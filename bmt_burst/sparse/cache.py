@@ -5,6 +5,8 @@ Letters: B batch, S new tokens, T tokens of the cache, H query heads, G kv heads
 
 from __future__ import annotations
 
+from typing import Any, Protocol, runtime_checkable
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,37 @@ class KeySums:
         """Return the compressed keys of each row."""
         assert self._strides is not None, "extend comes first"
         return [compress(row, self._sparse) for row in self._strides.unbind(1)]
+
+
+@runtime_checkable
+class SparseKVCache(Protocol):
+    """A `bmt_burst.nn.KVCache` that also keeps sums of keys, so that sparse layers do not add all
+    keys up again for each new token.
+
+    It begins with an empty dict. The layers fill it.
+    """
+
+    key_sums: dict[int, KeySums]  # by layer
+
+
+def sum_keys(cache: Any, layer: int, new_keys: Tensor, keys: Tensor, sparse: InfLLMV2) -> KeySums:
+    """Return the sums of all keys of a layer to choose by.
+
+    new_keys  those of the new tokens, which the cache's sums lack
+    keys      all of the cache. They are summed up if it keeps no sums.
+    """
+    kept: dict[int, KeySums] = {}
+    if isinstance(cache, SparseKVCache):
+        kept = cache.key_sums
+    else:
+        new_keys = keys
+    sums = kept.setdefault(layer, KeySums(sparse))
+    sums.extend(new_keys)
+    if sums.tokens != keys.shape[1]:
+        raise ValueError(
+            f"expected a cache whose key_sums have its {keys.shape[1]} tokens, got {sums.tokens}"
+        )
+    return sums
 
 
 @torch.no_grad()
