@@ -1,7 +1,8 @@
 """The functions of attention: burst_attn_func, its packed variants, and burst_attn_varlen_func.
 
 Each takes its options one by one and passes them to `calls.call.attend` as one `Options`.
-Overloads tell type checkers what return_lse returns.
+Overloads tell type checkers what return_lse returns. For a bool that is no literal they expand it
+to both, by the typing specification's rules for calls of overloads.
 """
 
 from __future__ import annotations
@@ -96,13 +97,6 @@ def burst_attn_func(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@overload
-def burst_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @_overloaded
 @not_compiled
 @refuse_wrong_arguments
@@ -133,8 +127,8 @@ def burst_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over a sequence that is cut over the ranks of a group.
 
-    Every rank of the group must call. [attention.md](attention.md) has examples and more
-    about masks, biases, layouts, kernels and strategies.
+    Every rank of the group must call. [attention.md](attention.md) has examples and explains masks,
+    biases, layouts, kernels and strategies.
 
     Args:
         q: (B, S_local, H, D) queries of this rank's tokens, in fp16, bf16, fp32 or fp64. Autocast
@@ -142,8 +136,8 @@ def burst_attn_func(
         k: (B, S_local, G, D) keys of the same tokens. H is a multiple of G, and query head h
             attends to kv head h // (H // G). Heads are never repeated.
         v: (B, S_local, G, D_v) values of the same tokens. If D_v is not D, as in multi-head latent
-            attention, the smaller one is padded with zeros, which are computed and sent. The
-            kernel "fa4" computes 192:128 without them on Hopper, if G is H.
+            attention, the smaller one is padded with zeros, which are computed and sent. "fa4"
+            computes 192:128 without them on Hopper, if G is H.
         softmax_scale: positive factor of the scores, by default 1 / sqrt(D).
         flash: the block kernel: "auto" for the fastest that can compute the call, or a name from
             `bmt_burst.kernels`. "cuda" is the best kernel of the flash-attn packages.
@@ -162,32 +156,28 @@ def burst_attn_func(
             "contiguous", "balanced" for Layout.balanced of the mask, a `bmt_burst.Layout`, or one
             of these for each row of the batch. Rows must give a rank equally many tokens. Cut q, k
             and v by the layout's `shard`.
-        strategy: "ring"; "all-gather", the ring with all blocks at once; "one-call", which gathers
-            first and then computes, for short blocks; "ulysses", where each rank computes some
-            heads of the whole sequence; "usp", where the ranks of `intra` share heads and the ranks
-            of `inter` form rings; or "auto", which is "one-call" for short calls on GPUs, and
-            otherwise "ring". "one-call" and Ulysses take no double_group.
+        strategy: "ring", "all-gather", "one-call", "ulysses", "usp", or "auto", which is "one-call"
+            for short calls on GPUs, and otherwise "ring". "usp" needs a double_group: the ranks of
+            `intra` share heads. "one-call" and "ulysses" take none.
         backward: the side that a ring's backward sends: "kv" (keys and values), "q" (queries and
             the output's gradient) or "auto", which sends fewer bytes.
         return_lse: also return the logsumexp.
-        group_bytes: most bytes of keys and values that a ring receives at once. More means fewer
-            and larger kernel calls, less means less memory. Long blocks are sent in several passes
-            of some heads each. It also bounds the partial results that wait to be merged, with any
-            strategy.
+        group_bytes: most bytes of keys and values that a ring receives at once, and of partial
+            results that wait to be merged, with any strategy. More means fewer and larger kernel
+            calls, less means less memory. Long blocks are sent in several passes of some heads.
         scores: the visible pairs, instead of `mask`, and the row of `bias` that each pair adds to
             its scores: a `bmt_burst.Scores` of the whole sequence, or one for each row of the
-            batch. It is never a tensor of S x S.
+            batch.
         bias: (R, H) fp32 (fp64 for fp64 inputs), the table of `scores`: a finite number for each
             row and query head, on q's device, identical on all ranks. Ranks compare only its shape.
-            It is fastest if k has as many heads as q. If the kernel of `flash` knows no biases, the
-            fastest kernel that does computes the pairs that need one.
+            If the kernel of `flash` knows no biases, the fastest kernel that does computes the
+            pairs that need one.
         softcap: a positive bound of the scores before they are masked,
             softcap * tanh(softmax_scale * q k^T / softcap), as in Gemma 2 and flash-attn. Some
             kernels have none, and no kernel has one together with a bias.
         sinks: (H,) fp32 (fp64 for fp64 inputs), on q's device, identical on all ranks: for each
             query head a learned score of a key that all queries see and that has no value, as in
-            gpt-oss. It only enlarges the divisor of the softmax. Ranks compare only whether there
-            are sinks. All kernels and strategies support them.
+            gpt-oss. Ranks compare only whether there are sinks.
         sparse: a `bmt_burst.InfLLMV2`: each query attends only to some blocks of its document,
             which the data chooses. It needs `causal` or a mask of causal documents, and takes no
             bias and no softcap. A call whose longest document has fewer than dense_len tokens is
@@ -260,13 +250,6 @@ def burst_attn_kvpacked_func(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@overload
-def burst_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @not_compiled
 @refuse_wrong_arguments
 @_show_options
@@ -294,13 +277,6 @@ def burst_attn_qkvpacked_func(
     qkv: Tensor, softmax_scale: float | None = ...,
     *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def burst_attn_qkvpacked_func(
-    qkv: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @not_compiled
@@ -354,14 +330,6 @@ def burst_attn_varlen_func(
     softmax_scale: float | None = ..., *options: Any,
     return_lse: Literal[True], **keywords: Unpack[VarlenKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def burst_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor,
-    softmax_scale: float | None = ..., *options: Any,
-    return_lse: bool, **keywords: Unpack[VarlenKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @_overloaded
