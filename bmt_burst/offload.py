@@ -12,10 +12,10 @@ backward is still busy with the following block. CPU tensors stay where they are
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Offload:
     """
 
     def __init__(self) -> None:
-        self._last: weakref.ref[_Block] | None = None
+        self._last: list[weakref.ref[Parked]] = []  # tensors of the last block
 
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -46,114 +46,97 @@ class Offload:
         In the backward they return together, followed by the tensors of the previous block. Tensors
         in `keep` stay on the device, for example because other blocks also use them.
         """
-        block = _Block(self._last, {x.data_ptr() for x in keep})
-        self._last = weakref.ref(block)
-        try:
-            with saved_tensors_hooks(lambda x: self._park(block, x), self._bring_back):
-                yield
-        finally:
-            block.names.clear()  # from now on only the graph keeps parked tensors
+        previous, mine = self._last, list[weakref.ref[Parked]]()
+        self._last = mine
+        kept = {x.untyped_storage()._cdata for x in keep}
+        # Parked tensors by their memory. An allocator may reuse freed memory for the next tensor,
+        # so an entry counts while the owner of the memory lives.
+        known: dict[tuple[Any, ...], tuple[Parked, StorageWeakRef]] = {}
 
-    def _park(self, block: _Block, x: Tensor) -> Tensor | tuple[_Parked, torch.Size]:
-        if not x.is_cuda or x.nbytes < LEAST_BYTES or x.data_ptr() in block.kept:
-            return x
-        found = block.names.get(_name(x))
-        if found is not None and not found[1].expired():
-            return found[0], x.shape  # an earlier operation saved the same memory
+        def park(x: Tensor) -> Tensor | tuple[Parked, torch.Size]:
+            if x.untyped_storage()._cdata in kept or not self._leaves(x):
+                return x
+            name = _name(x)
+            if name not in known or known[name][1].expired():
+                parked = self._move(x)
+                parked.together = mine, previous
+                known[name] = parked, StorageWeakRef(x.untyped_storage())
+                mine.append(weakref.ref(parked))
+            return known[name][0], x.shape
+
+        with saved_tensors_hooks(park, _bring_back):
+            try:
+                yield
+            finally:
+                known.clear()  # from now on only the graph keeps parked tensors
+
+    def _leaves(self, x: Tensor) -> bool:
+        """Whether a tensor that is saved in a block leaves its device."""
+        return x.is_cuda and x.nbytes >= LEAST_BYTES
+
+    def _move(self, x: Tensor) -> Parked:
+        """Start to copy a tensor to host memory."""
+        return Parked(x, self._stream)
+
+
+class Parked:
+    """A saved tensor in pinned host memory, and later on its device again.
+
+    A contiguous tensor is copied in pieces. torch rounds pinned memory up to a power of two, so a
+    large tensor could take almost twice its bytes. Pieces of a power of two take no more than
+    theirs.
+
+    together  the tensors of its block and of the previous one, which return with it
+    """
+
+    together: tuple[Sequence[weakref.ref[Parked]], ...]
+
+    def __init__(self, x: Tensor, stream: torch.cuda.Stream):
+        self._stream, self._device, self._is_cut = stream, x.device, x.is_contiguous()
+        self._form = torch.empty_like(x, device="meta")
+        self._fetched: Tensor | None = None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._pieces = [
+                torch.empty_like(piece, device="cpu", pin_memory=True).copy_(
+                    piece, non_blocking=True
+                )
+                for piece in self._cut(x)
+            ]
+        x.record_stream(stream)
+
+    def fetch(self) -> None:
+        """Start to bring the tensor back, unless that was started before."""
+        if self._fetched is not None:
+            return
+        # made on the stream that will use it
+        self._fetched = torch.empty_like(self._form, device=self._device)
+        self._fetched.record_stream(self._stream)  # the current stream may never use it
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            host = _HostCopy(x)
-        x.record_stream(self._stream)
-        parked = _Parked(block, host)
-        block.names[_name(x)] = parked, StorageWeakRef(x.untyped_storage())
-        block.parked.append(weakref.ref(parked))
-        return parked, x.shape
+            for piece, host in zip(self._cut(self._fetched), self._pieces, strict=True):
+                piece.copy_(host, non_blocking=True)
+            self._arrived = self._stream.record_event()
 
-    def _bring_back(self, saved: Tensor | tuple[_Parked, torch.Size]) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        parked, shape = saved
-        previous = parked.block.previous and parked.block.previous()
-        for block in (parked.block, previous):
-            for other in block.parked if block else ():
-                if alive := other():
-                    self._fetch(alive)
-        fetched = self._fetch(parked)
-        torch.cuda.current_stream().wait_event(fetched.arrived)
-        return fetched.tensor if fetched.tensor.shape == shape else fetched.tensor.view(shape)
-
-    def _fetch(self, parked: _Parked) -> _Fetched:
-        """Start to copy a tensor back to its device, unless that was started before."""
-        if parked.fetched is None:
-            # made on the stream that will use it
-            tensor = parked.host.allocate()
-            tensor.record_stream(self._stream)  # the current stream may never use it
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                parked.host.copy_to(tensor)
-                parked.fetched = _Fetched(tensor, self._stream.record_event())
-        return parked.fetched
-
-
-class _Block:
-    """The parked tensors of one block.
-
-    names  parked tensors by their memory, while the block's forward may save the same memory again.
-           An allocator may reuse freed memory for the next tensor, so an entry counts while its
-           owner lives.
-    """
-
-    def __init__(self, previous: weakref.ref[_Block] | None, kept: set[int]):
-        self.previous, self.kept = previous, kept
-        self.names: dict[tuple[Any, ...], tuple[_Parked, StorageWeakRef]] = {}
-        self.parked: list[weakref.ref[_Parked]] = []
-
-
-@dataclass(frozen=True)
-class _Fetched:
-    """A tensor on its device again, and the event after the copy."""
-
-    tensor: Tensor
-    arrived: torch.cuda.Event
-
-
-class _Parked:
-    """A tensor in host memory, and later on its device again."""
-
-    def __init__(self, block: _Block, host: _HostCopy):
-        self.block, self.host = block, host
-        self.fetched: _Fetched | None = None
-
-
-class _HostCopy:
-    """A copy of a tensor in host memory, which is pinned if the tensor is on a GPU. A contiguous
-    tensor is copied in pieces.
-
-    torch rounds pinned memory up to a power of two, so a large tensor could take almost twice its
-    bytes. Pieces of a power of two take no more than theirs.
-    """
-
-    def __init__(self, x: Tensor):
-        self._device, self._is_cut = x.device, x.is_contiguous()
-        self._form = torch.empty_like(x, device="meta")
-        self._pieces = [
-            torch.empty_like(piece, device="cpu", pin_memory=x.is_cuda).copy_(
-                piece, non_blocking=True
-            )
-            for piece in self._cut(x)
-        ]
-
-    def allocate(self) -> Tensor:
-        """Return memory for the tensor on its device."""
-        return torch.empty_like(self._form, device=self._device)
-
-    def copy_to(self, x: Tensor) -> None:
-        """Start to copy to x, which `allocate` has returned."""
-        for piece, host in zip(self._cut(x), self._pieces, strict=True):
-            piece.copy_(host, non_blocking=True)
+    def take(self) -> Tensor:
+        """Return the tensor for use on the current stream."""
+        assert self._fetched is not None, "fetch comes first"
+        torch.cuda.current_stream().wait_event(self._arrived)
+        return self._fetched
 
     def _cut(self, x: Tensor) -> Sequence[Tensor]:
         return x.view(-1).split(PIECE_BYTES // x.element_size()) if self._is_cut else (x,)
+
+
+def _bring_back(saved: Tensor | tuple[Parked, torch.Size]) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    parked, shape = saved
+    for other in itertools.chain(*parked.together):
+        if alive := other():
+            alive.fetch()
+    x = parked.take()
+    return x if x.shape == shape else x.view(shape)
 
 
 def _name(x: Tensor) -> tuple[Any, ...]:
@@ -161,4 +144,5 @@ def _name(x: Tensor) -> tuple[Any, ...]:
     one name.
     """
     order = () if x.is_contiguous() else (x.shape, x.stride())
-    return (x.data_ptr(), x.nbytes, x.dtype, x._version, order)
+    memory = x.untyped_storage()._cdata, x.storage_offset(), x.nbytes, x.dtype
+    return *memory, x._version, order

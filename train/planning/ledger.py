@@ -5,20 +5,17 @@ They allocate and free exactly what they would on a GPU, in a moment, on any mac
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from bmt_burst.offload import LEAST_BYTES, Offload
+from bmt_burst.offload import LEAST_BYTES, Offload, Parked
 
 META = torch.device("meta")
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
@@ -104,51 +101,26 @@ class PlannedOffload(Offload):
     def __init__(self) -> None:
         super().__init__()
         self.parked: list[int] = []
-        self._before: weakref.WeakSet[_Parked] = weakref.WeakSet()  # those of the last block
 
-    @contextmanager
-    def block(self, keep: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Let tensors that are saved inside leave the device, except those in `keep`."""
-        previous, mine = self._before, weakref.WeakSet[_Parked]()
-        self._before = mine
-        kept = {x.untyped_storage()._cdata for x in keep}
-        known: dict[tuple[int, int], tuple[_Parked, weakref.ref]] = {}  # by memory
+    def _leaves(self, x: Tensor) -> bool:
+        return x.nbytes >= LEAST_BYTES
 
-        def park(x: Tensor) -> Tensor | tuple[_Parked, torch.Size]:
-            storage = x.untyped_storage()
-            if x.nbytes < LEAST_BYTES or storage._cdata in kept:
-                return x
-            name = storage._cdata, x.nbytes
-            if name not in known or known[name][1]() is None:  # the same memory leaves once
-                known[name] = _Parked(x, mine, previous), weakref.ref(storage)
-                mine.add(known[name][0])
-                self.parked.append(x.nbytes)
-            return known[name][0], x.shape
-
-        with saved_tensors_hooks(park, _bring_back):
-            try:
-                yield
-            finally:
-                known.clear()
+    def _move(self, x: Tensor) -> Parked:
+        self.parked.append(x.nbytes)
+        return _Planned(x)
 
 
-class _Parked:
-    """A tensor on the host, and later on its device again, `together` with these."""
+class _Planned(Parked):
+    """A tensor that was only counted."""
 
-    def __init__(self, x: Tensor, *together: weakref.WeakSet[_Parked]):
-        self.shape, self.dtype, self.together = x.shape, x.dtype, together
+    def __init__(self, x: Tensor):
+        self._shape, self._dtype = x.shape, x.dtype
         self._fetched: Tensor | None = None
 
-    def fetch(self) -> Tensor:
+    def fetch(self) -> None:
         if self._fetched is None:
-            self._fetched = torch.empty(self.shape, dtype=self.dtype, device=META)
+            self._fetched = torch.empty(self._shape, dtype=self._dtype, device=META)
+
+    def take(self) -> Tensor:
+        assert self._fetched is not None, "fetch comes first"
         return self._fetched
-
-
-def _bring_back(saved: Tensor | tuple[_Parked, torch.Size]) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    parked, shape = saved
-    for other in itertools.chain(*parked.together):
-        other.fetch()
-    return parked.fetch().view(shape)
