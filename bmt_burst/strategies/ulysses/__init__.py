@@ -24,7 +24,6 @@ which computes the whole mask: this is "ulysses".
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,7 +38,7 @@ from ...merging.merge import empty_lse, stack_lse_delta
 from ...ranks.rings import Rings
 from ...sequence.span import length
 from ...transport import ALONE, Delivery
-from .. import Plan, Problem, Strategy
+from .. import Plan, Problem, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
 from ..ring import RingPlan
 from .exchange import WIDE, Field, Returns, Visits
@@ -111,8 +110,7 @@ class UlyssesPlan(Plan):
         ratio = sizes.heads // sizes.kv_heads
         cuts = self._cut_heads(ratio)
         self.pieces = [*zip(*(heads.cut(cuts, ratio) for heads in self.heads), strict=True)]
-        make_ring = functools.cache(self._make_ring)
-        self.rings = [self._make_rings(heads[self.place], make_ring) for heads in self.pieces]
+        self.rings = self._plan_rings(ratio)
         in_pieces = sum(length(heads.kv) for piece in self.pieces for heads in piece)
         self.shares_kv = in_pieces > sizes.kv_heads
         self._plan_exchanges()
@@ -259,22 +257,21 @@ class UlyssesPlan(Plan):
         work = most * sizes.batch * pairs * sizes.head_size // problem.scoring.host_work
         return cut_heads(most, ratio, rows, work)
 
-    def _make_rings(
-        self, heads: Heads, make_ring: Callable[[int, int], RingPlan]
-    ) -> list[HeadRing]:
-        """Return the rings between hosts for the heads of a piece."""
-        sizes, found = self.problem.sizes, list[HeadRing]()
-        for at, kv_at in heads.split(sizes.heads // sizes.kv_heads):
-            q, kv = range(*heads.q)[at], range(*heads.kv)[kv_at]
-            ring = make_ring(len(q), len(kv))
-            found.append(HeadRing(at, kv_at, slice(q.start, q.stop), ring))
+    def _plan_rings(self, ratio: int) -> list[list[HeadRing]]:
+        """Return the rings of each piece. Those of as many heads share a plan."""
+        problem, plans, found = self.problem, dict[Sizes, RingPlan](), list[list[HeadRing]]()
+        for piece in self.pieces:
+            heads, rings = piece[self.place], list[HeadRing]()
+            for at, kv_at in heads.split(ratio):
+                q, kv = range(*heads.q)[at], range(*heads.kv)[kv_at]
+                sizes = replace(problem.sizes, heads=len(q), kv_heads=len(kv))
+                ring = replace(
+                    problem, layout=self.hosts, inner=problem.outer, outer=1, sizes=sizes
+                )
+                plan = plans.setdefault(sizes, RingPlan(ring, self.host))
+                rings.append(HeadRing(at, kv_at, slice(q.start, q.stop), plan))
+            found.append(rings)
         return found
-
-    def _make_ring(self, heads: int, kv_heads: int) -> RingPlan:
-        problem = self.problem
-        sizes = replace(problem.sizes, heads=heads, kv_heads=kv_heads)
-        ring = replace(problem, layout=self.hosts, inner=problem.outer, outer=1, sizes=sizes)
-        return RingPlan(ring, self.host)
 
     def _make_rows(self, queries: QueryGradients) -> tuple[Tensor, ...]:
         """Return lse and delta of each head, (B, S, H, 2) with zeros up to 16 bytes a head. If
