@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -168,23 +168,21 @@ class _AllRanks(torch.autograd.Function):
 
 def _differentiable(network: Network, results: list[Any]) -> list[Any]:
     """Return the results with tensors that can be differentiated from one thread."""
-    outputs = [_find_outputs(result) for result in results]
-    for own in outputs:
-        check_transforms("simulate", *own.values())
-    graphs = [_Graph([*own.values()], _find_leaves(own.values())) for own in outputs]
+    graphs = [_find_graph(result) for result in results]
     leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves}
     if not leaves:
         return results
     _check_functional()
     with torch.inference_mode(False), torch.enable_grad():
-        joined = iter(_AllRanks.apply(network, graphs, *leaves.values()))
-    ours = [{name: next(joined) for name in own} for own in outputs]
-    return [_replace_tensors(own, r) for own, r in zip(ours, results, strict=True)]
+        joined = _AllRanks.apply(network, graphs, *leaves.values())
+    ids = [id(x) for graph in graphs for x in graph.outputs]
+    by_id = dict(zip(ids, joined, strict=True))
+    replaced: list[Any] = _map_tensors(lambda x: by_id.get(id(x), x), results)
+    return replaced
 
 
-def _find_outputs(result: Any) -> dict[int, Tensor]:
-    """Return the tensors in a result that have a history, by id."""
-    found: dict[int, Tensor] = {}
+def _find_graph(result: Any) -> _Graph:
+    found: dict[int, Tensor] = {}  # by id
 
     def note(x: Tensor) -> Tensor:
         if x.grad_fn is not None:
@@ -192,12 +190,8 @@ def _find_outputs(result: Any) -> dict[int, Tensor]:
         return x
 
     _map_tensors(note, result)
-    return found
-
-
-def _replace_tensors(replacements: Mapping[int, Tensor], result: Any) -> Any:
-    """Return a result in which the tensors with these ids are replaced."""
-    return _map_tensors(lambda x: replacements.get(id(x), x), result)
+    check_transforms("simulate", *found.values())
+    return _Graph([*found.values()], _find_leaves(found.values()))
 
 
 def _find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
