@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/planning.md"
 MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-# The runs that the rates of train/planning/hardware.py are from: model, layers, GPUs, tokens,
+# The runs that the rates of train/planning/seconds.py are from: model, layers, GPUs, tokens,
 # checkpointing.
 CALIBRATION = {
     ("minicpm-2b", 40, 1, 32768, "selective"),
