@@ -98,11 +98,9 @@ class PlainRingPlan(Plan):
     @functools.cached_property
     def _calls(self) -> list[Sequence[GatheredCall]]:
         """The kernel calls of each hop: this rank's queries with the block that it holds."""
-        mask, layout = self.problem.mask, self.problem.layout
-        tiling, shards = (
-            Tiling(mask, layout),
-            [layout.runs(self._owner(h)) for h in range(self.size)],
-        )
+        layout = self.problem.layout
+        tiling = Tiling(self.problem.mask, layout)
+        shards = [layout.runs(self._owner(hop)) for hop in range(self.size)]
         return [
             kernel_calls(tiling.tiles(self.rank, runs, [run.span for run in runs]))
             for runs in shards

@@ -74,7 +74,7 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def backward_program(self) -> Program:
-        return self._make_program(self._backward_payload, returning=True)
+        return self._make_program(backward_payload(self.problem), returning=True)
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
@@ -90,17 +90,13 @@ class RingPlan(Plan):
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         visit, returned = self._most_bytes(KeysValues(), returning=False)[0], 0
         if with_backward:
-            there, returned = self._most_bytes(self._backward_payload, returning=True)
+            there, returned = self._most_bytes(backward_payload(self.problem), returning=True)
             visit = max(visit, there)
         rings.reserve({"visit": visit + _ALIGNED, "return": returned + _ALIGNED}, device)
 
     def __str__(self) -> str:
         programs = ("forward", self.forward_program), ("backward", self.backward_program)
         return "\n".join(f"rank {self.rank}, {name}: {program}" for name, program in programs)
-
-    @functools.cached_property
-    def _backward_payload(self) -> Payload:
-        return backward_payload(self.problem)
 
     @functools.cached_property
     def _tiling(self) -> Tiling:

@@ -168,6 +168,8 @@ class Backward(Execution):
         stage, packing = self._stage(event), self._pass(event).return_packing
         self.returning[-1].wait()
         sums = self._sent_sums(event)
+        # `sends` count from the first token that is held, and the sums of the own block from the
+        # first of its shard.
         first = 0 if event.round else self._round(event).held[0][0]
         views = packing.views(self.returning[-1].memory, stage.gradient_tokens)
         for out, (_, at) in zip(stage.sends, stage.gradient_sources, strict=True):

@@ -89,6 +89,8 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
             if round_ < last:
                 yield Event("arrive", number, round_ + 1)
                 yield from _begin_round(number, round_ + 1, stages)
+        # In a single ring, `end` itself adds the last gradients: nothing is left to compute while
+        # they return, so they are added up together with all others.
         if last or not collect:
             end.append(Event("end", number, last, -1))
         else:

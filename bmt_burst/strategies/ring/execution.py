@@ -67,9 +67,11 @@ class Execution:
 
     def _cross(self, event: Event) -> None:
         round_, packing = self._round(event), self._pass(event).packing
-        there, source = self._leaving_part(event, round_.lent), round_.root // self.rings.inner.size
-        here = self._exchange(there, round_.lent_to, packing, round_.landing.tokens, source)
-        self.crossing.append(here)
+        there = self._leaving_part(event, round_.lent)
+        source = round_.root // self.rings.inner.size
+        self.crossing.append(
+            self._exchange(there, round_.lent_to, packing, round_.landing.tokens, source)
+        )
 
     def _arrive(self, event: Event) -> None:
         ticket, self.roots[event.number, event.round] = self.crossing.pop()

@@ -50,6 +50,8 @@ class Forward(Execution):
         q = self.queries.q
         found = compute_outputs(self.attention, self.program.own, self.queries, self.keys)
         self.parts = list(found)
+        # The kernel's out becomes the result's memory if it is the only part, and if nobody else
+        # relies on it: stages are merged into it.
         if (
             is_whole(self.parts, q.shape[1])
             and self.attention.is_complete(self.program.own[0])

@@ -239,6 +239,7 @@ class SeenRuns:
 
     def add(self, viewer: int, runs: Sequence[RunFields]) -> None:
         """Add the runs that a rank needs, in the order in which they land there."""
+        # Short documents make very many runs, of all ranks of the host: this is one plain loop.
         place, inner, root = viewer % len(self.tokens), len(self.tokens), self.root
         tokens = self.tokens[place]
         for _, _, owner, span in runs:
