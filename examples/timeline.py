@@ -109,8 +109,8 @@ class Timeline(NamedTuple):
         return "".join(cells)
 
 
-def timeline(program: Program, rates: Rates, returning: bool = False) -> Timeline:
-    """Compute when each event of a program starts and ends. `returning` is for a backward."""
+def timeline(program: Program, rates: Rates) -> Timeline:
+    """Compute when each event of a program starts and ends."""
     intervals: list[Interval] = []
     free = dict.fromkeys(_ROWS, 0.0)  # when each row is free
     done: dict[Event, float] = {}  # when what was started ends
@@ -125,7 +125,7 @@ def timeline(program: Program, rates: Rates, returning: bool = False) -> Timelin
     def at(event: Event, do: str) -> float:
         return done.get(event._replace(do=do), 0.0)
 
-    sizes = program.problem.sizes
+    sizes, returning = program.problem.sizes, program.payload.returns
 
     def seconds(heads: int, calls: Sequence[GatheredCall]) -> float:
         pairs = sum(count_pairs(gathered.call) for gathered in calls)
@@ -185,7 +185,7 @@ def count_pairs(call: KernelCall) -> int:
 def timelines(plan: RingPlan, rates: Rates) -> tuple[Timeline, Timeline]:
     """Return when a rank computes and sends, in the forward and in the backward."""
     forward, backward = plan.forward_program, plan.backward_program
-    return timeline(forward, rates), timeline(backward, rates, returning=True)
+    return timeline(forward, rates), timeline(backward, rates)
 
 
 def plans(arguments: argparse.Namespace) -> list[RingPlan]:

@@ -85,7 +85,7 @@ class OneCallPlan(RingPlan):
         super().__init__(replace(problem, backward="kv"), rank)
         self.everyone = everyone
 
-    def _make_program(self, payload: Payload, returning: bool) -> Program:
+    def _make_program(self, payload: Payload) -> Program:
         return Program(
             problem=self.problem,
             rank=self.rank,
@@ -94,7 +94,6 @@ class OneCallPlan(RingPlan):
             passes=[make_pass(payload, self.problem.sizes, ALL, ALL)],
             rounds=(self._round,),
             calls={(0, 0): kernel_calls(self.everyone[self.rank].tiles)},
-            returning=returning,
             has_one_stage=True,
         )
 
@@ -108,7 +107,7 @@ class OneCallPlan(RingPlan):
         root = Landing((), (), sum(map(length, seen.held)))
         return Round(self.rank, seen.held, root, (seen.stage(tuple(range(inner))),))
 
-    def _most_bytes(self, payload: Payload, returning: bool) -> tuple[int, int]:
+    def _most_bytes(self, payload: Payload) -> tuple[int, int]:
         sizes, tokens = self.problem.sizes, _MOST_COPIES * self.problem.most_tokens
         packings = payload.packing(sizes), payload.return_packing(sizes)
         there, back = (p.token_bytes() * tokens * self.problem.inner for p in packings)

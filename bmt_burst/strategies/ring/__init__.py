@@ -70,11 +70,11 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def forward_program(self) -> Program:
-        return self._make_program(KeysValues(), returning=False)
+        return self._make_program(KeysValues(returns=False))
 
     @functools.cached_property
     def backward_program(self) -> Program:
-        return self._make_program(backward_payload(self.problem), returning=True)
+        return self._make_program(backward_payload(self.problem))
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
@@ -88,9 +88,9 @@ class RingPlan(Plan):
         return Backward(self.backward_program, rings, queries, keys, inputs, kept).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        visit, returned = self._most_bytes(KeysValues(), returning=False)[0], 0
+        visit, returned = self._most_bytes(KeysValues(returns=False))
         if with_backward:
-            there, returned = self._most_bytes(backward_payload(self.problem), returning=True)
+            there, returned = self._most_bytes(backward_payload(self.problem))
             visit = max(visit, there)
         rings.reserve({"visit": visit + _ALIGNED, "return": returned + _ALIGNED}, device)
 
@@ -129,14 +129,14 @@ class RingPlan(Plan):
     def _kv_routes(self) -> Routes:
         return Routes(self._tiling, self.schedule, self.rank)
 
-    def _make_program(self, payload: Payload, returning: bool) -> Program:
+    def _make_program(self, payload: Payload) -> Program:
         routes = (
             Routes(self._tiling.transposed, self.schedule, self.rank)
             if payload.sends_queries
             else self._kv_routes
         )
-        passes = self._make_passes(payload, routes, returning)
-        rounds = routes.rounds(*self._find_limits(passes, payload, returning)) if passes else ()
+        passes = self._make_passes(payload, routes)
+        rounds = routes.rounds(*self._find_limits(passes, payload)) if passes else ()
         landings = {(n, -1): round_.landing for n, round_ in enumerate(rounds)}
         for n, round_ in enumerate(rounds):
             landings |= {(n, i): stage.landing for i, stage in enumerate(round_.stages)}
@@ -147,32 +147,26 @@ class RingPlan(Plan):
             own=self._own_calls,
             passes=passes,
             rounds=rounds,
-            calls={
-                key: self._find_calls(landing, payload.sends_queries, returning)
-                for key, landing in landings.items()
-            },
-            returning=returning,
+            calls={key: self._find_calls(landing, payload) for key, landing in landings.items()},
         )
 
-    def _find_calls(
-        self, landing: Landing, sends_queries: bool, returning: bool
-    ) -> list[GatheredCall]:
+    def _find_calls(self, landing: Landing, payload: Payload) -> list[GatheredCall]:
         """Return the kernel calls of this rank's tokens with those that landed."""
         calls: list[GatheredCall] = []
         for part, tiling in self._parts if landing.runs else ():
-            staying = tiling.transposed if sends_queries else tiling
+            staying = tiling.transposed if payload.sends_queries else tiling
             tiles = staying.tiles(self.rank, landing.runs, landing.places)
-            tiles = by_columns(tiles) if returning else tiles
-            tiles = [*map(flipped, tiles)] if sends_queries else tiles
+            tiles = by_columns(tiles) if payload.returns else tiles
+            tiles = [*map(flipped, tiles)] if payload.sends_queries else tiles
             calls += kernel_calls(tiles, part.label, part.most_gaps)
 
         def sides() -> tuple[Tensor, Tensor]:
             here, landed = self._positions, landing.positions()
-            return (landed, here) if sends_queries else (here, landed)
+            return (landed, here) if payload.sends_queries else (here, landed)
 
         return self.problem.scoring.refine(calls, sides)
 
-    def _make_passes(self, payload: Payload, routes: Routes, returning: bool) -> list[Pass]:
+    def _make_passes(self, payload: Payload, routes: Routes) -> list[Pass]:
         """Return the passes in which blocks are sent, or none if no rank needs another's tokens.
 
         All ranks return the same. Between hosts a rank does not know what others need, so there
@@ -181,7 +175,7 @@ class RingPlan(Plan):
         sizes = self.problem.sizes
         if self.problem.layout.size == 1 or not routes.traffic():
             return []
-        nbytes, _ = self._most_bytes(payload, returning)
+        nbytes, _ = self._most_bytes(payload)
         count = self._count_passes(payload, nbytes, *self._count_landing(routes))
         if count == 1:
             return [make_pass(payload, sizes, ALL, ALL)]
@@ -213,17 +207,16 @@ class RingPlan(Plan):
             return self.problem.most_tokens, len(hops) * self.problem.most_tokens
         return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
 
-    def _find_limits(
-        self, passes: list[Pass], payload: Payload, returning: bool
-    ) -> tuple[int, int | None]:
+    def _find_limits(self, passes: list[Pass], payload: Payload) -> tuple[int, int | None]:
         """Return the most tokens of a stage, and of the gradients that a stage returns."""
         largest = max(passes, key=lambda each: each.packing.token_bytes())
-        visit_bytes, return_bytes = self._most_bytes(payload, returning)
+        visit_bytes, return_bytes = self._most_bytes(payload)
         limit = max(visit_bytes // largest.packing.token_bytes(), 1)
-        return_limit = max(return_bytes // largest.return_packing.token_bytes(), 1)
-        return limit, return_limit if returning else None
+        if not payload.returns:
+            return limit, None
+        return limit, max(return_bytes // largest.return_packing.token_bytes(), 1)
 
-    def _most_bytes(self, payload: Payload, returning: bool) -> tuple[int, int]:
+    def _most_bytes(self, payload: Payload) -> tuple[int, int]:
         """Return the most bytes of blocks, and of gradients, that land at once.
 
         That is for a mask in which all tokens see all tokens. Other masks get the same limits, so
@@ -238,7 +231,7 @@ class RingPlan(Plan):
         there, back = (
             p(part).token_bytes() * tokens for p in (payload.packing, payload.return_packing)
         )
-        width = max(self.stage_bytes // (max(there, back) if returning else there), 1)
+        width = max(self.stage_bytes // max(there, back), 1)
         width = -(-hops // -(-hops // width))  # stages are nearly equal
         return width * there, width * back
 

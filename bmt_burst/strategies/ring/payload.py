@@ -28,11 +28,14 @@ from ..compute import Keys, QueryGradients, Side
 
 
 class Payload(ABC):
-    """The tensors of a block that are sent. If it `sends_queries`, keys stay; otherwise queries
-    stay.
+    """The tensors of a block that are sent, in a forward or a backward.
+
+    sends_queries  whether keys stay; otherwise queries stay
+    returns        whether gradients are returned, as in a backward
     """
 
     sends_queries: bool = True
+    returns: bool = True
 
     @abstractmethod
     def packing(self, sizes: Sizes) -> Packing:
@@ -41,7 +44,8 @@ class Payload(ABC):
     def return_packing(self, sizes: Sizes) -> Packing:
         """Return how dq, or dk and dv, lie when they are returned. They have the kernel's dtype."""
         heads, count = (sizes.heads, 1) if self.sends_queries else (sizes.kv_heads, 2)
-        return Packing(sizes.batch, (((heads, sizes.head_size), sizes.partial),) * count)
+        entry = (heads, sizes.head_size), sizes.partial
+        return Packing(sizes.batch, (entry,) * count if self.returns else ())
 
     @abstractmethod
     def depart(self, block: Side) -> tuple[Tensor, ...]:
@@ -62,6 +66,9 @@ class KeysValues(Payload):
     """The payload of k and v. A backward returns dk and dv."""
 
     sends_queries = False
+
+    def __init__(self, returns: bool = True):
+        self.returns = returns
 
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         assert isinstance(block, Keys)

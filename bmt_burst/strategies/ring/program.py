@@ -33,7 +33,6 @@ class Program:
 
     own            kernel calls of the own block
     calls          kernel calls of each stage by (round, stage); stage -1 is the root of a round
-    returning      whether gradients return: in a backward
     has_one_stage  whether all is computed in one stage, the own block too. A single partial result
                    is the result then.
     """
@@ -45,13 +44,12 @@ class Program:
     passes: Sequence[Pass]
     rounds: Sequence[Round]
     calls: Mapping[tuple[int, int], Sequence[GatheredCall]]
-    returning: bool
     has_one_stage: bool = False
 
     @functools.cached_property
     def events(self) -> tuple[Event, ...]:
         stages = [len(round_.stages) for round_ in self.rounds] or [0]
-        return tuple(order_events(len(self.passes), stages, self.returning))
+        return tuple(order_events(len(self.passes), stages, self.payload.returns))
 
     def __str__(self) -> str:
         """Show the events with the tokens that they move and the kernel calls that they make."""
