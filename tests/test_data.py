@@ -97,6 +97,8 @@ def test_files_of_one_name_in_two_inputs_are_two_documents(tmp_path):
         (["tests", "--glob", "*.nothing"], "has no file that matches"),
         (["tests", "--glob", "*.py", "--tokenizer", "x.bin"], "tokenizer must be 'bytes'"),
         ([""], '--input must not be ""; the current folder is .'),
+        (["setup.py", "--output", ""], "--output must not be empty"),
+        (["setup.py", "--val-fraction", "1"], "--val-fraction must be at least 0 and below 1"),
         (["setup.py", "--max-bad", 1.5], "--max-bad must be at least 0 and at most 1, got 1.5"),
         (
             ["setup.py", "--format", "text", "--eos", "</s>"],
