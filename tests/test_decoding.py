@@ -1,4 +1,4 @@
-"""CPM-Bee and CPM-Ant continue rows as their whole forward says, token for token."""
+"""CPM-Bee and CPM-Ant continue rows as their whole forward does, token for token."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def test_what_cannot_be_continued_is_refused():
 
 @pytest.mark.parametrize("tokens", [2**40, 2**60])
 def test_more_tokens_than_memory_are_refused(tokens):
-    """Than a machine has, and than an address says."""
+    """More than a machine has, and more than an address can hold."""
     case, (row, _), ant = golden("bee"), bee_instance(), golden("ant")
     for decode in (
         lambda: BeeDecoder(case.model(), row, tokens),

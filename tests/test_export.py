@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import resource
 import subprocess
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from train.export import main
 from train.generate import checkpoint_tokenizer, generate, load_model
 from train.generate import main as generate_main
 
-# a vocabulary of 300 for bytes as tokens, of which there are 257
+# a vocabulary of 300 for 257 byte tokens
 PADDED = dataclasses.replace(SMALL, rope_theta=5e5)
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog, don't you think?",
@@ -300,6 +301,19 @@ def test_a_failed_or_killed_export_leaves_nothing_at_its_output(run, tmp_path, c
     expected = {"config.json", "generation_config.json", "model.safetensors"}
     assert names == expected | {f"tokenizer{x}.json" for x in ("", ".spec", "_config")}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "bmtrain"])
+def test_a_full_disk_is_named(run, tmp_path, capsys, kind):
+    """Weights stop growing at 20,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        printed = refusal(capsys, "--run", run, "--output", tmp_path / "out", "--format", kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "could not write" in printed and "File too large" in printed
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_brings_its_own_tokenizer(run, tmp_path, capsys):

@@ -255,6 +255,21 @@ def small(rope: str, **changes) -> CPMConfig:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+@pytest.mark.parametrize(("ranks", "length"), [(2, ORIGINAL), (4, ORIGINAL + 1)])
+def test_ranks_go_by_the_whole_sequence(rope, ranks, length):
+    config = small(rope, qk_norm=True, qkv_bias=True)
+    tokens = tokens_of(length)
+    whole = initialized(config)(tokens, torch.arange(length)).detach()
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, ring.size, "zigzag", process_group=ring)
+        return initialized(config, sp=sp)(sp.shard(tokens), sp.positions(length)).detach()
+
+    shards = simulate(ranks, work)
+    assert error(Layout.zigzag(length, ranks).unshard(shards), whole) < CLOSE
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 @pytest.mark.parametrize(
     ("ranks", "cuts"), [(1, (0, 7, 21, 30, 45)), (3, (0, 7, 8, 27, 45))], ids=["short", "long"]
 )
@@ -378,9 +393,11 @@ def test_broken_scalings_are_refused_by_name(rope, change, message):
         config_from_hf({**hf, "rope_parameters": {**hf["rope_parameters"], **change}})
 
 
+OWN_FACTOR = {**SCALING, "attention_factor": 1.3}  # MiniCPM's own code would not read it
 UNWRITTEN = [
     ({"qkv_bias": True, "window": 5}, "Hugging Face's MiniCPM has no window"),
     ({"qk_norm": True, "o_bias": True}, "Face's MiniCPM has none of ['o_bias', 'qk_norm']"),
+    ({"rope_scaling": OWN_FACTOR}, "attention_factor 1.22474, as follows from its factor, this"),
     ({"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True}, "model has ['mlp_bias', 'qk_norm']"),
     ({"scale_emb": 1.0, "mlp_bias": True, "window": 5}, "['mlp_bias'] and a window of 5"),
 ]

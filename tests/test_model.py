@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmt_burst import SequenceParallel, shift_labels, simulate
+from bmt_burst import IGNORE_INDEX, SequenceParallel, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from bmt_burst.offload import Offload
 from models.blocks import Saving
@@ -119,6 +119,30 @@ def test_impossible_shapes_are_refused():
     ):
         with pytest.raises(ValueError, match=next(iter(change))):
             dataclasses.replace(SMALL, **change)
+
+
+def test_sequence_parallel_model_equals_whole_model():
+    """Losses and gradients of a model over 3 simulated ranks. One of them has all targets."""
+    tokens = torch.randint(0, 300, (2, 31), generator=torch.Generator().manual_seed(3))
+    labels = shift_labels(tokens)
+    labels[:, :25] = IGNORE_INDEX  # in a contiguous layout only the last rank has targets
+    whole = initialized(SMALL)
+    total, count = whole(tokens, torch.arange(31), labels)
+    (total / count).backward()
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, ring.size, "contiguous", process_group=ring)
+        model = initialized(SMALL, sp=sp)
+        loss, targets = model(sp.shard(tokens), sp.positions(31), sp.shard(labels))
+        (loss / count).backward()
+        return loss.detach(), targets, {name: p.grad for name, p in model.named_parameters()}
+
+    losses, targets, grads = zip(*simulate(3, work), strict=True)
+    assert [int(t) for t in targets] == [0, 0, int(count)]
+    assert torch.allclose(sum(losses), total, rtol=1e-6)
+    for name, parameter in whole.named_parameters():
+        total = sum(g[name] for g in grads)
+        assert torch.allclose(total, parameter.grad, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ def test_a_config_of_minicpm41_is_read_and_written():
 def test_other_sparse_configs_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(config_to_hf(PRESETS["minicpm4-8b"]) | {"sparse_config": given})
+    with pytest.raises(ValueError, match="expected sparse or window"):
+        dataclasses.replace(TINY, window=8)
 
 
 def loss_and_norm(model: CPM, sp: SequenceParallel, layout: Layout, tokens, cu_seqlens):

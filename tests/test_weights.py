@@ -404,6 +404,8 @@ def test_the_model_of_an_exported_file_is_named(tmp_path, weights):
     with pytest.raises(ValueError, match=rf"give the file {file}, and --model {shape}"):
         TrainConfig(init_from=str(tmp_path)).model_config()
     save_weights(tmp_path / "hf", SMALL, weights)
+    found = TrainConfig(model=str(tmp_path / "hf/config.json")).model_config()
+    assert found == HFWeights(tmp_path / "hf").config
     bee = TrainConfig(model="cpm-bee-tiny", init_from=str(tmp_path / "hf"))
     with pytest.raises(ValueError, match=r"hf, a cpm, does not go with --model cpm-bee-tiny, a "):
         bee.model_config()
