@@ -142,7 +142,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_used(tmp_path, alone, caps
     assert f"checkpoint {folder} is damaged: " in printed
     assert problem in printed
     for name in ("step_00000002.damaged", "step_00000002.damaged.2"):
-        assert folder.is_dir(), "who only reads leaves it where it is"
+        assert folder.is_dir(), "readers leave it where it is"
         assert checkpoint.newest(tmp_path, set_aside=True) == tmp_path / "step_00000001"
         assert (tmp_path / name).is_dir()
         save(tmp_path, 0, 1, 2)

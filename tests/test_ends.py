@@ -40,7 +40,7 @@ def state_of(folder) -> dict:
 
 
 def test_stop_after_keeps_the_schedule_and_the_run_resumes(settings, tmp_path, capsys):
-    """Also at a step that no save is due at, and with the same command again."""
+    """Also at a step at which no save is due, and with the same command once more."""
     options = {"steps": 5, "val_data": settings["data"], "eval_every": 2}
     assert train(settings, **options, output=str(tmp_path / "whole"))
     options |= {"save_every": 0, "resume": "auto"}
@@ -48,8 +48,8 @@ def test_stop_after_keeps_the_schedule_and_the_run_resumes(settings, tmp_path, c
     assert state_of(tmp_path / "run")["step"] == 3
     capsys.readouterr()
     assert not train(settings, **options, stop_after=3)
-    said = capsys.readouterr().out
-    assert "there is nothing to do: step 3 of 5 is done, and --stop-after is 3" in said
+    printed = capsys.readouterr().out
+    assert "there is nothing to do: step 3 of 5 is done, and --stop-after is 3" in printed
     assert train(settings, **options)
     for name in ("loss", "lr", "val_loss"):
         assert records(tmp_path / "run", name) == records(tmp_path / "whole", name)
@@ -64,8 +64,10 @@ def test_a_step_is_named_once_for_one_stage(tmp_path, capsys):
     for option in (["--stop-after", "3"], ["--skip-data", "3:9"]):
         with pytest.raises(SystemExit):
             parse_run([*line, *option])
-        said = capsys.readouterr().err
-        assert f"{option[0]} is for one stage: give it in its table [[stage]] of {line[1]}" in said
+        printed = capsys.readouterr().err
+        assert (
+            f"{option[0]} is for one stage: give it in its table [[stage]] of {line[1]}" in printed
+        )
 
 
 SKIP = {"skip_data": "20:30", "resume": "auto"}
@@ -154,17 +156,17 @@ def test_skipped_data_is_left_out_once_for_all(name, settings, tmp_path, capsys,
         rows_read.clear()
         capsys.readouterr()
         assert train(settings, **options, stop_after=step) == (step == 5)
-        said, state = capsys.readouterr(), state_of(tmp_path / "run")
+        printed, state = capsys.readouterr(), state_of(tmp_path / "run")
         ranges = [[5, 8]] if step < 5 else [[5, 8], [11, 14]]
         places = [x for x in range(16) if not any(a <= x < b for a, b in ranges)]
         assert rows_read[:2] == [whole[x] for x in places[2 * step - 2 : 2 * step]]
         assert (state["samples"], state["skip_data"]) == (2 * step, ranges)
         shown = ", ".join(f"{a}:{b}" for a, b in ranges)
-        assert f"these sequences of the data are skipped: {shown}\n" in said.out
+        assert f"these sequences of the data are skipped: {shown}\n" in printed.out
         passed = {3: "5:8", 5: "11:14"}.get(step)
-        assert ("skipped sequences" in said.out) == bool(passed)
-        assert not passed or f"step {step}: skipped sequences {passed} of the data" in said.out
-        assert "--skip-data" not in said.err
+        assert ("skipped sequences" in printed.out) == bool(passed)
+        assert not passed or f"step {step}: skipped sequences {passed} of the data" in printed.out
+        assert "--skip-data" not in printed.err
     assert records(tmp_path / "run", "data_skipped") == {3: 3, 4: 3, 5: 6}
     assert records(tmp_path / "run", "samples") == {step: 2 * step for step in range(1, 6)}
 

@@ -222,8 +222,8 @@ NEEDLE = ("--tasks", "needle", "--samples", 20)
 
 
 def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder):
-    said = evaluate(folder, "trained", "found", *NEEDLE)
-    assert "needle: needle_found" in said and f"wrote {folder / 'found'}" in said
+    printed = evaluate(folder, "trained", "found", *NEEDLE)
+    assert "needle: needle_found" in printed and f"wrote {folder / 'found'}" in printed
     evaluate(folder, "untrained", "not-found", *NEEDLE)
     assert results(folder / "found")["needle"]["found"] >= 0.95
     assert results(folder / "not-found")["needle"]["found"] <= 0.1
@@ -268,26 +268,26 @@ def test_a_run_is_evaluated_in_training_and_afterwards(folder, data, tmp_path):
     options |= {"steps": 2, "batch_size": 2, "eval_every": 1, "eval_sequences": 5}
     options |= {"output": tmp_path / "run", "eval_tasks": "needle,variables,positions"}
     flags = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
-    ended, said = run_script(None, "train/pretrain.py", *flags)
-    assert ended == 2 and "is too short for the task variables, which needs" in said
+    ended, printed = run_script(None, "train/pretrain.py", *flags)
+    assert ended == 2 and "is too short for the task variables, which needs" in printed
     flags[-1] = "positions,needle"
-    ended, said = run_script(None, "train/pretrain.py", *flags)
-    assert ended == 0 and "step 2: needle_found" in said, said
+    ended, printed = run_script(None, "train/pretrain.py", *flags)
+    assert ended == 0 and "step 2: needle_found" in printed, printed
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     recorded = {k: v for line in lines for k, v in json.loads(line).items()}
     line = ("--run", tmp_path / "run", "--tasks", "needle,positions", "--lengths", 64)
     more = ("--eval-sequences", 5, "--sp-size", 2, "--mlp-tile", 9)
-    ended, said = run_script(2, "train/evaluate.py", *line, *more)
+    ended, printed = run_script(2, "train/evaluate.py", *line, *more)
     output = tmp_path / "run/evaluation_step_00000002"
-    assert ended == 0 and f"wrote {output}" in said, said
+    assert ended == 0 and f"wrote {output}" in printed, printed
     found = results(output)
     assert found["needle"]["found"] == recorded["needle_found"]
     assert found["positions"]["far_loss"] == pytest.approx(recorded["far_loss"], rel=1e-5)
     bins = [b for b in found["positions"]["bins"] if b["targets"]]
     mean = sum(b["loss"] * b["targets"] for b in bins) / sum(b["targets"] for b in bins)
     assert mean == pytest.approx(recorded["val_loss"], rel=1e-5)
-    ended, said = run_script(None, "train/evaluate.py", *line)
-    assert ended == 2 and f"{output} exists: give another --output" in said
+    ended, printed = run_script(None, "train/evaluate.py", *line)
+    assert ended == 2 and f"{output} exists: give another --output" in printed
 
 
 def test_what_cannot_be_evaluated_is_refused(folder, data, capsys):

@@ -60,8 +60,8 @@ def faulty(folder, output, fault, when, everywhere="pass", **options):  # noqa: 
 
 @pytest.mark.slow
 def test_a_nan_on_one_rank_skips_the_step_on_all(folder):  # noqa: F811
-    code, said = run_script(2, *faulty(folder, "nan", SPOIL, (3, 5, 6), steps=8))
-    assert code == 0, said
+    code, printed = run_script(2, *faulty(folder, "nan", SPOIL, (3, 5, 6), steps=8))
+    assert code == 0, printed
     records = [json.loads(line) for line in (folder / "nan/metrics.jsonl").read_text().splitlines()]
     assert [(r["step"], r["skipped"]) for r in records if "skipped" in r] == [
         (3, 1),
@@ -69,7 +69,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(folder):  # noqa: F811
         (6, 3),
     ]
     assert len(curve(folder, "nan")) == 5
-    assert "step 6: skipped, the gradient norm is nan; 2 in a row" in said
+    assert "step 6: skipped, the gradient norm is nan; 2 in a row" in printed
     saved = json.loads((folder / "nan/step_00000008/state.json").read_text())
     assert (saved["step"], saved["optimizer_steps"], saved["skipped"]) == (8, 5, 3)
 
@@ -120,7 +120,7 @@ def test_a_jump_of_the_loss_is_reported(tmp_path, capsys):
     metrics.record(41, loss=2.5, lr=1e-3, tokens_per_s=1234.5)
     metrics.progress(41)
     metrics.close()
-    said = capsys.readouterr().out
-    assert "step 41: loss spike, 2.5000 where at most 2.1" in said
-    assert "a smaller --lr" in said
-    assert "step 41/100: loss 2.5000, lr 1.00e-03, 1,234 tokens/s" in said
+    printed = capsys.readouterr().out
+    assert "step 41: loss spike, 2.5000 where at most 2.1" in printed
+    assert "a smaller --lr" in printed
+    assert "step 41/100: loss 2.5000, lr 1.00e-03, 1,234 tokens/s" in printed

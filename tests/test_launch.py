@@ -31,7 +31,7 @@ def listeners() -> list[str]:
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux tells who listens")
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
 def test_nobody_outside_of_the_machine_reaches_the_store():
     before = set(listeners())
     store = launch._local_store()

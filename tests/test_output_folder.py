@@ -37,8 +37,8 @@ def check_on_a_rank(rank: int, folder: Path) -> list[str]:
     """
     output_folder._PATIENCE = 0.0
     (folder / f"own-{rank}").mkdir()
-    said = [report(output_folder.check_shared, folder / "shared")]
-    said.append(report(output_folder.check_shared, folder / f"own-{rank}"))
+    printed = [report(output_folder.check_shared, folder / "shared")]
+    printed.append(report(output_folder.check_shared, folder / f"own-{rank}"))
     plain = Path.touch
 
     def touch(path: Path) -> None:
@@ -47,26 +47,26 @@ def check_on_a_rank(rank: int, folder: Path) -> list[str]:
         plain(path)
 
     Path.touch = touch
-    said.append(report(output_folder.check_shared, folder / "shared"))
+    printed.append(report(output_folder.check_shared, folder / "shared"))
     Path.touch = plain
     dist.barrier()
     for digest in ("a", "ab"[rank]):
         opened = SimpleNamespace(training=Text("x", "c"), validation={"": Text("y", digest)})
-        said.append(report(check_same_data, opened))
-    return said
+        printed.append(report(check_same_data, opened))
+    return printed
 
 
 def test_hosts_that_do_not_share_output_or_data_are_told_before_the_first_step(tmp_path):
     (tmp_path / "shared").mkdir()
-    said, others = run_ranks(2, check_on_a_rank, tmp_path)
-    assert said == others
+    printed, others = run_ranks(2, check_on_a_rank, tmp_path)
+    assert printed == others
     host = os.uname().nodename
-    assert said[0] == "passed"
+    assert printed[0] == "passed"
     expected = f"rank 0: {host} does not see in {tmp_path}/own-0 what rank 1 on {host} wrote there"
-    assert said[1].startswith(expected) and "--no-save" in said[1]
-    assert said[2].startswith("rank 1: [Errno 13] Permission denied: ")
-    assert said[3] == "passed"
-    assert said[4] == (
+    assert printed[1].startswith(expected) and "--no-save" in printed[1]
+    assert printed[2].startswith("rank 1: [Errno 13] Permission denied: ")
+    assert printed[3] == "passed"
+    assert printed[4] == (
         f"y of rank 1 on {host} is other data than y of rank 0 on {host}: expected digest a, got "
         "b; give all hosts the same data"
     )

@@ -42,7 +42,7 @@ def test_a_worker_that_is_killed_ends_the_work_and_leaves_no_process():
         list(map_in_order(functools.partial(squares, dying=7), range(20), 2))
     assert not multiprocessing.active_children()
     for _ in map_in_order(squares, range(20), 2):
-        break  # and so does one who stops asking
+        break  # an abandoned iteration leaves none either
     assert not multiprocessing.active_children()
 
 

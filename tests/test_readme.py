@@ -78,8 +78,8 @@ __import__("os")._exit(0)  # torch 2.13: a gloo thread may abort an interpreter 
 """
     script = tmp_path / "script.py"
     script.write_text(code + check)
-    code, said = run_script(2, script)
-    assert code == 0, said
+    code, printed = run_script(2, script)
+    assert code == 0, printed
 
 
 def test_the_examples_of_the_pages_run():
@@ -185,7 +185,7 @@ def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("\n".join(records))
     (tmp_path / "more_text").mkdir()
     (tmp_path / "more_text/a.txt").write_text(texts[0])
-    said = {}
+    printed = {}
     assert " --steps 20 " in lines[1]
     for line in lines:
         fewer = line.replace(" --steps 20 ", " --steps 3 ")
@@ -193,10 +193,10 @@ def test_the_commands_of_pretraining_run_as_they_stand(tmp_path):
         _, script, *arguments = shlex.split(re.sub(ours, rf" {tmp_path}/\1", fewer), comments=True)
         # test_interrupts.py has runs whose ranks are started by pretrain.py itself
         ranks = 2 if "--processes 2" in line else None
-        code, said[script] = run_script(ranks, script, *arguments)
-        assert code == 0, line + said[script]
-    assert "1 data parallel x 2 sequence parallel ranks" in said["train/pretrain.py"]
-    assert "\nOnce" in "\n" + said["train/generate.py"]
+        code, printed[script] = run_script(ranks, script, *arguments)
+        assert code == 0, line + printed[script]
+    assert "1 data parallel x 2 sequence parallel ranks" in printed["train/pretrain.py"]
+    assert "\nOnce" in "\n" + printed["train/generate.py"]
     assert (tmp_path / "runs/mine/loss.png").is_file()
     assert list((tmp_path / "runs/mine").glob("tensorboard/events.*"))
     assert list((tmp_path / "exported/mine").glob("*.safetensors"))

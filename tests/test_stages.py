@@ -80,6 +80,7 @@ def test_wrong_files_are_refused(folder, capfd):
         ([{**FIRST, "seq_len": "4K"}], {}, [], "stage short: seq_len must be int, got '4K'"),
         ([{**FIRST, "model": "7b"}], {}, [], "stage short: model is the same in all stages"),
         ([FIRST], {"new_stage": True}, [], "--new-stage does not go with --stages"),
+        ([FIRST], {"output": ""}, [], "--output must not be empty"),
         ([FIRST], {"save": False}, [], "--save does not go with --stages: a stage begins"),
         ([FIRST], {}, ["--resume", "runs/x"], "--resume does not go with --stages: stages always"),
         ([FIRST], {}, ["--config", "x.toml"], "--config does not go with --stages"),

@@ -59,9 +59,9 @@ def command(folder: Path, output: str, **options) -> list[str]:
 def train(folder: Path, output: str, code: int = 0, **options) -> str:
     """Run pretrain.py to its end. Return what it prints."""
     [_, *line] = command(folder, output, **options)
-    ended, said = run_script(options.get("processes"), *line)
-    assert ended == code, said
-    return said
+    ended, printed = run_script(options.get("processes"), *line)
+    assert ended == code, printed
+    return printed
 
 
 def curve(folder: Path, output: str, *names: str) -> list[tuple]:
@@ -77,10 +77,10 @@ def whole_run(folder) -> list[tuple]:
     must reproduce.
     """
     evaluated = {"val_data": folder / "data/train", "eval_every": 3, "eval_sequences": 5}
-    said = train(folder, "whole", micro_batch_size=1, **evaluated)
+    printed = train(folder, "whole", micro_batch_size=1, **evaluated)
     assert (
         "documents kept apart by documents.bin, each after begin token 256, a window of 6 "
-        "tokens in 2 of 3 layers" in said
+        "tokens in 2 of 3 layers" in printed
     )
     return curve(folder, "whole", "loss", "grad_norm")
 
@@ -135,8 +135,8 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     expected = curve(folder, "resumed", "loss", "grad_norm", "lr", "samples")
     for step in (4, 6):
         checkpoint._remove(folder / f"resumed/step_{step:08d}")
-    said = train(folder, "resumed", resume="auto", **options)
-    assert "resumed after step 2" in said
+    printed = train(folder, "resumed", resume="auto", **options)
+    assert "resumed after step 2" in printed
     assert curve(folder, "resumed", "loss", "grad_norm", "lr", "samples") == expected
     dropped = [
         json.loads(line)
@@ -147,8 +147,10 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     ]
     (folder / "other.txt").write_text(TEXT[1:] + TEXT[:1])
     prepare("--input", folder / "other.txt", "--output", folder / "other")
-    said = train(folder, "resumed", code=2, resume="auto", data=folder / "other/train", **options)
-    assert "was reading other data: tokens" in said
+    printed = train(
+        folder, "resumed", code=2, resume="auto", data=folder / "other/train", **options
+    )
+    assert "was reading other data: tokens" in printed
     assert "has checkpoints: give --resume auto" in train(folder, "resumed", code=2, **options)
 
 
@@ -216,8 +218,8 @@ def test_weights_go_to_bmtrains_format_and_come_back(folder, whole_run):
     files = [folder / name / "metrics.jsonl" for name in ("whole", "from-bmtrain")]
     last, first = (json.loads(file.read_text().splitlines()[-1])["val_loss"] for file in files)
     assert first == pytest.approx(last, rel=1e-6)
-    said = train(folder, "from-other", code=2, model="cpm-tiny", init_from=source)
-    assert "expected weights of 4 layers (num_layers of the default model, cpm-tiny)" in said
+    printed = train(folder, "from-other", code=2, model="cpm-tiny", init_from=source)
+    assert "expected weights of 4 layers (num_layers of the default model, cpm-tiny)" in printed
 
 
 def test_wrong_runs_are_refused_in_a_line(folder):

@@ -26,7 +26,7 @@ def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
             '"data/', f'"{tmp_path}/data/'
         )
     )
-    said = ""
+    printed = ""
     for line in commands(ROOT / "docs/tutorial.md", "# Tutorial: from text to a heat map"):
         there = re.sub(r" (data/|runs/|exported/)", rf" {tmp_path}/\1", line)
         there = there.replace("examples/stages.toml", f"{tmp_path}/stages.toml")
@@ -39,10 +39,10 @@ def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
         ranks = 2 if script == "train/pretrain.py" or "--processes" in arguments else None
         code, now = run_script(ranks, script, *arguments)
         assert code == 0, line + now
-        said += now
-    assert "2 data parallel x 1 sequence parallel rank;" in said
-    assert "1 data parallel x 2 sequence parallel ranks;" in said
-    assert f"all 2 stages of {tmp_path}/stages.toml are done" in said
+        printed += now
+    assert "2 data parallel x 1 sequence parallel rank;" in printed
+    assert "1 data parallel x 2 sequence parallel ranks;" in printed
+    assert f"all 2 stages of {tmp_path}/stages.toml are done" in printed
     runs, name = tmp_path / "runs/tutorial", "evaluation_step_00000002"
     assert (runs / "01-short" / name / "needle.png").read_bytes().startswith(b"\x89PNG")
     assert (runs / "02-long" / name / "positions.png").read_bytes().startswith(b"\x89PNG")
