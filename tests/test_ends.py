@@ -27,7 +27,7 @@ from train.run import time_limit
 from train.run.config import TrainConfig
 from train.run.measure import Clock
 from train.run.stages import parse_run
-from train.run.time_limit import parse_duration
+from train.run.time_limit import TimeLimit, parse_duration
 
 
 @pytest.fixture
@@ -219,6 +219,30 @@ def clock(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(time_limit, "time", fake)
     monkeypatch.setattr(time_limit, "running_time", lambda: clock.now + 100.0)
     return clock
+
+
+def test_a_run_stops_while_two_steps_and_a_save_fit(clock):
+    limit = TimeLimit("0:10")
+    assert not limit.wants_a_save
+    for _ in range(2):
+        limit.begin_step()
+        clock.now += 20
+        limit.end_step()
+    limit.note_save(40)
+    limit.note_save(10)
+    needed = 2 * 20 + 1.25 * 40 + 5
+    for writing, saves in ((False, 0), (True, 1)):
+        clock.now = 500 - needed - saves * 1.25 * 40 - 0.1
+        assert not limit.is_late(writing)
+        clock.now += 0.2
+        assert limit.is_late(writing)
+    limit.begin_step()
+    clock.now = 500 - 45 - 85  # a step of 45 s so far
+    assert not limit.is_late()
+    clock.now += 45
+    assert limit.is_late()
+    clock.now = 480.0
+    assert limit.describe() == "stopping: 20 s of --time-limit 0:10 are left, a save takes 40 s"
 
 
 def test_the_limit_counts_from_the_start_of_the_command(monkeypatch):

@@ -117,7 +117,7 @@ def test_the_memory_of_attention_is_near_what_was_measured(row, strategy):
     grads = of_head * (shape.heads + 2 * shape.kv_heads)
     total = max(memory.forward + out, out + grads + memory.backward) + memory.held
     if strategy == "ulysses":  # measured when it computed all heads at once
-        assert total / GIB < 0.8 * row["peak_extra_gib"]
+        assert total / GIB < 0.85 * row["peak_extra_gib"]
     else:
         assert total / GIB == pytest.approx(row["peak_extra_gib"], rel=MEMORY_ERROR)
 
