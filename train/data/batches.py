@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,21 @@ from train.data.source import Source, Stored
 _LARGEST_DEFAULT = 8  # sequences
 
 
-# TrainConfig: its seq_len, batch_size, micro_batch_size, eval_sequences, layout and seed decide how
-# sequences are dealt to ranks and cut
-Settings = Any
+class Settings(Protocol):
+    """The fields of TrainConfig by which sequences are dealt to ranks and cut."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int | None: ...
+    @property
+    def eval_sequences(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
