@@ -71,9 +71,11 @@ class Field:
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Return the tensor of some rows: a view, unless its numbers may lie between units."""
-        if self.unit.itemsize < self.dtype.itemsize:
-            rows = rows.contiguous()
-        return rows.view(self.dtype).view(*rows.shape[:2], -1, self.head_size)
+        if rows.dtype != self.dtype:
+            if self.unit.itemsize < self.dtype.itemsize:
+                rows = rows.contiguous()
+            rows = rows.view(self.dtype)
+        return rows.view(*rows.shape[:2], -1, self.head_size)
 
 
 class Move(NamedTuple):
@@ -174,8 +176,8 @@ class Exchange(ABC):
         for field, x in zip(self.fields, rows, strict=True):
             start, stop = field.columns(heads)
             distance = (field.columns(last)[0] - start) // max(self.together - 1, 1)
-            part = x.narrow(2, start, stop - start)
-            found.append(_repeat(part, self.together, distance * x.stride(2)))
+            distance *= x.stride(2)
+            found.append(_spread(x, (start, stop), self.together, distance))
         return found
 
 
@@ -201,8 +203,10 @@ class Visits(Exchange):
         """
         [rows] = self.packings[piece][self.rank].views(delivery.memory, self.tokens.total)
         heads = self.pieces[piece][self.rank]
-        widths = [length(field.columns(heads)) for field in self.fields]
-        parts = self.tokens.sort(rows).split(widths, 2)
+        numbers = self.tokens.sort(rows).view(self.fields[0].dtype)  # most fields have this dtype
+        ratio = rows.itemsize // numbers.itemsize
+        widths = [length(field.columns(heads)) * ratio for field in self.fields]
+        parts = numbers.split(widths, 2)
         return [field.from_rows(part) for field, part in zip(self.fields, parts, strict=True)]
 
     def _pack(self, heads: Heads) -> Packing:
@@ -247,10 +251,11 @@ class Returns(Exchange):
         """Send the results of a piece. The parts have some of its heads each, in their order, and
         all tokens of the host in the order of their positions.
         """
-        joined = [x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True)]
-        rows = [field.to_rows(x) for field, x in zip(self.fields, joined, strict=False)]
-        sources = [self.tokens.unsort(x).contiguous() for x in rows]
-        return self._deliver(transport, piece, sources, device)
+        sources = [x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*parts, strict=True)]
+        if not self.tokens.is_sorted:
+            pairs = zip(self.fields, sources, strict=False)
+            sources = [self.tokens.unsort(field.to_rows(x)) for field, x in pairs]
+        return self._deliver(transport, piece, [x.contiguous() for x in sources], device)
 
     def receive(self, piece: int, delivery: Delivery, results: Sequence[Tensor]) -> None:
         """Wait for the results of all ranks and put them in the rows `results` of this rank's
@@ -264,7 +269,7 @@ class Returns(Exchange):
             into = self._cut(piece, first, results)
             for field, x, rows in zip(self.fields, into, views, strict=True):
                 distance = (starts[first + 1] - starts[first]) // rows.itemsize
-                landed = _repeat(rows, self.together, distance)
+                landed = _spread(rows, (0, rows.shape[2]), self.together, distance)
                 x.add_(landed) if field.is_summed else x.copy_(landed)
         delivery.release()
 
@@ -280,6 +285,10 @@ class Returns(Exchange):
                 yield Move(source, first, nbytes, receiver, start + there)
 
 
-def _repeat(x: Tensor, count: int, distance: int) -> Tensor:
-    """Return a view of x and of others like it, at equal distances in memory: (count, *x.shape)."""
-    return x.as_strided((count, *x.shape), (distance, *x.stride()))
+def _spread(rows: Tensor, columns: Span, count: int, distance: int) -> Tensor:
+    """Return a view of some columns of rows (B, S, units), and of others like these that lie
+    `distance` apart in memory: (count, B, S, units).
+    """
+    shape = count, *rows.shape[:2], length(columns)
+    first = rows.storage_offset() + columns[0] * rows.stride(2)
+    return rows.as_strided(shape, (distance, *rows.stride()), first)
