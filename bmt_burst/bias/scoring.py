@@ -323,7 +323,8 @@ def _subtract_delta(dtable: Tensor, bias: LearnedBias, queries: QueryGradients) 
     """Subtract sum P delta from the gradients of shared rows, for all queries of this rank."""
     if not bias.rows:
         return
-    delta = queries.get_delta()
+    delta = queries.with_delta().delta
+    assert delta is not None, "a backward has out or delta"
     for row, lse in zip(bias.rows, bias.row_lse, strict=True):
         probs = (lse - queries.lse).exp().masked_fill(lse == -torch.inf, 0.0)
         dtable[row] -= (probs * delta).sum((0, 2))

@@ -80,12 +80,6 @@ class QueryGradients(Queries):
         delta = stack_lse_delta(self.out, self.dout, self.lse)[..., 1].transpose(1, 2)
         return replace(self, out=None, delta=delta.contiguous())
 
-    def get_delta(self) -> Tensor:
-        """Return delta (B, H, S). It is computed from out if needed."""
-        delta = self.with_delta().delta
-        assert delta is not None, "a backward has out or delta"
-        return delta
-
 
 @dataclass(frozen=True)
 class Keys(Side):

@@ -99,7 +99,7 @@ class Stage:
         runs, places, _ = self.landing
         return [(run[2] % self._inner, at) for run, at in zip(runs, places, strict=True)]
 
-    @property
+    @functools.cached_property
     def gradient_sources(self) -> list[tuple[int, Span]]:
         places = in_turn(out.span for out in self.sends)
         return [(out.peer, at) for out, (_, at) in zip(self.sends, places, strict=True)]
