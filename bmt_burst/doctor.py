@@ -11,15 +11,16 @@ import argparse
 import functools
 import itertools
 import os
-import signal
-import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from . import Layout, burst_attn_func, init_sequence_parallel, kernels
 from .merging.parts import Part
@@ -28,7 +29,6 @@ from .sequence.tile import KernelCall
 from .spec import Spec
 from .transport import ALONE
 
-_RING_RANK = "from bmt_burst import doctor; doctor.ring_rank()"
 _TIMEOUT = 120  # seconds
 _SPEC = Spec(scale=0.125)
 _DOCUMENTS = (0, 100), (100, 230)  # then a gap
@@ -176,31 +176,26 @@ def _check_bmtrain() -> str:
 
 def _check_ring() -> str:
     """Compare the attention of two processes with the attention of one."""
-    gpus = torch.cuda.device_count()
-    device = "cuda" if gpus >= 2 else "cpu"
-    environment = {**os.environ, "BMT_BURST_DOCTOR_DEVICE": device, "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, "--no-python", sys.executable, "-c", _RING_RANK]
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
-    try:
-        output, _ = run.communicate(timeout=_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)  # the launcher and its processes
-        raise
-    reports = [line for line in output.splitlines() if line.startswith("ring: ")]
-    if run.returncode or not reports:
-        raise RuntimeError(f"the ring of two processes failed:\n{output[-4000:]}")
-    return reports[0].removeprefix("ring: ")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.spawn(_run_rank, (Path(folder),), nprocs=2, join=False)
+        deadline = time.monotonic() + _TIMEOUT
+        while not ranks.join(timeout=1):
+            if time.monotonic() > deadline:
+                for process in ranks.processes:
+                    process.kill()
+                raise TimeoutError(f"the ring of two processes took more than {_TIMEOUT} s")
+        return (Path(folder) / "report").read_text()
 
 
-def ring_rank() -> None:
-    """Run one of two processes of `_check_ring`."""
-    cuda = os.environ["BMT_BURST_DOCTOR_DEVICE"] == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+def _run_rank(rank: int, folder: Path) -> None:
+    """Run one of the two processes of `_check_ring`. Write a report."""
+    torch.set_num_threads(1)
+    cuda = torch.cuda.device_count() >= 2
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("nccl" if cuda else "gloo", meeting, rank=rank, world_size=2)
     sp = init_sequence_parallel(inner_size=2)
     dtype = torch.bfloat16 if cuda else torch.float32
     generator = torch.Generator(device).manual_seed(0)
@@ -209,14 +204,14 @@ def ring_rank() -> None:
     with torch.no_grad():
         out = burst_attn_func(mine, mine, mine, causal=True, **sp.groups)
         alone = burst_attn_func(whole, whole, whole, causal=True, process_group=ALONE)
-    exact = Layout.zigzag(513, 2).shard(alone, sp.rank)
+    exact = Layout.zigzag(513, 2).shard(alone, rank)
     error = float((out.double() - exact).norm() / exact.double().norm())
     if not error < _BOUNDS[dtype]:
         raise RuntimeError(f"the ring's result is wrong by {error:.1e} (relative)")
     ring = make_rings(sp.process_group, (None, None)).inner
     way = "by copy engines" if ring.held_bytes else "over NCCL" if cuda else "over gloo"
-    if sp.rank == 0:
-        print(f"ring: two processes {way}, error {error:.1e}", flush=True)
+    if rank == 0:
+        (folder / "report").write_text(f"two processes {way}, error {error:.1e}")
     dist.barrier()
     # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the
     # process

@@ -1,12 +1,5 @@
 """Errors about other ranks. Each subclasses a builtin error, so scripts may catch either.
 
-RanksDisagree  ranks did not do the same. All ranks raise it before anything begins. Their group
-               stays usable.
-RankFailed     another rank failed in the middle of a call, or stopped waiting. The group is
-               unusable.
-RankGone       another rank has ended, or the connection to it is lost. The group is unusable.
-RankLate       another rank did not make a call in time. The group is unusable.
-
 All can be pickled, for example to send them to another process.
 """
 
@@ -16,18 +9,21 @@ __all__ = ["RankFailed", "RankGone", "RankLate", "RanksDisagree"]
 
 
 class RanksDisagree(ValueError):
-    """Ranks differ in the arguments of a call, or one of them failed before the call began."""
+    """Ranks differ in the arguments of a call, or one of them failed before the call began.
+
+    All ranks raise it before anything begins. Their group stays usable.
+    """
 
 
 class RankFailed(RuntimeError):
     """Another rank failed in the middle of a call that all ranks had begun, or stopped waiting for
-    this one. The text has its reason.
+    this one. The text has its reason. The group is unusable.
     """
 
 
 class RankGone(RuntimeError):
-    """Another rank has ended, or the connection to it is lost."""
+    """Another rank has ended, or the connection to it is lost. The group is unusable."""
 
 
 class RankLate(RankGone, TimeoutError):
-    """Another rank did not make a call in time."""
+    """Another rank did not make a call in time. The group is unusable."""

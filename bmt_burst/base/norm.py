@@ -15,9 +15,6 @@ _MOST_ENTRIES = 1 << 31
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded to x's dtype."""
 
-    def __init__(self, size: int, eps: float):
-        super().__init__(size, eps)
-
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         if x.numel() < _MOST_ENTRIES:

@@ -1,4 +1,9 @@
-"""CUDA streams, and tables that are copied to them from host memory."""
+"""CUDA streams, tables that are copied to them from host memory, and their capture in a CUDA graph.
+
+A graph replays the GPU's work, and nothing that the host does. Ranks agree on each call over the
+host, deliveries count flags that the host numbers, and small tables are copied from host memory. A
+replay would repeat old numbers and read memory that may hold something else by then.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,19 @@ import functools
 import torch
 from torch import Tensor
 
-from .capture import refuse_capture
-
 _CAPTURED = (
     "its mask, bias or layout needs tables that are copied from host memory, which a replay would "
     "read again. One rank alone can capture whole causal or full sequences"
 )
+
+
+def refuse_capture(doing: str, why: str) -> None:
+    """Raise RuntimeError if the current stream captures a CUDA graph."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"expected no capture of a CUDA graph around {doing}, got one: {why}. Capture the "
+            "parts of the model between such calls"
+        )
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:

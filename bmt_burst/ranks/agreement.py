@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..base.autograd import stops_recomputation
-from ..base.capture import refuse_capture
+from ..base.streams import refuse_capture
 from ..errors import RankLate, RanksDisagree
 from ..transport.messenger import MESSAGE_BYTES, Messenger
 from .rings import Rings

@@ -5,15 +5,6 @@ consists of a few *runs*: arithmetic progressions of positions, in rising order.
 from the runs: positions for RoPE, sharding, labels, and what a rank sees of another. Any length
 works. Shards may differ by one token; nothing is padded or dropped.
 
-    zigzag      the sequence in 2 * size chunks; rank r owns chunks r and 2 * size - 1 - r. Equal
-                work for causal masks.
-    striped     rank r owns positions r, r + size, r + 2 * size, ... Equal work, also with
-                documents, but all tokens are sent.
-    contiguous  the sequence in size chunks; rank r owns chunk r. Equal work for full masks and
-                windows.
-    balanced    equal tokens and equal work for a given mask; few documents are cut. See
-                bmt_burst.sequence.balance.
-
 Chunks have the sizes of torch.tensor_split: the first `seq_len % chunks` are one token longer.
 
 This module needs no torch.distributed and no CUDA. Try `print(Layout.zigzag(10, 2))`. A new layout
@@ -94,17 +85,26 @@ class Layout(ABC):
 
     @staticmethod
     def zigzag(seq_len: int, size: int) -> Layout:
-        """Return the layout in which rank r owns chunks r and 2 * size - 1 - r of 2 * size."""
+        """Return the layout in which rank r owns chunks r and 2 * size - 1 - r of 2 * size.
+
+        Work is equal for causal masks.
+        """
         return Zigzag(seq_len, size)
 
     @staticmethod
     def striped(seq_len: int, size: int) -> Layout:
-        """Return the layout in which rank r owns every size-th position from r on."""
+        """Return the layout in which rank r owns every size-th position from r on.
+
+        Work is equal, also with causal documents, but all tokens are sent.
+        """
         return Striped(seq_len, size)
 
     @staticmethod
     def contiguous(seq_len: int, size: int) -> Layout:
-        """Return the layout in which rank r owns chunk r of size."""
+        """Return the layout in which rank r owns chunk r of size.
+
+        Work is equal for full masks and windows.
+        """
         return Contiguous(seq_len, size)
 
     @staticmethod
