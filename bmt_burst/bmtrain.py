@@ -38,13 +38,9 @@ class BurstAttention(burst_nn.BurstAttention):
         normal = functools.partial(nn.init.normal_, std=init_std)
 
         def filler(name: str) -> Callable[[Tensor], Tensor]:
-            return (
-                nn.init.zeros_
-                if name.endswith(("bias", "sinks"))
-                else nn.init.ones_
-                if "_norm." in name
-                else normal
-            )
+            if name.endswith(("bias", "sinks")):
+                return nn.init.zeros_
+            return nn.init.ones_ if "_norm." in name else normal
 
         distribute(
             self,

@@ -130,10 +130,10 @@ def _check_kernel(name: str) -> str:
     return f"{dtype} on {device}, error {worst:.1e}"
 
 
-def _error(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> float:
+def _error(kernel: kernels.Kernel, call: KernelCall, *tensors: torch.Tensor) -> float:
     """Return the worst relative error of a kernel's results."""
-    mine = _results(kernel, call, q, k, v, dout)
-    exact = _results(kernels.load("reference"), call, *(x.double() for x in (q, k, v, dout)))
+    mine = _results(kernel, call, *tensors)
+    exact = _results(kernels.load("reference"), call, *(x.double() for x in tensors))
     errors = [(a.double() - b).norm() / b.norm() for a, b in zip(mine, exact, strict=True)]
     return float(torch.stack(errors).amax())
 

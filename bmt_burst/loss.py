@@ -100,8 +100,9 @@ def _check_inputs(
 ) -> tuple[Tensor, list[Tensor]]:
     """Check the inputs of a loss. Return hidden and weights as autocast casts them."""
     weights: list[Any] = list(weight) if isinstance(weight, list | tuple) else [weight]
-    for name, x in (("hidden", hidden), *(("weight", part) for part in weights)):
-        _check_floats(name, x)
+    _check_floats("hidden", hidden)
+    for part in weights:
+        _check_floats("weight", part)
     hidden, *weights = map(autocast, (hidden, *weights))
     for part in weights:
         _check_weight(hidden, part)
@@ -122,8 +123,10 @@ def compare_logits(
         for part, entries, first in _tiles(weights):
             logits = hidden[rows] @ weights[part][entries].T
             lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
-            column, inside = _columns(labels[rows] - first, logits.shape[1])
-            target[rows] += logits.gather(1, column).squeeze(1).where(inside, 0.0)
+            column = labels[rows] - first
+            inside = (column >= 0) & (column < logits.shape[1])
+            found = logits.gather(1, column.where(inside, 0).unsqueeze(1)).squeeze(1)
+            target[rows] += found.where(inside, 0.0)
             if best is not None:
                 value, place = logits.max(1)
                 higher = value > highest[rows]
@@ -287,11 +290,3 @@ def _logits_gradient(logits: Tensor, lse: Tensor, column: Tensor, factor: Tensor
     probs = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
     onehot = column.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
     return probs.sub_(onehot.to(torch.uint8)).mul_(factor.unsqueeze(1)).to(logits.dtype)
-
-
-def _columns(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return columns (N,) of a tile as (N, 1), where outside ones are moved into it, and whether
-    they are inside, (N,).
-    """
-    inside = (column >= 0) & (column < width)
-    return column.where(inside, 0).unsqueeze(1), inside

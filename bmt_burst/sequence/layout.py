@@ -79,7 +79,7 @@ class Layout(ABC):
     def named(name: str, seq_len: int, size: int) -> Layout:
         """Return the layout called `name`, one of LAYOUTS.
 
-        Raises ValueError for an unknown name, TypeError for anything but a string.
+        Raises the errors of `layout_class`.
         """
         return layout_class(name)(seq_len, size)
 
@@ -166,9 +166,9 @@ class Layout(ABC):
         """Return the positions of `rank`'s shard in the whole sequence: (S_local,) int64, in
         storage order.
         """
-        none = torch.empty(0, dtype=torch.int64, device=device)  # a shard may have no runs
-        runs = [torch.arange(r.start, r.stop, r.step, device=device) for r in self.runs(rank)]
-        return torch.cat([none, *runs])
+        none = torch.empty(0, dtype=torch.int64, device=device)  # a shard may have no ranges
+        parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in self._shard(rank)]
+        return torch.cat([none, *parts])
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return a copy of the part of `x` that `rank` owns. `dim` has seq_len entries.
