@@ -56,17 +56,12 @@ def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
     def call(x: Tensor, *args: Tensor | float) -> Tensor:
         if x.is_meta:
-            return _allocate(function, x, *args)
+            allocate: Callable[..., Tensor] = _WithoutValues.apply
+            return allocate(function, x, *args)
         outermost = x.is_cuda and not torch.compiler.is_compiling()
         return (compiled() if outermost else function)(x, *args)
 
     return call
-
-
-def _allocate(function: Callable[..., Tensor], *args: Tensor | float) -> Tensor:
-    """Return the result of a function of meta tensors, as if it were compiled."""
-    apply: Callable[..., Tensor] = _WithoutValues.apply
-    return apply(function, *args)
 
 
 class _WithoutValues(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.dtypes import sum_dtype
+from ..base.dtypes import accumulator_dtype
 from ..errors import RanksDisagree
 from ..transport import ALONE, Transport
 from ..transport.bmtrain import bmtrain_transport, initialized_bmtrain
@@ -190,7 +190,9 @@ def sum_over(ring: Transport, parts: Sequence[Tensor]) -> Tensor:
     rank r.
     """
     found = ring.all_to_all(parts, [parts[ring.rank].shape] * ring.size)
-    total = found[0].to(sum_dtype(found[0].dtype), copy=True)
+    dtype = found[0].dtype
+    wide = accumulator_dtype(dtype) if dtype.is_floating_point else dtype
+    total = found[0].to(wide, copy=True)
     for part in found[1:]:
         total += part
     return total
