@@ -23,7 +23,7 @@ def random_qkv(
     dtype=torch.float64,
     seed: int = 0,
 ):
-    """q, k, v and an output gradient."""
+    """Return random q, k, v and an output gradient."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, tokens, h, head_size) for h in (heads, kv_heads, kv_heads, heads)]
     return [
@@ -32,7 +32,7 @@ def random_qkv(
 
 
 def named_calls(unit: int) -> dict[str, KernelCall]:
-    """Kernel calls of every kind; tiles have some `unit` tokens, 4 or more."""
+    """Return kernel calls of every kind. Tiles have a few times `unit` tokens, 4 or more."""
     square, n = (0, 8 * unit), 8 * unit
     cuts = [0, 1, 2 * unit + 1, 2 * unit + 3, 5 * unit, n]
     documents = tuple((span, span) for span in itertools.pairwise(cuts))
@@ -77,7 +77,7 @@ def named_calls(unit: int) -> dict[str, KernelCall]:
 
 
 def random_call(chance: random.Random, most: int = 20) -> KernelCall:
-    """Some tiles of up to `most` tokens a side, with or without gaps, of any band."""
+    """Return a call of a few tiles of up to `most` tokens a side, with or without gaps."""
     tiles, q, kv = [], 0, 0
     for _ in range(chance.randint(1, 6)):
         q, kv = (at + chance.choice((0, 0, chance.randint(1, 5))) for at in (q, kv))
@@ -100,7 +100,7 @@ def call_tensors(
     dtype=torch.float64,
     seed=0,
 ):
-    """q, k, v and an output gradient for a kernel call."""
+    """Return random q, k, v and an output gradient for a kernel call."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (
         (call.q_tokens, heads),
@@ -117,8 +117,9 @@ def call_tensors(
 def random_bias(
     call: KernelCall, heads: int, seed: int = 0, dtype=torch.float64, reach: int = 9
 ) -> CallBias:
-    """A bias of 12 rows; queries and keys are some tokens each of one sequence of groups of
-    segments, in order.
+    """Return a bias of 12 rows.
+
+    Queries and keys are rising tokens of one sequence, which has groups of segments.
     """
     chance, tokens, rows = random.Random(seed), 2 * max(call.q_tokens, call.kv_tokens), 12
     fields, pairs, group = [], [], 0
@@ -152,7 +153,7 @@ def random_bias(
 
 
 def moved(bias: CallBias, device: str) -> CallBias:
-    """The bias on a device."""
+    """Return the bias on a device."""
     segments = bias.segments and replace(bias.segments, **_on(bias.segments, device))
     return replace(bias, **_on(bias, device), segments=segments, prepared={})
 
@@ -165,8 +166,9 @@ _Q_FIELDS, _KV_FIELDS = {"group": 0, "base": 1}, {"group": 0, "segment": 2}
 
 
 def _some_tokens(chance: random.Random, count: int, tokens: int) -> list[int]:
-    """So many of 2 count or more tokens, rising, as a rank of a contiguous, zigzag or striped
-    layout has, or any.
+    """Return `count` rising tokens of at least twice as many.
+
+    They are those of a rank of a contiguous, zigzag or striped layout, or any.
     """
     first, half = chance.randint(0, tokens - 2 * count), count // 2
     return chance.choice(
@@ -180,7 +182,7 @@ def _some_tokens(chance: random.Random, count: int, tokens: int) -> list[int]:
 
 
 def random_mask(chance: random.Random, tokens: int) -> Mask:
-    """Of any kind: causal, full, windows, documents, both, arbitrary slices."""
+    """Return a mask of any kind: causal, full, windows, documents, both, or arbitrary slices."""
     cuts = sorted({0, tokens, *(chance.randint(1, tokens) for _ in range(chance.randint(0, 6)))})
     window = chance.randint(1, tokens)
     makers = (
@@ -195,7 +197,7 @@ def random_mask(chance: random.Random, tokens: int) -> Mask:
 
 
 def random_slices(chance: random.Random, tokens: int):
-    """Cells of a grid, each with a band of its own; some of two bands that touch."""
+    """Yield cells of a grid, each with a band of its own. Some cells have two bands that touch."""
     grid = [sorted({0, tokens, *(chance.randint(0, tokens) for _ in range(3))}) for _ in range(2)]
     for q, kv in itertools.product(*map(itertools.pairwise, grid)):
         low, high = (chance.choice((None, chance.randint(-tokens, tokens))) for _ in range(2))
@@ -206,6 +208,7 @@ def random_slices(chance: random.Random, tokens: int):
 
 
 def random_layout(chance: random.Random, mask: Mask, size: int) -> Layout:
+    """Return one of the named layouts, or the balanced layout of the mask."""
     named = [
         layout(mask.seq_len, size) for layout in (Layout.zigzag, Layout.striped, Layout.contiguous)
     ]

@@ -33,18 +33,18 @@ RANKS = max(GPUS, 4) if GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") ==
 
 
 def needs_ranks(count: int):
-    """A mark that skips a test where NCCL cannot make so many."""
+    """Return a mark that skips a test where NCCL cannot make so many ranks."""
     return pytest.mark.skipif(
         count > RANKS, reason=f"needs NVIDIA GPUs, {count} or more; this machine has {GPUS}"
     )
 
 
 def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
-    """Runs `work(rank, *args)` in `size` joined processes; returns the results, or raises the first
+    """Run `work(rank, *args)` in `size` joined processes. Return the results, or raise the first
     failure.
 
     `work` must be a module's function. With backend "nccl" each process has a GPU, or they share
-    those there are.
+    GPUs.
     """
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(_PRELOADED)
@@ -56,8 +56,9 @@ def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
 
 
 def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 600, **options):
-    """A script and its arguments on `size` ranks under torchrun; `python` are flags of the
-    interpreter.
+    """Run a script with its arguments on `size` ranks under torchrun.
+
+    `python` are flags of the interpreter.
     """
     launcher = [
         "-m",

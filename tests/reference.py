@@ -22,7 +22,7 @@ from bmt_burst.spec import Spec
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention written out over a whole sequence: out (B, S, H, D) and lse (B, H, S)."""
+    """Return attention over a whole sequence, written out: out (B, S, H, D) and lse (B, H, S)."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
@@ -40,11 +40,10 @@ def kernel_errors(
     with_delta: bool = False,
     bias: CallBias | None = None,
 ) -> dict[str, float]:
-    """Return attention_errors of a kernel against the reference in fp64; with a bias, that of
-    dtable too.
+    """Return attention_errors of a kernel against the fp64 reference, with a bias also of dtable.
 
-    An error is also inf if out or a gradient is not 0 for tokens that see nothing or are seen by
-    nothing.
+    An error is also inf if out or a gradient is not 0 for tokens that attend to nothing or that
+    nothing attends to.
     """
     *qkv, dout = tensors
     exact = [x.double() for x in tensors]
@@ -89,11 +88,11 @@ def dense_results(
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> list[Tensor]:
-    """Whole out, lse, dq, dk, dv in fp64 of q, k, v and an output gradient; 0 and -inf of queries
-    that see nothing. With dlse (B, H, S), gradients are those of both results.
+    """Return whole out, lse, dq, dk, dv in fp64 of q, k, v and an output gradient.
 
-    With a bias (R, H), of which `rows` (S, S) says what is added to the scores, also its gradient,
-    and with sinks (H,) theirs.
+    Queries that attend to nothing have an out of 0 and an lse of -inf. With dlse (B, H, S),
+    gradients are those of both results. `rows` (S, S) names the row of a bias (R, H) that is added
+    to each score. A bias and sinks (H,) add their gradients to the results.
     """
     *inputs, dout = tensors
     q, k, v = inputs = [x.double().clone().requires_grad_() for x in inputs]

@@ -36,11 +36,10 @@ def ring_results(
     dlse: Tensor | None = None,
     **options,
 ) -> list[Tensor]:
-    """All of out, lse, dq, dk, dv, and of a bias and of sinks the gradient, of a simulated ring in
-    a layout.
+    """Return whole out, lse, dq, dk, dv of a simulated ring, and the gradients of a bias and sinks.
 
-    Of a double one with `inner` ranks a host. With dlse (B, H, S), gradients are those of both
-    results.
+    The ring is double with `inner` ranks a host. With dlse (B, H, S), gradients are those of both
+    results. With `strided`, ranks get transposed tensors.
     """
     learned = {
         name: options.pop(name) for name in ("bias", "sinks") if options.get(name) is not None
@@ -70,8 +69,9 @@ def ring_results(
 
 
 def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> Problem:
-    """A call of attention over the layout's ranks, `inner` of them a host; fields of Problem or of
-    Sizes may change, and `scores` stand for a scoring.
+    """Return a call of attention over the layout's ranks, `inner` of them a host.
+
+    `changes` are fields of Problem or of Sizes, or `scores` for a scoring.
     """
     sizes = {
         "batch": 1,
@@ -98,9 +98,7 @@ def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> 
 
 
 def ring_arguments(ring: SimulatedRing, inner: int) -> dict:
-    """burst_attn_func's group arguments: a single ring, or a double ring of hosts with `inner`
-    ranks.
-    """
+    """Return burst_attn_func's arguments of groups: a single ring, or hosts of `inner` ranks."""
     if inner == ring.size:
         return {"process_group": ring}
     host, place = divmod(ring.rank, inner)

@@ -2,10 +2,9 @@
 
 import pytest
 
-from bmt_burst import Layout, Mask, burst_attn_func, simulate
+from bmt_burst import Layout, Mask
 from bmt_burst.strategies import load
 from bmt_burst.strategies import ring as ring_strategy
-from tests.cases import random_qkv
 from tests.rings import problem
 
 SCALE = 0.31
@@ -31,20 +30,3 @@ def test_all_comes_in_one_stage_of_one_pass(size, inner, backward, monkeypatch):
             assert len(program.passes) == 4
             assert max(len(round_.stages) for round_ in program.rounds) == inner - 1
     assert str(gathered).startswith(f"rank {size - 1}, forward: KeysValues in 1 pass")
-
-
-def test_what_is_reserved_does_for_all_blocks():
-    """Bytes of the keys and values of the other ranks, and of their gradients."""
-    tensors, reserved = random_qkv(1, 64, 4, 2, 8)[:3], {}
-    layout, block = Layout.zigzag(64, 4), 16 * 2 * 2 * 8 * 8
-
-    def work(ring):
-        plain = ring.reserve
-        ring.reserve = lambda lanes, device: (reserved.update(lanes), plain(lanes, device))
-        q, k, v = (layout.shard(x, ring.rank).requires_grad_() for x in tensors)
-        options = {"strategy": "all-gather", "backward": "kv", "group_bytes": 0}
-        burst_attn_func(q, k, v, process_group=ring, **options)
-
-    simulate(4, work)
-    aligned = ring_strategy._ALIGNED
-    assert reserved == {"visit": 3 * block + aligned, "return": 3 * block + aligned}

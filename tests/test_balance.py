@@ -11,7 +11,6 @@ import time
 import pytest
 
 from bmt_burst.sequence.balance import balanced_spans
-from bmt_burst.sequence.documents import find_documents
 from bmt_burst.sequence.mask import Mask, Slice
 from bmt_burst.sequence.span import length, merged
 
@@ -172,19 +171,6 @@ def test_small_masks_of_any_kind(seed):
             check_shards(mask, size, balanced_spans(mask, size))
 
 
-def test_work_before_a_position():
-    """The closed forms for documents of one slice, and the general sum, by the dense mask."""
-    rng = random.Random(0)
-    for _ in range(300):
-        mask = small(rng)
-        rows = mask.dense().sum(1).tolist()
-        for document in find_documents(mask):
-            seen = [document.seen(i) for i in range(document.start, document.stop + 1)]
-            assert seen == list(
-                itertools.accumulate(rows[document.start : document.stop], initial=0)
-            )
-
-
 @pytest.mark.parametrize(("size", "tokens"), [(2, 32768), (3, 4096), (8, 32768), (64, 4096)])
 @pytest.mark.parametrize("kind", [shorts, longs])
 def test_causal_documents_are_balanced(kind, size, tokens):
@@ -221,21 +207,6 @@ def test_short_documents_are_cut_for_equal_tokens_only(size):
 def documents_of(mask, layout):
     """How many documents each rank has, whole or in part."""
     return [sum(rank in ranks for ranks in owners(mask, layout)) for rank in range(len(layout))]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "size", "mean", "most"), [(2**16, 2, 256, 1.25), (2**19, 8, 256, 1.5)]
-)
-def test_ranks_have_nearly_as_many_short_documents(tokens, size, mean, most):
-    """Beside the mean number, on average over packings; what is kept from being dealt makes them
-    differ.
-    """
-    ratios = []
-    for seed in range(10):
-        mask = Mask.documents(lognormal(random.Random(seed), tokens, mean))
-        counts = documents_of(mask, balanced_spans(mask, size))
-        ratios.append(max(counts) * size / sum(counts))
-    assert sum(ratios) / len(ratios) < most
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -80,29 +80,6 @@ def small_scores(**changes) -> Scores:
     return Scores(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_terms_are_each_visible_pair_once_with_its_row(part, monkeypatch):
-    rows = set()
-    for seed in range(part, 5 * CASES, PARTS):
-        chance = random.Random(seed)
-        monkeypatch.setattr(areas, "_LONG", chance.choice((1, 2, 4, 7, 1024)))
-        monkeypatch.setattr(areas, "_MOST_TERMS", chance.choice((1, 3, 16)))
-        mask = random_mask(chance, chance.randint(1, 60))
-        added = random_scores(chance, mask, 12)
-        found, expected = torch.zeros(mask.seq_len, mask.seq_len, dtype=torch.int), added.dense()
-        ahead = torch.arange(mask.seq_len) - torch.arange(mask.seq_len).unsqueeze(1)
-        by_distance = added.distances[ahead.clamp(-added.reach, added.reach) + added.reach]
-        for row, area in added.terms:
-            seen = area.dense()
-            found += seen
-            if row is not None:
-                has = by_distance if row == BY_DISTANCE else torch.full_like(by_distance, row)
-                assert has[seen].equal(expected[seen].int()), (seed, row)
-            rows.add(row)
-        assert found.equal(mask.dense().int()), seed
-    assert rows == {None, BY_DISTANCE, *range(12)}
-
-
 @pytest.mark.parametrize("mask", [Mask.full(24), Mask.causal(24)])
 def test_pairs_of_two_long_groups_are_one_area(mask, monkeypatch):
     """Each token is a segment here. A short group between them has no area."""

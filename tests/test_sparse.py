@@ -28,13 +28,12 @@ from bmt_burst import (
     simulate,
     strategies,
 )
-from bmt_burst.merging.merge import empty_lse
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
-from bmt_burst.sparse import Choices, choose, keep_choices, memory, torch_far
+from bmt_burst.sparse import Choices, choose, keep_choices, memory
 from bmt_burst.sparse import cache as cache_module
-from bmt_burst.sparse.blocks import FarBlocks, FarKeys, packed_dtype
+from bmt_burst.sparse.blocks import packed_dtype
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
@@ -583,40 +582,6 @@ def test_a_recomputation_that_chooses_again_warns_once(caplog):
     assert [x.message.split(":")[0] for x in caplog.records if "chooses" in x.message] == [
         "sparse attention chooses its blocks again in a recomputation, which costs time"
     ]
-
-
-def random_far(queries: int, blocks: int, among: int, size: int) -> FarBlocks:
-    """Return random far blocks of some queries of one kv head."""
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randperm(among, generator=generator)[:blocks] * size for _ in range(queries)]
-    return FarBlocks(torch.stack(rows).unsqueeze(1), torch.full((queries,), among * size), size)
-
-
-def test_tiles_of_many_blocks_have_few_queries(monkeypatch):
-    """Each of 64 queries chose 62 of 8,192 blocks of 64 keys: together they have 2^28 scores."""
-    tiles = torch_far._tiles(random_far(64, 62, 8192, 64), 0, 0, 8192 * 64, 16)
-    sizes = [16 * tile.visible.numel() for tile in tiles]
-    assert torch_far._SCORES / 8 < max(sizes) <= torch_far._SCORES
-
-    q, k, v, dout = (x[0] for x in random_qkv(1, 64, 4, 1, 8))
-    q, dout, blocks = q[:24], dout[:24], random_far(24, 5, 16, 4)
-
-    def results():
-        out, lse = torch.zeros_like(q), empty_lse(q.unsqueeze(0))[0].fill_(-torch.inf)
-        torch_far.add_far_outputs(q, FarKeys(k, v, blocks, 0, 0.3), out, lse)
-        lse_delta = torch.stack((lse.T, (out * dout).sum(-1)), -1)
-        dq = torch.zeros_like(q)
-        return (
-            *(out, lse, dq),
-            *torch_far.add_far_gradients(dout, q, FarKeys(k, v, blocks, 0, 0.3), lse_delta, dq),
-        )
-
-    found = results()
-    for most, tiles in ((1 << 30, 1), (1, 24)):
-        monkeypatch.setattr(torch_far, "_SCORES", most)
-        assert len(list(torch_far._tiles(blocks, 0, 0, 64, 4))) == tiles
-        for got, exact in zip(results(), found, strict=True):
-            assert (got - exact).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])

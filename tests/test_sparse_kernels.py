@@ -7,7 +7,6 @@ The interpreter accepts more than the compiler, so without GPUs they are compile
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import random
 import subprocess
@@ -23,7 +22,7 @@ from bmt_burst import InfLLMV2
 from bmt_burst.sparse import tiles, torch_choice, torch_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
-from bmt_burst.sparse.tiles import NONE, KeyLists, QueryTiles
+from bmt_burst.sparse.tiles import KeyLists
 from tests.launcher import ROOT
 from tests.reference import relative_error
 from tests.sparse import random_case
@@ -109,45 +108,6 @@ def short_lists(monkeypatch):
     """Lists are cut at every fifth entry."""
     monkeypatch.setattr(tiles, "_SHORTEST", 5)
     monkeypatch.setattr(tiles, "_PARTS", 1 << 30)
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 32])
-@pytest.mark.parametrize("seed", range(2))
-def test_tiles_are_unions_and_lists_are_complete(seed, tokens, short_lists):
-    chance = random.Random(seed)
-    blocks = random_blocks(chance, [30, 1, 60], 41, 2, 4, 4)
-    low, high = 7, 61
-    unions, lists = QueryTiles.of_starts(blocks.starts, tokens), KeyLists.of_starts(blocks.starts)
-    ranges, parts = unions.between(low, high), lists.between(low, high)
-    for group in range(2):
-        of_queries = blocks.starts[:, group].tolist()
-        for tile in range(-(-41 // tokens)):
-            rows = of_queries[tile * tokens : (tile + 1) * tokens]
-            union = sorted({start for row in rows for start in row if start >= 0})
-            found = unions.starts[group, tile].tolist()
-            assert found == union + [NONE] * (len(found) - len(union))
-            bits = [sum(1 << i for i, row in enumerate(rows) if start in row) for start in union]
-            assert [x % 2**32 for x in unions.chosen[group, tile, : len(union)].tolist()] == bits
-            begin, end = ranges[group, tile].tolist()
-            assert union[begin:end] == [start for start in union if low <= start < high]
-
-        count = int(parts.counts[group])
-        bounds = itertools.pairwise(parts.begins[group, : count + 1].tolist())
-        cut = [lists.queries[group, begin:end].tolist() for begin, end in bounds]
-        starts, slots = (x[group, :count].tolist() for x in (parts.starts, parts.slots))
-        pairs = [(start, i) for i, row in enumerate(of_queries) for start in row]
-        expected = sorted(pair for pair in pairs if low <= pair[0] < high)
-        assert [(x, i) for x, part in zip(starts, cut, strict=True) for i in part] == expected
-        assert all(0 < len(part) <= lists.longest for part in cut)
-        several = [start for start in starts if starts.count(start) > 1]
-        assert several
-        assert [slot for slot in slots if slot >= 0] == list(range(len(several)))
-        held, stops = parts.held[group].tolist(), parts.stops[group].tolist()
-        assert held == several + [NONE] * (len(held) - len(several))
-        for i, start in enumerate(several):
-            is_first = several.index(start) == i
-            assert stops[i] == (i + several.count(start) if is_first else 0)
-        assert not any(stops[len(several) :])
 
 
 @pytest.mark.parametrize(("heads", "seed"), [(1, 0), (3, 1), (16, 0), (16, 1)])

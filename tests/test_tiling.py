@@ -9,119 +9,15 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, Slice
-from bmt_burst.sequence import gathered_calls
-from bmt_burst.sequence.gathered_calls import by_columns, flipped, kernel_calls
-from bmt_burst.sequence.layout import Run
-from bmt_burst.sequence.span import in_turn, length, merged
+from bmt_burst.sequence.gathered_calls import flipped, kernel_calls
+from bmt_burst.sequence.span import in_turn
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import Tiling
-from tests.cases import random_layout, random_mask
-
-CASES = 200
-PARTS = 2  # tests that share them
-
-
-def painted(tiles, rows, columns):
-    """How many of the tiles have each (query, key) pair."""
-    count = torch.zeros(rows, columns, dtype=torch.int)
-    for q, kv, low, high in tiles:
-        distance = torch.arange(length(q)).unsqueeze(1) - torch.arange(length(kv))
-        inside = torch.ones_like(distance, dtype=torch.bool)
-        if low is not None:
-            inside &= distance >= low
-        if high is not None:
-            inside &= distance < high
-        assert inside.any(), "a tile has something visible"
-        count[slice(*q), slice(*kv)] += inside.int()
-    return count
-
-
-def painted_calls(cuts, rows, columns):
-    """The same of kernel calls, as kernels are told to read them."""
-    count = torch.zeros(rows, columns, dtype=torch.int)
-    for cut in cuts:
-        for spans, tokens in ((cut.q_spans, cut.call.q_tokens), (cut.kv_spans, cut.call.kv_tokens)):
-            assert sum(map(length, spans)) == tokens
-            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), (
-                "what is copied rises, each token once"
-            )
-        for (q, kv), (next_q, next_kv) in itertools.pairwise(cut.call.tiles):
-            assert q[1] <= next_q[0], "tiles of a call share no queries and rise"
-            assert kv[1] <= next_kv[0], "nor keys"
-        i, j = (
-            torch.cat([torch.arange(*span) for span in spans])
-            for spans in (cut.q_spans, cut.kv_spans)
-        )
-        for q, kv in cut.call.tiles:
-            ahead = (
-                torch.arange(length(kv))
-                - length(kv)
-                - torch.arange(length(q)).unsqueeze(1)
-                + length(q)
-            )
-            inside = torch.ones_like(ahead, dtype=torch.bool)
-            if cut.call.right is not None:
-                inside &= ahead <= cut.call.right
-            if cut.call.left is not None:
-                inside &= ahead >= -cut.call.left
-            count[i[slice(*q)].unsqueeze(1), j[slice(*kv)]] += inside.int()
-    return count
-
-
-def assert_tiles_are(tiles, pairs):
-    """Tiles, and the kernel calls that a forward and each backward makes of them, are these
-    pairs.
-    """
-    assert painted(tiles, *pairs.shape).equal(pairs)
-    assert painted_calls(kernel_calls(tiles), *pairs.shape).equal(pairs)
-    assert painted_calls(kernel_calls(by_columns(tiles)), *pairs.shape).equal(pairs)
-    assert painted_calls(kernel_calls(map(flipped, by_columns(tiles))), *pairs.T.shape).equal(
-        pairs.T
-    )
 
 
 def in_a_row(runs):
     """Where runs lie one after the other."""
     return [at for _, at in in_turn(span for *_, span in runs)]
-
-
-def check(mask: Mask, layout: Layout):
-    pairs, cut = mask.dense().int(), Tiling(mask, layout)
-    positions = [layout.positions(rank) for rank in range(layout.size)]
-    for rank, mine in enumerate(positions):
-        assert_tiles_are(cut.own_tiles(rank), pairs[mine][:, mine])
-        runs = [Run(*run) for run in cut.seen(rank)]
-        assert runs == sorted(runs)
-        for run in runs:
-            expected = torch.arange(run.start, run.stop, run.step)
-            assert positions[run.owner][slice(*run.span)].equal(expected)
-        names = [
-            torch.zeros(0, dtype=torch.long),
-            *(positions[p.owner][slice(*p.span)] for p in runs),
-        ]
-        memory = torch.cat(names)
-        assert memory.unique().numel() == memory.numel()
-        others = pairs[mine].clone()
-        others[:, mine] = 0
-        seen = pairs[mine][:, memory]
-        assert seen.sum() == others.sum(), "all visible tokens are among those received"
-        assert_tiles_are(cut.tiles(rank, runs, in_a_row(runs)), seen)
-        for owner in range(layout.size):
-            if owner != rank:
-                assert cut.seen_by(owner, 1).get(rank, ()) == merged(
-                    p.span for p in runs if p.owner == owner
-                )
-
-
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_visible_pair_is_in_one_tile_and_one_kernel_call(part, monkeypatch):
-    for seed in range(part, CASES, PARTS):
-        chance = random.Random(seed)
-        monkeypatch.setattr(gathered_calls, "_GAP", chance.choice((0, 3, 256)))
-        monkeypatch.setattr(gathered_calls, "_MOST_SPANS", chance.choice((1, 2, 8)))
-        size = chance.randint(1, 6)
-        mask = random_mask(chance, chance.randint(size, 40))
-        check(mask, random_layout(chance, mask, size))
 
 
 @pytest.mark.parametrize(

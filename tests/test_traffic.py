@@ -1,11 +1,9 @@
 """Messages and bytes on the wire against the closed forms, and the simulator's own guards."""
 
-import threading
-
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
+from bmt_burst import Layout, Mask, burst_attn_func, simulate
 from bmt_burst.errors import RankFailed
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
@@ -156,35 +154,6 @@ def test_sums_cross_hosts_in_the_dtype_of_what_they_add_up():
     (_, outer), (_, outer_back) = traffic(4, 2, "kv", causal=False, dtype=torch.bfloat16)
     assert outer == [K * B // 2] * 2
     assert outer_back == [K * B // 2] * 4
-
-
-@pytest.mark.parametrize(("blocks", "calls"), [(1, 8), (3, 5), (7, 3)])
-def test_blocks_of_a_group_are_one_call(blocks, calls, monkeypatch):
-    """Rank 1 of 8, causal zigzag, attends to its own block, one earlier and six later ones.
-
-    Blocks that are received together are one call. They are two if a block is earlier: the early
-    half of the queries sees only that, the late half sees all.
-    """
-    block_bytes = 2 * S * G * D * ITEM
-    kernel, shapes = kernels.load("cpu"), {}
-    plain = kernel.forward
-
-    def counted(q, k, v, call, spec):
-        shapes.setdefault(threading.get_ident(), []).append((q.shape[1], k.shape[1]))
-        return plain(q, k, v, call, spec)
-
-    monkeypatch.setattr(kernel, "forward", counted)
-    tensors = random_qkv(1, 8 * S, H, G, D, torch.float32)[:3]
-    layout = Layout.zigzag(8 * S, 8)
-
-    def work(ring):
-        shards = [layout.shard(x, ring.rank) for x in tensors]
-        burst_attn_func(*shards, causal=True, process_group=ring, group_bytes=blocks * block_bytes)
-        return shapes[threading.get_ident()]
-
-    own = simulate(8, work)[1]
-    assert len(own) == calls
-    assert sum(q * k for q, k in own) == S * S + S * S // 2 + 6 * S * S // 2
 
 
 def test_a_send_buffer_must_stay_as_it_is():

@@ -8,7 +8,6 @@ blocks are small there, so that calls of some tokens have several.
 import itertools
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -24,11 +23,9 @@ from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.kernels import triton as backend
-from bmt_burst.kernels.reference import visible
-from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from tests.cases import call_tensors, moved, named_calls, random_bias, random_call
+from tests.cases import call_tensors, moved, named_calls, random_bias
 from tests.launcher import ROOT
 from tests.reference import kernel_errors, relative_error
 
@@ -175,25 +172,6 @@ def test_the_gradient_of_a_table_alone(kind, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_where_tokens_are_known_to_be_neighbours_no_others_are_looked_for(known, monkeypatch):
-    call, launched, start = CALLS["documents"], [], with_bias.start
-    monkeypatch.setattr(
-        with_bias,
-        "start",
-        lambda *args, **options: launched.append(options) or start(*args, **options),
-    )
-    positions = (
-        torch.arange(count, dtype=torch.int32, device=DEVICE)
-        for count in (call.q_tokens, call.kv_tokens)
-    )
-    fields = dict(zip(("q_position", "kv_position"), positions, strict=True), segments=None)
-    apart = tuple(kv[0] - q[0] for q, kv in call.tiles) if known else None
-    bias = replace(bias_of(call, 2), **fields, apart=apart)
-    check(call, tensors_of(call, 2, 2, 1, 8), SPEC, bias=bias)
-    assert [x["EVEN"] for x in launched] == ([True] if known else [True, False])
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dtype"), [(4, 2, torch.float32), (3, 1, DTYPES[-1])]
 )
@@ -216,28 +194,6 @@ def test_calls_whose_bias_goes_by_distance(kind):
     )
     for each in (bias, replace(bias, q_position=q + 11, kv_position=kv)):
         check(call, tensors_of(call, 1, heads, 1, 8), SPEC, len(kind) % 4 < 2, each)
-
-
-def test_walks_are_each_pair_once():
-    """Of blocks that a walk has only its own sequence's pairs count."""
-    chance = random.Random(0)
-    for call in [*CALLS.values(), *(random_call(chance) for _ in range(40))]:
-        found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
-        for queries, keys in ((8, 4), (4, 4)):
-            found.zero_()
-            walks = with_bias._walks_on_host(call, queries, keys).tolist()
-            for start, steps, ahead, q_start, q_count, kv_start, kv_count in walks:
-                assert 0 < steps <= with_bias._MOST_STEPS
-                for first in range(start, start + steps * queries, queries):
-                    rows = range(first, min(first + queries, q_count))
-                    columns = range(max(first + ahead, 0), min(first + ahead + keys, kv_count))
-                    assert len(rows) * len(columns)
-                    q, kv = (
-                        slice(at + span[0], at + span[-1] + 1)
-                        for at, span in ((q_start, rows), (kv_start, columns))
-                    )
-                    found[q, kv] += 1
-            assert found[visible(call)].eq(1).all()
 
 
 @pytest.mark.parametrize(("kind", "step"), [("full", 1), ("causal", 3)])
@@ -359,28 +315,6 @@ def test_nan_is_where_the_reference_has_it(name, value):
             assert out.isnan().equal(expected.isnan()), (tokens, at)
             assert lse.isnan().equal(expected_lse.isnan()), (tokens, at)
             assert lse.isfinite().equal(expected_lse.isfinite()), (tokens, at)
-
-
-@pytest.mark.parametrize("size", [4, 16])
-def test_programs_are_each_token_once_and_the_longest_come_first(size):
-    chance = random.Random(0)
-    for call in [*CALLS.values(), *(random_call(chance) for _ in range(40))]:
-        seen = visible(call)
-        for side in (0, 1):
-            found, work = torch.zeros(seen.shape[side], dtype=torch.int), []
-            blocks = backend._blocks_on_host(call, side, size, None).tolist()
-            for first, start, count, other_start, other_count in blocks:
-                assert first % size == 0
-                assert first < count
-                rows = slice(start + first, start + min(first + size, count))
-                found[rows] += 1
-                pairs = (seen if side == 0 else seen.T)[rows]
-                reached = pairs.any(0).nonzero().squeeze(1).tolist()
-                assert all(other_start <= i < other_start + other_count for i in reached)
-                work.append(len(reached))
-            assert found.eq(1).all()
-            assert work == sorted(work, reverse=True), (call, side)
-        assert {pair for pair in call.sequences() if all(map(length, pair))} == set(call.tiles)
 
 
 def test_the_file_of_shapes_has_one_for_each_launch_and_gpu_and_says_where_it_is_from():

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, init_sequence_parallel
-from bmt_burst.sequence.layout import LAYOUTS, Stacked
+from bmt_burst.sequence.layout import Stacked
 from bmt_burst.strategies import load
-from bmt_burst.strategies.ulysses.tokens import HostLayout, HostTokens
 from tests.cases import random_qkv
 from tests.launcher import RANKS, needs_ranks, run_ranks
 from tests.reference import attention_errors, dense_results
@@ -19,7 +18,6 @@ from tests.test_scores import random_scores
 from tests.test_ulysses import (
     BF16,
     SCALE,
-    assert_equal,
     gpu_cases,
     gpu_error,
     worst_error,
@@ -27,26 +25,6 @@ from tests.test_ulysses import (
 
 # ranks, and how many of them are a host
 GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]
-
-
-@pytest.mark.parametrize("tokens", [32, 35])
-@pytest.mark.parametrize("grid", [(4, 2), (6, 3)])
-def test_hosts_of_unequal_tokens_cut_heads_alike(grid, tokens, monkeypatch):
-    """The ring between hosts computes a piece of each host at a time."""
-    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_WORK", 0)
-    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_ROWS", 64)
-    (size, inner), mask = grid, Mask.causal(tokens)
-    for name in ("contiguous", "zigzag"):
-        layout, tensors = Layout.named(name, tokens, size), random_qkv(1, tokens, 24, 12, 8)
-        plans = [
-            load("usp").plan(problem(mask, layout, inner, heads=24, kv_heads=12), rank)
-            for rank in range(0, size, inner)
-        ]
-        assert len(plans[0].pieces) > 1
-        assert all(plan.pieces == plans[0].pieces for plan in plans)
-        got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", flash="cpu")
-        expected = dense_results(mask, tensors, SCALE)
-        assert_equal(got, expected, tensors[3], where=(tokens, name))
 
 
 @pytest.mark.parametrize(("grid", "heads"), [((4, 2), (4, 4)), ((6, 3), (4, 2))])
@@ -66,27 +44,6 @@ def test_with_a_bias(grid, heads, monkeypatch):
     expected = dense_results(scores.mask, tensors, SCALE, scores.dense(), table)
     errors = attention_errors(got, expected, tensors[3], SCALE, ["table"])
     assert max(errors.values()) < 1e-10, errors
-
-
-@pytest.mark.parametrize("size", [4, 6])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_hosts_have_the_tokens_of_their_ranks_in_rising_order(size, name):
-    layout = Layout.named(name, 41, size)
-    for inner in (1, 2, size):
-        hosts = HostLayout(layout, inner)
-        for host in range(size // inner):
-            ranks = range(host * inner, (host + 1) * inner)
-            expected = torch.cat([layout.positions(rank) for rank in ranks]).sort().values
-            assert hosts.positions(host).equal(expected)
-            tokens = HostTokens(hosts, host)
-            assert tokens.is_sorted == (name != "striped")
-            for rank, spans in zip(ranks, tokens.spans, strict=True):
-                places = [torch.arange(*at) for _, at in spans]
-                here = torch.searchsorted(expected, layout.positions(rank))
-                x = tokens.sort(torch.arange(tokens.total).view(1, -1, 1))
-                assert x.flatten()[here].equal(torch.cat(places))
-                y = tokens.unsort(x)
-                assert y.flatten().equal(torch.arange(tokens.total))
 
 
 def test_one_host_is_ulysses():

@@ -31,8 +31,12 @@ HEADS = [(8, 8), (8, 2), (6, 3), (3, 1), (7, 1), (12, 2)]
 # Limits that only long calls reach, by their names: as they are, and small enough for short calls.
 LIMITS = {
     "sequence.gathered_calls._GAP": (256, 3, 0),
+    "sequence.gathered_calls._NARROW": (256, 4),
+    "sequence.gathered_calls._MOST_SPANS": (8, 1),
+    "kernels.tile_by_tile._MOST_BLOCKS": (4096, 2),
     "strategies.ring._ENOUGH_ROWS": (1 << 18, 1),
     "strategies.one_call._MOST_COPIES": (2, 1),
+    "strategies.ulysses.tokens._MOST_RUNS": (4, 1),
     "strategies.ulysses.heads._ENOUGH_ROWS": (1 << 18, 60),
     "strategies.ulysses.heads._ENOUGH_WORK": (1 << 40, 0),
 }
