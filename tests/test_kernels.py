@@ -18,7 +18,8 @@ from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.kernels import fa4 as bias_fa4
 from bmt_burst.kernels import fa2, fa4
 from bmt_burst.kernels.reference import visible
-from bmt_burst.kernels.tile_by_tile import blocks_of
+from bmt_burst.kernels.tile_by_tile import BlockKind, blocks_of
+from bmt_burst.sequence.span import length, shifted
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from tests.cases import call_tensors, named_calls, random_bias, random_call, random_qkv
@@ -483,3 +484,27 @@ def test_fa4_refuses_too_many_keys(monkeypatch):
     q = torch.zeros((), dtype=torch.bfloat16).expand(1, 1 << 19, 32, 128)
     assert "k has 2147483648 entries" in kernels.load("fa4").refuses(SPEC, q, q)
     assert "entries" not in (kernels.load("fa4").refuses(SPEC, q, q[:, 1:]) or "")
+
+
+def test_blocks_are_what_is_visible():
+    """Each visible pair once; blocks that are one call overlap on neither side."""
+    chance = random.Random(1)
+    for call in [*CALLS.values(), *(random_call(chance) for _ in range(400))]:
+        found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
+        for blocks in blocks_of(call):
+            sides = length(blocks.q), length(blocks.kv)
+            ones = torch.ones(sides, dtype=torch.int)
+            assert blocks.shape is BlockKind.FULL or sides[0] == sides[1]
+            assert blocks.count == 1 or (blocks.q_step >= sides[0] and blocks.kv_step >= sides[1])
+            seen = {
+                BlockKind.FULL: ones,
+                BlockKind.CAUSAL: ones.tril(),
+                BlockKind.REVERSED: ones.triu(),
+            }[blocks.shape]
+            for i in range(blocks.count):
+                rows, columns = (
+                    shifted(blocks.q, i * blocks.q_step),
+                    shifted(blocks.kv, i * blocks.kv_step),
+                )
+                found[slice(*rows), slice(*columns)] += seen
+        assert found.equal(visible(call).int()), call

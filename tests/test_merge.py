@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmt_burst.base.dtypes import accumulator_dtype
-from bmt_burst.merging.merge import Gradients, Outputs
+from bmt_burst.merging.merge import Gradients, Outputs, sum_parts
 from tests.reference import relative_error
 
 
@@ -130,3 +130,24 @@ def test_sums_may_lie_where_their_first_part_does():
     assert out[:, 2:5].equal(apart.out[:, 2:5])
     assert outputs.lse[:, :, 2:5].equal(apart.lse[:, :, 2:5])
     assert outputs.lse[:, :, 5:].equal(lse[:, :, 5:])
+
+
+def test_the_parts_of_a_span():
+    """Of parts that lie where they like: a view where one has it all, else their sum, 0 where none
+    came.
+    """
+    spans = [[(0, 4)], [(6, 9)], [(2, 3), (4, 7), (8, 9)]]
+    tokens = [[token for span in part for token in range(*span)] for part in spans]
+    parts = [(part, torch.randn(2, len(at), 3, 5)) for part, at in zip(spans, tokens, strict=True)]
+    whole = torch.zeros(2, 12, 3, 5)
+    for at, (_, part) in zip(tokens, parts, strict=True):
+        whole[:, at] += part
+
+    def of(span, dtype=torch.float32):
+        return sum_parts(parts, span, 2, (3, 5), dtype, torch.device("cpu"))
+
+    for start, stop in ((0, 12), (0, 2), (1, 7), (3, 8), (9, 12), (10, 11)):
+        assert torch.allclose(of((start, stop)), whole[:, start:stop])
+    assert of((0, 2)).data_ptr() == parts[0][1].data_ptr()
+    assert of((0, 2), torch.bfloat16).dtype == torch.bfloat16
+    assert of((9, 12)).eq(0).all()

@@ -22,6 +22,7 @@ from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes, load
+from bmt_burst.strategies.ulysses.heads import Heads, cut_heads
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import random_qkv, random_slices
 from tests.launcher import needs_ranks, run_ranks
@@ -65,6 +66,28 @@ def layouts(mask: Mask, size: int) -> list[Layout]:
 def short_work_in_pieces(monkeypatch):
     """Let pieces be as those of long sequences."""
     monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_WORK", 0)
+
+
+@pytest.mark.parametrize("rows", [1, 1 << 16, 1 << 20])
+def test_every_query_head_is_computed_once_with_its_kv_head(rows):
+    for (heads, kv_heads), size in itertools.product(
+        [*HEADS, (32, 8), (12, 4), (9, 3), (32, 32), (64, 8), (32, 2)], range(1, 14)
+    ):
+        ratio, found = heads // kv_heads, []
+        cuts = cut_heads(-(-heads // size), ratio, rows, work=1)
+        for rank in range(size):
+            mine = Heads.of_rank(rank, size, heads, kv_heads)
+            assert -1 < mine.q[1] - mine.q[0] - heads // size < 2
+            for piece in mine.cut(cuts, ratio):
+                parts = piece.split(ratio)
+                assert len(parts) <= 3
+                for at, kv_at in parts:
+                    here = range(heads)[slice(*piece.q)][at]
+                    there = range(kv_heads)[slice(*piece.kv)][kv_at]
+                    assert len(here) % len(there) == 0
+                    shared = len(here) // len(there)
+                    found += [(q, there[i // shared]) for i, q in enumerate(here)]
+        assert found == [(q, q // ratio) for q in range(heads)]
 
 
 @pytest.mark.parametrize("size", [4])

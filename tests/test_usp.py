@@ -18,6 +18,7 @@ from tests.test_scores import random_scores
 from tests.test_ulysses import (
     BF16,
     SCALE,
+    assert_equal,
     gpu_cases,
     gpu_error,
     worst_error,
@@ -120,3 +121,23 @@ def test_on_gpus():
     for errors in run_ranks(size, on_gpus, size, backend="nccl"):
         name, worst = max(errors.items(), key=lambda entry: entry[1])
         assert worst < BF16, (name, worst)
+
+
+@pytest.mark.parametrize("tokens", [32, 35])
+@pytest.mark.parametrize("grid", [(4, 2), (6, 3)])
+def test_hosts_of_unequal_tokens_cut_heads_alike(grid, tokens, monkeypatch):
+    """The ring between hosts computes a piece of each host at a time."""
+    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_WORK", 0)
+    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_ROWS", 64)
+    (size, inner), mask = grid, Mask.causal(tokens)
+    for name in ("contiguous", "zigzag"):
+        layout, tensors = Layout.named(name, tokens, size), random_qkv(1, tokens, 24, 12, 8)
+        plans = [
+            load("usp").plan(problem(mask, layout, inner, heads=24, kv_heads=12), rank)
+            for rank in range(0, size, inner)
+        ]
+        assert len(plans[0].pieces) > 1
+        assert all(plan.pieces == plans[0].pieces for plan in plans)
+        got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", flash="cpu")
+        expected = dense_results(mask, tensors, SCALE)
+        assert_equal(got, expected, tensors[3], where=(tokens, name))
