@@ -44,7 +44,7 @@ class LaunchShape(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What an extension adds to scores, as kernels take it.
+    """The tensors and code that an extension adds to scores, as kernels take them.
 
     kind       the constant BIAS of the kernels
     arguments  their argument `bias`
