@@ -23,7 +23,6 @@ from .calls.options import Masks as Masks
 from .calls.refusal import refuse_call, refuse_misfits
 from .kernels import load
 from .kernels.reference import visible
-from .merging.sinks import with_sinks
 from .ranks.sequence_parallel import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
@@ -433,6 +432,7 @@ def _attend_to_past(
         total = min(total, new + window - 1)
         k, v = k[:, -total:], v[:, -total:]
     left = None if window is None else window - 1
+    # bands count from the last query and the last key, as new tokens are the last of all
     call = KernelCall(new, total, (((0, new), (0, total)),), left, right=0)
     if softcap is None and sinks is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -443,5 +443,6 @@ def _attend_to_past(
     spec = Spec(q.shape[-1] ** -0.5, softcap=softcap)
     out, lse = load("reference").forward(q, k, v, call, spec)
     if sinks is not None:
-        out, _ = with_sinks(out, lse, sinks)
+        # not `with_sinks`: it is compiled on GPUs, which takes longer than a short generation
+        out = out * (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
     return out.to(q.dtype)
