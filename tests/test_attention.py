@@ -294,6 +294,9 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
     ("rank_2", "message"),
     [
         ({"heads": 2}, "ranks differ in q heads: rank 0 has 4, rank 2 has 2"),
+        ({"kv_heads": 1}, "ranks differ in kv heads"),
+        ({"head_size": 16}, "ranks differ in head size"),
+        ({"dtype": torch.float64}, "ranks differ in dtype"),
         ({"batch": 2}, "ranks differ in batch"),
         ({"tokens": 9}, r"the ranks hold \[6, 6, 9\] tokens, but zigzag cuts 21 into \[7, 7, 7\]"),
         (
@@ -303,6 +306,10 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
         ({"causal": False}, "ranks differ in mask or causal: rank 0 has 'causal', rank 2 has 'fu"),
         ({"backward": "q"}, "ranks differ in backward"),
         ({"strategy": "all-gather"}, "ranks differ in strategy"),
+        ({"deterministic": True}, "ranks differ in deterministic"),
+        ({"optimize_bwd_comm": False}, "ranks differ in optimize_bwd_comm"),
+        ({"group_bytes": 4096}, "ranks differ in group_bytes"),
+        ({"softmax_scale": 0.5}, "ranks differ in softmax_scale"),
         ({"layout": "striped"}, "ranks differ in layout"),
         ({"flash": "reference"}, "ranks differ in the kernel of flash"),
         ({"softmax_scale": 10**400}, "softmax_scale must be finite, got a number of 1329 bits"),
@@ -313,12 +320,9 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
 def test_ranks_that_disagree_all_raise(rank_2, message):
     def work(ring):
         changes = rank_2 if ring.rank == 2 else {}
-        names = (
-            *("causal", "backward", "layout", "flash", "strategy"),
-            *("softmax_scale", "group_bytes"),
-        )
-        options = {name: changes[name] for name in names if name in changes}
-        shape = {name: value for name, value in changes.items() if name not in (*names, "grad")}
+        of_tensors = ("heads", "kv_heads", "head_size", "dtype", "batch", "tokens")
+        shape = {name: x for name, x in changes.items() if name in of_tensors}
+        options = {name: x for name, x in changes.items() if name not in (*of_tensors, "grad")}
         tensors = [x.requires_grad_("grad" in changes) for x in qkv(**shape)]
         with pytest.raises(ValueError, match=message):
             burst_attn_func(*tensors, process_group=ring, **{"causal": True, **options})
