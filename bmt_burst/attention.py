@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import (
     Any,
     Literal,
-    ParamSpec,
     TypedDict,
     TypeVar,
     Unpack,
@@ -40,7 +39,6 @@ from .sequence.mask import Mask
 from .sparse.config import InfLLMV2
 from .strategies import GROUP_BYTES
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
@@ -227,13 +225,35 @@ def burst_attn_func(
     return (out, lse) if return_lse else out
 
 
-def _show_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return `function` with burst_attn_func's options in the signature that help() shows."""
-    signature = inspect.signature(function)
-    *tensors, _options, _keywords = signature.parameters.values()
-    _q, _k, _v, *options = inspect.signature(burst_attn_func).parameters.values()
-    function.__dict__["__signature__"] = signature.replace(parameters=[*tensors, *options])
-    return function
+def _takes_packed(
+    name: str, count: int
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Return a decorator for a function of tensors and burst_attn_func's options.
+
+    Its argument `name` holds `count` tensors. The function gets a tuple of these in its place. A
+    call that does not fit raises on all ranks, once.
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        own = inspect.signature(function)
+        *tensors, _options, _keywords = own.parameters.values()
+        _q, _k, _v, *options = inspect.signature(burst_attn_func).parameters.values()
+        signature = own.replace(parameters=[*tensors, *options])
+
+        @not_compiled
+        @functools.wraps(function)
+        def call(*args: Any, **named: Any) -> Result:
+            try:
+                given = bind_arguments(function.__name__, signature, args, named).arguments
+                given[name] = unpack_tensor(name, given[name], count)
+            except (TypeError, ValueError) as error:
+                refuse_arguments(error, signature, args, named)
+            return function(**given)
+
+        call.__dict__["__signature__"] = signature  # which help() shows
+        return call
+
+    return decorate
 
 
 @overload
@@ -250,9 +270,7 @@ def burst_attn_kvpacked_func(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@not_compiled
-@refuse_wrong_arguments
-@_show_options
+@_takes_packed("kv", 2)
 def burst_attn_kvpacked_func(
     q: Tensor, kv: Tensor, *options: Any, **keywords: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -260,8 +278,7 @@ def burst_attn_kvpacked_func(
 
     Keys and values are not copied. All other arguments, results and errors are burst_attn_func's.
     """
-    k, v = _unpack("burst_attn_kvpacked_func", "kv", kv, 2, options, keywords)
-    result: Tensor | tuple[Tensor, Tensor] = burst_attn_func(q, k, v, *options, **keywords)
+    result: Tensor | tuple[Tensor, Tensor] = burst_attn_func(q, *kv, *options, **keywords)
     return result
 
 
@@ -279,9 +296,7 @@ def burst_attn_qkvpacked_func(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@not_compiled
-@refuse_wrong_arguments
-@_show_options
+@_takes_packed("qkv", 3)
 def burst_attn_qkvpacked_func(
     qkv: Tensor, *options: Any, **keywords: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -290,30 +305,8 @@ def burst_attn_qkvpacked_func(
     Queries, keys and values are not copied. All other arguments, results and errors are
     burst_attn_func's.
     """
-    q, k, v = _unpack("burst_attn_qkvpacked_func", "qkv", qkv, 3, options, keywords)
-    result: Tensor | tuple[Tensor, Tensor] = burst_attn_func(q, k, v, *options, **keywords)
+    result: Tensor | tuple[Tensor, Tensor] = burst_attn_func(*qkv, *options, **keywords)
     return result
-
-
-def _unpack(
-    function: str,
-    name: str,
-    packed: Tensor,
-    count: int,
-    options: tuple[Any, ...],
-    keywords: dict[str, Any],
-) -> tuple[Tensor, ...]:
-    """Return the tensors in `packed`. A wrong tensor raises on all ranks.
-
-    Options that do not fit raise TypeError on this rank. `refuse_wrong_arguments` then tells the
-    other ranks, once.
-    """
-    signature, args = inspect.signature(burst_attn_func), (None, None, None, *options)
-    bind_arguments(function, signature, args, keywords)
-    try:
-        return unpack_tensor(name, packed, count)
-    except (TypeError, ValueError) as error:
-        refuse_arguments(error, signature, args, keywords)
 
 
 @overload
