@@ -159,7 +159,7 @@ REFUSED = {
     "layers": "TypeError: attention over 2 ranks got a Tensor as its mask: call the enabled model",
 }
 
-# What is wrong on rank 0 alone, and rank 1 hears.
+# Arguments that are wrong on rank 0 alone. Rank 1 raises their error too.
 REFUSED_ON_ONE = {
     "cache on one": "ValueError: use_cache and past_key_values need whole sequences, and these "
     "are cut over 2 ranks",

@@ -198,4 +198,4 @@ def test_transformers_models_with_a_sparse_config_are_sparse_over_ranks(monkeypa
         (SMALL.to_dict() | {"use_nope": True}, "use_nope=False, since transformers passes rotated"),
     ):
         config.sparse_config = given
-        assert all(message in heard for heard in simulate(2, refused))
+        assert all(message in error for error in simulate(2, refused))

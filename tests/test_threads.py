@@ -202,8 +202,8 @@ class Ring(Transport):
 
 
 def test_a_group_is_left_also_where_its_first_thread_fails():
-    """As where ranks differ, since other threads were first on them: ranks that wait for the second
-    one hear of it.
+    """As where ranks differ, because other threads were first on them. Ranks that wait for the
+    second thread must raise.
     """
     ring = Ring()
     rings = Rings(ring, ALONE)
