@@ -338,12 +338,12 @@ def read_bounds(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
             f"{name} must be a sequence of whole numbers, got {type(cu_seqlens).__name__}"
         )
     bounds = [as_int(name, x) for x in cu_seqlens]
-    for before, after in itertools.pairwise(bounds):
-        if after < before:
-            raise ValueError(f"{name} must not decrease, got {after} after {before}")
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] == 0:
         got = ", ".join(map(str, bounds[:4])) + ", ..." * (len(bounds) > 4)
         raise ValueError(f"{name} must be (0, ..., tokens) with at least one token, got ({got})")
+    for before, after in itertools.pairwise(bounds):
+        if after < before:
+            raise ValueError(f"{name} must not decrease, got {after} after {before}")
     _number(name, bounds[-1])
     return list(dict.fromkeys(bounds))  # without empty documents
 
