@@ -358,3 +358,20 @@ def test_a_read_that_fails_is_tried_again(failures, monkeypatch, capsys):
             assert (start, file.read()) == (content[: 1 << 16], content[1 << 17 :])
     again = "x://file: RuntimeError('reset by peer'); trying again"
     assert capsys.readouterr().err.count(again) == min(failures, 2)
+
+
+def test_a_file_that_cannot_be_opened_is_tried_again_unless_it_is_missing(monkeypatch, capsys):
+    answers = [TimeoutError("slow"), Flaky(b"text"), FileNotFoundError("x://file")]
+
+    def answer(path, mode):
+        if isinstance(found := answers.pop(0), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(remote, "_find", lambda url: (SimpleNamespace(open=answer), url))
+    monkeypatch.setattr(remote, "_WAITS", (0, 0))
+    with remote.open_remote("x://file") as file:
+        assert file.read() == b"text"
+    with pytest.raises(OSError, match="FileNotFoundError"):
+        remote.open_remote("x://file")
+    assert capsys.readouterr().err.count("trying again") == 1

@@ -158,6 +158,13 @@ def test_a_run_that_is_told_to_stop_before_its_first_step_takes_none(settings, t
     assert not records(tmp_path / "run")
 
 
+def test_the_curve_is_drawn_at_each_save(settings, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("train.run.metrics.plot_losses", lambda rows, _: drawn.append(len(rows)))
+    assert train(settings, save_every=2)
+    assert drawn == [2, 4]
+
+
 def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_path, capsys):
     """Other text, twice the length, other rotary positions, a schedule of its own; stopped and
     resumed as any run.
