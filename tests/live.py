@@ -25,6 +25,7 @@ from train import make_vocabulary
 BEE_FIELDS = ["length", "context", "sample_ids", "num_segments", "segment", "segment_rel_offset"]
 BEE_FIELDS += ["segment_rel", "span"]
 ANT_FIELDS = ["length", "context", "segment", "span"]
+SMALL_LIVE = {"dim_model": 32, "num_heads": 2, "dim_head": 16, "dim_ff": 48}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ import numpy as np
 
 from train import prepare_data
 from train.data.folder import TokenFile
+from train.data.stored import TokenWriter, make_writer
+from train.data.text import make_reader
 from train.data.tokenizer import ByteTokenizer
+from train.data.tokenizer_base import Tokenizer
 
 EOS = ByteTokenizer.eos_id
 
@@ -37,6 +40,24 @@ def prepare(*arguments, code: int = 0) -> str:
         sys.argv = before
         signal.signal(signal.SIGINT, on_interrupt)
     return printed.getvalue()
+
+
+def write_tokens(folder: Path, tokenizer: Tokenizer, *texts: str) -> Path:
+    """Write a folder of tokens with these texts as documents. Return it."""
+    writer = TokenWriter(folder, tokenizer)
+    for text in texts:
+        writer.write([tokenizer.encode(text)])
+    writer.finish()
+    return folder
+
+
+def write_instances(folder: Path, tokenizer: Tokenizer, *lines: object) -> Path:
+    """Write a folder of CPM-Live's instances that are made of lines of data. Return it."""
+    writer, reader = make_writer(folder, tokenizer), make_reader(tokenizer, "text")
+    for line in lines:
+        writer.write([reader.of_record(line)])
+    writer.finish()
+    return folder
 
 
 def documents(folder: Path) -> list[list[int]]:

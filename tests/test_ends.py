@@ -10,19 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from models.cpm_live.config import PRESETS
-from tests.live import changed
-from tests.preparing import prepare
+from tests.live import SMALL_LIVE, changed, write_vocabulary
+from tests.preparing import prepare, write_instances
 from tests.test_trainer import alone, records, train  # noqa: F401
 from tests.test_trainer import settings as of_two_micro_batches  # noqa: F401
-from train import make_vocabulary
 from train.base import ranks
 from train.checkpoints import checkpoint
 from train.cpm_live.batches import LiveBatches
 from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.batches import Batches
 from train.data.skips import Skips
-from train.data.stored import make_writer
-from train.data.text import make_reader
 from train.run import time_limit
 from train.run.config import TrainConfig
 from train.run.measure import Clock
@@ -89,23 +86,19 @@ def test_ends_that_contradict_the_run_are_refused(options, message):
 
 
 def make_ants(tmp_path) -> dict:
-    """Instances of an Ant, and its options."""
-    words = (*make_vocabulary.SPECIAL["cpm-ant"], *"abcdef")
-    (tmp_path / "words.txt").write_text("".join(f"{word}\n" for word in words))
-    tokenizer = AntGreedyTokenizer(tmp_path / "words.txt")
-    writer, chance = make_writer(tmp_path / "ants", tokenizer), random.Random(0)
-    for _ in range(400):
-        text = "".join(chance.choices("abcdef", k=chance.randint(20, 60)))
-        writer.write([make_reader(tokenizer, "text").of_record({"text": text})])
-    writer.finish()
-    shape = {"dim_model": 32, "num_heads": 2, "dim_head": 16, "dim_ff": 48, "num_layers": 1}
-    ant = changed(PRESETS["cpm-ant-tiny"], **shape, vocab_size=40)
+    """Return options of an Ant and its instances."""
+    words = write_vocabulary(tmp_path / "words.txt", *"abcdef", model="cpm-ant")
+    chance = random.Random(0)
+    texts = ("".join(chance.choices("abcdef", k=chance.randint(20, 60))) for _ in range(400))
+    lines = ({"text": text} for text in texts)
+    write_instances(tmp_path / "ants", AntGreedyTokenizer(words), *lines)
+    ant = changed(PRESETS["cpm-ant-tiny"], **SMALL_LIVE, num_layers=1, vocab_size=40)
     (tmp_path / "ant.json").write_text(json.dumps(ant.to_dict()))
     return {"model": str(tmp_path / "ant.json"), "data": str(tmp_path / "ants"), "seq_len": 128}
 
 
 def make_lanes(tmp_path) -> dict:
-    """A stream of two lanes, and its options."""
+    """Return options of a stream of two lanes."""
     (tmp_path / "in").mkdir()
     for i in range(9):
         lines = [json.dumps({"text": f"<{i}.{j}" + "x" * (i * j % 40)}) for j in range(60)]
@@ -116,7 +109,7 @@ def make_lanes(tmp_path) -> dict:
 
 
 def make_mixture(tmp_path) -> dict:
-    """Two folders, and their options."""
+    """Return options of two folders."""
     return {"data": {"a": f"{tmp_path}/text:0.3", "b": f"{tmp_path}/other:0.7"}}
 
 

@@ -18,9 +18,9 @@ from models.config import CPMConfig
 from models.cpm import CPM
 from models.huggingface import save_weights
 from tests.launcher import run_script
+from tests.preparing import write_tokens
 from tests.test_model import initialized
 from train import evaluate as script
-from train.data.stored import TokenWriter
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.evaluation.retrieval import KEYS, SENTENCES, Haystack, Needle, RetrievalRows, Variables
 from train.evaluation.tasks import Bin, Grid, parse_tasks
@@ -196,12 +196,9 @@ def train_on_needles(model: CPM, tokenizer: JsonTokenizer) -> None:
 def data(folder) -> Path:
     """Documents of 3 to 41 tokens, with the tokenizer of the models."""
     tokenizer = JsonTokenizer(folder / "tokenizer.json")
-    writer = TokenWriter(folder / "data", tokenizer)
-    words = TEXT.split()
-    for i in range(24):
-        writer.write([tokenizer.encode(" ".join((words * 4)[i % 5 : i % 5 + 3 + i % 7 * 5]))])
-    writer.finish()
-    return folder / "data"
+    words = TEXT.split() * 4
+    texts = (" ".join(words[i % 5 : i % 5 + 3 + i % 7 * 5]) for i in range(24))
+    return write_tokens(folder / "data", tokenizer, *texts)
 
 
 def evaluate(folder: Path, model: str, output: str, *more, ranks: int | None = None, code: int = 0):

@@ -13,10 +13,10 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig
 
 from models.huggingface import save_weights
+from tests.preparing import write_tokens
 from tests.test_export import SENTENCES, exported
 from tests.test_model import SMALL, initialized
 from tests.test_trainer import train
-from train.data.stored import TokenWriter
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import main
 from train.run.beside import read_beside
@@ -103,10 +103,7 @@ def one_rank(monkeypatch):
 def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, one_rank, capsys):
     """Also if the folder is gone since, after a second stage, and from export to export."""
     tokenizer = tokenizer_in(tmp_path / "mine")
-    writer = TokenWriter(tmp_path / "text", tokenizer)
-    for sentence in SENTENCES * 20:
-        writer.write([tokenizer.encode(sentence)])
-    writer.finish()
+    write_tokens(tmp_path / "text", tokenizer, *SENTENCES * 20)
     settings = {"data": str(tmp_path / "text"), "seq_len": 32, "batch_size": 2, "save_every": 1}
     settings |= {"steps": 1, "warmup_steps": 0, "decay_steps": 0, "micro_batch_size": 1}
     assert train(settings, init_from=str(source), output=str(tmp_path / "run"))

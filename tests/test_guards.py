@@ -93,7 +93,7 @@ def test_a_rank_that_hangs_ends_the_run_with_everyones_stacks(folder):  # noqa: 
 @pytest.mark.slow
 def test_torchruns_summary_has_the_sentence_of_the_rank_that_failed(folder):  # noqa: F811
     """It quotes the file that each rank leaves. test_launch.py shows which one it takes."""
-    reasons = [folder / f"reason-{rank}.json" for rank in range(2)]
+    reasons = [folder / f"summary-{rank}.json" for rank in range(2)]
     torchruns = [{"TORCHELASTIC_ERROR_FILE": str(file)} for file in reasons]
     script, *flags = faulty(folder, "raise", "raise RuntimeError('no memory\\nat a.cpp')", (2,))
     code, printed = run_script(2, script, *flags, environments=torchruns)

@@ -18,7 +18,7 @@ from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
 from models.cpm_live.config import PRESETS
 from tests.launcher import ROOT, run_script
-from tests.live import as_jsonl, changed
+from tests.live import SMALL_LIVE, as_jsonl, changed
 from tests.preparing import prepare
 from tests.test_bmtrain import run_pretrain
 from tests.test_train import command, curve, train
@@ -30,22 +30,9 @@ pytestmark = pytest.mark.slow
 
 BOTH = pytest.mark.parametrize("name", ["bee", "ant"])
 STEPS = 6
-SHAPE = {
-    "dim_model": 32,
-    "num_heads": 2,
-    "dim_head": 16,
-    "dim_ff": 48,
-    "num_layers": 2,
-    "vocab_size": 200,
-}
-OPTIONS = {
-    "seq_len": 96,
-    "batch_size": 4,
-    "micro_batch_size": 2,
-    "steps": STEPS,
-    "lr": 0.02,
-    "warmup_steps": 2,
-}
+SHAPE = {**SMALL_LIVE, "num_layers": 2, "vocab_size": 200}
+OPTIONS = {"seq_len": 96, "batch_size": 4, "micro_batch_size": 2, "steps": STEPS, "lr": 0.02}
+OPTIONS["warmup_steps"] = 2
 
 
 def functions() -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.launcher import run_script
 from tests.live import write_vocabulary
+from tests.preparing import write_instances, write_tokens
 from tests.test_batches import Tokens, batches
 from tests.test_trainer import alone, records, settings, train  # noqa: F401 - two fixtures
 from train.base import ranks
@@ -18,8 +19,6 @@ from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.folder import Sequences
 from train.data.mixture import Interleaving, Mixture
 from train.data.shares import evaluated_folders, parse_shares, parse_sources
-from train.data.stored import TokenWriter, make_writer
-from train.data.text import make_reader
 from train.data.tokenizer import ByteTokenizer
 from train.run.stages import parse_run
 
@@ -133,9 +132,7 @@ def test_evaluated_sources_need_no_weights_and_a_path_stays_a_path(tmp_path, mon
 @pytest.fixture
 def mixed(settings, tmp_path) -> dict:  # noqa: F811
     """Settings with two sources, a long one and a short one, and validation data of both."""
-    writer = TokenWriter(tmp_path / "short", ByteTokenizer())
-    writer.write([ByteTokenizer().encode("a book " * 25)])
-    writer.finish()
+    write_tokens(tmp_path / "short", ByteTokenizer(), "a book " * 25)
     data = {"code": f"{tmp_path}/text:3", "books": f"{tmp_path}/short:1"}
     val_data = {"code": f"{tmp_path}/other", "books": f"{tmp_path}/short"}
     changed = {"data": data, "val_data": val_data, "batch_size": 4, "micro_batch_size": 2}
@@ -250,10 +247,8 @@ def test_ants_read_mixtures(tmp_path):
     file = write_vocabulary(tmp_path / "vocabulary.txt", *"abcdefgh", model="cpm-ant")
     tokenizer = AntGreedyTokenizer(file)
     for name, text in (("one", "abc cab "), ("two", "fgh ")):
-        writer = make_writer(tmp_path / name, tokenizer)
-        for i in range(9):
-            writer.write([make_reader(tokenizer, "text").of_record({"text": text * (i + 2)})])
-        writer.finish()
+        lines = ({"text": text * (i + 2)} for i in range(9))
+        write_instances(tmp_path / name, tokenizer, *lines)
     data = {name: f"{tmp_path}/{name}:1" for name in ("one", "two")}
     val_data = {name: f"{tmp_path}/{name}" for name in ("one", "two")}
     sizes = {"seq_len": 96, "batch_size": 2, "steps": 2, "output": str(tmp_path / "run")}

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from tests.launcher import forkserver
+from tests.preparing import write_tokens
 from tests.test_model import SMALL
 from tests.test_trainer import records
 from train import pretrain
 from train.base.ranks import RankError
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
-from train.data.stored import TokenWriter
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from train.run.stages import STAGE, parse_run
 
@@ -39,9 +39,8 @@ class Folder:
         (path / "model.json").write_text(json.dumps(SMALL.to_dict()))
 
     def prepare(self, name: str, tokenizer: Tokenizer) -> None:
-        writer = TokenWriter(self.path / name, tokenizer)
-        writer.write([tokenizer.encode(f"f({i}) = {i * i};\n") for i in range(200)])
-        writer.finish()
+        texts = (f"f({i}) = {i * i};\n" for i in range(200))
+        write_tokens(self.path / name, tokenizer, *texts)
 
     def write(self, *stages: dict, **common) -> Path:
         options = {"model": str(self.path / "model.json"), "data": str(self.path / "data")}

@@ -17,7 +17,8 @@ from tokenizers import pre_tokenizers
 from bmt_burst import kernels
 from models.cpm_live.config import PRESETS
 from models.huggingface import load_cpm, save_weights
-from tests.live import changed, write_vocabulary
+from tests.live import SMALL_LIVE, changed, write_vocabulary
+from tests.preparing import write_instances, write_tokens
 from tests.test_begin import without_bos
 from tests.test_model import SMALL, initialized
 from tests.test_sparse import SMALL as SPARSE
@@ -25,8 +26,6 @@ from train.base import ranks
 from train.checkpoints import checkpoint
 from train.cpm_live.tokenizers import BeeTokenizer
 from train.data.batches import Batches
-from train.data.stored import TokenWriter, make_writer
-from train.data.text import make_reader
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
 from train.export import main as export_main
@@ -48,16 +47,18 @@ def alone(monkeypatch):
     dist.destroy_process_group()
 
 
+def written_text(folder, tokenizer, start: int = 0) -> Path:
+    """Write a folder of tokens of 30 short functions. Return it."""
+    numbers = range(start, start + 30)
+    texts = (f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in numbers)
+    return write_tokens(folder, tokenizer, *texts)
+
+
 @pytest.fixture
 def settings(tmp_path):
-    """A model of 61 tokens a sequence over two texts; steps of 2 sequences."""
+    """Return options of a model of 61 tokens a sequence over two texts, in steps of 2 sequences."""
     for name, start in (("text", 0), ("other", 500)):
-        writer = TokenWriter(tmp_path / name, ByteTokenizer())
-        for i in range(start, start + 30):
-            writer.write(
-                [ByteTokenizer().encode(f"def function_{i}(x):\n    return x + {i * i}\n\n")]
-            )
-        writer.finish()
+        written_text(tmp_path / name, ByteTokenizer(), start)
     (tmp_path / "model.json").write_text(json.dumps(SMALL.to_dict()))
     options = {"model": str(tmp_path / "model.json"), "data": str(tmp_path / "text")}
     options |= {"seq_len": 61, "batch_size": 2, "micro_batch_size": 1, "eval_sequences": 4}
@@ -448,15 +449,6 @@ def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_writte
     assert not (tmp_path / "run").exists()
 
 
-def written_text(folder, tokenizer):
-    """Write a folder of tokens. Return it."""
-    text = TokenWriter(folder, tokenizer)
-    for i in range(30):
-        text.write([tokenizer.encode(f"def function_{i}(x):\n    return x + {i * i}\n\n")])
-    text.finish()
-    return folder
-
-
 @pytest.fixture
 def theirs(tmp_path) -> JsonTokenizer:
     """A tokenizer with as many tokens as there are bytes, in another order."""
@@ -661,12 +653,8 @@ def test_neither_do_cpm_lives_models_mix_vocabularies(settings, tmp_path):
     line = {"a": "b", "<ans>": "ab"}
     for order in ("ab", "ba"):
         tokenizer = BeeTokenizer(write_vocabulary(tmp_path / f"{order}.txt", *order))
-        instances = make_writer(tmp_path / f"live-{order}", tokenizer)
-        for _ in range(30):
-            instances.write([make_reader(tokenizer, "text").of_record(line)])
-        instances.finish()
-    shape = {"dim_model": 32, "num_heads": 2, "dim_head": 16, "dim_ff": 48, "num_layers": 1}
-    live = changed(PRESETS["cpm-bee-tiny"], **shape, vocab_size=40)
+        write_instances(tmp_path / f"live-{order}", tokenizer, *[line] * 30)
+    live = changed(PRESETS["cpm-bee-tiny"], **SMALL_LIVE, num_layers=1, vocab_size=40)
     (tmp_path / "live.json").write_text(json.dumps(live.to_dict()))
     settings |= {"model": str(tmp_path / "live.json"), "data": str(tmp_path / "live-ab")}
     settings |= {"seq_len": 96, "steps": 1, "warmup_steps": 0, "decay_steps": 0}
