@@ -1,4 +1,4 @@
-"""How the Triton kernels load and store tokens. `triton_blocks.py` explains the letters."""
+"""Loads and stores of tokens in the Triton kernels. `triton_blocks.py` explains the letters."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Move(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """What a rank sends and receives of a piece.
+    """The parts of a piece that a rank sends and receives.
 
     moves     in the order in which they lie in the sources, which have nothing else
     sizes     their bytes, by source: one operation makes the views of all messages of a source
