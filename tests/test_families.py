@@ -81,15 +81,6 @@ PAIRS = [*(("llama", rope) for rope in ROPES), ("qwen3, biases, windows", "longr
 PAIRS += [(family, "none") for family in FAMILIES if family != "llama"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """With matrices so small a second thread costs more time than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config_of(family: str, rope: str) -> PreTrainedConfig:
     cls, changes = FAMILIES[family]
     sizes = {

@@ -40,10 +40,7 @@ def alone(monkeypatch):
     # it takes longer than the steps
     monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are tiny
     yield
-    torch.set_num_threads(threads)
     dist.destroy_process_group()
 
 

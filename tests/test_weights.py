@@ -425,7 +425,6 @@ FOREIGN = [
     ("model.layers.0.mlp.up_proj.qweight", "looks like quantized weights"),
     ("model.layers.0.mlp.experts.0.up_proj.weight", "looks like a mixture of experts"),
     ("layers.0.attention.wq.weight", "looks like Meta's files of a Llama"),
-    ("decoder.layers.0.self_attention.linear_qkv.weight", "looks like Megatron-LM's"),
     ("transformer.h.0.attn.c_attn.weight", "looks like a GPT-2"),
     ("position_bias_enc.relative_attention_bias", "looks like ModelCenter's CPM2 or T5"),
     ("a.weight", "has unknown names, ['a.weight'], expected Hugging"),
