@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from bmt_burst.bias import kernels
 from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.bias.kernels import fa4
 from bmt_burst.sequence.span import length
@@ -107,7 +108,7 @@ def check(functions: ModuleType, bias: CallBias, call: KernelCall, name: str) ->
 @pytest.fixture
 def functions(monkeypatch) -> ModuleType:
     module = score_functions(monkeypatch)
-    monkeypatch.setattr(fa4, "_scores", lambda: module)
+    monkeypatch.setattr(kernels, "fa4_scores", module, raising=False)
     return module
 
 

@@ -71,11 +71,6 @@ class Areas:
     distances: Tensor
     other: int
 
-    @property
-    def reach(self) -> int:
-        """The distance from which on all pairs have the same row."""
-        return len(self.distances) // 2
-
     def terms(self) -> tuple[Term, ...]:
         """Return the visible pairs in parts. The part without a row, if any, is the first."""
         segments = self.long_segments
@@ -134,24 +129,21 @@ class Areas:
         for part, mine, theirs in _parts(s, self.long_segments):
             if mine is None or theirs is None:
                 yield None, part
-            elif (row := self._row(mine, theirs)) == BY_DISTANCE:
+            elif mine.group != theirs.group:
+                yield self.other, part
+            elif (row := int(self.pairs[mine.base + theirs.segment])) == BY_DISTANCE:
                 yield from self._bands(part)
             else:
                 yield row, part
 
-    def _row(self, mine: _Segment, theirs: _Segment) -> int:
-        """Return the row of queries of one segment and keys of another."""
-        if mine.group != theirs.group:
-            return self.other
-        return int(self.pairs[mine.base + theirs.segment])
-
     def _bands(self, s: Slice) -> Iterator[tuple[int | None, Slice]]:
         """Yield the parts of a slice in one segment: near pairs, and far pairs on either side."""
         low, high = -math.inf if s.low is None else s.low, math.inf if s.high is None else s.high
-        edges = (1 - self.reach, self.reach) if self.reach else ()
+        reach = len(self.distances) // 2  # from there on all pairs have the same row
+        edges = (1 - reach, reach) if reach else ()
         for start, stop in itertools.pairwise([low, *(x for x in edges if low < x < high), high]):
-            far = int(self.distances[-1 if stop <= 1 - self.reach else 0])
-            near = 1 - self.reach <= start < self.reach
+            far = int(self.distances[-1 if stop <= 1 - reach else 0])
+            near = 1 - reach <= start < reach
             lowest, highest = (None if math.isinf(x) else int(x) for x in (start, stop))
             part = Slice(s.q, s.kv, lowest, highest)
             if part.area:
@@ -168,16 +160,12 @@ def _parts(s: Slice, spans: Sequence[_LabelledSpan]) -> Iterator[tuple[Slice, An
 
 def _within(span: Span, spans: Sequence[_LabelledSpan]) -> Iterator[_LabelledSpan]:
     """Yield the spans of a range. A short part of a long run counts as lying between runs."""
-    first = bisect.bisect_right(spans, span[0], key=_stop)
+    first = bisect.bisect_right(spans, span[0], key=lambda each: each.span[1])
     for one, of in itertools.islice(spans, first, None):
         part = overlap(one, span)
         if not length(part):
             return
         yield _LabelledSpan(part, of if length(part) >= _LONG else None)
-
-
-def _stop(each: _LabelledSpan) -> int:
-    return each.span[1]
 
 
 def _join_slices(slices: Sequence[Slice]) -> list[Slice]:

@@ -41,9 +41,6 @@ class Segments:
     pairs: Tensor
     other: int
 
-    def __post_init__(self):
-        _assert_numbers(self.q_group, self.q_base, self.kv_group, self.kv_segment, self.pairs)
-
 
 @dataclass(frozen=True)
 class CallBias:
@@ -73,9 +70,6 @@ class CallBias:
     apart: tuple[int, ...] | None = None
     bound: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self):
-        _assert_numbers(self.q_position, self.kv_position, self.distances)
 
     @property
     def reach(self) -> int:
@@ -112,9 +106,3 @@ def dscores_bound(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor
     )
     v_norm = v_norm.repeat_interleave(len(dout_norm) // len(v_norm))
     return dout_norm * v_norm + delta.abs().amax((0, 2)) + lse.amax((0, 2)).clamp_min(0.0) * 0.0
-
-
-def _assert_numbers(*tensors: Tensor) -> None:
-    """Check what kernels rely on that get only addresses of tensors. `Scores` refused all else."""
-    for x in tensors:
-        assert x.dim() == 1 and x.dtype == torch.int32 and x.is_contiguous(), "int32 in one run"

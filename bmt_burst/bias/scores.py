@@ -26,7 +26,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ from torch import Tensor
 from ..base.arguments import as_int
 from ..sequence.mask import Mask
 from .areas import BY_DISTANCE, Areas, Term
-
-Class = TypeVar("Class")
 
 
 class _Numbers(NamedTuple):
@@ -67,14 +65,6 @@ class _CopiedTensor:
         vars(scores)[self.name] = x.clone(memory_format=torch.contiguous_format)
 
 
-def _copy_tensors(scores: type[Class]) -> type[Class]:
-    """Return the class, which copies its tensors from now on."""
-    for name in _Numbers._fields:
-        setattr(scores, name, _CopiedTensor(name))
-    return scores
-
-
-@_copy_tensors
 @dataclass(frozen=True, eq=False)
 class Scores:
     """The visible pairs of a sequence, and the row of a table (rows, H) that each pair adds.
@@ -281,6 +271,11 @@ class Scores:
         )
 
 
+# Not in the class: a descriptor there would be the default of its field.
+for _name in _Numbers._fields:
+    setattr(Scores, _name, _CopiedTensor(_name))
+
+
 def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance, key - query, from -reach to reach.
 
@@ -296,10 +291,8 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
     Raises ValueError for fewer than 4 buckets or a max_distance of at most exact, TypeError for
     anything but whole numbers.
     """
-    num_buckets, max_distance = (
-        as_int("num_buckets", num_buckets),
-        as_int("max_distance", max_distance),
-    )
+    num_buckets = as_int("num_buckets", num_buckets)
+    max_distance = as_int("max_distance", max_distance)
     half = num_buckets // 2
     exact = half // 2
     if num_buckets < 4 or max_distance <= exact:

@@ -72,11 +72,6 @@ class TableKernel(ABC):
         """
 
 
-def names() -> list[str]:
-    """Return the names of all kernels with a bias, the fastest first."""
-    return list(_BACKENDS)
-
-
 @functools.cache
 def load(name: str) -> TableKernel:
     """Import and return the kernel called `name`."""
@@ -91,7 +86,7 @@ def pick(kernel: Kernel, q: Tensor, k: Tensor, spec: Spec) -> TableKernel:
     It is the same kernel if that knows biases, otherwise the fastest that does. Raises ValueError
     with every candidate's reason if none can.
     """
-    candidates = sorted(names(), key=lambda name: name != kernel.name)  # the same one first
+    candidates = sorted(_BACKENDS, key=lambda name: name != kernel.name)  # the same one first
     reasons = []
     for candidate in map(load, candidates):
         reason = candidate.refuses(spec, q, k) or candidate.broken()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,10 +47,12 @@ class Fa4TableKernel(TableKernel):
         return _KERNEL.forward_once(q, k, v, call, spec, _bias_options(bias, call, len(q)))
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
+        from . import fa4_scores
+
         inputs = dout, q, k, v, out, lse, delta, call, spec
         table = table_gradient(*inputs, bias)
         added = _bias_options(bias, call, len(q))
-        added["score_mod_bwd"] = _scores().gradient_of_sum
+        added["score_mod_bwd"] = fa4_scores.gradient_of_sum
         return *_KERNEL.backward_once(*inputs, added), table
 
 
@@ -78,6 +79,8 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
 
     It gets addresses of tensors. The bias and the call keep these tensors alive.
     """
+    from . import fa4_scores
+
     if "fa4" not in bias.prepared:
         biases = torch.cat((bias.table[bias.distances], bias.table)).float().T.contiguous()
         bias.prepared["fa4"] = biases
@@ -89,8 +92,8 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
             call, name, device, lambda: send_to_device(_distances(bias, call, batch), device)
         )
         return {
-            "score_mod": _scores().add_by_distance,
-            "aux_scalars": _scores().scalars(biases, width, places),
+            "score_mod": fa4_scores.add_by_distance,
+            "aux_scalars": fa4_scores.scalars(biases, width, places),
         }
     places = prepare_once(
         call, ("ends", batch), device, lambda: send_to_device(_ends(call, batch), device)
@@ -100,18 +103,11 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
     )
     pairs = of.pairs if len(of.pairs) else bias.distances  # if no groups are equal
     numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
-    tensors = (
-        of.q_group,
-        of.q_base,
-        bias.q_position,
-        of.kv_group,
-        of.kv_segment,
-        bias.kv_position,
-        pairs,
-    )
+    queries = of.q_group, of.q_base, bias.q_position
+    keys = of.kv_group, of.kv_segment, bias.kv_position
     return {
-        "score_mod": _scores().add_by_segments,
-        "aux_scalars": _scores().scalars(*numbers, *tensors),
+        "score_mod": fa4_scores.add_by_segments,
+        "aux_scalars": fa4_scores.scalars(*numbers, *queries, *keys, pairs),
     }
 
 
@@ -144,11 +140,3 @@ def _one_segment(call: KernelCall, device: torch.device) -> Segments:
 def _takes_scalars(function: Callable) -> bool:
     """Return whether it passes numbers to a function of scores, as 4.0.0b36 does."""
     return "aux_scalars" in inspect.signature(function).parameters
-
-
-@functools.cache
-def _scores() -> ModuleType:
-    """Import the functions of scores."""
-    from . import fa4_scores
-
-    return fa4_scores

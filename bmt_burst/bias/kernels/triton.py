@@ -7,9 +7,8 @@ distance.
 
 from __future__ import annotations
 
-import functools
 import math
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,18 +123,20 @@ def _walks_on_host(call: KernelCall, queries: int, keys: int) -> Tensor:
 
 def _make_added(bias: CallBias) -> Added:
     """Return the bias as the kernels take it, without the sums of its gradient."""
+    from . import triton_terms  # CPUs do not need Triton
+
     if "triton" not in bias.prepared:
         bias.prepared["triton"] = _padded_biases(bias)
     distances, biases = bias.prepared["triton"]
     positions = map(_align, (bias.q_position, bias.kv_position))
-    found = _terms_module().BiasArguments(
-        *positions, distances, biases, len(bias.table), bias.reach + _PADDING
-    )
+    rows, reach = len(bias.table), bias.reach + _PADDING
+    arguments: Any = triton_terms.BiasArguments  # whose types are those inside of a kernel
+    found = arguments(*positions, distances, biases, rows, reach)
     if bias.segments is None:
-        return Added(_terms_module().BY_DISTANCE.value, found)
+        return Added(triton_terms.BY_DISTANCE.value, found)
     numbers = {name: _align(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
     found = found._replace(**numbers, other=bias.segments.other)
-    return Added(_terms_module().BY_SEGMENTS.value, found)
+    return Added(triton_terms.BY_SEGMENTS.value, found)
 
 
 def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
@@ -163,11 +164,3 @@ def _add_sums(added: Added, bias: CallBias, inputs: tuple[Tensor, ...]) -> Added
     sums = torch.zeros(len(arguments.biases), arguments.rows, dtype=torch.int64, device=v.device)
     arguments = arguments._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))
     return Added(added.kind, arguments)
-
-
-@functools.cache
-def _terms_module() -> ModuleType:
-    """Import what the kernels add to scores when it is first used. CPUs do not need Triton."""
-    from . import triton_terms
-
-    return triton_terms
