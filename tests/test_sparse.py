@@ -269,7 +269,8 @@ def choose_on_a_rank(ring, layout, q, k, mask):
     q, k = (layout.shard(x, ring.rank) for x in (q, k))
     rings, found = Rings(ring, ALONE), []
     for span_bytes in (0, 5000, 1 << 30):
-        plan = SparsePlan(problem, SMALL, ring.rank, strategies.load("ring"), span_bytes)
+        window = strategies.load("ring").plan(problem, ring.rank)
+        plan = SparsePlan(problem, SMALL, ring.rank, window, span_bytes)
         plan.reserve(rings, q.device, with_backward=False)
         found.append(plan.choose(rings, q, k).int())
     assert found[0].equal(found[1])

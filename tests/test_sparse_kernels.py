@@ -234,10 +234,12 @@ def test_scores_and_choices_equal_torch(seed, monkeypatch):
     q, places, keys, sparse, scale = choice_case(seed, dtype)
     got = score(q, places, keys, sparse, scale)
     for group, mine in enumerate(got):
-        scorer = torch_choice._Scorer(q, places, keys, group, sparse, scale)
-        padded = functional.pad(scorer.q, (0, -q.shape[-1] % torch_choice._ALIGNED))
+        columns = CompressedKeys(*(torch_choice._lay_out(x[:, group]) for x in keys))
+        scaled = q.chunk(len(got), 1)[group].float() * scale
+        padded = functional.pad(scaled, (0, -q.shape[-1] % torch_choice._ALIGNED))
         # Scores are exponentials of numbers up to some tens, and fp16 holds keys with 22 digits.
-        assert torch.allclose(mine, scorer._score_blocks(padded, places), rtol=5e-5)
+        wanted = torch_choice._score_blocks(padded, places, columns, sparse)
+        assert torch.allclose(mine, wanted, rtol=5e-5)
     monkeypatch.setattr(triton_choice, "_BYTES", 1)  # pieces of 128 queries
     chosen = triton_choice.choose_by_score(q, places.cpu(), keys, sparse, scale)
     assert chosen.equal(torch_choice.choose_by_score(q, places, keys, sparse, scale))

@@ -17,7 +17,7 @@ from .blocks import FarBlocks, FarKeys
 from .choice import choose_in_document
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
-from .far import add_far_outputs
+from .far import find_kernels
 
 
 class KeySums:
@@ -118,7 +118,8 @@ def attend_to_cache(
             q, k, v, out, lse, chosen, strict=True
         ):
             blocks = FarBlocks.of_choice(taken, places * 0, places + 1, sparse.block_size)
-            add_far_outputs(row, FarKeys(keys, values, blocks, 0, scale), of_row, lse_of_row)
+            far = FarKeys(keys, values, blocks, 0, scale)
+            find_kernels(row, far).add_far_outputs(row, far, of_row, lse_of_row)
     if sinks is not None:
         out, _ = with_sinks(out, lse, sinks)
     return out.to(q.dtype)

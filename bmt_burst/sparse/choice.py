@@ -23,7 +23,6 @@ Letters: T tokens, H query heads, G kv heads, D head size, B batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -140,17 +139,6 @@ def _choose_by_score(
 
         return triton_choice.choose_by_score(q, places, keys, sparse, scale)
     return torch_choice.choose_by_score(q, places, keys, sparse, scale)
-
-
-def documents_in(positions: Tensor, mask: Mask) -> Iterator[tuple[Span, Span]]:
-    """Yield the documents with some of the rising `positions` (S,): the document's span of the
-    sequence, and the span of indices of `positions` in it.
-    """
-    spans = documents(mask)
-    bounds = torch.tensor(spans, dtype=torch.int64).view(-1, 2)
-    for span, indices in zip(spans, torch.searchsorted(positions, bounds).tolist(), strict=True):
-        if indices[0] < indices[1]:
-            yield span, (indices[0], indices[1])
 
 
 def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..strategies.extension import Extension, Tensors
 from .choice import find_fault, find_longest
 from .config import InfLLMV2
 from .memory import is_recomputing
-from .plan import DensePlan, SparsePlan, window_problem
+from .plan import DensePlan, SparsePlan
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ class Sparse(Extension):
             return DensePlan(super().plan(problem, rank, strategy))
         # sparse sequences are long, and so "auto" takes the ring for their windows
         near = "ring" if strategy == "auto" else strategy
-        windows = choose(near, window_problem(problem, self.config))
+        windows = replace(problem, mask=problem.mask.windowed(self.config.window_size + 1))
+        window = choose(near, windows).plan(windows, rank)
         span_bytes = sys.maxsize if strategy == "all-gather" else problem.group_bytes
-        return SparsePlan(problem, self.config, rank, windows, span_bytes)
+        return SparsePlan(problem, self.config, rank, window, span_bytes)
 
 
 def _check_choose_by(tensors: Tensors, q: Tensor, k: Tensor) -> None:

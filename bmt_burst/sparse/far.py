@@ -9,8 +9,6 @@ once: `torch_far.py`, and `triton_far.py` for GPUs.
 
 The keys at hand may be a part of the sequence. Blocks outside of it are left out, so several parts
 add up.
-
-Letters: S queries, H query heads, G kv heads, D head size, N chosen blocks, T keys at hand.
 """
 
 from __future__ import annotations
@@ -24,37 +22,9 @@ from . import torch_far
 from .blocks import FarKeys
 
 
-def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
-    """Merge attention to the far keys among those at hand into out and lse, in place.
-
-    q    (S, H, D)
-    out  (S, H, D) in q's dtype or the accumulator's: the output so far
-    lse  (H, S), natural log, in the accumulator's dtype. It is -inf where nothing was seen so far
-    """
-    _backend(q, far).add_far_outputs(q, far, out, lse)
-
-
-def add_far_gradients(
-    dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Add the share of the far keys at hand to dq. Return their dk and dv, in the accumulator's
-    dtype.
-
-    dout       (S, H, D)
-    lse_delta  (S, H, 2), contiguous, in that dtype: the logsumexp over all keys, and rowsum(out *
-               dout)
-    q          (S, H, D)
-    dq         (S, H, D) in that dtype
-
-    Formulas are those of `Kernel.backward`.
-    """
-    dk, dv = _backend(q, far).add_far_gradients(dout, q, far, lse_delta, dq)
-    return dk, dv
-
-
-def _backend(q: Tensor, far: FarKeys) -> ModuleType:
-    """Return the functions for such tensors: Triton's on GPUs, unless for fp64 or too large
-    heads or blocks.
+def find_kernels(q: Tensor, far: FarKeys) -> ModuleType:
+    """Return the module with `add_far_outputs` and `add_far_gradients` for such tensors: Triton's
+    on GPUs, unless for fp64 or too large heads or blocks. `torch_far.py` specifies both.
     """
     if q.is_cuda and q.dtype != torch.float64:
         from . import triton_far

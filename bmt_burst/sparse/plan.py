@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,20 +30,15 @@ from ..base.streams import send_to_device
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
 from ..sequence.span import Span, length, overlap
-from ..strategies import Plan, Problem, Strategy
+from ..strategies import Plan, Problem
 from ..strategies.compute import Keys, QueryGradients, Tensors
 from .blocks import FarBlocks, FarKeys, packed_dtype
-from .choice import choose_in_document, documents, documents_in, find_longest
+from .choice import choose_in_document, documents, find_longest
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
-from .far import add_far_gradients, add_far_outputs
+from .far import find_kernels
 from .memory import keep_choice, take_choice
 from .spans import Spans
-
-
-def window_problem(problem: Problem, sparse: InfLLMV2) -> Problem:
-    """Return the dense problem of the windows of a sparse one."""
-    return replace(problem, mask=problem.mask.windowed(sparse.window_size + 1))
 
 
 class SparsePlan(Plan):
@@ -54,17 +48,15 @@ class SparsePlan(Plan):
     It keeps the choice (B, S, G, topk) in `packed_dtype`: the first blocks of this rank's queries,
     with all that are far.
 
-    strategy    computes the windows
-    window      the plan of `window_problem`
+    window      the dense plan of the windows
     span_bytes  the most bytes of keys and values in a span, unless a stride of tokens is larger
     """
 
     def __init__(
-        self, problem: Problem, sparse: InfLLMV2, rank: int, strategy: Strategy, span_bytes: int
+        self, problem: Problem, sparse: InfLLMV2, rank: int, window: Plan, span_bytes: int
     ):
         self.problem, self.rank, self.sparse = problem, rank, sparse
-        self.window = strategy.plan(window_problem(problem, sparse), rank)
-        self.span_bytes = span_bytes
+        self.window, self.span_bytes = window, span_bytes
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         """Reserve the transport's memory for the windows and for spans, as `Plan.reserve` does."""
@@ -105,7 +97,7 @@ class SparsePlan(Plan):
             keys, values = self.spans.gather(rings, [k, v], number)
             for row, of_row in enumerate(blocks):
                 far = FarKeys(keys[row], values[row], of_row, first, scale)
-                add_far_outputs(q[row], far, out[row], lse[row])
+                find_kernels(q[row], far).add_far_outputs(q[row], far, out[row], lse[row])
         return out.to(q.dtype), lse, (chosen,)
 
     def backward(
@@ -123,7 +115,8 @@ class SparsePlan(Plan):
             rows = []
             for row, of_row in enumerate(blocks):
                 far = FarKeys(k[row], v[row], of_row, first, scale)
-                rows.append(add_far_gradients(dout[row], q[row], far, lse_delta[row], dq[row]))
+                add = find_kernels(q[row], far).add_far_gradients
+                rows.append(add(dout[row], q[row], far, lse_delta[row], dq[row]))
             grads = [torch.stack(x) for x in zip(*rows, strict=True)]
             own = self.spans.own_tokens(number)
             given = self.spans.give_back(rings, grads, number, self.problem.sizes.partial)
@@ -153,11 +146,13 @@ class SparsePlan(Plan):
         positions, scale = self.spans.positions[self.rank], self.problem.spec.scale
         shape = len(q), self.problem.sizes.kv_heads, self.sparse.most_blocks
         chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
-        for (start, _), (first, last) in documents_in(positions, self.problem.mask):
-            places = positions[first:last] - start
-            chosen[first:last] = choose_in_document(
-                q[first:last], places, keys[start], self.sparse, scale
-            )
+        parts = documents(self.problem.mask)
+        bounds = torch.tensor(parts, dtype=torch.int64).view(-1, 2)
+        for (start, _), here in zip(parts, torch.searchsorted(positions, bounds), strict=True):
+            mine = slice(*here.tolist())
+            if mine.start < mine.stop:
+                places = positions[mine] - start
+                chosen[mine] = choose_in_document(q[mine], places, keys[start], self.sparse, scale)
         return chosen
 
     @functools.cached_property

@@ -32,72 +32,58 @@ def choose_by_score(
     q       (T, H, D)
     places  (T,) int64, rising: the places of the queries in the document
     """
-    groups, places = range(keys.scored.shape[1]), places.to(q.device)
-    scored = [_Scorer(q, places, keys, group, sparse, scale).choose() for group in groups]
-    return torch.stack(scored, 1)
+    places, found = places.to(q.device), []
+    for group, of_group in enumerate(q.chunk(keys.scored.shape[1], 1)):
+        columns = CompressedKeys(*(_lay_out(x[:, group]) for x in keys))
+        found.append(_choose(of_group.to(keys.scored.dtype) * scale, places, columns, sparse))
+    return torch.stack(found, 1)
 
 
-class _Scorer:
-    """The choice of one kv head for some queries of a document."""
+def _choose(q: Tensor, places: Tensor, columns: CompressedKeys, sparse: InfLLMV2) -> Tensor:
+    """Return the chosen blocks of one kv head: (T, most_blocks) int32.
 
-    def __init__(
-        self,
-        q: Tensor,
-        places: Tensor,
-        keys: CompressedKeys,
-        group: int,
-        sparse: InfLLMV2,
-        scale: float,
-    ):
-        heads = q.shape[1] // keys.scored.shape[1]
-        wide = keys.scored.dtype
-        self.q = q[:, group * heads : (group + 1) * heads].to(wide) * scale
-        self.places, self.sparse = places, sparse
-        self.scored = _lay_out(keys.scored[:, group])
-        self.normalizing = _lay_out(keys.normalizing[:, group])
+    q        (T, heads, D), scaled
+    columns  its compressed keys as `_lay_out` returns them
+    """
+    found = []
+    for tile, of_tile in zip(q.split(_QUERIES), places.split(_QUERIES), strict=True):
+        lacking = _QUERIES - len(tile)
+        padded = functional.pad(tile, (0, -q.shape[-1] % _ALIGNED, 0, 0, 0, lacking))
+        # A query of the padding sees nothing.
+        of_tile = functional.pad(of_tile, (0, lacking), value=-1)
+        scores = _score_blocks(padded, of_tile, columns, sparse)
+        found.append(_take_largest(scores, sparse.most_blocks)[: len(tile)])
+    return torch.cat(found)
 
-    def choose(self) -> Tensor:
-        """Return the chosen blocks of all queries: (T, most_blocks) int32."""
-        found = []
-        for start in range(0, len(self.q), _QUERIES):
-            q, places = self.q[start : start + _QUERIES], self.places[start : start + _QUERIES]
-            lacking = _QUERIES - len(q)
-            q = functional.pad(q, (0, -q.shape[-1] % _ALIGNED, 0, 0, 0, lacking))
-            # A query of the padding sees nothing.
-            places = functional.pad(places, (0, lacking), value=-1)
-            scores = self._score_blocks(q, places)
-            found.append(_take_largest(scores, self.sparse.most_blocks)[: _QUERIES - lacking])
-        return torch.cat(found)
 
-    def _score_blocks(self, q: Tensor, places: Tensor) -> Tensor:
-        """Return A of a tile of queries (64, heads, D): (64, blocks), -inf for blocks that begin
-        after the query, inf for those that are always chosen.
-        """
-        sparse, stride = self.sparse, self.sparse.kernel_stride
-        last = int(places.max())
-        normalizer = q.new_full(q.shape[:2], -math.inf)
-        for kernels, scores in _score(q, self.normalizing, last, 4 * stride, 8 * stride):
-            hidden = kernels > places.unsqueeze(1)
-            scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
-            normalizer = torch.logaddexp(normalizer, scores.logsumexp(-1))
-        normalizer = normalizer.masked_fill(normalizer == -math.inf, 0.0)
-        sums = [q.new_empty(len(q), 0)]
-        for kernels, scores in _score(q, self.scored, last, stride, 2 * stride):
-            total = (scores - normalizer.unsqueeze(-1)).exp().sum(1)
-            sums.append(total.masked_fill(kernels > places.unsqueeze(1), -1.0))
-        return self._find_largest(torch.cat(sums, 1), places, last // sparse.block_size + 1)
+def _score_blocks(q: Tensor, places: Tensor, columns: CompressedKeys, sparse: InfLLMV2) -> Tensor:
+    """Return A of a tile of queries (64, heads, D): (64, blocks), -inf for blocks that begin after
+    the query, inf for those that are always chosen.
+    """
+    stride, last = sparse.kernel_stride, int(places.max())
+    normalizer = q.new_full(q.shape[:2], -math.inf)
+    for kernels, scores in _score(q, columns.normalizing, last, 4 * stride, 8 * stride):
+        hidden = kernels > places.unsqueeze(1)
+        scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
+        normalizer = torch.logaddexp(normalizer, scores.logsumexp(-1))
+    normalizer = normalizer.masked_fill(normalizer == -math.inf, 0.0)
+    sums = [q.new_empty(len(q), 0)]
+    for kernels, scores in _score(q, columns.scored, last, stride, 2 * stride):
+        total = (scores - normalizer.unsqueeze(-1)).exp().sum(1)
+        sums.append(total.masked_fill(kernels > places.unsqueeze(1), -1.0))
+    return _find_largest(torch.cat(sums, 1), places, last // sparse.block_size + 1, sparse)
 
-    def _find_largest(self, sums: Tensor, places: Tensor, blocks: int) -> Tensor:
-        """Return A from the sums S (64, kernels), which are -1 for kernels that are not visible."""
-        sparse = self.sparse
-        each = sparse.block_size // sparse.kernel_stride
-        lacking = blocks * each - sums.shape[1]
-        sums = functional.pad(sums.nan_to_num(-1.0), (1, lacking), value=-1.0)
-        largest = sums.unfold(1, each + 1, each).amax(-1)
-        block = torch.arange(blocks, device=sums.device)
-        own = (places // sparse.block_size).unsqueeze(1)
-        always = (block < sparse.init_blocks) | (block >= own - sparse.window_blocks)
-        return largest.masked_fill(always, math.inf).masked_fill(block > own, -math.inf)
+
+def _find_largest(sums: Tensor, places: Tensor, blocks: int, sparse: InfLLMV2) -> Tensor:
+    """Return A from the sums S (64, kernels), which are -1 for kernels that are not visible."""
+    each = sparse.block_size // sparse.kernel_stride
+    lacking = blocks * each - sums.shape[1]
+    sums = functional.pad(sums.nan_to_num(-1.0), (1, lacking), value=-1.0)
+    largest = sums.unfold(1, each + 1, each).amax(-1)
+    block = torch.arange(blocks, device=sums.device)
+    own = (places // sparse.block_size).unsqueeze(1)
+    always = (block < sparse.init_blocks) | (block >= own - sparse.window_blocks)
+    return largest.masked_fill(always, math.inf).masked_fill(block > own, -math.inf)
 
 
 def _lay_out(keys: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The far part of sparse attention by torch operators, for any device and dtype.
 
-`far.py` specifies it.
-
 A tile of queries loads the union of their blocks once, and hides from each query what it did not
 choose. The larger the union, the fewer queries are in a tile, so that its scores stay small.
 
@@ -38,7 +36,12 @@ class _Tile:
 
 
 def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
-    """Do what `far.add_far_outputs` does."""
+    """Merge attention to the far keys among those at hand into out and lse, in place.
+
+    q    (S, H, D)
+    out  (S, H, D) in q's dtype or the accumulator's: the output so far
+    lse  (H, S), natural log, in the accumulator's dtype. It is -inf where nothing was seen so far
+    """
     k, v, blocks, first, scale = far
     wide, groups = lse.dtype, k.shape[1]
     heads = q.shape[1] // groups
@@ -62,7 +65,16 @@ def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
 def add_far_gradients(
     dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Do what `far.add_far_gradients` does."""
+    """Add the share of the far keys at hand to dq. Return their dk and dv, in the accumulator's
+    dtype.
+
+    dout, q    (S, H, D)
+    lse_delta  (S, H, 2), contiguous, in that dtype: the logsumexp over all keys, and rowsum(out *
+               dout)
+    dq         (S, H, D) in that dtype
+
+    Formulas are those of `Kernel.backward`.
+    """
     k, v, blocks, first, scale = far
     wide, groups = lse_delta.dtype, k.shape[1]
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))

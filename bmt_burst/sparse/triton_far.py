@@ -1,4 +1,4 @@
-"""Triton kernels of the far part of sparse attention. `far.py` specifies them.
+"""Triton kernels of the far part of sparse attention. `torch_far.py` specifies them.
 
 forward, dq  A program has a tile of neighbouring queries with the query heads of one kv head. It
              loops over the union of the tile's blocks. Bits say which query chose which block.
@@ -60,7 +60,7 @@ _INTERPRETED = {name: FarShape(16, 4, 1) for name in _HALF}
 
 
 def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
-    """Do what `far.add_far_outputs` does, for fp16, bf16 or fp32 tensors."""
+    """Do what `torch_far.add_far_outputs` does, for fp16, bf16 or fp32 tensors."""
     q, k, v = map(make_dense, (q, far.k, far.v))
     if q.numel() and k.numel():
         _launch_by_tiles("forward", _forward, (q, k, v, out, lse), far)
@@ -69,7 +69,7 @@ def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
 def add_far_gradients(
     dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Do what `far.add_far_gradients` does, for fp16, bf16 or fp32 tensors."""
+    """Do what `torch_far.add_far_gradients` does, for fp16, bf16 or fp32 tensors."""
     q, k, v, dout = map(make_dense, (q, far.k, far.v, dout))
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if q.numel() and k.numel():
