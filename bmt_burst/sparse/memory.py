@@ -81,16 +81,14 @@ class KeptChoices:
 
     def __init__(self, kept: list[Tensor], recomputes: bool):
         self.kept, self.recomputes = kept, recomputes
-        self._outer: KeptChoices | None = None
         self._taken = 0
-        self._tokens: list[Token[KeptChoices | None]] = []
+        self._tokens: list[Token[tuple[KeptChoices, ...]]] = []
 
     def __enter__(self) -> None:
         self._taken = 0
         if not self.recomputes:
             self.kept.clear()
-        self._outer = _current.get()
-        self._tokens.append(_current.set(self))
+        self._tokens.append(_contexts.set((*_contexts.get(), self)))
 
     def __exit__(
         self,
@@ -98,64 +96,49 @@ class KeptChoices:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _current.reset(self._tokens.pop())
-        self._outer = None
-
-    @property
-    def takes(self) -> bool:
-        """Whether calls take the choices of an earlier run."""
-        return self.recomputes or (self._outer is not None and self._outer.takes)
+        _contexts.reset(self._tokens.pop())
 
     def take(self) -> Tensor:
-        """Return the next choice of the first run.
-
-        Contexts around this one also take it, or keep it for their own recomputations. Raises
-        RuntimeError if there is none.
-        """
-        outer = self._outer
-        from_outer = outer.take() if outer is not None and outer.takes else None
-        if not self.recomputes:
-            assert from_outer is not None, "no context recomputes"
-            self.kept.append(from_outer)
-            return from_outer
+        """Return the next choice of the first run. Raises RuntimeError if there is none."""
         if self._taken == len(self.kept):
             raise RuntimeError(
                 f"expected a recomputation with {len(self.kept)} calls of sparse attention, as in "
                 "the first run, got more"
             )
         self._taken += 1
-        choice = self.kept[self._taken - 1]
-        if outer is not None and from_outer is None:
-            outer.keep(choice)
-        return choice
-
-    def keep(self, choice: Tensor) -> None:
-        """Keep a choice for the recomputations of this context and of those around it."""
-        self.kept.append(choice)
-        if self._outer is not None:
-            self._outer.keep(choice)
+        return self.kept[self._taken - 1]
 
 
-_current: ContextVar[KeptChoices | None] = ContextVar("kept_choices", default=None)
+# the contexts that a call is in, the outermost first
+_contexts: ContextVar[tuple[KeptChoices, ...]] = ContextVar("kept_choices", default=())
 
 
 def is_recomputing() -> bool:
     """Whether calls take the choices of an earlier run."""
-    current = _current.get()
-    return current is not None and current.takes
+    return any(context.recomputes for context in _contexts.get())
 
 
 def take_choice() -> Tensor | None:
-    """Return the choice that an earlier run kept for this call, or None if nothing recomputes."""
-    current = _current.get()
-    return current.take() if current is not None and current.takes else None
+    """Return the choice that an earlier run kept for this call, or None if nothing recomputes.
+
+    All contexts that recompute take it, and the others keep it for their own recomputations.
+    """
+    taken = [context.take() for context in _contexts.get() if context.recomputes]
+    if not taken:
+        return None
+    _keep_in_first_runs(taken[-1])
+    return taken[-1]
+
+
+def _keep_in_first_runs(choice: Tensor) -> None:
+    for context in _contexts.get():
+        if not context.recomputes:
+            context.kept.append(choice)
 
 
 def keep_choice(choice: Tensor) -> None:
     """Keep a choice that was made if a recomputation will need it."""
-    current = _current.get()
-    if current is not None:
-        current.keep(choice)
+    _keep_in_first_runs(choice)
     if _is_in_backward():
         _warn_of_choosing_again()
 
