@@ -37,7 +37,7 @@ from ..kernels.triton import make_dense, precision
 from ..kernels.triton_memory import INFINITY, LOG2_E, wide
 from .compressed import CompressedKeys
 from .config import InfLLMV2
-from .triton_far import address_rows, count_tokens, load_rows, pad_heads
+from .triton_far import address_rows, count_tokens, load_rows, pad_heads, tile_rows
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ALWAYS = tl.constexpr(torch.iinfo(torch.int32).max)
@@ -65,11 +65,8 @@ _INTERPRETED = ChoiceShape(16, 16, 4, 1)
 def choose_by_score(
     q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
 ) -> Tensor:
-    """Return the chosen blocks of some queries of a document: (T, G, most_blocks) int32, rising,
-    -1 at the end where there are fewer.
-
-    q       (T, H, D) fp16, bf16 or fp32
-    places  (T,) int64, rising, on the host: the places of the queries in the document
+    """Do what `torch_choice.choose_by_score` does, for fp16, bf16 or fp32 queries. `places` are on
+    the host.
     """
     groups, most = keys.scored.shape[1], sparse.most_blocks
     chosen = torch.full((len(q), groups, most), -1, dtype=torch.int32, device=q.device)
@@ -235,8 +232,8 @@ def _normalize(
 ):  # fmt: skip
     """Fill normalizers (T, H) of some queries."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most: they begin
-    group, first = tl.program_id(1), tile * TOKENS
-    token, head, there = _rows_of(first, group, queries, TOKENS, GROUP, HEADS)
+    group = tl.program_id(1)
+    _, token, head, there = tile_rows(tile, queries, TOKENS, GROUP, HEADS)
     place = tl.load(places + token, mask=token < queries, other=-1).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
@@ -273,8 +270,8 @@ def _fill_scores(
     """Fill scores and of_last (G, T, blocks) of some queries, for those blocks of a span that one
     of them sees.
     """
-    group, first = tl.program_id(1), tl.program_id(0) * TOKENS
-    token, head, there = _rows_of(first, group, queries, TOKENS, GROUP, HEADS)
+    tile, group = tl.program_id(0), tl.program_id(1)
+    _, token, head, there = tile_rows(tile, queries, TOKENS, GROUP, HEADS)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
     heads = tl.num_programs(1) * GROUP
     # heads of the padding add nothing
@@ -282,7 +279,7 @@ def _fill_scores(
         normalizers + token.to(tl.int64) * heads + head, mask=there, other=INFINITY
     )
     BEGIN: tl.constexpr = BLOCK // STRIDE  # kernels that begin in a block
-    own = first + tl.arange(0, TOKENS)
+    own = tile * TOKENS + tl.arange(0, TOKENS)
     own_place = tl.load(places + own, mask=own < queries, other=-1).to(tl.int32)
     begin = tl.program_id(2) * SPAN
     end = tl.max(own_place, 0) // BLOCK - WINDOW  # later blocks are always chosen
@@ -342,14 +339,6 @@ def _take(
     to = tl.cumsum(wanted.to(tl.int32), 0) - 1
     groups = tl.num_programs(1)
     tl.store(chosen + (wide(token) * groups + group) * MOST + to, block, mask=wanted)
-
-
-@triton.jit
-def _rows_of(first, group, queries, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """Return the query and the head of each row of a program, and whether there is one."""
-    row = tl.arange(0, TOKENS * HEADS)
-    token, head = first + row // HEADS, group * GROUP + row % HEADS
-    return token, head, (token < queries) & (row % HEADS < GROUP)
 
 
 @triton.jit

@@ -227,7 +227,7 @@ def _forward(
 ):  # fmt: skip
     """Merge into out and lse of a tile of queries."""
     group, begin, end, union = _tile(ranges, width)
-    nth, token, head, there = _tile_rows(queries, TOKENS, GROUP, HEADS)
+    nth, token, head, there = tile_rows(tl.program_id(0), queries, TOKENS, GROUP, HEADS)
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
@@ -269,7 +269,7 @@ def _dq(
 ):  # fmt: skip
     """Add to dq of a tile of queries."""
     group, begin, end, union = _tile(ranges, width)
-    nth, token, head, there = _tile_rows(queries, TOKENS, GROUP, HEADS)
+    nth, token, head, there = tile_rows(tl.program_id(0), queries, TOKENS, GROUP, HEADS)
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
     dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
@@ -404,11 +404,11 @@ def _tile(ranges, width):
 
 
 @triton.jit
-def _tile_rows(queries, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
+def tile_rows(tile, queries, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
     """Return each row's query in the tile, its query and head, and whether it is one."""
     row = tl.arange(0, TOKENS * HEADS)
     nth = row // HEADS
-    token = tl.program_id(0) * TOKENS + nth
+    token = tile * TOKENS + nth
     there = (token < queries) & (row % HEADS < GROUP)
     return nth, token, tl.program_id(1) * GROUP + row % HEADS, there
 
