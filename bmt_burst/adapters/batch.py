@@ -24,7 +24,6 @@ from ..nn import plain_mask
 from ..ranks.agreement import gather_terms
 from ..ranks.rings import make_rings
 from ..ranks.sequence_parallel import SequenceParallel
-from ..scores import Scores
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice
 from ..sequence.span import Span, merged
@@ -135,19 +134,10 @@ class Batch:
         parts = [row.layout.shard(x, self.rank, dim=0) for row, x in pairs]
         return parts[0] if len(parts) == 1 else torch.stack(parts)
 
-    def mask_options(self, causal: bool, padding_sees: bool) -> dict[str, Any]:
-        """Return options of burst_attn_func: the layout and the visible pairs of each row."""
-        return self._options("mask", [row.visible(causal, padding_sees) for row in self.rows])
-
-    def score_options(
-        self, causal: bool, padding_sees: bool, scores: Callable[[Row, Mask], Scores]
-    ) -> dict[str, Any]:
-        """Return options of burst_attn_func: the layout and the scores of each row and its mask."""
-        found = [scores(row, row.visible(causal, padding_sees)) for row in self.rows]
-        return self._options("scores", found)
-
-    def _options(self, name: str, values: list[Any]) -> dict[str, Any]:
-        return {name: _join_rows(values), "layout": _join_rows([row.layout for row in self.rows])}
+    def options(self, name: str, of_row: Callable[[Row], Any]) -> dict[str, Any]:
+        """Return options of burst_attn_func: the layout, and the option `name` of each row."""
+        found = {name: [*map(of_row, self.rows)], "layout": [row.layout for row in self.rows]}
+        return {key: rows[0] if len(rows) == 1 else rows for key, rows in found.items()}
 
 
 def agree_on_batch(
@@ -387,11 +377,6 @@ def _find_areas(
         for context in (True, False)
     )
     return [(valid, first, None), (rest, rest, low)]
-
-
-def _join_rows(rows: Sequence[Any]) -> Any:
-    """Return one value for all rows, or a list of one for each."""
-    return rows[0] if len(rows) == 1 else list(rows)
 
 
 def _describe_rows(rows: Sequence[Any]) -> Any:

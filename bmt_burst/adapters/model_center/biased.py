@@ -30,11 +30,12 @@ class BiasedModel(EnabledModel):
     pos_bias_types = ("relative",)
 
     def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        def scores(row: Row, mask: Mask) -> Scores:
+        def scores(row: Row) -> Scores:
+            mask = row.visible(self.causal, self.padding_sees)
             _check_distances(row, mask)
             return self._scores(row, mask, device)
 
-        return batch.score_options(self.causal, self.padding_sees, scores)
+        return batch.options("scores", scores)
 
     def _bias_table(self, device: torch.device) -> Tensor:
         """Return the table in fp32. In 16 bits each layer would round its gradient."""

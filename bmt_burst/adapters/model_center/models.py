@@ -112,7 +112,7 @@ class EnabledModel(nn.Module):
 
     def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Return the options of burst_attn_func with the visible pairs."""
-        return batch.mask_options(self.causal, self.padding_sees)
+        return batch.options("mask", lambda row: row.visible(self.causal, self.padding_sees))
 
     def _bias_table(self, device: torch.device) -> Tensor | None:
         """Return the bias (R, H) for the scores of _mask_options, if any."""

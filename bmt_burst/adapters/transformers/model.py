@@ -89,7 +89,7 @@ class EnabledModel(Enabled):
             return inputs.local, inputs
 
         batch, inputs = agree_on_batch(self._sp, f"the forward of a {type(self).__name__}", prepare)
-        masking = batch.mask_options(causal=True, padding_sees=False)
+        masking = batch.options("mask", lambda row: row.visible(causal=True, padding_sees=False))
         for module in self.modules():
             if isinstance(module, EnabledRotary):
                 module._last = inputs.last_position
