@@ -82,6 +82,18 @@ SECTIONS = {
         "bench/compare.py",
         "medians of four to six rounds; mechanisms.md says what was removed",
     ),
+    "compare-*-ulysses*": Section(
+        "time",
+        "Ulysses before and after its messages were planned once",
+        "bench/compare.py",
+        "medians of six rounds; before is 689ff56",
+    ),
+    "compare-*-smaller*": Section(
+        "time",
+        "The ring before and after the library became smaller",
+        "bench/compare.py",
+        "medians of six rounds; before is 689ff56",
+    ),
     "sparse-*": Section("sparse", "Sparse and dense attention", "bench/sparse.py"),
     "longest-*": Section(
         "sparse",
