@@ -1,4 +1,4 @@
-"""Dense attention, which the ladder of examples compares its rings with."""
+"""Dense attention, the reference for the rings of the other examples."""
 
 from collections.abc import Callable
 

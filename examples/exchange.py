@@ -1,4 +1,4 @@
-"""Ladder, step 1: an exchange. Each rank sends tensors to the next rank of a ring.
+"""Step 1 of 3: an exchange. Each rank sends tensors to the next rank of a ring.
 
     python examples/exchange.py
 

@@ -1,4 +1,4 @@
-"""Texts in which a code is hidden, so that a tiny model learns to find it: for docs/tutorial.md.
+"""Texts with a hidden code, from which a tiny model learns to find it, for docs/tutorial.md.
 
     python examples/needles.py --output data/story
 

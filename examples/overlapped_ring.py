@@ -1,13 +1,13 @@
-"""Ladder, step 3: the forward of a ring that sends while it computes.
+"""Step 3 of 3: the forward of a ring that sends while it computes.
 
     python examples/overlapped_ring.py
 
     rank 0    compute kv0 | compute kv2 | compute kv1
               send    kv0 | send    kv2 |
 
-A rank begins to pass its block on before it computes with it, and waits for the next one after
-that. So it holds two blocks: the one that it computes with, which is being sent, and the one that
-is arriving. bmt_burst/strategies/ring also does so in the backward.
+A rank starts to send its block before it computes with it. Then it waits for the next block. So it
+holds two blocks: it computes with one, which is also being sent, and it receives the other.
+bmt_burst/strategies/ring also does this in the backward.
 """
 
 import sys

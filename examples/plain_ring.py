@@ -1,4 +1,4 @@
-"""Ladder, step 2: ring attention of one head, without overlap.
+"""Step 2 of 3: ring attention of one head, without overlap.
 
     python examples/plain_ring.py
 

@@ -5,9 +5,9 @@
 
 It also prints a drawing of each rank. The default rates are for H200 with NVLink; see --help.
 
-Kernels run one after the other. Deliveries of a kind (blocks that are sent, and gradients) follow
-one another. Both wait for each other as the events of a plan's programs do. Merging and launching
-cost nothing, so a real rank is never faster.
+Kernels run one after the other, and so do the deliveries of each kind: blocks, and returned
+gradients. Kernels and deliveries wait for each other as the events of a plan do. Merging and
+launching cost nothing, so a real rank is never faster.
 """
 
 from __future__ import annotations
