@@ -6,7 +6,7 @@
 The pages are docs/results.md, which has the headlines, and docs/results-TOPIC.md for each of
 TOPICS. Each file of bench/results has a section on one of them.
 
-In the README, `<!-- results: KIND of FILE -->` and `<!-- end -->` enclose what this script writes.
+In the README, this script writes the lines from `<!-- results: KIND of FILE -->` to `<!-- end -->`.
 To show another file there, change FILE, and run this script with --readme.
 """
 
@@ -80,7 +80,7 @@ SECTIONS = {
         "time",
         "What mechanisms gain that were removed",
         "bench/compare.py",
-        "medians of four to six rounds; mechanisms.md says what was removed",
+        "medians of four to six rounds; mechanisms.md lists what was removed",
     ),
     "compare-*-ulysses*": Section(
         "time",
@@ -136,18 +136,18 @@ a section for each file. No file is on two pages.
 
 - **TFLOP/s** are per GPU and count only visible pairs: 4 D operations for each pair and head in the
   forward, 2.5 times as many in the backward.
-- **Times** are the slowest rank's. Each is the median of three rounds, and a round is the
+- **Times** are those of the slowest rank. Each is the median of three rounds, and a round is the
   mean of consecutive calls.
 - **GiB** is the peak of memory beyond the inputs.
 - **"kernel alone"** is one GPU that computes as many tokens as a rank has, in one call.
   `bench/masks.py` describes its mask. **"FA4 varlen"** is FlashAttention-4's own function for the
-  same.
+  same mask.
 - **The mask "bee"** is a row of CPM-Bee's long-context training with its bias
   (`bench/live_rows.py`). "without a bias" computes the same pairs without it. The kernel with a
   bias computes the pairs "by table"; some of these depend on segments ("by segments"), the others
   on distance alone.
-- **Sparse attention** is InfLLM-V2. "80% overlap": the next query also chose 80 % of the
-  blocks that a query chose by score. "random": queries choose independently (`bench/sparse.py`).
+- **Sparse attention** is InfLLM-V2. "80% overlap": of the blocks that a query chooses by score, it
+  shares 80 % with the query before it. "random": queries choose independently (`bench/sparse.py`).
 {versions}
 """
 
@@ -164,7 +164,7 @@ def pages() -> dict[str, str]:
     """Return the texts of the generated pages, by their names. `write_pages` makes the plots."""
     files = sorted(RESULTS.glob("*.jsonl"), key=_place)
     versions = Counter(_versions(read_rows([file])) for file in files).most_common(1)[0][0]
-    stated = tables.fill(f"- **Versions** are {versions}. A section names others.", indent=2)
+    stated = tables.fill(f"- **Versions** are {versions}. Sections name other versions.", indent=2)
     texts = {"results.md": _INTRODUCTION.format(topics=_links(), versions=stated)}
     for topic, (title, _) in TOPICS.items():
         texts[f"results-{topic}.md"] = (
@@ -187,7 +187,7 @@ def _place(file: Path) -> tuple[int, int, str]:
 
 
 def _links() -> str:
-    """Return a list of the topics' pages, and of pages that were written by hand."""
+    """Return a list of the topics' pages, and of hand-written pages."""
     lines = {f"results-{topic}.md": words for topic, words in TOPICS.items()}
     for file in sorted(DOCS.glob("results-*.md")):
         title = file.read_text().partition("\n")[0].removeprefix("# Results: ")
@@ -199,7 +199,7 @@ def _links() -> str:
 
 
 def _file_text(file: Path, section: Section, usual_versions: str) -> str:
-    """Return the text of a file: what it was measured with, its plot, and its tables."""
+    """Return the text of a file: its command and machine, its plot, and its tables."""
     rows = read_rows([file])
     way = f"`{section.command}`" + f", {section.note}" * bool(section.note)
     facts = [_machine(rows)] + [x for x in [_versions(rows)] if x != usual_versions]
@@ -238,7 +238,7 @@ def with_tables(readme: str) -> str:
 
 
 def _generated(kind: str, file: Path) -> str:
-    """Return a plot or a table of a file's rows, with what they were measured on."""
+    """Return a plot or a table of a file's rows, with their machine."""
     rows = read_rows([file])
     machine = f"{max(row.get('gpus', 1) for row in rows)} {_machine(rows)}"
     if kind != "plot":
