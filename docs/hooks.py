@@ -14,7 +14,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     topics = sorted(path.name for path in (ROOT / "docs").glob("results-*.md"))
     for entry in config.nav or ():
         if "Results" in entry:
-            entry["Results"] = ["results.md", *topics]
+            first, *others = entry["Results"]
+            entry["Results"] = [first, *topics, *others]
     return config
 
 
