@@ -312,6 +312,7 @@ class BiasedGradient(AttentionGradient):
             *grads, dtable = bias.kernel.backward(dout, q, k, v, *softmax, call, self.spec, added)
             self.dtable.add_(dtable)
             return grads[0], grads[1], grads[2]
+        # the kernel does not know the row: exp(scores + row - lse) = exp(scores - (lse - row))
         lse = queries.lse - bias.table[row].unsqueeze(-1)
         softmax = queries.out, lse, queries.delta
         dq, dk, dv = self.kernel.backward(dout, q, k, v, *softmax, call, self.spec)

@@ -148,6 +148,7 @@ def _cut_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterato
     more = length(kv) - length(q)
     # Counted from the tile's corner, row a sees column b if low <= b - a <= high.
     high = length(kv) if right is None else more + right
+    # Without a left bound, low is below all pairs, so that all rows are one group.
     low = min(high, 0) - length(q) if left is None else more - left
     # Each group has as many rows as the band is wide, so all see the first key of its last row.
     size = high - low + 1
@@ -155,6 +156,8 @@ def _cut_tile(q: Span, kv: Span, left: int | None, right: int | None) -> Iterato
         stop = min(start + size, length(q))
         middle = min(max(kv[0] + stop - 1 + low, kv[0]), kv[1])  # that key
         rows, before, after = (q[0] + start, q[0] + stop), (kv[0], middle), (middle, kv[1])
+        # low <= b - a is b - a <= turned, if both count backwards from the last row and the last
+        # key of `before`.
         turned = length(before) - length(rows) - low - start
         for shape, queries, keys in _cut_at_edge(_turn(rows), _turn(before), turned):
             shape = BlockKind.REVERSED if shape is BlockKind.CAUSAL else shape

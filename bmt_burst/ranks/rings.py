@@ -137,6 +137,7 @@ class Rings:
 
     def fail(self, reason: str) -> RuntimeError | None:
         """Report over both rings that this rank failed in the middle of a call, see Messenger."""
+        # after equally many deliveries, none is left of which only one end has begun
         errors = [ring.messenger.fail(reason, ring.begun) for ring in self.shared]
         if self.close_if_unusable(reason):
             for ring in self.shared:

@@ -3,6 +3,9 @@
 A mask is data. It consists of disjoint slices. Each slice is a rectangle of positions in which a
 band along the diagonal is visible. Masks know no ranks.
 
+To add a kind of mask, write a method that makes slices. Nothing else knows kinds. A mask that is no
+set of bands needs a slice for each rectangle, and planning takes longer with each.
+
 Try `print(Mask.documents((0, 9, 30, 64)))`.
 """
 

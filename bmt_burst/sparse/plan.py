@@ -90,6 +90,7 @@ class SparsePlan(Plan):
         spans = self.spans.spans
         # One span is rounded once. Sums of several are kept wide.
         dtype = q.dtype if len(spans) == 1 else near_lse.dtype
+        # the far part is merged into these in place
         copy = not self.problem.kernel.writes_new_memory
         out, lse = near.to(dtype, copy=copy), near_lse.to(near_lse.dtype, copy=copy)
         del near, near_lse
@@ -180,7 +181,8 @@ class SparsePlan(Plan):
 
     def _pack(self, chosen: Tensor) -> Tensor:
         """Return the chosen blocks that may be far as they are kept, from (S, G, N) int32."""
-        # The window's blocks, but for one that is cut, are at the end of a list.
+        # The last `window_blocks` places of a list have blocks that lie in the window as a whole.
+        # So they do in short lists, which have all blocks up to the query's own.
         most = self.sparse.most_blocks - self.sparse.window_blocks
         blocks = -(-find_longest(self.problem.mask) // self.sparse.block_size)
         return chosen[..., :most].to(packed_dtype(blocks), copy=True)

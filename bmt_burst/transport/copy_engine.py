@@ -160,6 +160,8 @@ class _Lane:
         """Do once what deliveries do, so that a device that refuses it does so now. Nothing
         changes.
         """
+        # Slots hold zeros and flags 0 until now. Only the own flag becomes 1, and no rank waits
+        # for what it puts to itself.
         self.stream.write([self.arrived[self.rank]], 1)
         self.stream.wait([self.arrived[self.rank]], 1)
         self.device.current().follow(self.stream.record())

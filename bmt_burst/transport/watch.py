@@ -4,6 +4,10 @@ Streams wait for peers' flags, and nothing wakes them: a host that waits for suc
 exception. So a thread watches the other ranks. Once a rank sends no more messages, work that was
 enqueued before has some seconds to finish without it. If it does not, the process prints the rank
 and the call, and ends.
+
+Only copy engines need it. Over NCCL, torch's own watchdog ends a process whose exchange takes
+longer than the group's timeout. BMTrain has no watchdog: there the GPU waits until somebody ends
+the process.
 """
 
 from __future__ import annotations

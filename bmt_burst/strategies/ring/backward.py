@@ -137,6 +137,7 @@ class Backward(Execution):
                 sum_parts(parts, out.span, packing.batch, *row, self.device)
                 for parts, row in zip(self.computed, packing.entries, strict=True)
             ]
+            # each batch row is a message of its own, so only rows need be contiguous
             grads = [x if x[0].is_contiguous() else x.contiguous() for x in grads]
             puts += packing.puts(grads, (0, length(out.span)), out.peer, out.at, out.total)
         self.computed = []

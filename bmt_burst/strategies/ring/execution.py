@@ -56,6 +56,8 @@ class Execution:
         """Release what a failed run left, so that the next call finds the transport ready."""
         for delivery in self.landed:
             delivery.release()
+        # These are still written to and read. If a rank is lost, gloo's wait raises here again, and
+        # then the group is closed.
         for delivery in (*self.fetched, *self.returning):
             delivery.wait()
             delivery.release()

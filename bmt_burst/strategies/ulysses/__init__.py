@@ -209,7 +209,8 @@ class UlyssesPlan(Plan):
         """Send inputs, compute all pieces and fill the results.
 
         While a piece is computed, the next one's inputs are received and the results of the one
-        before are returned. See docs/design.md for the reason why streams do not deadlock.
+        before are returned. All ranks have the same order of events, and each waits only for what
+        every rank enqueues earlier. So streams do not deadlock (docs/design.md).
         """
         ring, device, last = rings.inner, results[0].device, len(self.pieces) - 1
         rows, into = visits.to_rows(inputs), returns.to_rows(results)

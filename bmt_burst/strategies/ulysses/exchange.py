@@ -193,6 +193,7 @@ class Visits(Exchange):
 
     def start(self, transport: Transport, piece: int, rows: Sequence[Tensor]) -> Delivery:
         """Send this rank's tokens of a piece. `rows` are those of all heads."""
+        # `_deliver` pairs sources with those of the moves in order. Ranks without heads have none.
         firsts = [r for r in self.ranks[:: self.together] if length(self.pieces[piece][r].q)]
         sources = [torch.cat(self._cut(piece, first, rows), 3) for first in firsts]
         return self._deliver(transport, piece, sources, rows[0].device)
@@ -216,6 +217,7 @@ class Visits(Exchange):
     def _moves(self, piece: int, sender: int, receiver: int) -> Iterator[Move]:
         packing, count = self.packings[piece][receiver], self.tokens.counts[sender]
         source, index = divmod(receiver, self.together)
+        # a source is (ranks, B, S, units), as `start` joins the heads of ranks that are together
         before = index * packing.token_bytes() * count
         for span, at in self.tokens.spans[sender]:
             for _, row, there, nbytes in packing.rows(at, self.tokens.total):
