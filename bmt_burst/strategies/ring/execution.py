@@ -65,11 +65,11 @@ class Execution:
             ticket.wait()
 
     def _pack(self, event: Event) -> None:
-        self.roots[event.number, 0] = self._leaving_part(event, self._round(event).held)
+        self.roots[event.number, 0] = self._departing_part(event, self._round(event).held)
 
     def _cross(self, event: Event) -> None:
         round_, packing = self._round(event), self._pass(event).packing
-        there = self._leaving_part(event, round_.lent)
+        there = self._departing_part(event, round_.lent)
         source = round_.root // self.rings.inner.size
         self.crossing.append(
             self._exchange(there, round_.lent_to, packing, round_.landing.tokens, source)
@@ -106,7 +106,7 @@ class Execution:
     def _stage(self, event: Event) -> Stage:
         return self._round(event).stages[event.stage]
 
-    def _leaving_part(self, event: Event, spans: Sequence[Span]) -> Tensors:
+    def _departing_part(self, event: Event, spans: Sequence[Span]) -> Tensors:
         """Return the tensors of some own tokens to send, contiguous."""
         pass_, payload = self._pass(event), self.program.payload
         if not any(map(length, spans)):
