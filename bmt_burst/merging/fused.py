@@ -165,8 +165,8 @@ def _merge_outputs(
 
     divisor = tl.where(weights == 0.0, 1.0, weights)  # 0: nothing seen
     mask = inside[:, None] & (column < head_size)[None, :]
-    places = _rows_at(out, out_strides, batch, head, token, column)
-    tl.store(places, (total / divisor[:, None]).to(out.dtype.element_ty), mask=mask)
+    out_places = _rows_at(out, out_strides, batch, head, token, column)
+    tl.store(out_places, (total / divisor[:, None]).to(out.dtype.element_ty), mask=mask)
     total_lse = tl.where(weights == 0.0, -float("inf"), shift + tl.log(divisor))
     tl.store(lse + _row_at(batch, head, token, lse_strides), total_lse, mask=inside)
 
@@ -187,8 +187,8 @@ def _sum_gradients(
         at_token, seen = _in_part(token, there, places, i)
         mask = inside & seen[:, None]
         wide += _load_part(parts, part_strides, batch, head, at_token, column, mask, i)
-    places = _rows_at(total, total_strides, batch, head, token, column)
-    tl.store(places, wide.to(total.dtype.element_ty), mask=inside)
+    total_places = _rows_at(total, total_strides, batch, head, token, column)
+    tl.store(total_places, wide.to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
