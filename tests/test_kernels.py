@@ -18,8 +18,7 @@ from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.kernels import fa4 as bias_fa4
 from bmt_burst.kernels import fa2, fa4
 from bmt_burst.kernels.reference import visible
-from bmt_burst.kernels.tile_by_tile import BlockKind, blocks_of
-from bmt_burst.sequence.span import length, shifted
+from bmt_burst.kernels.tile_by_tile import blocks_of
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from tests.cases import call_tensors, named_calls, random_bias, random_call, random_qkv
@@ -188,14 +187,6 @@ def test_which_biases_fa4_adds(
         assert kernels.load("fa4").refuses(Spec(0.3), q, k) is None
         reason = bias_kernels.load("fa4").refuses(Spec(0.3, deterministic), q, k)
     assert (reason is None) if refusal is None else (refusal in reason)
-
-
-@pytest.mark.parametrize("window", [1, 100])
-def test_a_window_is_few_calls_of_a_plain_kernel(window):
-    """However narrow: 20,000 tokens are cut into as many as 40,000 blocks."""
-    tokens = 20_000
-    call = KernelCall(tokens, tokens, (((0, tokens), (0, tokens)),), window - 1, 0)
-    assert len(blocks_of(call)) <= 2 * (tokens // window // 4096 + 1) + 4
 
 
 class FlashAttention:
@@ -487,24 +478,11 @@ def test_fa4_refuses_too_many_keys(monkeypatch):
 
 
 def test_blocks_are_what_is_visible():
-    """Each visible pair once; blocks that are one call overlap on neither side."""
+    """Each visible pair once."""
     chance = random.Random(1)
     for call in [*CALLS.values(), *(random_call(chance) for _ in range(400))]:
         found = torch.zeros(call.q_tokens, call.kv_tokens, dtype=torch.int)
-        for blocks in blocks_of(call):
-            sides = length(blocks.q), length(blocks.kv)
-            ones = torch.ones(sides, dtype=torch.int)
-            assert blocks.shape is BlockKind.FULL or sides[0] == sides[1]
-            assert blocks.count == 1 or (blocks.q_step >= sides[0] and blocks.kv_step >= sides[1])
-            seen = {
-                BlockKind.FULL: ones,
-                BlockKind.CAUSAL: ones.tril(),
-                BlockKind.REVERSED: ones.triu(),
-            }[blocks.shape]
-            for i in range(blocks.count):
-                rows, columns = (
-                    shifted(blocks.q, i * blocks.q_step),
-                    shifted(blocks.kv, i * blocks.kv_step),
-                )
-                found[slice(*rows), slice(*columns)] += seen
+        for rows, columns, part in blocks_of(call):
+            assert part.is_whole or part.left is not None
+            found[slice(*rows), slice(*columns)] += visible(part).int()
         assert found.equal(visible(call).int()), call

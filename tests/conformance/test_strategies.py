@@ -33,7 +33,7 @@ LIMITS = {
     "sequence.gathered_calls._GAP": (256, 3, 0),
     "sequence.gathered_calls._NARROW": (256, 4),
     "sequence.gathered_calls._MOST_SPANS": (8, 1),
-    "kernels.tile_by_tile._MOST_BLOCKS": (4096, 2),
+    "kernels.tile_by_tile._ROWS": (256, 3),
     "strategies.ring._ENOUGH_ROWS": (1 << 18, 1),
     "strategies.one_call._MOST_COPIES": (2, 1),
     "strategies.ulysses.tokens._MOST_RUNS": (4, 1),
