@@ -142,6 +142,7 @@ class Areas:
         reach = len(self.distances) // 2  # from there on all pairs have the same row
         edges = (1 - reach, reach) if reach else ()
         for start, stop in itertools.pairwise([low, *(x for x in edges if low < x < high), high]):
+            # distances are of keys from queries, bounds of queries from keys
             far = int(self.distances[-1 if stop <= 1 - reach else 0])
             near = 1 - reach <= start < reach
             lowest, highest = (None if math.isinf(x) else int(x) for x in (start, stop))

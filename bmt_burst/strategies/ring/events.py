@@ -61,7 +61,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
         following = _begin_round(number + 1, 0, stages) if number + 1 < passes else ()
         yield Event("begin", number)
         for round_, count in enumerate(stages):
-            if round_ == last and not count:
+            if round_ == last and not count:  # only the root is left to compute while they arrive
                 yield from following
             if round_:
                 yield Event("compute", number, round_, -1)
@@ -75,7 +75,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
                 yield Event("compute", number, round_, stage)
                 if returning:
                     yield from _take_all(collect)
-                    if not last:
+                    if not last:  # in a double ring it follows the last `receive`, below
                         yield from _take_all(end)
                     yield Event("return", number, round_, stage)
                     collect.append(Event("collect", number, round_, stage))
