@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.arguments import check_tensor
 from ..calls.masking import check_lengths, check_seq_len, layouts_of_rows, masks_of_rows
 from ..calls.options import Layouts, Masks
-from ..calls.terms import compare_terms
+from ..calls.terms import compare_terms, describe_layout
 from ..nn import plain_mask
 from ..ranks.agreement import gather_terms
 from ..ranks.rings import make_rings
@@ -45,7 +45,6 @@ class LocalInputs:
     length        (B,) integers: tokens of the whole rows, without the padding after them
     mask, layout  one for all rows or one for each; by default no mask, and sp's layout
     marks         integers of this rank's tokens by name, or None: see below
-    compared      other values that must be equal on all ranks, for JSON. Errors name their keys
 
     These are the marks, (B, S_local), or (S_local,) or (1, S_local) if rows are equal:
 
@@ -61,7 +60,6 @@ class LocalInputs:
     mask: Masks | None = None
     layout: Layouts | None = None
     marks: Mapping[str, Tensor | None] = field(default_factory=dict)
-    compared: Mapping[str, Any] = field(default_factory=dict)
 
 
 _MARKS = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
@@ -189,13 +187,12 @@ class _Part:
     def terms(self) -> dict[str, Any]:
         """The arguments as JSON. All but "tokens" must be equal on all ranks."""
         return {
-            **self.inputs.compared,
             "batch": self.size,
             "tokens": self.tokens,
             "length": self.lengths and _describe_rows(self.lengths),
             **{name: "given" if name in self.marks else None for name in _MARKS},
             "mask": _describe_rows([mask and mask.digest for mask in self.masks]),
-            "layout": _describe_rows([_describe_layout(layout) for layout in self.layouts]),
+            "layout": _describe_rows([describe_layout(layout) for layout in self.layouts]),
         }
 
     def make_batch(self, tokens: list[int]) -> Batch:
@@ -237,10 +234,6 @@ class _Part:
         [sp] = self.placed.values()
         whole = sp.unshard(torch.stack([*self.marks.values()]), seq_len, 2).cpu()
         return dict(zip(self.marks, whole, strict=True))
-
-
-def _describe_layout(layout: str | Layout) -> str:
-    return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
 
 
 def _mark_lengths(lengths: list[int], seq_len: int) -> Tensor:

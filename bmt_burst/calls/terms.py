@@ -76,7 +76,7 @@ def find_terms(
         "softmax_scale": spec.scale,
         "softcap": spec.softcap,
         "mask": _describe_mask(masking),
-        "layout": _describe_layout(masking.layout),
+        "layout": describe_layout(masking.layout),
         "deterministic": options.deterministic,
         "strategy": options.strategy,
         "backward": options.backward,
@@ -143,7 +143,7 @@ def _describe_mask(masking: Masking) -> str:
     return f"{mask.seq_len} tokens in {len(mask.slices)} slices, digest {mask.digest}"
 
 
-def _describe_layout(layout: str | Layout) -> str:
+def describe_layout(layout: str | Layout) -> str:
     """Return a line that is equal for equal layouts, in every process."""
     return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
 

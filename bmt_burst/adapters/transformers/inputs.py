@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig
 
 from ...base.arguments import as_float, check_tensor
 from ...calls.masking import resolve_layout
+from ...calls.terms import describe_layout
 from ...loss import count_targets
 from ...nn import plain_mask
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
-from ..batch import LocalInputs
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask")
@@ -37,7 +37,8 @@ class ForwardInputs:
     """A forward's arguments, of whole sequences. Raises ValueError or TypeError if they are wrong.
 
     part           the arguments of the model's own forward: this rank's part of them
-    local          this rank's part, for the agreement of the ranks
+    terms          what the ranks compare
+    masking        the mask and the layout, as options of burst_attn_func
     num_targets    the number of targets, an int64 scalar; 0 without labels
     last_position  the largest position, an int64 scalar
     """
@@ -70,12 +71,10 @@ class ForwardInputs:
         self.num_targets: Tensor | int = 0 if targets is None else count_targets(targets)
         self.part = self._shard_arguments(targets)
         self.last_position = torch.tensor(self.seq_len - 1) if places is None else places.amax()
-        self.local = LocalInputs(
-            {name: self.part[name] for name in _OF_TOKENS if name in self.part},
-            mask=documents,
-            layout=self._layouts,
-            compared=self._describe(vocabulary),
-        )
+        # balanced layouts follow from the position_ids
+        layout = "balanced" if balanced else describe_layout(sp.layout_of(self.seq_len))
+        self.terms = self._describe(vocabulary, layout)
+        self.masking = {"mask": documents or plain_mask(self.seq_len), "layout": self._layouts}
 
     def _check_shapes(self) -> None:
         whole = (self.size, self.seq_len)
@@ -121,22 +120,23 @@ class ForwardInputs:
         pairs = zip(self._layouts, x.expand(self.size, *x.shape[1:]), strict=True)
         return torch.stack([row.shard(y, self._rank, 0) for row, y in pairs])
 
-    def _describe(self, vocabulary: int | None) -> dict[str, Any]:
+    def _describe(self, vocabulary: int | None, layout: str) -> dict[str, Any]:
         """Return the terms that ranks compare. Raises ValueError for tokens outside the vocabulary,
         in any rank's part.
         """
-        found: dict[str, str] = {}
+        terms: dict[str, Any] = {"arguments": sorted(self.arguments)}
         for name in ("inputs_embeds", *_COMPARED):
             x = self.arguments.get(name)
-            if name == "inputs_embeds" and x is not None:
-                found[name] = f"{tuple(x.shape)}, {x.dtype}"
-            elif name == "num_items_in_batch" and x is not None:
-                found[name] = _format_number(name, x)
-            elif x is not None:
-                found[name] = _digest(x, vocabulary if name == "input_ids" else None)
-        terms: dict[str, Any] = {"arguments": sorted(self.arguments)}
-        same = "(whole, identical on every rank)"
-        return terms | {f"{name} {same}": described for name, described in found.items()}
+            if x is None:
+                continue
+            if name == "inputs_embeds":
+                described = f"{tuple(x.shape)}, {x.dtype}"
+            elif name == "num_items_in_batch":
+                described = _format_number(name, x)
+            else:
+                described = _digest(x, vocabulary if name == "input_ids" else None)
+            terms[f"{name} (whole, identical on every rank)"] = described
+        return terms | {"layout": layout, "tokens": self.part["position_ids"].shape[1]}
 
 
 def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from ...base.compiled import not_compiled
 from ...calls.refusal import bind_arguments
+from ...calls.terms import compare_terms
 from ...loss import cross_entropy_sum
-from ...ranks.agreement import run_together
+from ...ranks.agreement import gather_terms, run_together
 from ...ranks.rings import make_rings
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sparse.memory import Choices
-from ..batch import LocalInputs, agree_on_batch
 from ..enabling import check_sp, put_before
 from .attention import ForwardContext
 from .configs import check_configs
@@ -80,21 +80,23 @@ class EnabledModel(Enabled):
     def _prepare(self, own: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's own forward, after all ranks agree."""
 
-        def prepare() -> tuple[LocalInputs, ForwardInputs]:
+        made: list[ForwardInputs] = []
+
+        def terms() -> dict[str, Any]:
             check_configs(self)
             arguments = _bind(f"{type(self).__name__}.forward", own, args, named)
-            inputs = ForwardInputs(
-                self._sp, self._balanced, self.config, self._vocabulary(), arguments
-            )
-            return inputs.local, inputs
+            vocabulary = self._vocabulary()
+            made.append(ForwardInputs(self._sp, self._balanced, self.config, vocabulary, arguments))
+            return made[0].terms
 
-        batch, inputs = agree_on_batch(self._sp, f"the forward of a {type(self).__name__}", prepare)
-        masking = batch.options("mask", lambda row: row.visible(causal=True, padding_sees=False))
+        rings = make_rings(self._sp.process_group, self._sp.double_group)
+        compare_terms(gather_terms(rings, f"the forward of a {type(self).__name__}", terms))
+        [inputs] = made
         for module in self.modules():
             if isinstance(module, EnabledRotary):
                 module._last = inputs.last_position
         context = ForwardContext(
-            self._options | self._sp.groups | masking,
+            self._options | self._sp.groups | inputs.masking,
             inputs.seq_len,
             inputs.num_targets,
             Choices(),
