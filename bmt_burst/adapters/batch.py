@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,31 +35,6 @@ Prepared = TypeVar("Prepared")
 _MOST_MASKS = 256  # of padded rows that are kept
 _FEW_ROWS = 16  # ranks compare up to this many rows one by one, and a digest of more
 _MOST_SLICES = 1 << 16  # of a row's mask: a plan of more would take minutes
-
-
-@dataclass(frozen=True)
-class LocalInputs:
-    """A rank's part of the inputs of a forward.
-
-    tensors       by name, tensors of this rank's tokens: (B, S_local, ...), or None; at least one
-    length        (B,) integers: tokens of the whole rows, without the padding after them
-    mask, layout  one for all rows or one for each; by default no mask, and sp's layout
-    marks         integers of this rank's tokens by name, or None: see below
-
-    These are the marks, (B, S_local), or (S_local,) or (1, S_local) if rows are equal:
-
-    attention_mask  only (B, S_local), 0 where this rank's tokens are padding
-    context         not 0 for a token that all tokens except padding see. It sees only such tokens
-    span            tokens see only tokens with the same number
-    token_type_ids  any numbers
-    position_ids    any numbers; most rise by one
-    """
-
-    tensors: Mapping[str, Tensor | None]
-    length: Tensor | None = None
-    mask: Masks | None = None
-    layout: Layouts | None = None
-    marks: Mapping[str, Tensor | None] = field(default_factory=dict)
 
 
 _MARKS = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
@@ -139,7 +114,7 @@ class Batch:
 
 
 def agree_on_batch(
-    sp: SequenceParallel, doing: str, prepare: Callable[[], tuple[LocalInputs, Prepared]]
+    sp: SequenceParallel, doing: str, prepare: Callable[[], tuple[LocalPart, Prepared]]
 ) -> tuple[Batch, Prepared]:
     """Return the batch that the ranks' parts make, and the second result of `prepare`. Every rank
     of `sp` must call it.
@@ -150,11 +125,10 @@ def agree_on_batch(
     Raises on every rank ValueError or TypeError for arguments that are wrong on any rank or differ
     between ranks.
     """
-    made: list[tuple[_Part, Prepared]] = []
+    made: list[tuple[LocalPart, Prepared]] = []
 
     def terms() -> dict[str, Any]:
-        inputs, prepared = prepare()
-        made.append((_Part(sp, inputs), prepared))
+        made.append(prepare())
         return made[0][0].terms
 
     replies = gather_terms(make_rings(sp.process_group, sp.double_group), doing, terms)
@@ -162,22 +136,45 @@ def agree_on_batch(
     return part.make_batch(compare_terms(replies)), prepared
 
 
-class _Part:
-    """A rank's part of a batch, checked. Raises ValueError or TypeError if an argument is wrong."""
+class LocalPart:
+    """A rank's part of the inputs of a forward.
 
-    def __init__(self, sp: SequenceParallel, inputs: LocalInputs):
-        self.sp, self.inputs = sp, inputs
-        self.size, self.tokens = _check_shapes(inputs.tensors)
-        marks = {name: x for name, x in inputs.marks.items() if x is not None}
-        if "attention_mask" in marks:
-            _check_padding(marks["attention_mask"], (self.size, self.tokens))
-        _check_exclusive(inputs, marks)
-        self.lengths = None if inputs.length is None else _read_lengths(inputs.length, self.size)
-        self.masks = masks_of_rows(inputs.mask, self.size) or (None,) * self.size
-        layouts: Layouts = sp.layout if inputs.layout is None else inputs.layout
-        self.layouts = layouts_of_rows(layouts, self.size)
+    tensors       by name, tensors of this rank's tokens: (B, S_local, ...), or None; at least one
+    length        (B,) integers: tokens of the whole rows, without the padding after them
+    mask, layout  one for all rows or one for each; by default no mask, and sp's layout
+    marks         integers of this rank's tokens by name, or None: see below
+
+    These are the marks, (B, S_local), or (S_local,) or (1, S_local) if rows are equal:
+
+    attention_mask  only (B, S_local), 0 where this rank's tokens are padding
+    context         not 0 for a token that all tokens except padding see. It sees only such tokens
+    span            tokens see only tokens with the same number
+    token_type_ids  any numbers
+    position_ids    any numbers; most rise by one
+
+    Raises ValueError or TypeError if an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        sp: SequenceParallel,
+        tensors: Mapping[str, Tensor | None],
+        length: Tensor | None,
+        mask: Masks | None,
+        layout: Layouts | None,
+        marks: Mapping[str, Tensor | None],
+    ):
+        self.sp = sp
+        self.size, self.tokens = _check_shapes(tensors)
+        given = {name: x for name, x in marks.items() if x is not None}
+        if "attention_mask" in given:
+            _check_padding(given["attention_mask"], (self.size, self.tokens))
+        _check_exclusive({"length": length, "mask": mask, **given})
+        self.lengths = None if length is None else _read_lengths(length, self.size)
+        self.masks = masks_of_rows(mask, self.size) or (None,) * self.size
+        self.layouts = layouts_of_rows(sp.layout if layout is None else layout, self.size)
         self.placed = {row: sp.with_layout(row) for row in self.layouts}
-        self.marks = {name: self._check_mark(name, x) for name, x in marks.items()}
+        self.marks = {name: self._check_mark(name, x) for name, x in given.items()}
         if self.marks and len(self.placed) > 1:
             raise ValueError(
                 f"rows with different layouts take length or mask, got {' and '.join(self.marks)}"
@@ -296,15 +293,15 @@ def _check_shapes(tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:
     return first[0], first[1]
 
 
-def _check_exclusive(inputs: LocalInputs, marks: dict[str, Tensor]) -> None:
+def _check_exclusive(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that say the same thing twice."""
-    padding = marks.get("attention_mask")
-    masking = {"length": inputs.length, "attention_mask": padding, "mask": inputs.mask}
-    names = [name for name, x in masking.items() if x is not None]
+    given = {name for name, x in arguments.items() if x is not None}
+    masking = "length", "attention_mask", "mask"
+    names = [name for name in masking if name in given]
     if len(names) > 1:
         raise ValueError(f"expected one of {', '.join(masking)}, got {' and '.join(names)}")
-    names = [name for name in ("context", "span") if name in marks]
-    if names and inputs.mask is not None:
+    names = [name for name in ("context", "span") if name in given]
+    if names and "mask" in given:
         raise ValueError(
             f"expected a mask alone, got {' and '.join(names)} too: a mask has all visible pairs"
         )

@@ -17,7 +17,7 @@ from ...calls.options import Layouts, Masks
 from ...calls.refusal import bind_arguments
 from ...nn import apply_rope, rope_tables
 from ...ranks.sequence_parallel import SequenceParallel
-from ..batch import Batch, LocalInputs, agree_on_batch
+from ..batch import Batch, LocalPart, agree_on_batch
 from .attention import ForwardContext
 
 
@@ -25,7 +25,7 @@ class EnabledModel(nn.Module):
     """The forward of an enabled model over the ranks of `_sp`.
 
     of_tokens       the arguments of the model's forward with values for each token
-    marks           the arguments that are marks of LocalInputs
+    marks           the arguments that are marks of a LocalPart
     causal          tokens see the tokens before them, otherwise all
     padding_sees    padding sees the tokens that are not padding
     pos_bias_types  the values that its attention layers may have
@@ -65,10 +65,12 @@ class EnabledModel(nn.Module):
                 )
             return own(*args, **named)
 
-        def prepare() -> tuple[LocalInputs, dict[str, Any]]:
+        def prepare() -> tuple[LocalPart, dict[str, Any]]:
             given = self._bind(args, named)
             self._check(given)
-            return self._local_inputs(given, mask, layout), given
+            tensors = {name: given[name] for name in self.of_tokens if name in given}
+            marks = {name: given[name] for name in self.marks}
+            return LocalPart(self._sp, tensors, given["length"], mask, layout, marks), given
 
         batch, given = agree_on_batch(self._sp, f"the forward of a {type(self).__name__}", prepare)
         hidden = self._embed(given, batch)
@@ -98,17 +100,6 @@ class EnabledModel(nn.Module):
                 f"{self._sp.size} ranks: generate with a model that is not enabled, or that is "
                 "enabled for one rank"
             )
-
-    def _local_inputs(
-        self, given: dict[str, Any], mask: Masks | None, layout: Layouts | None
-    ) -> LocalInputs:
-        return LocalInputs(
-            {name: given[name] for name in self.of_tokens if name in given},
-            length=given["length"],
-            mask=mask,
-            layout=layout,
-            marks={name: given[name] for name in self.marks},
-        )
 
     def _mask_options(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Return the options of burst_attn_func with the visible pairs."""
