@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -27,12 +27,34 @@ def check_not_enabled(model: Any, enabled: type[nn.Module]) -> None:
         )
 
 
-def find_inside(model: Any, families: Iterable[type[nn.Module]]) -> str:
-    """Return a hint with a module of `model` that can be enabled, or nothing if it has none."""
+def find_base(
+    model: Any,
+    families: Mapping[type[nn.Module], Any],
+    refused: Mapping[str, str],
+    owner: str,
+    hint: str = "",
+) -> type[nn.Module]:
+    """Return the class of `families` that `model` is an instance of.
+
+    refused  reasons by names of classes
+    owner    of the families, for errors
+    hint     for models that have no reason, and no module inside that can be enabled
+
+    Raises TypeError for all other models.
+    """
+    for base in families:
+        if isinstance(model, base):
+            return base
+    name = type(model).__name__
+    for own in type(model).__mro__:
+        if own.__name__ in refused:
+            raise TypeError(f"{name} cannot be sequence parallel: {refused[own.__name__]}")
     for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, tuple(families)):
-            return f": pass its {path}, a {type(part).__name__}"
-    return ""
+            hint = f": pass its {path}, a {type(part).__name__}"
+            break
+    known = ", ".join(base.__name__ for base in families)
+    raise TypeError(f"expected one of {owner} {known}, got a {name}{hint}")
 
 
 def put_before(own: type, base: type) -> type[nn.Module]:

@@ -8,7 +8,7 @@ import model_center.model as zoo
 from model_center.layer import Attention
 from torch import nn
 
-from ..enabling import check_not_enabled, find_inside
+from ..enabling import check_not_enabled, find_base
 from .biased import CPM1, CPM3
 from .models import OPT, Bert, EnabledModel, GPTj, LearnedPositionModel, Llama, Roberta
 
@@ -25,12 +25,12 @@ _FAMILIES: dict[type[nn.Module], type[EnabledModel]] = {
     zoo.CPM3: CPM3,
 }
 
-_REFUSED: dict[type[nn.Module], str] = {
-    zoo.CPM2: "its decoder attends to another sequence",
-    zoo.T5: "its decoder attends to another sequence",
-    zoo.GLM: "it reads its prefix and its positions off the whole input",
-    zoo.Longformer: "its attention is sparse, over chunks of a sequence that it pads",
-    zoo.ViT: "it makes its sequence inside, from an image",
+_REFUSED = {
+    "CPM2": "its decoder attends to another sequence",
+    "T5": "its decoder attends to another sequence",
+    "GLM": "it reads its prefix and its positions off the whole input",
+    "Longformer": "its attention is sparse, over chunks of a sequence that it pads",
+    "ViT": "it makes its sequence inside, from an image",
 }
 
 
@@ -38,21 +38,14 @@ def find_family(model: Any) -> type[EnabledModel]:
     """Return the class that enables `model`. Raises ValueError if it is already enabled, and
     TypeError if it cannot be.
     """
-    name = type(model).__name__
     check_not_enabled(model, EnabledModel)
-    for base, reason in _REFUSED.items():
-        if isinstance(model, base):
-            raise TypeError(f"{name} cannot be sequence parallel: {reason}")
-    for base, family in _FAMILIES.items():
-        if isinstance(model, base):
-            if type(model).forward is not base.forward or "forward" in vars(model):
-                raise TypeError(
-                    f"this {name} overrides the forward of {base.__name__}, which would be lost"
-                )
-            return family
-    known = ", ".join(base.__name__ for base in _FAMILIES)
-    hint = find_inside(model, _FAMILIES)
-    raise TypeError(f"expected one of ModelCenter's {known}, got a {name}{hint}")
+    base = find_base(model, _FAMILIES, _REFUSED, "ModelCenter's")
+    if type(model).forward is not base.forward or "forward" in vars(model):
+        raise TypeError(
+            f"this {type(model).__name__} overrides the forward of {base.__name__}, which would "
+            "be lost"
+        )
+    return _FAMILIES[base]
 
 
 def check_layer(layer: Attention, family: type[EnabledModel]) -> None:

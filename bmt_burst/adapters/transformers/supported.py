@@ -7,16 +7,15 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..enabling import check_not_enabled, find_inside
+from ..enabling import check_not_enabled, find_base
 from .model import EnabledModel
 
 _NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "GptOss")
 
 
-def _find_families() -> dict[type[PreTrainedModel], type[nn.Module]]:
+def _find_families() -> dict[type[nn.Module], type[nn.Module]]:
     """Return the known models that this transformers has, and the classes of their attention."""
     found = {}
     for name in _NAMES:
@@ -37,14 +36,8 @@ def check_model(model: Any) -> None:
     """Raise TypeError or ValueError if `model` cannot be enabled."""
     name = type(model).__name__
     check_not_enabled(model, EnabledModel)
-    base = next((base for base in _FAMILIES if isinstance(model, base)), None)
-    if base is None:
-        if name in _REFUSED:
-            raise TypeError(f"{name} cannot be sequence parallel: {_REFUSED[name]}")
-        known = ", ".join(base.__name__ for base in _FAMILIES)
-        hint = find_inside(model, _FAMILIES)
-        hint = hint or ": call burst_attn_func in the attention of other models"
-        raise TypeError(f"expected one of transformers' {known}, got a {name}{hint}")
+    hint = ": call burst_attn_func in the attention of other models"
+    base = find_base(model, _FAMILIES, _REFUSED, "transformers'", hint)
     if not _has_forward_of(base, model):
         raise TypeError(
             f"this {name} has another forward than transformers' {base.__name__}, which would be "
