@@ -1,8 +1,6 @@
-"""A learned bias of one call's scores: one number for each pair and head, from a small table.
+"""The learned bias of one kernel call: `Scores` of its queries and keys, on their device.
 
-The row of a pair depends on its distance if both tokens are of one segment, on the two segments if
-both are of one group; all other pairs share one row. Groups and segments are contiguous runs of a
-sequence. The `KernelCall` has the visible pairs.
+The `KernelCall` has the visible pairs.
 """
 
 from __future__ import annotations

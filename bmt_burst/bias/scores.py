@@ -113,16 +113,9 @@ class Scores:
     @staticmethod
     def by_distance(mask: Mask, distances: Tensor) -> Scores:
         """Return scores with rows by distance alone, as in T5."""
-        nothing = torch.zeros(mask.seq_len, dtype=torch.int32)
-        return Scores(
-            mask,
-            nothing,
-            nothing,
-            nothing,
-            torch.tensor([BY_DISTANCE], dtype=torch.int32),
-            distances,
-            0,
-        )
+        same = torch.zeros(mask.seq_len, dtype=torch.int32)
+        pairs = torch.tensor([BY_DISTANCE], dtype=torch.int32)
+        return Scores(mask, same, same, same, pairs, distances, 0)
 
     @staticmethod
     def stacked(scores: Sequence[Scores]) -> Scores:

@@ -17,7 +17,6 @@ extension   the seam to a call of attention
 `choose` returns the choice of whole sequences on one process, for inspection. `burst_attn_func` and
 `nn.BurstAttention` take `sparse=InfLLMV2()`. `keep_choices` and `Choices` are for activation
 checkpointing.
-
 """
 
 from .choice import choose

@@ -155,15 +155,8 @@ def _by_segment(
     pairs = distances[0] + torch.arange(count**2, dtype=torch.int32)
     if by_distance:
         pairs[:: count + 1] = BY_DISTANCE
-    return Scores(
-        mask,
-        torch.zeros_like(segment),
-        segment * count,
-        segment,
-        pairs,
-        _distance_rows(*distances),
-        0,
-    )
+    group, rows = torch.zeros_like(segment), _distance_rows(*distances)
+    return Scores(mask, group, segment * count, segment, pairs, rows, 0)
 
 
 @functools.cache
