@@ -136,6 +136,7 @@ def _compute(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse. If rows differ, all are computed as one sequence."""
     q, k, v, rows = inputs.q, inputs.k, inputs.v, masking.rows
+    tensors = tensors if plan.takes_inputs else ()
     if rows:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
         tensors = masking.extension.join_rows(tensors) if masking.extension else tensors

@@ -18,7 +18,7 @@ from ..strategies.extension import Extension, Tensors
 from .choice import find_fault, find_longest
 from .config import InfLLMV2
 from .memory import is_recomputing
-from .plan import DensePlan, SparsePlan
+from .plan import SparsePlan
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Sparse(Extension):
     def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
         assert self.config, "a checked extension has constants"
         if self.config.is_dense(find_longest(problem.mask)):
-            return DensePlan(super().plan(problem, rank, strategy))
+            plan = super().plan(problem, rank, strategy)
+            plan.takes_inputs = False  # it has no use for what blocks are chosen by
+            return plan
         # sparse sequences are long, and so "auto" takes the ring for their windows
         near = "ring" if strategy == "auto" else strategy
         windows = replace(problem, mask=problem.mask.windowed(self.config.window_size + 1))

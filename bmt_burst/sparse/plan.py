@@ -195,29 +195,6 @@ class SparsePlan(Plan):
         return starts, positions - self.sparse.window_size
 
 
-class DensePlan(Plan):
-    """The plan of a sparse call that is dense as a whole: a strategy's, which has no use for the
-    queries and keys by which blocks are chosen.
-    """
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        self.plan.reserve(rings, device, with_backward)
-
-    def forward(
-        self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
-    ) -> tuple[Tensor, Tensor, Tensors]:
-        return self.plan.forward(rings, q, k, v)
-
-    def backward(
-        self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
-        dq, dk, dv, _ = self.plan.backward(rings, queries, keys, (), kept)
-        return dq, dk, dv, (None,) * len(inputs)
-
-
 def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, ...]:
     """Cut a sequence of documents into spans of at most `most` tokens, which are at least a stride.
     No span ends within a stride of a document.

@@ -50,7 +50,11 @@ class Plan(ABC):
     """The part of one rank in a call and its backward.
 
     A plan follows from the problem alone. Making it needs no other rank.
+
+    takes_inputs  whether its forward gets the inputs of an extension
     """
+
+    takes_inputs: bool = True
 
     @abstractmethod
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
