@@ -191,9 +191,7 @@ class LearnedBias:
     rows              the rows that all pairs of some calls share, in the order of row_lse
     row_lse           (rows, B, H, S): for each row and query the logsumexp over the pairs with it
     stream            the stream of the call
-    prepared          what kernels keep for the table
-    of_some_heads     the biases of some heads, each made once, because kernels keep results for a
-                      table
+    prepared          what kernels keep for the table, and the biases of some heads, each made once
     """
 
     kernel: TableKernel
@@ -205,17 +203,15 @@ class LearnedBias:
     row_lse: Tensor
     stream: torch.cuda.Stream | None
     prepared: dict[Any, Any] = field(default_factory=dict)
-    of_some_heads: dict[tuple[int, int], LearnedBias] = field(default_factory=dict)
 
     def of_heads(self, heads: slice) -> LearnedBias:
         """Return views of some heads."""
         key = heads.start, heads.stop
-        if key not in self.of_some_heads:
+        if key not in self.prepared:
             table, row_lse = self.table[:, heads], self.row_lse[:, :, heads]
-            self.of_some_heads[key] = replace(
-                self, table=table, row_lse=row_lse, prepared={}, of_some_heads={}
-            )
-        return self.of_some_heads[key]
+            self.prepared[key] = replace(self, table=table, row_lse=row_lse, prepared={})
+        found: LearnedBias = self.prepared[key]
+        return found
 
     def of_call(self, gathered: GatheredCall, bound: Tensor | None = None) -> CallBias:
         """Return the bias of a call without one row for all pairs, as kernels take it."""

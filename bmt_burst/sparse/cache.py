@@ -109,17 +109,11 @@ def attend_to_cache(
     out = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
     lse = empty_lse(q).fill_(-torch.inf)
     with torch.autocast(q.device.type, enabled=False):
-        compressed = sums.compress()
-        chosen = [
-            choose_in_document(row, positions, keys, sparse, scale)
-            for row, keys in zip(by_q, compressed, strict=True)
-        ]
-        for row, keys, values, of_row, lse_of_row, taken in zip(
-            q, k, v, out, lse, chosen, strict=True
-        ):
-            blocks = FarBlocks.of_choice(taken, places * 0, places + 1, sparse.block_size)
-            far = FarKeys(keys, values, blocks, 0, scale)
-            find_kernels(row, far).add_far_outputs(row, far, of_row, lse_of_row)
+        for row, compressed in enumerate(sums.compress()):
+            chosen = choose_in_document(by_q[row], positions, compressed, sparse, scale)
+            blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
+            far = FarKeys(k[row], v[row], blocks, 0, scale)
+            find_kernels(q[row], far).add_far_outputs(q[row], far, out[row], lse[row])
     if sinks is not None:
         out, _ = with_sinks(out, lse, sinks)
     return out.to(q.dtype)

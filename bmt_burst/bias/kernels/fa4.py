@@ -37,8 +37,7 @@ class Fa4TableKernel(TableKernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if not installed("flash_attn.cute"):
             return "the package flash-attn-4 is not installed"
-        generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
-        reason = _refuses_biases(spec, q, k, generation) or super().refuses(spec, q, k)
+        reason = _refuses_biases(spec, q, k) or super().refuses(spec, q, k)
         if reason is None and not self.broken() and not all(map(_takes_scalars, functions())):
             return "this version of flash-attn-4 lacks aux_scalars, which a bias needs: update it"
         return reason
@@ -56,9 +55,9 @@ class Fa4TableKernel(TableKernel):
         return *_KERNEL.backward_once(*inputs, added), table
 
 
-def _refuses_biases(spec: Spec, q: Tensor, k: Tensor, generation: int) -> str | None:
+def _refuses_biases(spec: Spec, q: Tensor, k: Tensor) -> str | None:
     """Return why the package cannot add a bias to these inputs, or None if it can."""
-    if generation != 9:
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
         return "it supports a bias only on GPUs of compute capability 9"
     if spec.deterministic:
         return "its backward with a bias is not deterministic"
