@@ -113,7 +113,10 @@ class KeyLists:
         is_shared[:, :-1] |= follows[:, 1:]
         place = _count_up_to(is_shared) - 1
         slots = place.masked_fill(~is_shared, -1)
-        held = _pick(starts, is_shared, place, NONE)[:, : 2 * long_parts].contiguous()
+        # what is not shared lands at the end, which is cut off
+        held = starts.new_full((len(starts), most + 1), NONE)
+        held.scatter_(1, place.masked_fill(~is_shared, most).long(), starts)
+        held = held[:, : min(2 * long_parts, most)].contiguous()
         stops = torch.searchsorted(held, held, right=True, out_int32=True)
         stops = stops.masked_fill(~_differs_from_last(held) | (held == NONE), 0)
         return ListParts(starts, begins, counts.squeeze(1), slots, held, stops)
@@ -196,16 +199,6 @@ def _count_up_to(x: Tensor) -> Tensor:
     """
     total = x.flatten().cumsum(0, dtype=torch.int32).view_as(x)
     return total - total[:, :1] + x[:, :1].int()
-
-
-def _pick(x: Tensor, wanted: Tensor, place: Tensor, fill: int) -> Tensor:
-    """Return the wanted entries, in order, then `fill`: in x's shape.
-
-    place  how many entries are wanted before each wanted one
-    """
-    size = x.shape[-1]
-    result = x.new_full((*x.shape[:-1], size + 1), fill)  # what is not wanted lands at the end
-    return result.scatter_(-1, place.masked_fill(~wanted, size).long(), x)[..., :size]
 
 
 def _count_before(starts: Tensor, bound: int) -> Tensor:
