@@ -15,8 +15,7 @@ An extension that only computes pairs in another way returns the plan of a strat
 may contain a strategy's. Either may have inputs with gradients: `Plan.forward` and `Plan.backward`.
 
 A plan that moves tensors uses `Rings.gather_tensors` and `Rings.sum_for_each`, or `exchange` and
-`deliver` of the rings' transports, as sparse/spans.py does. It calls `Rings.reserve` even if it
-never delivers.
+`deliver` of the rings' transports. It calls `Rings.reserve` even if it never delivers.
 
 The seam is for softmax attention: sinks and return_lse need the lse of a plan. Attention without a
 softmax, as linear attention that sends its states, has none. It needs an autograd function of its
