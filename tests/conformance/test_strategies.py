@@ -132,21 +132,25 @@ def test_equals_dense_attention(name, monkeypatch):
     assert done >= len(RINGS), "it refuses nearly everything"
 
 
-class LongMiddle(Layout):
-    """Contiguous, and most tokens are on the second of four ranks."""
+class Cut(Layout):
+    """Rank r has positions ends[r] to ends[r + 1] - 1."""
 
-    name = "long middle"
+    name = "cut"
+
+    def __init__(self, ends: tuple[int, ...]):
+        super().__init__(ends[-1], len(ends) - 1)
+        self.ends = ends
 
     def ranges(self, rank):
-        ends = (0, 3, self.seq_len - 6, self.seq_len - 3, self.seq_len)
-        return [range(ends[rank], ends[rank + 1])]
+        return [range(*self.ends[rank : rank + 2])]
 
 
 @each_strategy
 @pytest.mark.parametrize("inner", [2, 4])
-def test_the_longest_shard_may_be_on_any_rank(name, inner):
+@pytest.mark.parametrize("ends", [(0, 3, 54, 57, 60), (0, 20, 60, 60, 60)])
+def test_the_longest_shard_may_be_on_any_rank_and_a_host_may_have_none(name, inner, ends):
     """Deliveries reserve memory for its blocks."""
-    mask, layout, tensors = Mask.full(60), LongMiddle(60, 4), random_qkv(1, 60, 4, 2, 8)
+    mask, layout, tensors = Mask.full(60), Cut(ends), random_qkv(1, 60, 4, 2, 8)
     if not refusal(name, mask, layout, inner, 4, 2):
         options = {"mask": mask, "strategy": name, "group_bytes": 0}
         got = ring_results(layout, tensors, SCALE, inner, **options)

@@ -75,7 +75,8 @@ class Field:
             if self.unit.itemsize < self.dtype.itemsize:
                 rows = rows.contiguous()
             rows = rows.view(self.dtype)
-        return rows.view(*rows.shape[:2], -1, self.head_size)
+        heads = rows.shape[2] // self.head_size  # -1 is ambiguous for a host without tokens
+        return rows.view(*rows.shape[:2], heads, self.head_size)
 
 
 class Move(NamedTuple):
