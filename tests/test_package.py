@@ -47,6 +47,7 @@ def test_its_overloads_say_what_return_lse_returns():
     assert [(x["return_lse"], x["return"]) for x in overloads] == [
         ("Literal[False]", "Tensor"),
         ("Literal[True]", "tuple[Tensor, Tensor]"),
+        ("bool", "Tensor | tuple[Tensor, Tensor]"),
     ]
 
 
@@ -54,8 +55,13 @@ CALLS = """
 import torch
 from bmt_burst import Mask, burst_attn_func as attend, burst_attn_varlen_func as varlen
 from bmt_burst import burst_attn_kvpacked_func as kv, burst_attn_qkvpacked_func as qkv
+from bmt_burst.nn import KVCache, SparseKVCache
 
-x = torch.randn(1, 4, 2, 8)
+def as_plain(cache: SparseKVCache) -> KVCache: return cache
+
+x, either = torch.randn(1, 4, 2, 8), bool(input())
+attend(x, x, x, return_lse=either), kv(x, x, return_lse=either), qkv(x, return_lse=either)
+varlen(x, x, x, (0, 4), return_lse=either)
 attend(x, x, x, 0.5, "auto", mask=Mask.causal(4), bias=None).sum()
 attend(x, x, x, causal=True, return_lse=True)[1].sum()
 kv(x, x, causal=True).sum(), qkv(x, layout="striped").sum(), varlen(x, x, x, (0, 4), window=2).sum()

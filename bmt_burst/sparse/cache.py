@@ -63,6 +63,9 @@ class SparseKVCache(Protocol):
 
     key_sums: dict[int, KeySums]  # by layer
 
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what KVCache.extend does."""
+
 
 def sum_keys(cache: Any, layer: int, new_keys: Tensor, keys: Tensor, sparse: InfLLMV2) -> KeySums:
     """Return the sums of all keys of a layer to choose by.
