@@ -1,8 +1,8 @@
 """The functions of attention: burst_attn_func, its packed variants, and burst_attn_varlen_func.
 
 Each takes its options one by one and passes them to `calls.call.attend` as one `Options`.
-Overloads tell type checkers what return_lse returns. For a bool that is no literal they expand it
-to both, by the typing specification's rules for calls of overloads.
+Overloads tell type checkers what return_lse returns. mypy does not expand a bool that is no literal
+over those for True and False, so each function has a third one.
 """
 
 from __future__ import annotations
@@ -93,6 +93,13 @@ def burst_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
     *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def burst_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @_overloaded
@@ -270,6 +277,13 @@ def burst_attn_kvpacked_func(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+@overload
+def burst_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @_takes_packed("kv", 2)
 def burst_attn_kvpacked_func(
     q: Tensor, kv: Tensor, *options: Any, **keywords: Any
@@ -294,6 +308,13 @@ def burst_attn_qkvpacked_func(
     qkv: Tensor, softmax_scale: float | None = ...,
     *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def burst_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = ...,
+    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @_takes_packed("qkv", 3)
@@ -323,6 +344,14 @@ def burst_attn_varlen_func(
     softmax_scale: float | None = ..., *options: Any,
     return_lse: Literal[True], **keywords: Unpack[VarlenKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def burst_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor,
+    softmax_scale: float | None = ..., *options: Any,
+    return_lse: bool, **keywords: Unpack[VarlenKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @_overloaded
