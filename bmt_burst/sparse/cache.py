@@ -73,12 +73,11 @@ def sum_keys(cache: Any, layer: int, new_keys: Tensor, keys: Tensor, sparse: Inf
     new_keys  those of the new tokens, which the cache's sums lack
     keys      all of the cache. They are summed up if it keeps no sums.
     """
-    kept: dict[int, KeySums] = {}
+    sums = KeySums(sparse)
     if isinstance(cache, SparseKVCache):
-        kept = cache.key_sums
+        sums = cache.key_sums.setdefault(layer, sums)
     else:
         new_keys = keys
-    sums = kept.setdefault(layer, KeySums(sparse))
     sums.extend(new_keys)
     if sums.tokens != keys.shape[1]:
         raise ValueError(

@@ -17,7 +17,6 @@ import functools
 import logging
 from collections.abc import Hashable
 from contextvars import ContextVar, Token
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -90,12 +89,7 @@ class KeptChoices:
             self.kept.clear()
         self._tokens.append(_contexts.set((*_contexts.get(), self)))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _contexts.reset(self._tokens.pop())
 
     def take(self) -> Tensor:
