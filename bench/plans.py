@@ -9,10 +9,10 @@ minute and needs no GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,14 +80,17 @@ def step_of(row: Row) -> Step:
     return plan_step(config_of(row), model, row["gpus"], row["engine"])
 
 
-def compare() -> Iterator[Comparison]:
-    """Yield every measured run with its plan."""
+@functools.cache
+def compare() -> tuple[Comparison, ...]:
+    """Return every measured run with its plan."""
     files = sorted((ROOT / "bench/results").glob("training-*.jsonl"))
-    for row in read_rows(files):
-        if "error" not in row:
-            step = step_of(row)
-            seconds = step_seconds(step, H200).total
-            yield Comparison(row, config_of(row), step.memory.total / GIB, seconds)
+    return tuple(_compare(row) for row in read_rows(files) if "error" not in row)
+
+
+def _compare(row: Row) -> Comparison:
+    step = step_of(row)
+    seconds = step_seconds(step, H200).total
+    return Comparison(row, config_of(row), step.memory.total / GIB, seconds)
 
 
 def plans_table() -> str:
