@@ -60,6 +60,15 @@ def write_instances(folder: Path, tokenizer: Tokenizer, *lines: object) -> Path:
     return folder
 
 
+def edit_index(folder: Path, *unhashed: str, **fields) -> None:
+    """Change fields of a folder's index.json, where None removes one. Remove hashes of files."""
+    index = json.loads((folder / "index.json").read_text()) | fields
+    for file in unhashed:
+        index["sha256"].pop(file, None)
+    kept = {name: value for name, value in index.items() if value is not None}
+    (folder / "index.json").write_text(json.dumps(kept))
+
+
 def documents(folder: Path) -> list[list[int]]:
     """Return the documents of a folder of tokens, by documents.bin."""
     file = TokenFile(folder)

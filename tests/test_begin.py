@@ -1,13 +1,13 @@
-"""Begin tokens: rows are cut from documents with one in front of each."""
+"""Rows that are cut from documents, with a begin token in front of each or without."""
 
 import hashlib
 import itertools
-import json
 
 import numpy as np
 import pytest
 
 from bmt_burst import IGNORE_INDEX
+from tests.preparing import edit_index
 from tests.test_documents import EOS, LENGTHS, without_documents
 from train.data import documents
 from train.data.folder import Sequences, TokenFile
@@ -47,16 +47,15 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def begun(documents: list[list[int]], bos: int) -> list[list[int]]:
-    """Return documents with begin tokens and eos."""
-    return [[*([bos] if document[0] != bos else []), *document, EOS] for document in documents]
+def begun(documents: list[list[int]], bos: int | None) -> list[list[int]]:
+    """Return documents with begin tokens, if there is one, and eos."""
+    first = [] if bos is None else [bos]
+    return [[*(first if document[0] != bos else []), *document, EOS] for document in documents]
 
 
 def without_bos(folder) -> None:
     """Make a data folder one of before there were begin tokens."""
-    index = json.loads((folder / "index.json").read_text())
-    del index["bos_id"], index["begun_documents"]
-    (folder / "index.json").write_text(json.dumps(index))
+    edit_index(folder, bos_id=None, begun_documents=None)
 
 
 def rows_by_hand(
@@ -77,9 +76,9 @@ def rows_by_hand(
     return rows
 
 
-@pytest.mark.parametrize("bos", [BOS, EOS])
+@pytest.mark.parametrize("bos", [None, BOS, EOS])
 @pytest.mark.parametrize("text", TEXTS)
-def test_rows_are_cut_from_documents_with_a_begin_token_each(tmp_path, text, bos):
+def test_rows_are_cut_from_documents_which_may_have_a_begin_token_each(tmp_path, text, bos):
     """Documents are found by documents.bin and, in older folders, by eos. Rows have every length,
     so they are cut at every place.
     """
@@ -96,6 +95,7 @@ def test_rows_are_cut_from_documents_with_a_begin_token_each(tmp_path, text, bos
                 for row in map(data.read, range(len(data)))
             ]
             assert rows == rows_by_hand(expected, seq_len)
+            assert data.read(None).documents == (0, seq_len)
             assert data.padding == pytest.approx(1 - (tokens - 1) / (len(data) * seq_len))
         without_documents(tmp_path / "data", documents=None)
 
@@ -155,7 +155,7 @@ def test_without_begin_tokens_rows_are_those_of_before_bit_for_bit(folder, docum
 
 
 def test_wrong_begin_tokens_are_refused(folder):
-    file, index = TokenFile(folder), json.loads((folder / "index.json").read_text())
+    file = TokenFile(folder)
     with pytest.raises(ValueError, match="--bos needs documents that are kept apart: give"):
         Sequences(file, 16, 0, bos=EOS)
     with pytest.raises(ValueError, match=r"data: expected a begin token below 257, .*, got 257"):
@@ -165,6 +165,6 @@ def test_wrong_begin_tokens_are_refused(folder):
     with pytest.raises(ValueError, match="--bos does not go with --model cpm-bee-tiny, a cpm-bee"):
         TrainConfig(model="cpm-bee-tiny", bos="<s>").model_config()
     for wrong in (257, -1, "</s>", True):
-        (folder / "index.json").write_text(json.dumps(index | {"bos_id": wrong}))
+        edit_index(folder, bos_id=wrong)
         with pytest.raises(ValueError, match=f"expected a bos_id among 257 tokens, got {wrong!r}"):
             TokenFile(folder)

@@ -9,7 +9,7 @@ import torch
 
 from bmt_burst import IGNORE_INDEX
 from tests.launcher import ROOT
-from tests.preparing import EOS, documents, prepare, texts
+from tests.preparing import EOS, documents, edit_index, prepare, texts
 from train.data.folder import Sequences, TokenFile
 
 
@@ -163,12 +163,12 @@ def test_every_token_is_a_target_once_an_epoch(token_folder):
 
 
 def test_half_written_folders_and_those_that_name_files_elsewhere_are_refused(token_folder):
-    index = json.loads((token_folder / "index.json").read_text())
+    hashes = TokenFile(token_folder).index["sha256"]
     for name in ("../x.txt", "/etc/passwd", "..", ""):
-        (token_folder / "index.json").write_text(json.dumps(index | {"sha256": {name: "0"}}))
+        edit_index(token_folder, sha256={name: "0"})
         with pytest.raises(ValueError, match="expected the name of a file in this folder"):
             TokenFile(token_folder)
-    (token_folder / "index.json").write_text(json.dumps(index))
+    edit_index(token_folder, sha256=hashes)
     os.truncate(token_folder / "tokens.bin", 100)
     with pytest.raises(ValueError, match="has 100 bytes, but its index has 202"):
         TokenFile(token_folder)
@@ -200,11 +200,9 @@ def test_large_files_are_compared_by_samples(token_folder, monkeypatch):
 
 
 def test_folders_of_older_versions_open_and_their_contents_are_not_checked(token_folder, capsys):
-    index = json.loads((token_folder / "index.json").read_text())
     digest = TokenFile(token_folder).digest
-    assert index.pop("digest") == digest
-    del index["sha256"]
-    (token_folder / "index.json").write_text(json.dumps(index))
+    assert TokenFile(token_folder).index["digest"] == digest
+    edit_index(token_folder, digest=None, sha256=None)
     assert TokenFile(token_folder).digest == digest
     warning = "older index.json without sha256, so file contents are not checked"
     assert warning in capsys.readouterr().err
@@ -252,11 +250,3 @@ def test_a_folder_may_be_a_link_but_its_files_may_not_lead_out(name, token_folde
     (token_folder / name).symlink_to(tmp_path / "real")
     with pytest.raises(ValueError, match=rf"{name} leads out of its folder, to .*/real"):
         TokenFile(token_folder)
-
-
-def test_the_share_of_positions_without_target_is_known(token_folder):
-    for seq_len, padding in ((100, 0), (99, 98 / 198), (512, 412 / 512), (16, 12 / 112)):
-        data = Sequences(TokenFile(token_folder), seq_len=seq_len, seed=3)
-        assert data.padding == pytest.approx(padding)
-        labels = read(data, range(len(data)))[1]
-        assert float((labels == IGNORE_INDEX).float().mean()) == pytest.approx(padding)

@@ -4,7 +4,6 @@ layouts, work and FLOPs.
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from bmt_burst import IGNORE_INDEX, Layout, Mask, SequenceParallel, Slice, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, rope_tables
 from models.config import PRESETS
+from tests.preparing import edit_index
 from tests.test_batches import batches
 from tests.test_model import SMALL, initialized
 from train.data.batches import keys_seen
@@ -23,8 +23,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.run.measure import step_flops
 
 EOS = ByteTokenizer.eos_id
-LENGTHS = (3, 1, 30, 2, 7, 1, 12, 5, 9)  # of documents, without eos
-STARTS = [0, *itertools.accumulate(n + 1 for n in LENGTHS)]  # the last is the number of tokens, 79
+LENGTHS = (3, 1, 30, 2, 7, 1, 12, 5, 9)  # of documents, without eos: 79 tokens in all
 
 
 @pytest.fixture
@@ -40,34 +39,7 @@ def folder(tmp_path):
 def without_documents(folder, **index):
     """Make a folder one of before. `index` is merged into its index.json."""
     (folder / "documents.bin").unlink(missing_ok=True)
-    there = json.loads((folder / "index.json").read_text()) | index
-    there["sha256"].pop("documents.bin", None)
-    kept = {k: v for k, v in there.items() if v is not None}
-    (folder / "index.json").write_text(json.dumps(kept))
-
-
-@pytest.mark.parametrize("seq_len", [1, 5, 26, 78, 100])
-def test_documents_begin_in_sequences_where_they_begin_on_disk(folder, seq_len):
-    """As documents.bin has them, or by eos. A sequence may begin within a document, and ends with
-    padding.
-    """
-    for how in ("documents.bin", "eos"):
-        data = Sequences(TokenFile(folder), seq_len, 0, documents=True)
-        assert data.file.documents.how == how
-        assert data.read(None).documents == (0, seq_len)
-        targets = []
-        for index in range(len(data)):
-            row, start = data.read(index), index * seq_len
-            filled = min(seq_len, STARTS[-1] - 1 - start)
-            inside = [s - start for s in STARTS if start < s < start + filled]
-            assert row.documents == tuple(sorted({0, *inside, filled, seq_len}))
-            valid = row.labels != IGNORE_INDEX
-            targets += row.labels[valid].tolist()
-            assert (row.tokens[valid] != EOS).all()  # behind it another one begins
-        # every token but the first of a document, once
-        expected = [[document] * (n - 1) + [EOS] for document, n in enumerate(LENGTHS)]
-        assert targets == list(itertools.chain(*expected))
-        without_documents(folder, documents=None)
+    edit_index(folder, "documents.bin", **index)
 
 
 def test_labels_end_with_the_documents_of_a_mask():

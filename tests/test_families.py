@@ -329,6 +329,7 @@ def test_ranks_tell_each_other_the_longest():
 
 
 MINICPM = {"model_type": "minicpm"}
+SCALES = {"scale_depth": 1.4, "scale_emb": 12, "dim_model_base": 16}
 OTHERS = [
     ("llama", {"model_type": "mixtral", "num_local_experts": 8}, "'mixtral', 'num_local_experts'"),
     ("llama", {"model_type": "minicpm3"}, "'model_type': 'minicpm3'"),
@@ -351,6 +352,11 @@ OTHERS = [
         "max_window_layers must be the number",
     ),
     ("qwen3, biases, windows", {"layer_types": [SLIDING]}, "for each of 2 layers"),
+    ("llama", {**MINICPM, **SCALES, "sliding_window": 5}, "which layers of a minicpm have a"),
+    ("mistral", {"max_window_layers": 2}, "which layers of a mistral have a window"),
+    ("mistral", {"use_sliding_window": False}, "'use_sliding_window': False"),
+    ("mistral", {"layer_types": [FULL] * 2}, "which layers of a mistral have a window"),
+    ("llama", {"rms_norm_eps": None}, "lacks ['rms_norm_eps']"),
 ]
 BROKEN = [  # changes of rope_parameters
     ("yarn", {"rope_type": "proportional"}, "linear, dynamic, yarn, llama3, longrope, got 'prop"),

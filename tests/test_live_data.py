@@ -16,7 +16,7 @@ from models.cpm_live.config import PRESETS
 from models.cpm_live.scores import ant_scores
 from tests.live import ANT_FIELDS, BEE_FIELDS, golden
 from tests.live_folders import LINES, ant_folder, bee_folder, golden_words, prepare_lines, written  # noqa: F401
-from tests.preparing import prepare
+from tests.preparing import edit_index, prepare
 from train.cpm_live.data import InstanceFile
 from train.cpm_live.instances import COLUMNS, Instance, bee_instance, shuffle_answers
 from train.cpm_live.rows import AntRows, ant_row, bee_row, hide
@@ -276,13 +276,12 @@ def test_folders_of_other_data_and_damaged_ones_are_refused(bee_folder, ant_fold
     other = "holds instances of cpm-ant, but this model reads instances of cpm-bee"
     check("of cpm-bee, but this model reads plain text", lambda: TokenFile(folder))
     check(other, lambda: InstanceFile(ant_folder / "train", "cpm-bee"))
-    segments, index = folder / "segments.bin", json.loads((folder / "index.json").read_text())
+    segments = folder / "segments.bin"
     data = bytearray(segments.read_bytes())
     data[0] += 1
     segments.write_bytes(bytes(data))
     check("segments.bin was changed", bees)
-    index["sha256"].pop("segments.bin")
-    (folder / "index.json").write_text(json.dumps(index))
+    edit_index(folder, "segments.bin")
     check("the segments of instance 0 do not match its tokens", lambda: bees().instance(0))
     (folder / "subs.bin").unlink()
     check("has no subs.bin", bees)
