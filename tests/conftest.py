@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # "gw0" and so on
 
@@ -49,6 +50,23 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
         from tests.interpreter import speed_up
 
         speed_up(interpreter)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Be the only rank of a group. Its runs draw no curves, which takes longer than their steps."""
+    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def settings(tmp_path, alone) -> dict:
+    """Options of a small run of this process, see tests/runs.py."""
+    from tests.runs import make_settings
+
+    return make_settings(tmp_path)
 
 
 @pytest.fixture
@@ -110,29 +128,31 @@ def pytest_collection_finish(session):
 
 LONGEST = (  # files that take ten seconds or more, by how long they take
     "test_bench.py",
-    "test_planning.py",
     "test_interrupts.py",
-    "test_train.py",
     "test_triton.py",
-    "test_compiled.py",
+    "test_live_train.py",
+    "test_train.py",
+    "test_tutorial.py",
     "test_transformers.py",
     "test_sparse_kernels.py",
-    "test_live_train.py",
-    "test_tutorial.py",
+    "test_trainer.py",
+    "test_planning.py",
+    "test_compiled.py",
     "test_bmtrain.py",
     "test_model_center.py",
-    "test_trainer.py",
-    "test_strategies.py",
     "test_evaluate.py",
+    "test_guards.py",
+    "test_strategies.py",
+    "test_mixture.py",
+    "test_readme.py",
     "test_prepare.py",
     "test_engine.py",
+    "test_stream.py",
     "test_sparse.py",
-    "test_profiling.py",
-    "test_readme.py",
-    "test_live_data.py",
-    "test_mixture.py",
-    "test_saver.py",
     "test_cpm_live.py",
+    "test_profiling.py",
+    "test_checkpoint.py",
+    "test_saver.py",
     "test_agreement.py",
     "test_balance.py",
 )

@@ -238,3 +238,23 @@ def _rank_main(
     # torch 2.13: a gloo thread that drops a tensor while the interpreter shuts down aborts the
     # process
     os._exit(0)
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started, by their ids."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    """Wait for less time than ranks wait for each other."""
+    deadline = time.monotonic() + 60
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # it ended before it was read
+        return False

@@ -49,13 +49,6 @@ def save(root, rank: int, size: int, step: int, keep_last: int = 2):
     return write(root, state, shards_of(rank, size, step), keep_last, ByteTokenizer())
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def save_on_ranks(rank: int, root) -> str:
     for step in (1, 2, 3):
         save(root, rank, dist.get_world_size(), step)

@@ -1,7 +1,5 @@
 """Runs that end before their last step, and runs that leave out data: one rank, in this process."""
 
-# ruff: noqa: F811 - imported names are fixtures
-
 import json
 import random
 import time
@@ -12,8 +10,7 @@ import pytest
 from models.cpm_live.config import PRESETS
 from tests.live import SMALL_LIVE, changed, write_vocabulary
 from tests.preparing import prepare, write_instances
-from tests.test_trainer import alone, records, train  # noqa: F401
-from tests.test_trainer import settings as of_two_micro_batches  # noqa: F401
+from tests.runs import newest, records, train
 from train.base import ranks
 from train.checkpoints import checkpoint
 from train.cpm_live.batches import LiveBatches
@@ -28,12 +25,8 @@ from train.run.time_limit import TimeLimit, parse_duration
 
 
 @pytest.fixture
-def settings(of_two_micro_batches):
-    return of_two_micro_batches | {"micro_batch_size": 2}
-
-
-def state_of(folder) -> dict:
-    return checkpoint.Checkpoint(checkpoint.newest(folder)).state
+def settings(settings) -> dict:
+    return settings | {"micro_batch_size": 2}
 
 
 def test_stop_after_keeps_the_schedule_and_the_run_resumes(settings, tmp_path, capsys):
@@ -42,7 +35,7 @@ def test_stop_after_keeps_the_schedule_and_the_run_resumes(settings, tmp_path, c
     assert train(settings, **options, output=str(tmp_path / "whole"))
     options |= {"save_every": 0, "resume": "auto"}
     assert not train(settings, **options, stop_after=3)
-    assert state_of(tmp_path / "run")["step"] == 3
+    assert newest(tmp_path / "run").state["step"] == 3
     capsys.readouterr()
     assert not train(settings, **options, stop_after=3)
     printed = capsys.readouterr().out
@@ -149,7 +142,7 @@ def test_skipped_data_is_left_out_once_for_all(name, settings, tmp_path, capsys,
         rows_read.clear()
         capsys.readouterr()
         assert train(settings, **options, stop_after=step) == (step == 5)
-        printed, state = capsys.readouterr(), state_of(tmp_path / "run")
+        printed, state = capsys.readouterr(), newest(tmp_path / "run").state
         ranges = [[5, 8]] if step < 5 else [[5, 8], [11, 14]]
         places = [x for x in range(16) if not any(a <= x < b for a, b in ranges)]
         assert rows_read[:2] == [whole[x] for x in places[2 * step - 2 : 2 * step]]
@@ -266,7 +259,7 @@ def test_a_run_saves_once_to_know_its_time_and_stops_in_time(
     assert "stopping: 100 s of --time-limit 0:10 are left, a save" in capsys.readouterr().out
     clock.now = 496.0
     assert not train(settings)  # too late for a step
-    assert state_of(tmp_path / "run")["step"] == 9
+    assert newest(tmp_path / "run").state["step"] == 9
 
 
 def test_a_limit_stops_an_evaluation(settings, tmp_path, monkeypatch, clock):
@@ -280,5 +273,5 @@ def test_a_limit_stops_an_evaluation(settings, tmp_path, monkeypatch, clock):
     monkeypatch.setattr(Batches, "of_evaluation", slowly)
     options = {"val_data": settings["data"], "eval_every": 2, "time_limit": "0:10"}
     assert not train(settings, **options)
-    assert state_of(tmp_path / "run")["step"] == 2
+    assert newest(tmp_path / "run").state["step"] == 2
     assert not records(tmp_path / "run", "val_loss")

@@ -19,6 +19,7 @@ from models.cpm import CPM
 from models.huggingface import save_weights
 from tests.launcher import run_script
 from tests.preparing import write_tokens
+from tests.runs import read_records
 from tests.test_model import initialized
 from train import evaluate as script
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
@@ -270,8 +271,7 @@ def test_a_run_is_evaluated_in_training_and_afterwards(folder, data, tmp_path):
     flags[-1] = "positions,needle"
     ended, printed = run_script(None, "train/pretrain.py", *flags)
     assert ended == 0 and "step 2: needle_found" in printed, printed
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    recorded = {k: v for line in lines for k, v in json.loads(line).items()}
+    recorded = {k: v for record in read_records(tmp_path / "run") for k, v in record.items()}
     line = ("--run", tmp_path / "run", "--tasks", "needle,positions", "--lengths", 64)
     more = ("--eval-sequences", 5, "--sp-size", 2, "--mlp-tile", 9)
     ended, printed = run_script(2, "train/evaluate.py", *line, *more)

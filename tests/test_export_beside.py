@@ -7,16 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig
 
 from models.huggingface import save_weights
 from tests.preparing import write_tokens
+from tests.runs import train
 from tests.test_export import SENTENCES, exported
 from tests.test_model import SMALL, initialized
-from tests.test_trainer import train
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import main
 from train.run.beside import read_beside
@@ -91,16 +90,8 @@ def state_of(source: Path, tokenizer, **data) -> dict:
     return json.loads(json.dumps({"beside": beside, "model": model, "data": data, "config": {}}))
 
 
-@pytest.fixture
-def one_rank(monkeypatch):
-    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("modules_in_a_folder")
-def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, one_rank, capsys):
+def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, alone, capsys):
     """Also if the folder is gone since, after a second stage, and from export to export."""
     tokenizer = tokenizer_in(tmp_path / "mine")
     write_tokens(tmp_path / "text", tokenizer, *SENTENCES * 20)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.launcher import ROOT, run_script
+from tests.runs import records
 from tests.test_train import command, curve, folder  # noqa: F401 - a fixture
 from train.run.metrics import Metrics
 from train.run.watchdog import EXIT_CODE
@@ -62,12 +63,7 @@ def faulty(folder, output, fault, when, everywhere="pass", **options):  # noqa: 
 def test_a_nan_on_one_rank_skips_the_step_on_all(folder):  # noqa: F811
     code, printed = run_script(2, *faulty(folder, "nan", SPOIL, (3, 5, 6), steps=8))
     assert code == 0, printed
-    records = [json.loads(line) for line in (folder / "nan/metrics.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["skipped"]) for r in records if "skipped" in r] == [
-        (3, 1),
-        (5, 2),
-        (6, 3),
-    ]
+    assert records(folder / "nan", "skipped") == {3: 1, 5: 2, 6: 3}
     assert len(curve(folder, "nan")) == 5
     assert "step 6: skipped, the gradient norm is nan; 2 in a row" in printed
     saved = json.loads((folder / "nan/step_00000008/state.json").read_text())

@@ -2,7 +2,6 @@
 
 # ruff: noqa: F811 - folder is a fixture
 
-import json
 import multiprocessing
 import os
 import signal
@@ -17,7 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.launcher import forkserver, run_as_main, run_script
+from tests.launcher import children, forkserver, run_as_main, run_script, wait_until_ended
+from tests.runs import records
 from tests.test_train import command, curve, folder, train  # noqa: F401
 from train.base.folders import lock
 from train.base.signals import STOPPING
@@ -261,14 +261,8 @@ def test_kills_at_random_moments_leave_no_trace_in_the_curve(folder):
     assert code == 0, printed
     assert "resumed after step" in printed
     for name in ("loss", "val_loss"):
-        spared, killed = (values(output, name) for output in folders)
+        spared, killed = (records(output, name) for output in folders)
         assert spared == killed
-
-
-def values(output: Path, name: str) -> dict[int, float]:
-    """Values of `name` by step."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record[name] for record in records if name in record}
 
 
 def test_a_failing_rank_ends_the_run(folder):
@@ -313,22 +307,3 @@ def test_a_rank_that_hangs_at_the_start_ends_the_run(folder):
     assert "rank 0: no sign of life for" in printed
     assert "in waiting for the other ranks to join" in printed
     assert "init_process_group" in printed  # where it waits
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def wait_until_ended(pids: list[int]) -> None:
-    """Wait for less time than ranks wait for each other."""
-    deadline = time.monotonic() + 60
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it ended before it was read
-        return False

@@ -20,10 +20,10 @@ from models.cpm_live.config import PRESETS
 from tests.launcher import ROOT, run_script
 from tests.live import SMALL_LIVE, as_jsonl, changed
 from tests.preparing import prepare
+from tests.runs import forget, read_records
 from tests.test_bmtrain import run_pretrain
 from tests.test_train import command, curve, train
 from train import export, generate, make_vocabulary
-from train.checkpoints import checkpoint
 from train.cpm_live.vocabulary import escaped
 
 pytestmark = pytest.mark.slow
@@ -101,10 +101,6 @@ def whole(folder) -> dict[str, list[tuple]]:
     return found
 
 
-def records(folder, name) -> list[dict]:
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(("name", "processes"), [("bee", 4), ("ant", 2)])
 def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, name, processes):
     """In fp32, with sums in other orders, whose rounding later steps carry on."""
@@ -117,7 +113,7 @@ def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, nam
 @BOTH
 def test_the_run_learns_and_leaves_its_records(folder, whole, name):
     assert whole[name][-1][1] < whole[name][0][1] - 0.3
-    found = records(folder, name)
+    found = read_records(folder / name)
     steps = [record for record in found if "loss" in record]
     assert all(
         r["instances"] >= 4 and r["targets"] > r["instances"] and r["balance"] == 1 for r in steps
@@ -132,7 +128,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(folder, whole, name):
     """
     output = f"{name}-resumed"
     shutil.copytree(folder / name, folder / output)
-    checkpoint._remove(folder / output / "step_00000006")
+    forget(folder / output, 6)
     same = options(folder, name, resume="auto", **evaluated(folder, name))
     assert "resumed after step 3" in train(folder, output, **same)
     assert curve(folder, output, "loss", "grad_norm") == whole[name]
@@ -208,7 +204,7 @@ def test_weights_are_exported_and_read_in_cpm_lives_format(folder, whole, name, 
         shutil.copy(output / "model.json", source / "config.json")
     more = {"init_from": source, "steps": 1, "lr": 1e-30, "warmup_steps": 0, "save_every": 0}
     train(folder, f"{name}-from", **options(folder, name, **evaluated(folder, name) | more))
-    losses = [records(folder, output)[-1]["val_loss"] for output in (name, f"{name}-from")]
+    losses = [read_records(folder / output)[-1]["val_loss"] for output in (name, f"{name}-from")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # weights were rounded to fp16
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from tests.launcher import run_script
 from tests.live import write_vocabulary
-from tests.preparing import write_instances, write_tokens
+from tests.preparing import edit_index, write_instances, write_tokens
+from tests.runs import forget, read_records, records, train
 from tests.test_batches import Tokens, batches
-from tests.test_trainer import alone, records, settings, train  # noqa: F401 - two fixtures
+from tests.test_documents import without_documents
 from train.base import ranks
-from train.checkpoints import checkpoint
 from train.cpm_live.tokenizers import AntGreedyTokenizer
 from train.data.folder import Sequences
 from train.data.mixture import Interleaving, Mixture
@@ -130,7 +130,7 @@ def test_evaluated_sources_need_no_weights_and_a_path_stays_a_path(tmp_path, mon
 
 
 @pytest.fixture
-def mixed(settings, tmp_path) -> dict:  # noqa: F811
+def mixed(settings, tmp_path) -> dict:
     """Settings with two sources, a long one and a short one, and validation data of both."""
     write_tokens(tmp_path / "short", ByteTokenizer(), "a book " * 25)
     data = {"code": f"{tmp_path}/text:3", "books": f"{tmp_path}/short:1"}
@@ -151,15 +151,13 @@ def test_a_resumed_run_is_bitwise_equal_and_losses_are_named(mixed, tmp_path, ca
     for step, loss in whole["loss"].items():
         low, high = sorted((whole["loss/code"][step], whole["loss/books"][step]))
         assert low < loss < high
-    for step in (4, 6):
-        checkpoint._remove(tmp_path / f"run/step_{step:08d}")
+    forget(tmp_path / "run", 4, 6)
     assert train(mixed, resume="auto", micro_batch_size=1)
     for name in NAMES[4:]:
         assert records(tmp_path / "run", name) == whole[name]
     for name in NAMES[:4]:
         assert records(tmp_path / "run", name) == pytest.approx(whole[name], rel=1e-5)
-    for step in (4, 6):
-        checkpoint._remove(tmp_path / f"run/step_{step:08d}")
+    forget(tmp_path / "run", 4, 6)
     assert train(mixed, resume="auto")
     assert {name: records(tmp_path / "run", name) for name in NAMES} == whole
 
@@ -168,8 +166,7 @@ def test_losses_by_name_are_those_of_each_source_alone(mixed, tmp_path):
     """Validation has the same numbers. Training has them while weights do not change."""
     options = {"lr": 1e-30, "steps": 1, "eval_every": 0}
     train(mixed, **options, eval_tasks="positions")
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    _, record, found = map(json.loads, lines)
+    _, record, found = read_records(tmp_path / "run")
     for name in ("code", "books"):
         apart = {"output": str(tmp_path / name), "val_data": mixed["val_data"][name]}
         train(mixed, **options | apart, eval_tasks="positions")
@@ -211,11 +208,6 @@ def test_another_mixture_is_a_new_stage(mixed, tmp_path):
     assert train(mixed, resume="auto", data=same, steps=3, val_data=None)
 
 
-def change_index(folder: Path, **values) -> None:
-    index = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps({**index, **values}))
-
-
 def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
     def check(message, **options):
         with pytest.raises(ranks.RankError, match=message):
@@ -223,12 +215,9 @@ def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
 
     same = mixed["data"] | {"again": f"{tmp_path}/text/../text:1"}
     check(r"sources code \(.*\) and again .* the same text", data=same)
-    change_index(tmp_path / "short", bos_id=3)
+    edit_index(tmp_path / "short", bos_id=3)
     check("begin token 256 in source code, but begin token 3 in source books: give --bos")
-    (tmp_path / "short/documents.bin").unlink()
-    hashes = json.loads((tmp_path / "short/index.json").read_text())["sha256"]
-    del hashes["documents.bin"]
-    change_index(tmp_path / "short", eos_id=None, sha256=hashes)
+    without_documents(tmp_path / "short", eos_id=None)
     check(
         "known where documents start in source code, but not in source books: prepare "
         f"{tmp_path}/short again, or give --documents ignore"
@@ -236,14 +225,14 @@ def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
     assert train(mixed, documents="ignore", steps=1)
     tokenizer = tmp_path / "short/tokenizer.spec.json"
     tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "identity": "0" * 64}))
-    change_index(tmp_path / "short", sha256={})
+    edit_index(tmp_path / "short", sha256={})
     check(
         rf"source books \({tmp_path}/short\) has another tokenizer than source code "
         rf"\({tmp_path}/text\): expected .*, got 000000000000"
     )
 
 
-def test_ants_read_mixtures(tmp_path):
+def test_ants_read_mixtures(tmp_path, alone):
     file = write_vocabulary(tmp_path / "vocabulary.txt", *"abcdefgh", model="cpm-ant")
     tokenizer = AntGreedyTokenizer(file)
     for name, text in (("one", "abc cab "), ("two", "fgh ")):
@@ -253,8 +242,7 @@ def test_ants_read_mixtures(tmp_path):
     val_data = {name: f"{tmp_path}/{name}" for name in ("one", "two")}
     sizes = {"seq_len": 96, "batch_size": 2, "steps": 2, "output": str(tmp_path / "run")}
     assert train({"model": "cpm-ant-tiny", "data": data, "val_data": val_data, **sizes})
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    step, *_, evaluation = map(json.loads, lines)
+    step, *_, evaluation = read_records(tmp_path / "run")
     for record, name in ((step, "loss"), (evaluation, "val_loss")):
         low, high = sorted((record[f"{name}/one"], record[f"{name}/two"]))
         assert low < record[name] < high
@@ -268,7 +256,7 @@ def test_mixtures_resume_on_other_ranks(mixed, tmp_path):
     mixed |= {"val_data": None, "save_every": 3}
     assert train(mixed)
     expected = {name: records(tmp_path / "run", name) for name in NAMES}
-    checkpoint._remove(tmp_path / "run/step_00000006")
+    forget(tmp_path / "run", 6)
     (tmp_path / "run.json").write_text(json.dumps(mixed | {"resume": "auto"}))
     run = ["train/pretrain.py", "--config", tmp_path / "run.json", "--processes", 2]
     code, printed = run_script(2, *run)

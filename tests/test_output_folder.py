@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.launcher import run_ranks
-from tests.test_checkpoint import alone, save  # noqa: F401
 from train.base import ranks
 from train.run import output_folder
 from train.run.config import TrainConfig

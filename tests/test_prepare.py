@@ -9,11 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.launcher import ROOT
+from tests.launcher import ROOT, children, wait_until_ended
 from tests.preparing import EOS, documents, jsonl, prepare, texts
 from tests.test_tokenizer import byte_level, words_file  # noqa: F401 - a fixture
 from train import prepare_data
@@ -174,42 +173,25 @@ def test_one_run_at_a_time_and_a_killed_one_is_replaced(much, tmp_path):
     assert not (tmp_path / ".out.partial").exists()
 
 
-def children_of(process: subprocess.Popen) -> list[int]:
-    return [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
-
-
 def wait_for_children(process: subprocess.Popen, count: int) -> list[int]:
     deadline = time.monotonic() + 600
-    while len(children := children_of(process)) < count:
+    while len(found := children(process.pid)) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return children
-
-
-def alive(process: int) -> bool:
-    """Whether it still runs after a moment; a zombie does not."""
-    for _ in range(200):
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return False
-        if state == "Z":
-            return False
-        time.sleep(0.1)
-    return True
+    return found
 
 
 def test_an_interrupted_run_leaves_one_line_and_nothing_else(much, tmp_path):
     process = running(tmp_path, *much, "--workers", 2)
-    children = wait_for_children(process, 3)  # two workers, and multiprocessing's own
-    for one in (process.pid, *children):  # as a terminal does: all processes get it
+    started = wait_for_children(process, 3)  # two workers, and multiprocessing's own
+    for one in (process.pid, *started):  # as a terminal does: all processes get it
         os.kill(one, signal.SIGINT)
     printed = process.communicate(timeout=600)[1]
     assert process.returncode == 130
     assert printed.splitlines()[-1] == "prepare_data.py: interrupted, nothing was written"
     assert "Traceback" not in printed
     assert {path.name for path in tmp_path.iterdir()} == {"much.txt"}
-    assert not any(alive(child) for child in children)
+    wait_until_ended(started)
 
 
 DROPPED = """

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.autograd import DeviceType
 
-from tests.test_trainer import alone, settings, train  # noqa: F401
+from tests.runs import train
 from train.run.config import TrainConfig
 from train.run.profiling import sum_operators
 
@@ -18,7 +18,7 @@ def spans(file) -> list[str]:
     return [event["name"] for event in events if event.get("ph") == "X"]
 
 
-def test_steps_are_profiled_and_their_time_is_shown(settings, tmp_path, alone, capsys):  # noqa: F811
+def test_steps_are_profiled_and_their_time_is_shown(settings, tmp_path, capsys):
     train(settings, profile="2:3")
     printed = capsys.readouterr().out
     [trace] = (tmp_path / "run/profile").iterdir()
@@ -35,10 +35,7 @@ def test_steps_are_profiled_and_their_time_is_shown(settings, tmp_path, alone, c
 
 
 def test_a_run_that_is_stopped_or_resumed_profiles_the_steps_that_it_does(
-    settings,  # noqa: F811
-    tmp_path,
-    alone,  # noqa: F811
-    monkeypatch,
+    settings, tmp_path, monkeypatch
 ):
     stop = SimpleNamespace(received=False)
 

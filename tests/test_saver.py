@@ -1,7 +1,5 @@
 """Saves in the background: what they write, when they wait, and how they fail."""
 
-# ruff: noqa: F811 - alone and settings are fixtures
-
 import errno
 import mmap
 import os
@@ -15,8 +13,8 @@ import pytest
 import torch
 
 from tests.launcher import run_ranks
-from tests.test_checkpoint import alone, shards_of  # noqa: F401
-from tests.test_trainer import records, settings, train  # noqa: F401
+from tests.runs import records, train
+from tests.test_checkpoint import shards_of
 from train.base import ranks
 from train.checkpoints import checkpoint, rank_file, saver
 from train.checkpoints.checkpoint import Checkpoint, CheckpointError

@@ -13,9 +13,9 @@ from pyarrow import parquet
 
 from bmt_burst import IGNORE_INDEX
 from tests.preparing import jsonl, prepare
+from tests.runs import records, train
 from tests.test_inputs import save_to_disk, table
 from tests.test_model import SMALL
-from tests.test_trainer import alone, records, settings, train  # noqa: F401 - two fixtures
 from train.base import ranks
 from train.checkpoints.checkpoint import Checkpoint
 from train.data import remote, text
@@ -289,7 +289,7 @@ def test_a_stream_may_be_at_addresses(tmp_path):
         memory.store.clear()
 
 
-def test_a_run_on_a_stream_resumes_with_the_same_losses(folder, settings, tmp_path):  # noqa: F811
+def test_a_run_on_a_stream_resumes_with_the_same_losses(folder, settings, tmp_path):
     """Alone, and in a mixture with a folder that ends several times. Other files are refused."""
     settings |= {"batch_size": 8, "micro_batch_size": 2, "lr": 1e-3}
     mixture = {"stream": f"{folder}:3", "stored": f"{settings['data']}:1"}
@@ -314,7 +314,7 @@ def test_a_run_on_a_stream_resumes_with_the_same_losses(folder, settings, tmp_pa
         train(settings, data=str(folder), steps=6, output=output, resume="auto")
 
 
-def test_a_stream_needs_a_model_of_documents(folder, settings, tmp_path):  # noqa: F811
+def test_a_stream_needs_a_model_of_documents(folder, settings, tmp_path):
     (tmp_path / "small.json").write_text(json.dumps(SMALL.to_dict() | {"vocab_size": 100}))
     data = {"data": str(folder)}
     bee, small = ({"model": x} for x in ("cpm-bee-tiny", str(tmp_path / "small.json")))

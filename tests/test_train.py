@@ -12,12 +12,12 @@ import pytest
 
 from models.huggingface import fold_scalings, load_cpm
 from tests.launcher import ROOT, run_script
-from tests.test_data import prepare
+from tests.preparing import prepare
+from tests.runs import forget, newest, read_records
 from tests.test_documents import WINDOWED
 from tests.test_model import SMALL
 from train import export, generate
 from train.checkpoints import checkpoint
-from train.checkpoints.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -66,9 +66,8 @@ def train(folder: Path, output: str, code: int = 0, **options) -> str:
 
 def curve(folder: Path, output: str, *names: str) -> list[tuple]:
     """Return (step, values...) of every training step."""
-    lines = (folder / output / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [(r["step"], *(r[name] for name in names)) for r in records if "loss" in r]
+    steps = [r for r in read_records(folder / output) if "loss" in r]
+    return [(r["step"], *(r[name] for name in names)) for r in steps]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def test_the_run_learns_and_leaves_its_records(folder, whole_run):
         p.name for p in output.iterdir()
     }
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(output)
     assert [r["step"] for r in records if "val_loss" in r] == [3, 6]
     names = {"lr", "tokens_per_s", "tflops_per_rank", "samples"}
     names |= {"data_s", "forward_s", "backward_s"}
@@ -133,8 +132,7 @@ def test_resuming_is_as_not_stopping(folder, whole_run):
     options |= {"mlp_tile": 50}
     train(folder, "resumed", **options)
     expected = curve(folder, "resumed", "loss", "grad_norm", "lr", "samples")
-    for step in (4, 6):
-        checkpoint._remove(folder / f"resumed/step_{step:08d}")
+    forget(folder / "resumed", 4, 6)
     printed = train(folder, "resumed", resume="auto", **options)
     assert "resumed after step 2" in printed
     assert curve(folder, "resumed", "loss", "grad_norm", "lr", "samples") == expected
@@ -160,10 +158,9 @@ def test_resuming_on_other_ranks_keeps_everything(folder, whole_run):
     No sample is lost or repeated.
     """
     train(folder, "moved", processes=2, sp_size=2, save_every=2, keep_last=9)
-    for step in (4, 6):
-        checkpoint._remove(folder / f"moved/step_{step:08d}")
+    forget(folder / "moved", 4, 6)
     train(folder, "moved", processes=2, sp_size=1, save_every=4, resume="auto", keep_last=9)
-    checkpoint._remove(folder / "moved/step_00000006")
+    forget(folder / "moved", 6)
     options = {"sp_size": 4, "inner_size": 2, "micro_batch_size": 4}
     train(folder, "moved", processes=4, resume="auto", keep_last=9, **options)
     for mine, expected in zip(curve(folder, "moved", "loss", "grad_norm"), whole_run, strict=True):
@@ -201,7 +198,7 @@ def test_export_and_generate_from_a_run(folder, whole_run, capsys):
     generate.main([*run, "--prompt", "def ", "--tokens", "20"])
     assert capsys.readouterr().out.startswith("def ")
     export.main([*run, "--output", str(folder / "exported")])
-    _, weights = fold_scalings(SMALL, Checkpoint(checkpoint.find(folder / "whole")).weights())
+    _, weights = fold_scalings(SMALL, newest(folder / "whole").weights())
     exported = load_cpm(folder / "exported").state_dict()
     assert exported.keys() == weights.keys()
     assert all(exported[name].equal(weight) for name, weight in weights.items())
@@ -215,8 +212,8 @@ def test_weights_go_to_bmtrains_format_and_come_back(folder, whole_run):
     source, shape = folder / "bmtrain/model.pt", folder / "bmtrain/model.json"
     options = {"val_data": folder / "data/train", "eval_sequences": 5, "steps": 1, "lr": 1e-30}
     train(folder, "from-bmtrain", model=shape, init_from=source, **options)
-    files = [folder / name / "metrics.jsonl" for name in ("whole", "from-bmtrain")]
-    last, first = (json.loads(file.read_text().splitlines()[-1])["val_loss"] for file in files)
+    runs = (read_records(folder / name) for name in ("whole", "from-bmtrain"))
+    last, first = (records[-1]["val_loss"] for records in runs)
     assert first == pytest.approx(last, rel=1e-6)
     printed = train(folder, "from-other", code=2, model="cpm-tiny", init_from=source)
     assert "expected weights of 4 layers (num_layers of the default model, cpm-tiny)" in printed

@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
-import torch.distributed as dist
 from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels
 from models.cpm_live.config import PRESETS
 from models.huggingface import load_cpm, save_weights
 from tests.live import SMALL_LIVE, changed, write_vocabulary
-from tests.preparing import write_instances, write_tokens
+from tests.preparing import edit_index, write_instances
+from tests.runs import forget, newest, records, train, written_text
 from tests.test_begin import without_bos
+from tests.test_documents import without_documents
 from tests.test_model import SMALL, initialized
 from tests.test_sparse import SMALL as SPARSE
 from train.base import ranks
@@ -29,55 +30,9 @@ from train.data.batches import Batches
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
 from train.export import main as export_main
-from train.pretrain import Trainer
 from train.run.config import TrainConfig
 from train.run.distributed import choose_engine
 from train.run.trained import open_trained
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    # it takes longer than the steps
-    monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def written_text(folder, tokenizer, start: int = 0) -> Path:
-    """Write a folder of tokens of 30 short functions. Return it."""
-    numbers = range(start, start + 30)
-    texts = (f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in numbers)
-    return write_tokens(folder, tokenizer, *texts)
-
-
-@pytest.fixture
-def settings(tmp_path):
-    """Return options of a model of 61 tokens a sequence over two texts, in steps of 2 sequences."""
-    for name, start in (("text", 0), ("other", 500)):
-        written_text(tmp_path / name, ByteTokenizer(), start)
-    (tmp_path / "model.json").write_text(json.dumps(SMALL.to_dict()))
-    options = {"model": str(tmp_path / "model.json"), "data": str(tmp_path / "text")}
-    options |= {"seq_len": 61, "batch_size": 2, "micro_batch_size": 1, "eval_sequences": 4}
-    options |= {"steps": 4, "lr": 3e-3, "warmup_steps": 1, "decay_steps": 1}
-    return options | {"save_every": 2, "keep_last": 9, "output": str(tmp_path / "run")}
-
-
-def train(settings, stop=None, **options) -> bool:
-    """Run a trainer to its end. Return whether nothing is left to do."""
-    stop = stop or SimpleNamespace(received=False)
-    watchdog = SimpleNamespace(alive=lambda doing: None, write_to=lambda folder: None)
-    trainer = Trainer(TrainConfig(**settings | options), torch.device("cpu"), stop, watchdog)
-    try:
-        return trainer.run()
-    finally:
-        trainer.lock.close()
-
-
-def records(folder, name="loss") -> dict[int, float]:
-    """Return the values of `name` by step."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return {r["step"]: r[name] for r in map(json.loads, lines) if name in r}
 
 
 class Ended(Exception):
@@ -169,7 +124,7 @@ def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_p
     """
     scaling = {"kind": "dynamic", "factor": 2.0, "original_length": 61}
     train(settings)
-    first = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
+    first = newest(tmp_path / "run")
     stage = settings | {"data": str(tmp_path / "other"), "seq_len": 122, "steps": 3, "lr": 1e-30}
     stage |= {"rope_theta": 5e5, "rope_scaling": scaling, "warmup_steps": 0, "decay_steps": 0}
     stage |= {"new_stage": True, "output": str(tmp_path / "stage")}
@@ -179,14 +134,14 @@ def test_a_new_stage_keeps_weights_and_optimizer_and_counts_anew(settings, tmp_p
     assert f"a new stage from {first.path}" in printed.out
     jump = "the learning rate jumps: 1.500e-04 at the checkpoint's step 4, 1.000e-30 at step 1"
     assert jump in printed.err
-    second = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage"))
+    second = newest(tmp_path / "stage")
     counts = [second.state[name] for name in ("step", "samples", "optimizer_steps")]
     assert counts == [3, 6, 7]
     assert second.state["model"] == SMALL.to_dict() | {"rope_theta": 5e5, "rope_scaling": scaling}
     for name, weight in first.weights().items():
         assert torch.allclose(second.weights()[name], weight, atol=1e-12)
     losses = records(tmp_path / "stage")
-    checkpoint._remove(second.path)
+    forget(tmp_path / "stage", 3)
     assert train(stage, resume="auto")
     assert "resumed after step 2" in capsys.readouterr().out
     assert records(tmp_path / "stage") == losses
@@ -220,7 +175,7 @@ def test_stages_keep_the_longest_row_and_what_the_model_was_made_for(settings, t
     path = checkpoint.newest(tmp_path / "run")
     train(settings, resume=str(path), new_stage=True, steps=2, output=str(tmp_path / "stage"))
     for _ in ("begun", "gone on with"):
-        state = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage")).state
+        state = newest(tmp_path / "stage").state
         assert (state["longest_row"], state["model"]["max_position_embeddings"]) == (122, 131_072)
         train(settings, resume="auto", steps=4, output=str(tmp_path / "stage"))
 
@@ -230,7 +185,7 @@ def test_stages_keep_the_longest_row_and_what_the_model_was_made_for(settings, t
     changed_state(path, forget_lengths)
     shape.write_text(made_for(131_072))
     assert train(settings, seq_len=122, resume="auto")
-    state = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run")).state
+    state = newest(tmp_path / "run").state
     assert (state["longest_row"], state["model"]["max_position_embeddings"]) == (122, 131_072)
 
 
@@ -243,16 +198,12 @@ def test_a_new_stage_may_attend_sparsely(settings, tmp_path, capsys):
     capsys.readouterr()
     assert train(settings, **stage, new_stage=True, sparse=sparse)
     assert "sparse attention to 5 blocks of 4 tokens" in capsys.readouterr().out
-    state = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "stage")).state
+    state = newest(tmp_path / "stage").state
     assert state["model"] == SMALL.to_dict() | {"sparse": sparse}
     assert train(settings, **stage | {"output": str(tmp_path / "dense")}, new_stage=True)
     losses, dense = records(tmp_path / "stage"), records(tmp_path / "dense")
     assert losses.keys() == dense.keys()
     assert losses != dense
-    checkpoint._remove(checkpoint.newest(tmp_path / "stage"))
-    again = settings | stage | {"new_stage": True, "sparse": sparse}
-    assert train(again, resume="auto")
-    assert records(tmp_path / "stage") == losses
     with pytest.raises(ranks.RankError, match=r"another model: --sparse .* -> None"):
         train(settings, **stage | {"resume": "auto"}, new_stage=True)
     with pytest.raises((ranks.RankError, ValueError), match="--sparse: expected topk of at least"):
@@ -295,7 +246,7 @@ def test_what_is_no_stage_is_refused(settings, tmp_path, capsys):
         "--layout balanced -> zigzag"
     )
     assert f"changed since the checkpoint: {changed}" in capsys.readouterr().err
-    checkpoint._remove(tmp_path / "stage/step_00000004")
+    forget(tmp_path / "stage", 4)
     with pytest.raises(ranks.RankError, match="was reading other data: --documents ignore -> mask"):
         train(settings, documents="mask", resume="auto", output=str(tmp_path / "stage"))
     assert train(settings, resume="auto", output=str(tmp_path / "stage"))
@@ -359,7 +310,7 @@ def test_documents_are_kept_apart_unless_the_run_resumes_one_that_did_not(
     train(settings, documents="ignore", steps=4)
     expected = records(tmp_path / "run")
     assert "begin token" not in "".join(capsys.readouterr())
-    checkpoint._remove(tmp_path / "run/step_00000004")
+    forget(tmp_path / "run", 4)
     changed_state(tmp_path / "run/step_00000002", as_of_before)
     assert train(settings, resume="auto")
     printed = capsys.readouterr()
@@ -375,11 +326,7 @@ def test_documents_are_kept_apart_unless_the_run_resumes_one_that_did_not(
 
 
 def test_documents_are_told_apart_or_not_as_asked_and_as_can_be(settings, tmp_path):
-    index = tmp_path / "text/index.json"
-    content = json.loads(index.read_text())
-    del content["eos_id"], content["sha256"]["documents.bin"]
-    index.write_text(json.dumps(content))
-    (tmp_path / "text/documents.bin").unlink()
+    without_documents(tmp_path / "text", eos_id=None)
     unknown = "so it is not known where documents start; give --documents ignore"
     with pytest.raises(ranks.RankError, match=unknown):
         train(settings, documents="mask", output=str(tmp_path / "refused"))
@@ -402,7 +349,7 @@ def test_training_and_validation_have_begin_tokens_and_resuming_keeps_them(
     expected = [records(tmp_path / "run", name) for name in names]
     shown = "documents kept apart by documents.bin, each after begin token 256"
     assert capsys.readouterr().out.count(shown) == 2
-    checkpoint._remove(tmp_path / "run/step_00000004")
+    forget(tmp_path / "run", 4)
     assert train(settings, **options, resume="auto")
     assert [records(tmp_path / "run", name) for name in names] == expected
     train(settings, **options, bos="<|endoftext|>", output=str(tmp_path / "named"))
@@ -463,9 +410,7 @@ def forget_identity(folder) -> None:
     (folder / "tokenizer.spec.json").write_text(
         json.dumps({"kind": spec["kind"], "file": spec["file"]}) + "\n"
     )
-    index = json.loads((folder / "index.json").read_text())
-    index["sha256"].pop("tokenizer.spec.json")
-    (folder / "index.json").write_text(json.dumps(index))
+    edit_index(folder, "tokenizer.spec.json")
 
 
 def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings, theirs, tmp_path):
@@ -544,7 +489,7 @@ def test_weights_of_another_tokenizer_start_a_run_only_if_that_is_allowed(
     mine, source, plain = tmp_path / "text", tmp_path / "hf", tmp_path / "plain"
     other = written_text(tmp_path / "theirs", theirs)
     train(settings)
-    exported = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "run"))
+    exported = newest(tmp_path / "run")
     source.mkdir()
     export_huggingface(exported, ByteTokenizer(), source, torch.float32, keep_scalings=False)
     assert started(settings, source, tmp_path / "1")
@@ -608,7 +553,7 @@ def test_a_vocabulary_grows_with_the_tokenizer_of_the_data(settings, tmp_path, c
     assert "tokenizer" not in printed
     assert started(settings, tmp_path / "hf", tmp_path / "2", **grow, resume="auto", steps=2)
     assert capsys.readouterr().err == "changed since the checkpoint: --steps 1 -> 2\n"
-    saved = checkpoint.Checkpoint(checkpoint.newest(tmp_path / "2"))
+    saved = newest(tmp_path / "2")
     (tmp_path / "out").mkdir()
     export_huggingface(saved, new, tmp_path / "out", torch.float32, keep_scalings=True)
     exported = load_cpm(tmp_path / "out")

@@ -1,13 +1,11 @@
 """Records of a run in wandb, with a small stand-in for the package, which is large."""
 
-# ruff: noqa: F811 - settings and alone are fixtures
-
 import json
 import sys
 
 import pytest
 
-from tests.test_trainer import alone, settings, train  # noqa: F401
+from tests.runs import read_records, train
 from train.base import ranks
 from train.run.config import TrainConfig
 
@@ -69,9 +67,7 @@ def wandb(tmp_path, monkeypatch):
     del sys.modules["wandb"]
 
 
-def test_wandb_gets_every_record_and_a_resumed_run_continues_its_run(
-    settings, tmp_path, wandb, alone
-):
+def test_wandb_gets_every_record_and_a_resumed_run_continues_its_run(settings, tmp_path, wandb):
     run = settings | {"wandb": "mine", "resume": "auto", "save_every": 0}
     evaluated = {"val_data": settings["data"], "eval_every": 2}
     train(run, **evaluated, steps=2, decay_steps=0)
@@ -80,8 +76,7 @@ def test_wandb_gets_every_record_and_a_resumed_run_continues_its_run(
     assert (first["project"], first["id"], first["name"]) == ("mine", None, "run")
     assert first["config"]["config"]["seq_len"] == 61
     assert second["id"] == "id1"
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert wandb.log("log") == [json.loads(line) for line in lines]
+    assert wandb.log("log") == read_records(tmp_path / "run")
     assert wandb.log("metric") == [["*", "step"]] * 2
     assert (wandb.log("finish"), len(wandb.log("teardown"))) == (["id1", "id1"], 2)
     train(run | {"wandb": "other"}, steps=5, decay_steps=0)
@@ -89,7 +84,7 @@ def test_wandb_gets_every_record_and_a_resumed_run_continues_its_run(
 
 
 def test_a_network_that_is_down_ends_no_run_and_a_missing_login_does(
-    settings, tmp_path, wandb, alone, capsys
+    settings, tmp_path, wandb, capsys
 ):
     wandb.FAILS["online"] = wandb.CommError("timed out")
     train(settings, wandb="mine")
@@ -103,7 +98,7 @@ def test_a_network_that_is_down_ends_no_run_and_a_missing_login_does(
 
 
 def test_wandb_that_is_not_installed_and_names_that_it_refuses_are_errors_at_once(
-    settings, tmp_path, monkeypatch, alone
+    settings, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ranks.RankError, match=r"--wandb needs .* pip install 'bmt_burst\[wandb\]'"):
