@@ -15,22 +15,16 @@ import torch
 import torch.distributed as dist
 
 from tests import fake_cuda
+from tests.test_model import SMALL
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_layers": 3,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-}
-# What Qwen2's and Qwen3's have, and positions that go by the length of the 41 tokens that ranks
+# It has what Qwen2 and Qwen3 have, and positions that go by the length of the 41 tokens that ranks
 # share.
-SIZES |= {
-    "qkv_bias": True,
-    "qk_norm": True,
-    "rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_length": 16},
-}
+SHAPE = dataclasses.replace(
+    SMALL,
+    qkv_bias=True,
+    qk_norm=True,
+    rope_scaling={"kind": "dynamic", "factor": 2.0, "original_length": 16},
+)
 STEPS = 3
 
 
@@ -64,14 +58,10 @@ def engines(folder: Path) -> dict:
 
     from bmt_burst import init_sequence_parallel
     from models.blocks import Saving
-    from models.config import CPMConfig
     from models.cpm import CPM
     from train.engine.bmtrain import BMTrainEngine
 
     results, sp = {}, init_sequence_parallel()
-    shape = CPMConfig(
-        300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1
-    )
     for name, saving, tied, offload in (
         ("selective", Saving("selective"), True, False),
         ("none", Saving(), False, True),
@@ -79,7 +69,7 @@ def engines(folder: Path) -> dict:
         ("tiled full pairs", Saving("full", every=2, tile=5), False, False),
         ("full", Saving("full"), True, False),
     ):
-        config = dataclasses.replace(shape, tie_embeddings=tied)
+        config = dataclasses.replace(SHAPE, tie_embeddings=tied)
         build = lambda config=config, saving=saving: CPM(config, sp, saving)  # noqa: E731
         engine = BMTrainEngine(build, dtype=torch.float32, seed=3, offload=offload)
         results[f"{name} {tied}"] = curve(engine, sp)

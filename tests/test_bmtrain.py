@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import SequenceParallel, kernels
-from models.config import CPMConfig
 from models.cpm import CPM
-from tests.bmtrain_rank import SIZES
+from tests.bmtrain_rank import SHAPE
 from tests.bmtrain_rank import curve as engine_curve
 from tests.launcher import run_script
+from tests.runs import forget
 from tests.test_train import command, curve, folder, train  # noqa: F401 - folder is a fixture
-from train.checkpoints import checkpoint
 from train.engine.torch import TorchEngine
 
 pytestmark = [
@@ -39,12 +38,9 @@ def run(size: int, results, what: str, *arguments: str) -> tuple[list[dict], str
 @pytest.fixture(scope="module")
 def expected() -> dict[bool, list[float]]:
     """The torch engine's curve on one rank, with tied and untied embeddings."""
-    shape = CPMConfig(
-        300, **SIZES, scale_emb=12.0, scale_depth=1.4, dim_model_base=16, init_std=0.1
-    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        configs = {tied: dataclasses.replace(shape, tie_embeddings=tied) for tied in (True, False)}
+        configs = {tied: dataclasses.replace(SHAPE, tie_embeddings=tied) for tied in (True, False)}
         engines = {
             tied: TorchEngine(lambda c=c: CPM(c), device=torch.device("cpu"), seed=3)
             for tied, c in configs.items()
@@ -121,11 +117,6 @@ def run_pretrain(size, results, command_line) -> str:
     found, printed = run(size, results, "pretrain", *command_line[2:])
     assert [rank["code"] for rank in found] == [0] * size
     return printed
-
-
-def forget(output, *steps) -> None:
-    for step in steps:
-        checkpoint._remove(output / f"step_{step:08d}")
 
 
 def test_a_few_lines_make_a_script_sequence_parallel(tmp_path):

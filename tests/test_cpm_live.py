@@ -114,45 +114,33 @@ def test_areas_of_one_row_are_computed_without_the_table(name, monkeypatch):
     test_several_ranks_equal_cpm_live(name, 2, "zigzag", "ring")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@BOTH
-@pytest.mark.parametrize(
-    ("dtype", "logits", "grads"),
-    [(torch.float32, FP32, FP32), (torch.float16, 5e-3, 1e-2), (torch.bfloat16, 3e-2, 6e-2)],
-)
-def test_a_gpu_equals_cpm_live(name, dtype, logits, grads):
-    case = golden(name)
-    model = case.model(dtype).to("cuda")
-    arguments = [x.to("cuda") for x in case.arguments(ALONE, 0)]
-    found = model(*arguments, case.scores()).cpu()
-    assert relative_error(found, case.tensors["logits_f64"]) < logits
-    loss, count = model(*arguments, case.scores(), case.input["target"].to("cuda"))
-    (loss / count).backward()
-    assert max(errors(model, case).values()) < grads
-
-
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 PRECISIONS = [  # bounds of logits, gradients and the loss
     # its norms' statistics, its rotation and the file's gradients are fp32
-    (torch.float64, 1e-6, FP32, 1e-6),
+    ("cpu", torch.float64, 1e-6, FP32, 1e-6),
     # twice what CPM-Live itself is off in these dtypes
-    (torch.float16, 5e-3, 1e-2, 1e-3),
-    (torch.bfloat16, 3e-2, 6e-2, 1e-2),
+    ("cpu", torch.float16, 5e-3, 1e-2, 1e-3),
+    ("cpu", torch.bfloat16, 3e-2, 6e-2, 1e-2),
+]
+PRECISIONS += [
+    pytest.param("cuda", *bounds, marks=[pytest.mark.gpu, CUDA])
+    for bounds in ((torch.float32, FP32, FP32, 5e-6), *(bounds for _, *bounds in PRECISIONS[1:]))
 ]
 
 
 @BOTH
-@pytest.mark.parametrize(("dtype", "logits", "grads", "loss"), PRECISIONS)
-def test_other_dtypes_are_as_close_as_cpm_lives_own(name, dtype, logits, grads, loss):
+@pytest.mark.parametrize(("device", "dtype", "logits", "grads", "loss"), PRECISIONS)
+def test_other_dtypes_and_gpus_are_as_close(name, device, dtype, logits, grads, loss):
     case = golden(name)
-    model = case.model(dtype)
-    found = model(*case.arguments(ALONE, 0), case.scores())
+    model = case.model(dtype).to(device)
+    arguments = *(x.to(device) for x in case.arguments(ALONE, 0)), case.scores()
+    found = model(*arguments)
     assert found.dtype == dtype
-    assert relative_error(found, case.tensors["logits_f64"]) < logits
-    mean = mean_loss(model, case)
-    mean.backward()
+    assert relative_error(found.cpu(), case.tensors["logits_f64"]) < logits
+    total, count = model(*arguments, case.input["target"].to(device))
+    (total / count).backward()
     expected = case.tensors["loss_f64" if dtype == torch.float64 else "loss"]
-    assert abs(mean.detach() - expected) < loss
+    assert abs((total / count).detach().cpu() - expected) < loss
     assert max(errors(model, case).values()) < grads
 
 

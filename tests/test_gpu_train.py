@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,8 +17,10 @@ from bmt_burst.offload import Offload
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
-from tests.launcher import GPUS, RANKS, ROOT, needs_ranks, torchrun
+from tests.launcher import GPUS, RANKS, needs_ranks, torchrun
+from tests.preparing import prepare
 from tests.reference import relative_error
+from tests.runs import read_records
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks, needs_ranks(1)]
 needs_bmtrain = pytest.mark.skipif(
@@ -108,8 +109,7 @@ def folder(tmp_path_factory):
         "".join(f"def function_{i}(x):\n    return x + {i * i}\n\n" for i in range(3000))
     )
     (folder / "model.json").write_text(json.dumps(SHAPE.to_dict()))
-    prepare = ["train/prepare_data.py", "--input", folder / "text.txt", "--output", folder / "data"]
-    subprocess.run([sys.executable, *prepare], cwd=ROOT, check=True, capture_output=True)
+    prepare("--input", folder / "text.txt", "--output", folder / "data")
     return folder
 
 
@@ -121,25 +121,19 @@ def said_by(gpus, *command):
 
 def curve(folder, gpus, name, **options):
     """Losses and gradient norms of a run."""
-    defaults = {
-        "model": folder / "model.json",
-        "data": folder / "data/train",
-        "seq_len": 1021,
-        "batch_size": 4,
-    }
-    defaults |= {
-        "micro_batch_size": 1,
-        "save_every": 0,
-        "lr": 3e-3,
-        "steps": 50,
-        "output": folder / name,
-    }
+    defaults = {"model": folder / "model.json", "data": folder / "data/train", "seq_len": 1021}
+    defaults |= {"batch_size": 4, "micro_batch_size": 1, "save_every": 0, "lr": 3e-3, "steps": 50}
+    defaults |= {"output": folder / name}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in (defaults | options).items()]
     said_by(gpus, "train/pretrain.py", *flags)
-    records = [
-        json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [(r["loss"], r["grad_norm"]) for r in records if "loss" in r]
+    return [(r["loss"], r["grad_norm"]) for r in read_records(folder / name) if "loss" in r]
+
+
+def check(got: list[tuple], expected: list[tuple], loss: float, norm: float) -> None:
+    """Compare losses and gradient norms, up to these relative errors."""
+    for mine, other in zip(got, expected, strict=True):
+        assert mine[0] == pytest.approx(other[0], rel=loss)
+        assert mine[1] == pytest.approx(other[1], rel=norm)
 
 
 SIZES = [n for n in (1, 2, 4) if n <= RANKS]
@@ -159,9 +153,7 @@ def test_engines_and_sizes_agree(folder, dtype, bound):
             continue
         name = f"{dtype}-{engine}-{size}-sp"
         got = curve(folder, size, name, engine=engine, sp_size=size, **options)[:steps]
-        for (loss, norm), (exact_loss, exact_norm) in zip(got, expected, strict=True):
-            assert loss == pytest.approx(exact_loss, rel=bound), (engine, size)
-            assert norm == pytest.approx(exact_norm, rel=10 * bound), (engine, size)
+        check(got, expected, bound, 10 * bound)
 
 
 @needs_bmtrain
@@ -171,53 +163,28 @@ def test_packed_documents_agree(folder):
     """
     lines = (json.dumps({"text": f"The number {i} and {'so on ' * (i % 97)}"}) for i in range(3000))
     (folder / "text.jsonl").write_text("\n".join(lines))
-    prepare = [
-        "train/prepare_data.py",
-        "--input",
-        folder / "text.jsonl",
-        "--output",
-        folder / "documents",
-    ]
-    subprocess.run([sys.executable, *prepare], cwd=ROOT, check=True, capture_output=True)
+    prepare("--input", folder / "text.jsonl", "--output", folder / "documents")
     windowed = dataclasses.replace(SHAPE, window=200, window_pattern="wf")
     (folder / "windowed.json").write_text(json.dumps(windowed.to_dict()))
-    options = {
-        "model": folder / "windowed.json",
-        "data": folder / "documents/train",
-        "documents": "mask",
-    }
-    options |= {"dtype": "bf16", "lr": 3e-4, "steps": 30}
+    options = {"model": folder / "windowed.json", "data": folder / "documents/train"}
+    options |= {"documents": "mask", "dtype": "bf16", "lr": 3e-4, "steps": 30}
     expected = curve(folder, 1, "documents-1", engine="torch", **options)
-    for engine, size in (("torch", 2), ("bmtrain", 2)):
-        if size > RANKS:
-            continue
-        got = curve(
-            folder, size, f"documents-{engine}-{size}", engine=engine, sp_size=size, **options
-        )
-        for (loss, norm), (exact_loss, exact_norm) in zip(got, expected, strict=True):
-            assert loss == pytest.approx(exact_loss, rel=1e-2), (engine, size)
-            assert norm == pytest.approx(exact_norm, rel=1e-1), (engine, size)
+    for engine in ("torch", "bmtrain") if RANKS > 1 else ():
+        got = curve(folder, 2, f"documents-{engine}", engine=engine, sp_size=2, **options)
+        check(got, expected, 1e-2, 1e-1)
 
 
 @needs_ranks(2)
 @needs_bmtrain
 def test_bmtrain_resumes_on_another_number_of_ranks(folder):
-    options = {
-        "engine": "bmtrain",
-        "dtype": "bf16",
-        "sp_size": 2,
-        "schedule": "linear",
-        "warmup_steps": 1,
-        "lr": 3e-4,
-    }
+    options = {"engine": "bmtrain", "dtype": "bf16", "sp_size": 2, "lr": 3e-4}
+    options |= {"schedule": "linear", "warmup_steps": 1}
     whole = curve(folder, 2, "whole", **options)
     curve(folder, 2, "stopped", **options, save_every=20, keep_last=9)
     for step in (40, 50):
         subprocess.run(["rm", "-r", folder / f"stopped/step_{step:08d}"], check=True)
     resumed = curve(folder, 1, "stopped", **(options | {"sp_size": 1}), resume="auto")
-    for (loss, norm), (whole_loss, whole_norm) in zip(resumed[20:], whole[20:], strict=True):
-        assert loss == pytest.approx(whole_loss, rel=1e-2)
-        assert norm == pytest.approx(whole_norm, rel=5e-2)
+    check(resumed[20:], whole[20:], 1e-2, 5e-2)
 
 
 @needs_bmtrain
@@ -230,8 +197,7 @@ def test_the_optimizer_may_be_offloaded(folder, dtype):
     in_memory = curve(
         folder, ranks, f"{dtype}-in-memory", **options, config=folder / "offload.json"
     )
-    for mine, expected in zip(in_memory, on_gpu, strict=True):
-        assert mine == pytest.approx(expected, rel=1e-2)
+    check(in_memory, on_gpu, 1e-2, 1e-2)
 
 
 @pytest.mark.alone
@@ -255,8 +221,7 @@ def test_a_few_lines_make_a_bmtrain_script_sequence_parallel():
         said_by(gpus, f"train/examples/bmtrain_{name}.py")
         for gpus, name in ((1, "before"), (2, "after"))
     ]
-    curves = [re.findall(r"step \d+: loss ([\d.]+), gradient norm ([\d.]+)", text) for text in said]
-    assert len(curves[0]) == len(curves[1]) == 20
-    for before, after in zip(*curves, strict=True):
-        assert float(after[0]) == pytest.approx(float(before[0]), rel=1e-2)
-        assert float(after[1]) == pytest.approx(float(before[1]), rel=5e-2)
+    pattern = r"step \d+: loss ([\d.]+), gradient norm ([\d.]+)"
+    before, after = ([tuple(map(float, x)) for x in re.findall(pattern, text)] for text in said)
+    assert len(before) == 20
+    check(after, before, 1e-2, 5e-2)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,26 +42,21 @@ def folder(tmp_path, weights) -> Path:
     return tmp_path / "hf"
 
 
-def to_pickles(folder: Path, place) -> dict[str, str]:
-    """Put the safetensors of a folder into the files of torch.save that place(name) names."""
+def divide(folder: Path, place: Callable, save: Callable = torch.save) -> dict[str, str]:
+    """Put the weights of a folder into the files that place(name) names. Return the places."""
     whole = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     places = {name: place(name) for name in whole}
     for file in set(places.values()):
-        torch.save({name: whole[name] for name in whole if places[name] == file}, folder / file)
+        save({name: whole[name] for name in whole if places[name] == file}, folder / file)
     return places
 
 
 @pytest.fixture
 def sharded(folder) -> Path:
     """Return the same model in two files with their index."""
-    whole = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(whole)
-    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
-    for file in set(places.values()):
-        save_file({name: whole[name] for name in names if places[name] == file}, folder / file)
-    write_index(folder, places)
+    file = "model-0000{}-of-00002.safetensors"
+    write_index(folder, divide(folder, lambda name: file.format(1 + len(name) % 2), save_file))
     return folder
 
 
@@ -149,7 +145,7 @@ def test_without_an_index_files_may_not_hold_a_weight_twice(sharded, weights):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.pt"])
 def test_pickled_weights_are_read(folder, weights, name):
     """Also a file of torch 1.5, and next to what transformers' Trainer leaves."""
-    to_pickles(folder, lambda _: name)
+    divide(folder, lambda _: name)
     (folder / "training_args.bin").write_bytes(b"code")
     assert holds(folder, weights)
     torch.save(torch.load(folder / name), folder / name, _use_new_zipfile_serialization=False)
@@ -157,7 +153,7 @@ def test_pickled_weights_are_read(folder, weights, name):
 
 
 def test_pickled_shards_are_read(folder, weights):
-    places = to_pickles(folder, lambda name: f"pytorch_model-{len(name) % 2}.bin")
+    places = divide(folder, lambda name: f"pytorch_model-{len(name) % 2}.bin")
     assert holds(folder, weights)
     index = {"metadata": {}, "weight_map": places}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
@@ -356,14 +352,10 @@ def test_a_folder_of_a_bee_is_read(tmp_path, prefix):
     config = TrainConfig(init_from=str(tmp_path))
     assert config.model_config() == BEE
     assert TrainConfig(model=str(tmp_path / "config.json")).model_config() == BEE
-    engine = Shards(CPMBee(BEE))
-    load_weights(str(tmp_path), engine, config.expected_weights())
-    assert all(engine.loaded[name].equal(weight.flatten()) for name, weight in whole.items())
+    assert holds_in_engine(config, CPMBee(BEE), whole)
     edit(tmp_path, **{"hidden_size" if prefix else "dim_model": 64})
     with pytest.raises(ValueError, match=rf"as {tmp_path}/config.json says, got"):
-        load_weights(
-            str(tmp_path), Shards(CPMBee(config.model_config())), config.expected_weights()
-        )
+        holds_in_engine(config, CPMBee(config.model_config()), whole)
     if prefix:
         edit(tmp_path, distance_scale=8)
         with pytest.raises(ValueError, match=r"config.json: distance_scale must be 16, got 8"):
@@ -371,7 +363,7 @@ def test_a_folder_of_a_bee_is_read(tmp_path, prefix):
         edit(tmp_path, **THEIRS[prefix], distance_scale=16)
         torch.save({**written, "lm_head.weight": torch.ones(320, 128)}, tmp_path / "w.bin")
         with pytest.raises(ValueError, match="the head of a cpm-bee is tied to its embeddings"):
-            load_weights(str(tmp_path / "w.bin"), engine, config.expected_weights())
+            load_weights(str(tmp_path / "w.bin"), Shards(CPMBee(BEE)), config.expected_weights())
 
 
 def test_a_folder_of_modelcenter_is_told_from_a_bee_by_its_weights(tmp_path):
@@ -384,9 +376,7 @@ def test_a_folder_of_modelcenter_is_told_from_a_bee_by_its_weights(tmp_path):
         TrainConfig(model=str(tmp_path / "config.json")).model_config()
     config = TrainConfig(init_from=str(tmp_path))
     assert config.model_config() == LLAMA_ALIKE
-    engine = Shards(CPM(LLAMA_ALIKE))
-    load_weights(str(tmp_path), engine, config.expected_weights())
-    assert all(engine.loaded[name].equal(x.flatten()) for name, x in weights.items())
+    assert holds_in_engine(config, CPM(LLAMA_ALIKE), weights)
     edit(tmp_path, ffn_activate_fn="gated_silu", dim_model="32")
     with pytest.raises(ValueError, match="dim_model must be a positive int, got '32'"):
         config.model_config()
@@ -541,6 +531,13 @@ def loaded_by(
     engine = engine or Shards(CPM(config))
     load_weights(str(source), engine, Expected(config, "cpm", "--model small"), seed)
     return engine.loaded
+
+
+def holds_in_engine(config: TrainConfig, model: torch.nn.Module, weights: dict) -> bool:
+    """Whether an engine of the model has these weights after it has read those of a run."""
+    engine = Shards(model)
+    load_weights(config.init_from, engine, config.expected_weights())
+    return all(engine.loaded[name].equal(x.flatten()) for name, x in weights.items())
 
 
 class Code:
