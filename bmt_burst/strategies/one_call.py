@@ -20,11 +20,9 @@ all-gather's then, which computes the own block while others arrive.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..sequence.gathered_calls import kernel_calls
 from ..sequence.layout import RunFields
@@ -41,6 +39,10 @@ from .ring.routes import Landing, Round, SeenRuns
 
 _MOST_COPIES = 2  # of a rank's tokens that land on a rank, on average
 
+# The keys that a rank gathers, as runs in the order in which they land, and the tiles of its
+# queries with these keys.
+Gathered = tuple[list[RunFields], list[TileFields]]
+
 
 class OneCall(Strategy):
     """A strategy without partial results, for short blocks. It always sends keys and values."""
@@ -50,32 +52,22 @@ class OneCall(Strategy):
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
         layout = problem.layout
-        if any(positions.step > 1 for shard in layout.shards for positions in shard):
-            return AllGather().plan(problem, rank)
-        tiling = Tiling(problem.mask, layout)
-        everyone = [_gather(tiling, each) for each in range(layout.size)]
-        is_sent = any(run[2] != each for each, found in enumerate(everyone) for run in found.runs)
-        most = max(found.most_copies for found in everyone)
-        if not is_sent or most > _MOST_COPIES * problem.most_tokens:
-            return AllGather().plan(problem, rank)
-        return OneCallPlan(problem, rank, everyone)
+        if all(positions.step == 1 for shard in layout.shards for positions in shard):
+            tiling = Tiling(problem.mask, layout)
+            everyone = [_gather(tiling, each) for each in range(layout.size)]
+            if _gains(problem, everyone):
+                return OneCallPlan(problem, rank, everyone)
+        return AllGather().plan(problem, rank)
 
 
-class Gathered(NamedTuple):
-    """The keys that a rank gathers, as runs in the order in which they land, and the tiles of its
-    queries with these keys.
-    """
-
-    runs: Sequence[RunFields]
-    tiles: Sequence[TileFields]
-
-    @property
-    def most_copies(self) -> int:
-        """The most tokens of one owner that land, each as often as it lands."""
-        tokens = Counter[int]()
-        for _, _, owner, span in self.runs:
-            tokens[owner] += length(span)
-        return max(tokens.values(), default=0)
+def _gains(problem: Problem, everyone: Sequence[Gathered]) -> bool:
+    """Whether a rank needs another one's tokens, and none land too often."""
+    tokens = Counter[tuple[int, int]]()  # that land, by the rank where they do and their owner
+    for rank, (runs, _) in enumerate(everyone):
+        for _, _, owner, span in runs:
+            tokens[rank, owner] += length(span)
+    is_sent = any(rank != owner for rank, owner in tokens)
+    return is_sent and max(tokens.values()) <= _MOST_COPIES * problem.most_tokens
 
 
 class OneCallPlan(RingPlan):
@@ -83,7 +75,15 @@ class OneCallPlan(RingPlan):
 
     def __init__(self, problem: Problem, rank: int, everyone: Sequence[Gathered]):
         super().__init__(replace(problem, backward="kv"), rank)
-        self.everyone = everyone
+        _, tiles = everyone[rank]
+        self.calls = kernel_calls(tiles)
+        # The only round. Its only stage has the hop to the rank itself too.
+        seen = SeenRuns(problem.inner, rank, is_own=True)
+        for viewer, (runs, _) in enumerate(everyone):
+            seen.add(viewer, runs)
+        root = Landing((), (), sum(map(length, seen.held)))
+        stages = (seen.stage(tuple(range(problem.inner))),)
+        self.round = Round(rank, seen.held, root, stages)
 
     def _make_program(self, payload: Payload) -> Program:
         return Program(
@@ -92,20 +92,10 @@ class OneCallPlan(RingPlan):
             payload=payload,
             own=(),
             passes=[make_pass(payload, self.problem.sizes, ALL, ALL)],
-            rounds=(self._round,),
-            calls={(0, 0): kernel_calls(self.everyone[self.rank].tiles)},
+            rounds=(self.round,),
+            calls={(0, 0): self.calls},
             has_one_stage=True,
         )
-
-    @functools.cached_property
-    def _round(self) -> Round:
-        """The only round. Its only stage has the hop to the rank itself too."""
-        inner = self.problem.inner
-        seen = SeenRuns(inner, self.rank, is_own=True)
-        for viewer, gathered in enumerate(self.everyone):
-            seen.add(viewer, gathered.runs)
-        root = Landing((), (), sum(map(length, seen.held)))
-        return Round(self.rank, seen.held, root, (seen.stage(tuple(range(inner))),))
 
     def _most_bytes(self, payload: Payload) -> tuple[int, int]:
         sizes, tokens = self.problem.sizes, _MOST_COPIES * self.problem.most_tokens
@@ -129,4 +119,4 @@ def _gather(tiling: Tiling, rank: int) -> Gathered:
                 start, step, owner, span = runs.pop()
                 run = start, step, owner, (span[0], run[3][1])
             runs.append(run)
-    return Gathered(runs, tiles)
+    return runs, tiles
