@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ import torch
 from bench import masks
 from bench.tables import read_rows
 from bmt_burst import InfLLMV2, Layout, Mask, strategies
-from bmt_burst.calls import call as calls
-from bmt_burst.calls.call import _find_strategy
+from bmt_burst.calls import terms as calls
+from bmt_burst.calls.terms import _find_strategy
 from bmt_burst.sparse.extension import Sparse
 from bmt_burst.strategies import choose
 from bmt_burst.strategies.ring import RingPlan
@@ -100,13 +99,9 @@ def test_choices_are_near_the_best_that_was_measured():
 
 
 def test_only_calls_on_gpus_may_be_short():
-    def find(strategy, device):
-        options = SimpleNamespace(strategy=strategy)
-        return _find_strategy(SimpleNamespace(device_type=device, options=options))
-
-    assert find("auto", "cuda") == "auto"
-    assert find("auto", "cpu") == "ring"
-    assert find("one-call", "cpu") == "one-call"
+    assert _find_strategy("auto", "cuda") == "auto"
+    assert _find_strategy("auto", "cpu") == "ring"
+    assert _find_strategy("one-call", "cpu") == "one-call"
 
 
 def test_windows_of_sparse_calls_take_the_ring():
@@ -118,7 +113,7 @@ def test_windows_of_sparse_calls_take_the_ring():
 def test_a_short_call_gets_one_call(monkeypatch, caplog):
     """As on a GPU, for which the host's kernels stand."""
     caplog.set_level(logging.INFO, "bmt_burst")
-    monkeypatch.setattr(calls, "_find_strategy", lambda terms: terms.options.strategy)
+    monkeypatch.setattr(calls, "_find_strategy", lambda name, device: name)
     tensors, layout = random_qkv(1, 24, 4, 2, 8), Layout.zigzag(24, 3)
     got = ring_results(layout, tensors, 0.3, 3, causal=True)
     assert_equal(got, dense_results(Mask.causal(24), tensors, 0.3), tensors[3])

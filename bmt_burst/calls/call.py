@@ -20,7 +20,7 @@ from torch import Tensor
 from ..base.autograd import check_transforms
 from ..ranks.agreement import admit_one_thread, gather_terms, mark_known, report_failure
 from ..ranks.rings import Rings
-from ..strategies import Plan, Problem, choose
+from ..strategies import Plan, choose
 from ..strategies.extension import Extension, Tensors
 from .autograd import PlannedAttention
 from .inputs import Inputs, check_inputs
@@ -97,38 +97,19 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
     return plan
 
 
-def _find_strategy(terms: Terms) -> str:
-    """Return the strategy that was asked for. Where "auto" always means the ring, return that."""
-    name = terms.options.strategy
-    # only GPUs compute short calls before the host has enqueued them
-    return "ring" if name == "auto" and terms.device_type != "cuda" else name
-
-
 def _make_plan(rings: Rings, terms: Terms, tokens: list[int]) -> Plan:
     """Return this rank's plan of a call in which rank r holds tokens[r] tokens.
 
     Raises ValueError if these numbers do not fit the mask and the layout, or the strategy refuses.
     """
-    masking, options = terms.masking, terms.options
+    masking = terms.masking
     mask = masking.mask_of(tokens)
     layout = resolve_layout(masking.layout, mask, len(tokens))
     check_lengths(layout, tokens)
-    problem = Problem(
-        mask=mask,
-        layout=layout,
-        spec=terms.spec,
-        kernel=terms.kernel,
-        sizes=terms.sizes,
-        inner=rings.inner.size,
-        outer=rings.outer.size,
-        backward=options.backward,
-        send_out=not options.optimize_bwd_comm,
-        group_bytes=options.group_bytes,
-    )
-    name = _find_strategy(terms)
+    problem = terms.make_problem(mask, layout)
     if masking.extension:
-        return masking.extension.plan(problem, rings.rank, name)
-    return choose(name, problem).plan(problem, rings.rank)
+        return masking.extension.plan(problem, rings.rank, terms.strategy)
+    return choose(terms.strategy, problem).plan(problem, rings.rank)
 
 
 def _compute(

@@ -6,19 +6,21 @@ compare their terms in each call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import RanksDisagree
-from ..kernels import Kernel, pick
+from ..kernels import pick
 from ..ranks.agreement import read_terms
 from ..ranks.rings import Rings, check_device
 from ..sequence.layout import Layout
+from ..sequence.mask import Mask
 from ..spec import Spec
-from ..strategies import Sizes
+from ..strategies import Problem, Sizes
 from ..strategies.extension import Extension, Tensors
 from .inputs import Inputs
 from .masking import Masking, find_masking
@@ -29,18 +31,16 @@ class Terms(NamedTuple):
     """A call as one rank understands it: everything but the values of tensors.
 
     compared        what this rank sends to the others. All but "tokens" must be equal.
-    options         checked options
-    sizes           of the problem. If rows were stacked as one sequence, its batch is 1.
+    make_problem    returns the problem with a mask and a layout. If rows were stacked as one
+                    sequence, its batch is 1.
+    strategy        the strategy that was asked for. Where "auto" always means the ring, it is that.
     needs_gradient  whether autograd records the call
     """
 
     compared: dict[str, Any]
-    options: Options
     masking: Masking
-    spec: Spec
-    kernel: Kernel
-    sizes: Sizes
-    device_type: str
+    make_problem: Callable[[Mask, Layout], Problem]
+    strategy: str
     needs_gradient: bool
 
 
@@ -87,23 +87,33 @@ def find_terms(
         **of_extension,
     }
     batch, _, heads, head_size = q.shape
-    return Terms(
-        compared=terms,
-        options=options,
-        masking=masking,
+    sizes = Sizes(
+        batch=1 if masking.rows else batch,
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_size=head_size,
+        dtype=q.dtype,
+        partial=kernel.partial_dtype(q.dtype),
+    )
+    make_problem = functools.partial(
+        Problem,
         spec=spec,
         kernel=kernel,
-        sizes=Sizes(
-            batch=1 if masking.rows else batch,
-            heads=heads,
-            kv_heads=k.shape[2],
-            head_size=head_size,
-            dtype=q.dtype,
-            partial=kernel.partial_dtype(q.dtype),
-        ),
-        device_type=q.device.type,
-        needs_gradient=needs_gradient,
+        sizes=sizes,
+        inner=rings.inner.size,
+        outer=rings.outer.size,
+        backward=options.backward,
+        send_out=not options.optimize_bwd_comm,
+        group_bytes=options.group_bytes,
     )
+    strategy = _find_strategy(options.strategy, q.device.type)
+    return Terms(terms, masking, make_problem, strategy, needs_gradient)
+
+
+def _find_strategy(name: str, device_type: str) -> str:
+    """Return the strategy called `name`. Where "auto" always means the ring, return that."""
+    # only GPUs compute short calls before the host has enqueued them
+    return "ring" if name == "auto" and device_type != "cuda" else name
 
 
 def _make_spec(options: Options, inputs: Inputs) -> Spec:
