@@ -110,7 +110,7 @@ def test_calls_with_a_softcap(name, kind, heads, kv_heads, head_size):
     to 1e-4.
     """
     spec, bound = Spec(0.1, softcap=2.0), 1e-5 if name == "triton" else 2e-4
-    for with_delta in (False, True) if kernels.load(name).takes_delta else (False,):
+    for with_delta in (False, True):
         check_call(
             name,
             kind,

@@ -318,7 +318,7 @@ def test_sequences_for_flash_attention(flash_attention, kind):
     kernel, written = flash_attention
     call = named_calls(5)[kind]
     tensors = call_tensors(call, 2, 4, 2, 64)
-    for with_delta in (False, True) if kernel.takes_delta else (False,):
+    for with_delta in (False, True):
         for spec in (SPEC, CAPPED):
             errors = kernel_errors(kernel, call, tensors, spec, with_delta)
             assert max(errors.values()) < EXACT, errors

@@ -53,7 +53,6 @@ class Allocator(Kernel):
     """
 
     name = "allocator"
-    takes_delta = True
 
     def refuses(self, spec, q, k):
         return None

@@ -49,14 +49,12 @@ class Kernel(ABC):
     It is the same for each of B. S and T are its q_tokens and kv_tokens. A `Spec` says how scores
     are computed.
 
-    takes_delta        whether `backward` accepts delta instead of out
     writes_new_memory  whether the caller may write to the out and lse that `forward` returns. It
                        may if their memory is new and no torch operator returned it: activation
                        checkpointing may keep what operators return
     """
 
     name: str
-    takes_delta: bool = False
     writes_new_memory: bool = False
 
     @abstractmethod
@@ -122,7 +120,7 @@ class Kernel(ABC):
 
         - `out`, the output over all keys, or any tensor of q's shape and dtype with the same
           rowsum(out * dout). `delta` is None.
-        - `delta` (B, H, S) fp32 (fp64 for fp64 inputs), that rowsum, if the kernel `takes_delta`.
+        - `delta` (B, H, S) fp32 (fp64 for fp64 inputs), that rowsum.
           `out` is None.
 
         Over the visible pairs, with P = exp(scores - lse) and dP = dout v^T (FlashAttention-2,

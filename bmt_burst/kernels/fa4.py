@@ -58,7 +58,6 @@ class Fa4Kernel(Kernel):
     """FlashAttention-4's functions, dense or of variable length."""
 
     name = "fa4"
-    takes_delta = True
     writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:

@@ -19,7 +19,6 @@ class ReferenceKernel(Kernel):
     """Attention written out. It computes and returns fp32, or fp64 for fp64 inputs."""
 
     name = "reference"
-    takes_delta = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return "meta tensors have no values" if q.is_meta else None

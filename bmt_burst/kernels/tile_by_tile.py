@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..merging.merge import Gradients, Outputs, empty_lse
+from ..merging.surrogate import surrogate_out
 from ..sequence.span import Span, length
 from ..sequence.tile import KernelCall
 from ..spec import Spec
@@ -40,7 +41,7 @@ class Block(NamedTuple):
 
 
 class PlainKernel(Kernel):
-    """A kernel that computes blocks. It does not accept delta."""
+    """A kernel that computes blocks."""
 
     @abstractmethod
     def block_forward(
@@ -81,10 +82,11 @@ class PlainKernel(Kernel):
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        if _is_for_triton(q, call):
+            return load("triton").backward(dout, q, k, v, out, lse, delta, call, spec)
+        out = surrogate_out(dout, delta) if out is None else out
         if call.is_whole:
             return self.block_backward(dout, q, k, v, out, lse, call.is_causal, spec)
-        if _is_for_triton(q, call):
-            return load("triton").backward(dout, q, k, v, out, lse, None, call, spec)
         sums = [Gradients(x.shape, x.dtype, x.device, limit=sys.maxsize) for x in (q, k, v)]
         for rows, columns, part in blocks_of(call):
             here, there = slice(*rows), slice(*columns)

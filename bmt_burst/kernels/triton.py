@@ -68,7 +68,6 @@ class TritonKernel(Kernel):
     """The Triton kernel. In Triton's interpreter tests may call it with tensors on the CPU."""
 
     name = "triton"
-    takes_delta = True
     writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:

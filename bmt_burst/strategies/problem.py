@@ -44,7 +44,7 @@ class Scoring:
     k and v that all ranks have, which it may find gradients for.
 
     name           what messages call it
-    prefers_delta  whether a backward should compute delta first if kernels take it
+    prefers_delta  whether a backward should compute delta first
     host_work      how many times the host's work of dense attention calls need: short ones are not
                    worth being cut further
     """
@@ -127,11 +127,6 @@ class Problem:
     def parts(self) -> tuple[Part, ...]:
         """The visible pairs in parts, which kernel calls do not mix."""
         return self.scoring.parts(self)
-
-    @property
-    def takes_delta(self) -> bool:
-        """Whether kernels get delta = rowsum(out * dout) instead of out."""
-        return not self.send_out and self.kernel.takes_delta
 
     @functools.cached_property
     def most_tokens(self) -> int:

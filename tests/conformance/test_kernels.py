@@ -292,8 +292,7 @@ def test_out_matters_only_through_delta(subject):
         strict=True,
     ):
         assert _distance(mine, theirs) < 4 * subject.bound  # the other out is rounded, too
-    if subject.kernel.takes_delta:
-        assert_right(subject, call, [q, k, v, dout], SPEC, call, with_delta=True)
+    assert_right(subject, call, [q, k, v, dout], SPEC, call, with_delta=True)
 
 
 @each_subject

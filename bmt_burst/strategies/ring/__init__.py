@@ -84,7 +84,7 @@ class RingPlan(Plan):
     def backward(
         self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, Tensors]:
-        """Compute the gradients. Queries have out, or if the problem `takes_delta` delta."""
+        """Compute the gradients. Queries have out or delta."""
         return Backward(self.backward_program, rings, queries, keys, inputs, kept).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:

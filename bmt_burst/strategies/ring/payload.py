@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ...base.dtypes import accumulator_dtype
 from ...merging.merge import stack_lse_delta
-from ...merging.surrogate import surrogate_out
 from ...transport.packing import Packing
 from .. import Problem, Sizes
 from ..compute import Keys, QueryGradients, Side
@@ -82,13 +81,7 @@ class KeysValues(Payload):
 
 
 class QueriesDelta(Payload):
-    """The payload of q and dout, with lse and delta side by side.
-
-    takes_delta  whether kernels can take delta instead of out
-    """
-
-    def __init__(self, takes_delta: bool):
-        self.takes_delta = takes_delta
+    """The payload of q and dout, with lse and delta side by side."""
 
     def depart(self, block: Side) -> tuple[Tensor, ...]:
         assert isinstance(block, QueryGradients)
@@ -102,9 +95,7 @@ class QueriesDelta(Payload):
     def arrive(self, tensors: Sequence[Tensor]) -> QueryGradients:
         q, dout, rows = tensors
         lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))
-        if self.takes_delta:
-            return QueryGradients(q, dout, lse, delta=delta)
-        return QueryGradients(q, dout, lse, surrogate_out(dout, delta))
+        return QueryGradients(q, dout, lse, delta=delta)
 
     def packing(self, sizes: Sizes) -> Packing:
         row = (sizes.heads, sizes.head_size), sizes.dtype
@@ -133,7 +124,7 @@ class QueriesOut(Payload):
 
 def backward_payload(problem: Problem) -> Payload:
     """Return the payload of a problem's backward. "auto" picks the one with fewer bytes."""
-    queries = QueriesOut() if problem.send_out else QueriesDelta(problem.takes_delta)
+    queries = QueriesOut() if problem.send_out else QueriesDelta()
     choices: dict[str, Payload] = {"q": queries, "kv": KeysValues()}
     if problem.backward == "auto":
         return min(choices.values(), key=lambda payload: payload.token_bytes(problem.sizes))

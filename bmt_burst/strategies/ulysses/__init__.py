@@ -126,7 +126,7 @@ class UlyssesPlan(Plan):
         lse = Field(False, 1, sums, sums)
         # lse and delta of a head, and zeros, since all units divide 16 bytes
         rows = replace(q, head_size=WIDE.itemsize // sums.itemsize, dtype=sums)
-        queries = (q, q, rows) if self.problem.takes_delta else (q, q, rows, q)
+        queries = (q, q, rows, q) if self.problem.send_out else (q, q, rows)
         # if ranks have equally many kv heads, the heads of all are equally far apart
         together = 1 if sizes.kv_heads % inner else inner
         facts = sizes.batch, self.tokens, self.pieces, together
@@ -275,12 +275,12 @@ class UlyssesPlan(Plan):
         return found
 
     def _make_rows(self, queries: QueryGradients) -> tuple[Tensor, ...]:
-        """Return lse and delta of each head, (B, S, H, 2) with zeros up to 16 bytes a head. If
-        kernels need out, return lse and out.
+        """Return lse and delta of each head, (B, S, H, 2) with zeros up to 16 bytes a head. For
+        a problem that sends out, return lse and out.
         """
         lse, dout, out = queries.lse, queries.dout, queries.out
         assert out is not None, "a call has out"
-        with_delta = self.problem.takes_delta
+        with_delta = not self.problem.send_out
         rows = stack_lse_delta(out, dout, lse) if with_delta else _by_token(lse)
         rows = pad(rows, (0, WIDE.itemsize // rows.itemsize - rows.shape[-1]))
         return (rows,) if with_delta else (rows, out)
