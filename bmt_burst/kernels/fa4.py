@@ -112,8 +112,12 @@ class Fa4Kernel(Kernel):
         added  the package's arguments for what an extension adds to scores, if anything. Tokens are
                packed then.
         """
-        if q.numel() > _MOST_KEY_ENTRIES:  # one head of many tokens, which nobody cut
-            raise ValueError(f"fa4 adds up offsets in 32 bits, and q has {q.numel()} entries")
+        of_head = q.numel() // q.shape[2]
+        if of_head > _MOST_ENTRIES or q.numel() > _MOST_KEY_ENTRIES:  # no heads are left to cut
+            raise ValueError(
+                f"fa4 adds up offsets in 32 bits, and q has {q.numel()} entries, {of_head} a head: "
+                "pass another kernel"
+            )
         head_size, batch = q.shape[-1], len(q)
         pairs, packed = _pair_arguments(call, q, added is not None)
         q, k, v = _padded(q, k, v)
