@@ -132,13 +132,11 @@ class BurstAttention(SequenceParallelModule):
     o_bias         whether o_proj has one
     qk_norm_eps    if given, q and k are RMS-normalized in each head before they are rotated, as in
                    Qwen3. It is added to the mean square. `q_norm` and `k_norm` have weights (D,).
-    sinks          whether the layer has a parameter `sinks` (H,), as in GptOss: the learned score
-                   of a key that all queries see and that has no value. It starts as 0. In bf16 and
-                   fp16 it is widened to fp32 when it is used.
-    sparse         a `bmt_burst.InfLLMV2`, as burst_attn_func's: a token attends to some blocks of
-                   its document. It excludes window and softcap. With a cache it counts all tokens
-                   of the cache as one document. A SparseKVCache makes it faster, and use_nope needs
-                   one.
+    sinks          whether the layer has a parameter `sinks` (H,), as in GptOss: burst_attn_func's.
+                   It starts as 0. In bf16 and fp16 it is widened to fp32 when it is used.
+    sparse         as burst_attn_func's. It excludes window and softcap. With a cache it counts all
+                   tokens of the cache as one document. A SparseKVCache makes it faster, and
+                   use_nope needs one.
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
     dtype, whatever the dtype of q and k after norms and rotary tables.

@@ -120,8 +120,7 @@ class Kernel(ABC):
 
         - `out`, the output over all keys, or any tensor of q's shape and dtype with the same
           rowsum(out * dout). `delta` is None.
-        - `delta` (B, H, S) fp32 (fp64 for fp64 inputs), that rowsum.
-          `out` is None.
+        - `delta` (B, H, S) fp32 (fp64 for fp64 inputs), that rowsum. `out` is None.
 
         Over the visible pairs, with P = exp(scores - lse) and dP = dout v^T (FlashAttention-2,
         arXiv 2307.08691, algorithm 2):
