@@ -103,6 +103,9 @@ def test_a_dimension_is_a_whole_number_and_what_is_cut_a_tensor():
         shard(torch.zeros(1, 8), 0, 2, 1.0)
     with pytest.raises(TypeError, match=r"expected a torch\.Tensor, got list"):
         shard([1, 2, 3, 4], 0, 2, 0)
+    for join in (unshard, Layout.zigzag(8, 2).unshard):
+        with pytest.raises(TypeError, match=r"expected a torch\.Tensor, got list"):
+            join([[1, 2], [3, 4]], 0)
 
 
 def test_wrong_shards_are_refused():

@@ -190,10 +190,10 @@ class Layout(ABC):
         """Join the shards of all ranks along `dim`. They are given in rank order.
 
         It is the inverse of `shard`, and differentiable. Raises ValueError for shards of other
-        lengths or another number of them.
+        lengths or another number of them, TypeError for anything but tensors.
         """
         lengths = [self.length(r) for r in range(self.size)]
-        given = [s.shape[check_dim(s, dim)] for s in shards]
+        given = _count_tokens(shards, dim)
         if given != lengths:
             raise ValueError(f"expected shards of {lengths} tokens, got {given}")
         order = torch.cat([self.positions(r) for r in range(self.size)]).argsort()
@@ -317,8 +317,14 @@ def unshard(shards: Sequence[Tensor], dim: int = 1, layout: str = "zigzag") -> T
     """Join the shards of all ranks, given in rank order. It is the inverse of `shard`, and
     differentiable.
     """
-    seq_len = sum(s.shape[check_dim(s, dim)] for s in shards)
+    seq_len = sum(_count_tokens(shards, dim))
     return Layout.named(layout, seq_len, len(shards)).unshard(shards, dim)
+
+
+def _count_tokens(shards: Sequence[Tensor], dim: int) -> list[int]:
+    """Return the number of tokens of each shard. Raises the errors of `check_dim`."""
+    dims = [check_dim(x, dim) for x in shards]  # before x.shape, which only tensors have
+    return [x.shape[d] for x, d in zip(shards, dims, strict=True)]
 
 
 def shift_labels(
