@@ -185,7 +185,7 @@ class BurstAttention(SequenceParallelModule):
         if sparse is not None:
             _check_sparse(sparse, window, softcap)
         self.hidden_size, self.head_dim = hidden_size, head_dim
-        self.sp = sp or SequenceParallel()
+        self.attach(SequenceParallel() if sp is None else sp)
         self.options: dict[str, Any] = {
             "flash": flash,
             "deterministic": deterministic,

@@ -364,6 +364,8 @@ def test_a_model_is_attached_with_all_its_layers():
     assert all(part.sp is sp for part in (whole, *model))
     with pytest.raises(TypeError, match="sp must be a SequenceParallel, got dict"):
         whole.attach(sp.groups)
+    with pytest.raises(TypeError, match="sp must be a SequenceParallel, got dict"):
+        nn.BurstAttention(16, 2, sp={})
 
 
 def what_is_left(rank: int) -> dict[str, list[int]]:
