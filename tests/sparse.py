@@ -18,6 +18,18 @@ from torch import Tensor
 from bmt_burst import InfLLMV2
 from bmt_burst.sparse.plan import SparsePlan
 
+# MiniCPM 4.1's sparse_config
+RELEASED = {
+    "kernel_size": 32,
+    "kernel_stride": 16,
+    "init_blocks": 1,
+    "block_size": 64,
+    "window_size": 2048,
+    "topk": 64,
+    "use_nope": False,
+    "dense_len": 8192,
+}
+
 
 def record_choices(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Return a list that gets an entry for each row of queries whose blocks are chosen."""

@@ -16,14 +16,12 @@ from bmt_burst import (
     nn,
     simulate,
 )
-from tests.cases import random_qkv
+from tests.cases import Cache, random_qkv
 from tests.reference import attention_errors, dense_results, relative_error, size_of_terms
 from tests.refusals import refusal
 from tests.rings import CPU_KERNELS, ring_results
 
 RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # ranks, ranks of a host
-CASES = 40
-PARTS = 4  # tests that share them
 SCALE = 0.4
 
 
@@ -267,19 +265,6 @@ def test_a_layer_caps_scores_and_has_sinks_with_and_without_a_cache(window, opti
     cache = Cache()
     parts = [layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in ((0, 5), (5, 6), (6, 11))]
     assert relative_error(torch.cat(parts, 1), whole) < 1e-10
-
-
-class Cache:
-    def __init__(self):
-        self.kept = None
-
-    def extend(self, layer, k, v):
-        self.kept = (
-            (k, v)
-            if self.kept is None
-            else [torch.cat(pair, 1) for pair in zip(self.kept, (k, v), strict=True)]
-        )
-        return self.kept
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import (
     InfLLMV2,
@@ -38,10 +36,17 @@ from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
 from bmt_burst.transport import ALONE
-from tests.cases import random_qkv
+from tests.cases import Cache, random_qkv
 from tests.reference import attention_errors
-from tests.rings import ring_arguments
-from tests.sparse import Case, chosen_blocks, oracle, random_case, record_choices
+from tests.rings import ring_results
+from tests.sparse import (
+    RELEASED,
+    Case,
+    chosen_blocks,
+    oracle,
+    random_case,
+    record_choices,
+)
 
 SMALL = InfLLMV2(
     block_size=4,
@@ -79,30 +84,10 @@ def lse_gradient(dout):
     return dout[..., 0].transpose(1, 2)
 
 
-def attend(layout, tensors, inner=None, sinks=None, **options):
+def attend(layout, tensors, inner=None, **options):
     """Return out, lse, dq, dk, dv (and dsinks) of simulated ranks, for whole sequences."""
-
-    def work(ring):
-        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        if sinks is not None:
-            leaves.append(sinks.clone().requires_grad_())
-        out, lse = burst_attn_func(
-            q,
-            k,
-            v,
-            layout=layout,
-            sinks=None if sinks is None else leaves[-1],
-            return_lse=True,
-            **{"causal": "mask" not in options, **options},
-            **ring_arguments(ring, inner or ring.size),
-        )
-        grads = torch.autograd.grad((out, lse), leaves, (dout, lse_gradient(dout)))
-        return out.detach(), lse.detach(), *grads
-
-    results = simulate(layout.size, work)
-    joined = [layout.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
-    return [*joined, *(sum(shares) for shares in zip(*(r[5:] for r in results), strict=True))]
+    given = {"causal": "mask" not in options, "dlse": lse_gradient(tensors[-1])}
+    return ring_results(layout, tensors, tensors[0].shape[-1] ** -0.5, inner, **given | options)
 
 
 def expected(tensors, cu_seqlens, sparse, sinks=None):
@@ -444,18 +429,8 @@ def test_wrong_constants_are_refused(constants, message):
 
 
 def test_constants_are_those_of_a_config_and_print():
-    released = {
-        "kernel_size": 32,
-        "kernel_stride": 16,
-        "init_blocks": 1,
-        "block_size": 64,
-        "window_size": 2048,
-        "topk": 64,
-        "use_nope": False,
-        "dense_len": 8192,
-    }
-    assert InfLLMV2.from_dict(released) == InfLLMV2()
-    assert InfLLMV2().to_dict() == released
+    assert InfLLMV2.from_dict(RELEASED) == InfLLMV2()
+    assert InfLLMV2().to_dict() == RELEASED
     assert "topk=64" in str(InfLLMV2())
     with pytest.raises(ValueError, match=r"got \['top_k'\]"):
         InfLLMV2.from_dict({"top_k": 3})
@@ -630,8 +605,26 @@ def test_other_dtypes_stay_near_the_definition(dtype, bound, seed):
     assert max(found.values()) < bound, (case, found)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_layers_are_sparse_and_generate_sparsely(size):
+def over_ranks(size, layer, x, cos, sin):
+    """Return the whole output of a layer that simulated ranks share."""
+    layout = Layout.zigzag(x.shape[1], size)
+
+    def work(ring):
+        part = copy.deepcopy(layer)
+        part.attach(SequenceParallel(ring.rank, size, process_group=ring))
+        shards = (layout.shard(t, ring.rank, d) for t, d in ((x, 1), (cos, 0), (sin, 0)))
+        return part(*shards)
+
+    return layout.unshard(simulate(size, work))
+
+
+def in_pieces(layer, x, cos, sin, cache):
+    """Return a layer's output for 70 tokens that continue a cache, some at a time."""
+    cuts = itertools.pairwise((0, 3, 50, 69, 70))
+    return torch.cat([layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in cuts], 1)
+
+
+def test_layers_are_sparse_and_generate_sparsely():
     """New tokens attend to a cache as the last tokens of the whole sequence do."""
     torch.manual_seed(0)
     layer = BurstAttention(32, 4, 2, 8, sparse=SMALL, sinks=True).double()
@@ -642,23 +635,9 @@ def test_layers_are_sparse_and_generate_sparsely(size):
     dense = BurstAttention(32, 4, 2, 8, sinks=True).double()
     dense.load_state_dict(layer.state_dict())
     assert not torch.allclose(whole, dense(x, cos, sin))
-    if size == 1:
-        for cache in (Cache(), SummingCache()):
-            pieces = [
-                layer(x[:, a:b], cos[a:b], sin[a:b], cache)
-                for a, b in ((0, 3), (3, 50), (50, 69), (69, 70))
-            ]
-            assert (torch.cat(pieces, 1) - whole).abs().max() < EXACT
-        return
-    layout = Layout.zigzag(70, size)
-
-    def work(ring):
-        part = copy.deepcopy(layer)
-        part.attach(SequenceParallel(ring.rank, size, process_group=ring))
-        shards = (layout.shard(t, ring.rank, d) for t, d in ((x, 1), (cos, 0), (sin, 0)))
-        return part(*shards)
-
-    assert (layout.unshard(simulate(size, work)) - whole).abs().max() < EXACT
+    for cache in (Cache(), SummingCache()):
+        assert (in_pieces(layer, x, cos, sin, cache) - whole).abs().max() < EXACT
+    assert (over_ranks(2, layer, x, cos, sin) - whole).abs().max() < EXACT
 
 
 def test_a_layer_chooses_by_queries_and_keys_before_rotation():
@@ -672,37 +651,15 @@ def test_a_layer_chooses_by_queries_and_keys_before_rotation():
     by_rotated, _ = oracle(q, k, v, (0, 70), SMALL)
     assert not torch.allclose(exact, by_rotated)
     exact = layer.o_proj(exact.flatten(1))
-
-    def work(ring):
-        part, layout = copy.deepcopy(layer), Layout.zigzag(70, 2)
-        part.attach(SequenceParallel(ring.rank, 2, process_group=ring))
-        shards = (layout.shard(t, ring.rank, d) for t, d in ((x, 1), (cos, 0), (sin, 0)))
-        return part(*shards)
-
-    found = Layout.zigzag(70, 2).unshard(simulate(2, work))[0]
-    assert (found - exact).abs().max() < EXACT
-    cache = SummingCache()
-    pieces = [
-        layer(x[:, a:b], cos[a:b], sin[a:b], cache)
-        for a, b in ((0, 3), (3, 50), (50, 69), (69, 70))
-    ]
-    assert (torch.cat(pieces, 1)[0] - exact).abs().max() < EXACT
+    for found in (
+        over_ranks(2, layer, x, cos, sin),
+        in_pieces(layer, x, cos, sin, SummingCache()),
+    ):
+        assert (found[0] - exact).abs().max() < EXACT
     with pytest.raises(ValueError, match=r"expected a SparseKVCache .* got Cache"):
         layer(x, cos, sin, Cache())
     with pytest.raises(ValueError, match=r"expected choose_by with .* got none"):
         layer.attend(*layer.project(x, cos, sin), SummingCache())
-
-
-class Cache:
-    """Keys and values of one layer."""
-
-    def __init__(self):
-        self.kv = None
-
-    def extend(self, layer, k, v):
-        both = torch.stack((k, v))
-        self.kv = both if self.kv is None else torch.cat((self.kv, both), 2)
-        return tuple(self.kv)
 
 
 class SummingCache(Cache):

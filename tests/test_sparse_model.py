@@ -14,22 +14,12 @@ from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 from models.hf_config import config_from_hf, config_to_hf
-from tests.sparse import llama_config, record_choices
+from tests.sparse import RELEASED, llama_config, record_choices
 from tests.test_sparse import SMALL
 from train.data.batches import sparse_keys
 from train.run.measure import step_flops
 
 TINY = CPMConfig(40, 32, 48, 2, 4, 2, 8, scale_emb=12.0, scale_depth=1.4, sparse=SMALL)
-RELEASED = {
-    "kernel_size": 32,
-    "kernel_stride": 16,
-    "init_blocks": 1,
-    "block_size": 64,
-    "window_size": 2048,
-    "topk": 64,
-    "use_nope": False,
-    "dense_len": 8192,
-}
 
 
 def test_sparse_config_is_read_and_written():
