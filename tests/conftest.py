@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -74,6 +75,14 @@ def modules_in_a_folder(tmp_path, monkeypatch) -> None:
     """Let transformers copy a folder's code, which it does before an import, into tmp_path."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "modules")
     monkeypatch.syspath_prepend(tmp_path / "modules")
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """Make a torch.distributed world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -159,12 +168,11 @@ LONGEST = (  # files that take ten seconds or more, by how long they take
 
 
 LONGEST_RANKS = (  # tests that start ranks on GPUs, by how long they take
-    "test_ring_with_a_bias_equals_dense",
+    "test_ring_with_learned_scores_equals_dense",
     "test_enabled_models_equal_those_of_one_gpu",
     "test_ring_equals_dense",
     "test_a_compiled_model_of_several_ranks_takes_every_length",
     "test_on_gpus",
-    "test_ring_with_a_softcap_and_sinks_equals_dense",
 )
 
 

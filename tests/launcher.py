@@ -55,6 +55,15 @@ def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
+def run_in_turn(size: int, *works: Callable) -> list[list]:
+    """Run several works on the same processes, as by `run_ranks`. Return the results of each."""
+    return [list(results) for results in zip(*run_ranks(size, _do_in_turn, works), strict=True)]
+
+
+def _do_in_turn(rank: int, works: Sequence[Callable]) -> list:
+    return [work(rank) for work in works]
+
+
 def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 600, **options):
     """Run a script with its arguments on `size` ranks under torchrun.
 

@@ -16,6 +16,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.transport.simulator import SimulatedRing
 from bmt_burst.transport.sockets import SocketMessenger
+from tests.reference import attention_errors
 
 
 def cpu_kernels(spec: Spec) -> list[str]:
@@ -41,31 +42,83 @@ def ring_results(
     The ring is double with `inner` ranks a host. With dlse (B, H, S), gradients are those of both
     results. With `strided`, ranks get transposed tensors.
     """
-    learned = {
-        name: options.pop(name) for name in ("bias", "sinks") if options.get(name) is not None
-    }
+    arguments = {"layout": whole, **options}
 
     def work(ring):
-        q, k, v, dout = (whole.shard(x, ring.rank) for x in tensors)
+        shards = [whole.shard(x, ring.rank) for x in tensors]
         if strided:
-            q, k, v, dout = (
-                x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout)
-            )
-        for x in (q, k, v):
-            x.requires_grad_()
-        mine = {name: x.detach().requires_grad_() for name, x in learned.items()}
-        arguments = {"layout": whole, **mine, **options, **ring_arguments(ring, inner or ring.size)}
-        out, lse = burst_attn_func(q, k, v, scale, return_lse=True, **arguments)
-        results, given = [out], [dout]
-        if dlse is not None:
-            results.append(lse)
-            given.append(whole.shard(dlse, ring.rank, dim=2))
-        grads = torch.autograd.grad(results, (q, k, v, *mine.values()), given)
-        return out.detach(), lse.detach(), *grads
+            shards = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
+        own = None if dlse is None else whole.shard(dlse, ring.rank, dim=2)
+        groups = ring_arguments(ring, inner or ring.size)
+        return shard_results(shards, scale, own, **arguments, **groups)
 
     results = simulate(whole.size, work)
     joined = [whole.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
     return [*joined, *(sum(shares) for shares in zip(*(r[5:] for r in results), strict=True))]
+
+
+def ring_output(whole: Layout, tensors: Sequence[Tensor], scale=None, **options) -> Tensor:
+    """Return the whole output of a simulated single ring for q, k and v."""
+
+    def work(ring):
+        shards = [whole.shard(x, ring.rank) for x in tensors]
+        return burst_attn_func(*shards, scale, process_group=ring, **{"layout": whole, **options})
+
+    return whole.unshard(simulate(whole.size, work))
+
+
+def shard_results(
+    shards: Sequence[Tensor], scale: float, dlse: Tensor | None = None, **options
+) -> list[Tensor]:
+    """Return a rank's out, lse, dq, dk, dv, and its share of the gradients of a bias and sinks.
+
+    `shards` are its q, k, v and output gradient. A call must leave its inputs as they are.
+    """
+    kept = [x.clone() for x in shards]
+    learned = {
+        name: options.pop(name).detach()
+        for name in ("bias", "sinks")
+        if options.get(name) is not None
+    }
+    *qkv, dout = (x.detach() for x in shards)
+    inputs = [x.requires_grad_() for x in (*qkv, *learned.values())]
+    out, lse = burst_attn_func(*qkv, scale, return_lse=True, **learned, **options)
+    results, given = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    grads = torch.autograd.grad(results, inputs, given)
+    for x, before in zip(shards, kept, strict=True):
+        assert x.allclose(before, rtol=0, atol=0, equal_nan=True)
+    return [out.detach(), lse.detach(), *grads]
+
+
+def rank_results(
+    rank: int,
+    whole: Layout,
+    tensors: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    scale: float,
+    **options,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return this rank's results of a call, and its part of the whole `expected` ones.
+
+    `options` are those of burst_attn_func. Gradients of a bias and sinks stay whole.
+    """
+    shards = [whole.shard(x, rank) for x in tensors]
+    got = shard_results(shards, scale, **{"layout": whole, **options})
+    parts = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(expected[:5])]
+    return got, [*parts, *expected[5:]]
+
+
+def worst_rank_error(
+    rank: int,
+    whole: Layout,
+    tensors: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    scale: float,
+    **options,
+) -> float:
+    """Return the largest of attention_errors of `rank_results`."""
+    got, own = rank_results(rank, whole, tensors, expected, scale, **options)
+    return max(attention_errors(got, own, tensors[3], scale).values())
 
 
 def problem(mask: Mask, layout: Layout, inner: int | None = None, **changes) -> Problem:

@@ -22,7 +22,7 @@ from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
 from bmt_burst.transport import ALONE, Transport, sockets
 from tests.cases import random_qkv
-from tests.launcher import run_ranks
+from tests.launcher import run_in_turn, run_ranks
 
 
 def call(group, tokens: int = 6, backward: str = "auto"):
@@ -110,9 +110,14 @@ def out_of_step(rank: int) -> list[list[str]]:
     return [case(rank, dist.new_group([0, 1]), *arguments) for case, *arguments in cases]
 
 
-def test_ranks_out_of_step_all_raise():
-    results = run_ranks(2, out_of_step)
-    for rank, [orders, *breaks] in enumerate(results):
+@pytest.fixture(scope="module")
+def found() -> list[list]:
+    """What two ranks find in works that have groups of their own."""
+    return run_in_turn(2, what_is_left, out_of_step, unprepared)
+
+
+def test_ranks_out_of_step_all_raise(found):
+    for rank, [orders, *breaks] in enumerate(found[1]):
         first, skipped, failed = orders
         assert first == (
             "RanksDisagree: ranks do not do the same: rank 0 begins the backward of call 1, "
@@ -243,8 +248,8 @@ def fail(*_, **__) -> None:
     raise MemoryError("no memory left")
 
 
-def test_a_rank_that_cannot_prepare_what_it_agreed_on_keeps_nobody_waiting():
-    for first, second in zip(*run_ranks(2, unprepared), strict=True):
+def test_a_rank_that_cannot_prepare_what_it_agreed_on_keeps_nobody_waiting(found):
+    for first, second in zip(*found[2], strict=True):
         assert first[0] == second[0] == second[1] == "MemoryError: no memory left"
         assert first[1].startswith(
             "RankFailed: rank 1 of the group failed in call 1: MemoryError: no memory left"
@@ -318,41 +323,27 @@ def test_who_does_not_make_the_first_call_is_named():
     assert second[1] == f"{second[0]}; its group is unusable"
 
 
-GRIDS = {
+GRIDS = {  # the groups of hosts, and of places
     "crossed": [[(0, 1), (2, 3)], [(0, 3), (1, 2)]],
     "uneven": [[(0, 1, 2), (3,)], [(0, 3), (1,), (2,)]],
     "two grids": [[(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2), (1, 7), (4, 6), (5, 3)]],
+    "swapped on rank 0": [[(0, 1), (2, 3)], [(0, 2), (1, 3)]],
+    "swapped on rank 3": [[(0, 1, 2), (3, 4, 5)], [(0, 3), (1, 4), (2, 5)]],
 }
 
 
-@pytest.mark.parametrize("name", list(GRIDS))
+@pytest.mark.parametrize("name", GRIDS)
 def test_groups_that_are_no_grid_are_refused_on_every_rank(name):
-    intras, inters = GRIDS[name]
-
     def work(ring):
-        intra, inter = (next(g for g in groups if ring.rank in g) for groups in (intras, inters))
+        groups = [next(g for g in groups if ring.rank in g) for groups in GRIDS[name]]
+        if name == f"swapped on rank {ring.rank}":
+            groups.reverse()
         q = torch.zeros(1, 6, 2, 8)
         with pytest.raises(ValueError, match="double_group must be a grid"):
-            burst_attn_func(q, q, q, double_group=(ring.subring(intra), ring.subring(inter)))
+            burst_attn_func(q, q, q, double_group=tuple(map(ring.subring, groups)))
         return True
 
-    assert all(simulate(sum(map(len, intras)), work))
-
-
-@pytest.mark.parametrize(("inner", "swapped"), [(2, 0), (3, 3)])
-def test_a_rank_that_swaps_the_groups_is_an_error_on_every_rank(inner, swapped):
-    def work(ring):
-        host, place = divmod(ring.rank, inner)
-        groups = (
-            ring.subring(range(host * inner, host * inner + inner)),
-            ring.subring(range(place, 2 * inner, inner)),
-        )
-        q = torch.zeros(1, 6, 2, 8)
-        with pytest.raises(ValueError, match="double_group must be a grid"):
-            burst_attn_func(q, q, q, double_group=groups[::-1] if ring.rank == swapped else groups)
-        return True
-
-    assert simulate(2 * inner, work) == [True] * 2 * inner
+    assert all(simulate(sum(map(len, GRIDS[name][0])), work))
 
 
 def test_a_model_is_attached_with_all_its_layers():
@@ -381,8 +372,8 @@ def what_is_left(rank: int) -> dict[str, list[int]]:
     return counts
 
 
-def test_groups_that_came_and_went_leave_nothing():
-    for counts in run_ranks(2, what_is_left):
+def test_groups_that_came_and_went_leave_nothing(found):
+    for counts in found[0]:
         assert counts["files"][0] == counts["files"][-1]
         assert counts["threads"][0] == counts["threads"][-1]
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import MistralConfig, MistralForCausalLM
 
 from bmt_burst.compat.ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params
-from tests.launcher import run_ranks
+from tests.launcher import run_in_turn
 from tests.reference import relative_error
 
 BOUND = 1e-5  # rounding of fp32, through two layers
@@ -56,11 +56,6 @@ def of_a_model(rank):
     return [relative_error(x, y) for x, y in zip([out, *grads], [own[3], *exact], strict=True)]
 
 
-def test_logits_and_gradients_are_those_of_each_document_alone():
-    for found in run_ranks(2, of_a_model):
-        assert max(found) < BOUND
-
-
 def misuse(rank):
     model, tokens = made(), torch.ones(1, 8, dtype=torch.long)
     model.config._attn_implementation = "flash_attention_2"
@@ -87,7 +82,10 @@ def misuse(rank):
     return errors
 
 
-def test_wrong_calls_are_refused():
+def test_logits_and_gradients_are_those_of_each_document_alone_and_wrong_calls_are_refused():
+    misused, errors_of_ranks = run_in_turn(2, misuse, of_a_model)
+    for errors in errors_of_ranks:
+        assert max(errors) < BOUND
     expected = [
         "call update_ring_flash_attn_params before a model",
         "cu_seqlens must be (0, ",
@@ -99,6 +97,6 @@ def test_wrong_calls_are_refused():
         "expected dropout_p=0",
         "does not support a sparse_config",
     ]
-    for errors in run_ranks(2, misuse):
+    for errors in misused:
         for line, part in zip(errors, expected, strict=True):
             assert part in line

@@ -11,7 +11,8 @@ from bmt_burst import Layout, Mask, burst_attn_func, init_sequence_parallel
 from bmt_burst.ranks.groups import _count_ranks_a_host
 from tests.cases import random_layout, random_mask, random_qkv
 from tests.launcher import run_ranks
-from tests.reference import attention_errors, dense_attention, dense_results, relative_error
+from tests.reference import dense_results
+from tests.rings import worst_rank_error
 from tests.test_collectives import error_of_sums
 
 RANDOM_MASKS = 12
@@ -24,22 +25,13 @@ def worst_error(groups: dict, rank: int, size: int) -> float:
         chance = random.Random(seed)
         mask = random_mask(chance, 29)
         whole = random_layout(chance, mask, size)
-        options = {"mask": mask, "layout": whole, "backward": chance.choice(("q", "kv"))}
+        options = {"mask": mask, "backward": chance.choice(("q", "kv"))}
         if "double_group" not in groups:
             options["strategy"] = chance.choice(("ring", "all-gather", "ulysses"))
-        worst = max(worst, error(groups, rank, mask, whole, options))
+        tensors = random_qkv(2, 29, 4, 2, 8, seed=29)
+        call = rank, whole, tensors, dense_results(mask, tensors, 0.3), 0.3
+        worst = max(worst, worst_rank_error(*call, **options, **groups))
     return worst
-
-
-def error(groups: dict, rank: int, mask: Mask, whole: Layout, options: dict) -> float:
-    """Return the largest relative error of this rank's shards of out, lse, dq, dk, dv."""
-    tensors = random_qkv(2, mask.seq_len, 4, 2, 8, seed=mask.seq_len)
-    shards = [whole.shard(x, rank).requires_grad_() for x in tensors[:3]]
-    out, lse = burst_attn_func(*shards, 0.3, return_lse=True, **options, **groups)
-    got = [out, lse, *torch.autograd.grad(out, shards, whole.shard(tensors[3], rank))]
-    dense = dense_results(mask, tensors, 0.3)
-    expected = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(dense)]
-    return max(attention_errors(got, expected, tensors[3], 0.3).values())
 
 
 def equality(rank: int) -> list[float]:
@@ -58,6 +50,9 @@ def equality(rank: int) -> list[float]:
     if size == 4:
         sp = init_sequence_parallel(4, inner_size=2)
         errors.append(worst_error({"double_group": sp.double_group}, rank, size))
+        for ulysses_size in (1, 2, 4):  # each way in which a rank may be alone
+            groups = init_sequence_parallel(4, ulysses_size=ulysses_size).groups
+            errors.append(worst_error({**groups, "strategy": "usp"}, rank, size))
         sp = init_sequence_parallel(2)
         assert (sp.rank, sp.size) == (rank % 2, 2)
         errors.append(worst_error({"process_group": sp.process_group}, sp.rank, 2))
@@ -107,8 +102,8 @@ def misuse(rank: int) -> list[str]:
     for x, message in (
         (torch.zeros(2 + rank, 3), "rank 1's x, .* got \\[3, 3\\]|rank 0's x, .* got \\[2, 3\\]"),
         (
-            torch.zeros(2, 3, dtype=(torch.int64, torch.int32)[rank]),
-            "ranks differ in unshard's arguments",
+            torch.zeros(2, 3).to((torch.int64, torch.int32)[rank]),
+            "ranks differ in unshard's argument",
         ),
         (
             torch.zeros(2, 3 - rank),
@@ -120,8 +115,6 @@ def misuse(rank: int) -> list[str]:
     for arguments in ({"sp_size": 2 - rank}, {"sp_size": 2, "layout": ("zigzag", "striped")[rank]}):
         with pytest.raises(ValueError, match="ranks differ in init_sequence_parallel's arguments"):
             init_sequence_parallel(**arguments)
-    with pytest.raises(ValueError, match="must be a grid of hosts and places"):
-        burst_attn_func(q, k, v, double_group=(dist.group.WORLD, dist.group.WORLD))
     return messages
 
 
@@ -152,10 +145,9 @@ def lengths_that_look_alike(rank: int) -> list[float]:
 
 
 def worst_error_of(tokens: int, rank: int) -> float:
-    whole = Layout.zigzag(tokens, 2)
-    tensors = random_qkv(1, tokens, 2, 2, 8)[:3]
-    out = burst_attn_func(*(whole.shard(x, rank) for x in tensors), 0.3, causal=True)
-    return relative_error(out, whole.shard(dense_attention(*tensors, True, 0.3)[0], rank))
+    whole, tensors = Layout.zigzag(tokens, 2), random_qkv(1, tokens, 2, 2, 8)
+    exact = dense_results(Mask.causal(tokens), tensors, 0.3)
+    return worst_rank_error(rank, whole, tensors, exact, 0.3, causal=True, layout="zigzag")
 
 
 def test_calls_are_not_confused_with_those_that_look_alike_here():

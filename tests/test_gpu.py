@@ -34,6 +34,7 @@ from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import call_tensors, moved, named_calls, random_bias, random_qkv
 from tests.launcher import GPUS, RANKS, ROOT, needs_ranks, run_ranks
 from tests.reference import dense_results, kernel_errors, relative_error
+from tests.rings import rank_results
 from tests.test_collectives import error_of_sums
 
 pytestmark = [pytest.mark.gpu, needs_ranks(1)]
@@ -61,20 +62,12 @@ def cuda_qkv(*shape, dtype=torch.bfloat16, seed=0):
     return [x.cuda() for x in random_qkv(*shape, dtype, seed)]
 
 
-def check_call(
-    name,
-    kind,
-    heads,
-    kv_heads,
-    head_size,
-    batch=2,
-    dtype=torch.bfloat16,
-    spec=SPEC,
-    lse_bound=1e-5,
-    **options,
-):
+def check_call(name, kind, heads, kv_heads, head_size, spec=SPEC, lse_bound=1e-5, **options):
+    dtype = torch.bfloat16
     call = named_calls(100)[kind]  # without what was made for it before
-    tensors = [x.cuda() for x in call_tensors(call, batch, heads, kv_heads, head_size, dtype)]
+    tensors = [x.cuda() for x in call_tensors(call, 2, heads, kv_heads, head_size, dtype)]
+    for x in tensors[2:] if spec.value_size else ():
+        x[..., spec.value_size :] = 0.0
     errors = kernel_errors(usable(name, *tensors[:2], spec), call, tensors, spec, **options)
     assert errors.pop("lse") < lse_bound
     assert max(errors.values()) < MERGED * BOUNDS[dtype], errors
@@ -85,15 +78,9 @@ def check_call(
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_fa4_computes_values_with_heads_of_their_own(kind, head_size, value_size, kv_heads):
     """Without their zeros if there are as many heads of k as of q."""
-    call, spec = named_calls(100)[kind], dataclasses.replace(SPEC, value_size=value_size)
-    tensors = [x.cuda() for x in call_tensors(call, 2, 8, kv_heads, head_size, torch.bfloat16)]
-    for x in tensors[2:]:
-        x[..., value_size:] = 0.0
-    kernel = usable("fa4", *tensors[:2], spec)
+    spec = dataclasses.replace(SPEC, value_size=value_size)
     for with_delta in (False, True):
-        errors = kernel_errors(kernel, call, tensors, spec, with_delta)
-        assert errors.pop("lse") < 1e-5
-        assert max(errors.values()) < MERGED * BOUNDS[torch.bfloat16], errors
+        check_call("fa4", kind, 8, kv_heads, head_size, spec=spec, with_delta=with_delta)
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -111,16 +98,8 @@ def test_calls_with_a_softcap(name, kind, heads, kv_heads, head_size):
     """
     spec, bound = Spec(0.1, softcap=2.0), 1e-5 if name == "triton" else 2e-4
     for with_delta in (False, True):
-        check_call(
-            name,
-            kind,
-            heads,
-            kv_heads,
-            head_size,
-            spec=spec,
-            lse_bound=bound,
-            with_delta=with_delta,
-        )
+        options = {"spec": spec, "lse_bound": bound, "with_delta": with_delta}
+        check_call(name, kind, heads, kv_heads, head_size, **options)
 
 
 @pytest.mark.parametrize(
@@ -193,19 +172,20 @@ def test_no_kernel_waits_for_the_gpu(name, kind):
     torch.cuda.synchronize()
 
 
-def ring_call(shards, dout, **options):
-    """This rank's out, lse, dq, dk, dv; asserts that inputs stay as they are."""
-    before = [x.detach().clone() for x in shards]
-    out, lse = burst_attn_func(*shards, 0.1, return_lse=True, **options)
-    grads = torch.autograd.grad(out, shards, dout)
-    assert all(a.equal(b) for a, b in zip(shards, before, strict=True))
-    return [out.detach(), lse, *grads]
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dlearned")
 
 
-def cut_results(whole: Layout, results, rank: int) -> list[torch.Tensor]:
-    """This rank's part of out, lse, dq, dk and dv; gradients of parameters stay whole."""
-    parts = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(results[:5])]
-    return [*parts, *results[5:]]
+def call_errors(name: str, rank: int, whole: Layout, tensors, exact, **options) -> dict[str, float]:
+    """The errors of this rank's results, and of the gradients of a bias or sinks over all ranks."""
+    got, own = rank_results(rank, whole, tensors, exact, 0.1, **options)
+    for share in got[5:]:
+        dist.all_reduce(share)
+    # an lse of padding is -inf
+    pairs = [[x.nan_to_num(neginf=0.0) for x in pair] for pair in zip(got, own, strict=True)]
+    return {
+        f"{result} {name}": relative_error(*pair)
+        for result, pair in zip(RESULTS, pairs, strict=False)
+    }
 
 
 def rings(size: int) -> dict[str, dict]:
@@ -255,10 +235,7 @@ def equality(rank: int, size: int) -> dict[str, float]:
             else Layout.named(layout, tokens, size)
         )
         tensors = cuda_qkv(2, tokens, heads, kv_heads, 64)
-        *shards, dout = (whole.shard(x, rank) for x in tensors)
-        shards = [x.requires_grad_() for x in shards]
         exact = dense_results(visible, tensors, 0.1)
-        expected = cut_results(whole, exact, rank)
         # q and dout of a kv head
         two_blocks = 2 * 2 * tensors[0][:, : -(-tokens // size), : heads // kv_heads].nbytes
         sizes = (two_blocks, 1 << 30)
@@ -266,20 +243,13 @@ def equality(rank: int, size: int) -> dict[str, float]:
         if size > 2:  # of many ranks on a GPU each call takes long
             ways = [ways[index % 2], ways[3 - index % 2]]
         for (ring, group), (backward, group_bytes) in itertools.product(groups.items(), ways):
-            options = {
-                "layout": whole,
-                "mask": visible,
-                "backward": backward,
-                "group_bytes": group_bytes,
-            }
-            got = ring_call(shards, dout, **options, **group)
+            options = {"mask": visible, "backward": backward, "group_bytes": group_bytes, **group}
             name = f"{ring} {layout} {mask} {backward} {heads}:{kv_heads} {tokens} {group_bytes}"
-            errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
+            errors |= call_errors(name, rank, whole, tensors, exact, **options)
         for strategy in ("one-call", "ulysses"):
-            group = groups["by copy engines"]
-            got = ring_call(shards, dout, layout=whole, mask=visible, strategy=strategy, **group)
+            options = {"mask": visible, "strategy": strategy, **groups["by copy engines"]}
             name = f"{strategy} {layout} {mask} {heads}:{kv_heads} {tokens}"
-            errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
+            errors |= call_errors(name, rank, whole, tensors, exact, **options)
     return errors
 
 
@@ -335,35 +305,14 @@ def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float
             config.num_bias_rows, heads[0], generator=torch.Generator().manual_seed(1)
         ).cuda()
         exact = dense_results(scores.mask, tensors, 0.1, scores.dense(), table)
-        expected = cut_results(whole, exact, rank)
-        *shards, dout = (whole.shard(x, rank) for x in tensors)
-        shards, bias = [x.requires_grad_() for x in shards], table.requires_grad_()
         ways = [
             {**group, "backward": backward} for group in groups.values() for backward in ("q", "kv")
         ]
         for number, way in enumerate([*ways, {**groups["by copy engines"], "strategy": "ulysses"}]):
-            out, lse = burst_attn_func(
-                *shards, 0.1, return_lse=True, layout=whole, scores=scores, bias=bias, **way
-            )
-            *grads, dtable = torch.autograd.grad(out, (*shards, bias), dout)
-            dist.all_reduce(dtable)
-            names, got = ("out", "lse", "dq", "dk", "dv", "dtable"), (out, lse, *grads, dtable)
-            for name, *pair in zip(names, got, expected, strict=True):
-                mine, other = (x.nan_to_num(neginf=0.0) for x in pair)  # lse of padding
-                errors[f"{name} {layout} {heads} {number}"] = relative_error(mine, other)
+            options = {"scores": scores, "bias": table, **way}
+            name = f"{layout} {heads} {number}"
+            errors |= call_errors(name, rank, whole, tensors, exact, **options)
     return errors
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("size", [pytest.param(size, marks=needs_ranks(size)) for size in (2, 4)])
-def test_ring_with_a_bias_equals_dense(size):
-    for errors in run_ranks(size, biased_equality, size, backend="nccl"):
-        for name, error in errors.items():
-            # The table's gradient is a sum of terms of either sign, of which each is rounded as dv
-            # is.
-            assert (
-                error < (4 if name.startswith("dtable") else 1.2 * MERGED) * BOUNDS[torch.bfloat16]
-            ), (name, error)
 
 
 def capped_equality(rank: int, size: int, tokens: int = 1024) -> dict[str, float]:
@@ -374,44 +323,30 @@ def capped_equality(rank: int, size: int, tokens: int = 1024) -> dict[str, float
         cuda_qkv(2, tokens, 8, 2, 64),
         torch.randn(8, generator=torch.Generator().manual_seed(1)).cuda(),
     )
-    shards = [whole.shard(x, rank) for x in tensors]
     for softcap in (None, 2.0):
         exact = dense_results(mask, tensors, 0.1, softcap=softcap, sinks=sinks)
-        expected = cut_results(whole, exact, rank)
         kinds = ("auto", "triton") if softcap else HALVES
         spec = Spec(0.1, softcap=softcap)
         for flash, strategy in itertools.product(kinds, ("ring", "ulysses")):
-            if flash != "auto" and kernels.load(flash).refuses(spec, *shards[:2]):
+            if flash != "auto" and kernels.load(flash).refuses(spec, *tensors[:2]):
                 continue
-            inputs = [x.detach().requires_grad_() for x in (*shards[:3], sinks)]
-            options = {
-                "softcap": softcap,
-                "flash": flash,
-                "strategy": strategy,
-                "layout": whole,
-                "mask": mask,
-                **group,
-            }
-            out, lse = burst_attn_func(
-                *inputs[:3], 0.1, sinks=inputs[3], return_lse=True, **options
-            )
-            *grads, dsinks = torch.autograd.grad(out, inputs, shards[3])
-            dist.all_reduce(dsinks)
-            names, got = ("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads, dsinks)
-            for name, *pair in zip(names, got, expected, strict=True):
-                errors[f"{name} {softcap} {flash} {strategy}"] = relative_error(*pair)
+            options = {"softcap": softcap, "sinks": sinks, "mask": mask, **group}
+            options |= {"flash": flash, "strategy": strategy}
+            name = f"{softcap} {flash} {strategy}"
+            errors |= call_errors(name, rank, whole, tensors, exact, **options)
     return errors
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [pytest.param(size, marks=needs_ranks(size)) for size in (2, 4)])
-def test_ring_with_a_softcap_and_sinks_equals_dense(size):
-    for errors in run_ranks(size, capped_equality, size, backend="nccl"):
+@pytest.mark.parametrize(("work", "learned"), [(biased_equality, 4), (capped_equality, 2)])
+def test_ring_with_learned_scores_equals_dense(work, learned, size):
+    """The gradient of a table or of sinks is a sum of terms of either sign, each rounded as dv."""
+    for errors in run_ranks(size, work, size, backend="nccl"):
         for name, error in errors.items():
-            # Sinks round out once more, and their gradient is a sum of terms of either sign.
-            assert (
-                error < (2 if name.startswith("dsinks") else 1.2 * MERGED) * BOUNDS[torch.bfloat16]
-            ), (name, error)
+            # sinks round out once more
+            factor = learned if name.startswith("dlearned") else 1.2 * MERGED
+            assert error < factor * BOUNDS[torch.bfloat16], (name, error)
 
 
 def first_of_few(rank: int, size: int) -> dict[str, float]:
@@ -422,15 +357,10 @@ def first_of_few(rank: int, size: int) -> dict[str, float]:
     visible = Mask.documents((0, tokens * (size - 1) // size, tokens))
     whole = Layout.contiguous(tokens, size)
     tensors = cuda_qkv(1, tokens, 4, 4, 64)
-    *shards, dout = (whole.shard(x, rank) for x in tensors)
     transport = TorchTransport(sp.process_group, engine_use="never")
-    group = {"process_group": transport, "strategy": "ring"}
-    got = ring_call([x.requires_grad_() for x in shards], dout, layout=whole, mask=visible, **group)
+    options = {"mask": visible, "process_group": transport, "strategy": "ring"}
     exact = dense_results(visible, tensors, 0.1)
-    expected = cut_results(whole, exact, rank)
-    return {
-        str(i): relative_error(a, b) for i, (a, b) in enumerate(zip(got, expected, strict=True))
-    }
+    return call_errors("first", rank, whole, tensors, exact, **options)
 
 
 @pytest.mark.ranks

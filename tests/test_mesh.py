@@ -9,28 +9,29 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bmt_burst import SequenceParallel, burst_attn_func, init_sequence_parallel, nn
+from bmt_burst import (
+    Layout,
+    Mask,
+    SequenceParallel,
+    burst_attn_func,
+    init_sequence_parallel,
+    nn,
+)
 from bmt_burst.ranks.sequence_parallel import DetachedGroups
 from tests.cases import random_qkv
-from tests.launcher import run_ranks
-from tests.reference import dense_attention, relative_error
+from tests.launcher import run_in_turn
+from tests.reference import dense_results, relative_error
+from tests.rings import worst_rank_error
 
 TOKENS = 37
 
 
 def error(rank: int, sp: SequenceParallel, groups: dict) -> float:
-    """Of this rank's part of causal attention over the ranks of `groups`, and of q's gradient,
-    against one process.
-    """
-    tensors = [x.requires_grad_() for x in random_qkv(1, TOKENS, 4, 2, 8, seed=rank)[:3]]
-    whole, _ = dense_attention(*tensors, True, 8**-0.5)
-    [expected] = torch.autograd.grad(whole.sin().sum(), tensors[:1])
-    shards = [sp.shard(x.detach()).requires_grad_() for x in tensors]
-    out = burst_attn_func(*shards, causal=True, **groups)
-    out.sin().sum().backward()
-    return max(
-        relative_error(out, sp.shard(whole)), relative_error(shards[0].grad, sp.shard(expected))
-    )
+    """Return the worst error of this rank's part of causal attention over the ranks of `groups`."""
+    tensors = random_qkv(1, TOKENS, 4, 2, 8, seed=rank)
+    exact = dense_results(Mask.causal(TOKENS), tensors, 0.3)
+    layout = Layout.named(sp.layout, TOKENS, sp.size)
+    return worst_rank_error(sp.rank, layout, tensors, exact, 0.3, causal=True, **groups)
 
 
 def groups_of_calls(rank: int) -> list[float]:
@@ -47,11 +48,6 @@ def groups_of_calls(rank: int) -> list[float]:
         error(rank // 2, one, {"process_group": mesh["intra"]}),
         error(0, double, {"double_group": (mesh["intra"], mesh["inter"])}),
     ]
-
-
-def test_dimensions_of_a_mesh_are_groups_of_a_call():
-    for errors in run_ranks(4, groups_of_calls):
-        assert max(errors) < 1e-12
 
 
 def sequences_of_meshes(rank: int) -> list[float]:
@@ -93,11 +89,6 @@ def sequences_of_meshes(rank: int) -> list[float]:
     return errors
 
 
-def test_a_mesh_makes_a_sequence_parallel():
-    for errors in run_ranks(4, sequences_of_meshes):
-        assert max(errors) < 1e-12
-
-
 def sharded_training(rank: int) -> float:
     """The error of a gradient that FSDP2 has made over all ranks, whose sequences are shared over a
     mesh's "sp".
@@ -125,10 +116,6 @@ def sharded_training(rank: int) -> float:
     assert isinstance(torch.load(saved, weights_only=False), DetachedGroups)
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     return max(relative_error(4 * mine.grad.full_tensor(), other.grad) for mine, other in pairs)
-
-
-def test_fsdp2_goes_with_the_same_mesh():
-    assert max(run_ranks(4, sharded_training)) < 1e-12
 
 
 def misuse(rank: int) -> list[str]:
@@ -163,8 +150,26 @@ def misuse(rank: int) -> list[str]:
     return messages
 
 
-def test_misuse_of_a_mesh_is_an_error_on_all_ranks():
-    errors = run_ranks(4, misuse)
+@pytest.fixture(scope="module")
+def found() -> list[list]:
+    """What four ranks find in each of their works."""
+    return run_in_turn(4, groups_of_calls, sequences_of_meshes, sharded_training, misuse)
+
+
+def test_dimensions_of_a_mesh_are_groups_of_a_call(found):
+    assert max(map(max, found[0])) < 1e-12
+
+
+def test_a_mesh_makes_a_sequence_parallel(found):
+    assert max(map(max, found[1])) < 1e-12
+
+
+def test_fsdp2_goes_with_the_same_mesh(found):
+    assert max(found[2]) < 1e-12
+
+
+def test_misuse_of_a_mesh_is_an_error_on_all_ranks(found):
+    errors = found[3]
     alike = {
         0: "expected a mesh or sizes, got both: a mesh has a size",
         1: "expected a mesh or sizes, got both: a mesh has a size",

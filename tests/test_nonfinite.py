@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Layout, burst_attn_func, simulate
+from bmt_burst import Layout
 from tests.cases import random_qkv
 from tests.reference import dense_attention
-from tests.rings import CPU_KERNELS
+from tests.rings import CPU_KERNELS, ring_output, ring_results
 
 VALUES = [float("nan"), float("inf"), -float("inf")]
 
@@ -34,19 +34,10 @@ def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
     ):
         for at in (0, tokens // 2):
             (q, k, v, _), doubles = spoilt(tokens, name, at, value, dtype)
-            layout = Layout.zigzag(tokens, size)
-
-            def work(ring, layout=layout, tensors=(q, k, v), causal=causal):
-                mine = [layout.shard(x, ring.rank) for x in tensors]
-                return burst_attn_func(*mine, causal=causal, process_group=ring, flash=flash)
-
             expected, _ = dense_attention(*doubles, causal, 16**-0.5)
-            assert layout.unshard(simulate(size, work)).isnan().equal(expected.isnan()), (
-                tokens,
-                causal,
-                dtype,
-                at,
-            )
+            layout, options = Layout.zigzag(tokens, size), {"causal": causal, "flash": flash}
+            out = ring_output(layout, (q, k, v), **options)
+            assert out.isnan().equal(expected.isnan()), (tokens, causal, dtype, at)
 
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
@@ -54,17 +45,9 @@ def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
 @pytest.mark.parametrize("value", VALUES[1:])
 def test_gradients_of_a_query_that_is_not_finite_are_nan(flash, backward, causal, value):
     tokens, size = 12, 3
-    (*tensors, dout), _ = spoilt(tokens, "q", 5, value, torch.float32)
-    layout = Layout.zigzag(tokens, size)
-
-    def work(ring):
-        mine = [layout.shard(x, ring.rank).requires_grad_() for x in tensors]
-        out = burst_attn_func(
-            *mine, causal=causal, process_group=ring, backward=backward, flash=flash
-        )
-        return torch.autograd.grad(out, mine, layout.shard(dout, ring.rank))
-
-    dq, dk, dv = (layout.unshard(same) for same in zip(*simulate(size, work), strict=True))
+    tensors, _ = spoilt(tokens, "q", 5, value, torch.float32)
+    options = {"causal": causal, "backward": backward, "flash": flash}
+    *_, dq, dk, dv = ring_results(Layout.zigzag(tokens, size), tensors, 16**-0.5, **options)
     lost = torch.zeros_like(dq, dtype=torch.bool)
     lost[0, 5, 0] = True
     assert dq.isnan().equal(lost)
@@ -78,13 +61,7 @@ def test_scores_that_overflow_are_as_in_dense_attention():
     """Keys whose score is -inf count for nothing, and a query that sees no others gets NaN."""
     q, k, v, _ = random_qkv(1, 6, 1, 1, 8, torch.float32)
     q[...], k[0, :4] = 1e20, -1e20
-    layout = Layout.contiguous(6, 3)
-
-    def work(ring):
-        mine = [layout.shard(x, ring.rank) for x in (q, k, v)]
-        return burst_attn_func(*mine, causal=True, layout="contiguous", process_group=ring)
-
-    out = layout.unshard(simulate(3, work))
+    out = ring_output(Layout.contiguous(6, 3), (q, k, v), causal=True)
     assert out[0, :4].isnan().all()
     expected, _ = dense_attention(q, k, v, True, 8**-0.5)
     assert out.isnan().equal(expected.isnan())

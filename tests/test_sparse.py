@@ -38,7 +38,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.transport import ALONE
 from tests.cases import Cache, random_qkv
 from tests.reference import attention_errors
-from tests.rings import ring_results
+from tests.rings import ring_output, ring_results
 from tests.sparse import (
     RELEASED,
     Case,
@@ -59,6 +59,7 @@ SMALL = InfLLMV2(
 )
 BY_OTHERS = dataclasses.replace(SMALL, use_nope=True)
 SCORES = Scores.by_distance(Mask.causal(64), torch.zeros(3, dtype=torch.int32))
+BIASED = {"scores": SCORES, "bias": torch.zeros(1, 2).double()}
 KEYS = torch.ones(1, 32, 1, 8, dtype=torch.float64)
 QUERIES = KEYS.expand(1, 32, 2, 8)
 # float64 sums of some hundred terms of about 1
@@ -164,13 +165,7 @@ def test_a_batch_has_a_choice_for_each_row_and_sinks_enlarge_the_divisor():
 def test_rows_have_masks_of_their_own():
     tensors, rows = random_qkv(2, 60, 2, 1, 8), [(0, 60), (0, 13, 60)]
     masks = [Mask.documents(cu_seqlens) for cu_seqlens in rows]
-
-    def work(ring):
-        layout = Layout.zigzag(60, 2)
-        q, k, v, _ = (layout.shard(x, ring.rank) for x in tensors)
-        return burst_attn_func(q, k, v, mask=masks, process_group=ring, sparse=SMALL)
-
-    got = Layout.zigzag(60, 2).unshard(simulate(2, work))
+    got = ring_output(Layout.zigzag(60, 2), tensors[:3], mask=masks, sparse=SMALL)
     for row, cu_seqlens in enumerate(rows):
         exact, _ = oracle(*(x[row] for x in tensors[:3]), cu_seqlens, SMALL)
         assert (got[row] - exact).abs().max() < EXACT
@@ -229,13 +224,8 @@ def test_the_released_constants_are_sparse_from_8192_tokens_on(longest, is_dense
     mask = Mask.documents((0, 100, 100 + longest))
     tensors = random_qkv(1, mask.seq_len, 1, 1, 4, dtype=torch.float32)[:3]
     layout = Layout.zigzag(mask.seq_len, 2)
-
-    def work(ring, **options):
-        mine = [layout.shard(x, ring.rank) for x in tensors]
-        return burst_attn_func(*mine, mask=mask, process_group=ring, **options)
-
-    dense = layout.unshard(simulate(2, work))
-    got = layout.unshard(simulate(2, functools.partial(work, sparse=InfLLMV2())))
+    dense = ring_output(layout, tensors, mask=mask)
+    got = ring_output(layout, tensors, mask=mask, sparse=InfLLMV2())
     assert got.equal(dense) == is_dense
     assert torch.allclose(got[:, :6244], dense[:, :6244], atol=1e-5)
 
@@ -340,20 +330,14 @@ def test_packed_and_varlen_functions_are_sparse_too():
         ({"sparse": BY_OTHERS}, "choose_by together with use_nope"),
         ({"choose_by": (torch.ones(1), torch.ones(1))}, "expected queries of choose_by of shape"),
         ({"choose_by": torch.ones(1)}, "choose_by must be a pair of queries and keys, got Tensor"),
+        ({**BIASED, "causal": False}, "sparse or a bias, got both"),
         (
-            {"scores": SCORES, "bias": torch.zeros(1, 2).double(), "causal": False},
-            "sparse or a bias, got both",
+            {"sparse": BY_OTHERS} | {"choose_by": (QUERIES, QUERIES)},
+            "keys of choose_by of shape (1, 32, 1",
         ),
         (
-            {
-                "sparse": BY_OTHERS,
-                "choose_by": (QUERIES, QUERIES),
-            },
-            r"expected keys of choose_by of shape (1, 32, 1, 8)",
-        ),
-        (
-            {"sparse": BY_OTHERS, "choose_by": (QUERIES, KEYS.long())},
-            "keys of choose_by must be floating point, got torch.int64",
+            {"sparse": BY_OTHERS} | {"choose_by": (QUERIES, KEYS.long())},
+            "must be floating point, got torch",
         ),
         ({"sparse": dataclasses.replace(SMALL, topk=4)}, "ranks differ in sparse"),
         ({"strategy": "ulysses"}, "ulysses"),

@@ -222,14 +222,6 @@ def test_a_group_is_left_also_where_its_first_thread_fails():
         pass
 
 
-@pytest.fixture
-def one_process():
-    """A torch.distributed world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_threads_that_find_a_group_at_once_have_one_transport(one_process, monkeypatch):
     """Else neither would know that the other one is in a call."""
     both = threading.Barrier(2)

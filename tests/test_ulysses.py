@@ -8,26 +8,22 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bmt_burst import (
     Layout,
     Mask,
     burst_attn_func,
     init_sequence_parallel,
-    kernels,
     simulate,
 )
-from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sequence.layout import LAYOUTS
-from bmt_burst.spec import Spec
-from bmt_burst.strategies import Problem, Sizes, load
+from bmt_burst.strategies import load
 from bmt_burst.strategies.ulysses.heads import Heads, cut_heads
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import random_qkv, random_slices
 from tests.launcher import needs_ranks, run_ranks
 from tests.reference import attention_errors, dense_results, relative_error
-from tests.rings import ring_arguments, ring_results
+from tests.rings import problem, rank_results, ring_results, worst_rank_error
 from tests.test_copy_engine import engine_ring
 
 SCALE = 0.31
@@ -134,15 +130,9 @@ def test_in_inference_mode_and_after_it():
         assert relative_error(layout.unshard(outs), expected) < 1e-13
 
 
-def problem(size: int, heads: int, kv_heads: int, mask: Mask) -> Problem:
-    sizes = Sizes(2, heads, kv_heads, 8, torch.float64, torch.float64)
-    return Problem(
-        mask, Layout.zigzag(mask.seq_len, size), Spec(SCALE), kernels.load("cpu"), sizes, size, 1
-    )
-
-
 def test_a_plan_prints_which_rank_computes_what():
-    lines = str(load("ulysses").plan(problem(4, 3, 1, Mask.causal(41)), 1)).splitlines()
+    call = problem(Mask.causal(41), Layout.zigzag(41, 4), heads=3, kv_heads=1)
+    lines = str(load("ulysses").plan(call, 1)).splitlines()
     assert lines[0] == "rank 1 of 4: 41 tokens, 1 head rings; heads at a time: 1"
     assert lines[1:3] == [
         "  rank 0 computes no heads",
@@ -167,19 +157,6 @@ def test_only_the_heads_of_a_rank_are_sent_to_it(rank):
     assert simulate(4, work)[rank] == 2 * 8 * (inputs + results)
 
 
-def test_a_double_ring_is_refused_on_every_rank():
-    q, k, v, _ = random_qkv(1, 4, 2, 2, 8)
-
-    def work(ring):
-        with pytest.raises(
-            ValueError, match=r"strategy 'ulysses': expected a single group, got .* of 2 x 2"
-        ):
-            burst_attn_func(q, k, v, strategy="ulysses", **ring_arguments(ring, 2))
-        return make_rings(ring, (None, None)).size
-
-    assert simulate(4, work) == [4] * 4
-
-
 @functools.cache
 def exact_case(heads, tokens: int, number: int):
     """Return a mask without blind queries, tensors, and their dense results."""
@@ -192,33 +169,10 @@ def worst_error(rank: int, size: int, group: dict, heads, tokens: int, cases=ran
     worst = 0.0
     for i in cases:
         mask, tensors, dense = exact_case(heads, tokens, i)
-        layout = layouts(mask, size)[i % 4]
-        *shards, dout = (layout.shard(x, rank) for x in tensors)
-        shards = [x.requires_grad_() for x in shards]
-        options = {
-            "mask": mask,
-            "layout": layout,
-            "strategy": "ulysses",
-            "return_lse": True,
-            **group,
-        }
-        out, lse = burst_attn_func(*shards, SCALE, **options)
-        got = [out, lse, *torch.autograd.grad(out, shards, dout)]
-        expected = [layout.shard(exact, rank, 2 if j == 1 else 1) for j, exact in enumerate(dense)]
-        worst = max(worst, *attention_errors(got, expected, tensors[3], SCALE).values())
+        call = rank, layouts(mask, size)[i % 4], tensors, dense, SCALE
+        options = {"mask": mask, "strategy": "ulysses", **group}
+        worst = max(worst, worst_rank_error(*call, **options))
     return worst
-
-
-def over_gloo(rank: int) -> list[float]:
-    return [
-        worst_error(rank, dist.get_world_size(), {}, heads, 31)
-        for heads in ((7, 1), (4, 2), (2, 2))
-    ]
-
-
-def test_real_processes():
-    for errors in run_ranks(3, over_gloo):
-        assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -256,14 +210,9 @@ GPU_SCALE = 0.1
 
 def gpu_error(rank: int, mask, layout, tensors, exact, **options) -> float:
     """Return the worst error of this rank's results, after calls that take slots in turn."""
-    *shards, dout = (layout.shard(x, rank) for x in tensors)
-    shards = [x.requires_grad_() for x in shards]
-    options |= {"mask": mask, "layout": layout, "return_lse": True}
     for _ in range(3):
-        out, lse = burst_attn_func(*shards, GPU_SCALE, **options)
-        got = [out.detach(), lse, *torch.autograd.grad(out, shards, dout)]
-    own = [layout.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(exact)]
-    return max(relative_error(a, b) for a, b in zip(got, own, strict=True))
+        pair = rank_results(rank, layout, tensors, exact, GPU_SCALE, mask=mask, **options)
+    return max(map(relative_error, *pair))
 
 
 def gpu_cases(size: int, all_heads):

@@ -2,49 +2,22 @@
 copy engines.
 """
 
-import random
-
 import pytest
-import torch
 
 from bmt_burst import Layout, Mask, init_sequence_parallel
 from bmt_burst.sequence.layout import Stacked
 from bmt_burst.strategies import load
 from tests.cases import random_qkv
 from tests.launcher import RANKS, needs_ranks, run_ranks
-from tests.reference import attention_errors, dense_results
+from tests.reference import dense_results
 from tests.rings import problem, ring_results
-from tests.test_scores import random_scores
 from tests.test_ulysses import (
     BF16,
     SCALE,
     assert_equal,
     gpu_cases,
     gpu_error,
-    worst_error,
 )
-
-# ranks, and how many of them are a host
-GRIDS = [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2), (4, 1), (3, 3)]
-
-
-@pytest.mark.parametrize(("grid", "heads"), [((4, 2), (4, 4)), ((6, 3), (4, 2))])
-def test_with_a_bias(grid, heads, monkeypatch):
-    """Heads of a rank may be a part of a kv head's, which have terms of their own."""
-    monkeypatch.setattr("bmt_burst.bias.areas._LONG", 4)
-    size, inner = grid
-    scores, tensors = (
-        random_scores(random.Random(1), Mask.window(61, 40), 9),
-        random_qkv(1, 61, *heads, 8),
-    )
-    table = torch.randn(
-        9, heads[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    layout = Layout.balanced(scores.mask, size)
-    got = ring_results(layout, tensors, SCALE, inner, scores=scores, bias=table, strategy="usp")
-    expected = dense_results(scores.mask, tensors, SCALE, scores.dense(), table)
-    errors = attention_errors(got, expected, tensors[3], SCALE, ["table"])
-    assert max(errors.values()) < 1e-10, errors
 
 
 def test_one_host_is_ulysses():
@@ -78,27 +51,6 @@ def test_a_plan_prints_what_its_rings_do():
         "  rank 2 computes query heads 0 to"
     )
     assert "between hosts, of head ring 0:\nrank 1, forward:" in printed
-
-
-def grid_over_gloo(rank: int) -> float:
-    """Return the worst error over the grids that init_sequence_parallel makes.
-
-    They have each way in which a rank may be alone.
-    """
-    worst = 0.0
-    for ulysses_size, all_heads in ((1, [(4, 2)]), (2, [(7, 1), (4, 2)]), (4, [(7, 1)])):
-        sp = init_sequence_parallel(4, ulysses_size=ulysses_size)
-        group = {
-            "process_group": sp.process_group,
-            "double_group": sp.double_group,
-            "strategy": "usp",
-        }
-        worst = max(worst, *(worst_error(rank, 4, group, heads, 31) for heads in all_heads))
-    return worst
-
-
-def test_real_processes():
-    assert max(run_ranks(4, grid_over_gloo)) < 1e-10
 
 
 def on_gpus(rank: int, size: int) -> dict[str, float]:
