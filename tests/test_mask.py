@@ -21,18 +21,7 @@ from bmt_burst import (
     simulate,
 )
 from tests.cases import random_mask, random_qkv
-from tests.refusals import refusal
-
-
-def visible(mask: Mask, i: int, j: int) -> bool:
-    """Whether query i sees key j, by the definition of a slice."""
-    return any(
-        s.q[0] <= i < s.q[1]
-        and s.kv[0] <= j < s.kv[1]
-        and (s.low is None or i - j >= s.low)
-        and (s.high is None or i - j < s.high)
-        for s in mask.slices
-    )
+from tests.refusals import refusal, refusal_of_rank
 
 
 def pairs(tokens: int, sees) -> torch.Tensor:
@@ -44,15 +33,6 @@ def random_masks(count: int, most: int = 30):
     for seed in range(count):
         chance = random.Random(seed)
         yield random_mask(chance, chance.randint(1, most))
-
-
-def test_dense_and_area_are_those_of_the_slices():
-    for mask in random_masks(150, 20):
-        dense = mask.dense()
-        assert dense.equal(pairs(mask.seq_len, lambda i, j, mask=mask: visible(mask, i, j)))
-        assert mask.area == dense.sum()
-        for s in mask.slices:
-            assert s.area == Mask(mask.seq_len, (s,)).dense().sum() > 0
 
 
 def test_the_area_of_any_slice():
@@ -151,30 +131,8 @@ def test_trees_of_drafts_have_neither_positions_nor_next_tokens():
         assert mask.first_break == min(breaks, default=None)
 
 
-def test_parts_see_nothing_of_each_other():
-    for mask in random_masks(200):
-        dense, parts = mask.dense(), mask.parts
-        assert [p for span in parts for p in range(*span)] == list(range(mask.seq_len))
-        for span in parts:
-            inside = torch.zeros(mask.seq_len, dtype=torch.bool)
-            inside[slice(*span)] = True
-            assert not dense[inside][:, ~inside].any()
-            assert not dense[~inside][:, inside].any()
-    assert Mask.documents((0, 3, 4, 9)).parts == ((0, 3), (3, 4), (4, 9))
-
-
-def test_masks_made_of_others():
-    masks = list(random_masks(120))
-    for mask in masks:
-        assert mask.transposed.dense().equal(mask.dense().T)
-        assert mask.transposed.transposed.dense().equal(mask.dense())
-        assert mask.transposed.area == mask.area
-        for made in (mask, mask.transposed, mask.windowed(3), Mask.stacked([mask, mask])):
-            checked = Mask(made.seq_len, made.slices)  # what is made is not checked again
-            assert (checked, checked.digest) == (made, made.digest)
-        for window in (1, 3, 50):
-            expected = mask.dense() & pairs(mask.seq_len, lambda i, j, w=window: i - j < w)
-            assert mask.windowed(window).dense().equal(expected)
+def test_masks_are_stacked():
+    masks = list(random_masks(60))
     for some in (masks[i : i + 3] for i in range(0, 60, 3)):
         stacked = Mask.stacked(some)
         assert stacked.dense().equal(torch.block_diag(*(m.dense() for m in some)).bool())
@@ -231,10 +189,7 @@ SQUARE = Slice((0, 4), (0, 4))
         ((SQUARE, SQUARE), "slices overlap"),
         ((SQUARE, Slice((3, 6), (3, 6))), "slices overlap"),
         ((Slice((0, 8), (0, 8), 0), Slice((0, 8), (0, 8), None, 1)), "slices overlap"),
-        (
-            (Slice((0, 8), (6, 8), 0), SQUARE, Slice((7, 8), (0, 8))),
-            r"Slice\(\(7, 8\).*have pairs in common",
-        ),
+        ((Slice((0, 8), (6, 8), 0), SQUARE, Slice((7, 8), (0, 8))), r"Slice\(\(7, 8\).*in common"),
         ((Slice((0, 9), (0, 4)),), r"q=\(0, 9\) of a slice is out of range: the mask has 8 tokens"),
         ((Slice((0, 4), (-1, 4)),), r"kv=\(-1, 4\) of a slice is out of range"),
         ((Slice((4, 3), (0, 4)),), r"q=\(4, 3\) of a slice is out of range"),
@@ -265,30 +220,15 @@ def test_overlaps_are_found_whenever_there_are_some():
     ("make", "error"),
     [
         (lambda: Mask(8, (((0, 4), (0, 4)),)), "TypeError: slices must be Slices, got tuple"),
-        (
-            lambda: Mask(8, (Slice(4, (0, 4)),)),
-            r"TypeError: q of a slice must be \(start, stop\), got 4",
-        ),
-        (
-            lambda: Mask(8, (Slice((0, 4.0), (0, 4)),)),
-            r"TypeError: q of a slice must be a whole number, got 4\.0",
-        ),
-        (
-            lambda: Mask(8, (Slice((0, 4), (0, 4), 0.5),)),
-            r"TypeError: low must be a whole number, got 0\.5",
-        ),
+        (lambda: Mask(8, (Slice(4, (0, 4)),)), r"TypeError: q of a slice must be \(start, .*got 4"),
+        (lambda: Mask(8, (Slice((0, 4.0), (0, 4)),)), r"TypeError: q of a slice must .* got 4\.0"),
+        (lambda: Mask(8, (Slice((0, 4), (0, 4), 0.5),)), r"TypeError: low must be .* got 0\.5"),
         (lambda: Mask(8.0, ()), r"TypeError: seq_len must be a whole number, got 8\.0"),
         (lambda: Mask(0, ()), "ValueError: seq_len must be at least 1, got 0"),
         (lambda: Mask.full(True), "TypeError: seq_len must be a whole number, got True"),
         (lambda: Mask.window(8, 0), "ValueError: window must be at least 1, got 0"),
-        (
-            lambda: Mask.causal(8).windowed(2.0),
-            r"TypeError: window must be a whole number, got 2\.0",
-        ),
-        (
-            lambda: Mask.window(8, 1 << 63),
-            r"ValueError: window must be below 2\^63, got a number of 64 bits",
-        ),
+        (lambda: Mask.causal(8).windowed(2.0), r"TypeError: window must be a whole .* got 2\.0"),
+        (lambda: Mask.window(8, 1 << 63), r"ValueError: window must be below 2\^63, got .*64 bits"),
         (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), r"ValueError: low must be below 2\^63"),
         (lambda: Mask.stacked([]), "ValueError: expected at least one mask to stack"),
         (lambda: Mask.stacked(["causal"]), "TypeError: expected Masks to stack, got str"),
@@ -302,31 +242,16 @@ def test_what_makes_no_mask_is_refused(make, error):
 CU_SEQLENS = [
     ((1, 8), r"ValueError: cu_seqlens must be \(0, .* with at least one token, got \(1, 8\)"),
     ((), r"ValueError: cu_seqlens must be \(0, .* with at least one token, got \(\)"),
-    (
-        (0, 0, 0),
-        r"ValueError: cu_seqlens must be \(0, .* with at least one token, got \(0, 0, 0\)",
-    ),
+    ((0, 0, 0), r"ValueError: cu_seqlens must be \(0, .* at least one token, got \(0, 0, 0\)"),
     ((0, 5, 3, 8), "ValueError: cu_seqlens must not decrease, got 3 after 5"),
     ((0, 2.0), r"TypeError: cu_seqlens must be a whole number, got 2\.0"),
     ("0123", "TypeError: cu_seqlens must be a sequence of whole numbers, got str"),
     (None, "TypeError: cu_seqlens must be a sequence of whole numbers, got NoneType"),
-    (
-        torch.tensor([0.0, 8.0]),
-        "TypeError: tensor of integers of one dimension, got shape .* and torch.float32",
-    ),
+    (torch.tensor([0.0, 8.0]), "TypeError: integers of one dimension, got .* torch.float32"),
     (torch.tensor([[0, 8]]), r"TypeError: tensor of integers of one dimension, got shape \(1, 2\)"),
-    (
-        torch.zeros(2, dtype=torch.int32, device="meta"),
-        "ValueError: must be on the CPU, .* got meta",
-    ),
+    (torch.zeros(2, dtype=torch.int32, device="meta"), "ValueError: on the CPU, .* got meta"),
     ((0, 1 << 70), r"ValueError: cu_seqlens must be below 2\^63, got a number of 71 bits"),
 ]
-
-
-@pytest.mark.parametrize(("cu_seqlens", "error"), CU_SEQLENS)
-def test_wrong_cu_seqlens_are_refused(cu_seqlens, error):
-    with refusal(error):
-        Mask.documents(cu_seqlens)
 
 
 def test_long_masks_cost_little():
@@ -363,32 +288,17 @@ def test_many_slices_of_the_same_queries_cost_little():
 # What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4
 # of 12 tokens.
 WRONG_ON_ALL = [
-    (
-        {"mask": Mask.causal(13)},
-        r"ValueError: the mask has 13 tokens, the ranks hold 12: \[4, 4, 4\]",
-    ),
+    ({"mask": Mask.causal(13)}, r"ValueError: the mask has 13 tokens, the ranks hold 12: \[4, 4"),
     ({"mask": Mask.causal(12), "causal": True}, "ValueError: expected mask or causal, got both"),
-    (
-        {"mask": torch.ones(12, 12, dtype=torch.bool)},
-        "TypeError: mask must be a Mask or one for each row, got Tensor",
-    ),
-    (
-        {"mask": [Mask.causal(12), None]},
-        "TypeError: mask must be a Mask or one for each row, got NoneType",
-    ),
+    ({"mask": torch.ones(12, 12).bool()}, "TypeError: mask must be a Mask .*, got Tensor"),
+    ({"mask": [Mask.causal(12), None]}, "TypeError: mask must be .* for each row, got NoneType"),
     ({"mask": [Mask.causal(12)] * 3}, "ValueError: mask has 3 entries for a batch of 2 rows"),
     ({"mask": [Mask.causal(12), Mask.full(13)]}, "ValueError: the same number of tokens|13"),
     ({"layout": ["zigzag"] * 3}, "ValueError: layout has 3 entries for a batch of 2 rows"),
-    (
-        {"layout": ["zigzag", None]},
-        "TypeError: layout must be a Layout or one for each row, got NoneType",
-    ),
+    ({"layout": ["zigzag", None]}, "TypeError: layout must be .* for each row, got NoneType"),
     ({"layout": 3}, "TypeError: layout must be .*, got int: pass its name, such as 'zigzag'"),
     ({"layout": ["zigzag", "striped"]}, "ValueError: expected a mask for each row or Layouts"),
-    (
-        {"layout": ["zigzag", "spiral"], "mask": Mask.causal(12)},
-        "ValueError: unknown layout 'spiral'",
-    ),
+    ({"layout": ["zigzag", "spiral"], "mask": Mask.causal(12)}, "ValueError: unknown layout 'spi"),
     ({"layout": Layout.zigzag(12, 4)}, "ValueError: expected a layout on 3 ranks, got one on 4"),
     (
         {"layout": Layout.zigzag(13, 3), "mask": Mask.causal(12)},
@@ -411,20 +321,13 @@ def attend(ring, **options):
 
 
 @pytest.mark.parametrize(("options", "error"), WRONG_ON_ALL)
-def test_wrong_masks_are_an_error_on_every_rank(options, error):
-    def work(ring):
-        with refusal(error):
-            attend(ring, **options)
-        return attend(ring, mask=Mask.causal(12)).shape  # all goes on
-
-    assert simulate(3, work) == [(2, 4, 2, 8)] * 3
-
-
-@pytest.mark.parametrize(("options", "error"), WRONG_ON_ALL)
-def test_wrong_masks_of_one_rank_are_an_error_on_every_rank(options, error):
+def test_wrong_masks_of_all_ranks_or_one_are_an_error_on_every_rank(options, error):
     message = error.partition(": ")[2]
 
     def work(ring):
+        with refusal(error):
+            attend(ring, **options)
+        assert attend(ring, mask=Mask.causal(12)).shape == (2, 4, 2, 8)  # all goes on
         with pytest.raises((ValueError, TypeError)) as caught:
             attend(ring, **(options if ring.rank == 2 else {"mask": Mask.causal(12)}))
         attend(ring)
@@ -516,11 +419,9 @@ def test_wrong_cu_seqlens_of_one_rank_are_an_error_on_every_rank():
     def work(ring):
         q, k, v = (x[0] for x in random_qkv(1, 4, 2, 2, 8)[:3])
         for wrong, error in CU_SEQLENS:
-            message = error.partition(": ")[2]
-            with pytest.raises((ValueError, TypeError), match=message):
-                burst_attn_varlen_func(
-                    q, k, v, wrong if ring.rank == 2 else (0, 12), process_group=ring
-                )
+            with refusal_of_rank(2, ring.rank, error):
+                given = wrong if ring.rank == 2 else (0, 12)
+                burst_attn_varlen_func(q, k, v, given, process_group=ring)
         for wrong in ((0, 11), (0, 5, 13)):
             with pytest.raises(
                 ValueError, match=rf"cu_seqlens has {wrong[-1]} tokens, the ranks hold 12"

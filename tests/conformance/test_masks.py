@@ -5,13 +5,14 @@ attention with it.
 from __future__ import annotations
 
 import pickle
+import random
 
 import pytest
 import torch
 
 from bmt_burst import Layout, Mask
 from examples.mask_kinds import EXAMPLES
-from tests.cases import random_qkv
+from tests.cases import random_mask, random_qkv
 from tests.launcher import run_script
 from tests.reference import dense_results
 from tests.rings import ring_results
@@ -22,40 +23,55 @@ each_mask = pytest.mark.parametrize("kind", EXAMPLES)
 each_length = pytest.mark.parametrize("tokens", LENGTHS)
 
 
-@each_mask
-@each_length
-def test_it_says_one_thing_of_each_pair(kind, tokens):
-    mask = EXAMPLES[kind](tokens)
-    assert mask.seq_len == tokens
-    dense = mask.dense()
+def check_pairs(mask):
+    """Count pairs one by one, by the definition of a slice."""
+    tokens, dense = mask.seq_len, mask.dense()
     one_by_one = torch.zeros(tokens, tokens, dtype=torch.int)
-    for (q0, q1), (k0, k1), low, high in mask.slices:
+    for part in mask.slices:
+        (q0, q1), (k0, k1), low, high = part
         for i in range(q0, q1):
             for j in range(k0, k1):
                 one_by_one[i, j] += (low is None or low <= i - j) and (high is None or i - j < high)
+        assert part.area == Mask(tokens, (part,)).dense().sum() > 0
     assert one_by_one.max() <= 1, "slices share no pair"
     assert dense.equal(one_by_one.bool())
     assert mask.area == int(dense.sum())
-    assert Mask(tokens, mask.slices) == mask, "the public constructor accepts its slices"
+
+
+def check_derived(mask):
+    """Compare what is made of a mask with its pairs. It has the digest of a new mask."""
+    tokens, dense = mask.seq_len, mask.dense()
+    assert mask.transposed.dense().equal(dense.T)
+    assert mask.transposed.transposed == mask
+    ahead = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
+    for window in (1, 3, 50):
+        assert mask.windowed(window).dense().equal(dense & (ahead < window))
+    for made in (mask, mask.transposed, mask.windowed(3), Mask.stacked([mask, mask])):
+        checked = Mask(made.seq_len, made.slices)  # the public constructor accepts its slices
+        assert (checked, checked.digest) == (made, made.digest)
+    assert [p for part in mask.parts for p in range(*part)] == list(range(tokens))
+    lengths = torch.tensor([stop - start for start, stop in mask.parts])
+    part_of = torch.arange(len(lengths)).repeat_interleave(lengths)
+    assert not dense[part_of.unsqueeze(1) != part_of].any(), "parts see nothing of each other"
 
 
 @each_mask
 @each_length
-def test_transposed_windowed_and_parts(kind, tokens):
+def test_each_kind_is_what_its_slices_are(kind, tokens):
     mask = EXAMPLES[kind](tokens)
-    dense = mask.dense()
-    assert mask.transposed.dense().equal(dense.T)
-    assert mask.transposed.transposed == mask
-    ahead = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
-    assert mask.windowed(5).dense().equal(dense & (ahead < 5))
-    assert [p for part in mask.parts for p in range(*part)] == list(range(tokens))
-    part_of = torch.cat(
-        [torch.full((stop - start,), i) for i, (start, stop) in enumerate(mask.parts)]
-    )
-    assert not dense[part_of.unsqueeze(1) != part_of].any(), "parts see nothing of each other"
-    assert mask.positions().equal(
-        torch.cat([torch.arange(stop - start) for start, stop in mask.parts])
-    )
+    assert mask.seq_len == tokens
+    check_pairs(mask)
+    check_derived(mask)
+    positions = [torch.arange(stop - start) for start, stop in mask.parts]
+    assert mask.positions().equal(torch.cat(positions))
+
+
+def test_random_masks_are_what_their_slices_are():
+    for seed in range(200):
+        chance = random.Random(seed)
+        mask = random_mask(chance, chance.randint(1, 20))
+        check_pairs(mask)
+        check_derived(mask)
 
 
 @each_mask
