@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +39,7 @@ from bmt_burst.merging.surrogate import surrogate_out
 from tests.cases import random_qkv
 from tests.launcher import ROOT
 from tests.reference import dense_attention, relative_error
-from tests.refusals import refusal
+from tests.refusals import refusal, refusal_of_rank
 from tests.rings import CPU_KERNELS
 
 
@@ -147,14 +146,8 @@ def test_official_argument_order():
 
 WRONG_TENSORS = [
     (lambda q, k, v: (q.tolist(), k, v), "TypeError: q must be a torch.Tensor, got list"),
-    (
-        lambda q, k, v: (q[0], k, v),
-        r"ValueError: q must be \(batch, tokens, heads, head size\), got shape \(6, 4, 8\)",
-    ),
-    (
-        lambda q, k, v: (q.long(), k, v),
-        "TypeError: q must be fp16, bf16, fp32 or fp64, got torch.int64",
-    ),
+    (lambda q, k, v: (q[0], k, v), r"ValueError: q must be \(batch, .* got shape \(6, 4, 8\)"),
+    (lambda q, k, v: (q.long(), k, v), "TypeError: q must be fp16, .* fp64, got torch.int64"),
     (lambda q, k, v: (q, k.double(), v), "TypeError: one dtype"),
     (lambda q, k, v: (q, k, v.to("meta")), "ValueError: one device"),
     (lambda q, k, v: (q, k, v[:, :-1]), "ValueError: k and v must have the same batch, tokens"),
@@ -162,19 +155,10 @@ WRONG_TENSORS = [
     (lambda q, k, v: (q.repeat(2, 1, 1, 1), k, v), "ValueError: q and k differ in batch"),
     (lambda q, k, v: (q[..., :-1], k, v), "ValueError: q and k differ in head size"),
     (lambda q, k, v: (q[:, :, :3], k, v), "ValueError: k has 2 heads, which does not divide q's 3"),
-    (
-        lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]),
-        "ValueError: q must have batch, heads and head size above 0",
-    ),
+    (lambda q, k, v: [x[:, :, :0] for x in (q, k, v)], "ValueError: q must have batch, .* above 0"),
     (lambda q, k, v: (q.to_sparse(), k, v), "TypeError: q must be a dense tensor"),
-    (
-        lambda q, k, v: (torch.nested.nested_tensor(list(q)), k, v),
-        "TypeError: q must be a dense tensor",
-    ),
-    (
-        lambda q, k, v: [x.to("meta") for x in (q, k, v)],
-        "ValueError: reference: meta tensors have no values",
-    ),
+    (lambda q, k, v: (torch.nested.nested_tensor(list(q)), k, v), "TypeError: q must be a dense"),
+    (lambda q, k, v: [x.to("meta") for x in (q, k, v)], "ValueError: reference: meta tensors have"),
 ]
 WRONG_OPTIONS = [
     ({"flash": "triton"}, "ValueError: no kernel for flash='triton'"),
@@ -184,30 +168,15 @@ WRONG_OPTIONS = [
     ({"backward": "v"}, "ValueError: unknown backward 'v'"),
     ({"causal": torch.tensor(True)}, "TypeError: causal must be True or False, got a Tensor"),
     ({"causal": "yes"}, "TypeError: causal must be True or False, got 'yes'"),
-    (
-        {"softmax_scale": torch.tensor(0.5)},
-        "TypeError: softmax_scale must be a number, got a Tensor .*give its item",
-    ),
+    ({"softmax_scale": torch.tensor(0.5)}, "TypeError: softmax_scale must .* Tensor .*its item"),
     ({"softmax_scale": True}, "TypeError: softmax_scale must be a number, got True"),
-    (
-        {"softmax_scale": float("nan")},
-        "ValueError: softmax_scale must be positive and finite, got nan",
-    ),
-    (
-        {"softmax_scale": 1e39},
-        r"ValueError: softmax_scale=1e\+39 is infinite in float32, in which torch.float32 scores",
-    ),
-    (
-        {"softmax_scale": 1e-39},
-        "ValueError: softmax_scale=1e-39 is zero in float32, in which torch.float32 scores",
-    ),
+    ({"softmax_scale": float("nan")}, "ValueError: softmax_scale must be .* finite, got nan"),
+    ({"softmax_scale": 1e39}, r"ValueError: softmax_scale=1e\+39 is infinite in float32, in which"),
+    ({"softmax_scale": 1e-39}, "ValueError: softmax_scale=1e-39 is zero in float32, in which"),
     ({"group_bytes": 2.0}, "TypeError: group_bytes must be a whole number, got 2.0"),
     ({"group_bytes": -1}, "ValueError: group_bytes must be a number of bytes below 2"),
     ({"softmax_scale": 0}, "ValueError: softmax_scale must be positive and finite, got 0"),
-    (
-        {"process_group": 0},
-        "TypeError: a ProcessGroup or DeviceMesh of torch.distributed, a bmtrain .*; got int",
-    ),
+    ({"process_group": 0}, "TypeError: a ProcessGroup or DeviceMesh of .*, a bmtrain .*; got int"),
     ({"double_group": None}, "TypeError: double_group: expected a pair"),
 ]
 
@@ -242,14 +211,6 @@ def test_tensors_without_values_of_their_own_are_refused(one_process):
         TypeError, match="q must be a plain tensor, a FakeTensor has no values of its own"
     ):
         burst_attn_func(*fakes)
-
-
-@pytest.fixture
-def one_process():
-    """A torch.distributed world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -299,10 +260,7 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
         ({"dtype": torch.float64}, "ranks differ in dtype"),
         ({"batch": 2}, "ranks differ in batch"),
         ({"tokens": 9}, r"the ranks hold \[6, 6, 9\] tokens, but zigzag cuts 21 into \[7, 7, 7\]"),
-        (
-            {"kv_heads": 3},
-            "k has 3 heads|rank 2 of the group failed before a call of .*: k has 3 heads",
-        ),
+        ({"kv_heads": 3}, "k has 3 heads|rank 2 of the group failed before .*: k has 3 heads"),
         ({"causal": False}, "ranks differ in mask or causal: rank 0 has 'causal', rank 2 has 'fu"),
         ({"backward": "q"}, "ranks differ in backward"),
         ({"strategy": "all-gather"}, "ranks differ in strategy"),
@@ -311,6 +269,8 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
         ({"group_bytes": 4096}, "ranks differ in group_bytes"),
         ({"softmax_scale": 0.5}, "ranks differ in softmax_scale"),
         ({"layout": "striped"}, "ranks differ in layout"),
+        ({"softcap": 30.0}, "ranks differ in softcap: rank 0 has None, rank 2 has 30.0"),
+        ({"sinks": torch.zeros(4)}, "ranks differ in sinks: rank 0 has False, rank 2 has True"),
         ({"flash": "reference"}, "ranks differ in the kernel of flash"),
         ({"softmax_scale": 10**400}, "softmax_scale must be finite, got a number of 1329 bits"),
         ({"group_bytes": 10**400}, "group_bytes must be a number of bytes below"),
@@ -337,8 +297,6 @@ def test_groups_are_either_single_or_double():
             burst_attn_func(*qkv(), process_group=ring, double_group=(ring, ring))
         with pytest.raises(ValueError, match="both groups or neither"):
             burst_attn_func(*qkv(), double_group=(ring, None))
-        with pytest.raises(ValueError, match="must be a grid of hosts and places"):
-            burst_attn_func(*qkv(), double_group=(ring, ring.subring([0, 1])))
 
     simulate(2, work)
 
@@ -352,25 +310,6 @@ def test_without_numpy_it_still_runs():
         "bmt_burst.simulate(2, lambda ring: bmt_burst.burst_attn_func(q, q, q, process_group=ring))"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, cwd=ROOT)
-
-
-@pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("flash", CPU_KERNELS)
-def test_inputs_are_never_written_to(backward, flash):
-    def work(ring):
-        *inputs, dout = random_qkv(2, 7, 4, 2, 8)
-        before = [x.clone() for x in (*inputs, dout)]
-        inputs = [x.requires_grad_() for x in inputs]
-        out = burst_attn_func(
-            *inputs, causal=True, backward=backward, flash=flash, process_group=ring
-        )
-        kept = out.detach().clone()
-        torch.autograd.grad(out, inputs, dout)
-        assert all(
-            now.equal(then) for now, then in zip((*inputs, dout, out), (*before, kept), strict=True)
-        )
-
-    simulate(4, work)
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
@@ -516,25 +455,17 @@ def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
         "varlen": (burst_attn_varlen_func, q[0], k[0], v[0], (0, 12)),
     }[kind]
     cases = [
-        ((*tensors,), {"wrong": 1}, rf"{function.__name__}\(\) .*argument 'wrong'"),
-        ((*tensors,), {"window_size": (3, 0)}, r"argument 'window_size': .*\(left, 0\) is window"),
+        (tensors, {"wrong": 1}, rf"{function.__name__}\(\) .*argument 'wrong'"),
+        (tensors, {"window_size": (3, 0)}, r"argument 'window_size': .*\(left, 0\) is window"),
         (tensors[:-1], {}, rf"{function.__name__}\(\) missing"),
         ((*tensors, 0.5), {"softmax_scale": 0.5}, "multiple values"),
     ]
 
     def work(ring):
         for args, named, reason in cases:
-            theirs = rf"rank 1 of the group failed before a call of .*: TypeError: .*{reason}"
-            with (
-                pytest.raises(TypeError, match=reason)
-                if ring.rank
-                else pytest.raises(ValueError, match=theirs)
-            ):
-                function(
-                    *(args if ring.rank else tensors),
-                    process_group=ring,
-                    **(named if ring.rank else {}),
-                )
+            args, named = (args, named) if ring.rank else (tensors, {})
+            with refusal_of_rank(1, ring.rank, f"TypeError: {reason}"):
+                function(*args, process_group=ring, **named)
         return function(*tensors, process_group=ring)
 
     assert all(out.isfinite().all() for out in simulate(2, work))
@@ -543,26 +474,21 @@ def test_arguments_that_do_not_fit_on_one_rank_are_an_error_on_all(kind):
 def test_wrong_inputs_of_a_layer_on_one_rank_are_an_error_on_all():
     x, cos = torch.randn(1, 6, 32), torch.ones(6, 4)
     cases = [
-        ((None, cos, cos), TypeError, "x must be a torch.Tensor, got NoneType"),
-        ((x, cos, None), TypeError, "sin must be a torch.Tensor, got NoneType"),
-        ((x[0], cos, cos), ValueError, r"x must be \(batch, tokens, 32\), got shape \(6, 32\)"),
-        ((x[..., :8], cos, cos), ValueError, r"x must be \(batch, tokens, 32\), got .*\(1, 6, 8\)"),
-        ((x, cos[:1], cos), ValueError, r"cos must be \(..., 6, 4\), .* got shape \(1, 4\)"),
-        ((x.double(), cos, cos), RuntimeError, "dtype"),
-        ((x, cos, cos, object()), ValueError, "a KVCache holds one rank's tokens"),
-        ((x, cos, cos), TypeError, "unexpected keyword argument 'wrong'"),
+        ((None, cos, cos), "TypeError: x must be a torch.Tensor, got NoneType"),
+        ((x, cos, None), "TypeError: sin must be a torch.Tensor, got NoneType"),
+        ((x[0], cos, cos), r"ValueError: x must be \(batch, tokens, 32\), got shape \(6, 32\)"),
+        ((x[..., :8], cos, cos), r"ValueError: x must be \(batch, tokens, 32\), .*\(1, 6, 8\)"),
+        ((x, cos[:1], cos), r"ValueError: cos must be \(..., 6, 4\), .* got shape \(1, 4\)"),
+        ((x.double(), cos, cos), "RuntimeError: dtype"),
+        ((x, cos, cos, object()), "ValueError: a KVCache holds one rank's tokens"),
+        ((x, cos, cos), "TypeError: unexpected keyword argument 'wrong'"),
     ]
 
     def work(ring):
         layer = nn.BurstAttention(32, 4, sp=SequenceParallel(ring.rank, 2, process_group=ring))
-        for wrong, kind, message in cases:
-            theirs = f"rank 1 of the group failed before .*: {kind.__name__}: .*{message}"
-            with (
-                pytest.raises(kind, match=message)
-                if ring.rank
-                else pytest.raises(ValueError, match=theirs)
-            ):
-                named = {"wrong": 1} if "'wrong'" in message and ring.rank else {}
+        for wrong, error in cases:
+            with refusal_of_rank(1, ring.rank, error):
+                named = {"wrong": 1} if "'wrong'" in error and ring.rank else {}
                 layer(*(wrong if ring.rank else (x, cos, cos)), **named)
         return layer(x, cos, cos)
 

@@ -5,12 +5,15 @@ tests/conformance compares every strategy with dense attention.
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, burst_attn_func, simulate
+from bmt_burst.bias import areas
 from bmt_burst.sequence.layout import LAYOUTS
 from tests.cases import random_qkv
 from tests.reference import dense_results, relative_error
 from tests.rings import CPU_KERNELS, ring_results
+from tests.test_scores import small_scores
 
 SCALE = 0.31
 
@@ -30,31 +33,56 @@ def ring_attention(size, inner, layout, causal, backward, tensors, **options):
     return ring_results(whole, tensors, SCALE, inner, **options)
 
 
-@pytest.mark.parametrize("wanted", [(), ("q",), ("k",), ("v", "q")])
-def test_only_the_gradients_that_are_wanted(wanted):
-    tensors = dict(zip("qkvd", random_qkv(1, 12, 2, 2, 8), strict=True))
-    whole = Layout.zigzag(12, 3)
-    expected = dict(zip("qkv", dense(True, list(tensors.values()))[2:], strict=True))
+@pytest.mark.parametrize(
+    ("learned", "wanted"),
+    [
+        ((), ()),
+        ((), ("q",)),
+        ((), ("v", "q")),
+        (("bias",), ("bias",)),
+        (("sinks",), ("sinks",)),
+        (("sinks",), ("q",)),
+        (("bias", "sinks"), ("q", "k", "v", "bias", "sinks")),
+    ],
+)
+@pytest.mark.parametrize(("strategy", "again"), [("ring", True), ("ulysses", False)])
+def test_only_the_gradients_that_are_wanted(learned, wanted, strategy, again, monkeypatch):
+    """Also where the forward is computed again in the backward."""
+    monkeypatch.setattr(areas, "_LONG", 2)
+    scores, layout = small_scores(), Layout.zigzag(6, 2)
+    *qkv, dout = tensors = random_qkv(1, 6, 2, 2, 8)
+    tables = {"bias": torch.linspace(-1, 1, 16).view(8, 2), "sinks": torch.tensor([0.3, -1.0])}
+    tables = {name: tables[name].double() for name in learned}
+    what = {"scores": scores} if "bias" in learned else {"mask": scores.mask}
+    rows = scores.dense() if "bias" in learned else None
+    exact = dense_results(scores.mask, tensors, SCALE, rows, **tables)[2:]
 
     def work(ring):
-        shards = {
-            name: whole.shard(x, ring.rank).requires_grad_(name in wanted)
-            for name, x in tensors.items()
-        }
-        out = burst_attn_func(
-            shards["q"], shards["k"], shards["v"], SCALE, causal=True, process_group=ring
-        )
-        if wanted:
-            out.backward(shards["d"])
-        return {name: shards[name].grad for name in "qkv"}
+        shards = [layout.shard(x, ring.rank) for x in qkv]
+        inputs = dict(zip("qkv", shards, strict=True))
+        inputs |= {name: x.clone() for name, x in tables.items()}
+        for name in wanted:
+            inputs[name].requires_grad_()
 
-    results = simulate(3, work)
-    for name in "qkv":
-        grads = [r[name] for r in results]
+        def attend(*given):
+            options = dict(zip(inputs, given, strict=True)) | what
+            return burst_attn_func(
+                softmax_scale=SCALE, strategy=strategy, process_group=ring, **options
+            )
+
+        given = inputs.values()
+        out = checkpoint(attend, *given, use_reentrant=False) if again else attend(*given)
+        if wanted:
+            out.backward(layout.shard(dout, ring.rank))
+        return [x.grad for x in given]
+
+    names = ("q", "k", "v", *learned)
+    for name, expected, *grads in zip(names, exact, *simulate(2, work), strict=True):
         if name in wanted:
-            assert relative_error(whole.unshard(grads), expected[name]) < 1e-10
+            got = sum(grads) if name in learned else layout.unshard(grads)
+            assert relative_error(got, expected) < 1e-10
         else:
-            assert grads == [None] * 3
+            assert grads == [None] * 2
 
 
 @pytest.mark.parametrize(

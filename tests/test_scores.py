@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, scores, simulate
 from bmt_burst.bias import areas, extension
@@ -139,7 +138,7 @@ def test_any_scores_equal_dense(part, monkeypatch):
         )
         options = {
             "scores": added,
-            "strategy": "ulysses" if inner == size and chance.random() < 0.3 else "ring",
+            "strategy": chance.choice(("ring", "ring", "ulysses" if inner == size else "usp")),
             "backward": chance.choice(("q", "kv")),
             "flash": chance.choice(CPU_KERNELS),
             "optimize_bwd_comm": chance.random() < 0.7,
@@ -233,19 +232,10 @@ def positions(cut: GatheredCall) -> list[tuple[torch.Tensor, ...]]:
 WRONG = [
     ({"mask": None}, "TypeError: mask must be a Mask, got NoneType"),
     ({"pairs": [1]}, "TypeError: pairs must be a tensor, got list"),
-    (
-        {"pairs": torch.zeros(5, dtype=torch.int64)},
-        "TypeError: pairs must be int32 of one dimension on the CPU, got",
-    ),
-    (
-        {"group": integers([[0] * 6])},
-        "TypeError: group must be int32 of one dimension on the CPU, got",
-    ),
+    ({"pairs": torch.zeros(5).long()}, "TypeError: pairs must be int32 of one dimension"),
+    ({"group": integers([[0] * 6])}, "TypeError: group must be int32 of one dimension on"),
     ({"segment": integers([0])}, "ValueError: segment has 1 numbers for a mask of 6 tokens"),
-    (
-        {"distances": integers([1, 2])},
-        r"ValueError: distances must be 2 reach \+ 1 rows, an odd number, got 2",
-    ),
+    ({"distances": integers([1, 2])}, r"ValueError: distances must be .*, an odd number, got 2"),
     ({"pairs": integers([-2] * 5)}, "ValueError: other must be rows of a table, 0 or more, got -2"),
     (
         {"base": integers([0, 0, 2, 2, 5, 5])},
@@ -414,44 +404,6 @@ def test_rows_of_a_batch_may_have_scores_of_their_own(monkeypatch):
             sum(row[i] for row in expected) if i == 5 else torch.cat([row[i] for row in expected])
         )
         assert torch.allclose(mine, exact), i
-
-
-@pytest.mark.parametrize(("strategy", "again"), [("ring", True), ("ulysses", False)])
-@pytest.mark.parametrize("wanted", [(0,), (3,), (0, 1, 2, 3)])
-def test_gradients_of_what_needs_one(wanted, again, strategy, monkeypatch):
-    """Of the inputs or of the table alone, and where the forward is computed again in the
-    backward.
-    """
-    monkeypatch.setattr(areas, "_LONG", 2)
-    added, layout = small_scores(), Layout.zigzag(6, 2)
-    *qkv, dout = random_qkv(1, 6, 2, 2, 8)
-    bias = torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = dense_results(added.mask, [*qkv, dout], SCALE, added.dense(), bias)[2:]
-
-    def work(ring):
-        inputs = [*(layout.shard(x, ring.rank) for x in qkv), bias.detach()]
-        for i in wanted:
-            inputs[i].requires_grad_()
-
-        def attention(q, k, v, bias):
-            return burst_attn_func(
-                q, k, v, SCALE, scores=added, bias=bias, strategy=strategy, process_group=ring
-            )
-
-        out = checkpoint(attention, *inputs, use_reentrant=False) if again else attention(*inputs)
-        return torch.autograd.grad(out, [inputs[i] for i in wanted], layout.shard(dout, ring.rank))
-
-    for i, *parts in zip(wanted, *simulate(2, work), strict=True):
-        assert torch.allclose(sum(parts) if i == 3 else layout.unshard(parts), expected[i])
-
-
-def test_a_table_is_differentiable_once():
-    q, bias = torch.randn(1, 6, 2, 8), torch.zeros(8, 2, requires_grad=True)
-    out = burst_attn_func(q, q, q, scores=small_scores(), bias=bias)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(out.square().sum(), bias, create_graph=True)
-    with torch.no_grad():
-        assert burst_attn_func(q, q, q, scores=small_scores(), bias=bias).equal(out)
 
 
 def test_a_digest_tells_scores_apart():

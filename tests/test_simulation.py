@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import functional
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
@@ -41,17 +42,14 @@ def assert_equal(grads, others=None):
         assert relative_error(mine, other) < 1e-12
 
 
-@pytest.mark.parametrize(("size", "backward"), [(1, "q"), (2, "kv"), (4, "q"), (4, "kv")])
-def test_what_ranks_return_is_differentiable(size, backward):
+@pytest.mark.parametrize(
+    ("size", "inner", "backward"),
+    [(1, 1, "q"), (2, 2, "kv"), (4, 4, "q"), (4, 4, "kv"), (4, 2, "auto")],
+)
+def test_what_ranks_return_is_differentiable_and_twice_over(size, inner, backward):
     tensors, dout = inputs()
-    out = unshard(simulate(size, lambda ring: attention(ring, *tensors, backward=backward)))
-    (out * dout).sum().backward()
-    assert_equal([x.grad for x in tensors])
-
-
-def test_so_it_is_in_a_double_ring_and_twice_over():
-    tensors, dout = inputs()
-    out = unshard(simulate(4, lambda ring: attention(ring, *tensors, inner=2)))
+    options = {"inner": inner, "backward": backward}
+    out = unshard(simulate(size, lambda ring: attention(ring, *tensors, **options)))
     for _ in range(2):
         assert_equal(torch.autograd.grad(out, tensors, dout, retain_graph=True))
     assert_equal(torch.autograd.grad(out, tensors[0], dout), expected()[:1])
@@ -247,29 +245,19 @@ def doubled(x: Tensor) -> Tensor:
     return sum(simulate(2, lambda ring: (2 * shard(x, ring.rank, 2)).sum()))
 
 
+UNKNOWN = "simulate cannot be transformed by torch.func or vmap"
+TWICE = "the result of simulate is differentiable once"  # second derivatives would be zero
 TRANSFORMS = {
-    "grad": torch.func.grad(doubled),
-    "jvp": lambda x: torch.func.jvp(doubled, (x,), (x,)),
-    "vmap": lambda x: torch.vmap(doubled)(x.unsqueeze(0)),
+    "grad": (torch.func.grad(doubled), UNKNOWN),
+    "jvp": (lambda x: torch.func.jvp(doubled, (x,), (x,)), UNKNOWN),
+    "vmap": (lambda x: torch.vmap(doubled)(x.unsqueeze(0)), UNKNOWN),
+    "hessian": (lambda x: functional.hessian(doubled, x), TWICE),
+    "jacobian": (lambda x: functional.jacobian(doubled, x, create_graph=True), TWICE),
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_of_simulated_ranks_raise(transform):
-    with pytest.raises(
-        RuntimeError, match=r"simulate cannot be transformed by torch\.func or vmap"
-    ):
-        TRANSFORMS[transform](torch.ones(1, 4, 1, 8))
-
-
-FUNCTIONAL = {
-    "hessian": lambda x: torch.autograd.functional.hessian(doubled, x),
-    "jacobian": lambda x: torch.autograd.functional.jacobian(doubled, x, create_graph=True),
-}
-
-
-@pytest.mark.parametrize("function", FUNCTIONAL)
-def test_second_derivatives_of_simulated_ranks_by_autograd_functional_raise(function):
-    """They would be zero: the functions differentiate with respect to a view of their input."""
-    with pytest.raises(RuntimeError, match="the result of simulate is differentiable once"):
-        FUNCTIONAL[function](torch.ones(1, 4, 1, 8))
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_simulated_ranks_raise(name):
+    transform, message = TRANSFORMS[name]
+    with pytest.raises(RuntimeError, match=message):
+        transform(torch.ones(1, 4, 1, 8))

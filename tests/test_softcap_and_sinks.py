@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import (
     Layout,
@@ -17,11 +16,10 @@ from bmt_burst import (
     simulate,
 )
 from tests.cases import Cache, random_qkv
-from tests.reference import attention_errors, dense_results, relative_error, size_of_terms
-from tests.refusals import refusal
+from tests.reference import attention_errors, dense_results, relative_error
+from tests.refusals import refusal_of_rank
 from tests.rings import CPU_KERNELS, ring_results
 
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]  # ranks, ranks of a host
 SCALE = 0.4
 
 
@@ -110,38 +108,6 @@ def test_narrow_dtypes_keep_their_precision(dtype, bound, strategy):
     check(got, expected, tensors[3], bound, options)
 
 
-@pytest.mark.parametrize(("wanted", "again"), [((3,), True), ((0,), False), ((0, 1, 2, 3), True)])
-def test_gradients_of_what_needs_one(wanted, again):
-    """Of the inputs or of the sinks alone, and where the forward is computed again in the
-    backward.
-    """
-    layout = Layout.zigzag(10, 2)
-    *qkv, dout = random_qkv(1, 10, 2, 2, 8)
-    sinks = random_sinks(2)
-    expected = dense_results(Mask.causal(10), [*qkv, dout], SCALE, sinks=sinks)[2:]
-
-    def work(ring):
-        inputs = [*(layout.shard(x, ring.rank) for x in qkv), sinks.clone()]
-        for i in wanted:
-            inputs[i].requires_grad_()
-
-        def attend(q, k, v, sinks):
-            return burst_attn_func(q, k, v, SCALE, causal=True, sinks=sinks, process_group=ring)
-
-        out = checkpoint(attend, *inputs, use_reentrant=False) if again else attend(*inputs)
-        out.backward(layout.shard(dout, ring.rank))
-        return [x.grad for x in inputs]
-
-    results = simulate(2, work)
-    for i, exact in enumerate(expected):
-        grads = [r[i] for r in results]
-        if i not in wanted:
-            assert grads == [None, None]
-            continue
-        got = sum(grads) if i == 3 else layout.unshard(grads)
-        assert relative_error(got, exact, size_of_terms(dout, SCALE)) < 1e-10
-
-
 def test_sinks_get_the_gradient_that_autograd_has_of_them():
     """Against finite differences, not by the same formulas."""
     *qkv, _ = random_qkv(1, 5, 2, 1, 4)
@@ -153,33 +119,21 @@ def test_sinks_get_the_gradient_that_autograd_has_of_them():
     assert torch.autograd.gradcheck(attend, inputs)
 
 
+SCORES = Scores.by_distance(Mask.causal(6), torch.zeros(1, dtype=torch.int32))
+BIASED = {"scores": SCORES, "bias": torch.zeros(1, 2)}
 WRONG = [
     ({"softcap": 0}, "ValueError: softcap must be positive and finite, got 0.0"),
     ({"softcap": math.nan}, "ValueError: softcap must be positive and finite, got nan"),
     ({"softcap": "50"}, "TypeError: softcap must be a number, got '50'"),
     ({"softcap": True}, "TypeError: softcap must be a number, got True"),
-    (
-        {"softcap": 1e-40},
-        "ValueError: softcap=1e-40, or softmax_scale=.* is zero or infinite in float32",
-    ),
-    (
-        {"softcap": 1e38, "softmax_scale": 1e-10},
-        r"ValueError: softcap=1e\+38, or softmax_scale=1e-10 divided by it",
-    ),
+    ({"softcap": 1e-40}, "ValueError: softcap=1e-40, or softmax_scale=.* is zero or infinite"),
+    ({"softcap": 1e38, "softmax_scale": 1e-10}, r"ValueError: softcap=1e\+38, or .* divided by it"),
+    ({"softcap": 3.0, **BIASED}, "ValueError: expected softcap or a bias, got both"),
     ({"softcap": 2.0, "flash": "cpu"}, "ValueError: cpu: it does not support a softcap"),
     ({"sinks": [0.0, 0.0]}, "TypeError: sinks must be a torch.Tensor, got list"),
-    (
-        {"sinks": torch.zeros(3)},
-        r"ValueError: sinks must be \(2,\), one for each query head, got shape \(3,\)",
-    ),
-    (
-        {"sinks": torch.zeros(2).bfloat16()},
-        "TypeError: sinks must be torch.float32 for torch.float32 inputs, got",
-    ),
-    (
-        {"sinks": torch.zeros(2, device="meta")},
-        "ValueError: sinks must be on q's device, cpu, got meta",
-    ),
+    ({"sinks": torch.zeros(3)}, r"ValueError: sinks must be \(2,\), one .*, got shape \(3,\)"),
+    ({"sinks": torch.zeros(2).bfloat16()}, "TypeError: sinks must be torch.float32 for"),
+    ({"sinks": torch.zeros(2, device="meta")}, "ValueError: sinks must be on q's device, .* meta"),
 ]
 
 
@@ -187,36 +141,8 @@ WRONG = [
 def test_what_is_wrong_is_an_error_on_every_rank(wrong, error):
     def work(ring):
         q = torch.zeros(1, 3, 2, 8)
-        theirs = pytest.raises(
-            ValueError, match="rank 1 of the group failed before a call of burst_attn_func"
-        )
-        with refusal(error) if ring.rank else theirs:
+        with refusal_of_rank(1, ring.rank, error):
             burst_attn_func(q, q, q, process_group=ring, **(wrong if ring.rank else {}))
-
-    simulate(2, work)
-
-
-def test_a_softcap_does_not_go_with_a_bias():
-    q, scores = (
-        torch.zeros(1, 3, 2, 8),
-        Scores.by_distance(Mask.causal(3), torch.zeros(1, dtype=torch.int32)),
-    )
-    with pytest.raises(ValueError, match="expected softcap or a bias, got both"):
-        burst_attn_func(q, q, q, scores=scores, bias=torch.zeros(1, 2), softcap=3.0)
-
-
-@pytest.mark.parametrize(
-    ("of_rank_1", "message"),
-    [
-        ({"softcap": 30.0}, "ranks differ in softcap: rank 0 has None, rank 1 has 30.0"),
-        ({"sinks": torch.zeros(2)}, "ranks differ in sinks: rank 0 has False, rank 1 has True"),
-    ],
-)
-def test_ranks_that_differ_all_raise(of_rank_1, message):
-    def work(ring):
-        q = torch.zeros(1, 3, 2, 8)
-        with pytest.raises(ValueError, match=message):
-            burst_attn_func(q, q, q, process_group=ring, **(of_rank_1 if ring.rank else {}))
 
     simulate(2, work)
 
