@@ -7,11 +7,6 @@ from bmt_burst.strategies import load
 from bmt_burst.strategies import ring as ring_strategy
 from tests.rings import problem
 
-SCALE = 0.31
-# ranks, ranks of a host
-RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (8, 2), (4, 1)]
-HEADS = [(8, 8), (8, 2), (6, 3), (3, 1)]
-
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize(("size", "inner"), [(2, 2), (8, 8), (8, 4)])

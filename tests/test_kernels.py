@@ -8,6 +8,7 @@ import sys
 import types
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,24 +23,11 @@ from bmt_burst.kernels.tile_by_tile import blocks_of
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from tests.cases import call_tensors, named_calls, random_bias, random_call, random_qkv
-from tests.reference import kernel_errors, relative_error, size_of_terms
+from tests.reference import dense_results, kernel_errors, relative_error, size_of_terms
 
 SPEC, CAPPED = Spec(scale=0.3), Spec(scale=0.3, softcap=1.5)
 CALLS = named_calls(5)
 EXACT = 1e-12  # fp64 rounds at 1e-16; sums have up to 1,000 terms
-
-
-def masked_attention(q, k, v, seen, scale, bias=0.0, softcap=None):
-    """Written out with repeated kv heads; rows of `seen` (S, T) may see nothing; bias is (H, S,
-    T).
-    """
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = (scores + bias).masked_fill(~seen, -torch.inf)
-    # The gradient of softmax where all is -inf is NaN: such rows are left out of it.
-    probs = scores.masked_fill(~seen.any(1, keepdim=True), 0.0).softmax(-1).masked_fill(~seen, 0.0)
-    return torch.einsum("bhqk,bkhd->bqhd", probs, v), scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -66,21 +54,19 @@ def test_the_reference_against_autograd(kind, softcap, heads, kv_heads, with_bia
     call, spec = CALLS[kind], Spec(0.3, softcap=softcap)
     kernel = (bias_kernels if with_bias else kernels).load("reference")
     q, k, v, dout = call_tensors(call, 2, heads, kv_heads, 8)
-    inputs, added, added_scores = [x.clone().requires_grad_() for x in (q, k, v)], (), 0.0
+    added, options = (), {"softcap": softcap}
     if with_bias:
         bias = random_bias(call, heads, seed=sum(map(ord, kind)))
-        table = bias.table.clone().requires_grad_()
-        inputs.append(table)
-        added, added_scores = (bias,), table[bias.rows()].permute(2, 0, 1)
-    dense = masked_attention(*inputs[:3], visible(call), 0.3, added_scores, softcap)
+        added, options = (bias,), {"rows": bias.rows(), "bias": bias.table}
+    seen = SimpleNamespace(dense=lambda device: visible(call))
+    dense = dense_results(seen, (q, k, v, dout), 0.3, **options)
     out, lse = kernel.forward(q, k, v, call, spec, *added)
     assert relative_error(out, dense[0]) < EXACT
     assert torch.allclose(lse, dense[1], rtol=EXACT, atol=EXACT)
-    expected = torch.autograd.grad(dense[0], inputs, dout)
     delta = (out * dout).sum(-1).transpose(1, 2)
     for stands in ((out, lse, None), (None, lse, delta)):
         grads = kernel.backward(dout, q, k, v, *stands, call, spec, *added)
-        for mine, other in zip(grads, expected, strict=True):
+        for mine, other in zip(grads, dense[2:], strict=True):
             assert relative_error(mine, other, size_of_terms(dout, 0.3)) < EXACT
 
 

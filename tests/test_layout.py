@@ -1,19 +1,10 @@
 """Layouts against brute force."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 
 from bmt_burst import IGNORE_INDEX, Layout, SequenceParallel, shard, shift_labels, unshard
-from bmt_burst.sequence.layout import LAYOUTS
-
-CASES = [
-    (name, size, length)
-    for name, size in itertools.product(LAYOUTS, (1, 2, 3, 4, 5, 8))
-    for length in {size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 4 * size + 3, 41}
-]
 
 
 @pytest.mark.parametrize("name", ["zigzag", "striped"])

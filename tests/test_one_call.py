@@ -14,8 +14,6 @@ from bmt_burst.strategies.ring.routes import Stage
 from tests.cases import random_qkv
 from tests.rings import problem
 
-SCALE = 0.31
-
 
 def stage_of(plan: OneCallPlan) -> Stage:
     """Return the only stage of a plan."""
@@ -27,9 +25,6 @@ def stage_of(plan: OneCallPlan) -> Stage:
 def received_tokens(plan: OneCallPlan) -> int:
     """Count the tokens that land and are another rank's."""
     return sum(length(at) for peer, at in stage_of(plan).sources if peer != plan.rank)
-
-
-HEADS = [(8, 8), (8, 2), (6, 3), (3, 1)]
 
 
 def plans(mask: Mask, layout: Layout, **fields) -> list:

@@ -35,23 +35,6 @@ def run(size, work, store=None):
     return [results[rank] for rank in range(size)]
 
 
-def test_everyone_reads_everyones_messages_in_order():
-    size = 4
-
-    def work(messenger):
-        chance = random.Random(messenger.rank)
-        for number in range(300):
-            if chance.random() < 0.05:
-                time.sleep(chance.random() * 2e-3)
-            expected = [f"{number} {peer}".encode() * (number % 7) for peer in range(size)]
-            assert messenger.gather(expected[messenger.rank]) == expected
-        return messenger.rank
-
-    store = dist.HashStore()
-    for _ in range(2):  # messengers that are made later use the same store
-        assert run(size, work, store) == list(range(size))
-
-
 def test_a_stranger_is_not_taken_for_a_rank(monkeypatch):
     monkeypatch.setattr(sockets, "_GREETING", 0.2)
     store = dist.HashStore()

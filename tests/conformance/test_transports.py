@@ -143,7 +143,7 @@ def deliver(ring: Transport, lane: str, number: int):
     return ring.deliver(lane, 8 * (SIZE - 1), sends, arrivals, CPU)
 
 
-def check_delivered(ring: Transport, number: int, memory: torch.Tensor) -> None:
+def assert_delivered(ring: Transport, number: int, memory: torch.Tensor) -> None:
     wanted = [float(100 * number + 10 * peer + ring.rank) for peer in others(ring)]
     assert memory.view(torch.float64).tolist() == wanted
 
@@ -155,7 +155,7 @@ def check_deliveries_have_their_places(ring: Transport) -> None:
             for lane in LANES:
                 delivery = deliver(ring, lane, number)
                 delivery.wait()
-                check_delivered(ring, number, delivery.memory)
+                assert_delivered(ring, number, delivery.memory)
                 delivery.release()
 
 
@@ -184,7 +184,7 @@ def check_a_lane_holds_its_number_of_deliveries(ring: Transport) -> None:
             if len(under_way) == most:
                 for earlier, delivery in under_way:
                     delivery.wait()
-                    check_delivered(ring, earlier, delivery.memory)
+                    assert_delivered(ring, earlier, delivery.memory)
                 for _, delivery in under_way:
                     delivery.release()
                 under_way.clear()
@@ -199,7 +199,7 @@ def check_memory_that_is_not_recycled_stays(ring: Transport) -> None:
     second = deliver(ring, "return", 2)
     second.wait()
     if is_kept:
-        check_delivered(ring, 1, memory)
+        assert_delivered(ring, 1, memory)
     second.release()
 
 
@@ -224,6 +224,17 @@ def check_facts_about_another_ring_go_with_it(ring: Transport) -> None:
     del other
     assert not ring.histories
 
+
+def checks_above() -> dict[str, Check]:
+    """Return the checks that are defined so far, by name."""
+    return {
+        name.removeprefix("check_"): check
+        for name, check in globals().items()
+        if name.startswith("check_")
+    }
+
+
+CHECKS = checks_above()
 
 # The checks of transports whose ranks are processes: a rank may be late, or fail.
 
@@ -276,30 +287,7 @@ def check_ranks_go_on_while_one_fails(ring: Transport) -> None:
         ring.messenger.gather(b"here")
 
 
-OF_PROCESSES = {
-    "a_late_rank_is_named": check_a_late_rank_is_named,
-    "a_rank_that_closes": check_a_rank_that_closes_makes_the_group_unusable,
-    "ranks_that_all_fail": check_ranks_that_all_fail_go_on,
-    "ranks_that_fail_apart": check_ranks_that_fail_after_other_deliveries_do_not_go_on,
-    "ranks_go_on": check_ranks_go_on_while_one_fails,
-}
-CHECKS: dict[str, Check] = {
-    "a_ring_begins_usable": check_a_ring_begins_usable,
-    "ranks_are_in_order": check_ranks_are_in_order,
-    "messages_have_any_bytes": check_messages_have_any_bytes_and_lengths,
-    "a_long_message_is_refused": check_a_long_message_is_refused_before_it_is_sent,
-    "a_slow_rank_gets_every_message": check_a_slow_rank_gets_every_message,
-    "exchanges_keep_the_order": check_exchanges_keep_the_order_of_a_pair,
-    "exchanges_may_overlap": check_exchanges_may_overlap,
-    "an_exchange_of_some_ranks": check_an_exchange_need_not_have_all_ranks,
-    "gathered_tensors": check_gathered_tensors_have_any_shapes,
-    "deliveries_have_their_places": check_deliveries_have_their_places,
-    "a_rank_delivers_to_itself": check_a_rank_delivers_to_itself,
-    "a_lane_holds_its_number": check_a_lane_holds_its_number_of_deliveries,
-    "memory_that_is_not_recycled": check_memory_that_is_not_recycled_stays,
-    "a_thread_at_a_time": check_a_thread_at_a_time_holds_a_ring,
-    "facts_about_another_ring": check_facts_about_another_ring_go_with_it,
-}
+OF_PROCESSES = {name: check for name, check in checks_above().items() if name not in CHECKS}
 
 
 def run_simulated(
