@@ -24,11 +24,8 @@ def random_qkv(
     seed: int = 0,
 ):
     """Return random q, k, v and an output gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, tokens, h, head_size) for h in (heads, kv_heads, kv_heads, heads)]
-    return [
-        torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes
-    ]
+    call = KernelCall.whole(tokens)
+    return call_tensors(call, batch, heads, kv_heads, head_size, dtype, seed)
 
 
 class Cache:

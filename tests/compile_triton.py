@@ -19,9 +19,9 @@ from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.bias.kernels import triton_table
 from bmt_burst.kernels import triton as backend
 from bmt_burst.kernels import triton_blocks
+from bmt_burst.merging import fused
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from tests import compile_fused
 from tests.cases import call_tensors, random_bias
 from tests.compiler import Compiler
 
@@ -45,7 +45,25 @@ def main():
             out, lse = kernel.forward(*qkv, call, spec, *added)
             kernel.backward(dout, *qkv, out, lse, None, call, spec, *added)
         with_bias.table_gradient(dout, *qkv, out, lse, None, call, Spec(0.3), by_segments)
-    compile_fused.main()
+    compile_fused()
+
+
+def compile_fused():
+    """Compile the fused kernels for the oldest GPUs, of capability 8.0."""
+    for name in ("_merge_outputs", "_sum_gradients", "_fill_lse_delta"):
+        setattr(fused, name, Compiler(getattr(fused, name), capability=80))
+    for tokens, start in ((32, 16), (33, 1), (40, 0), (47, 3)):  # compiled once for all of them
+        wide, half = (
+            torch.zeros(1, tokens, 2, 80),
+            torch.zeros(1, tokens - start, 2, 80, dtype=torch.bfloat16),
+        )
+        lse = torch.zeros(1, 2, tokens)
+        for spans in ([(start, tokens)], [(0, start), (2 * start, tokens)]):
+            fused.merge_outputs(
+                wide, lse, [([(0, tokens)], wide, lse), (spans, half, lse[..., start:])]
+            )
+            fused.sum_gradients(wide, [([(0, tokens)], wide), (spans, half)])
+        fused.fill_lse_delta(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import runpy
 import sys
 import types
 from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
 
 import torch
 import torch._dynamo  # it and fsdp before torch is patched
@@ -203,3 +205,14 @@ def install(*packages: str) -> None:
     bmtrain.init_distributed(seed=0)
     # BMTrain takes as many as there are CPUs for a rank, which wait for each other
     torch.set_num_threads(1)
+
+
+def run_example(folder: Path, name: str, changes: dict[str, str]) -> None:
+    """Run a script of train/examples with other texts in it, such as smaller sizes."""
+    source = (Path(__file__).parents[1] / f"train/examples/{name}.py").read_text()
+    for there, here in changes.items():
+        assert there in source
+        source = source.replace(there, here)
+    script = folder / f"example-{name}-{os.environ['RANK']}.py"
+    script.write_text(source)
+    runpy.run_path(str(script), run_name="__main__")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.kernels import load, names
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
+from bmt_burst.transport import Transport
 from bmt_burst.transport.simulator import SimulatedRing
 from bmt_burst.transport.sockets import SocketMessenger
 from tests.reference import attention_errors
@@ -65,6 +67,29 @@ def ring_output(whole: Layout, tensors: Sequence[Tensor], scale=None, **options)
         return burst_attn_func(*shards, scale, process_group=ring, **{"layout": whole, **options})
 
     return whole.unshard(simulate(whole.size, work))
+
+
+def call_messages(
+    layout: Layout, tensors: Sequence[Tensor], inner: int, **options
+) -> list[list[list[list[tuple[int, int]]]]]:
+    """Return by rank and by half of a step, by ring the peer and bytes of each message of tensors.
+
+    The halves are forward and backward. A double ring has two rings.
+    """
+
+    def work(ring):
+        groups = ring_arguments(ring, inner)
+        single = [groups["process_group"]] if "process_group" in groups else []
+        ends = single or list(groups["double_group"])
+        *shards, dout = (layout.shard(x, ring.rank) for x in tensors)
+        inputs = [x.requires_grad_() for x in shards]
+        out = burst_attn_func(*inputs, **{"layout": layout, **options}, **groups)
+        counts = [len(end.traffic) for end in ends]
+        torch.autograd.grad(out, inputs, dout)
+        counted = list(zip(ends, counts, strict=True))
+        return [[end.traffic[:n] for end, n in counted], [end.traffic[n:] for end, n in counted]]
+
+    return simulate(layout.size, work)
 
 
 def shard_results(
@@ -157,6 +182,18 @@ def ring_arguments(ring: SimulatedRing, inner: int) -> dict:
     host, place = divmod(ring.rank, inner)
     intra = ring.subring(range(host * inner, (host + 1) * inner))
     return {"double_group": (intra, ring.subring(range(place, ring.size, inner)))}
+
+
+class Mute(Transport):
+    """A transport of two ranks that sends nothing but its messenger's messages."""
+
+    rank, size = 0, 2
+
+    def __init__(self, messenger: Any):
+        self.messenger = messenger
+
+    def exchange(self, sends, recvs):
+        raise AssertionError("nothing is sent here")
 
 
 def wait_for_lost_rank(messenger: SocketMessenger) -> str:

@@ -51,7 +51,8 @@ def equality(rank: int) -> list[float]:
         sp = init_sequence_parallel(4, inner_size=2)
         errors.append(worst_error({"double_group": sp.double_group}, rank, size))
         for ulysses_size in (1, 2, 4):  # each way in which a rank may be alone
-            groups = init_sequence_parallel(4, ulysses_size=ulysses_size).groups
+            sp = init_sequence_parallel(4, ulysses_size=ulysses_size)
+            groups = {"process_group": sp.process_group, "double_group": sp.double_group}
             errors.append(worst_error({**groups, "strategy": "usp"}, rank, size))
         sp = init_sequence_parallel(2)
         assert (sp.rank, sp.size) == (rank % 2, 2)
@@ -73,8 +74,6 @@ def misuse(rank: int) -> list[str]:
     calls = [
         lambda: burst_attn_func(q, k, v, causal=rank == 0),
         lambda: burst_attn_func(q[:, : 6 - 2 * rank], k[:, : 6 - 2 * rank], v[:, : 6 - 2 * rank]),
-        lambda: burst_attn_func(q.float() if rank else q, k, v),
-        lambda: burst_attn_func(q, k, v, flash="cuda"),
         lambda: burst_attn_func(q, k, v, layout="nonsense" if rank == 1 else "zigzag"),
     ]
     messages = []
@@ -124,14 +123,11 @@ def test_misuse_on_one_rank_is_an_error_on_all():
     assert first[0] == second[0] == differ
     assert first[1] == second[1]
     assert "[6, 4] tokens" in first[1]
-    assert "one dtype" in first[2]
-    assert "one dtype" in second[2]
-    assert "no kernel for flash='cuda'" in first[3]
     assert (
         "rank 1 of the group failed before a call of burst_attn_func: ValueError: unknown layout"
-        in first[4]
+        in first[2]
     )
-    assert second[4].startswith("unknown layout 'nonsense'")
+    assert second[2].startswith("unknown layout 'nonsense'")
 
 
 def test_without_torch_distributed_there_are_no_groups_to_make():

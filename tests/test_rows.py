@@ -13,7 +13,7 @@ from bmt_burst.calls.call import _MOST_PLANS
 from tests.cases import random_layout, random_mask, random_qkv
 from tests.reference import attention_errors, dense_results, relative_error
 from tests.refusals import refusal
-from tests.rings import ring_arguments, shard_results
+from tests.rings import call_messages, ring_arguments, shard_results
 
 SCALE = 0.3
 
@@ -205,26 +205,11 @@ def test_flash_attns_order_of_arguments_is_refused_by_the_first_wrong_one(count)
 
 
 def messages(mask, layout, inner=None, backward="kv", group_bytes=1 << 30):
-    """Bytes of each message of each rank but those of agreements, in the forward and the backward:
-    of both rings.
-    """
+    """Return the peer and bytes of each message of each rank, in the forward and the backward."""
     tensors = random_qkv(1, layout.seq_len, 2, 1, 8, torch.float32)
-
-    def work(ring):
-        groups = ring_arguments(ring, inner or ring.size)
-        ends = (
-            [groups["process_group"]] if "process_group" in groups else list(groups["double_group"])
-        )
-        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        options = {"mask": mask, "layout": layout, "backward": backward, "group_bytes": group_bytes}
-        out = burst_attn_func(*inputs, **options, **groups)
-        counts = [len(end.traffic) for end in ends]
-        torch.autograd.grad(out, inputs, dout)
-        halves = [(end.traffic[:n], end.traffic[n:]) for end, n in zip(ends, counts, strict=True)]
-        return [[(peer, size) for end in halves for peer, size in end[half]] for half in (0, 1)]
-
-    return simulate(layout.size, work)
+    options = {"mask": mask, "backward": backward, "group_bytes": group_bytes}
+    sent = call_messages(layout, tensors, inner or layout.size, **options)
+    return [[[*itertools.chain(*half)] for half in halves] for halves in sent]
 
 
 @pytest.mark.parametrize(("tokens", "group_bytes"), [(64, 0), (4096, 1 << 30)])

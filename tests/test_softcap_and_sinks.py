@@ -77,18 +77,6 @@ def test_sinks_of_any_size(size):
         assert torch.allclose(mine.double(), exact, rtol=1e-4, atol=1e-6)  # fp32 rounds at 6e-8
 
 
-@pytest.mark.parametrize(("flash", "strategy"), [("cpu", "ring"), ("reference", "ulysses")])
-def test_sinks_go_with_a_bias(flash, strategy):
-    mask, tensors, sinks = Mask.causal(21), random_qkv(1, 21, 2, 2, 8), random_sinks(2)
-    scores = Scores.by_distance(mask, torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
-    bias = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    options = {"scores": scores, "bias": bias, "flash": flash, "strategy": strategy}
-    got = ring_results(Layout.zigzag(21, 3), tensors, SCALE, sinks=sinks, **options)
-    expected = dense_results(mask, tensors, SCALE, scores.dense(), bias, sinks=sinks)
-    errors = attention_errors(got, expected, tensors[3], SCALE, ["bias", "sinks"])
-    assert max(errors.values()) < 1e-10, errors
-
-
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 1.2e-2), (torch.float16, 1.5e-3)]
 )

@@ -488,7 +488,7 @@ def test_checkpoints_in_checkpoints_choose_once(inner, is_reentrant, chosen):
 
     def whole(q, k, v, choices, is_checkpointed):
         q = attend(q, k, v)
-        if not is_checkpointed or inner == "Choices":
+        if not is_checkpointed:
             q = middle(q, k, v, choices)
         else:
             options = {"use_reentrant": False, "context_fn": keep_choices}

@@ -19,12 +19,13 @@ from bmt_burst import (
 from bmt_burst.calls import call
 from bmt_burst.ranks.agreement import admit_one_thread
 from bmt_burst.ranks.rings import Rings, make_rings
-from bmt_burst.transport import ALONE, Transport
+from bmt_burst.transport import ALONE
 from bmt_burst.transport.messenger import Messenger
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests.cases import random_qkv
 from tests.launcher import run_ranks
 from tests.reference import dense_attention
+from tests.rings import Mute
 
 RULE = (
     "group is for one thread at a time: let threads take turns, or give each thread its own group"
@@ -191,21 +192,11 @@ class Silent(Messenger):
         self.reasons.append(reason)
 
 
-class Ring(Transport):
-    rank, size = 0, 2
-
-    def __init__(self):
-        self.messenger = Silent()
-
-    def exchange(self, sends, recvs):
-        raise AssertionError("nothing is sent here")
-
-
 def test_a_group_is_left_also_where_its_first_thread_fails():
     """As where ranks differ, because other threads were first on them. Ranks that wait for the
     second thread must raise.
     """
-    ring = Ring()
+    ring = Mute(Silent())
     rings = Rings(ring, ALONE)
 
     def refused():

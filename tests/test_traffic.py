@@ -9,7 +9,7 @@ from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
 from bmt_burst.transport.simulator import SimulatedRing
 from tests.cases import random_qkv
-from tests.rings import problem, ring_arguments
+from tests.rings import call_messages, problem, ring_arguments
 
 B, S, H, G, D = 2, 96, 4, 2, 64  # S tokens of a rank
 ITEM = 4
@@ -18,29 +18,12 @@ ITEM = 4
 def traffic(
     size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 << 30, dtype=torch.float32
 ):
-    """[(bytes of each message) of the forward, of the backward] of `rank`."""
+    """Return the bytes of each message of `rank`, by ring, of the forward and of the backward."""
     tensors = random_qkv(B, S * size, H, G, D, dtype)
-    layout = Layout.zigzag(S * size, size)
-
-    def work(ring):
-        rings = ring_arguments(ring, inner)
-        ends = [rings["process_group"]] if "process_group" in rings else list(rings["double_group"])
-        q, k, v, dout = (layout.shard(x, ring.rank) for x in tensors)
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        options = {"optimize_bwd_comm": optimize, "group_bytes": group_bytes}
-        out = burst_attn_func(*inputs, causal=causal, backward=backward, **options, **rings)
-        forward = [tensor_messages(end) for end in ends]
-        torch.autograd.grad(out, inputs, dout)
-        return forward, [
-            tensor_messages(end)[len(f) :] for end, f in zip(ends, forward, strict=True)
-        ]
-
-    return simulate(size, work)[rank]
-
-
-def tensor_messages(ring):
-    """Bytes of each message but those by which the ranks agree on a call."""
-    return [size for _, size in ring.traffic]
+    options = {"causal": causal, "backward": backward, "group_bytes": group_bytes}
+    options["optimize_bwd_comm"] = optimize
+    sent = call_messages(Layout.zigzag(S * size, size), tensors, inner, **options)[rank]
+    return [[[nbytes for _, nbytes in ring] for ring in half] for half in sent]
 
 
 K = S * G * D * ITEM  # one batch row of keys, of values or of their gradients: one message

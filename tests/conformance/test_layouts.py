@@ -7,10 +7,11 @@ import pickle
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, burst_attn_func, shard, simulate, unshard
+from bmt_burst import Layout, Mask, shard, unshard
 from bmt_burst.sequence.layout import LAYOUTS, Balanced
 from tests.cases import random_qkv
 from tests.reference import dense_results
+from tests.rings import ring_output
 
 NAMES = [*LAYOUTS, Balanced.name]
 # tokens, ranks
@@ -94,14 +95,8 @@ def test_wrong_sizes_are_refused(name):
 def test_attention_in_it_equals_dense(name):
     mask, tensors = Mask.documents((0, 8, 27)), random_qkv(1, 27, 4, 2, 8)
     layout = made(name, 27, 4)
-
-    def work(ring):
-        mine = [layout.shard(x, ring.rank) for x in tensors[:3]]
-        return burst_attn_func(*mine, 0.3, mask=mask, layout=layout, process_group=ring)
-
-    assert (
-        layout.unshard(simulate(4, work)) - dense_results(mask, tensors, 0.3)[0]
-    ).abs().max() < 1e-13
+    got = ring_output(layout, tensors[:3], 0.3, mask=mask)
+    assert (got - dense_results(mask, tensors, 0.3)[0]).abs().max() < 1e-13
 
 
 @each_layout
