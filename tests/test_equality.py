@@ -18,19 +18,11 @@ from tests.test_scores import small_scores
 SCALE = 0.31
 
 
-def whole_mask(causal, tensors):
-    return (Mask.causal if causal else Mask.full)(tensors[0].shape[1])
-
-
-def dense(causal, tensors):
-    return dense_results(whole_mask(causal, tensors), tensors, SCALE)
-
-
-def ring_attention(size, inner, layout, causal, backward, tensors, **options):
-    """Whole out, lse, dq, dk, dv of a simulated ring."""
-    whole = Layout.named(layout, tensors[0].shape[1], size)
-    options = {"causal": causal, "layout": layout, "backward": backward, **options}
-    return ring_results(whole, tensors, SCALE, inner, **options)
+def ring_attention(layout, backward, tensors, **options):
+    """Return whole out, lse, dq, dk, dv of causal attention over two simulated hosts of two."""
+    whole = Layout.named(layout, tensors[0].shape[1], 4)
+    options = {"causal": True, "layout": layout, "backward": backward, **options}
+    return ring_results(whole, tensors, SCALE, 2, **options)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +87,9 @@ def test_narrow_dtypes_keep_their_precision(dtype, bound, backward, flash):
     rounded.
     """
     tensors = random_qkv(1, 61, 4, 2, 24, dtype)
-    got = ring_attention(4, 2, "zigzag", True, backward, tensors, flash=flash)
-    for i, (mine, expected) in enumerate(zip(got, dense(True, tensors), strict=True)):
+    got = ring_attention("zigzag", backward, tensors, flash=flash)
+    exact = dense_results(Mask.causal(61), tensors, SCALE)
+    for i, (mine, expected) in enumerate(zip(got, exact, strict=True)):
         assert mine.dtype == (torch.float32 if i == 1 else dtype)
         assert relative_error(mine, expected) < bound
 
@@ -106,10 +99,10 @@ def test_the_future_does_not_leak(layout, backward):
     """Changing token t and all after it leaves every output before t as it was, bit for bit."""
     tokens, changed = 37, 21
     tensors = random_qkv(1, tokens, 2, 1, 8, torch.float32)
-    before = ring_attention(4, 2, layout, True, backward, tensors)[:2]
+    before = ring_attention(layout, backward, tensors)[:2]
     for x in tensors[:3]:
         x[:, changed:] += 1.0
-    after = ring_attention(4, 2, layout, True, backward, tensors)[:2]
+    after = ring_attention(layout, backward, tensors)[:2]
     assert before[0][:, :changed].equal(after[0][:, :changed])
     assert before[1][:, :, :changed].equal(after[1][:, :, :changed])
     assert not before[0][:, changed:].equal(after[0][:, changed:])
