@@ -5,7 +5,6 @@ on several.
 import itertools
 import json
 import re
-import shlex
 import shutil
 import sysconfig
 from pathlib import Path
@@ -17,11 +16,12 @@ from bmt_burst import kernels
 from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
 from models.cpm_live.config import PRESETS
-from tests.launcher import ROOT, run_script
+from tests.launcher import ROOT
 from tests.live import SMALL_LIVE, as_jsonl, changed
 from tests.preparing import prepare
-from tests.runs import forget, read_records
+from tests.runs import forget, read_records, records
 from tests.test_bmtrain import run_pretrain
+from tests.test_readme import commands, run_command
 from tests.test_train import command, curve, train
 from train import export, generate, make_vocabulary
 from train.cpm_live.vocabulary import escaped
@@ -113,12 +113,10 @@ def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole, nam
 @BOTH
 def test_the_run_learns_and_leaves_its_records(folder, whole, name):
     assert whole[name][-1][1] < whole[name][0][1] - 0.3
-    found = read_records(folder / name)
-    steps = [record for record in found if "loss" in record]
-    assert all(
-        r["instances"] >= 4 and r["targets"] > r["instances"] and r["balance"] == 1 for r in steps
-    )
-    assert [record["step"] for record in found if "val_loss" in record] == [3, 6]
+    for r in read_records(folder / name):
+        assert "val_loss" in r or 4 <= r["instances"] < r["targets"]
+    assert list(records(folder / name, "val_loss")) == [3, 6]
+    assert {*records(folder / name, "balance").values()} == {1.0}
 
 
 @BOTH
@@ -216,17 +214,8 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
     (tmp_path / "instances.jsonl").write_text(
         shown + "".join(json.dumps(line) + "\n" for line in sums)
     )
-    commands = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1].replace("\\\n", " ").splitlines()
-    printed = []
-    for line in commands:
-        there = re.sub(
-            r"\b(instances\.jsonl|vocabulary\.txt|data/|runs/|exported/)", rf"{tmp_path}/\1", line
-        )
-        python, script, *arguments = shlex.split(there, comments=True)
-        ranks = 2 if "--processes 2" in line else None
-        code, output = run_script(ranks, script, *arguments)
-        assert (python, code) == ("python", 0), output
-        printed.append(output)
+    lines = commands(ROOT / "docs/pretraining.md", "\n## CPM-Bee and CPM-Ant")
+    printed = [run_command(line, tmp_path) for line in lines]
     assert "data/bee/train: " in printed[1] and "84 instances" in printed[1]
     assert "bad lines" not in printed[1]
     assert "1 data parallel x 2 sequence parallel ranks" in printed[2]

@@ -2,13 +2,12 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.launcher import ROOT, run_script
-from tests.test_readme import blocks, commands
+from tests.launcher import ROOT
+from tests.test_readme import blocks, commands, run_command
 from train.run.stages import parse_run
 
 STAGES = ROOT / "examples/stages.toml"
@@ -28,18 +27,13 @@ def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
     )
     printed = ""
     for line in commands(ROOT / "docs/tutorial.md", "# Tutorial: from text to a heat map"):
-        there = re.sub(r" (data/|runs/|exported/)", rf" {tmp_path}/\1", line)
-        there = there.replace("examples/stages.toml", f"{tmp_path}/stages.toml")
-        _, script, *arguments = shlex.split(there)
-        if script == "train/pretrain.py":
-            arguments += ["--output", f"{tmp_path}/runs/tutorial"]
-        if script == "train/evaluate.py":
-            arguments += ["--samples", "2"]
-        # pretrain.py has the number of processes in its file
-        ranks = 2 if script == "train/pretrain.py" or "--processes" in arguments else None
-        code, now = run_script(ranks, script, *arguments)
-        assert code == 0, line + now
-        printed += now
+        there = line.replace("examples/stages.toml", f"{tmp_path}/stages.toml")
+        more, ranks = (), None
+        if "train/pretrain.py" in line:  # it has the number of processes in its file
+            more, ranks = ("--output", f"{tmp_path}/runs/tutorial"), 2
+        if "train/evaluate.py" in line:
+            more = "--samples", "2"
+        printed += run_command(there, tmp_path, *more, ranks=ranks)
     assert "2 data parallel x 1 sequence parallel rank;" in printed
     assert "1 data parallel x 2 sequence parallel ranks;" in printed
     assert f"all 2 stages of {tmp_path}/stages.toml are done" in printed
