@@ -71,6 +71,16 @@ def settings(tmp_path, alone) -> dict:
 
 
 @pytest.fixture
+def memory() -> Iterator:
+    """A file system of fsspec, for addresses that begin with memory://."""
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    yield system
+    system.store.clear()
+
+
+@pytest.fixture
 def modules_in_a_folder(tmp_path, monkeypatch) -> None:
     """Let transformers copy a folder's code, which it does before an import, into tmp_path."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "modules")

@@ -346,13 +346,18 @@ def texts() -> list[str]:
     ]
 
 
-def json_tokenizer(folder: Path) -> JsonTokenizer:
-    """One that cuts texts, fills them, and puts a token before them, unless told not to."""
+def byte_level_bpe(size: int, *special: str) -> Backend:
+    """Return a tokenizer that is made from the sentences."""
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = ["<unk>", "<s>", "</s>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*special], show_progress=False)
     backend.train_from_iterator(SENTENCES, trainer)
+    return backend
+
+
+def json_tokenizer(folder: Path) -> JsonTokenizer:
+    """One that cuts texts, fills them, and puts a token before them, unless told not to."""
+    backend = byte_level_bpe(400, "<unk>", "<s>", "</s>")
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )

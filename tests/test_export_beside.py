@@ -7,14 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig
 
 from models.huggingface import save_weights
 from tests.preparing import write_tokens
 from tests.runs import train
-from tests.test_export import SENTENCES, exported
+from tests.test_export import SENTENCES, byte_level_bpe, exported
 from tests.test_model import SMALL, initialized
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import main
@@ -58,10 +56,7 @@ TEXTS = {
 
 def tokenizer_in(folder: Path, *more: str) -> JsonTokenizer:
     """Return a tokenizer with `more` tokens after the special ones and those of the text."""
-    backend = Backend(models.BPE(unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=SPECIAL, show_progress=False)
-    backend.train_from_iterator(SENTENCES, trainer)
+    backend = byte_level_bpe(280, *SPECIAL)
     backend.add_special_tokens(list(more))
     folder.mkdir(exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))

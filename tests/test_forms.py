@@ -6,7 +6,6 @@ import io
 import json
 import random
 
-import fsspec
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -206,7 +205,7 @@ def test_a_field_may_be_inside_others_and_a_field_of_this_very_name_wins(tmp_pat
         next(read_pieces(TextFile(tmp_path / "x.parquet", "x"), "a.c"))
 
 
-def test_a_stream_with_a_wrong_field_is_refused_when_it_is_prepared(tmp_path):
+def test_a_stream_with_a_wrong_field_is_refused_when_it_is_prepared(tmp_path, memory):
     """At an address too. Bad lines in front of good ones do not matter."""
     out = ("--stream", "--output", tmp_path / "out", "--overwrite", "--input")
     (tmp_path / "good.jsonl").write_bytes(b"bad\n{}\n" + jsonl("text"))
@@ -220,18 +219,14 @@ def test_a_stream_with_a_wrong_field_is_refused_when_it_is_prepared(tmp_path):
     assert f"{tmp_path}/wrong.json: {message}" in printed
     printed = prepare(*out, tmp_path / "wrong.json", "--field", "id", code=2)
     assert "expected text in field 'id', see --field; the first record has int there." in printed
-    memory = fsspec.filesystem("memory")
-    try:
-        memory.pipe("/wrong/a.json.gz", gzip.compress(IN_ARRAY))
-        memory.pipe("/wrong/dataset_infos.json", PRETTY)
-        printed = prepare(*out, tmp_path / "good.jsonl", "memory://wrong/*", code=2)
-        assert f"memory:///wrong/a.json.gz: {message}" in printed
-        assert (tmp_path / "out/train/index.json").read_bytes() == before
-        printed = prepare(*out, "memory://wrong/*", "--field", "data.text")
-        assert "a stream of 1 file," in printed and "wrong/dataset_infos.json" in printed
-        assert take(opened(tmp_path / "out/train"), range(1))
-    finally:
-        memory.store.clear()
+    memory.pipe("/wrong/a.json.gz", gzip.compress(IN_ARRAY))
+    memory.pipe("/wrong/dataset_infos.json", PRETTY)
+    printed = prepare(*out, tmp_path / "good.jsonl", "memory://wrong/*", code=2)
+    assert f"memory:///wrong/a.json.gz: {message}" in printed
+    assert (tmp_path / "out/train/index.json").read_bytes() == before
+    printed = prepare(*out, "memory://wrong/*", "--field", "data.text")
+    assert "a stream of 1 file," in printed and "wrong/dataset_infos.json" in printed
+    assert take(opened(tmp_path / "out/train"), range(1))
 
 
 def test_a_stream_of_arrays_has_the_rows_of_lines_and_resumes(tmp_path, monkeypatch):

@@ -12,18 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer as Backend
-from tokenizers import models
 
 from tests.launcher import forkserver
 from tests.preparing import write_tokens
 from tests.runs import records
 from tests.test_model import SMALL
+from tests.test_tokenizer import words_file
 from train import pretrain
 from train.base.ranks import RankError
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
-from train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from train.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from train.run.stages import STAGE, parse_run
 
 FIRST = {"name": "short", "seq_len": 31, "steps": 3}
@@ -190,9 +189,7 @@ def test_every_stage_is_checked_before_the_first_step(folder, second, message, m
     monkeypatch.setattr("importlib.util.find_spec", lambda x: None if x == "wandb" else find(x))
     if second.get("data") == "OTHER":
         second = {"data": str(folder.path / "other")}
-        words = Backend(models.WordLevel({"</s>": 0, "f": 1, "[UNK]": 2}, "[UNK]"))
-        words.save(str(folder.path / "words.json"))
-        folder.prepare("other", JsonTokenizer(folder.path / "words.json"))
+        folder.prepare("other", open_tokenizer(words_file(folder.path, ["</s>", "f", "[UNK]"])))
     _, stages = parse_run(["--stages", str(folder.write(FIRST, {**SECOND, **second}))])
     with pytest.raises(RankError, match=message):
         stages.check(torch.device("cpu"))

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import fsspec
 import pytest
 from pyarrow import parquet
 
@@ -266,27 +265,23 @@ def test_a_stream_is_only_for_training(folder):
     assert (folder / "index.json").exists()  # the earlier one
 
 
-def test_a_stream_may_be_at_addresses(tmp_path):
+def test_a_stream_may_be_at_addresses(tmp_path, memory):
     """Any file system of fsspec works, such as this one in memory."""
-    memory = fsspec.filesystem("memory")
-    try:
-        for i in range(4):
-            memory.pipe(f"/corpus/{i}.jsonl.gz", gzip.compress(jsonl(*TEXTS[i])))
-        with memory.open("/corpus/4.parquet", "wb") as file:
-            parquet.write_table(table(*TEXTS[4]), file)
-        out = ("--output", tmp_path / "out", "--stream", "--overwrite", "--input")
-        printed = prepare(*out, "memory://corpus/*")
-        assert "a stream of 5 files" in printed
-        read = read_documents(take(opened(tmp_path / "out/train"), range(64)))
-        assert {x for texts in TEXTS[:5] for x in texts} == {*read}
-        printed = prepare(*out, "memory://corpus/*.zst", code=2)
-        assert "no file matches memory://corpus/*.zst" in printed
-        assert "ftq://x/y.jsonl: " in prepare(*out, "ftq://x/y.jsonl", code=2)
-        memory.rm("/corpus/4.parquet")
-        with pytest.raises(ValueError, match=r"memory:///corpus/4\.parquet cannot be read: FileNo"):
-            take(opened(tmp_path / "out/train"), range(64))
-    finally:
-        memory.store.clear()
+    for i in range(4):
+        memory.pipe(f"/corpus/{i}.jsonl.gz", gzip.compress(jsonl(*TEXTS[i])))
+    with memory.open("/corpus/4.parquet", "wb") as file:
+        parquet.write_table(table(*TEXTS[4]), file)
+    out = ("--output", tmp_path / "out", "--stream", "--overwrite", "--input")
+    printed = prepare(*out, "memory://corpus/*")
+    assert "a stream of 5 files" in printed
+    read = read_documents(take(opened(tmp_path / "out/train"), range(64)))
+    assert {x for texts in TEXTS[:5] for x in texts} == {*read}
+    printed = prepare(*out, "memory://corpus/*.zst", code=2)
+    assert "no file matches memory://corpus/*.zst" in printed
+    assert "ftq://x/y.jsonl: " in prepare(*out, "ftq://x/y.jsonl", code=2)
+    memory.rm("/corpus/4.parquet")
+    with pytest.raises(ValueError, match=r"memory:///corpus/4\.parquet cannot be read: FileNo"):
+        take(opened(tmp_path / "out/train"), range(64))
 
 
 def test_a_run_on_a_stream_resumes_with_the_same_losses(folder, settings, tmp_path):
