@@ -246,21 +246,6 @@ def small(rope: str, **changes) -> CPMConfig:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-@pytest.mark.parametrize(("ranks", "length"), [(2, ORIGINAL), (4, ORIGINAL + 1)])
-def test_ranks_go_by_the_whole_sequence(rope, ranks, length):
-    config = small(rope, qk_norm=True, qkv_bias=True)
-    tokens = tokens_of(length)
-    whole = initialized(config)(tokens, torch.arange(length)).detach()
-
-    def work(ring):
-        sp = SequenceParallel(ring.rank, ring.size, "zigzag", process_group=ring)
-        return initialized(config, sp=sp)(sp.shard(tokens), sp.positions(length)).detach()
-
-    shards = simulate(ranks, work)
-    assert error(Layout.zigzag(length, ranks).unshard(shards), whole) < CLOSE
-
-
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 @pytest.mark.parametrize(
     ("ranks", "cuts"), [(1, (0, 7, 21, 30, 45)), (3, (0, 7, 8, 27, 45))], ids=["short", "long"]
 )

@@ -69,15 +69,7 @@ def test_rows_do_not_depend_on_ranks_or_micro_batches(monkeypatch):
 
 
 def test_wrong_mixtures_are_refused(capsys):
-    wrong = (
-        "code=a",
-        "code=a:0",
-        "code=a:-1",
-        "code=a:many",
-        "code=a:nan",
-        "code=a:inf",
-        "code=:1",
-    )
+    wrong = *(f"code=a{x}" for x in ("", ":0", ":-1", ":many", ":nan", ":inf")), "code=:1"
     for data, message in (
         ("code=a:1 b", "--data: expected one path, or NAME= in front of each, got 'b'"),
         ("code=a:1 code=b:1", "--data: expected different names, got code twice"),

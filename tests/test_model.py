@@ -199,12 +199,7 @@ def test_layer_refuses_impossible_heads():
         (ValueError, "num_heads=4 does not divide hidden_size=130", (130, 4), {}),
         (ValueError, "num_kv_heads=3 does not divide num_heads=4", (32, 4, 3), {}),
         (ValueError, "window must be at least 1, got 0", (32, 4), {"window": 0}),
-        (
-            ValueError,
-            "qk_norm_eps must be positive",
-            (32, 4),
-            {"qk_norm_eps": 0.0},
-        ),
+        (ValueError, "qk_norm_eps must be positive", (32, 4), {"qk_norm_eps": 0.0}),
         (TypeError, r"window must be a whole number, got 4\.0", (32, 4), {"window": 4.0}),
     ):
         with pytest.raises(kind, match=message):
