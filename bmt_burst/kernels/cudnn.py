@@ -45,6 +45,9 @@ class CudnnKernel(PlainKernel):
             grads = load("reference").backward(dout, q, k, v, out, lse, None, call, spec)
             return tuple(grad.to(q.dtype) for grad in grads)
         sizes = None, None, q.shape[1], k.shape[1]
+        # Torch keeps cuDNN's graphs by the strides of q, k and v. A call whose out and dout have
+        # other strides than those of the first call with such a graph gets wrong gradients.
+        dout, out = dout.contiguous(), out.contiguous()
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         lse = lse.contiguous().unsqueeze(-1)
         # dropout's RNG state
