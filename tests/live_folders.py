@@ -34,7 +34,7 @@ LETTERS = sorted({c for c in json.dumps(LINES) if c not in ' <"'} | {"def"})
 
 
 def prepare_lines(folder, lines, *options, model="cpm-bee", code=0) -> str:
-    """Prepare lines of data in `folder`. Return what is printed."""
+    """Prepare lines of data in `folder`. Return the output."""
     vocabulary = write_vocabulary(folder.with_suffix(".txt"), *LETTERS, model=model)
     kind = "cpm-ant-greedy" if model == "cpm-ant" else model
     lines = as_jsonl(folder.with_suffix(".jsonl"), lines)

@@ -23,7 +23,7 @@ EOS = ByteTokenizer.eos_id
 
 
 def prepare(*arguments, code: int = 0) -> str:
-    """Run prepare_data.py. Return what it prints.
+    """Run prepare_data.py. Return its output.
 
     At its end it ignores interrupts, because its process usually ends with it.
     """

@@ -203,7 +203,7 @@ def data(folder) -> Path:
 
 
 def evaluate(folder: Path, model: str, output: str, *more, ranks: int | None = None, code: int = 0):
-    """Run evaluate.py to its end. Return what it prints."""
+    """Run evaluate.py to its end. Return its output."""
     sizes = ("--lengths", f"{LENGTH - 5},{LENGTH}", "--digits", 2)
     line = ["--init-from", folder / model, "--output", folder / output, *sizes]
     line += ["--text", folder / "haystack.txt", *more]

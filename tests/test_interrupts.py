@@ -174,7 +174,7 @@ def start(arguments: list[str]) -> Started:
 
 
 def read_until(run: Started, text: str) -> str:
-    """Return what a run prints up to the line with `text`."""
+    """Return the output of a run up to the line with `text`."""
     lines = []
     while not lines or text not in lines[-1]:
         lines.append(run.stdout.readline())

@@ -93,7 +93,7 @@ def test_every_rank_leaves_torchrun_the_sentence_that_one_prints(
 
 
 def failure(folder: Path) -> ProcessFailure:
-    """Return what torchrun reads from a file, and remove the file."""
+    """Return the contents of a file as torchrun reads it, and remove the file."""
     made = ProcessFailure(0, 1, 2, str(folder / "error.json"))
     (folder / "error.json").unlink()
     return made

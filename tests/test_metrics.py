@@ -92,7 +92,7 @@ def test_a_folder_on_a_full_disk_is_named(tmp_path):
 def lines_of(
     metrics: Metrics, steps: range, capsys, monkeypatch, seconds: float = 2.0
 ) -> list[str]:
-    """Return what is printed of steps that take so many seconds each. The first one takes a
+    """Return the lines printed for steps that take so many seconds each. The first one takes a
     minute more.
     """
     metrics._began = now = 1000.0  # a whole number, so that differences are exact

@@ -38,8 +38,8 @@ FILES = r"(instances\.jsonl|vocabulary\.txt|corpus\.jsonl|more_text/|data/|runs/
 
 
 def run_command(line: str, folder: Path, *more: str, ranks: int | None = None) -> str:
-    """Run a page's command with its files in a folder, and with more arguments. Return what it
-    prints.
+    """Run a page's command with its files in a folder, and with more arguments. Return its
+    output.
     """
     there = re.sub(rf"\b{FILES}", rf"{folder}/\1", line)
     python, script, *arguments = shlex.split(there, comments=True)

@@ -52,7 +52,7 @@ def command(folder: Path, output: str, **options) -> list[str]:
 
 
 def train(folder: Path, output: str, code: int = 0, **options) -> str:
-    """Run pretrain.py to its end. Return what it prints."""
+    """Run pretrain.py to its end. Return its output."""
     [_, *line] = command(folder, output, **options)
     ended, printed = run_script(options.get("processes"), *line)
     assert ended == code, printed

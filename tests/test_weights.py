@@ -527,7 +527,7 @@ class Shards:
 def loaded_by(
     source: Path, config: CPMConfig, engine: Shards | None = None, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return what an engine reads of the weights in a file, for --model small."""
+    """Return the weights in a file as an engine reads them, for --model small."""
     engine = engine or Shards(CPM(config))
     load_weights(str(source), engine, Expected(config, "cpm", "--model small"), seed)
     return engine.loaded

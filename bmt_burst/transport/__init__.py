@@ -159,7 +159,7 @@ class Transport(ABC):
         return Delivery(memory, self.exchange(leaving, landing))
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """Send parts[r], contiguous, to each rank r. Return what all ranks have for this one, in
+        """Send parts[r], contiguous, to each rank r. Return the parts of all ranks for this one, in
         rank order: tensors of these shapes, and of the dtype of the parts.
         """
         found = [parts[self.rank].new_empty(shape) for shape in shapes]

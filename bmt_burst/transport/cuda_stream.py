@@ -93,7 +93,7 @@ class CudaDevice:
         return memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, here)
 
     def connect(self, mine: Tensor) -> list[Tensor]:
-        """Return what all ranks allocated, in rank order. All ranks call it."""
+        """Return the memory that all ranks allocated, in rank order. All ranks call it."""
         from torch.distributed._symmetric_memory import rendezvous
 
         handle = rendezvous(mine, self.find_group())

@@ -93,11 +93,11 @@ def _describe_time(planned: Planned) -> Iterator[str]:
 def _describe_cost(planned: Planned, tokens: float, price: float | None) -> str:
     """Return the days and the price of a run of so many tokens."""
     seconds = tokens / planned.tokens_per_s
-    said = f"{tokens:.3g} tokens take {seconds / _DAY:,.1f} days"
+    sentence = f"{tokens:.3g} tokens take {seconds / _DAY:,.1f} days"
     if price is None:
-        return said
+        return sentence
     hours = planned.cluster.gpus * seconds / 3600
-    return f"{said} and {hours:,.0f} GPU hours, which cost {hours * price:,.0f}"
+    return f"{sentence} and {hours:,.0f} GPU hours, which cost {hours * price:,.0f}"
 
 
 def table(planned: Planned) -> str:
@@ -125,8 +125,8 @@ def advice(planned: Planned) -> str:
         gpus = counted(planned.cluster.gpus, "GPU")
         return f"No options fit. Give a shorter --seq-len, or more than {gpus}"
     gib = found.step.memory.total / GIB
-    said = f"recommended ({gib:.1f} GiB, {found.seconds.total:.2f} s a step):"
-    return f"{said}\n{command(found)}"
+    sentence = f"recommended ({gib:.1f} GiB, {found.seconds.total:.2f} s a step):"
+    return f"{sentence}\n{command(found)}"
 
 
 def command(planned: Planned) -> str:
@@ -171,12 +171,14 @@ def explain_shortage(planned: Planned) -> str:
     """Return the largest part of a plan that does not fit, and the option that helps most."""
     memory = planned.step.memory
     largest = memory.largest
-    said = (
+    sentence = (
         f"the plan is {memory.total / GIB:.1f} GiB of {planned.cluster.gib:.1f}, of which "
         f"{largest} are {memory.parts[largest] / GIB:.1f}"
     )
     for other in helping_options(planned):
         before = _given_options(planned.config)
         changed = _join(option for option in _given_options(other.config) if option not in before)
-        return f"{said}; {' '.join(changed)} helps most: {other.step.memory.total / GIB:.1f} GiB"
-    return f"{said}; give a shorter --seq-len or more GPUs to share it: --sp-size"
+        return (
+            f"{sentence}; {' '.join(changed)} helps most: {other.step.memory.total / GIB:.1f} GiB"
+        )
+    return f"{sentence}; give a shorter --seq-len or more GPUs to share it: --sp-size"

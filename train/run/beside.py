@@ -194,11 +194,11 @@ def _check_templates(folder: Path, tokenizer: dict[str, Any], texts: dict[str, s
     found: dict[str, Any] = {TEMPLATE: texts.get(TEMPLATE)}
     if "chat_template.json" in texts:
         found["chat_template.json"] = read_json(folder / "chat_template.json").get("chat_template")
-    said = tokenizer.get("chat_template")
-    if isinstance(said, list):
-        named = [entry for entry in said if isinstance(entry, dict)]
-        said = {entry.get("name"): entry.get("template") for entry in named}.get("default")
-    found |= {TOKENIZER: said}
+    default = tokenizer.get("chat_template")
+    if isinstance(default, list):
+        named = [entry for entry in default if isinstance(entry, dict)]
+        default = {entry.get("name"): entry.get("template") for entry in named}.get("default")
+    found |= {TOKENIZER: default}
     given = {name: text.strip() for name, text in found.items() if isinstance(text, str)}
     if len(set(given.values())) > 1:
         raise ValueError(

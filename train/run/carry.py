@@ -56,7 +56,7 @@ class Carried:
         places = {"config.json": self.config, GENERATION: self.generation}
         places[TOKENIZER] = self.tokenizer
         lines = [f"taken over from {self.folder}:", *(f"  {name}" for name in self.texts)]
-        lines += [f"  {place}: {', '.join(said)}" for place, said in places.items() if said]
+        lines += [f"  {place}: {', '.join(given)}" for place, given in places.items() if given]
         lines = lines if lines[1:] else [f"nothing was taken over from {self.folder}"]
         left_out = [f"  {_shorten(names)}: {why}" for why, names in self._left_out.items()]
         return "\n".join([*lines, *(["left out:"] if left_out else []), *left_out])
@@ -133,11 +133,11 @@ class _Choice:
 
     def take_config(self, written: set[str]) -> None:
         """Take over the tokens of config.json. All else follows from the model."""
-        said = self._values["config.json"]
+        given = self._values["config.json"]
         for name in _ENDS:
-            self._take_ids(self.carried.config, "config.json", name, said.get(name))
+            self._take_ids(self.carried.config, "config.json", name, given.get(name))
         known = {*written, *_ENDS, "bos_token_id"}
-        if others := sorted(n for n, v in said.items() if v is not None and n not in known):
+        if others := sorted(n for n, v in given.items() if v is not None and n not in known):
             why = "config.json follows from the run's model"
             self.leave_out(why, f"config.json: {', '.join(others)}")
 
@@ -163,9 +163,9 @@ class _Choice:
         if begin is not None:
             began = f"texts with {self._tokenizer.name_of(begin)!r}"
         for place in ("config.json", GENERATION):
-            said = self._values.get(place, {}).get("bos_token_id")
-            if said is not None and said != begin:
-                self.leave_out(f"training began {began}", f"{place}: bos_token_id {said}")
+            given = self._values.get(place, {}).get("bos_token_id")
+            if given is not None and given != begin:
+                self.leave_out(f"training began {began}", f"{place}: bos_token_id {given}")
         name = self.carried.tokenizer.get("bos_token")
         if name is not None and adds and self._tokenizer.id_of(name) != begin:
             del self.carried.tokenizer["bos_token"]
@@ -173,16 +173,16 @@ class _Choice:
 
     def take_length(self, rows: int, longest: int, same_rope: bool) -> None:
         """Take over the most tokens of a text, if it is still true."""
-        said = self._settings.get("model_max_length")
-        if said is None or said == longest:
+        given = self._settings.get("model_max_length")
+        if given is None or given == longest:
             return
-        what = f"{TOKENIZER}: model_max_length {said}"
+        what = f"{TOKENIZER}: model_max_length {given}"
         if not same_rope:
             self.leave_out(f"rotary positions changed; it is {longest} now", what)
-        elif said < rows:
+        elif given < rows:
             self.leave_out(f"training had rows of {rows} tokens; it is {longest} now", what)
         else:
-            self.carried.tokenizer["model_max_length"] = said
+            self.carried.tokenizer["model_max_length"] = given
 
     def take_files(self, model_type: str) -> None:
         """Take over chat templates and licences, and explain why other files are left out."""

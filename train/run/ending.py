@@ -59,23 +59,24 @@ def explain(
     message of every rank.
     """
     program = watchdog.program
-    rank, code, said, speaks = ranks.rank(), None, "", True
+    rank, code, reported, speaks = ranks.rank(), None, "", True
     if isinstance(error, (ranks.RankError, FloatingPointError)):
-        code, said, speaks = 2, f"{program}: {error}", rank == 0
+        code, reported, speaks = 2, f"{program}: {error}", rank == 0
     # checked before OSError, since a TimeoutError is one: the other rank is the cause
     elif ranks.lost_contact(error):
         lost = f"rank {rank} lost contact with another rank, whose own message may say why"
-        code, said = ranks.LOST_CONTACT, f"{program}: {lost}; in {watchdog.doing}: {error}"
+        code, reported = ranks.LOST_CONTACT, f"{program}: {lost}; in {watchdog.doing}: {error}"
     elif isinstance(error, torch.OutOfMemoryError):
         lacking = f"rank {rank} ran out of memory in {watchdog.doing}"
-        code, said = 2, f"{program}: {_join_sentences(lacking, advise() if advise else '')}"
+        code, reported = 2, f"{program}: {_join_sentences(lacking, advise() if advise else '')}"
     elif isinstance(error, (ValueError, OSError)):
-        code, said = 2, f"{program}: rank {rank}: {error}"
+        code, reported = 2, f"{program}: rank {rank}: {error}"
     unexpected = f"{program}: rank {rank}: {type(error).__name__}: {error}".partition("\n")[0]
     leave_reason(
-        _join_sentences(said or unexpected, watchdog.last_words), cause=code != ranks.LOST_CONTACT
+        _join_sentences(reported or unexpected, watchdog.last_words),
+        cause=code != ranks.LOST_CONTACT,
     )
-    if speaks and (words := _join_sentences(said, watchdog.last_words)):
+    if speaks and (words := _join_sentences(reported, watchdog.last_words)):
         print_error(words)
     return code
 

@@ -86,8 +86,8 @@ class Evaluations:
         found = measure_losses(sources, self._batches, self._engine, alive)
         metrics.record(step, **found)
         mean, *others = (f"{name} {value:.4f}" for name, value in found.items())
-        said = ", ".join([mean.replace("val_loss", "validation loss"), *others])
-        metrics.say(f"step {step}: {said}, in {time.perf_counter() - began:.1f} s")
+        losses = ", ".join([mean.replace("val_loss", "validation loss"), *others])
+        metrics.say(f"step {step}: {losses}, in {time.perf_counter() - began:.1f} s")
 
     def _do_task(self, task: str, step: int, metrics: Metrics | NoMetrics) -> None:
         """Record the number of a task of --eval-tasks."""

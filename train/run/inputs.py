@@ -168,10 +168,12 @@ def check_padding(config: TrainConfig, data: Source) -> None:
     if (padding := data.padding) <= _MUCH_PADDING:
         return
     tokens = data.identity["tokens"]
-    said = f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding"
+    finding = f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding"
     if padding > _MOST_PADDING:
-        raise ValueError(f"{said} at --seq-len {config.seq_len}: give more text or a shorter one")
-    ranks.warn(f"{said} at --seq-len {config.seq_len}")
+        raise ValueError(
+            f"{finding} at --seq-len {config.seq_len}: give more text or a shorter one"
+        )
+    ranks.warn(f"{finding} at --seq-len {config.seq_len}")
 
 
 def warn_of_length(config: TrainConfig, model: ModelConfig) -> None:

@@ -35,7 +35,7 @@ class _Failure:
     """The exit code of the rank that failed first, and a sentence on it and on the others."""
 
     code: int
-    said: str
+    message: str
 
 
 def launch(
@@ -56,12 +56,12 @@ def launch(
     made, options = 0, list[str]()
     while isinstance(ended := _run_ranks([*argv, *options], processes, stop, outlook), _Failure):
         if made == restarts or ended.code == _EXPLAINED or stop.received:
-            print_error(f"{ended.said}; the run is over")
+            print_error(f"{ended.message}; the run is over")
             if outlook and ended.code != _EXPLAINED:
                 print_error(outlook())
             return _exit_code(ended.code)
         made, options = made + 1, ["--resume", "auto"] if root and checkpoint.listed(root) else []
-        print_error(f"{ended.said}; restart {made} of {restarts}")
+        print_error(f"{ended.message}; restart {made} of {restarts}")
     return ended
 
 

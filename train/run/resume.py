@@ -226,12 +226,12 @@ def _differences(before: dict, now: dict) -> dict[str, tuple]:
 def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
     """List changes with both values: settings as options, begin tokens by name."""
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
-    said = []
+    changed = []
     for name, values in differences.items():
         if name == "bos":
             values = tuple(_token_name(token, tokenizer) for token in values)
-        said.append(_show_change(flag(name) if name in settings else name, *values))
-    return ", ".join(said)
+        changed.append(_show_change(flag(name) if name in settings else name, *values))
+    return ", ".join(changed)
 
 
 def _show_change(name: str, before: Any, after: Any) -> str:

@@ -114,7 +114,7 @@ def describe_run(
     seen = dict.fromkeys(map(describe, inputs.validation.values()))  # most often identical
     val = f"; validation: {', '.join(seen)}" if seen else ""
     strategy = c.attention["strategy"]
-    said = [
+    facts = [
         f"{c.init_from or c.model}: {model.num_parameters:,} parameters, {c.dtype} on "
         f"{engine.device.type}, {type(engine).__name__}",
         f"{batches.dp_size} data parallel x {counted(sp.size, 'sequence parallel rank')}"
@@ -122,4 +122,4 @@ def describe_run(
         f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step",
         (f"{counted(epoch, 'sequence')} an epoch, " if epoch else "") + describe(inputs.training),
     ]
-    return "; ".join(said) + val + resumed
+    return "; ".join(facts) + val + resumed
