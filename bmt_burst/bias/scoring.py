@@ -168,9 +168,10 @@ def _send_lookups(
     return send_to_device(scores.pairs, device), send_to_device(scores.distances, device)
 
 
-# Each stage of a plan has positions of its own. If each step has other documents, it has other
-# plans: this bounds the memory that their tokens take on GPUs.
-@functools.lru_cache(maxsize=32)
+# Each stage of a plan has positions of its own, and a call asks for all of them in turn. There is
+# room for one plan of 60 ranks, or several of few ranks: with less, each call would send all tokens
+# again. If each step has other documents, this bounds the memory that they take on GPUs.
+@functools.lru_cache(maxsize=128)
 def _send_tokens(
     scores: Scores, positions: Tensor, device: torch.device, stream: torch.cuda.Stream | None
 ) -> Tensor:
