@@ -75,7 +75,7 @@ class Fa4Kernel(Kernel):
         return import_failure("flash-attn-4", functions)
 
     def forward(self, q, k, v, call, spec):
-        if _reach(q) <= _MOST_ENTRIES and _reach(k) <= _MOST_KEY_ENTRIES:
+        if _fits_once(q, k):
             return self.forward_once(q, k, v, call, spec)
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
         for heads, kv_heads in _cut_heads(q, k):
@@ -85,7 +85,7 @@ class Fa4Kernel(Kernel):
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        if _reach(q) <= _MOST_ENTRIES and _reach(k) <= _MOST_KEY_ENTRIES:
+        if _fits_once(q, k):
             return self.backward_once(dout, q, k, v, out, lse, delta, call, spec)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         wide = accumulator_dtype(k.dtype)
@@ -151,6 +151,11 @@ class Fa4Kernel(Kernel):
         if packed:
             grads = unpack(batch, *grads)
         return tuple(_fit_heads(grad, head_size) for grad in grads)
+
+
+def _fits_once(q: Tensor, k: Tensor) -> bool:
+    """Whether the package computes a call right without cutting its heads."""
+    return _reach(q) <= _MOST_ENTRIES and _reach(k) <= _MOST_KEY_ENTRIES
 
 
 def _reach(x: Tensor) -> int:
