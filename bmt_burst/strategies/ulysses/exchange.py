@@ -89,7 +89,7 @@ class Move(NamedTuple):
     there: int
 
 
-class Messages(NamedTuple):
+class PieceMessages(NamedTuple):
     """The parts of a piece that a rank sends and receives.
 
     moves     in the order in which they lie in the sources, which have nothing else
@@ -102,7 +102,7 @@ class Messages(NamedTuple):
     arrivals: list[Arrival]
 
 
-class Exchange(ABC):
+class HeadExchange(ABC):
     """The exchanges of all pieces, between ranks 0, 1, ... of a host.
 
     rank      this one
@@ -142,11 +142,11 @@ class Exchange(ABC):
         """Yield the messages of one rank to another, or to itself."""
 
     @functools.cached_property
-    def _messages(self) -> list[Messages]:
+    def _messages(self) -> list[PieceMessages]:
         """The messages of each piece."""
         return [self._find_messages(piece) for piece in range(len(self.pieces))]
 
-    def _find_messages(self, piece: int) -> Messages:
+    def _find_messages(self, piece: int) -> PieceMessages:
         moves, arrivals = list[Move](), list[Arrival]()
         for peer in self.ranks:
             moves += self._moves(piece, self.rank, peer)
@@ -156,7 +156,7 @@ class Exchange(ABC):
         moves.sort()
         by_source = itertools.groupby(moves, key=lambda move: move.source)
         sizes = [[move.nbytes for move in same] for _, same in by_source]
-        return Messages(moves, sizes, arrivals)
+        return PieceMessages(moves, sizes, arrivals)
 
     def _deliver(
         self, transport: Transport, piece: int, sources: Iterable[Tensor], device: torch.device
@@ -182,7 +182,7 @@ class Exchange(ABC):
         return found
 
 
-class Visits(Exchange):
+class Visits(HeadExchange):
     """Each rank sends its tokens to the ranks that compute their heads."""
 
     lane = "visit"
@@ -226,7 +226,7 @@ class Visits(Exchange):
                 yield Move(source, start, nbytes, receiver, there)
 
 
-class Returns(Exchange):
+class Returns(HeadExchange):
     """The ranks of the heads send results to the ranks of the tokens."""
 
     lane = "return"
