@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # "gw0" and so on
 
@@ -54,12 +53,9 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def alone(monkeypatch, one_process) -> None:
     """Be the only rank of a group. Its runs draw no curves, which takes longer than their steps."""
     monkeypatch.setattr("train.run.metrics.plot_losses", lambda records, file: None)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -90,9 +86,10 @@ def modules_in_a_folder(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def one_process() -> Iterator[None]:
     """Make a torch.distributed world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    from tests.launcher import world_of_one
+
+    with world_of_one():
+        yield
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection, util
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def needs_ranks(count: int):
     return pytest.mark.skipif(
         count > RANKS, reason=f"needs NVIDIA GPUs, {count} or more; this machine has {GPUS}"
     )
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """Make a torch.distributed world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_ranks(size: int, work: Callable, *args, backend: str = "gloo") -> list:

@@ -8,13 +8,12 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bmt_burst import SequenceParallel, kernels
 from models.cpm import CPM
 from tests.bmtrain_rank import SHAPE
 from tests.bmtrain_rank import curve as engine_curve
-from tests.launcher import run_script
+from tests.launcher import run_script, world_of_one
 from tests.runs import forget
 from tests.test_train import command, curve, folder, train  # noqa: F401 - folder is a fixture
 from train.engine.torch import TorchEngine
@@ -38,16 +37,13 @@ def run(size: int, results, what: str, *arguments: str) -> tuple[list[dict], str
 @pytest.fixture(scope="module")
 def expected() -> dict[bool, list[float]]:
     """The torch engine's curve on one rank, with tied and untied embeddings."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with world_of_one():
         configs = {tied: dataclasses.replace(SHAPE, tie_embeddings=tied) for tied in (True, False)}
         engines = {
             tied: TorchEngine(lambda c=c: CPM(c), device=torch.device("cpu"), seed=3)
             for tied, c in configs.items()
         }
         return {tied: engine_curve(engine, SequenceParallel()) for tied, engine in engines.items()}
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=[1, 3])

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -21,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 from bmt_burst import InfLLMV2
 from models.config import CPMConfig
 from models.huggingface import HFWeights, fold_scalings, load_cpm, save_weights
+from tests.launcher import world_of_one
 from tests.test_checkpoint import write
 from tests.test_model import SMALL, initialized
 from train import export
@@ -49,9 +49,8 @@ SENTENCES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with world_of_one():
+        yield
 
 
 def run_of(

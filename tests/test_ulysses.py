@@ -250,15 +250,6 @@ def on_gpus(rank: int, size: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.gpu
-@pytest.mark.ranks
-@needs_ranks(2)
-def test_on_gpus():
-    for errors in run_ranks(2, on_gpus, 2, backend="nccl"):
-        name, worst = max(errors.items(), key=lambda entry: entry[1])
-        assert worst < BF16, (name, worst)
-
-
 # USP: Ulysses around the ring.
 
 
@@ -310,9 +301,9 @@ def usp_on_gpus(rank: int, size: int) -> dict[str, float]:
 @pytest.mark.gpu
 @pytest.mark.ranks
 @needs_ranks(2)
-def test_usp_on_gpus():
-    size = 4 if RANKS >= 4 else 2
-    for errors in run_ranks(size, usp_on_gpus, size, backend="nccl"):
+@pytest.mark.parametrize(("work", "size"), [(on_gpus, 2), (usp_on_gpus, 4 if RANKS >= 4 else 2)])
+def test_on_gpus(work, size):
+    for errors in run_ranks(size, work, size, backend="nccl"):
         name, worst = max(errors.items(), key=lambda entry: entry[1])
         assert worst < BF16, (name, worst)
 
