@@ -183,7 +183,7 @@ def install(*packages: str) -> None:
     import bmtrain
     import bmtrain.distributed.ops as ops
 
-    import bmt_burst.bmtrain
+    import bmt_burst.adapters.bmtrain
     import bmt_burst.transport.bmtrain as transport
     import train.engine.bmtrain
 
@@ -199,7 +199,7 @@ def install(*packages: str) -> None:
         for name, module in sys.modules.items()
         if name.split(".")[0] in roots and hasattr(module, "torch")
     ]
-    for module in [*modules, bmt_burst.bmtrain, train.engine.bmtrain, transport]:
+    for module in [*modules, bmt_burst.adapters.bmtrain, train.engine.bmtrain, transport]:
         module.torch = cpu
     transport.BMTrainTransport.device_types = frozenset({"cpu"})
     bmtrain.init_distributed(seed=0)

@@ -23,8 +23,8 @@ LEVELS = [
     ("calls",),
     ("bias", "sparse", "scores"),
     ("extensions",),
-    ("attention", "loss", "offload", "nn", "bmtrain", "", "doctor"),
-    ("adapters", "compat"),
+    ("attention", "loss", "offload", "nn", "", "doctor"),
+    ("adapters", "bmtrain", "compat"),
 ]
 # The terms that an extension adds to scores are compiled into the Triton kernels.
 SEAM = ("kernels.triton_blocks", "bias.kernels.triton_terms")
