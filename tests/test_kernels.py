@@ -2,10 +2,8 @@
 reference.
 """
 
-import functools
 import random
 import sys
-import types
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -78,35 +76,15 @@ def test_kernels_that_know_no_softcap_refuse_it(name):
     assert kernels.pick("auto", q, k, CAPPED).name == "reference"
 
 
-@pytest.mark.parametrize(
-    ("version", "refusal"),
-    [
-        ("2.6.1", "does not apply the softcap to gradients"),
-        ("2.6.0.post1", "does not apply"),
-        ("2.6.2", None),
-        ("2.8.3", None),
-    ],
-)
-def test_fa2_caps_scores_since_its_gradients_know_it(monkeypatch, tmp_path, version, refusal):
-    names = (
-        "_flash_attn_forward",
-        "_flash_attn_backward",
-        "_flash_attn_varlen_forward",
-        "_flash_attn_varlen_backward",
-    )
-    interface = types.SimpleNamespace(**dict.fromkeys(names))
-    package = types.SimpleNamespace(__version__=version, flash_attn_interface=interface)
+@pytest.mark.parametrize("version", ["2.6.3", "2.7.0.post2", "2.8.3"])
+def test_fa2_needs_a_version_of_2_7_or_newer(monkeypatch, version):
+    package = SimpleNamespace(__version__=version, flash_attn_interface=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(fa2, "_package", functools.cache(fa2._package.__wrapped__))
-    monkeypatch.setattr(fa2, "import_failure", lambda package, load: None)
-    monkeypatch.setattr(fa2, "installed", lambda module: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with FakeTensorMode():
-        q = torch.empty(1, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
-        reason = kernels.load("fa2").refuses(CAPPED, q, q)
-        assert kernels.load("fa2").refuses(SPEC, q, q) is None
-    assert (reason is None) if refusal is None else (refusal in reason)
-    assert fa2._package().two_arguments is (version > "2.7")
+    if version < "2.7":
+        with pytest.raises(ImportError, match=r"expected version 2\.7 or newer, got 2\.6\.3"):
+            fa2.interface.__wrapped__()
+    else:
+        assert fa2.interface.__wrapped__() is package.flash_attn_interface
 
 
 def test_rows_of_a_bias():
@@ -179,12 +157,10 @@ class FlashAttention:
     """The package's functions, written out one sequence after the other, with what is asked of
     their arguments.
 
-    That of FlashAttention-2 has its quirks, and takes a window as one argument or, since 2.7, as
-    two.
+    That of FlashAttention-2 has its quirks.
     """
 
-    def __init__(self, two_arguments: bool = False):
-        self.packed_calls, self.two_arguments = 0, two_arguments
+    packed_calls = 0
 
     def fa4_forward(self, q, k, v, softmax_scale, return_lse, **options):
         assert q.shape[-1] in (64, 96, 128, 192, 256)
@@ -203,8 +179,7 @@ class FlashAttention:
         assert not any(options.pop(name, None) for name in unused)
         out, lse = self.forward(q, k, v, **self.fa2_options(options, k, sizes))
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        inputs = () if self.two_arguments else (q, k, v, out)
-        return out, *inputs, lse, None, None
+        return out, lse, None, None
 
     def fa2_backward(self, dout, q, k, v, out, lse, dq, dk, dv, *sizes, **options):
         assert options.pop("dropout_p") == 0
@@ -220,10 +195,7 @@ class FlashAttention:
         max_k = sizes[3] if sizes else k.shape[1]
         names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
         options |= dict(zip(names, sizes, strict=bool(sizes)))
-        if self.two_arguments:
-            left, right = options.pop("window_size_left"), options.pop("window_size_right")
-        else:
-            left, right = options.pop("window_size")
+        left, right = options.pop("window_size_left"), options.pop("window_size_right")
         left, right = (-1 if bound >= max_k else bound for bound in (left, right))
         if left < 0 <= right:
             left = max_k
@@ -285,18 +257,19 @@ class FlashAttention:
             yield slice(*rows), slice(*columns), KernelCall(*sizes, tiles, window_size_left, right)
 
 
-@pytest.fixture(params=["fa4", "fa2 of 2.6", "fa2 of 2.8"])
+@pytest.fixture(params=["fa4", "fa2"])
 def flash_attention(request, monkeypatch):
     """A kernel of a FlashAttention package, which is written out."""
-    written = FlashAttention(request.param == "fa2 of 2.8")
-    if request.param == "fa4":
-        monkeypatch.setattr(fa4, "functions", lambda: (written.fa4_forward, written.fa4_backward))
-    else:
-        functions = [written.fa2_forward, written.fa2_backward] * 2
-        monkeypatch.setattr(
-            fa2, "_package", lambda: fa2.Package(*functions, written.two_arguments, True)
-        )
-    return kernels.load(request.param.split()[0]), written
+    written = FlashAttention()
+    monkeypatch.setattr(fa4, "functions", lambda: (written.fa4_forward, written.fa4_backward))
+    functions = SimpleNamespace(
+        _flash_attn_forward=written.fa2_forward,
+        _flash_attn_backward=written.fa2_backward,
+        _flash_attn_varlen_forward=written.fa2_forward,
+        _flash_attn_varlen_backward=written.fa2_backward,
+    )
+    monkeypatch.setattr(fa2, "interface", lambda: functions)
+    return kernels.load(request.param), written
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -398,14 +371,14 @@ def half_installed(monkeypatch, tmp_path, request):
     monkeypatch.syspath_prepend(tmp_path)
     for module in (fa4, fa2):
         monkeypatch.setattr(module, "refuses_half", lambda *args, **options: None)
-    for forget in (kernels.installed, kernels.import_failure, fa4.functions, fa2._package):
+    for forget in (kernels.installed, kernels.import_failure, fa4.functions, fa2.interface):
         forget.cache_clear()
     loaded = set(sys.modules)
     yield
     for name in set(sys.modules) - loaded:
         if name.split(".")[0].startswith("flash_attn"):
             del sys.modules[name]
-    for forget in (kernels.installed, kernels.import_failure, fa4.functions, fa2._package):
+    for forget in (kernels.installed, kernels.import_failure, fa4.functions, fa2.interface):
         forget.cache_clear()
 
 

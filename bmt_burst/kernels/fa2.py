@@ -1,14 +1,14 @@
-"""FlashAttention-2: the `flash-attn` package, versions 2.6 to 2.8, for Ampere and newer."""
+"""FlashAttention-2: the `flash-attn` package, version 2.7 or newer, for Ampere and newer."""
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ..merging.surrogate import surrogate_out
 from ..sequence.tile import KernelCall
@@ -24,25 +24,18 @@ class Fa2Kernel(Kernel):
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if not installed("flash_attn_2_cuda"):
-            return "the package flash-attn (2.6 to 2.8) is not installed"
-        reason = refuses_half(spec, q, capability=(8, 0), head_sizes=range(8, 257, 8), caps=True)
-        asks = reason is None and spec.softcap is not None and not self.broken()
-        if asks and not _package().caps_gradients:
-            return "flash-attn before 2.6.2 does not apply the softcap to gradients: update it"
-        return reason
+            return "the package flash-attn (2.7 or newer) is not installed"
+        return refuses_half(spec, q, capability=(8, 0), head_sizes=range(8, 257, 8), caps=True)
 
     def broken(self) -> str | None:
-        return import_failure("flash-attn", _package)
+        return import_failure("flash-attn", interface)
 
     def forward(self, q, k, v, call, spec):
-        package = _package()
-        options = package.options(call, spec) | {"dropout_p": 0.0, "return_softmax": False}
+        options = _options(call, spec) | {"return_softmax": False}
         if call.is_whole:
-            return _out_and_lse(package.forward(q, k, v, **options))
-        results = package.packed_forward(
-            *pack(q, k, v), *_sizes(call, q), **options, block_table=None
-        )
-        out, lse = _out_and_lse(results)
+            return interface()._flash_attn_forward(q, k, v, **options)[:2]
+        packed = *pack(q, k, v), *_sizes(call, q)
+        out, lse, *_ = interface()._flash_attn_varlen_forward(*packed, **options, block_table=None)
         [out], lse = unpack(len(q), out), unpack_rows(lse, len(q))
         if (nothing := blind_queries(call, q.device)) is not None:  # where the package returns inf
             out = out.masked_fill(nothing[:, None, None], 0.0)
@@ -51,45 +44,34 @@ class Fa2Kernel(Kernel):
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         out = surrogate_out(dout, delta) if out is None else out
-        package = _package()
-        options = package.options(call, spec)
-        options |= {"dropout_p": 0.0, "deterministic": spec.deterministic}
+        options = _options(call, spec) | {"deterministic": spec.deterministic}
         if call.is_whole:
             grads = tuple(torch.empty_like(x) for x in (q, k, v))
-            package.backward(dout, q, k, v, out, lse.contiguous(), *grads, **options)
+            rows = lse.contiguous()
+            interface()._flash_attn_backward(dout, q, k, v, out, rows, *grads, **options)
             return grads
         # With an lse of inf all probabilities of a query are 0. The package does not define -inf.
         lse = pack_rows(lse.masked_fill(lse == -torch.inf, torch.inf)).contiguous()
         tensors = pack(dout, q, k, v, out)
         grads = [torch.zeros_like(x) for x in tensors[1:4]]
-        package.packed_backward(*tensors, lse, *grads, *_sizes(call, q), **options)
+        packed = *tensors, lse, *grads, *_sizes(call, q)
+        interface()._flash_attn_varlen_backward(*packed, **options)
         return tuple(unpack(len(q), *grads))
 
 
-class Package(NamedTuple):
-    """The functions of the installed version.
-
-    two_arguments   whether a window is two arguments, as since 2.7
-    caps_gradients  whether the backward knows a softcap, as since 2.6.2
-    """
-
-    forward: Callable
-    backward: Callable
-    packed_forward: Callable
-    packed_backward: Callable
-    two_arguments: bool
-    caps_gradients: bool
-
-    def options(self, call: KernelCall, spec: Spec) -> dict[str, Any]:
-        """Return the options for a call's band, with -1 for no bound, and for its scores."""
-        left, right = (-1 if x is None else x for x in effective_band(call))
-        causal = left == -1 and right == 0
-        window = (-1, -1) if causal else (left, right)
-        names: dict[str, Any] = {"window_size_left": window[0], "window_size_right": window[1]}
-        if not self.two_arguments:
-            names = {"window_size": window}
-        scores = {"softmax_scale": spec.scale, "softcap": spec.softcap or 0.0, "alibi_slopes": None}
-        return {**names, **scores, "causal": causal}
+def _options(call: KernelCall, spec: Spec) -> dict[str, Any]:
+    """Return the options for a call's band, with -1 for no bound, and for its scores."""
+    left, right = (-1 if x is None else x for x in effective_band(call))
+    causal = left == -1 and right == 0
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": spec.scale,
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": -1 if causal else right,
+        "softcap": spec.softcap or 0.0,
+        "alibi_slopes": None,
+    }
 
 
 def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
@@ -105,24 +87,12 @@ def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return packed.cu_seqlens_q, packed.cu_seqlens_k, longest, longest
 
 
-def _out_and_lse(results: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return out and lse. Version 2.6 returns padded copies of the inputs between them."""
-    return results[0], results[1] if len(results) == 4 else results[5]
-
-
 @functools.cache
-def _package() -> Package:
-    """Import the package and find out what it supports."""
+def interface() -> ModuleType:
+    """Import the package's functions. Raises ImportError for versions with other arguments."""
     import flash_attn
-    from flash_attn import flash_attn_interface as interface
 
-    # Since 2.7 torch wraps these functions, which hides their arguments. So the version decides.
-    version = tuple(int(number) for number in re.findall(r"\d+", flash_attn.__version__)[:3])
-    return Package(
-        forward=interface._flash_attn_forward,
-        backward=interface._flash_attn_backward,
-        packed_forward=interface._flash_attn_varlen_forward,
-        packed_backward=interface._flash_attn_varlen_backward,
-        two_arguments=version >= (2, 7),
-        caps_gradients=version >= (2, 6, 2),
-    )
+    if TorchVersion(flash_attn.__version__) < "2.7":
+        raise ImportError(f"expected version 2.7 or newer, got {flash_attn.__version__}: update it")
+    functions: ModuleType = flash_attn.flash_attn_interface
+    return functions
