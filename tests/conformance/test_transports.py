@@ -338,7 +338,6 @@ RUNNERS: dict[str, tuple[type[Transport], Callable[[], dict[str, str]]]] = {
 }
 ELSEWHERE = {
     "Alone": "here, since it has no peers",
-    "ImaginedRing": "tests/test_memory.py, since its peers are imagined",
     "BMTrainTransport": "tests/test_bmtrain.py and tests/test_gpu_train.py, since it needs GPUs",
 }
 CASES = [(ring, check) for ring in RUNNERS for check in CHECKS] + [

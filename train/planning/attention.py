@@ -15,8 +15,8 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
 from bmt_burst.transport import ALONE, Messages, Ticket
-from bmt_burst.transport.simulator import ImaginedRing
 
+from .imagined import ImaginedRing
 from .ledger import META, Ledger
 
 # Bytes of sparse attention beyond dense, measured in bench/results/sparse-1-nvidia-h200.jsonl: a

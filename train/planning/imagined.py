@@ -1,0 +1,65 @@
+"""A rank with imagined peers, for measurements and plans.
+
+    ring = ImaginedRing(rank=3, size=8)
+
+computes and takes memory as a real rank does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bmt_burst.transport import LANES, Arrivals, Delivery, Messages, Puts, Ticket, Transport
+from bmt_burst.transport.messenger import Echo
+
+
+@dataclass
+class _Imagined(Ticket):
+    """The ticket of an imagined delivery. It holds the tensors as if they were sent."""
+
+    sent: Puts
+
+    def wait(self) -> None:
+        self.sent = ()
+
+
+class ImaginedRing(Transport):
+    """A rank with imagined peers. They answer every message with the same one, and their deliveries
+    have arrived at once with any content.
+
+    As with copy engines, deliveries use slots that this rank keeps, `held_bytes`. All ranks must
+    own equally many tokens.
+    """
+
+    device_types = frozenset({"cpu", "cuda"})
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size, self.messenger = rank, size, Echo(size)
+        self.slots: dict[str, list[Tensor]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(slot.nbytes for slots in self.slots.values() for slot in slots)
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
+        raise RuntimeError("imagined peers exchange nothing: expected deliveries of a single ring")
+
+    def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
+        for lane, count in LANES.items():
+            held = self.slots[lane][0].nbytes if lane in self.slots else 0
+            if lane_bytes[lane] > held:
+                shape = (lane_bytes[lane],)
+                self.slots[lane] = [
+                    torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count)
+                ]
+
+    def deliver(
+        self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
+    ) -> Delivery:
+        slots = self.slots[lane]
+        slots.append(slots.pop(0))
+        return Delivery(slots[0][:nbytes], _Imagined(sends), recycled=True)
