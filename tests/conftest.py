@@ -46,7 +46,7 @@ if not torch.cuda.is_available():
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from triton.runtime import interpreter
 
-    if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.9; others are slow
+    if hasattr(interpreter, "_LangPatchScope"):  # Triton 3.6 to 3.9; others are slow
         from tests.interpreter import speed_up
 
         speed_up(interpreter)

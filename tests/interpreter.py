@@ -1,5 +1,5 @@
-"""Ways to make the interpreter of Triton 3.9 faster, without which tests of kernels take several
-times as long.
+"""Ways to make the interpreter of Triton 3.6 to 3.9 faster, without which tests of kernels take
+several times as long.
 
 None of them changes what an operation computes or refuses.
 """
@@ -19,6 +19,7 @@ def speed_up(interpreter) -> None:
     _compare_names(tl.core.dtype)
     _call_directly(interpreter)
     _reduce_at_once(interpreter.ReduceOps)
+    _read_integers(interpreter)
 
 
 def _prepare_once(interpreter) -> None:
@@ -113,7 +114,7 @@ def _remember_pairs_of_types(semantic) -> None:
             handle = self.builder.create_broadcast(x.handle, type.shape.values)
         else:
             handle = self.builder.create_splat(type, x.handle)
-        return self.make_tensor(handle, type)
+        return tl.tensor(handle, type)
 
     def broadcast_once(self, lhs, rhs):
         types = lhs.type, rhs.type
@@ -175,3 +176,14 @@ def _reduce_at_once(reduce_ops) -> None:
         return (self.to_tensor(data, block.dtype),)
 
     reduce_ops.apply_impl = apply_impl
+
+
+def _read_integers(interpreter) -> None:
+    """Let Triton 3.6 take an integer from an array of one, which NumPy 2.4 refuses to convert."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor
