@@ -16,7 +16,7 @@ from bmt_burst import (
     simulate,
 )
 from tests.cases import Cache, random_qkv
-from tests.reference import attention_errors, dense_results, relative_error
+from tests.reference import assert_close, dense_results, relative_error
 from tests.refusals import refusal_of_rank
 from tests.rings import CPU_KERNELS, ring_results
 
@@ -27,11 +27,6 @@ def random_sinks(heads: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor
     return torch.randn(
         heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     ).to(dtype)
-
-
-def check(got, expected, dout, bound, case):
-    errors = attention_errors(got, expected, dout, SCALE, ["sinks"] * (len(expected) - 5))
-    assert max(errors.values()) < bound, (errors, case)
 
 
 def test_sinks_of_minus_infinity_are_none():
@@ -93,18 +88,7 @@ def test_narrow_dtypes_keep_their_precision(dtype, bound, strategy):
     got = ring_results(Layout.zigzag(61, 4), tensors, SCALE, **options)
     expected = dense_results(mask, tensors, SCALE, softcap=2.0, sinks=sinks, dlse=dlse)
     assert [x.dtype for x in got] == [dtype, torch.float32, dtype, dtype, dtype, torch.float32]
-    check(got, expected, tensors[3], bound, options)
-
-
-def test_sinks_get_the_gradient_that_autograd_has_of_them():
-    """Against finite differences, not by the same formulas."""
-    *qkv, _ = random_qkv(1, 5, 2, 1, 4)
-    inputs = [x.requires_grad_() for x in (*qkv, random_sinks(2))]
-
-    def attend(q, k, v, sinks):
-        return burst_attn_func(q, k, v, SCALE, causal=True, softcap=0.8, sinks=sinks)
-
-    assert torch.autograd.gradcheck(attend, inputs)
+    assert_close(got, expected, tensors[3], SCALE, bound)
 
 
 SCORES = Scores.by_distance(Mask.causal(6), torch.zeros(1, dtype=torch.int32))

@@ -21,21 +21,13 @@ from bmt_burst.strategies.ulysses.heads import Heads, cut_heads
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import random_qkv
 from tests.launcher import RANKS, needs_ranks, run_ranks
-from tests.reference import attention_errors, dense_results, relative_error
+from tests.reference import assert_close, dense_results, relative_error
 from tests.rings import problem, rank_results, ring_results, worst_rank_error
 from tests.test_copy_engine import engine_ring
 
 SCALE = 0.31
 
 HEADS = [(8, 8), (8, 2), (6, 3), (5, 5), (7, 1), (3, 1)]
-NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-def assert_equal(got, expected, dout, bound=1e-10, where=None):
-    """Check out, lse, dq, dk, dv; lse is -inf in the same places, and out is 0 there."""
-    assert got[0].transpose(1, 2)[expected[1].isinf()].eq(0).all(), where
-    errors = attention_errors(got, expected, dout, SCALE)
-    assert max(errors.values()) < bound, (errors, where)
 
 
 def masks(tokens: int) -> list[Mask]:
@@ -82,34 +74,6 @@ def test_every_query_head_is_computed_once_with_its_kv_head(rows):
                     shared = len(here) // len(there)
                     found += [(q, there[i // shared]) for i, q in enumerate(here)]
         assert found == [(q, q // ratio) for q in range(heads)]
-
-
-@pytest.mark.parametrize("size", [4])
-def test_results_have_the_error_of_the_kernel_alone(size):
-    """In bf16, with a kv head that all ranks have query heads of: its gradients are added up in
-    fp32 once.
-
-    The sum of two or four gradients that were rounded each has no larger error than one that was
-    rounded.
-    """
-    mask, exact = Mask.causal(96), random_qkv(1, 96, 8, 1, 16)
-    tensors = [x.bfloat16() for x in exact]
-    expected = dense_results(mask, tensors, SCALE)
-    results = {
-        n: ring_results(Layout.zigzag(96, n), tensors, SCALE, n, mask=mask, strategy="ulysses")
-        for n in (1, size)
-    }
-    errors = {
-        n: [relative_error(*pair) for pair in zip(got, expected, strict=True)]
-        for n, got in results.items()
-    }
-    assert [x.dtype for x in results[size]] == [
-        torch.bfloat16,
-        torch.float32,
-        *[torch.bfloat16] * 3,
-    ]
-    for name, mine, alone in zip(NAMES, errors[size], errors[1], strict=True):
-        assert mine < 1.15 * alone, (name, mine, alone)
 
 
 def test_in_inference_mode_and_after_it():
@@ -325,4 +289,4 @@ def test_hosts_of_unequal_tokens_cut_heads_alike(grid, tokens, monkeypatch):
         assert all(plan.pieces == plans[0].pieces for plan in plans)
         got = ring_results(layout, tensors, SCALE, inner, mask=mask, strategy="usp", flash="cpu")
         expected = dense_results(mask, tensors, SCALE)
-        assert_equal(got, expected, tensors[3], where=(tokens, name))
+        assert_close(got, expected, tensors[3], SCALE, 1e-10, name)

@@ -20,7 +20,7 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.strategies import Problem, load
 from bmt_burst.transport import LANES
 from tests.cases import random_layout, random_mask, random_qkv
-from tests.reference import dense_results
+from tests.reference import assert_close, dense_results, relative_error
 from tests.rings import CPU_KERNELS, problem, ring_arguments, ring_results
 
 SCALE = 0.31
@@ -41,7 +41,6 @@ LIMITS = {
     "strategies.ulysses.heads._ENOUGH_WORK": (1 << 40, 0),
 }
 EXACT = 1e-11  # fp64 rounds at 1e-16; sums have some hundred terms
-RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias or dsinks", "dsinks")
 
 each_strategy = pytest.mark.parametrize("name", NAMES)
 
@@ -52,18 +51,6 @@ def refusal(
     return load(name).refuses(
         problem(mask, layout, inner, heads=heads, kv_heads=kv_heads, **fields)
     )
-
-
-def assert_equal(got, expected, what: object) -> None:
-    """Compare results by the size of what they are sums of: gradients may be 0 but for rounding."""
-    assert len(got) == len(expected)
-    blind = expected[1].isinf()
-    assert got[1].isinf().equal(blind), what
-    for label, mine, exact in zip(RESULTS, got, expected, strict=False):
-        if label == "lse":
-            mine, exact = (x.masked_fill(blind, 0.0) for x in (mine, exact))
-        error = float((mine - exact).norm() / exact.norm().clamp_min(1.0))
-        assert error < EXACT, (label, error, what)
 
 
 def case(
@@ -127,7 +114,8 @@ def test_equals_dense_attention(name, monkeypatch):
             options = {"mask": mask, "strategy": name, **learned, **options}
             got = ring_results(layout, tensors, SCALE, inner, **options)
             expected = dense_results(mask, tensors, SCALE, **learned)
-            assert_equal(got, expected, (seed, layout, inner, options))
+            what = seed, layout, inner, options
+            assert_close(got, expected, tensors[3], SCALE, EXACT, what)
             done += 1
     assert done >= len(RINGS), "it refuses nearly everything"
 
@@ -154,7 +142,8 @@ def test_the_longest_shard_may_be_on_any_rank_and_a_host_may_have_none(name, inn
     if not refusal(name, mask, layout, inner, 4, 2):
         options = {"mask": mask, "strategy": name, "group_bytes": 0}
         got = ring_results(layout, tensors, SCALE, inner, **options)
-        assert_equal(got, dense_results(mask, tensors, SCALE), layout)
+        expected = dense_results(mask, tensors, SCALE)
+        assert_close(got, expected, tensors[3], SCALE, EXACT)
 
 
 @each_strategy
@@ -163,7 +152,8 @@ def test_does_the_plain_case(name):
     mask, tensors = Mask.causal(21), random_qkv(1, 21, 4, 2, 8)
     for layout in (Layout.zigzag(21, 2), Layout.contiguous(21, 2), Layout.balanced(mask, 2)):
         got = ring_results(layout, tensors, SCALE, mask=mask, strategy=name)
-        assert_equal(got, dense_results(mask, tensors, SCALE), layout)
+        expected = dense_results(mask, tensors, SCALE)
+        assert_close(got, expected, tensors[3], SCALE, EXACT, layout)
 
 
 @each_strategy
@@ -193,25 +183,8 @@ def test_a_learned_bias_is_added_or_refused(name):
             ring_results(layout, tensors, SCALE, **options)
         return
     got = ring_results(layout, tensors, SCALE, **options)
-    assert_equal(got, dense_results(mask, tensors, SCALE, scores.dense(), table, dlse=dlse), name)
-
-
-@each_strategy
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_sinks_and_a_softcap(name, softcap):
-    mask, layout, tensors = Mask.causal(30), Layout.zigzag(30, 3), random_qkv(2, 30, 6, 3, 8)
-    sinks = torch.linspace(-1, 2, 6, dtype=torch.float64)
-    options = {
-        "mask": mask,
-        "strategy": name,
-        "softcap": softcap,
-        "flash": "reference",
-        "sinks": sinks,
-        "dlse": lse_gradient(tensors),
-    }
-    got = ring_results(layout, tensors, SCALE, **options)
-    given = {key: options[key] for key in ("softcap", "sinks", "dlse")}
-    assert_equal(got, dense_results(mask, tensors, SCALE, **given), name)
+    expected = dense_results(mask, tensors, SCALE, scores.dense(), table, dlse=dlse)
+    assert_close(got, expected, tensors[3], SCALE, EXACT)
 
 
 @each_strategy
@@ -221,7 +194,8 @@ def test_rows_of_a_batch_with_masks_of_their_own(name):
     rows = [
         dense_results(mask, [x[i : i + 1] for x in tensors], SCALE) for i, mask in enumerate(masks)
     ]
-    assert_equal(got, [torch.cat(pair) for pair in zip(*rows, strict=True)], name)
+    expected = [torch.cat(pair) for pair in zip(*rows, strict=True)]
+    assert_close(got, expected, tensors[3], SCALE, EXACT)
 
 
 @each_strategy
@@ -257,14 +231,13 @@ def test_memory_is_reserved_for_any_mask(name, monkeypatch):
 def test_partial_results_are_added_up_in_fp32(name):
     """With bf16 inputs. A result that is rounded once is off by 1.6e-3 on average, 2.1e-3 with the
     rounding of out in delta, and one that is summed in bf16 over eight ranks by 3.3e-3 or more.
+    Ulysses sends eight gradients of the kv head, each rounded to bf16: then it is 2.5e-3.
     """
     mask, layout = Mask.causal(64), Layout.zigzag(64, 8)
-    tensors = random_qkv(1, 64, 8, 8, 16, torch.bfloat16)
+    tensors = random_qkv(1, 64, 8, 1, 16, torch.bfloat16)
     got = ring_results(layout, tensors, SCALE, mask=mask, strategy=name, flash="reference")
-    exact = dense_results(mask, [x.double() for x in tensors], SCALE)
-    for label, mine, theirs in zip(RESULTS, got, exact, strict=False):
-        error = float((mine.double() - theirs).norm() / theirs.norm())
-        assert error < 2.7e-3, label
+    exact = dense_results(mask, tensors, SCALE)
+    assert max(map(relative_error, got, exact)) < 2.7e-3
 
 
 @each_strategy
