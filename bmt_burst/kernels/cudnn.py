@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import load, refuses_half
+from . import refuses_half
 from .tile_by_tile import PlainKernel
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -19,9 +18,10 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 class CudnnKernel(PlainKernel):
-    """cuDNN's attention. The reference computes blocks of one key, which cuDNN does not support."""
+    """cuDNN's attention, which does not support blocks of one key."""
 
     name = "cudnn"
+    fewest_keys = 2
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if spec.deterministic:
@@ -32,18 +32,11 @@ class CudnnKernel(PlainKernel):
         return refuses_half(spec, q, capability=(9, 0), head_sizes=range(8, most + 1, 8))
 
     def block_forward(self, q, k, v, causal, spec):
-        if k.shape[1] == 1:
-            out, lse = load("reference").forward(q, k, v, KernelCall.whole(q.shape[1], 1), spec)
-            return out.to(q.dtype), lse
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = _forward(q, k, v, None, True, 0.0, causal, False, scale=spec.scale)
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def block_backward(self, dout, q, k, v, out, lse, causal, spec):
-        if k.shape[1] == 1:
-            call = KernelCall.whole(q.shape[1], 1)
-            grads = load("reference").backward(dout, q, k, v, out, lse, None, call, spec)
-            return tuple(grad.to(q.dtype) for grad in grads)
         sizes = None, None, q.shape[1], k.shape[1]
         # Torch keeps cuDNN's graphs by the strides of q, k and v. A call whose out and dout have
         # other strides than those of the first call with such a graph gets wrong gradients.

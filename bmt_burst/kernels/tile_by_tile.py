@@ -41,7 +41,9 @@ class Block(NamedTuple):
 
 
 class PlainKernel(Kernel):
-    """A kernel that computes blocks."""
+    """A kernel that computes blocks of at least `fewest_keys`. The reference computes others."""
+
+    fewest_keys: int = 1
 
     @abstractmethod
     def block_forward(
@@ -67,7 +69,7 @@ class PlainKernel(Kernel):
         """Compute `Kernel.backward` of such a block."""
 
     def forward(self, q, k, v, call, spec):
-        if call.is_whole:
+        if self._computes(call):
             return self.block_forward(q, k, v, call.is_causal, spec)
         if _is_for_triton(q, call):
             return load("triton").forward(q, k, v, call, spec)
@@ -85,7 +87,7 @@ class PlainKernel(Kernel):
         if _is_for_triton(q, call):
             return load("triton").backward(dout, q, k, v, out, lse, delta, call, spec)
         out = surrogate_out(dout, delta) if out is None else out
-        if call.is_whole:
+        if self._computes(call):
             return self.block_backward(dout, q, k, v, out, lse, call.is_causal, spec)
         sums = [Gradients(x.shape, x.dtype, x.device, limit=sys.maxsize) for x in (q, k, v)]
         for rows, columns, part in blocks_of(call):
@@ -98,7 +100,10 @@ class PlainKernel(Kernel):
 
     def _kernel_of(self, part: KernelCall) -> Kernel:
         """Return the kernel that computes a block."""
-        return self if part.is_whole else load("reference")
+        return self if self._computes(part) else load("reference")
+
+    def _computes(self, call: KernelCall) -> bool:
+        return call.is_whole and call.kv_tokens >= self.fewest_keys
 
 
 def _is_for_triton(q: Tensor, call: KernelCall) -> bool:
