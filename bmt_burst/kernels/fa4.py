@@ -120,9 +120,8 @@ class Fa4Kernel(Kernel):
             )
         head_size, batch = q.shape[-1], len(q)
         pairs, packed = _pair_arguments(call, q, added is not None)
-        q, k, v = _padded(q, k, v)
-        if added is None:
-            [v] = _values(spec, q, k, v)
+        size, value_size = _computed_sizes(spec, q, k, added)
+        q, k, v = _fit_heads(q, size), _fit_heads(k, size), _fit_heads(v, value_size)
         if packed:
             q, k, v = pack(q, k, v)
         scores = _score_arguments(spec) | (added or {})
@@ -135,13 +134,14 @@ class Fa4Kernel(Kernel):
         """Compute `backward` in one call of the package. `added` is as for `forward_once`."""
         head_size, batch = q.shape[-1], len(q)
         pairs, packed = _pair_arguments(call, q, added is not None)
-        dout, q, k, v, out = _padded(dout, q, k, v, out)
-        dlse = None
+        size, value_size = _computed_sizes(spec, q, k, added)
+        q, k = _fit_heads(q, size), _fit_heads(k, size)
+        v, dout = _fit_heads(v, value_size), _fit_heads(dout, value_size)
         if out is None:
             # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
-            out, dlse = q.new_zeros(q.shape[-1]).expand(q.shape), -delta
-        if added is None:
-            dout, v, out = _values(spec, q, k, dout, v, out)
+            out, dlse = q.new_zeros(value_size).expand(dout.shape), -delta
+        else:
+            out, dlse = _fit_heads(out, value_size), None
         if packed:
             dout, q, k, v, out = pack(dout, q, k, v, out)
             lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
@@ -184,29 +184,21 @@ def _take(heads: slice, x: Tensor) -> Tensor:
     return x[:, :, heads].contiguous()
 
 
-def _padded(*tensors: Any) -> tuple[Any, ...]:
-    """Pad head sizes with zeros to one that the package computes correctly. None stays None."""
-    head_size = tensors[0].shape[-1]
-    if head_size in _HEAD_SIZES_HOPPER:
-        return tensors
-    missing = next(size for size in _HEAD_SIZES_HOPPER if size >= head_size) - head_size
-    return tuple(None if x is None else functional.pad(x, (0, missing)) for x in tensors)
-
-
-def _values(spec: Spec, q: Tensor, k: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors with v's head size without zero columns, if the package computes with that."""
-    size = spec.value_size
-    if (q.shape[-1], size) not in _VALUE_SIZES_HOPPER or q.shape[-2] != k.shape[-2]:
-        return tensors
+def _computed_sizes(
+    spec: Spec, q: Tensor, k: Tensor, added: dict[str, Any] | None
+) -> tuple[int, int]:
+    """Return the head sizes of q and k, and of v and out, that the package computes correctly."""
+    size = min(size for size in _HEAD_SIZES_HOPPER if size >= q.shape[-1])
+    sizes = size, spec.value_size or size
+    if added is not None or q.shape[2] != k.shape[2] or sizes not in _VALUE_SIZES_HOPPER:
+        return size, size
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
-        return tensors
-    return tuple(x[..., :size] for x in tensors)
+        return size, size
+    return sizes
 
 
 def _fit_heads(x: Tensor, head_size: int) -> Tensor:
-    """Return x with `head_size` columns: without those of `_padded`, with those that `_values`
-    left out.
-    """
+    """Return x with `head_size` columns: it adds columns of zeros, or leaves columns out."""
     missing = head_size - x.shape[-1]
     return functional.pad(x, (0, missing)) if missing > 0 else x[..., :head_size] if missing else x
 
