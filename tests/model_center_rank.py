@@ -61,14 +61,9 @@ CALLS["CPM3 segments"] = ("segments",)
 
 # Models whose saved weights are read, with their settings.
 TIED = {"attn_scale": True, "length_scale": False, "tied": True, "att_bias": True, "ffn_bias": True}
-WRITTEN = {"Llama": {"norm_eps": 1e-5}, "Llama tied": TIED, "CPM1": {}, "CPM1 tied": {}, "CPM3": {}}
+WRITTEN = {"Llama": {"norm_eps": 1e-5}, "Llama tied": TIED}
 
-# What is wrong on a single rank, by name.
-ON_ONE = {
-    "cache on one": {"use_cache": True},
-    "pooler on one": {"output_pooler_output": True},
-    "unknown on one": {"more": 1},
-}
+KNOWN = "expected one of ModelCenter's Llama, GPTj, GPT2, OPT, Bert, Roberta, CPM1, CPM3, got a"
 
 
 def build(name: str, dtype: torch.dtype, **changes):
@@ -325,8 +320,10 @@ def words(call) -> str:
     return "no error"
 
 
-def refused(folder: Path) -> dict:
-    """Return the errors of what is refused, by name. Nothing of it changes a model."""
+def refused(folder: Path) -> list[tuple[str, str]]:
+    """Return how the error of each wrong call must begin, and the error. Nothing of it changes a
+    model.
+    """
     from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
     from bmt_burst.adapters.model_center import attention
@@ -337,22 +334,22 @@ def refused(folder: Path) -> dict:
     plain, of_layers = (build("Llama", torch.float32) for _ in range(2))
     kind, weights = type(plain), [p.data.clone() for p in plain.parameters()]
     length = torch.tensor([TOKENS, 9], device=DEVICE)
-    wrong = refused_models(sp, llama, plain, of_layers) | refused_arguments(sp, part, llama, length)
-    if sp.size > 1:
-        wrong |= refused_over_ranks(sp, tokens, part, llama)
-    found = {name: words(call) for name, call in wrong.items()}
+    wrong = refused_models(sp, llama, plain, of_layers) + refused_arguments(sp, part, llama, length)
+    wrong += refused_over_ranks(sp, tokens, part, llama)
+    found = [(expected, words(call)) for expected, call in wrong]
     assert type(plain) is kind
     layers = [*plain.modules(), *of_layers.modules()]
     assert all(type(layer) is not attention.RingAttention for layer in layers)
     assert all(p.data.equal(w) for p, w in zip(plain.parameters(), weights, strict=True))
     plain(tokens, length=torch.tensor([TOKENS, TOKENS], device=DEVICE))
-    found["copied"] = words(lambda: copy.deepcopy(llama))
-    found["pickled"] = words(lambda: torch.save(llama, folder / "never.pt"))
-    return {"errors": found, "still works": words(lambda: llama(part, length=length))}
+    pickled = "TypeError: an enabled Llama cannot be copied or pickled, as torch.save does: save"
+    found.append((pickled, words(lambda: copy.deepcopy(llama))))
+    found.append((pickled, words(lambda: torch.save(llama, folder / "never.pt"))))
+    return [*found, ("no error", words(lambda: llama(part, length=length)))]
 
 
-def refused_models(sp, llama, plain, of_layers) -> dict:
-    """Return calls of enable that are refused, by name."""
+def refused_models(sp, llama, plain, of_layers) -> list[tuple]:
+    """Return the errors of calls of enable that are refused, and the calls."""
     import model_center.model as zoo
     from model_center.layer import Attention
 
@@ -374,23 +371,28 @@ def refused_models(sp, llama, plain, of_layers) -> dict:
     of_layers.encoder.layers[1].self_att.self_attention.__class__ = OtherAttention
     sizes = {name: x for name, x in SIZES.items() if name != "num_layers"}
     sizes |= {"num_encoder_layers": 1, "num_decoder_layers": 1, "half": False}
-    return {
-        "no sp": lambda: model_center.enable(plain, None),
-        "no model": enable(torch.nn.Linear(2, 2)),
-        "inside": enable(torch.nn.ModuleDict({"lm": plain})),
-        "twice": enable(llama),
-        "T5": enable(zoo.T5(zoo.T5Config(**sizes))),
-        "CPM2": enable(zoo.CPM2(zoo.CPM2Config(**sizes))),
-        "forward": enable(Other(plain.config)),
-        "layer": enable(of_layers),
-        "relative": changed(pos_bias_type="relative"),
-        "mask value": changed(att_mask_value=-10),
-        "no rotary": enable(build("GPT2", torch.float32), exact_rotary=True),
-    }
+    t5 = zoo.T5(zoo.T5Config(**sizes))
+    rotary, bias = build("GPT2", torch.float32), "relative"
+    lost = "overrides the forward of {}, which would be lost"
+    return [
+        (
+            "TypeError: sp must be a SequenceParallel, from",
+            lambda: model_center.enable(plain, None),
+        ),
+        (f"TypeError: {KNOWN} Linear", enable(torch.nn.Linear(2, 2))),
+        (f"TypeError: {KNOWN} ModuleDict: pass its lm", enable(torch.nn.ModuleDict({"lm": plain}))),
+        ("ValueError: this Llama is already enabled, for 2 ranks", enable(llama)),
+        ("TypeError: T5 cannot be sequence parallel: its decoder attends to another", enable(t5)),
+        (f"TypeError: this Other {lost.format('Llama')}", enable(Other(plain.config))),
+        (f"TypeError: a layer {lost.format('Attention')}: OtherAttention", enable(of_layers)),
+        ("ValueError: pos_bias_type must be 'rotary' or 'none'", changed(pos_bias_type=bias)),
+        ("ValueError: att_mask_value must be -10000.0 or less, so", changed(att_mask_value=-10)),
+        ("ValueError: exact_rotary needs a model with rotary", enable(rotary, exact_rotary=True)),
+    ]
 
 
-def refused_arguments(sp, part, llama, length) -> dict:
-    """Return calls with wrong arguments, by name. The ranks share them, but for a length."""
+def refused_arguments(sp, part, llama, length) -> list[tuple]:
+    """Return the errors of wrong arguments, and the calls. Ranks share them, but for a length."""
     from bmt_burst import Layout, Mask
     from bmt_burst.adapters import model_center
 
@@ -398,43 +400,62 @@ def refused_arguments(sp, part, llama, length) -> dict:
     gpt2 = model_center.enable(build("GPT2", torch.float32, position_size=TOKENS - 1), sp)
     bert = model_center.enable(build("Bert", torch.float32), sp)
     dense = torch.ones(2, TOKENS, TOKENS, device=DEVICE)
-    length_of_rank = torch.tensor([TOKENS, sp.rank], device=DEVICE)
-    return {
-        "dropout in eval": lambda: dropping.eval()(part),
-        "positions": lambda: gpt2(part),
-        "no tokens": llama,
-        "shapes": lambda: bert(part, token_type_ids=part[:, 1:]),
-        "dense mask": lambda: llama(part, attention_mask=dense),
-        "two of them": lambda: llama(part, length=length, mask=Mask.causal(TOKENS)),
-        "length is of ranks": lambda: llama(part, length=length_of_rank),
-        "long": lambda: llama(part, length=length + 1),
-        "length's shape": lambda: llama(part, length=length[:1]),
-        "other layout": lambda: llama(part, layout=Layout.zigzag(TOKENS + 1, sp.size)),
-        "other mask": lambda: llama(part, mask=Mask.causal(TOKENS + 1)),
-    }
+    of_rank = torch.tensor([TOKENS, sp.rank], device=DEVICE)
+    mask, longer = Mask.causal(TOKENS), Mask.causal(TOKENS + 1)
+    layout, differ = Layout.zigzag(TOKENS + 1, sp.size), "rank 0 has [37, 0], rank 1 has [37, 1]"
+    two = "length, attention_mask, mask, got length and mask"
+    return [
+        ("no error", lambda: dropping.eval()(part)),
+        (
+            "ValueError: this GPT2 has embeddings of 36 positions, got position 36",
+            lambda: gpt2(part),
+        ),
+        ("ValueError: expected tokens, as input_ids or inputs_embeds, got none", llama),
+        ("ValueError: tensors of this rank's", lambda: bert(part, token_type_ids=part[:, 1:])),
+        ("ValueError: attention_mask must be (2, ", lambda: llama(part, attention_mask=dense)),
+        (f"ValueError: expected one of {two}", lambda: llama(part, length=length, mask=mask)),
+        (f"RanksDisagree: ranks differ in length: {differ}", lambda: llama(part, length=of_rank)),
+        ("ValueError: length must be of whole rows, 37", lambda: llama(part, length=length + 1)),
+        ("ValueError: length must be integers (2,), one", lambda: llama(part, length=length[:1])),
+        ("ValueError: the layout is for sequences of 38", lambda: llama(part, layout=layout)),
+        ("ValueError: the mask has 38 tokens, the ranks hold 37", lambda: llama(part, mask=longer)),
+    ]
 
 
-def refused_over_ranks(sp, tokens, part, llama) -> dict:
-    """Return calls that only ranks which share a sequence refuse, by name."""
+def refused_over_ranks(sp, tokens, part, llama) -> list[tuple]:
+    """Return the errors of calls that only ranks which share a sequence refuse, and the calls. What
+    is wrong on rank 0 alone is an error of the others too.
+    """
     from bmt_burst.adapters import model_center
 
     dropping = model_center.enable(build("Llama", torch.float32, dropout_p=0.1), sp)
     bert = model_center.enable(build("Bert", torch.float32), sp)
     past = [(torch.zeros(2, 4, 3, 8, device=DEVICE),) * 2] * 2
     see_all = torch.ones(2, 1, 1, dtype=torch.bool, device=DEVICE)
-    found = {
-        "whole on a rank": lambda: llama(tokens if sp.rank == 0 else part),
-        "past": lambda: llama(part, past_key_values=past),
-    }
-    for name, wrong in ON_ONE.items():
-        found[name] = lambda wrong=wrong: bert(part, **(wrong if sp.rank == 0 else {}))
-    found["dropout on one"] = lambda: dropping.train(sp.rank == 0)(part)
-    found["layers"] = lambda: llama.encoder(llama.input_embedding(part), see_all)
-    return found
+    holds = "ValueError: the ranks hold [37, 18] tokens, but zigzag cuts 55 into [27, 28]"
+    cache = "ValueError: use_cache and past_key_values need whole sequences, and these are cut over"
+    layers = "TypeError: attention over 2 ranks got a Tensor as its mask: call the enabled model"
+    dropout = "ValueError: attention over ranks cannot drop probabilities, and dropout_p is 0.1"
+    failed = "RanksDisagree: rank 0 of the group failed before {}: " if sp.rank else ""
+    theirs = failed.format("the forward of a Bert")
+    found = [
+        (holds, lambda: llama(tokens if sp.rank == 0 else part)),
+        (cache, lambda: llama(part, past_key_values=past)),
+    ]
+    for start, wrong in (
+        (cache, {"use_cache": True}),
+        ("ValueError: output_pooler_output is computed from", {"output_pooler_output": True}),
+        ("TypeError: Bert.forward() got an unexpected keyword argument 'more'", {"more": 1}),
+    ):
+        given = {} if sp.rank else wrong
+        found.append((theirs + start, lambda given=given: bert(part, **given)))
+    theirs = failed.format("a call of burst_attn_func")
+    found.append((theirs + dropout, lambda: dropping.train(sp.rank == 0)(part)))
+    return [*found, (layers, lambda: llama.encoder(llama.input_embedding(part), see_all))]
 
 
-def refused_biased(folder: Path) -> dict:
-    """Return the errors of what models with learned biases refuse, by name."""
+def refused_biased(folder: Path) -> list[tuple[str, str]]:
+    """Return the errors of what models with learned biases refuse, as `refused`."""
     from bmt_burst import Mask, init_sequence_parallel
     from bmt_burst.adapters import batch, model_center
 
@@ -448,32 +469,41 @@ def refused_biased(folder: Path) -> dict:
     places, zeros = sp.shard(at, 0), torch.zeros(TOKENS, dtype=torch.int64, device=DEVICE)
     # of which no token is seen, nor sees with a context
     of_padding = sp.shard(torch.where(at < 9, at, 0), 0)
-    mask = Mask.documents((0, 9, TOKENS))
+    mask, causal = Mask.documents((0, 9, TOKENS)), Mask.causal(TOKENS)
     row, padded = {"position_ids": of_padding}, length[1:].expand(2)
     places_of_mask = sp.shard(mask.positions().to(DEVICE), 0)
     strange = sp.shard(zeros.index_fill(0, at[20:23], 34), 0)
-    wrong = {
-        "bias type": lambda: enabled("CPM1", pos_bias_type="none"),
-        "buckets": lambda: enabled("CPM3", position_bias_num_buckets=80),
-        "mask and context": lambda: cpm1(tokens, mask=Mask.causal(TOKENS), context=first),
-        "shape": lambda: cpm1(tokens, span=first[:, 1:]),
-        "dtype": lambda: cpm1(tokens, span=first.float()),
-        "no tensor": lambda: cpm1(tokens, context=[True]),
-        "on one rank": lambda: cpm1(tokens, span=first if sp.rank else None),
-        "layouts": lambda: cpm1(tokens, span=first, layout=["zigzag", "striped"]),
-        "positions": lambda: cpm1(tokens, position_ids=sp.shard(at // 2, 0)),
-        "positions of documents": lambda: cpm1(tokens, position_ids=places_of_mask),
-        "positions of a mask": lambda: cpm1(tokens, mask=mask, position_ids=places + 3),
-        "positions of padding": lambda: cpm1(tokens, length=padded, **row),
-        "with a context": lambda: cpm1(tokens, length=padded, context=first, **row),
-        "segments": lambda: cpm3(tokens, token_type_ids=strange),
-        "negative": lambda: cpm3(tokens, token_type_ids=first - 1),
-    }
-    found = {name: words(call) for name, call in wrong.items()}
+    falling = "ValueError: position_ids do not rise by one at token"
+    segments = "ValueError: token_type_ids must be segments from 0 to 33, got"
+    given, two = first if sp.rank else None, ["zigzag", "striped"]
+    differ = "RanksDisagree: ranks differ in span: rank 0 has None, rank 1 has 'given'"
+    wrong = [
+        ("ValueError: pos_bias_type must be 'rel", lambda: enabled("CPM1", pos_bias_type="none")),
+        (
+            "ValueError: position_bias_max_distance must be above 20, since",
+            lambda: enabled("CPM3", position_bias_num_buckets=80),
+        ),
+        ("ValueError: expected a mask alone", lambda: cpm1(tokens, mask=causal, context=first)),
+        ("ValueError: span must be of this rank's", lambda: cpm1(tokens, span=first[:, 1:])),
+        ("ValueError: span must be integers", lambda: cpm1(tokens, span=first.float())),
+        ("TypeError: context must be a torch.Tensor, got", lambda: cpm1(tokens, context=[True])),
+        (differ, lambda: cpm1(tokens, span=given)),
+        ("ValueError: rows with different layouts", lambda: cpm1(tokens, span=first, layout=two)),
+        (f"{falling} 1 of a row", lambda: cpm1(tokens, position_ids=sp.shard(at // 2, 0))),
+        (f"{falling} 9 of a row", lambda: cpm1(tokens, position_ids=places_of_mask)),
+        ("no error", lambda: cpm1(tokens, mask=mask, position_ids=places + 3)),
+        (f"{falling} 9 of a row", lambda: cpm1(tokens, length=padded, **row)),
+        ("no error", lambda: cpm1(tokens, length=padded, context=first, **row)),
+        (f"{segments} 34 at token 20 of a row", lambda: cpm3(tokens, token_type_ids=strange)),
+        (f"{segments} -1 at token 0 of a row", lambda: cpm3(tokens, token_type_ids=first - 1)),
+        ("no error", lambda: cpm3(tokens, length=length, span=first)),
+    ]
+    found = [(expected, words(call)) for expected, call in wrong]
     most, batch._MOST_SLICES = batch._MOST_SLICES, 200
-    found["slices"] = words(lambda: cpm1(tokens, context=sp.shard(at % 2, 0)))
+    slices = words(lambda: cpm1(tokens, context=sp.shard(at % 2, 0)))
     batch._MOST_SLICES = most
-    return found | {"still works": words(lambda: cpm3(tokens, length=length, span=first))}
+    alternate = "ValueError: padding, context and spans alternate too often: expected a mask of at"
+    return [*found, (alternate, slices)]
 
 
 def rotary(folder: Path) -> dict:
@@ -558,8 +588,8 @@ def memory(folder: Path) -> dict:
     sp, found = init_sequence_parallel(), {}
     tokens = torch.randint(0, 97, (1, 700), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     length = torch.tensor([700], device=DEVICE)
-    for name in ("Llama", "GPT2", "CPM1"):
-        model = build(name, torch.float32, **({"position_size": 700} if name == "GPT2" else {}))
+    for name in ("Llama", "CPM1"):
+        model = build(name, torch.float32)
         for when in ("before", "after"):
             with Largest() as largest:
                 model(
@@ -585,9 +615,7 @@ def example(folder: Path, name: str) -> dict:
 
 
 def weights(folder: Path) -> dict:
-    """Return the errors of a dense CPM that reads the weights of Llamas, and the refusals of other
-    models.
-    """
+    """Return the errors of a dense CPM that reads the weights of Llamas."""
     import bmtrain
 
     from models.huggingface import load_cpm
@@ -598,15 +626,11 @@ def weights(folder: Path) -> dict:
         model, place = build(name, torch.float32, **changes), folder / f"saved {name}"
         place.mkdir()
         bmtrain.save(model, str(place / "pytorch_model.pt"))
-        values = SIZES | CONFIGS[name] | changes if name.startswith("Llama") else SIZES
-        (place / "config.json").write_text(json.dumps(values))
-        if name.startswith("Llama"):
-            with torch.inference_mode():
-                logits = model(tokens.to(DEVICE), length=whole).logits
-                ours = load_cpm(place)(tokens, torch.arange(TOKENS))
-            found[name] = float((ours - logits.cpu()).abs().max() / logits.abs().max())
-        else:
-            found[name] = words(lambda place=place: load_cpm(place))
+        (place / "config.json").write_text(json.dumps(SIZES | CONFIGS[name] | changes))
+        with torch.inference_mode():
+            logits = model(tokens.to(DEVICE), length=whole).logits
+            ours = load_cpm(place)(tokens, torch.arange(TOKENS))
+        found[name] = relative_error(ours, logits.cpu())
     return found
 
 

@@ -426,6 +426,8 @@ def test_files_of_others_are_named_after_their_writers(tmp_path, weights):
     looks_like_bee = "looks like CPM-Live's CPM-Bee (or ModelCenter's tied CPM1), a cpm-bee, "
     cases = [([name], message) for name, message in FOREIGN]
     cases += [([], "has no weights"), (bee, f"{looks_like_bee}expected the weights of --model sma")]
+    cases += [([*bee, "output_projection.weight"], "CPM1, expected Hugging Face's names")]
+    cases += [([*bee, "prompt_embedding.weight"], "CPM3, expected Hugging Face's names")]
     contents = [({name: torch.ones(2, 2) for name in x}, message) for x, message in cases]
     for key in ("model", "module", "state_dict"):
         written = {key: weights, "optimizer": {"state": {}}}
