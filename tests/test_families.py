@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from bmt_burst import Layout, SequenceParallel, simulate
+from bmt_burst.errors import RanksDisagree
 from bmt_burst.sequence.mask import Mask
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
@@ -299,11 +300,13 @@ def test_generation_beyond_the_original_length_is_that_of_transformers(rope, tmp
 def test_ranks_tell_each_other_the_longest():
     def work(ring):
         sp = SequenceParallel(ring.rank, ring.size, process_group=ring)
-        many = torch.arange(300 * 2).view(300, 2) + ring.rank  # more rows than a message holds
-        assert sp.longest(many).equal(torch.arange(300) * 2 + 2 + 2)
+        rows = torch.arange(3 * 2).view(3, 2) + ring.rank
+        assert sp.longest(rows).equal(torch.tensor([4, 6, 8]))
         assert sp.longest(sp.positions(31)).equal(torch.tensor(31))
-        with pytest.raises(ValueError, match=r"ranks differ in longest's arguments: .*rows"):
+        with pytest.raises(ValueError, match=r"ranks differ in longest's arguments: .*shape"):
             sp.longest(torch.zeros(2 + ring.rank, 4, dtype=torch.int64))
+        with pytest.raises((IndexError, RanksDisagree), match="non-zero size"):
+            sp.longest(torch.zeros(2, ring.rank, dtype=torch.int64))
         return True
 
     assert simulate(3, work) == [True] * 3

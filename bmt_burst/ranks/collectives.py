@@ -24,12 +24,14 @@ from .rings import Rings, check_device
 
 @dataclass(frozen=True)
 class Join:
-    """The whole of shards, `SequenceParallel.unshard`. `shapes` are those of all ranks' shards."""
+    """The whole of shards: `SequenceParallel.unshard`, or another function `name`. `shapes` are
+    those of all ranks' shards.
+    """
 
     layout: Layout
     dim: int
     shapes: Sequence[torch.Size]
-    name: ClassVar[str] = "unshard"
+    name: str = "unshard"
 
     def forward(self, rings: Rings, x: Tensor) -> Tensor:
         return self.layout.unshard(rings.gather_tensors(_dense(x), self.shapes), self.dim)

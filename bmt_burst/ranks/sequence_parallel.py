@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,8 +17,6 @@ from ..transport import ALONE
 from .agreement import admit_one_thread, agree
 from .collectives import Join, Sum, apply_together, describe_tensor
 from .rings import Group, make_rings
-
-_ROWS_A_MESSAGE = 128  # this many lengths fit a message, however large they are
 
 
 @dataclass(frozen=True)
@@ -109,26 +106,18 @@ class SequenceParallel:
         (B,) for (B, S_local).
 
         Rotary scalings that depend on a length use this one. Every rank must call it with its part.
-        If positions are on a GPU, the host waits for it. Raises on every rank if one has no
-        positions, RanksDisagree if they differ in B.
+        Raises on every rank if one has no positions, or has them on a device that the group cannot
+        exchange. Raises RanksDisagree if ranks differ in B or dtype.
         """
         if self.size == 1:
             return positions.amax(-1) + 1
         rings = make_rings(self.process_group, self.double_group)
-        lengths, agreed = list[int](), list[int]()
-
-        def terms() -> dict[str, Any]:
-            lengths.extend((positions.amax(-1) + 1).flatten().tolist())
-            return {"rows": list(positions.shape[:-1])}
-
-        agree(rings, "longest", terms)
-        for start in range(0, len(lengths), _ROWS_A_MESSAGE):
-            part = {"lengths": lengths[start : start + _ROWS_A_MESSAGE]}
-            everyone = agree(rings, "longest", functools.partial(dict, part), but=["lengths"])
-            agreed += map(max, *(theirs["lengths"] for theirs in everyone))
-        return torch.tensor(agreed, dtype=torch.int64, device=positions.device).view(
-            positions.shape[:-1]
-        )
+        with admit_one_thread(rings, "a call of longest"):
+            agree(rings, "longest", lambda: describe_tensor(rings, "longest", positions.amax(-1)))
+            mine = (positions.amax(-1) + 1).unsqueeze(0)  # one row of a whole
+            one_each = Layout.contiguous(rings.size, rings.size)
+            join = Join(one_each, 0, [mine.shape] * rings.size, "longest")
+            return apply_together(rings, join, mine).amax(0)
 
     @not_compiled
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
