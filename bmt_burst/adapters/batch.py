@@ -28,25 +28,27 @@ from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice
 from ..sequence.span import Span, merged
 
-# spans of tokens, each with the number that all its tokens have
-NumberedSpans = tuple[tuple[Span, int], ...]
 Prepared = TypeVar("Prepared")
 
 _MOST_MASKS = 256  # of padded rows that are kept
 _FEW_ROWS = 16  # ranks compare up to this many rows one by one, and a digest of more
 _MOST_SLICES = 1 << 16  # of a row's mask: a plan of more would take minutes
-
-
+# in the order of the fields of a _Kind
 _MARKS = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
 
 
 class _Kind(NamedTuple):
-    """A span of tokens that see, and are seen, by the same rule."""
+    """A span of tokens with the same marks.
+
+    shift  their position_ids minus their indices in the sequence
+    """
 
     where: Span
     valid: bool
     context: bool
     span: int
+    segment: int
+    shift: int
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,12 @@ class Row:
     mask          the mask that was given, if any
     kinds         its tokens in spans of one kind
     with_context  whether a context was given
-    segments      token_type_ids, if given
-    shifts        position_ids minus the index in the sequence, if given
     """
 
     layout: Layout
     mask: Mask | None
     kinds: tuple[_Kind, ...]
     with_context: bool
-    segments: NumberedSpans | None
-    shifts: NumberedSpans | None
 
     @property
     def valid(self) -> tuple[Span, ...]:
@@ -207,7 +205,12 @@ class LocalPart:
         if self.lengths is not None:
             marks["attention_mask"] = _mark_lengths(self.lengths, seq_len)
         rows = tuple(
-            _make_row(layouts[layout], mask, {name: x[i] for name, x in marks.items()})
+            Row(
+                layouts[layout],
+                mask,
+                kinds=_find_kinds(seq_len, {name: x[i] for name, x in marks.items()}),
+                with_context="context" in marks,
+            )
             for i, (layout, mask) in enumerate(zip(self.layouts, self.masks, strict=True))
         )
         return Batch(self.sp.rank, rows[:1] if len(set(rows)) == 1 else rows)
@@ -242,38 +245,20 @@ def _mark_lengths(lengths: list[int], seq_len: int) -> Tensor:
     return torch.arange(seq_len).lt(torch.tensor(lengths).unsqueeze(1)).long()
 
 
-def _make_row(layout: Layout, mask: Mask | None, marks: dict[str, Tensor]) -> Row:
-    """Return the row of tokens with these numbers, (S,) int64 each."""
-    segments, places = marks.get("token_type_ids"), marks.get("position_ids")
-    return Row(
-        layout,
-        mask,
-        _find_kinds(layout.seq_len, marks),
-        with_context="context" in marks,
-        segments=None if segments is None else _number_spans(segments),
-        shifts=None if places is None else _number_spans(places - torch.arange(layout.seq_len)),
-    )
-
-
 def _find_kinds(seq_len: int, marks: dict[str, Tensor]) -> tuple[_Kind, ...]:
-    defaults = {"attention_mask": 1, "context": 0, "span": 0}
-    if not marks.keys() & defaults.keys():
-        return (_Kind((0, seq_len), valid=True, context=False, span=0),)
-    same = {name: torch.tensor(default).expand(seq_len) for name, default in defaults.items()}
-    found = _split_at_changes(*(marks.get(name, same[name]) for name in defaults))
-    return tuple(_Kind(where, bool(x[0]), bool(x[1]), x[2]) for where, x in found)
-
-
-def _number_spans(numbers: Tensor) -> NumberedSpans:
-    return tuple((span, number) for span, [number] in _split_at_changes(numbers))
-
-
-def _split_at_changes(*numbers: Tensor) -> list[tuple[Span, list[int]]]:
-    """Return the longest spans in which none of the numbers (S,) changes, each with its numbers."""
-    rows = torch.stack(numbers)
-    changes = (rows[:, 1:] != rows[:, :-1]).any(0).nonzero().flatten() + 1
-    bounds = [0, *changes.tolist(), rows.shape[1]]
-    return list(zip(itertools.pairwise(bounds), rows[:, bounds[:-1]].T.tolist(), strict=True))
+    """Return the longest spans in which no mark changes. `marks` are (S,) int64 each."""
+    at, same = torch.arange(seq_len), torch.zeros(seq_len, dtype=torch.int64)
+    marks = {**dict.fromkeys(_MARKS, same), "attention_mask": same + 1, "position_ids": at} | marks
+    numbers = torch.stack([marks[name] for name in _MARKS])
+    numbers[-1] -= at
+    changes = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
+    bounds = [0, *changes.tolist(), seq_len]
+    return tuple(
+        _Kind(where, bool(valid), bool(context), *others)
+        for where, (valid, context, *others) in zip(
+            itertools.pairwise(bounds), numbers[:, bounds[:-1]].T.tolist(), strict=True
+        )
+    )
 
 
 def _check_shapes(tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from ...scores import BY_DISTANCE, Scores
 from ...sequence.mask import Mask
-from ..batch import Batch, NumberedSpans, Row
+from ...sequence.span import Span
+from ..batch import Batch, Row
 from .models import EnabledModel
 
 _MOST_SCORES = 16  # scores of rows that are kept
@@ -89,7 +91,7 @@ class CPM3(BiasedModel):
 
     def _scores(self, row: Row, mask: Mask, device: torch.device) -> Scores:
         bias = self.position_bias
-        segments = (((0, mask.seq_len), 0),) if row.segments is None else row.segments
+        segments = tuple((kind.where, kind.segment) for kind in row.kinds)
         for (start, _), number in segments:
             if not 0 <= number < bias.num_segments:
                 raise ValueError(
@@ -120,7 +122,8 @@ def _check_distances(row: Row, mask: Mask) -> None:
     """Raise ValueError if tokens that see each other have another distance in position_ids than in
     the sequence.
     """
-    jumps = [start for (start, _), _ in row.shifts[1:]] if row.shifts else []
+    pairs = itertools.pairwise(row.kinds)
+    jumps = [kind.where[0] for before, kind in pairs if kind.shift != before.shift]
     # the starts of parts that are more than padding
     seeing = {min(s.q[0], s.kv[0]) for s in mask.slices}
     for start, stop in mask.parts if jumps else ():
@@ -141,7 +144,7 @@ def _by_distance(mask: Mask, reach: int) -> Scores:
 @functools.lru_cache(maxsize=_MOST_SCORES)
 def _by_segment(
     mask: Mask,
-    segments: NumberedSpans,
+    segments: tuple[tuple[Span, int], ...],
     count: int,
     by_distance: bool,
     distances: tuple[int, int, bool, torch.device],
