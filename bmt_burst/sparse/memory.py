@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar, Token
 
 import torch
@@ -112,29 +112,19 @@ def is_recomputing() -> bool:
     return any(context.recomputes for context in _contexts.get())
 
 
-def take_choice() -> Tensor | None:
-    """Return the choice that an earlier run kept for this call, or None if nothing recomputes.
+def find_choice(choose: Callable[[], Tensor]) -> Tensor:
+    """Return the choice that an earlier run kept for this call. If nothing recomputes, choose.
 
-    All contexts that recompute take it, and the others keep it for their own recomputations.
+    All contexts that recompute take it. The others keep it for their own recomputations.
     """
     taken = [context.take() for context in _contexts.get() if context.recomputes]
-    if not taken:
-        return None
-    _keep_in_first_runs(taken[-1])
-    return taken[-1]
-
-
-def _keep_in_first_runs(choice: Tensor) -> None:
+    if not taken and _is_in_backward():
+        _warn_of_choosing_again()
+    choice = taken[-1] if taken else choose()
     for context in _contexts.get():
         if not context.recomputes:
             context.kept.append(choice)
-
-
-def keep_choice(choice: Tensor) -> None:
-    """Keep a choice that was made if a recomputation will need it."""
-    _keep_in_first_runs(choice)
-    if _is_in_backward():
-        _warn_of_choosing_again()
+    return choice
 
 
 def _is_in_backward() -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from .choice import choose_in_document, documents, find_longest
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 from .far import find_kernels
-from .memory import keep_choice, take_choice
+from .memory import find_choice
 from .spans import Spans
 
 
@@ -72,32 +72,27 @@ class SparsePlan(Plan):
 
         A recomputation takes the choice of the first run.
         """
-        chosen = take_choice()
-        if chosen is None:
+
+        def choose() -> Tensor:
             with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
                 keys = self._compress(rings, k)
-                rows = [self._pack(self._choose_row(*row)) for row in zip(q, keys, strict=True)]
-                chosen = torch.stack(rows)
-            keep_choice(chosen)
-        return chosen
+                return torch.stack([self._choose_row(*row) for row in zip(q, keys, strict=True)])
+
+        return find_choice(choose)
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
     ) -> tuple[Tensor, Tensor, Tensors]:
         chosen = self.choose(rings, *(inputs or (q, k)))
         near, near_lse, _ = self.window.forward(rings, q, k, v)
-        blocks, scale = self.far_blocks(chosen), self.problem.spec.scale
-        spans = self.spans.spans
         # One span is rounded once. Sums of several are kept wide.
-        dtype = q.dtype if len(spans) == 1 else near_lse.dtype
+        dtype = q.dtype if len(self.spans.spans) == 1 else near_lse.dtype
         # the far part is merged into these in place
         copy = not self.problem.kernel.writes_new_memory
         out, lse = near.to(dtype, copy=copy), near_lse.to(near_lse.dtype, copy=copy)
         del near, near_lse
-        for number, (first, _) in enumerate(spans):
-            keys, values = self.spans.gather(rings, [k, v], number)
-            for row, of_row in enumerate(blocks):
-                far = FarKeys(keys[row], values[row], of_row, first, scale)
+        for rows in self._gather_far(rings, k, v, chosen):
+            for row, far in enumerate(rows):
                 find_kernels(q[row], far).add_far_outputs(q[row], far, out[row], lse[row])
         return out.to(q.dtype), lse, (chosen,)
 
@@ -110,21 +105,29 @@ class SparsePlan(Plan):
         del near
         assert queries.out is not None, "a call has out"
         lse_delta = stack_lse_delta(queries.out, dout, lse)
-        blocks, scale = self.far_blocks(chosen), self.problem.spec.scale
-        for number, (first, _) in enumerate(self.spans.spans):
-            k, v = self.spans.gather(rings, [keys.k, keys.v], number)
-            rows = []
-            for row, of_row in enumerate(blocks):
-                far = FarKeys(k[row], v[row], of_row, first, scale)
+        for number, rows in enumerate(self._gather_far(rings, keys.k, keys.v, chosen)):
+            added = []
+            for row, far in enumerate(rows):
                 add = find_kernels(q[row], far).add_far_gradients
-                rows.append(add(dout[row], q[row], far, lse_delta[row], dq[row]))
-            grads = [torch.stack(x) for x in zip(*rows, strict=True)]
+                added.append(add(dout[row], q[row], far, lse_delta[row], dq[row]))
+            grads = [torch.stack(x) for x in zip(*added, strict=True)]
             own = self.spans.own_tokens(number)
             given = self.spans.give_back(rings, grads, number, self.problem.sizes.partial)
             for total, part in zip((dk, dv), given, strict=True):
                 total[:, own] += part
         none = (None,) * len(inputs)  # no gradient flows through the choice
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), none
+
+    def _gather_far(
+        self, rings: Rings, k: Tensor, v: Tensor, chosen: Tensor
+    ) -> Iterator[list[FarKeys]]:
+        """Yield the keys of each span, as the queries of each row attend to them."""
+        starts, stops = (send_to_device(x, chosen.device) for x in self._ends)
+        size, scale = self.sparse.block_size, self.problem.spec.scale
+        blocks = [FarBlocks.of_choice(row.int(), starts, stops, size) for row in chosen]
+        for number, (first, _) in enumerate(self.spans.spans):
+            rows = zip(*self.spans.gather(rings, [k, v], number), blocks, strict=True)
+            yield [FarKeys(k, v, of_row, first, scale) for k, v, of_row in rows]
 
     def _compress(self, rings: Rings, k: Tensor) -> list[dict[int, CompressedKeys]]:
         """Return the compressed keys of each row's documents, by the documents' starts."""
@@ -143,7 +146,7 @@ class SparsePlan(Plan):
         ]
 
     def _choose_row(self, q: Tensor, keys: dict[int, CompressedKeys]) -> Tensor:
-        """Return the chosen blocks of a row's q (S, H, D): (S, G, N) int32."""
+        """Return the chosen blocks of a row's q (S, H, D) that may be far: (S, G, topk)."""
         positions, scale = self.spans.positions[self.rank], self.problem.spec.scale
         shape = len(q), self.problem.sizes.kv_heads, self.sparse.most_blocks
         chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
@@ -154,7 +157,11 @@ class SparsePlan(Plan):
             if mine.start < mine.stop:
                 places = positions[mine] - start
                 chosen[mine] = choose_in_document(q[mine], places, keys[start], self.sparse, scale)
-        return chosen
+        # The last `window_blocks` places of a list have blocks that lie in the window as a whole.
+        # So they do in short lists, which have all blocks up to the query's own.
+        most = self.sparse.most_blocks - self.sparse.window_blocks
+        blocks = -(-find_longest(self.problem.mask) // self.sparse.block_size)
+        return chosen[..., :most].to(packed_dtype(blocks), copy=True)
 
     @functools.cached_property
     def spans(self) -> Spans:
@@ -171,21 +178,6 @@ class SparsePlan(Plan):
         sizes = self.problem.sizes
         bytes_of_token = 2 * sizes.batch * sizes.kv_heads * sizes.head_size * sizes.dtype.itemsize
         return max(self.span_bytes // bytes_of_token, self.sparse.kernel_stride)
-
-    def far_blocks(self, chosen: Tensor) -> list[FarBlocks]:
-        """Return the far blocks of each row of a choice."""
-        starts, stops = (send_to_device(x, chosen.device) for x in self._ends)
-        return [
-            FarBlocks.of_choice(row.int(), starts, stops, self.sparse.block_size) for row in chosen
-        ]
-
-    def _pack(self, chosen: Tensor) -> Tensor:
-        """Return the chosen blocks that may be far as they are kept, from (S, G, N) int32."""
-        # The last `window_blocks` places of a list have blocks that lie in the window as a whole.
-        # So they do in short lists, which have all blocks up to the query's own.
-        most = self.sparse.most_blocks - self.sparse.window_blocks
-        blocks = -(-find_longest(self.problem.mask) // self.sparse.block_size)
-        return chosen[..., :most].to(packed_dtype(blocks), copy=True)
 
     @functools.cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
