@@ -4,15 +4,15 @@ In a double ring, a rank first exchanges tokens with the ranks at its place of o
 delivers the tokens of all hosts to the ranks of its own host. So each token is sent to another host
 once. Gradients take the opposite way: the ranks of a host add them up first.
 
-A column holds the tokens of a span that the ranks at one place of all hosts own, one after the
-other and flat.
+A column holds the tokens of a span that the ranks at one place of all hosts own, one rank after
+the other.
 
 Letters: N tensors, B batch, S tokens of a rank, T tokens of a span, G kv heads, D head size.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -64,19 +64,15 @@ class Spans:
         if self.size == 1:
             return tuple(x[:, start:stop] for x in tensors)
         mine = torch.stack([x[:, self.own_tokens(span)] for x in tensors])
-        of_token = math.prod((*mine.shape[:2], *mine.shape[3:]))
-        sizes = [[n * of_token for n in self._counts(span, p)] for p in range(self.inner)]
         shapes = [_with_tokens(mine, count) for count in self._counts(span, self.place)]
         parts = rings.outer.all_to_all([mine] * rings.outer.size, shapes)
-        column = torch.cat([part.flatten() for part in parts])
+        column = torch.cat(parts, 2)
         whole = mine.new_empty(_with_tokens(mine, stop - start))
-        counts = [[sum(of_hosts)] * self.inner for of_hosts in sizes]
+        shapes = [_with_tokens(mine, sum(self._counts(span, p))) for p in range(self.inner)]
+        counts = [[shape.numel()] * self.inner for shape in shapes]
         with _deliver(rings.inner, "visit", [column] * self.inner, counts) as received:
-            for place, (flat, of_hosts) in enumerate(zip(received, sizes, strict=True)):
-                for host, piece in enumerate(flat.split(of_hosts)):
-                    indices = self._indices(span, host * self.inner + place, mine.device)
-                    tokens = piece.view(_with_tokens(mine, len(indices)))
-                    whole.index_copy_(2, indices, tokens)
+            for place, (flat, shape) in enumerate(zip(received, shapes, strict=True)):
+                whole.index_copy_(2, self._indices(span, place, mine.device), flat.view(shape))
         return tuple(whole)
 
     def give_back(
@@ -91,35 +87,31 @@ class Spans:
         if self.size == 1:
             return tuple(grads)
         stacked = torch.stack([grad.to(dtype) for grad in grads])
-        columns = []
-        for place in range(self.inner):
-            ranks = range(place, self.size, self.inner)
-            indices = [self._indices(span, rank, stacked.device) for rank in ranks]
-            columns.append(torch.cat([stacked.index_select(2, i).flatten() for i in indices]))
+        indices = [self._indices(span, place, stacked.device) for place in range(self.inner)]
+        columns = [stacked.index_select(2, of_column) for of_column in indices]
         counts = [[column.numel() for column in columns]] * self.inner
         with _deliver(rings.inner, "return", columns, counts) as received:
             total = received[0].to(grads[0].dtype, copy=True)
             for part in received[1:]:
                 total += part
-        shapes = [_with_tokens(stacked, count) for count in self._counts(span, self.place)]
-        of_hosts = total.split([shape.numel() for shape in shapes])
-        mine = of_hosts[0]
+        total = total.view(columns[self.place].shape)
         if rings.outer.size > 1:
-            mine = sum_over(rings.outer, [part.to(dtype) for part in of_hosts])
-        return tuple(mine.view(shapes[rings.outer.rank]))
+            of_hosts = total.split(self._counts(span, self.place), 2)
+            total = sum_over(rings.outer, [part.to(dtype).contiguous() for part in of_hosts])
+        return tuple(total)
 
     def _counts(self, span: int, place: int) -> list[int]:
         """Return the number of tokens of a span that each host has at a place."""
         ranks = range(place, self.size, self.inner)
         return [self._cuts[rank][span + 1] - self._cuts[rank][span] for rank in ranks]
 
-    def _indices(self, span: int, rank: int, device: torch.device) -> Tensor:
-        """Return the indices of a rank's tokens in a span, on a device."""
-        key = span, rank, device
+    def _indices(self, span: int, place: int, device: torch.device) -> Tensor:
+        """Return the indices of a column's tokens in a span, on a device."""
+        key = span, place, device
         if key not in self._known_indices:
-            first, last = self._cuts[rank][span : span + 2]
-            indices = self.positions[rank][first:last] - self.spans[span][0]
-            self._known_indices[key] = indices.to(device)
+            ranks = range(place, self.size, self.inner)
+            parts = [self.positions[r][slice(*self._cuts[r][span : span + 2])] for r in ranks]
+            self._known_indices[key] = (torch.cat(parts) - self.spans[span][0]).to(device)
         return self._known_indices[key]
 
 
@@ -127,35 +119,24 @@ class Spans:
 def _deliver(
     ring: Transport, lane: str, outgoing: Sequence[Tensor], counts: Sequence[Sequence[int]]
 ) -> Iterator[list[Tensor]]:
-    """Send a flat tensor to each rank of a ring. Yield the received ones, by sender. They may be
-    read until the context ends.
+    """Send a tensor to each rank of a ring, also to this one. Yield the received ones flat, by
+    sender. They may be read until the context ends.
 
     counts  the number of entries, by sender and receiver
     """
-    mine, entry = ring.rank, outgoing[0].element_size()
-    if ring.size == 1:
-        yield list(outgoing)
-        return
-    # A receiver's memory has no place for its own tensor, which is used where it is.
-    sent = [[n * (a != b) for b, n in enumerate(row)] for a, row in enumerate(counts)]
-    received = [row[mine] for row in sent]
-    puts = [
-        Put(outgoing[peer], peer, entry * sum(row[peer] for row in sent[:mine]))
-        for peer, count in enumerate(sent[mine])
-        if count
-    ]
+    entry, received = outgoing[0].element_size(), [row[ring.rank] for row in counts]
+    before = [sum(row[peer] for row in counts[: ring.rank]) for peer in range(ring.size)]
+    puts = [Put(x, peer, entry * before[peer]) for peer, x in enumerate(outgoing) if x.numel()]
+    *places, total = itertools.accumulate(received, initial=0)
     arrivals = [
-        Arrival(peer, entry * sum(received[:peer]), entry * count)
-        for peer, count in enumerate(received)
-        if count
+        Arrival(peer, entry * place, entry * count)
+        for peer, (place, count) in enumerate(zip(places, received, strict=True))
+        if count and peer != ring.rank
     ]
-    nbytes = entry * sum(received)
-    delivery = ring.deliver(lane, nbytes, puts, arrivals, outgoing[0].device)
+    delivery = ring.deliver(lane, entry * total, puts, arrivals, outgoing[0].device)
     delivery.wait()
-    found = list(delivery.memory.view(outgoing[0].dtype).split(received))
-    found[mine] = outgoing[mine]
     try:
-        yield found
+        yield list(delivery.memory.view(outgoing[0].dtype).split(received))
     finally:
         delivery.release()
 
