@@ -1,19 +1,18 @@
-"""Compiles the Triton attention kernels, as they are launched, for a GPU that need not be there,
-and then the fused kernels. Run by test_triton.py.
+"""Compiles the Triton kernels, as they are launched, for a GPU that need not be there. Run by
+test_triton.py, in one process, as its imports take seconds.
 
-With a softcap, with a bias by segments and with one by distance, for a head size that is padded
-and a band of two edges, so that every branch is compiled.
+Attention is compiled with a softcap, with a bias by segments and with one by distance, for a head
+size that is padded and a band of two edges, so that every branch is compiled.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
-from bmt_burst import kernels
+from bmt_burst import InfLLMV2, kernels
 from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.bias.kernels import triton_table
@@ -21,12 +20,21 @@ from bmt_burst.kernels import triton as backend
 from bmt_burst.kernels import triton_blocks
 from bmt_burst.merging import fused
 from bmt_burst.sequence.tile import KernelCall
+from bmt_burst.sparse import tiles, triton_choice, triton_far
+from bmt_burst.sparse.blocks import FarBlocks, FarKeys
+from bmt_burst.sparse.compressed import CompressedKeys
 from bmt_burst.spec import Spec
 from tests.cases import call_tensors, random_bias
 from tests.compiler import Compiler
 
+SPARSE = {
+    tiles: ("_sort_keys", "_unite"),
+    triton_far: ("_forward", "_dq", "_dkdv", "_add_parts"),
+    triton_choice: ("_normalize", "_fill_scores", "_take"),
+}
 
-def main():
+
+def compile_attention():
     names = "forward", "backward_kv", "backward_q"
     compilers = {name: Compiler(getattr(triton_blocks, name)) for name in names}
     backend._kernel_module = lambda: SimpleNamespace(**compilers)
@@ -45,7 +53,6 @@ def main():
             out, lse = kernel.forward(*qkv, call, spec, *added)
             kernel.backward(dout, *qkv, out, lse, None, call, spec, *added)
         with_bias.table_gradient(dout, *qkv, out, lse, None, call, Spec(0.3), by_segments)
-    compile_fused()
 
 
 def compile_fused():
@@ -66,5 +73,26 @@ def compile_fused():
         fused.fill_lse_delta(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
 
 
+def compile_sparse():
+    for module, names in SPARSE.items():
+        for name in names:
+            setattr(module, name, Compiler(getattr(module, name)))
+    tiles._SHORTEST = 4  # lists have several parts
+    for queries in (32, 33, 40):  # compiled once for all of them
+        starts = torch.zeros(queries, 2, 4, dtype=torch.int32)
+        blocks = FarBlocks(starts, torch.arange(queries), 48)
+        q, k = (
+            torch.zeros(tokens, heads, 24, dtype=torch.bfloat16)
+            for tokens, heads in ((queries, 6), (queries + 1, 2))
+        )
+        lse, lse_delta, dq = (torch.zeros(s) for s in ((6, queries), (queries, 6, 2), q.shape))
+        triton_far.add_far_outputs(q, FarKeys(k, k, blocks, 1, 0.3), q.clone(), lse)
+        triton_far.add_far_gradients(q, q, FarKeys(k, k, blocks, 1, 0.3), lse_delta, dq)
+        places, keys = torch.arange(queries), CompressedKeys(*torch.zeros(2, queries - 2, 2, 24))
+        triton_choice.choose_by_score(q, places, keys, InfLLMV2(), 0.3)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    compile_attention()
+    compile_fused()
+    compile_sparse()

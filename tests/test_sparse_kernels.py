@@ -1,16 +1,13 @@
 """The kernels of sparse attention against its torch functions: on GPUs where there are some, else
 in Triton's interpreter.
 
-The interpreter accepts more than the compiler, so without GPUs they are compiled for one as well.
+The interpreter accepts more than the compiler, so test_triton.py compiles them for a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +20,6 @@ from bmt_burst.sparse import tiles, torch_choice, torch_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
 from bmt_burst.sparse.tiles import KeyLists
-from tests.launcher import ROOT
 from tests.reference import relative_error
 from tests.sparse import random_case
 
@@ -288,19 +284,6 @@ def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, topk):
     largest[(block < 1) | (block >= own - 2)] = torch.inf
     largest[block > own] = -torch.inf
     assert chosen[:, 0].equal(torch_choice._take_largest(largest, sparse.most_blocks))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
-def test_they_compile_for_gpus(tmp_path):
-    """Once for all numbers of tokens."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.compile_sparse"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    far_names = ["_sort_keys", "_unite", "_forward", "_dq", "_dkdv", "_add_parts"]
-    assert done.stdout.split() == [*far_names, "_normalize", "_fill_scores", "_take"]
 
 
 def test_lists_do_not_wait_for_the_device():

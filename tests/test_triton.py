@@ -350,11 +350,11 @@ def test_without_a_gpu_nobody_gets_it():
         kernels.pick("triton", q, k, SPEC)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile it")
-def test_it_compiles_for_gpus(tmp_path):
-    """With the fused kernels, in one process, as its imports take seconds."""
+@pytest.mark.skipif(DEVICE == "cuda", reason="other tests compile them")
+def test_kernels_compile_for_gpus(tmp_path):
+    """Once for all numbers of tokens, also the fused kernels and those of sparse attention."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.compile_triton"]
+    command = [sys.executable, "-m", "tests.compile_kernels"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -363,5 +363,7 @@ def test_it_compiles_for_gpus(tmp_path):
     others = "backward_table", "backward_table", "backward_q"
     # the fused kernels for parts of one span, and of several
     fused = ["_merge_outputs", "_sum_gradients"] * 2
-    compiled = [*names * 3, *others, *fused, "_fill_lse_delta"]
+    sparse = ["_sort_keys", "_unite", "_forward", "_dq", "_dkdv", "_add_parts"]
+    sparse += ["_normalize", "_fill_scores", "_take"]
+    compiled = [*names * 3, *others, *fused, "_fill_lse_delta", *sparse]
     assert sorted(done.stdout.split()) == sorted(compiled)

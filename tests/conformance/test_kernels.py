@@ -8,6 +8,7 @@ the terms that are added up, never of a result that may be zero.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -84,27 +85,18 @@ def subjects() -> Iterator:
     """
     for name in kernels.names():
         reasons, able = [], 0
-        for device in DEVICES:
-            for dtype in BOUNDS:
-                sizes = (8, 64)
-                found = [Subject(name, device, dtype, size) for size in sizes]
-                refusals = [subject.refuses(SPEC) for subject in found]
-                working = [
-                    subject
-                    for subject, reason in zip(found, refusals, strict=True)
-                    if reason is None
-                ]
-                if working:
-                    able += 1
-                    marks = [pytest.mark.gpu] if device == "cuda" else []
-                    yield pytest.param(
-                        working[0], id=f"{name}-{device}-{str(dtype)[6:]}", marks=marks
-                    )
-                reasons += [reason for reason in refusals if reason]
+        for device, dtype in itertools.product(DEVICES, BOUNDS):
+            found = [Subject(name, device, dtype, size) for size in (8, 64)]
+            refusals = [subject.refuses(SPEC) for subject in found]
+            if None in refusals:
+                able += 1
+                subject = found[refusals.index(None)]
+                marks = [pytest.mark.gpu] if device == "cuda" else []
+                yield pytest.param(subject, id=f"{name}-{device}-{str(dtype)[6:]}", marks=marks)
+            reasons += [reason for reason in refusals if reason]
         if not able:
-            yield pytest.param(
-                None, id=name, marks=pytest.mark.skip(reason=f"{name}: {reasons[0]}")
-            )
+            skip = pytest.mark.skip(reason=f"{name}: {reasons[0]}")
+            yield pytest.param(None, id=name, marks=skip)
 
 
 SUBJECTS = list(subjects())
@@ -113,16 +105,8 @@ each_subject = pytest.mark.parametrize("subject", SUBJECTS)
 
 def calls_of(subject: Subject) -> dict[str, KernelCall]:
     """Return calls of every kind, fewer where they are slow."""
-    if not subject.is_interpreted:
-        return CALLS
-    few = (
-        "causal, fewer keys",
-        "documents",
-        "a window of documents",
-        "causal tiles of fewer keys",
-        "tiles apart",
-    )
-    return {name: CALLS[name] for name in (few if subject.dtype == torch.float32 else few[1:3])}
+    few = "documents", "a window of documents", "causal tiles of fewer keys"
+    return {name: CALLS[name] for name in few} if subject.is_interpreted else CALLS
 
 
 def assert_right(
@@ -257,21 +241,15 @@ def test_a_call_may_be_a_share_of_all_keys(subject):
     expected = reference.backward(exact[3], *exact[:3], out, lse, None, whole, SPEC)
     wide = torch.float64 if subject.dtype == torch.float64 else torch.float32
     total = [torch.zeros_like(x) for x in exact[:3]]
-    for start, stop, call in (
-        (0, 10, KernelCall(24, 10, (((0, 10), (0, 10)),), right=0)),
-        (10, 24, None),
+    for keys, part in (
+        (slice(0, 10), KernelCall(24, 10, (((0, 10), (0, 10)),), right=0)),
+        (slice(0, 10), KernelCall(24, 10, (((10, 24), (0, 10)),))),  # later queries see all
+        (slice(10, 24), KernelCall(24, 14, (((10, 24), (0, 14)),), right=0)),
     ):
-        if call is None:
-            call = KernelCall(24, 14, (((10, 24), (0, 14)),), right=0)
-        keys = slice(start, stop)
-        sides = [(call, keys)]
-        if start == 0:  # below the first triangle all queries see all of its keys
-            sides.append((KernelCall(24, 10, (((10, 24), (0, 10)),)), keys))
-        for part, at in sides:
-            given = dout, q, k[:, at], v[:, at], out.to(q.dtype), lse.to(wide)
-            dq, dk, dv = subject.kernel.backward(*given, None, part, SPEC)
-            for sum_, rows, grad in zip(total, (slice(None), at, at), (dq, dk, dv), strict=True):
-                sum_[:, rows] += grad.double()
+        given = dout, q, k[:, keys], v[:, keys], out.to(q.dtype), lse.to(wide)
+        grads = subject.kernel.backward(*given, None, part, SPEC)
+        for sum_, rows, grad in zip(total, (slice(None), keys, keys), grads, strict=True):
+            sum_[:, rows] += grad.double()
     for mine, theirs in zip(total, expected, strict=True):
         assert float((mine - theirs).norm() / theirs.norm()) < subject.bound
 
@@ -348,7 +326,7 @@ def test_a_softcap_is_applied_or_refused(subject):
     if reason := subject.refuses(CAPPED):
         assert "soft cap" in reason or "softcap" in reason, reason
         return
-    for kind in list(calls_of(subject))[: 2 if subject.is_interpreted else 6]:
+    for kind in list(calls_of(subject))[:6]:
         assert_right(subject, CALLS[kind], subject.tensors(CALLS[kind]), CAPPED, kind)
 
 
@@ -361,7 +339,7 @@ def test_a_bias_is_added_or_refused(subject):
     if not subject.is_interpreted and (reason := kernel.refuses(SPEC, q, k)):
         assert "bias" in reason, reason
         return
-    for number, kind in enumerate(list(calls_of(subject))[: 2 if subject.is_interpreted else 6]):
+    for number, kind in enumerate(list(calls_of(subject))[:6]):
         call = CALLS[kind]
         dtype = torch.float64 if subject.dtype == torch.float64 else torch.float32
         bias = moved(random_bias(call, 4, number, dtype), subject.device)
