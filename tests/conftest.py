@@ -52,6 +52,12 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
         speed_up(interpreter)
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Let each test have the same random numbers, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def alone(monkeypatch, one_process) -> None:
     """Be the only rank of a group. Its runs draw no curves, which takes longer than their steps."""

@@ -38,7 +38,7 @@ def whole_loss(w: Tensor, v: Tensor, sp: SequenceParallel, dim: int = 1) -> Tens
 
 
 def parameters() -> list[Tensor]:
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the same again if a test calls it again
     shapes = (4, 3), (3,)
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 

@@ -127,15 +127,11 @@ def test_any_scores_equal_dense(part, monkeypatch):
         monkeypatch.setattr(areas, "_MOST_TERMS", chance.choice((2, 16)))
         size, inner = RINGS[seed % len(RINGS)]
         mask = random_mask(chance, chance.randint(size, 60))
-        layout, (heads, kv_heads) = (
-            random_layout(chance, mask, size),
-            chance.choice(((3, 3), (2, 2), (4, 2))),
-        )
+        layout = random_layout(chance, mask, size)
+        heads, kv_heads = chance.choice(((3, 3), (2, 2), (4, 2)))
         tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, heads, kv_heads, 8, seed=seed)
         added = random_scores(chance, mask, rows=11)
-        bias = torch.randn(
-            11, heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-        )
+        bias = torch.randn(11, heads, dtype=torch.float64)
         options = {
             "scores": added,
             "strategy": chance.choice(("ring", "ring", "ulysses" if inner == size else "usp")),
@@ -203,7 +199,7 @@ def test_what_biased_calls_share(backward, monkeypatch):
     tensors = random_qkv(1, 40, 2, 2, 8)
     for x in tensors:
         x[:, 33:] = torch.nan
-    bias = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    bias = torch.randn(9, 2, dtype=torch.float64)
     options = {"flash": "reference", "backward": backward, "group_bytes": 0}
     *_, dbias = ring_results(
         Layout.contiguous(40, 4), tensors, SCALE, scores=added, bias=bias, **options
@@ -384,25 +380,17 @@ def test_ranks_must_have_one_kernel_for_biases(monkeypatch):
 
 def test_rows_of_a_batch_may_have_scores_of_their_own(monkeypatch):
     monkeypatch.setattr(areas, "_LONG", 2)
-    tokens, layout = 12, Layout.zigzag(12, 3)
-    chance = random.Random(1)
-    each = [
-        replace(random_scores(chance, m, 9), distances=integers([0, 1, 2]))
-        for m in (Mask.causal(12), Mask.full(12))
+    chance, distances = random.Random(1), integers([0, 1, 2])
+    masks = Mask.causal(12), Mask.full(12)
+    each = [replace(random_scores(chance, mask, 9), distances=distances) for mask in masks]
+    tensors, bias = random_qkv(2, 12, 2, 2, 8), torch.randn(9, 2, dtype=torch.float64)
+    got = ring_results(Layout.zigzag(12, 3), tensors, SCALE, bias=bias, scores=each)
+    rows = [
+        dense_results(x.mask, [y[i : i + 1] for y in tensors], SCALE, x.dense(), bias)
+        for i, x in enumerate(each)
     ]
-    tensors = random_qkv(2, tokens, 2, 2, 8)
-    bias = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rows = [[x[i : i + 1] for x in tensors] for i in range(2)]
-    expected = [
-        dense_results(x.mask, row, SCALE, x.dense(), bias)
-        for x, row in zip(each, rows, strict=True)
-    ]
-    got = ring_results(layout, tensors, SCALE, bias=bias, scores=each)
-    for i, mine in enumerate(got):
-        exact = (
-            sum(row[i] for row in expected) if i == 5 else torch.cat([row[i] for row in expected])
-        )
-        assert torch.allclose(mine, exact), i
+    *expected, dbias = zip(*rows, strict=True)
+    assert_close(got, [*map(torch.cat, expected), sum(dbias)], tensors[3], SCALE, 1e-10)
 
 
 def test_a_digest_tells_scores_apart():

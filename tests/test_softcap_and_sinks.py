@@ -17,16 +17,10 @@ from bmt_burst import (
 )
 from tests.cases import Cache, random_qkv
 from tests.reference import assert_close, dense_results, relative_error
-from tests.refusals import refusal_of_rank
+from tests.refusals import refusal, refusal_of_rank
 from tests.rings import CPU_KERNELS, ring_results
 
 SCALE = 0.4
-
-
-def random_sinks(heads: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(
-        heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    ).to(dtype)
 
 
 def test_sinks_of_minus_infinity_are_none():
@@ -80,7 +74,7 @@ def test_narrow_dtypes_keep_their_precision(dtype, bound, strategy):
     """Bounds: a few units in the last place of the dtype (1e-7, 4e-3, 5e-4); sinks round out once
     more.
     """
-    mask, sinks = Mask.causal(61), random_sinks(4, dtype=torch.float32)
+    mask, sinks = Mask.causal(61), torch.randn(4)
     tensors = random_qkv(1, 61, 4, 2, 24, dtype)
     tensors[3][:, ::3] = 0.0  # there, all gradients are those of lse
     dlse = torch.linspace(-1, 1, 244).view(1, 4, 61)
@@ -129,35 +123,19 @@ def test_auto_takes_a_kernel_that_caps_scores(monkeypatch):
     assert taken == ["cpu", "reference", "cpu"]
 
 
-def layer_and_input(length: int, **options) -> tuple[nn.BurstAttention, torch.Tensor]:
-    """Return a layer in fp64, with random sinks if it has sinks, and its input."""
-    torch.manual_seed(0)
-    layer = nn.BurstAttention(24, 4, 2, **options).double()
-    if layer.sinks is not None:
-        layer.sinks.data.normal_()
-    return layer, torch.randn(2, length, 24, dtype=torch.float64)
-
-
-OPTIONS = [{"sinks": True}, {"softcap": 0.3, "sinks": True}]
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_layer_caps_scores_and_has_sinks_with_and_without_a_cache(window, options):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 0.3), (4, None), (4, 0.3)])
+def test_a_layer_caps_scores_and_has_sinks_with_and_without_a_cache(window, softcap):
     """Tokens that continue a cache see what they see in a whole sequence."""
-    layer, x = layer_and_input(11, window=window, **options)
+    layer = nn.BurstAttention(24, 4, 2, window=window, softcap=softcap, sinks=True).double()
+    layer.sinks.data.normal_()
     plain = nn.BurstAttention(24, 4, 2, window=window).double()
     plain.load_state_dict({name: p for name, p in layer.state_dict().items() if name != "sinks"})
+    x = torch.randn(2, 11, 24, dtype=torch.float64)
     cos, sin = nn.rope_tables(torch.arange(11), layer.head_dim)
-    whole, q = layer(x, cos, sin), layer.project(x, cos, sin)
+    whole, qkv = layer(x, cos, sin), layer.project(x, cos, sin)
     mask = Mask.causal(11) if window is None else Mask.window(11, window)
-    own = {
-        "softcap": options.get("softcap"),
-        "sinks": None if layer.sinks is None else layer.sinks.detach(),
-    }
-    exact = dense_results(
-        mask, [*(y.detach() for y in q), torch.zeros(2, 11, 4, 6)], 6**-0.5, **own
-    )[0]
+    tensors = [*(y.detach() for y in qkv), torch.zeros(2, 11, 4, 6)]
+    exact, *_ = dense_results(mask, tensors, 6**-0.5, softcap=softcap, sinks=layer.sinks)
     assert relative_error(whole, layer.o_proj(exact.flatten(2))) < 1e-10
     assert relative_error(plain(x, cos, sin), whole) > 0.01
     cache = Cache()
@@ -166,13 +144,14 @@ def test_a_layer_caps_scores_and_has_sinks_with_and_without_a_cache(window, opti
 
 
 @pytest.mark.parametrize(
-    ("softcap", "error"), [(0.0, ValueError), (math.nan, ValueError), ("1", TypeError)]
+    ("options", "error"),
+    [
+        ({"softcap": 0.0}, "ValueError: softcap must be"),
+        ({"softcap": math.nan}, "ValueError: softcap must be"),
+        ({"softcap": "1"}, "TypeError: softcap must be"),
+        ({"sinks": torch.zeros(2)}, "TypeError: sinks must be True or False, got a Tensor"),
+    ],
 )
-def test_a_layer_checks_its_softcap(softcap, error):
-    with pytest.raises(error, match="softcap must be"):
-        nn.BurstAttention(8, 2, softcap=softcap)
-
-
-def test_a_layer_makes_its_sinks():
-    with pytest.raises(TypeError, match="sinks must be True or False, got a Tensor of shape"):
-        nn.BurstAttention(8, 2, sinks=torch.zeros(2))
+def test_a_layer_checks_its_options(options, error):
+    with refusal(error):
+        nn.BurstAttention(8, 2, **options)

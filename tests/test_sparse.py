@@ -605,7 +605,6 @@ def in_pieces(layer, x, cos, sin, cache):
 
 def test_layers_are_sparse_and_generate_sparsely():
     """New tokens attend to a cache as the last tokens of the whole sequence do."""
-    torch.manual_seed(0)
     layer = BurstAttention(32, 4, 2, 8, sparse=SMALL, sinks=True).double()
     torch.nn.init.normal_(layer.sinks)
     x = torch.randn(2, 70, 32, dtype=torch.float64)
@@ -620,7 +619,6 @@ def test_layers_are_sparse_and_generate_sparsely():
 
 
 def test_a_layer_chooses_by_queries_and_keys_before_rotation():
-    torch.manual_seed(0)
     layer = BurstAttention(32, 4, 2, 8, qk_norm_eps=1e-6, sparse=BY_OTHERS).double()
     torch.nn.init.normal_(layer.q_norm.weight)
     x, (cos, sin) = torch.randn(1, 70, 32, dtype=torch.float64), rope_tables(torch.arange(70), 8)

@@ -66,7 +66,6 @@ def on_device(blocks: FarBlocks) -> FarBlocks:
 def random_tensors(blocks, keys, heads, head_size, dtype=torch.float32):
     """Return q, k, v, dout, and an lse and delta that a backward could have, side by side."""
     queries, groups, _ = blocks.starts.shape
-    torch.manual_seed(0)
     q, dout = (torch.randn(queries, heads * groups, head_size).to(dtype) for _ in range(2))
     k, v = (torch.randn(keys, groups, head_size).to(dtype) for _ in range(2))
     lse_delta = torch.randn(queries, heads * groups, 2)
@@ -197,7 +196,6 @@ def choice_case(seed: int, dtype: torch.dtype, tokens: int | None = None):
     chance = random.Random(seed)
     case = random_case(chance)
     count = tokens or chance.choice((5, 60, 130))
-    torch.manual_seed(seed)
     q = torch.randn(count, case.heads, case.head_size).to(dtype)
     k = torch.randn(count, case.kv_heads, case.head_size).to(dtype)
     places = torch.tensor(sorted(chance.sample(range(count), tokens or chance.randint(1, count))))
@@ -269,7 +267,6 @@ def test_equal_keys_tie(find_overflows):
 @pytest.mark.parametrize(("blocks", "topk"), [(1, 2), (50, 9), (70, 70), (2000, 96)])
 def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, topk):
     sparse = InfLLMV2(block_size=16, window_size=32, topk=topk, dense_len=-1)
-    torch.manual_seed(0)
     scores, of_last = torch.randint(-1, 6, (2, 1, 12, blocks), device=DEVICE).float()
     scores[:, 1], of_last[:, 1] = 1.0, -1.0
     scores[:, 2:6] = torch.rand(4, blocks, device=DEVICE)
