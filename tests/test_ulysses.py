@@ -17,7 +17,8 @@ from bmt_burst import (
 )
 from bmt_burst.sequence.layout import LAYOUTS, Stacked
 from bmt_burst.strategies import load
-from bmt_burst.strategies.ulysses.heads import Heads, cut_heads
+from bmt_burst.strategies.ulysses.heads import cut_heads, plan_pieces, share_heads
+from bmt_burst.strategies.ulysses.heads import kv_heads as kv_heads_of
 from bmt_burst.transport.torch_dist import TorchTransport
 from tests.cases import random_qkv
 from tests.launcher import RANKS, needs_ranks, run_ranks
@@ -61,18 +62,13 @@ def test_every_query_head_is_computed_once_with_its_kv_head(rows):
     ):
         ratio, found = heads // kv_heads, []
         cuts = cut_heads(-(-heads // size), ratio, rows, work=1)
-        for rank in range(size):
-            mine = Heads.of_rank(rank, size, heads, kv_heads)
-            assert -1 < mine.q[1] - mine.q[0] - heads // size < 2
-            for piece in mine.cut(cuts, ratio):
-                parts = piece.split(ratio)
-                assert len(parts) <= 3
-                for at, kv_at in parts:
-                    here = range(heads)[slice(*piece.q)][at]
-                    there = range(kv_heads)[slice(*piece.kv)][kv_at]
-                    assert len(here) % len(there) == 0
-                    shared = len(here) // len(there)
-                    found += [(q, there[i // shared]) for i, q in enumerate(here)]
+        mine = share_heads(heads, size)
+        assert all(-1 < b - a - heads // size < 2 for a, b in mine)
+        for part in itertools.chain(*plan_pieces(mine, ratio, cuts)):
+            here, there = range(*part), range(*kv_heads_of(part, ratio))
+            assert len(here) % max(len(there), 1) == 0
+            found += [(q, there[i // (len(here) // len(there))]) for i, q in enumerate(here)]
+        found.sort()
         assert found == [(q, q // ratio) for q in range(heads)]
 
 

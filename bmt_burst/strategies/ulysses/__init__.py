@@ -3,7 +3,7 @@
 
     forward     each rank sends q, k, v to the ranks of their heads; these return out and lse to the
                 ranks of their tokens
-    backward    each rank sends q, k, v, dout, lse, and delta or out; these return dq, dk, dv
+    backward    each rank sends q, k, v, dout, lse and delta; these return dq, dk, dv
 
     heads       which rank computes which heads, and how many at a time
     tokens      the tokens of a host, and where they lie in memory
@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +36,12 @@ from ...base.dtypes import accumulator_dtype
 from ...merging.merge import empty_lse, stack_lse_delta
 from ...ranks.rings import Rings
 from ...sequence.span import length
-from ...transport import ALONE, Delivery
+from ...transport import ALONE, LANES, Delivery
 from .. import Plan, Problem, Sizes, Strategy
-from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
+from ..compute import Keys, QueryGradients, Tensors
 from ..ring import RingPlan
-from .exchange import WIDE, Field, Returns, Visits
-from .heads import Heads, cut_heads
+from .exchange import WIDE, Field, Return, Visit
+from .heads import cut_heads, kv_heads, plan_pieces, share_heads
 from .tokens import HostLayout, HostTokens
 
 _MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
@@ -76,26 +75,13 @@ class USP(Ulysses):
         return None
 
 
-class HeadRing(NamedTuple):
-    """The ring that computes some query heads of a piece.
-
-    q, kv  these heads and their kv heads, counted from the first ones of the piece
-    heads  these heads, counted from the first one of all
-    """
-
-    q: slice
-    kv: slice
-    heads: slice
-    ring: RingPlan
-
-
 class UlyssesPlan(Plan):
-    """The part of one rank: pieces of its heads, each with an exchange before and after its rings,
-    in each direction.
+    """The part of one rank: pieces of its heads, each with an exchange before and after its ring,
+    in the forward and in the backward.
 
-    heads      the heads of each rank of the host
-    pieces     the heads of each piece, by rank
-    rings      the rings of each piece of this rank
+    heads      the query heads of each rank of the host
+    pieces     those of each piece, by rank
+    rings      the ring that computes the heads of this rank, by piece
     shares_kv  whether several pieces have query heads of one kv head
     """
 
@@ -104,45 +90,43 @@ class UlyssesPlan(Plan):
         self.host, self.place = divmod(rank, inner)
         self.hosts = HostLayout(problem.layout, inner)
         self.tokens = HostTokens(self.hosts, self.host)
-        self.heads = [
-            Heads.of_rank(place, inner, sizes.heads, sizes.kv_heads) for place in range(inner)
-        ]
-        ratio = sizes.heads // sizes.kv_heads
-        cuts = self._cut_heads(ratio)
-        self.pieces = [*zip(*(heads.cut(cuts, ratio) for heads in self.heads), strict=True)]
-        self.rings = self._plan_rings(ratio)
-        in_pieces = sum(length(heads.kv) for piece in self.pieces for heads in piece)
-        self.shares_kv = in_pieces > sizes.kv_heads
+        self.heads = share_heads(sizes.heads, inner)
+        self.ratio = ratio = sizes.heads // sizes.kv_heads
+        self.pieces = plan_pieces(self.heads, ratio, self._cut_heads())
+        self.rings = self._plan_rings()
+        kv = (kv_heads(heads, ratio) for heads in itertools.chain(*self.pieces))
+        self.shares_kv = sum(map(length, kv)) > sizes.kv_heads
         self._plan_exchanges()
 
     def _plan_exchanges(self) -> None:
         sizes, inner = self.problem.sizes, self.problem.inner
         sums = accumulator_dtype(sizes.dtype)
         is_wide = sizes.head_size * sizes.dtype.itemsize % WIDE.itemsize == 0
-        q = Field(False, sizes.head_size, sizes.dtype, WIDE if is_wide else sizes.dtype)
-        kv = kv_grad = replace(q, kv=True)
+        q = Field(1, sizes.head_size, sizes.dtype, WIDE if is_wide else sizes.dtype)
+        kv = kv_grad = replace(q, ratio=self.ratio)
         if self.shares_kv:
             kv_grad = replace(kv, unit=sizes.dtype, is_summed=True)
-        lse = Field(False, 1, sums, sums)
+        lse = Field(1, 1, sums, sums)
         # lse and delta of a head, and zeros, since all units divide 16 bytes
         rows = replace(q, head_size=WIDE.itemsize // sums.itemsize, dtype=sums)
-        queries = (q, q, rows, q) if self.problem.send_out else (q, q, rows)
         # if ranks have equally many kv heads, the heads of all are equally far apart
         together = 1 if sizes.kv_heads % inner else inner
-        facts = sizes.batch, self.tokens, self.pieces, together
-        self.inputs = Visits(self.place, (q, kv, kv), *facts)
-        self.results = Returns(self.place, (q, lse), *facts)
-        self.backward_inputs = Visits(self.place, (kv, kv, *queries), *facts)
-        self.backward_results = Returns(self.place, (q, kv_grad, kv_grad), *facts)
+        facts = self.tokens, self.place, sizes.batch, together
+        self.inputs = [Visit((q, kv, kv), heads, *facts) for heads in self.pieces]
+        self.results = [Return((q, lse), heads, *facts) for heads in self.pieces]
+        sent, returned = (kv, kv, q, q, rows), (q, kv_grad, kv_grad)
+        self.backward_inputs = [Visit(sent, heads, *facts) for heads in self.pieces]
+        self.backward_results = [Return(returned, heads, *facts) for heads in self.pieces]
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        visits, returns = self.inputs.nbytes, self.results.nbytes
+        exchanges = [*self.inputs, *self.results]
         if with_backward:
-            visits = visits + self.backward_inputs.nbytes
-            returns = returns + self.backward_results.nbytes
-        rings.reserve({"visit": max(visits), "return": max(returns)}, device)
-        for each in itertools.chain(*self.rings):
-            each.ring.reserve(_between_hosts(rings), device, with_backward)
+            exchanges += [*self.backward_inputs, *self.backward_results]
+        rings.reserve(
+            {lane: max(x.nbytes for x in exchanges if x.lane == lane) for lane in LANES}, device
+        )
+        for ring in filter(None, self.rings):
+            ring.reserve(_between_hosts(rings), device, with_backward)
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
@@ -150,15 +134,11 @@ class UlyssesPlan(Plan):
         between, select = _between_hosts(rings), self.problem.scoring.select_heads
         kept: list[Tensor] = []  # by the rings of all pieces, equally many each
 
-        def attend(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-            parts: list[tuple[Tensor, ...]] = []
-            queries, keys = Queries(tensors[0]), Keys(*tensors[1:])
-            for at, kv_at, heads, ring in self.rings[piece]:
-                q, kv = queries.part(ALL, at).q, keys.part(ALL, kv_at)
-                out, lse, found = ring.forward(between, q, kv.k, kv.v, select(inputs, heads))
-                parts.append((out, _by_token(lse)))
-                kept.extend(found)
-            return parts
+        def attend(ring: RingPlan, heads: slice, tensors: Sequence[Tensor]) -> Tensors:
+            q, k, v = tensors
+            out, lse, found = ring.forward(between, q, k, v, select(inputs, heads))
+            kept.extend(found)
+            return out, _by_token(lse)
 
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_lse(q)
         results = out, _by_token(lse)
@@ -171,28 +151,28 @@ class UlyssesPlan(Plan):
         q, k, v = queries.q, keys.k, keys.v
         between, select = _between_hosts(rings), self.problem.scoring.select_heads
         gradients, remaining = tuple(map(torch.zeros_like, inputs)), iter(kept)
-        kept_by_ring = len(kept) // max(sum(map(len, self.rings)), 1)
+        kept_by_ring = len(kept) // max(len(self.rings) - self.rings.count(None), 1)
 
-        def differentiate(piece: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-            k, v, q, dout, rows, *out = tensors
+        def differentiate(ring: RingPlan, heads: slice, tensors: Sequence[Tensor]) -> Tensors:
+            k, v, q, dout, rows = tensors
             lse, delta = rows[..., 0].transpose(1, 2), rows[..., 1].transpose(1, 2)
-            queries = QueryGradients(q, dout, lse, *(out or (None, delta)))
-            keys, parts = Keys(k, v), list[tuple[Tensor, ...]]()
-            for at, kv_at, heads, ring in self.rings[piece]:
-                sides = queries.part(ALL, at), keys.part(ALL, kv_at)
-                own = tuple(itertools.islice(remaining, kept_by_ring))
-                *grads, shares = ring.backward(between, *sides, select(inputs, heads), own)
-                parts.append(tuple(grads))
-                for into, share in zip(select(gradients, heads), shares, strict=True):
-                    into.copy_(share)
-            return parts
+            queries = QueryGradients(q, dout, lse, delta=delta)
+            own = tuple(itertools.islice(remaining, kept_by_ring))
+            *grads, shares = ring.backward(between, queries, Keys(k, v), select(inputs, heads), own)
+            for into, share in zip(select(gradients, heads), shares, strict=True):
+                into.copy_(share)
+            return tuple(grads)
 
-        sent = k, v, q, queries.dout, *self._make_rows(queries)
+        assert queries.out is not None, "a call has out"
+        # lse and delta of each head, (B, S, H, 2) with zeros up to 16 bytes a head
+        rows = stack_lse_delta(queries.out, queries.dout, queries.lse)
+        rows = pad(rows, (0, WIDE.itemsize // rows.itemsize - 2))
+        sent = k, v, q, queries.dout, rows
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        # Gradients of shared kv heads are added up.
         dtype = accumulator_dtype(k.dtype) if self.shares_kv else k.dtype
-        dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v))
-        if self.shares_kv:
-            dk.zero_(), dv.zero_()
+        make = torch.zeros if self.shares_kv else torch.empty
+        dk, dv = (make(x.shape, dtype=dtype, device=x.device) for x in (k, v))
         visits, returns = self.backward_inputs, self.backward_results
         self._run(rings, visits, sent, differentiate, returns, (dq, dk, dv))
         return dq, dk.to(k.dtype), dv.to(v.dtype), gradients
@@ -200,10 +180,10 @@ class UlyssesPlan(Plan):
     def _run(
         self,
         rings: Rings,
-        visits: Visits,
+        visits: Sequence[Visit],
         inputs: Sequence[Tensor],
-        compute: Callable[[int, Sequence[Tensor]], Sequence[tuple[Tensor, ...]]],
-        returns: Returns,
+        compute: Callable[[RingPlan, slice, Sequence[Tensor]], Tensors],
+        returns: Sequence[Return],
         results: Sequence[Tensor],
     ) -> None:
         """Send inputs, compute all pieces and fill the results.
@@ -213,22 +193,23 @@ class UlyssesPlan(Plan):
         every rank enqueues earlier. So streams do not deadlock (docs/design.md).
         """
         ring, device, last = rings.inner, results[0].device, len(self.pieces) - 1
-        rows, into = visits.to_rows(inputs), returns.to_rows(results)
-        there, back = [visits.start(ring, 0, rows)], list[Delivery]()
+        rows, into = visits[0].to_rows(inputs), returns[0].to_rows(results)
+        there, back = [visits[0].start(ring, rows)], list[Delivery]()
         try:
-            for piece, head_rings in enumerate(self.rings):
+            for piece, head_ring in enumerate(self.rings):
                 if piece < last:
-                    there.append(visits.start(ring, piece + 1, rows))
+                    there.append(visits[piece + 1].start(ring, rows))
                 visit = there.pop(0)
                 try:
                     visit.wait()
-                    parts = compute(piece, visits.receive(piece, visit)) if head_rings else []
+                    heads, landed = self.pieces[piece][self.place], visits[piece].receive(visit)
+                    found = compute(head_ring, slice(*heads), landed) if head_ring else ()
                 finally:
                     visit.release()
                 if back:
-                    returns.receive(piece - 1, back.pop(), into)
-                back.append(returns.start(ring, piece, parts, device))
-            returns.receive(last, back.pop(), into)
+                    returns[piece - 1].receive(back.pop(), into)
+                back.append(returns[piece].start(ring, found, device))
+            returns[last].receive(back.pop(), into)
         finally:
             for delivery in (*there, *back):
                 delivery.wait()
@@ -237,13 +218,14 @@ class UlyssesPlan(Plan):
     def __str__(self) -> str:
         """Show which rank gets which heads."""
         first, size = self.host * self.problem.inner, self.problem.layout.size
-        counts = ", ".join(str(length(heads[self.place].q)) for heads in self.pieces)
-        rings = [each.ring for each in itertools.chain(*self.rings)]
+        counts = ", ".join(str(length(heads[self.place])) for heads in self.pieces)
+        rings = [*filter(None, self.rings)]
         lines = [
             f"rank {first + self.place} of {size}: {self.tokens.total} tokens, "
             f"{len(rings)} head rings; heads at a time: {counts}"
         ]
-        for rank, (q, kv) in enumerate(self.heads, first):
+        for rank, q in enumerate(self.heads, first):
+            kv = kv_heads(q, self.ratio)
             some = f"query heads {q[0]} to {q[1] - 1}, kv heads {kv[0]} to {kv[1] - 1}"
             lines.append(f"  rank {rank} computes {some if length(q) else 'no heads'}")
         if self.hosts.size > 1:
@@ -251,39 +233,26 @@ class UlyssesPlan(Plan):
                 lines += [f"between hosts, of head ring {number}:", *str(ring).splitlines()]
         return "\n".join(lines)
 
-    def _cut_heads(self, ratio: int) -> tuple[int, ...]:
+    def _cut_heads(self) -> tuple[int, ...]:
         problem, sizes = self.problem, self.problem.sizes
         most, pairs = -(-sizes.heads // problem.inner), problem.mask.area // problem.outer
         rows = sizes.batch * max(map(self.hosts.length, range(problem.outer)))
         work = most * sizes.batch * pairs * sizes.head_size // problem.scoring.host_work
-        return cut_heads(most, ratio, rows, work)
+        return cut_heads(most, self.ratio, rows, work)
 
-    def _plan_rings(self, ratio: int) -> list[list[HeadRing]]:
-        """Return the rings of each piece. Those of as many heads share a plan."""
-        problem, plans, found = self.problem, dict[Sizes, RingPlan](), list[list[HeadRing]]()
-        for piece in self.pieces:
-            heads, rings = piece[self.place], list[HeadRing]()
-            for at, kv_at in heads.split(ratio):
-                q, kv = range(*heads.q)[at], range(*heads.kv)[kv_at]
-                sizes = replace(problem.sizes, heads=len(q), kv_heads=len(kv))
-                ring = replace(
-                    problem, layout=self.hosts, inner=problem.outer, outer=1, sizes=sizes
-                )
-                plan = plans.setdefault(sizes, RingPlan(ring, self.host))
-                rings.append(HeadRing(at, kv_at, slice(q.start, q.stop), plan))
-            found.append(rings)
-        return found
-
-    def _make_rows(self, queries: QueryGradients) -> tuple[Tensor, ...]:
-        """Return lse and delta of each head, (B, S, H, 2) with zeros up to 16 bytes a head. For
-        a problem that sends out, return lse and out.
+    def _plan_rings(self) -> list[RingPlan | None]:
+        """Return the ring of each piece, or None without heads. Those of as many heads share a
+        plan.
         """
-        lse, dout, out = queries.lse, queries.dout, queries.out
-        assert out is not None, "a call has out"
-        with_delta = not self.problem.send_out
-        rows = stack_lse_delta(out, dout, lse) if with_delta else _by_token(lse)
-        rows = pad(rows, (0, WIDE.itemsize // rows.itemsize - rows.shape[-1]))
-        return (rows,) if with_delta else (rows, out)
+        problem, found = self.problem, list[RingPlan | None]()
+        hosts = replace(problem, layout=self.hosts, inner=problem.outer, outer=1, send_out=False)
+        plans: dict[Sizes, RingPlan] = {}
+        for piece in self.pieces:
+            heads, kv = piece[self.place], kv_heads(piece[self.place], self.ratio)
+            sizes = replace(problem.sizes, heads=length(heads), kv_heads=length(kv))
+            plan = plans.setdefault(sizes, RingPlan(replace(hosts, sizes=sizes), self.host))
+            found.append(plan if length(heads) else None)
+        return found
 
 
 def _between_hosts(rings: Rings) -> Rings:

@@ -1,13 +1,13 @@
-"""Heads: which rank computes which of them, and how many at a time."""
+"""Heads: which rank computes which of them, and how many at a time. A span counts query heads. With
+it go the kv heads that these attend to (`kv_heads`).
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ...sequence.span import Span
-from ..compute import ALL
 
 # Rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM.
 _ENOUGH_ROWS = 1 << 18
@@ -18,44 +18,15 @@ _ENDS = 8  # the first piece has one of so many heads, and so has the last
 _ENOUGH_KV_HEADS = 4
 
 
-class Heads(NamedTuple):
-    """Some query heads of a rank, and the kv heads that they attend to."""
+def share_heads(heads: int, size: int) -> list[Span]:
+    """Return the query heads of each of `size` ranks."""
+    return list(itertools.pairwise(heads * rank // size for rank in range(size + 1)))
 
-    q: Span
-    kv: Span
 
-    @staticmethod
-    def of_rank(rank: int, size: int, heads: int, kv_heads: int) -> Heads:
-        """Return the heads of a rank of `size` ranks."""
-        q = heads * rank // size, heads * (rank + 1) // size
-        return Heads(q, _kv_heads(*q, heads // kv_heads))
-
-    def cut(self, cuts: Sequence[int], ratio: int) -> list[Heads]:
-        """Cut the heads into pieces, which may be empty. `cuts` are those of `cut_heads`."""
-        start, stop = self.q
-        ends = [min(start + cut, stop) for cut in cuts]
-        return [Heads((a, b), _kv_heads(a, b, ratio)) for a, b in itertools.pairwise(ends)]
-
-    def split(self, ratio: int) -> list[tuple[slice, slice]]:
-        """Split the query heads so that kernels take each part with its kv heads.
-
-        There are up to three parts: some of the `ratio` query heads of one kv head, whole kv heads,
-        and some of one again. Heads count from the first ones. A single part is all of them.
-        """
-        start, stop = self.q
-        ends = {
-            start,
-            min(-(-start // ratio) * ratio, stop),
-            max(stop // ratio * ratio, start),
-            stop,
-        }
-        parts = [((a, b), _kv_heads(a, b, ratio)) for a, b in itertools.pairwise(sorted(ends))]
-        if len(parts) == 1:
-            return [(ALL, ALL)]
-        return [
-            (slice(a - start, b - start), slice(c - self.kv[0], d - self.kv[0]))
-            for (a, b), (c, d) in parts
-        ]
+def kv_heads(heads: Span, ratio: int) -> Span:
+    """Return the kv heads of some query heads, if each has `ratio` of them."""
+    start, stop = heads
+    return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
 
 
 def cut_heads(heads: int, ratio: int, rows: int, work: int) -> tuple[int, ...]:
@@ -86,5 +57,23 @@ def cut_heads(heads: int, ratio: int, rows: int, work: int) -> tuple[int, ...]:
     return tuple(min(cut * unit, heads) for cut in sorted(cuts))
 
 
-def _kv_heads(start: int, stop: int, ratio: int) -> Span:
-    return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
+def plan_pieces(heads: Sequence[Span], ratio: int, cuts: Sequence[int]) -> list[tuple[Span, ...]]:
+    """Return the heads of each piece, by rank. Some ranks may have none.
+
+    heads  the heads of each rank
+    cuts   where each rank cuts its heads, from `cut_heads`
+
+    A kernel takes some of the `ratio` query heads of one kv head, or those of whole kv heads. If
+    the heads of a rank between two cuts are neither, they are up to three pieces.
+    """
+    pieces: list[tuple[Span, ...]] = []
+    for first, last in itertools.pairwise(cuts):
+        between = [(min(a + first, b), min(a + last, b)) for a, b in heads]
+        pieces += itertools.zip_longest(*(_split(x, ratio) for x in between), fillvalue=(0, 0))
+    return pieces
+
+
+def _split(heads: Span, ratio: int) -> list[Span]:
+    start, stop = heads
+    whole = min(-(-start // ratio) * ratio, stop), max(stop // ratio * ratio, start)
+    return list(itertools.pairwise(sorted({start, *whole, stop})))

@@ -50,7 +50,7 @@ class HostTokens:
 
     counts     the number of tokens of each rank
     is_sorted  whether tokens lie in the order of their positions
-    spans      for each rank, spans of its tokens, and their places in memory
+    parts      (rank, span of its tokens, their place in memory), in the order of places
     """
 
     def __init__(self, hosts: HostLayout, host: int):
@@ -62,17 +62,14 @@ class HostTokens:
         self.is_sorted = max(map(len, runs)) <= _MOST_RUNS and all(
             run.step == 1 or length(run.span) < 2 for run in itertools.chain(*runs)
         )
+        parts = [(0, place, (0, count)) for place, count in enumerate(self.counts) if count]
         if self.is_sorted:
-            parts = sorted(
-                (run.start, place, run.span)
-                for place, of_rank in enumerate(runs)
-                for run in of_rank
-            )
-        else:
-            parts = [(0, place, (0, count)) for place, count in enumerate(self.counts)]
-        self.spans: list[list[tuple[Span, Span]]] = [[] for _ in ranks]
-        for (_, place, _), pair in zip(parts, in_turn(x[2] for x in parts), strict=True):
-            self.spans[place].append(pair)
+            by_rank = enumerate(runs)
+            parts = sorted((run.start, place, run.span) for place, own in by_rank for run in own)
+        places = in_turn(span for *_, span in parts)
+        self.parts = [
+            (place, span, at) for (_, place, span), (_, at) in zip(parts, places, strict=True)
+        ]
 
     def sort(self, x: Tensor) -> Tensor:
         """Return x (B, N, ...) with tokens in the order of their positions, from that of memory."""
