@@ -18,6 +18,7 @@ from .base.arguments import as_bool, as_int, as_positive
 from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
 from .base.norm import RMSNorm
+from .calls.masking import layouts_of_rows, masks_of_rows
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import refuse_call, refuse_misfits
@@ -25,14 +26,14 @@ from .kernels import load
 from .kernels.reference import visible
 from .ranks.sequence_parallel import SequenceParallel
 from .sequence.layout import Layout
-from .sequence.mask import Mask
+from .sequence.mask import Mask, plain_mask
 from .sequence.tile import KernelCall
 from .sparse.cache import SparseKVCache as SparseKVCache
 from .sparse.cache import attend_to_cache, sum_keys
 from .sparse.config import InfLLMV2
 from .spec import Spec
 
-_MOST_MASKS = 256  # with a window, kept in a cache
+_MOST_BATCHES = 32  # their masks within a window are kept in a cache
 # Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
 _WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
@@ -199,11 +200,8 @@ class BurstAttention(SequenceParallelModule):
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
     @_refuse_wrong_arguments
@@ -294,14 +292,15 @@ class BurstAttention(SequenceParallelModule):
         try:
             self._check_cache(cache, mask, layout, choose_by)
             sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
-            seq_len = q.shape[1] if self.sp.size == 1 else None
+            batch, tokens = q.shape[:2]
         except _WRONG_INPUTS as error:
             self._refuse(error)
         if cache is not None:
             return self._attend_to_cache(q, k, v, cache, sinks, choose_by).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
-            mask = _find_masks(self.window, mask, groups, seq_len)
+            seq_len = tokens if self.sp.size == 1 else None
+            mask = _find_masks(self.window, mask, groups, batch, seq_len)
         seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
         return burst_attn_func(
             q, k, v, sinks=sinks, choose_by=choose_by, **seen, **self.options, **groups
@@ -369,19 +368,19 @@ def _check_sparse(sparse: InfLLMV2, window: int | None, softcap: float | None) -
 
 @not_compiled
 def _find_masks(
-    window: int, mask: Masks | None, groups: dict[str, Any], seq_len: int | None
-) -> Masks:
-    """Return masks within a window, by default causal ones. An error is raised on all ranks.
+    window: int, mask: Masks | None, groups: dict[str, Any], batch: int, seq_len: int | None
+) -> tuple[Mask, ...]:
+    """Return the rows' masks within a window, by default causal ones. An error is raised on all
+    ranks.
 
     seq_len  the length of the sequence, if it is known without a layout
     """
     try:
-        if mask is None:
-            layout: Layouts = groups["layout"]
-            rows = [layout] if isinstance(layout, str | Layout) else layout
-            masks = [plain_mask(_find_length(row, seq_len)) for row in rows]
-            mask = masks[0] if len(masks) == 1 else masks
-        return limit_masks(mask, window)
+        masks = masks_of_rows(mask, batch)
+        if not masks:
+            layouts = layouts_of_rows(groups["layout"], batch)
+            masks = tuple(plain_mask(_find_length(row, seq_len)) for row in layouts)
+        return limit_masks(masks, window)
     except (TypeError, ValueError, AttributeError) as error:
         refuse_call(error, groups["process_group"], groups["double_group"])
 
@@ -398,24 +397,11 @@ def _find_length(layout: str | Layout, seq_len: int | None) -> int:
     return seq_len
 
 
-@functools.lru_cache(maxsize=_MOST_MASKS)
-def plain_mask(seq_len: int, causal: bool = True) -> Mask:
-    """Return Mask.causal or Mask.full. All layers get one object, so that they share its plans."""
-    return (Mask.causal if causal else Mask.full)(seq_len)
-
-
-def limit_masks(mask: Masks, window: int) -> Masks:
-    """Return a mask, or the one of each row, within a window. They are kept as plain_mask's are."""
-    if isinstance(mask, Mask):
-        return _limit_mask(mask, window)
-    return tuple(_limit_mask(row, window) for row in mask)
-
-
-@functools.lru_cache(maxsize=_MOST_MASKS)
-def _limit_mask(mask: Mask, window: int) -> Mask:
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a Mask or one for each row, got {type(mask).__name__}")
-    return mask.windowed(window)
+@functools.lru_cache(maxsize=_MOST_BATCHES)
+def limit_masks(masks: tuple[Mask, ...], window: int) -> tuple[Mask, ...]:
+    """Return the mask of each row within a window. They are kept as plain_mask's are."""
+    limited = {mask: mask.windowed(window) for mask in masks}  # equal rows share an object
+    return tuple(limited[mask] for mask in masks)
 
 
 def _attend_to_past(

@@ -20,12 +20,11 @@ from ..base.arguments import check_tensor
 from ..calls.masking import check_lengths, check_seq_len, layouts_of_rows, masks_of_rows
 from ..calls.options import Layouts, Masks
 from ..calls.terms import compare_terms, describe_layout
-from ..nn import plain_mask
 from ..ranks.agreement import gather_terms
 from ..ranks.rings import make_rings
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.layout import Layout
-from ..sequence.mask import Mask, Slice
+from ..sequence.mask import Mask, Slice, plain_mask
 from ..sequence.span import Span, merged
 
 Prepared = TypeVar("Prepared")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..base.arguments import expand_rows
 from ..sequence.layout import Balanced, Layout, Stacked
-from ..sequence.mask import Mask
+from ..sequence.mask import Mask, plain_mask
 from ..strategies.extension import Extension
 from .options import Layouts, Masks, Options
 
@@ -48,7 +48,7 @@ class Masking:
         seq_len = sum(tokens)
         if not seq_len:
             raise ValueError("expected q, k and v with tokens, got none on any rank")
-        mask = self.mask or (Mask.causal if self.causal else Mask.full)(seq_len)
+        mask = self.mask or plain_mask(seq_len, self.causal)
         check_seq_len(mask, tokens, "cu_seqlens" if self.packed else "the mask")
         return mask
 
@@ -122,7 +122,7 @@ def _masks_of(layouts: Sequence[str | Layout], causal: bool) -> tuple[Mask, ...]
             raise ValueError(
                 f"expected a mask for each row or Layouts, which know their length, got {layout!r}"
             )
-        masks.append((Mask.causal if causal else Mask.full)(layout.seq_len))
+        masks.append(plain_mask(layout.seq_len, causal))
     return tuple(masks)
 
 

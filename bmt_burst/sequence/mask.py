@@ -27,6 +27,7 @@ from .span import Span, length, merged, overlap, shifted
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
+_MOST_PLAIN = 256  # kept in a cache
 # the largest length, window or bound: a digest holds 64 bits of x and of 1 - x
 _LARGEST = (1 << 63) - 1
 
@@ -258,6 +259,12 @@ class Mask:
                     _SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))]
                 )
             yield " ".join(line).rstrip()
+
+
+@functools.lru_cache(maxsize=_MOST_PLAIN)
+def plain_mask(seq_len: int, causal: bool = True) -> Mask:
+    """Return Mask.causal or Mask.full. All layers get one object, so that they share its plans."""
+    return (Mask.causal if causal else Mask.full)(seq_len)
 
 
 def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:

@@ -14,10 +14,9 @@ from ...base.arguments import as_float, check_tensor
 from ...calls.masking import resolve_layout
 from ...calls.terms import describe_layout
 from ...loss import count_targets
-from ...nn import plain_mask
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
-from ...sequence.mask import Mask
+from ...sequence.mask import Mask, plain_mask
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask")
@@ -64,7 +63,8 @@ class ForwardInputs:
                 "position_ids start again, but transformers does not keep documents of a "
                 f"{config.model_type} apart"
             )
-        self._layouts = _choose_layouts(sp, balanced, documents, self.seq_len)
+        masks = documents or (plain_mask(self.seq_len),)
+        self._layouts = _choose_layouts(sp, balanced, masks, self.seq_len)
         self._rank, targets = sp.rank, self._targets()
         if padding is not None:
             _check_padding(padding, targets)
@@ -74,7 +74,8 @@ class ForwardInputs:
         # balanced layouts follow from the position_ids
         layout = "balanced" if balanced else describe_layout(sp.layout_of(self.seq_len))
         self.terms = self._describe(vocabulary, layout)
-        self.masking = {"mask": documents or plain_mask(self.seq_len), "layout": self._layouts}
+        of_rows = masks * (self.size // len(masks))
+        self.masking = {"mask": of_rows, "layout": self._layouts}
 
     def _check_shapes(self) -> None:
         whole = (self.size, self.seq_len)
@@ -188,10 +189,8 @@ def _check_tokens(tensors: dict[str, Tensor]) -> tuple[int, int]:
     return x.shape[0], x.shape[1]
 
 
-def _find_documents(places: Tensor, padding: Tensor | None) -> Mask | list[Mask] | None:
-    """Return the mask of tokens with these position_ids, for all rows or for each. None if each row
-    is one document.
-    """
+def _find_documents(places: Tensor, padding: Tensor | None) -> tuple[Mask, ...] | None:
+    """Return the mask of each row of position_ids. None if each row is one document."""
     begins = places.diff(dim=-1).ne(1)
     if padding is not None:
         if (begins & padding[:, 1:].ne(0)).any():
@@ -205,19 +204,17 @@ def _find_documents(places: Tensor, padding: Tensor | None) -> Mask | list[Mask]
         starts[row].append(place + 1)
     if all(len(row) == 1 for row in starts):
         return None
-    masks = [_documents_mask((*row, places.shape[1])) for row in starts]
-    return masks[0] if len(masks) == 1 else masks
+    return tuple(_documents_mask((*row, places.shape[1])) for row in starts)
 
 
 def _choose_layouts(
-    sp: SequenceParallel, balanced: bool, documents: Mask | list[Mask] | None, seq_len: int
+    sp: SequenceParallel, balanced: bool, masks: tuple[Mask, ...], seq_len: int
 ) -> Layout | list[Layout]:
-    """Return the layout of all rows, or one for each."""
+    """Return the layout of all rows, or one for each. `masks` has one mask for all or for each."""
     if not balanced:
         return sp.layout_of(seq_len)
-    if isinstance(documents, list):
-        return [resolve_layout("balanced", mask, sp.size) for mask in documents]
-    return resolve_layout("balanced", documents or plain_mask(seq_len), sp.size)
+    layouts = [resolve_layout("balanced", mask, sp.size) for mask in masks]
+    return layouts[0] if len(layouts) == 1 else layouts
 
 
 def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
