@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bmt_burst import Layout, Mask, Slice
 from bmt_burst.bias.call_bias import CallBias, Segments
+from bmt_burst.sequence.layout import LAYOUTS, Balanced
 from bmt_burst.sequence.tile import KernelCall
 
 
@@ -216,9 +217,13 @@ def random_slices(chance: random.Random, tokens: int):
                 yield Slice(q, kv, high, high + 3)
 
 
+def made_layout(name: str, mask: Mask, size: int) -> Layout:
+    """Return the layout with this name, or "balanced", for the tokens of a mask."""
+    if name == Balanced.name:
+        return Layout.balanced(mask, size)
+    return Layout.named(name, mask.seq_len, size)
+
+
 def random_layout(chance: random.Random, mask: Mask, size: int) -> Layout:
     """Return one of the named layouts, or the balanced layout of the mask."""
-    named = [
-        layout(mask.seq_len, size) for layout in (Layout.zigzag, Layout.striped, Layout.contiguous)
-    ]
-    return chance.choice([*named, Layout.balanced(mask, size)])
+    return made_layout(chance.choice([*LAYOUTS, Balanced.name]), mask, size)

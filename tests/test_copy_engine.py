@@ -14,6 +14,7 @@ import torch
 
 from bmt_burst import Layout, Mask, burst_attn_func, kernels, simulate
 from bmt_burst.strategies import ring as ring_strategy
+from bmt_burst.strategies.ulysses import heads
 from bmt_burst.transport import LANES, Arrival, Put
 from bmt_burst.transport.copy_engine import CopyEngines
 from bmt_burst.transport.simulator import SimulatedRing
@@ -156,14 +157,23 @@ def engine_ring(ring, arenas, one_queue):
 
 
 @pytest.mark.parametrize(
-    ("inner", "outer", "backward", "one_queue", "enough"),
-    [(3, 1, "q", True, 1), (3, 1, "kv", False, 1 << 18), (3, 2, "kv", True, 1 << 18)],
+    ("inner", "outer", "options", "one_queue", "enough"),
+    [
+        (3, 1, {"backward": "q"}, True, 1),
+        (3, 1, {"backward": "kv"}, False, 1 << 18),
+        (3, 2, {"backward": "kv"}, True, 1 << 18),
+        (3, 1, {"strategy": "ulysses"}, True, 60),
+        (6, 1, {"strategy": "ulysses"}, False, 1 << 18),  # two ranks compute no heads
+    ],
 )
-def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, enough, monkeypatch):
+def test_calls_by_copy_engines_equal_dense(inner, outer, options, one_queue, enough, monkeypatch):
     """Several calls after each other, of growing and shrinking size, with all group sizes, in one
-    pass or more; one queue for all streams of a rank must do, since a GPU may have no more.
+    pass or piece or more; one queue for all streams of a rank must do, since a GPU may have no
+    more.
     """
     monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", enough)
+    monkeypatch.setattr(heads, "_ENOUGH_ROWS", enough)
+    monkeypatch.setattr(heads, "_ENOUGH_WORK", 0)
     size, arenas = inner * outer, {}
     calls = [(17 * size, 0), (23 * size + 1, 1 << 30), (9 * size, 20_000), (17 * size, 0)]
     tensors = [random_qkv(2, tokens, 4, 2, 16, seed=seed) for seed, (tokens, _) in enumerate(calls)]
@@ -175,9 +185,9 @@ def test_ring_by_copy_engines_equals_dense(inner, outer, backward, one_queue, en
             engine_ring(end, arenas, one_queue)
         worst = 0.0
         for (tokens, group_bytes), given, whole in zip(calls, tensors, exact, strict=True):
-            options = {"causal": True, "backward": backward, "group_bytes": group_bytes}
             call = ring.rank, Layout.zigzag(tokens, size), given, whole, 0.3
-            worst = max(worst, worst_rank_error(*call, **options, **rings))
+            more = {"causal": True, "group_bytes": group_bytes, **options, **rings}
+            worst = max(worst, worst_rank_error(*call, **more))
         return worst
 
     assert max(simulate(size, work)) < 1e-13

@@ -31,7 +31,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.transport import ALONE
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.cases import call_tensors, moved, named_calls, random_bias, random_qkv
+from tests.cases import call_tensors, made_layout, moved, named_calls, random_bias, random_qkv
 from tests.launcher import GPUS, RANKS, ROOT, needs_ranks, run_ranks
 from tests.reference import dense_results, kernel_errors, relative_error
 from tests.rings import rank_results
@@ -229,11 +229,7 @@ def equality(rank: int, size: int) -> dict[str, float]:
     for index, (mask, layout) in enumerate(itertools.product(MASKS, (*LAYOUTS, "balanced"))):
         tokens, (heads, kv_heads) = (1024, 1031)[index % 2], ((4, 4), (8, 2))[index // 2 % 2]
         visible = MASKS[mask](tokens)
-        whole = (
-            Layout.balanced(visible, size)
-            if layout == "balanced"
-            else Layout.named(layout, tokens, size)
-        )
+        whole = made_layout(layout, visible, size)
         tensors = cuda_qkv(2, tokens, heads, kv_heads, 64)
         exact = dense_results(visible, tensors, 0.1)
         # q and dout of a kv head
@@ -290,16 +286,8 @@ def biased_equality(rank: int, size: int, tokens: int = 4096) -> dict[str, float
     config, errors, groups = dataclasses.replace(live_rows.BEE, **few), {}, rings(size)
     scores = live_rows.bee(tokens, config)
     assert len(scores.terms) > 3
-    for layout, heads in (
-        ("zigzag", (4, 4)),
-        ("striped", (4, 4)),
-        ("balanced", (4, 2)),
-    ):
-        whole = (
-            Layout.balanced(scores.mask, size)
-            if layout == "balanced"
-            else Layout.named(layout, tokens, size)
-        )
+    for layout, heads in (("zigzag", (4, 4)), ("striped", (4, 4)), ("balanced", (4, 2))):
+        whole = made_layout(layout, scores.mask, size)
         tensors = cuda_qkv(1, tokens, *heads, 64)
         table = torch.randn(
             config.num_bias_rows, heads[0], generator=torch.Generator().manual_seed(1)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import InfLLMV2, Layout, Mask, burst_attn_func
+from bmt_burst import InfLLMV2, Mask, burst_attn_func
 from bmt_burst.sparse import choose, keep_choices
-from tests.cases import random_qkv
+from tests.cases import made_layout, random_qkv
 from tests.launcher import needs_ranks, run_ranks
 from tests.reference import relative_error
 from tests.sparse import attend_to_blocks
@@ -90,11 +90,7 @@ def find_errors(rank: int, size: int, groups, device: str) -> dict[str, float]:
     if size > 2:  # of many ranks on a GPU each call takes long
         cases = [cases[i] for i in (0, 3, 4, 7)]
     for (name, options), (ring, group) in itertools.product(cases, groups.items()):
-        layout = (
-            Layout.balanced(mask, size)
-            if name == "balanced"
-            else Layout.named(name, mask.seq_len, size)
-        )
+        layout = made_layout(name, mask, size)
         *shards, dout = (layout.shard(x, rank) for x in tensors)
         got, kept = attend(shards, dout, mask=mask, layout=layout, **options, **group)
         assert kept.equal(layout.shard(chosen, rank)[..., : SPARSE.topk])

@@ -36,7 +36,7 @@ from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
 from bmt_burst.transport import ALONE
-from tests.cases import Cache, random_qkv
+from tests.cases import Cache, made_layout, random_qkv
 from tests.reference import assert_close
 from tests.rings import ring_output, ring_results
 from tests.sparse import (
@@ -64,14 +64,6 @@ KEYS = torch.ones(1, 32, 1, 8, dtype=torch.float64)
 QUERIES = KEYS.expand(1, 32, 2, 8)
 # float64 sums of some hundred terms of about 1
 EXACT = 1e-13
-
-
-def make_layout(name: str, mask: Mask, size: int) -> Layout:
-    return (
-        Layout.balanced(mask, size)
-        if name == "balanced"
-        else Layout.named(name, mask.seq_len, size)
-    )
 
 
 def make_inputs(case: Case, seed: int = 0, batch: int = 1):
@@ -129,7 +121,7 @@ def test_ranks_equal_the_definition(size, seed):
     while case.cu_seqlens[-1] < size:
         case = random_case(chance)
     tensors, mask = make_inputs(case, seed), Mask.documents(case.cu_seqlens)
-    layout = make_layout(chance.choice(("zigzag", "striped", "contiguous", "balanced")), mask, size)
+    layout = made_layout(chance.choice(("zigzag", "striped", "contiguous", "balanced")), mask, size)
     exact = expected(tensors, case.cu_seqlens, case.sparse)
     got = attend(
         layout,
@@ -201,7 +193,7 @@ def test_calls_of_short_documents_are_dense(seed):
     cu_seqlens = tuple(itertools.accumulate(lengths, initial=0))
     mask, size = Mask.documents(cu_seqlens), chance.randint(1, 4)
     tensors = random_qkv(1, cu_seqlens[-1], 2, 1, 8, seed=seed)
-    layout = make_layout(chance.choice(("zigzag", "striped", "balanced")), mask, size)
+    layout = made_layout(chance.choice(("zigzag", "striped", "balanced")), mask, size)
     dense = attend(layout, tensors, mask=mask)
     sparse = attend(layout, tensors, mask=mask, sparse=SMALL)
     for dense_len, expected in ((50, sparse), (51, dense)):
@@ -263,7 +255,7 @@ def test_the_choice_is_the_same_on_any_ranks_bit_for_bit(dtype):
     alone = choose(q, k, mask, SMALL)
     names = "zigzag", "striped", "contiguous", "balanced"
     for number, size in enumerate((1, 2, 3, 4, 8), DTYPES.index(dtype)):
-        layout = make_layout(name := names[number % 4], mask, size)
+        layout = made_layout(name := names[number % 4], mask, size)
         work = functools.partial(choose_on_a_rank, layout=layout, q=q, k=k, mask=mask)
         got = layout.unshard(simulate(size, work))
         assert got.equal(alone[..., : SMALL.topk]), (size, name)
@@ -578,7 +570,7 @@ def test_other_dtypes_stay_near_the_definition(dtype, bound, seed):
     tensors = [x.to(dtype) for x in make_inputs(case, seed)]
     wide = [x.double() for x in tensors]
     mask, size = Mask.documents(case.cu_seqlens), chance.randint(1, min(3, case.cu_seqlens[-1]))
-    layout = make_layout(chance.choice(("zigzag", "striped")), mask, size)
+    layout = made_layout(chance.choice(("zigzag", "striped")), mask, size)
     got = attend(layout, tensors, mask=mask, sparse=case.sparse, group_bytes=1000)
     exact = expected(wide, case.cu_seqlens, case.sparse)
     check(got, exact, wide, bound, case)
