@@ -202,8 +202,9 @@ class UlyssesPlan(Plan):
                 visit = there.pop(0)
                 try:
                     visit.wait()
-                    heads, landed = self.pieces[piece][self.place], visits[piece].receive(visit)
-                    found = compute(head_ring, slice(*heads), landed) if head_ring else ()
+                    heads, found = slice(*self.pieces[piece][self.place]), Tensors()
+                    if head_ring:
+                        found = compute(head_ring, heads, visits[piece].receive(visit))
                 finally:
                     visit.release()
                 if back:
