@@ -80,7 +80,7 @@ def compile_sparse():
     tiles._SHORTEST = 4  # lists have several parts
     for queries in (32, 33, 40):  # compiled once for all of them
         starts = torch.zeros(queries, 2, 4, dtype=torch.int32)
-        blocks = FarBlocks(starts, torch.arange(queries), 48)
+        blocks = FarBlocks(starts, torch.arange(queries), 48, queries + 2)
         q, k = (
             torch.zeros(tokens, heads, 24, dtype=torch.bfloat16)
             for tokens, heads in ((queries, 6), (queries + 1, 2))

@@ -19,7 +19,7 @@ from bmt_burst import InfLLMV2
 from bmt_burst.sparse import tiles, torch_choice, torch_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
-from bmt_burst.sparse.tiles import KeyLists
+from bmt_burst.sparse.tiles import KeyLists, find_between
 from tests.reference import relative_error
 from tests.sparse import random_case
 
@@ -54,7 +54,8 @@ def random_blocks(
             # the first block always, as in InfLLM-V2: its list is long
             some = [0, *sorted(chance.sample(range(1, own + 1), chance.randint(0, own)))]
             chosen[i, group, : len(some)] = torch.tensor(some)
-    return on_device(FarBlocks.of_choice(chosen, starts[positions], positions - window, size))
+    ends = starts[positions], positions - window
+    return on_device(FarBlocks.of_choice(chosen, *ends, size, sum(lengths)))
 
 
 def on_device(blocks: FarBlocks) -> FarBlocks:
@@ -287,12 +288,12 @@ def test_lists_do_not_wait_for_the_device():
     """Fake tensors have no values that the host could read."""
     with FakeTensorMode():
         starts = torch.zeros(3000, 2, 4, dtype=torch.int32)
-        KeyLists.of_starts(starts).between(3, 700)
+        find_between(KeyLists.of_starts(starts, 900).starts, 3, 700)
 
 
 def test_no_queries_or_no_keys_change_nothing():
     blocks = FarBlocks(
-        torch.full((3, 1, 2), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), 16
+        torch.full((3, 1, 2), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), 16, 4
     )
     q, k = torch.ones(3, 2, 16, device=DEVICE), torch.ones(4, 1, 16, device=DEVICE)
     for some_q, some_k, some in ((q, k[:0], blocks), (q[:0], k, cut(blocks, 0)), (q, k, blocks)):

@@ -21,24 +21,28 @@ class FarBlocks:
     starts      (S, G, N) int32: the first tokens of the blocks. Entries that are no block are -1.
     stops       (S,) int64: where the far part ends, so the first token of the window
     block_size  tokens of a block
+    tokens      of the sequence
     """
 
     starts: Tensor
     stops: Tensor
     block_size: int
+    tokens: int
     # what kernels keep for these blocks
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
-    def of_choice(chosen: Tensor, starts: Tensor, stops: Tensor, block_size: int) -> FarBlocks:
+    def of_choice(
+        chosen: Tensor, starts: Tensor, stops: Tensor, block_size: int, tokens: int
+    ) -> FarBlocks:
         """Return the blocks before `stops` among those that `choose_in_document` returned.
 
         chosen  (S, G, N) int32
         starts  (S,) int64: where the query's document starts in the sequence
         """
-        tokens = starts.int().view(-1, 1, 1) + chosen * block_size
-        is_far = (chosen >= 0) & (tokens < stops.view(-1, 1, 1))
-        return FarBlocks(tokens.masked_fill(~is_far, -1), stops, block_size)
+        first = starts.int().view(-1, 1, 1) + chosen * block_size
+        is_far = (chosen >= 0) & (first < stops.view(-1, 1, 1))
+        return FarBlocks(first.masked_fill(~is_far, -1), stops, block_size, tokens)
 
 
 class FarKeys(NamedTuple):

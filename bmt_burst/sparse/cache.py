@@ -113,7 +113,8 @@ def attend_to_cache(
     with torch.autocast(q.device.type, enabled=False):
         for row, compressed in enumerate(sums.compress()):
             chosen = choose_in_document(by_q[row], positions, compressed, sparse, scale)
-            blocks = FarBlocks.of_choice(chosen, places * 0, places + 1, sparse.block_size)
+            ends = places * 0, places + 1
+            blocks = FarBlocks.of_choice(chosen, *ends, sparse.block_size, k.shape[1])
             far = FarKeys(k[row], v[row], blocks, 0, scale)
             find_kernels(q[row], far).add_far_outputs(q[row], far, out[row], lse[row])
     if sinks is not None:

@@ -3,9 +3,9 @@
 QueryTiles   the union of the blocks that a few neighbouring queries chose
 KeyLists     the queries that chose each block
 
-Both are computed on the device of the choice, and the host waits for nothing. So their sizes are
-bounds, which depend on shapes alone. They describe a whole sequence. `QueryTiles.between` and
-`KeyLists.between` find the entries of the keys at hand.
+Both are computed once, on the device of the choice, and the host waits for nothing. So their sizes
+are bounds, which depend on shapes alone. They describe a whole sequence. `find_between` finds what
+belongs to the keys at hand.
 
 Letters: S queries, G kv heads, N chosen blocks of a query.
 """
@@ -55,91 +55,60 @@ class QueryTiles:
         _unite[groups * tiles,](keys, union, chosen, width, N=size, **constants)
         return QueryTiles(union, chosen)
 
-    def between(self, low: int, high: int) -> Tensor:
-        """Return the ranges of a tile's blocks that start at low .. high - 1: (G, tiles, 2) int32,
-        the first one and the one after the last.
-        """
-        return torch.cat([_count_before(self.starts, bound) for bound in (low, high)], -1)
-
 
 @dataclass(frozen=True)
 class KeyLists:
-    """The queries that chose each block, sorted by blocks.
+    """The queries that chose each block, sorted by blocks and cut into parts. A program sums up the
+    gradients of a part.
 
-    starts   (G, S N) int32: where the blocks start, rising. Entries of no block, NONE, come last.
-    queries  (G, S N) int32: the queries, rising in each block
-    parts    (G, S N) int32: how many parts have begun, up to each entry. Every list begins one, and
-             so does every entry whose number is a multiple of `longest`.
+    queries     (G, S N) int32: the queries, rising in each block
+    starts      (G, most) int32: where a part's block starts, rising. The rest is NONE.
+    begins      (G, most + 1) int32: a part has the queries begins[i] .. begins[i + 1] - 1
+    slots       (G, most) int32: where sums of a part are held if its block has several, else -1
+    slot_count  the number of slots at most
     """
 
-    starts: Tensor
     queries: Tensor
-    parts: Tensor
-    longest: int
+    starts: Tensor
+    begins: Tensor
+    slots: Tensor
+    slot_count: int
 
     @staticmethod
-    def of_starts(starts: Tensor) -> KeyLists:
+    def of_starts(starts: Tensor, tokens: int) -> KeyLists:
         """Sort (query, block) pairs by blocks.
 
         starts  (S, G, N) int32: the first tokens of blocks, -1 for none
+        tokens  of the sequence; no two blocks start at the same token
         """
         entries = len(starts) * starts.shape[2]
         longest = max(-(-entries // _PARTS), _SHORTEST)
+        long_parts = entries // longest
+        most = min(entries, tokens) + long_parts
         flat = torch.where(starts < 0, NONE, starts).int().transpose(0, 1).flatten(1).contiguous()
         flat, order = flat.sort(dim=-1, stable=True)
+        # Each list begins a part, and so does each entry whose number is a multiple of `longest`.
         cuts = torch.arange(entries, device=starts.device) % longest == 0
-        begins_part = (_differs_from_last(flat) | cuts) & (flat != NONE)
-        parts = _count_up_to(begins_part)
-        return KeyLists(flat, (order // starts.shape[2]).int(), parts, longest)
-
-    def between(self, low: int, high: int) -> ListParts:
-        """Return the parts of the lists of blocks that start at low .. high - 1."""
-        entries = self.starts.shape[1]
-        long_parts = entries // self.longest
-        # No two lists are of blocks that start at the same token.
-        most = min(entries, high - low) + long_parts
-        low_entry, high_entry = (_count_before(self.starts, bound) for bound in (low, high))
-        begun = torch.cat([torch.zeros_like(low_entry), self.parts], 1)
-        before, after = (begun.gather(1, x.long()) for x in (low_entry, high_entry))
-        counts = after - before
-        wanted = torch.arange(1, most + 2, device=counts.device, dtype=torch.int32)
-        begins = torch.searchsorted(self.parts, before + wanted, out_int32=True)
-        begins = torch.minimum(begins, high_entry)
-        exists = wanted[:-1] <= counts
-        starts = self.starts.gather(1, begins[:, :-1].clamp_max(entries - 1).long())
-        starts = starts.masked_fill(~exists, NONE)
-        follows = ~_differs_from_last(starts) & exists
+        begun = _count_up_to((_differs_from_last(flat) | cuts) & (flat != NONE))
+        wanted = torch.arange(1, most + 2, device=starts.device, dtype=torch.int32)
+        begins = torch.searchsorted(begun, wanted.repeat(len(flat), 1), out_int32=True)
+        end = _count_before(flat, NONE)
+        begins = torch.minimum(begins, end)
+        firsts = flat.gather(1, begins[:, :-1].clamp_max(entries - 1).long())
+        firsts = firsts.masked_fill(begins[:, :-1] == end, NONE)
+        follows = ~_differs_from_last(firsts) & (firsts != NONE)
         is_shared = follows.clone()
         is_shared[:, :-1] |= follows[:, 1:]
-        place = _count_up_to(is_shared) - 1
-        slots = place.masked_fill(~is_shared, -1)
-        # what is not shared lands at the end, which is cut off
-        held = starts.new_full((len(starts), most + 1), NONE)
-        held.scatter_(1, place.masked_fill(~is_shared, most).long(), starts)
-        held = held[:, : min(2 * long_parts, most)].contiguous()
-        stops = torch.searchsorted(held, held, right=True, out_int32=True)
-        stops = stops.masked_fill(~_differs_from_last(held) | (held == NONE), 0)
-        return ListParts(starts, begins, counts.squeeze(1), slots, held, stops)
+        slots = (_count_up_to(is_shared) - 1).masked_fill(~is_shared, -1)
+        queries = (order // starts.shape[2]).int()
+        return KeyLists(queries, firsts, begins, slots, min(2 * long_parts, most))
 
 
-@dataclass(frozen=True)
-class ListParts:
-    """Parts of the lists of some blocks. A program sums up the gradients of each.
-
-    starts  (G, most) int32: where a part's block starts, rising
-    begins  (G, most + 1) int32: a part has the entries begins[i] .. begins[i + 1] - 1
-    counts  (G,) int32: how many parts there are
-    slots   (G, most) int32: where sums of a part are held if its block has several, else -1
-    held    (G, slots) int32: where the block of a slot starts, rising. The rest is NONE.
-    stops   (G, slots) int32: the slot after the last one of the block, 0 except at its first slot
+def find_between(starts: Tensor, low: int, high: int) -> Tensor:
+    """Return which of the rising `starts` (..., W) are low .. high - 1: (..., 2) int32, the first
+    one and the one after the last.
     """
-
-    starts: Tensor
-    begins: Tensor
-    counts: Tensor
-    slots: Tensor
-    held: Tensor
-    stops: Tensor
+    return torch.cat([_count_before(starts, bound) for bound in (low, high)], -1)
 
 
 @triton.jit(do_not_specialize=["queries", "most"])

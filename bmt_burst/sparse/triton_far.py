@@ -29,7 +29,7 @@ from ..kernels.packed import prepare_once
 from ..kernels.triton import make_dense, precision, shared_memory
 from ..kernels.triton_memory import INFINITY, LOG2_E, wide
 from .blocks import FarKeys
-from .tiles import MOST_QUERIES, NONE, KeyLists, QueryTiles
+from .tiles import MOST_QUERIES, NONE, KeyLists, QueryTiles, find_between
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NOWHERE = tl.constexpr(NONE)
@@ -90,7 +90,7 @@ def _launch_by_tiles(
     tiles = prepare_once(
         blocks, ("tiles", tokens), q.device, lambda: QueryTiles.of_starts(blocks.starts, tokens)
     )
-    ranges = tiles.between(first - blocks.block_size + 1, first + len(k))
+    ranges = find_between(tiles.starts, first - blocks.block_size + 1, first + len(k))
     grid = tiles.starts.shape[1], k.shape[1]
     kernel[grid](
         *tensors,
@@ -118,11 +118,13 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
     blocks, first, scale = far.blocks, far.first, far.scale
     shape = _find_shape("dkdv", q, k, blocks.block_size)
     constants = _constants(q, k, blocks.block_size)
-    lists = prepare_once(blocks, ("lists",), q.device, lambda: KeyLists.of_starts(blocks.starts))
-    parts = lists.between(first - blocks.block_size + 1, first + len(k))
-    groups, slots = parts.held.shape
+    lists = prepare_once(
+        blocks, ("lists",), q.device, lambda: KeyLists.of_starts(blocks.starts, blocks.tokens)
+    )
+    ranges = find_between(lists.starts, first - blocks.block_size + 1, first + len(k))
+    groups, slots = k.shape[1], lists.slot_count
     held = torch.empty(groups, slots, 2, constants["N"], constants["WIDTH"], device=q.device)
-    reaches = torch.empty(groups, slots, dtype=torch.int32, device=q.device)
+    held_starts, reaches = ranges.new_full((2, groups, slots), NONE).unbind()
     # Programs take another part until none is left, because the host does not know the count.
     programs = -(-len(k) // blocks.block_size) + 1 + slots
     _dkdv[programs, groups](
@@ -130,16 +132,17 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
         *map(_kernel_strides, tensors),
         blocks.stops,
         lists.queries,
-        parts.starts,
-        parts.begins,
-        parts.counts,
-        parts.slots,
+        lists.starts,
+        lists.begins,
+        ranges,
+        lists.slots,
         held,
+        held_starts,
         reaches,
         first,
         len(k),
         lists.queries.shape[1],
-        parts.starts.shape[1],
+        lists.starts.shape[1],
         slots,
         scale,
         TOKENS=count_tokens(shape.rows, pad_heads(q.shape[1] // k.shape[1])),
@@ -151,9 +154,8 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
     if slots:
         _add_parts[slots, groups](
             held,
+            held_starts,
             reaches,
-            parts.held,
-            parts.stops,
             dk,
             dv,
             dk.stride(),
@@ -296,7 +298,7 @@ def _dq(
 def _dkdv(
     q, k, v, dout, lse_delta, dk, dv,
     q_strides, k_strides, v_strides, dout_strides, row_strides, dk_strides, dv_strides,
-    stops, lists, starts, begins, counts, slots, held, reaches,
+    stops, lists, starts, begins, ranges, slots, held, held_starts, reaches,
     first, keys, entries, most, slot_count, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
@@ -309,8 +311,10 @@ def _dkdv(
     row = tl.arange(0, TOKENS * HEADS)
     head = group * GROUP + row % HEADS
     lists += wide(group) * entries
-    for part in tl.range(tl.program_id(0), tl.load(counts + group), tl.num_programs(0)):
-        key = _keys(tl.load(starts + group * most + part), first, keys, BLOCK, N)
+    first_part, last_part = tl.load(ranges + 2 * group), tl.load(ranges + 2 * group + 1)
+    for part in tl.range(first_part + tl.program_id(0), last_part, tl.num_programs(0)):
+        start = tl.load(starts + group * most + part)
+        key = _keys(start, first, keys, BLOCK, N)
         k_block = _load_keys(k, k_strides, key, first, group, D, WIDTH)
         v_block = _load_keys(v, v_strides, key, first, group, D, WIDTH)
         dk_sums = tl.zeros((N, WIDTH), tl.float32)
@@ -349,27 +353,31 @@ def _dkdv(
             held_places = _held_places(held, at_slot, N, WIDTH)
             tl.store(held_places, dk_sums * scale)
             tl.store(held_places + N * WIDTH, dv_sums)
+            tl.store(held_starts + at_slot, start)
             tl.store(reaches + at_slot, reach)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _add_parts(
-    held, reaches, starts, stops, dk, dv, dk_strides, dv_strides, first, keys, slot_count,
+    held, starts, reaches, dk, dv, dk_strides, dv_strides, first, keys, slot_count,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Fill dk and dv of a block from the sums of its parts, if this slot is the block's first."""
     slot, group = tl.program_id(0), tl.program_id(1)
     row = group * slot_count
-    stop = tl.load(stops + row + slot)
+    start = tl.load(starts + row + slot)
+    before = tl.load(starts + row + slot - 1, mask=slot > 0, other=_NOWHERE)
     dk_sums = tl.zeros((N, WIDTH), tl.float32)
     dv_sums = tl.zeros((N, WIDTH), tl.float32)
-    reach = 0
-    for at in tl.range(slot, stop):
+    at, reach, is_part = slot, 0, (start != before) & (start != _NOWHERE)
+    while is_part:
         held_places = _held_places(held, row + at, N, WIDTH)
         dk_sums += tl.load(held_places)
         dv_sums += tl.load(held_places + N * WIDTH)
         reach = tl.maximum(reach, tl.load(reaches + row + at))
-    key = _keys(tl.load(starts + row + slot), first, keys, BLOCK, N)
+        at += 1
+        is_part = tl.load(starts + row + at, mask=at < slot_count, other=_NOWHERE) == start
+    key = _keys(start, first, keys, BLOCK, N)
     _store_keys(dk, dk_strides, dk_sums, key, reach, first, group, D, WIDTH)
     _store_keys(dv, dv_strides, dv_sums, key, reach, first, group, D, WIDTH)
 
