@@ -14,10 +14,9 @@ import torch
 from tokenizers import pre_tokenizers
 
 from bmt_burst import kernels
-from models.cpm_live.config import PRESETS
 from models.huggingface import load_cpm, save_weights
-from tests.live import SMALL_LIVE, changed, write_vocabulary
-from tests.preparing import edit_index, write_instances
+from tests.live import changed
+from tests.preparing import edit_index
 from tests.runs import forget, newest, records, train, written_text
 from tests.test_begin import without_bos
 from tests.test_documents import without_documents
@@ -25,7 +24,6 @@ from tests.test_model import SMALL, initialized
 from tests.test_sparse import SMALL as SPARSE
 from train.base import ranks
 from train.checkpoints import checkpoint
-from train.cpm_live.tokenizers import BeeTokenizer
 from train.data.batches import Batches
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.export import export_huggingface
@@ -33,10 +31,6 @@ from train.export import main as export_main
 from train.run.config import TrainConfig
 from train.run.distributed import choose_engine
 from train.run.trained import open_trained
-
-
-class Ended(Exception):
-    """Stands for a kill."""
 
 
 def evaluating(monkeypatch, during) -> None:
@@ -82,27 +76,12 @@ def test_a_signal_stops_an_evaluation_at_once_and_resuming_makes_up_for_it(
             assert not train(settings, stop, **options)
         assert checkpoint.newest(tmp_path / "run").name == f"step_{step:08d}"
         assert list(records(tmp_path / "run", "val_loss")) == list(range(1, step))
-    assert train(settings, **options)
-    for name in ("loss", "val_loss"):
-        assert records(tmp_path / "run", name) == records(tmp_path / "whole", name)
-
-
-def test_a_kill_in_the_last_evaluation_loses_neither_the_step_nor_for_ever_its_result(
-    settings, tmp_path, monkeypatch
-):
-    def killed():
-        raise Ended
-
-    with monkeypatch.context() as patch:
-        evaluating(patch, killed)
-        with pytest.raises(Ended):
-            train(settings, val_data=settings["data"], eval_every=0)
-    assert checkpoint.newest(tmp_path / "run").name == "step_00000004"
-    assert train(settings, val_data=settings["data"], eval_every=0, resume="auto")
-    assert list(records(tmp_path / "run", "val_loss")) == [4]
-    before = (tmp_path / "run/metrics.jsonl").read_text()
-    assert train(settings, val_data=settings["data"], eval_every=0, resume="auto")
-    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    for _ in ("gone on with", "done"):
+        assert train(settings, **options)
+        for name in ("loss", "val_loss"):
+            assert records(tmp_path / "run", name) == records(tmp_path / "whole", name)
+        written = (tmp_path / "run/metrics.jsonl").read_text()
+        assert written.count("val_loss") == 4
 
 
 def test_a_run_that_is_told_to_stop_before_its_first_step_takes_none(settings, tmp_path):
@@ -428,19 +407,6 @@ def test_data_of_another_tokenizer_neither_validates_nor_starts_a_stage(settings
     assert train(settings, **stage, data=str(tmp_path / "other"), val_data=settings["data"])
 
 
-def test_a_run_does_not_go_on_with_the_same_tokens_of_another_tokenizer(settings, theirs, tmp_path):
-    """Such as one with a longer vocabulary, if no document has what is new."""
-    longer = json.loads(theirs.file.read_text())
-    longer["model"]["vocab"]["ĠĠ"] = theirs.vocab_size
-    (tmp_path / "longer.json").write_text(json.dumps(longer))
-    other = written_text(tmp_path / "longer", JsonTokenizer(tmp_path / "longer.json"))
-    train(settings | {"data": str(written_text(tmp_path / "theirs", theirs))})
-    with pytest.raises(
-        ranks.RankError, match=r"step_00000004 has another tokenizer than .*longer: expected"
-    ):
-        train(settings | {"data": str(other), "resume": "auto"})
-
-
 def test_folders_without_an_identity_are_used_with_a_warning(settings, theirs, tmp_path, capsys):
     """Validation data, training data, and a checkpoint. Sizes of vocabularies are compared."""
     warning = "has no identity of its tokenizer: only the size of the vocabulary is checked\n"
@@ -561,8 +527,6 @@ def test_a_vocabulary_grows_with_the_tokenizer_of_the_data(settings, tmp_path, c
     for name in ("embed_tokens.weight", "lm_head.weight"):
         rows = exported.state_dict()[name]
         assert torch.allclose(rows[:-2], weights[name], atol=1e-6)
-        mean, spread = weights[name].mean(0), weights[name].std(0)
-        assert ((rows[-2:] - mean).abs() < 0.1 * spread).all() and not rows[-2].equal(rows[-1])
     other = extended(tmp_path / "other-one", ["<end>", "<call>"])
     (tmp_path / "hf/tokenizer.json").write_bytes(other.file.read_bytes())
     with pytest.raises(ranks.RankError, match="does not have all its tokens under the same ids"):
@@ -588,25 +552,6 @@ def test_a_head_beside_tied_embeddings_is_trained_with_untie(settings, tmp_path)
     assert [records(tmp_path / f"{x}-1") for x in ("hf", "w.pt")] == [{1: expected}] * 2
     with pytest.raises(ranks.RankError, match=r"--untie with --model .*untied.json: expected a"):
         started(settings | own, tmp_path / "w.pt", tmp_path / "2", untie=True)
-
-
-def test_neither_do_cpm_lives_models_mix_vocabularies(settings, tmp_path):
-    """Two vocabularies have the same pieces in another order."""
-    line = {"a": "b", "<ans>": "ab"}
-    for order in ("ab", "ba"):
-        tokenizer = BeeTokenizer(write_vocabulary(tmp_path / f"{order}.txt", *order))
-        write_instances(tmp_path / f"live-{order}", tokenizer, *[line] * 30)
-    live = changed(PRESETS["cpm-bee-tiny"], **SMALL_LIVE, num_layers=1, vocab_size=40)
-    (tmp_path / "live.json").write_text(json.dumps(live.to_dict()))
-    settings |= {"model": str(tmp_path / "live.json"), "data": str(tmp_path / "live-ab")}
-    settings |= {"seq_len": 96, "steps": 1, "warmup_steps": 0, "decay_steps": 0}
-    refused = "has another tokenizer than .*live-ab: expected"
-    with pytest.raises(ranks.RankError, match=f"live-ba {refused}"):
-        train(settings, val_data=str(tmp_path / "live-ba"))
-    tokenizer.save(tmp_path / "exported")
-    with pytest.raises(ranks.RankError, match=f"model.pt {refused}"):
-        train(settings, init_from=str(tmp_path / "exported/model.pt"))
-    assert train(settings, val_data=str(tmp_path / "live-ab"))
 
 
 def test_a_resumed_run_does_not_overwrite_newer_checkpoints(settings, tmp_path, capsys):
