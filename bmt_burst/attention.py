@@ -419,8 +419,9 @@ def burst_attn_varlen_func(
         return_lse=return_lse,
         group_bytes=group_bytes,
         softcap=softcap,
+        is_packed=True,
     )
     extend = functools.partial(find_extension, None, None, sparse, choose_by)
     rings = make_rings(process_group, double_group)
-    out, lse = attend(rings, q, k, v, sinks, options, extend, is_packed=True)
+    out, lse = attend(rings, q, k, v, sinks, options, extend)
     return (out[0], lse[0]) if return_lse else out[0]

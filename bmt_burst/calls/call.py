@@ -40,12 +40,10 @@ def attend(
     sinks: Tensor | None,
     options: Options,
     extend: Callable[[], tuple[Extension | None, tuple[Any, ...]]] = lambda: (None, ()),
-    is_packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, S, H, D of v) and lse (B, H, S) of a call that all ranks of `rings` make.
 
-    extend     returns the extension of the call, if any, and its tensors
-    is_packed  whether q, k and v have no batch dimension; out and lse still have one
+    extend  returns the extension of the call, if any, and its tensors
 
     Raises on every rank if arguments are wrong on any rank.
     """
@@ -56,12 +54,12 @@ def attend(
 
         def check() -> dict[str, Any]:
             extension, tensors = extend()
-            inputs = check_inputs(q, k, v, sinks, is_packed)
+            inputs = check_inputs(q, k, v, sinks, options.is_packed)
             if extension:
                 extension.check(tensors, q, k)
-                tensors = extension.prepare(tensors, inputs.q, is_packed)
+                tensors = extension.prepare(tensors, inputs.q)
             check_transforms("burst_attn_func", *inputs.tensors, *tensors)
-            terms = find_terms(rings, inputs, options, extension, tensors, is_packed)
+            terms = find_terms(rings, inputs, options, extension, tensors)
             checked.append((inputs, tensors, terms))
             return terms.compared
 
@@ -83,7 +81,7 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
     plan: Plan | None = plans.pop(lines, None)
     if plan is None:
         try:
-            tokens = compare_terms(lines, terms.masking.arguments)
+            tokens = compare_terms(lines)
             plan = _make_plan(rings, terms, tokens)
         except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
             mark_known(error)

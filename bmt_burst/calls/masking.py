@@ -66,12 +66,8 @@ def check_seq_len(mask: Mask, tokens: Sequence[int], name: str = "the mask") -> 
         )
 
 
-def find_masking(
-    options: Options, extension: Extension | None, batch: int, size: int, packed: bool = False
-) -> Masking:
+def find_masking(options: Options, extension: Extension | None, batch: int, size: int) -> Masking:
     """Return the masking of a call with `batch` rows on `size` ranks.
-
-    packed  whether the mask was made of the cu_seqlens that the user passed
 
     Raises TypeError or ValueError for a mask, layout or extension that do not fit together.
     """
@@ -96,7 +92,7 @@ def find_masking(
     if all(len(set(rows)) <= 1 for rows in (masks, layouts, extensions)):
         mask = masks[0] if masks else None
         same = extensions[0] if extensions else None
-        return Masking(mask, causal, layouts[0], same, 0, packed)
+        return Masking(mask, causal, layouts[0], same, 0, options.is_packed)
     mask, layout = _stack_rows(masks or _masks_of(layouts, causal), layouts, size)
     joined = extension.join(extensions) if extension else None
     return Masking(mask, causal, layout, joined, rows=batch)

@@ -22,7 +22,11 @@ _BACKWARDS = ("auto", "q", "kv")
 
 
 class Options(NamedTuple):
-    """The options of a call, as they were passed or as `check_options` returned them."""
+    """The options of a call, as they were passed or as `check_options` returned them.
+
+    is_packed  whether q, k and v have no batch dimension, as burst_attn_varlen_func's. Its mask
+               follows from cu_seqlens.
+    """
 
     softmax_scale: float | None
     flash: str
@@ -36,6 +40,7 @@ class Options(NamedTuple):
     return_lse: bool
     group_bytes: int
     softcap: float | None
+    is_packed: bool = False
 
 
 def check_options(options: Options) -> Options:

@@ -50,7 +50,6 @@ def find_terms(
     options: Options,
     extension: Extension | None,
     tensors: Tensors,
-    is_packed: bool,
 ) -> Terms:
     """Return the terms of a call with these inputs, and these tensors of its extension.
 
@@ -61,7 +60,7 @@ def find_terms(
     check_device(rings, q)
     spec = _make_spec(options, inputs)
     kernel = pick(options.flash, q, k, spec)
-    masking = find_masking(options, extension, len(q), rings.size, is_packed)
+    masking = find_masking(options, extension, len(q), rings.size)
     of_extension: dict[str, Any] = {}
     if masking.extension:
         extension = masking.extension.bind(
@@ -75,7 +74,7 @@ def find_terms(
         **_describe_inputs(inputs, masking.rows),
         "softmax_scale": spec.scale,
         "softcap": spec.softcap,
-        "mask": _describe_mask(masking),
+        masking.arguments: _describe_mask(masking),
         "layout": describe_layout(masking.layout),
         "deterministic": options.deterministic,
         "strategy": options.strategy,
@@ -158,10 +157,8 @@ def describe_layout(layout: str | Layout) -> str:
     return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
 
 
-def compare_terms(lines: Sequence[bytes], masked_by: str = "mask") -> list[int]:
+def compare_terms(lines: Sequence[bytes]) -> list[int]:
     """Return the number of tokens of each rank, the only term in which ranks may differ.
-
-    masked_by  the arguments that the mask follows from
 
     Raises RanksDisagree on every rank if any other term differs between ranks.
     """
@@ -170,8 +167,7 @@ def compare_terms(lines: Sequence[bytes], masked_by: str = "mask") -> list[int]:
         for term in replies[0] | reply:  # some terms are those of an extension
             value, theirs = replies[0].get(term), reply.get(term)
             if term != "tokens" and theirs != value:
-                name = masked_by if term == "mask" else term
                 raise RanksDisagree(
-                    f"ranks differ in {name}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
+                    f"ranks differ in {term}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
                 )
     return [reply["tokens"] for reply in replies]

@@ -39,8 +39,8 @@ class Sparse(Extension):
             got = f"choose_by and sparse={self.config}" if tensors else f"{self.config} alone"
             raise ValueError(f"expected choose_by together with use_nope=True, got {got}")
 
-    def prepare(self, tensors: Tensors, q: Tensor, is_packed: bool) -> Tensors:
-        found = (x.detach().unsqueeze(0) if is_packed else x.detach() for x in tensors)
+    def prepare(self, tensors: Tensors, q: Tensor) -> Tensors:
+        found = (x.detach().reshape(*q.shape[:2], *x.shape[-2:]) for x in tensors)
         return tuple(functional.pad(x.to(q.dtype), (0, q.shape[-1] - x.shape[-1])) for x in found)
 
     def join_rows(self, tensors: Tensors) -> Tensors:

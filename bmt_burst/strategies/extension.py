@@ -58,11 +58,8 @@ class Extension(ABC):
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
         """Raise TypeError or ValueError if tensors are wrong. q and k are those of the user."""
 
-    def prepare(self, tensors: Tensors, q: Tensor, is_packed: bool) -> Tensors:
-        """Return the plan's inputs. q (B, S, H, D) is prepared.
-
-        is_packed  whether the user's tensors have no batch dimension
-        """
+    def prepare(self, tensors: Tensors, q: Tensor) -> Tensors:
+        """Return the plan's inputs. q (B, S, H, D) is prepared."""
         return tensors
 
     def of_rows(self, batch: int) -> Sequence[Self]:
