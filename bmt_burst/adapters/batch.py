@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice, plain_mask
 from ..sequence.span import Span, merged
-
-Prepared = TypeVar("Prepared")
 
 _MOST_MASKS = 256  # of padded rows that are kept
 _FEW_ROWS = 16  # ranks compare up to this many rows one by one, and a digest of more
@@ -110,27 +108,23 @@ class Batch:
         return {key: rows[0] if len(rows) == 1 else rows for key, rows in found.items()}
 
 
-def agree_on_batch(
-    sp: SequenceParallel, doing: str, prepare: Callable[[], tuple[LocalPart, Prepared]]
-) -> tuple[Batch, Prepared]:
-    """Return the batch that the ranks' parts make, and the second result of `prepare`. Every rank
-    of `sp` must call it.
+def agree_on_batch(sp: SequenceParallel, doing: str, make_part: Callable[[], LocalPart]) -> Batch:
+    """Return the batch that the ranks' parts make. Every rank of `sp` must call it.
 
-    doing    the next step of the ranks, for errors
-    prepare  makes this rank's part and another result, or raises an error
+    doing      the next step of the ranks, for errors
+    make_part  makes this rank's part, or raises an error
 
     Raises on every rank ValueError or TypeError for arguments that are wrong on any rank or differ
     between ranks.
     """
-    made: list[tuple[LocalPart, Prepared]] = []
+    made: list[LocalPart] = []
 
     def terms() -> dict[str, Any]:
-        made.append(prepare())
-        return made[0][0].terms
+        made.append(make_part())
+        return made[0].terms
 
     replies = gather_terms(make_rings(sp.process_group, sp.double_group), doing, terms)
-    [(part, prepared)] = made
-    return part.make_batch(compare_terms(replies)), prepared
+    return made[0].make_batch(compare_terms(replies))
 
 
 class LocalPart:

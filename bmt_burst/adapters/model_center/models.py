@@ -65,14 +65,15 @@ class EnabledModel(nn.Module):
                 )
             return own(*args, **named)
 
-        def prepare() -> tuple[LocalPart, dict[str, Any]]:
+        def make_part() -> LocalPart:
             given = self._bind(args, named)
             self._check(given)
             tensors = {name: given[name] for name in self.of_tokens if name in given}
             marks = {name: given[name] for name in self.marks}
-            return LocalPart(self._sp, tensors, given["length"], mask, layout, marks), given
+            return LocalPart(self._sp, tensors, given["length"], mask, layout, marks)
 
-        batch, given = agree_on_batch(self._sp, f"the forward of a {type(self).__name__}", prepare)
+        batch = agree_on_batch(self._sp, f"the forward of a {type(self).__name__}", make_part)
+        given = self._bind(args, named)
         hidden = self._embed(given, batch)
         options = self._options | self._sp.groups | self._mask_options(batch, hidden.device)
         context = ForwardContext(options, self._rotation(batch, hidden))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ _WHOLE_OUTPUTS = {
     "output_router_logits": "the loss of routers needs whole sequences, and these are cut over "
     "ranks",
 }
-_MOST_MASKS = 256  # of documents that are kept
 _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore position_ids
 
 
@@ -204,7 +202,7 @@ def _find_documents(places: Tensor, padding: Tensor | None) -> tuple[Mask, ...] 
         starts[row].append(place + 1)
     if all(len(row) == 1 for row in starts):
         return None
-    return tuple(_documents_mask((*row, places.shape[1])) for row in starts)
+    return tuple(Mask.documents((*row, places.shape[1])) for row in starts)
 
 
 def _choose_layouts(
@@ -255,8 +253,3 @@ def _digest(x: Tensor, vocabulary: int | None = None) -> str:
         token = least if least < 0 else largest
         raise ValueError(f"token {token} of input_ids is not in a vocabulary of {vocabulary}")
     return f"{tuple(x.shape)}, digest {digest % (1 << 64):016x}"
-
-
-@functools.lru_cache(maxsize=_MOST_MASKS)
-def _documents_mask(cu_seqlens: tuple[int, ...]) -> Mask:
-    return Mask.documents(cu_seqlens)
