@@ -70,21 +70,16 @@ def choose_by_score(
     """
     groups, most = keys.scored.shape[1], sparse.most_blocks
     chosen = torch.full((len(q), groups, most), -1, dtype=torch.int32, device=q.device)
-    if not len(q):
-        return chosen
     halves = CompressedKeys(*(_split(x, q.dtype) for x in keys))
     # Kernels that exist bound the blocks: behind the last one is less than a kernel and a stride.
     blocks = (len(keys.scored) + 2) * sparse.kernel_stride // sparse.block_size + 1
     step = max(_BYTES // (8 * groups * blocks) // 128, 1) * 128
-    ends = [min(start + step, len(q)) for start in range(0, len(q), step)]
-    lasts = places[torch.tensor(ends) - 1].tolist()
-    places = send_to_device(places, q.device)
-    normalizers = normalize(q, places, halves, sparse, scale)
-    for end, last in zip(ends, lasts, strict=True):
-        piece = slice((end - 1) // step * step, end)
-        of_piece = q[piece], places[piece], normalizers[piece]
-        scores = score_blocks(*of_piece, halves, last, sparse, scale)
-        take_largest(*scores, places[piece], chosen[piece], sparse)
+    there = send_to_device(places, q.device)
+    normalizers = normalize(q, there, halves, sparse, scale)
+    tensors = q, there, normalizers, places, chosen
+    for of_q, at, of_rows, here, into in zip(*(x.split(step) for x in tensors), strict=True):
+        scores = score_blocks(of_q, at, of_rows, halves, int(here[-1]), sparse, scale)
+        take_largest(*scores, at, into, sparse)
     return chosen
 
 
