@@ -21,7 +21,7 @@ from .base.norm import RMSNorm
 from .calls.masking import layouts_of_rows, masks_of_rows
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
-from .calls.refusal import refuse_call, refuse_misfits
+from .calls.refusal import refuse_call, refuse_wrong_arguments
 from .kernels import load
 from .kernels.reference import visible
 from .ranks.sequence_parallel import SequenceParallel
@@ -111,7 +111,7 @@ class SequenceParallelModule(nn.Module):
 
 def _refuse_wrong_arguments(forward: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
     """Return a layer's `forward`. A call that does not fit its signature raises on all ranks."""
-    return refuse_misfits(forward, lambda error, args, named: args[0]._refuse(error))
+    return refuse_wrong_arguments(forward, lambda error, _, args, _named: args[0]._refuse(error))
 
 
 class BurstAttention(SequenceParallelModule):

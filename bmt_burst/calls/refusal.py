@@ -51,35 +51,6 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def refuse_wrong_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return `function`. A call that does not fit its signature raises on all ranks."""
-    signature = inspect.signature(function)
-    return refuse_misfits(
-        function, lambda error, args, named: refuse_arguments(error, signature, args, named)
-    )
-
-
-def refuse_misfits(
-    function: Callable[Parameters, Result],
-    refuse: Callable[[TypeError, tuple[Any, ...], dict[str, Any]], NoReturn],
-) -> Callable[Parameters, Result]:
-    """Return `function`. A call that does not fit its signature is passed to `refuse`: its error,
-    its arguments and those with names.
-    """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
-        try:
-            return function(*args, **named)
-        except TypeError as error:
-            if not _fits_signature(signature, args, named):
-                refuse(error, args, named)
-            raise
-
-    return call
-
-
 def bind_arguments(
     name: str, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
 ) -> inspect.BoundArguments:
@@ -112,6 +83,29 @@ def refuse_arguments(
     if "cu_seqlens" in signature.parameters:
         error = find_second_cu_seqlens(given.get("softmax_scale")) or error
     refuse_call(error, given.get("process_group"), given.get("double_group", (None, None)))
+
+
+def refuse_wrong_arguments(
+    function: Callable[Parameters, Result],
+    refuse: Callable[
+        [Exception, inspect.Signature, Sequence[Any], Mapping[str, Any]], NoReturn
+    ] = refuse_arguments,
+) -> Callable[Parameters, Result]:
+    """Return `function`. A call that does not fit its signature is passed to `refuse`, which raises
+    on all ranks.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **named)
+        except TypeError as error:
+            if not _fits_signature(signature, args, named):
+                refuse(error, signature, args, named)
+            raise
+
+    return call
 
 
 def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:
