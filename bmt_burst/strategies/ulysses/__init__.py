@@ -109,9 +109,11 @@ class UlyssesPlan(Plan):
         lse = Field(1, 1, sums, sums)
         # lse and delta of a head, and zeros, since all units divide 16 bytes
         rows = replace(q, head_size=WIDE.itemsize // sums.itemsize, dtype=sums)
-        # if ranks have equally many kv heads, the heads of all are equally far apart
-        together = 1 if sizes.kv_heads % inner else inner
-        facts = self.tokens, self.place, sizes.batch, together
+        # If ranks have equally many kv heads, the heads of all are equally far apart.
+        groups = (
+            [range(i, i + 1) for i in range(inner)] if sizes.kv_heads % inner else [range(inner)]
+        )
+        facts = self.tokens, self.place, sizes.batch, groups
         self.inputs = [Visit((q, kv, kv), heads, *facts) for heads in self.pieces]
         self.results = [Return((q, lse), heads, *facts) for heads in self.pieces]
         sent, returned = (kv, kv, q, q, rows), (q, kv_grad, kv_grad)

@@ -80,9 +80,9 @@ def _view_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
 class Exchange(ABC):
     """An exchange of a piece between ranks 0, 1, ... of a host. This one is `rank`.
 
-    heads     the heads of each rank
-    together  how many ranks' heads lie equally far apart: those of all ranks, or of one
-    nbytes    the most bytes that a rank receives
+    heads   the heads of each rank
+    groups  the ranks in groups: the heads of a group lie equally far apart
+    nbytes  the most bytes that a rank receives
     """
 
     fields: Sequence[Field]
@@ -90,7 +90,7 @@ class Exchange(ABC):
     tokens: HostTokens
     rank: int
     batch: int
-    together: int
+    groups: Sequence[range]
     lane: ClassVar[str]
 
     @property
@@ -113,12 +113,6 @@ class Exchange(ABC):
         """The bytes of these units."""
         units = [field.unit.itemsize for field in self.fields]
         return [[length(x) * n for x, n in zip(row, units, strict=True)] for row in self.columns]
-
-    @functools.cached_property
-    def groups(self) -> list[range]:
-        """The ranks that are `together`."""
-        ranks = range(len(self.heads))
-        return [ranks[i : i + self.together] for i in ranks[:: self.together]]
 
     @functools.cached_property
     def _messages(self) -> tuple[list[list[Arrival]], list[Arrival]]:
@@ -188,13 +182,14 @@ class Visit(Exchange):
         return [field.from_rows(part) for field, part in zip(self.fields, parts, strict=True)]
 
     def _find_messages(self, sender: int, receivers: Sequence[int]) -> list[list[Arrival]]:
+        places = [at for rank, _, at in self.tokens.parts if rank == sender]
         return [
             [
                 _message(peer, sum(self.token_bytes[peer]), at, row * self.tokens.total)
                 for peer in group
+                if peer in receivers
                 for row in range(self.batch)
-                for place, _, at in self.tokens.parts
-                if place == sender and peer in receivers
+                for at in places
             ]
             for group in self.groups
         ]
