@@ -14,6 +14,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,30 @@ def run_in_turn(size: int, *works: Callable) -> list[list]:
 
 def _do_in_turn(rank: int, works: Sequence[Callable]) -> list:
     return [work(rank) for work in works]
+
+
+def run_threads(*works: Callable, seconds: float = 200.0) -> list:
+    """Run each work in a thread of its own. Return their results, or raise the first error.
+
+    Threads that still run after `seconds` fail the test, and do not keep the process alive.
+    """
+    results, errors = [None] * len(works), []
+
+    def run(number: int, work: Callable) -> None:
+        try:
+            results[number] = work()
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=x, daemon=True) for x in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def torchrun(size: int, *command, python: Sequence[str] = (), timeout: float = 600, **options):

@@ -20,9 +20,9 @@ from bmt_burst.errors import RankFailed
 from bmt_burst.ranks.agreement import gather_terms
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.strategies.ring import Ring, RingPlan
-from bmt_burst.transport import ALONE, Transport, sockets
+from bmt_burst.transport import Transport, sockets
 from tests.cases import random_qkv
-from tests.launcher import run_in_turn, run_ranks
+from tests.launcher import run_in_turn
 
 
 def call(group, tokens: int = 6, backward: str = "auto"):
@@ -113,11 +113,12 @@ def out_of_step(rank: int) -> list[list[str]]:
 @pytest.fixture(scope="module")
 def found() -> list[list]:
     """What two ranks find in works that have groups of their own."""
-    return run_in_turn(2, what_is_left, out_of_step, unprepared)
+    works = what_is_left, interrupted, first_call_alone, out_of_step, unprepared
+    return run_in_turn(2, *works)
 
 
 def test_ranks_out_of_step_all_raise(found):
-    for rank, [orders, *breaks] in enumerate(found[1]):
+    for rank, [orders, *breaks] in enumerate(found[3]):
         first, skipped, failed = orders
         assert first == (
             "RanksDisagree: ranks do not do the same: rank 0 begins the backward of call 1, "
@@ -249,48 +250,33 @@ def fail(*_, **__) -> None:
 
 
 def test_a_rank_that_cannot_prepare_what_it_agreed_on_keeps_nobody_waiting(found):
-    for first, second in zip(*found[2], strict=True):
+    for first, second in zip(*found[4], strict=True):
         assert first[0] == second[0] == second[1] == "MemoryError: no memory left"
         assert first[1].startswith(
             "RankFailed: rank 1 of the group failed in call 1: MemoryError: no memory left"
         )
 
 
-def until_all_know(rank: int, size: int, errors: list[str]) -> list[str]:
-    """Return the errors of a rank once all ranks have theirs.
-
-    No process ends before that, because its end would be an error of the others.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"rank {rank} knows", "")
-    store.wait([f"rank {other} knows" for other in range(size)])
-    return errors
-
-
 def interrupted(rank: int) -> list[str]:
     """Rank 0 is interrupted while it waits for rank 1 to make a call, and goes on."""
-    store = dist.distributed_c10d._get_default_store()
-    call(None)
+    store, group = dist.distributed_c10d._get_default_store(), dist.new_group([0, 1])
+    call(group)
     if rank:
         store.wait(["rank 0 was interrupted"])
-        return [error_of(lambda: call(None)) for _ in range(2)]
+        return [error_of(lambda: call(group)) for _ in range(2)]
 
     def interrupt(*_):
         raise MemoryError("interrupted")
 
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 1.0)
-    error = error_of(lambda: call(None))
+    error = error_of(lambda: call(group))
     store.set("rank 0 was interrupted", "")
-    return [error, error_of(lambda: call(None))]
+    return [error, error_of(lambda: call(group))]
 
 
-def interrupted_to_the_end(rank: int) -> list[str]:
-    return until_all_know(rank, 2, interrupted(rank))
-
-
-def test_a_rank_that_is_interrupted_while_it_waits_reports_it():
-    first, second = run_ranks(2, interrupted_to_the_end)
+def test_a_rank_that_is_interrupted_while_it_waits_reports_it(found):
+    first, second = found[1]
     assert first[0] == "MemoryError: interrupted"
     for words in (first[1], *second):
         assert "rank 0 of the group" in words
@@ -301,21 +287,22 @@ def first_call_alone(rank: int) -> list[str]:
     """Rank 1 makes a group's first call only after rank 0 has waited for it in vain; then both call
     again.
     """
-    ring = make_rings(dist.new_group([0, 1]), (None, None)).inner
-    ring.set_timeout(1.0)
+    rings = make_rings(dist.new_group([0, 1]), (None, None))
+    rings.inner.set_timeout(1.0)
+
+    def attempt():
+        gather_terms(rings, "a call of burst_attn_func", dict)
+
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["rank 0 has waited"])
-    errors = [error_of(lambda: gather_terms(Rings(ring, ALONE), "a call of burst_attn_func", dict))]
+    error = error_of(attempt)
     store.set(f"rank {rank} has waited", "")
-    errors.append(
-        error_of(lambda: gather_terms(Rings(ring, ALONE), "a call of burst_attn_func", dict))
-    )
-    return until_all_know(rank, 2, errors)
+    return [error, error_of(attempt)]
 
 
-def test_who_does_not_make_the_first_call_is_named():
-    first, second = run_ranks(2, first_call_alone)
+def test_who_does_not_make_the_first_call_is_named(found):
+    first, second = found[2]
     late = "rank 1 of the group did not make this call within 1 s"
     assert first[0] == f"RankLate: a call of burst_attn_func: {late}"
     assert first[1] == f"RankLate: a call of burst_attn_func: {late}; its group is unusable"

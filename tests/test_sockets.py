@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,22 +18,18 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.transport import ALONE, sockets, watch
 from bmt_burst.transport.sockets import SocketMessenger
 from bmt_burst.transport.watch import Watch
+from tests.launcher import run_threads
 from tests.rings import Mute, wait_for_lost_rank
 
 
 def run(size, work, store=None):
     """Run `work` with a messenger on each of `size` threads, and return the results."""
-    store, results = store or dist.HashStore(), {}
+    store = store or dist.HashStore()
 
     def of_rank(rank):
-        results[rank] = work(SocketMessenger(rank, size, store, 60.0))
+        return work(SocketMessenger(rank, size, store, 60.0))
 
-    threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    return [results[rank] for rank in range(size)]
+    return run_threads(*(partial(of_rank, rank) for rank in range(size)))
 
 
 def test_a_stranger_is_not_taken_for_a_rank(monkeypatch):
@@ -101,25 +98,19 @@ def test_a_thread_that_waits_for_a_rank_leaves_the_store_to_others():
     0 is first. They share a connection to the store.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    done = []
 
     def open_groups(rank, store, groups, delay):
         time.sleep(delay)
         for group in groups:
             messenger = SocketMessenger(rank, 2, dist.PrefixStore(f"group {group}", store), 60.0)
-            done.append(messenger.gather(b"here") == [b"here"] * 2)
+            assert messenger.gather(b"here") == [b"here"] * 2
 
     mine, theirs = (
         dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         for _ in range(2)
     )
     works = [(0, mine, (1, 0), 0.0), (1, theirs, (0,), 0.0), (1, theirs, (1,), 0.3)]
-    threads = [threading.Thread(target=open_groups, args=work, daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert done == [True] * 4
+    run_threads(*(partial(open_groups, *work) for work in works), seconds=20)
 
 
 def take_step(rings: Rings, step: str) -> str:
@@ -200,8 +191,10 @@ def test_a_process_ends_if_its_gpu_waits_for_a_lost_rank(state, monkeypatch, cap
     watched.begin_call("call 7")
     if state != "is enqueueing":
         watched.end_call(state != "failed")
-    time.sleep(0.5)
     is_stuck = state in ("waits", "is enqueueing")
+    deadline = time.monotonic() + (30.0 if is_stuck else 0.3)
+    while not codes and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert codes == [1] * is_stuck
     text = "the GPU of this process waits for it in call 7, forever"
     assert (f"{lost}; {text}" in capsys.readouterr().err) == is_stuck

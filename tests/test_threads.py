@@ -4,6 +4,7 @@ own.
 
 import contextlib
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from bmt_burst.transport import ALONE
 from bmt_burst.transport.messenger import Messenger
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests.cases import random_qkv
-from tests.launcher import run_ranks
+from tests.launcher import run_in_turn, run_threads
 from tests.reference import dense_attention
 from tests.rings import Mute
 
@@ -37,25 +38,6 @@ def attend(ring, tensors, **options):
     return burst_attn_func(
         *(shard(x, ring.rank, ring.size) for x in tensors[:3]), 0.3, process_group=ring, **options
     )
-
-
-def in_thread(work):
-    """Run `work` in another thread; return its result, or raise its error."""
-    results, errors = [], []
-
-    def run():
-        try:
-            results.append(work())
-        except Exception as error:  # noqa: BLE001 - it is raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(LIMIT)
-    assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def inside(ring, entered, left, monkeypatch):
@@ -123,8 +105,8 @@ def test_threads_may_take_turns():
 
     def work(ring):
         leaves = [shard(x, ring.rank, 2).requires_grad_() for x in tensors[:3]]
-        out = in_thread(lambda: burst_attn_func(*leaves, 0.3, process_group=ring))
-        grads = in_thread(lambda: torch.autograd.grad(out.sum(), leaves))
+        [out] = run_threads(lambda: burst_attn_func(*leaves, 0.3, process_group=ring))
+        [grads] = run_threads(lambda: torch.autograd.grad(out.sum(), leaves))
         again = burst_attn_func(*leaves, 0.3, process_group=ring)
         return all(
             x.equal(y) for x, y in zip(grads, torch.autograd.grad(again.sum(), leaves), strict=True)
@@ -135,31 +117,20 @@ def test_threads_may_take_turns():
 
 def threads_of_two_groups(rank: int) -> list[float]:
     """The largest error of each of two threads, each with a group of both ranks."""
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
-    errors = [torch.inf, torch.inf]
 
-    def work(number):
+    def work(number, group):
         worst = 0.0
         for seed in range(10 * number, 10 * number + 10):
             tensors = random_qkv(1, 16, 2, 2, 8, seed=seed)
             mine = [shard(x, rank, 2).requires_grad_() for x in tensors[:3]]
-            out = burst_attn_func(*mine, 0.3, process_group=groups[number])
+            out = burst_attn_func(*mine, 0.3, process_group=group)
             out.sum().backward()
             expected = shard(dense_attention(*tensors[:3], causal=False, scale=0.3)[0], rank, 2)
             worst = max(worst, float((out - expected).abs().max()))
-        errors[number] = worst
+        return worst
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    return errors
-
-
-@pytest.mark.slow
-def test_threads_with_a_group_each_go_on():
-    assert all(error < 1e-13 for errors in run_ranks(2, threads_of_two_groups) for error in errors)
+    works = [partial(work, number, dist.new_group([0, 1])) for number in range(2)]
+    return run_threads(*works)
 
 
 def test_threads_without_a_group_may_make_plans_at_once(monkeypatch):
@@ -204,7 +175,7 @@ def test_a_group_is_left_also_where_its_first_thread_fails():
             pass
 
     with pytest.raises(ValueError, match="ranks differ"), admit_one_thread(rings, "a call"):
-        in_thread(refused)
+        run_threads(refused)
         assert ring.messenger.reasons == []  # the first one may be in the middle of a message
         raise ValueError("ranks differ")
     [reason] = ring.messenger.reasons
@@ -224,17 +195,8 @@ def test_threads_that_find_a_group_at_once_have_one_transport(one_process, monke
         make(transport, *arguments)
 
     monkeypatch.setattr(TorchTransport, "__init__", slow)
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(torch_transport(dist.group.WORLD)))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert len(found) == 2
-    assert found[0] is found[1]
+    first, second = run_threads(*[lambda: torch_transport(dist.group.WORLD)] * 2)
+    assert first is second
 
 
 def init_beside_a_call(rank: int) -> str:
@@ -248,10 +210,12 @@ def init_beside_a_call(rank: int) -> str:
 
     rings = make_rings(None, (None, None))
     with pytest.raises(RuntimeError, match=RULE), admit_one_thread(rings, "a call"):
-        in_thread(make_groups)
+        run_threads(make_groups)
     return errors[0]
 
 
-def test_a_thread_makes_groups_only_alone():
-    for error in run_ranks(2, init_beside_a_call):
+def test_threads_with_a_group_each_go_on_and_one_makes_groups_only_alone():
+    worst_errors, refusals = run_in_turn(2, threads_of_two_groups, init_beside_a_call)
+    assert max(map(max, worst_errors)) < 1e-13
+    for error in refusals:
         assert error.startswith("init_sequence_parallel: two threads of this process")

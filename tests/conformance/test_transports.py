@@ -13,7 +13,6 @@ import inspect
 import pickle
 import pkgutil
 import random
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from bmt_burst.transport import (
 from bmt_burst.transport.messenger import MESSAGE_BYTES
 from bmt_burst.transport.simulator import SimulatedMessenger, SimulatedRing
 from bmt_burst.transport.torch_dist import TorchTransport
-from tests.launcher import run_ranks
+from tests.launcher import run_ranks, run_threads
 from tests.rings import wait_for_lost_rank
 
 SIZE = 3
@@ -204,13 +203,10 @@ def check_memory_that_is_not_recycled_stays(ring: Transport) -> None:
 
 
 def check_a_thread_at_a_time_holds_a_ring(ring: Transport) -> None:
-    taken = []
     messenger = ring.messenger
     with messenger.in_use, messenger.in_use:  # the same thread may enter again
-        thread = threading.Thread(target=lambda: taken.append(messenger.in_use.acquire(False)))
-        thread.start()
-        thread.join()
-    assert taken == [False]
+        [is_taken] = run_threads(lambda: messenger.in_use.acquire(False))
+    assert not is_taken
 
 
 def check_facts_about_another_ring_go_with_it(ring: Transport) -> None:
