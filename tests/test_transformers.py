@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as hf
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -229,15 +228,6 @@ def test_documents_may_be_balanced():
     )
     of_rows = expected_results(plain("Mistral"), calls()["documents of rows"])
     assert relative_error(found[0][0], of_rows["loss"]) < BOUND
-
-
-def test_layers_are_checkpointed_as_before():
-    call = calls()["documents"]
-    model = copy.deepcopy(plain("Qwen3, windows between"))
-    expected = expected_results(model, call)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    check(over_ranks(model, call, 2), expected, call)
 
 
 def test_autocast_reaches_attention():
@@ -526,70 +516,97 @@ DIFFER = {  # by what rank 0 alone is given
 }
 
 
-def error_of(model: nn.Module, call: dict) -> str:
-    try:
-        model(**call)
-    except (ValueError, TypeError) as error:
-        return f"{error}"
-    return "no error"
+def refused(start: str, failed: str = ""):
+    """Return a context in which the error must begin so, after what failed on another rank."""
+    return pytest.raises((ValueError, TypeError), match=f"^{re.escape(failed + start)}")
 
 
-def refusals(rank: int, sp: SequenceParallel) -> dict[str, str]:
+def check_refusals(rank: int) -> None:
+    """Check that each of two ranks refuses what is wrong on both, or on the first alone."""
+    sp, first = init_sequence_parallel(), rank == 0
+    theirs = "" if first else "rank 0 of the group failed before {}: ValueError: "
+    forward = theirs.format("the forward of a LlamaForCausalLM")
+    theirs_of_call = theirs.format("a call of burst_attn_func")
     base = {"input_ids": tokens(2, 37), "labels": tokens(2, 37)}
     model = enabled(plain("Llama"), sp)
-    found = {name: error_of(model, {**base, **wrong}) for name, (wrong, _) in REFUSED.items()}
-    wrong = base["labels"].clone()
-    wrong[0, -1] = 64  # which is what rank 0 predicts
-    found["label"] = error_of(model, {**base, "labels": wrong})
+    for wrong, start in REFUSED.values():
+        with refused(start):
+            model(**base | wrong)
+    labels = base["labels"].clone()
+    labels[0, -1] = 64  # which is what rank 0 predicts
+    loss = theirs.format("the loss of a LlamaForCausalLM")
+    with refused("label 64 is not in a vocabulary of 64", loss):
+        model(**base | {"labels": labels})
     base |= {"num_items_in_batch": torch.tensor(5.0)}
-    found |= {
-        name: error_of(model, {**base, **(wrong if rank == 0 else {})})
-        for name, (wrong, _) in DIFFER.items()
-    }
-    for name, same in (("an int", 5), ("of one dimension", torch.tensor([5]))):
-        found[name] = error_of(model, base | ({"num_items_in_batch": same} if rank == 0 else {}))
-    found["embeddings"] = error_of(model, {"inputs_embeds": torch.zeros(2, 37, 32 if rank else 16)})
+    for wrong, start in DIFFER.values():
+        with refused(start):
+            model(**base | (wrong if first else {}))
+    for same in (5, torch.tensor([5])):
+        model(**base | ({"num_items_in_batch": same} if first else {}))
+    with refused(f"ranks differ in inputs_embeds {WHOLE}: rank 0 has '(2"):
+        model(inputs_embeds=torch.zeros(2, 37, 16 if first else 32))
     model.config.is_causal = False
-    found["not causal"] = error_of(model, base)
+    with refused("is_causal is False in the configuration"):
+        model(**base)
     del model.config.is_causal
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    found["dropout"] = error_of(model.train(), base)
-    found["dropout in eval"] = error_of(model.eval(), base)
-    if rank == 0:
-        model.train()
-    found["dropout on one"] = error_of(model, base)
+    dropout = "attention over ranks cannot drop probabilities, and attention_dropout is 0.1"
+    with refused(dropout):
+        model.train()(**base)
+    model.eval()(**base)
+    with refused(dropout, theirs_of_call):
+        model.train(first)(**base)
     mistral = enabled(plain("Mistral"), sp)
-    mistral.config.sliding_window = 0 if rank == 0 else 7
-    found["window"] = error_of(mistral, base)
-    return found
+    mistral.config.sliding_window = 0 if first else 7
+    window = "sliding_window, of the configuration, must be at least 1 or None, got 0"
+    with refused(window, theirs_of_call):
+        mistral(**base)
+    for change, start in CHANGES.items():
+        model = enabled(plain("Llama"), sp)
+        if first:
+            change(model)
+        with refused(start, forward):
+            model(**calls()["whole"])
 
 
-def changed_attention(sp: SequenceParallel) -> dict[str, str]:
-    """Of models that rank 0 of the group changes after enable."""
-    call, other = calls()["whole"], copy.deepcopy(plain("Llama"))
-    models = {name: enabled(plain("Llama"), sp) for name in ("name", "config", "layer")}
-    if sp.rank == 0:
-        models["name"].config._attn_implementation = "eager"
-        models["config"].model.layers[0].self_attn.config = copy.deepcopy(other.config)
-        models["layer"].model.layers[1] = other.model.layers[1]
-    return {name: error_of(model, call) for name, model in models.items()}
+def ask_for_eager_attention(model: nn.Module) -> None:
+    model.config._attn_implementation = "eager"
+
+
+def give_a_layer_its_own_config(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.config = copy.deepcopy(plain("Llama").config)
+
+
+def take_a_plain_layer(model: nn.Module) -> None:
+    model.model.layers[1] = copy.deepcopy(plain("Llama")).model.layers[1]
+
+
+CHANGES = {  # after enable
+    ask_for_eager_attention: "the configuration of a LlamaForCausalLM asks for 'eager' attention",
+    give_a_layer_its_own_config: "the configuration of a LlamaAttention asks for 'sdpa' attention",
+    take_a_plain_layer: "the configuration of a LlamaAttention asks for 'sdpa' attention",
+}
+
+
+def test_what_is_wrong_is_refused_on_all_ranks():
+    run_ranks(2, check_refusals)
 
 
 def trained(
     rank: int, sp: SequenceParallel, sharded: bool
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of this rank's reader and the gradients under DDP, where layers are checkpointed, or
-    FSDP2.
+    """The loss of this rank's reader and the gradients under DDP or FSDP2, where layers are
+    checkpointed in one of two ways.
     """
     model = enabled(plain("Qwen2, windows above"), sp).train()
     call = calls()[("whole", "documents")[rank // sp.size]]
+    model.gradient_checkpointing_enable({"use_reentrant": not sharded})
     if sharded:
         for module in (*model.model.layers, model):
             fully_shard(module)
         wrapped = model
     else:
-        model.gradient_checkpointing_enable({"use_reentrant": True})
         wrapped = nn.parallel.DistributedDataParallel(model)
     model.zero_grad()
     loss = wrapped(**call).loss
@@ -601,76 +618,23 @@ def trained(
     return float(loss.detach()), grads
 
 
-def on_processes(rank: int) -> tuple:
+def trained_in_each_way(rank: int) -> list[tuple]:
+    """By pairs under DDP, by all ranks under DDP, and by pairs under FSDP2."""
     pairs, all_ranks = init_sequence_parallel(sp_size=2), init_sequence_parallel()
-    found = refusals(pairs.rank, pairs) | {"attention": changed_attention(pairs)}
-    dist.barrier()
-    return (
-        found,
-        trained(rank, pairs, False),
-        trained(rank, all_ranks, False),
-        trained(rank, pairs, True),
-    )
+    return [trained(rank, *way) for way in ((pairs, False), (all_ranks, False), (pairs, True))]
 
 
-@pytest.fixture(scope="module")
-def processes() -> list[tuple]:
-    """What four ranks find, of which two or all share sequences."""
-    return run_ranks(4, on_processes)
-
-
-def test_what_is_wrong_is_refused_on_all_ranks(processes):
-    for rank, (found, *_) in enumerate(processes):
-        for name, (_, start) in (REFUSED | DIFFER).items():
-            assert found[name].startswith(start), (rank, name)
-        label = "label 64 is not in a vocabulary of 64"
-        failed = (
-            f"rank 0 of the group failed before the loss of a LlamaForCausalLM: ValueError: {label}"
-        )
-        assert found["label"].startswith(failed if rank % 2 else label)
-        dropout = "attention over ranks cannot drop probabilities, and attention_dropout is 0.1"
-        theirs = "rank 0 of the group failed before a call of burst_attn_func: ValueError: "
-        assert found["dropout"].startswith(dropout)
-        assert found["dropout in eval"] == "no error"
-        assert found["dropout on one"].startswith(dropout if rank % 2 == 0 else theirs + dropout)
-        assert found["an int"] == found["of one dimension"] == "no error"
-        window = "sliding_window, of the configuration, must be at least 1 or None, got 0"
-        assert found["window"] == (theirs + window if rank % 2 else window)
-        assert found["embeddings"].startswith(
-            "ranks differ in inputs_embeds (whole, identical on every rank): rank 0 has '(2"
-        )
-        assert found["not causal"].startswith("is_causal is False in the configuration")
-
-
-def test_attention_that_was_changed_after_enable_is_refused_on_all_ranks(processes):
-    starts = {
-        "name": "the configuration of a LlamaForCausalLM asks for 'eager' attention",
-        "config": "the configuration of a LlamaAttention asks for 'sdpa' attention",
-        "layer": "the configuration of a LlamaAttention asks for 'sdpa' attention",
-    }
-    theirs = "rank 0 of the group failed before the forward of a LlamaForCausalLM: ValueError: "
-    for rank, (found, *_) in enumerate(processes):
-        for name, start in starts.items():
-            assert found["attention"][name].startswith(theirs + start if rank % 2 else start), (
-                rank,
-                name,
-            )
-
-
-def test_ranks_that_share_sequences_are_one_process_to_what_averages(processes):
+def test_ranks_that_share_sequences_are_one_process_to_what_averages():
     """DDP and FSDP2. Two readers of two ranks each, and one of four: the mean over ranks of the
     readers' gradients.
     """
     model = plain("Qwen2, windows above")
     one, other = (expected_results(model, calls()[name]) for name in ("whole", "documents"))
     both = {name: (one[name] + other[name]) / 2 for name, _ in model.named_parameters()}
-    for rank, (_, of_pairs, of_all, sharded) in enumerate(processes):
+    for rank, found in enumerate(run_ranks(4, trained_in_each_way)):
         of_reader = (one, other)[rank // 2]
-        for (loss, grads), reader, mean in (
-            (of_pairs, of_reader, both),
-            (of_all, one, one),
-            (sharded, of_reader, both),
-        ):
+        expected = (of_reader, both), (one, one), (of_reader, both)
+        for (loss, grads), (reader, mean) in zip(found, expected, strict=True):
             assert loss == pytest.approx(float(reader["loss"]), rel=BOUND)
             for name, grad in grads.items():
                 assert relative_error(grad, mean[name]) < BOUND, name
