@@ -2,6 +2,7 @@
 definition.
 """
 
+import itertools
 import random
 
 import pytest
@@ -23,6 +24,11 @@ def random_marks(chance: random.Random, tokens: int) -> dict[str, torch.Tensor]:
     return marks
 
 
+def make_row(tokens, marks) -> batch.Row:
+    kinds = batch._find_kinds(tokens, marks)
+    return batch.Row(Layout.zigzag(tokens, 1), None, kinds, with_context="context" in marks)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_masks_equal_their_definition(seed):
     chance = random.Random(seed)
@@ -32,7 +38,7 @@ def test_masks_equal_their_definition(seed):
         chance.random() < 0.5,
     )
     marks = random_marks(chance, tokens)
-    row = batch._make_row(Layout.zigzag(tokens, 1), None, marks)
+    row = make_row(tokens, marks)
     valid, at = marks["attention_mask"].bool(), torch.arange(tokens)
     before = at.unsqueeze(1) >= at if causal else torch.ones(tokens, tokens, dtype=torch.bool)
     if "context" in marks:
@@ -44,9 +50,8 @@ def test_masks_equal_their_definition(seed):
         expected &= marks["span"].unsqueeze(1) == marks["span"]
     mask = row.visible(causal, padding_sees)
     assert mask.dense().equal(expected)
-    assert row.valid == tuple(
-        span for span, [kept] in batch._split_at_changes(valid.long()) if kept
-    )
+    bounds = [0, *(valid.diff().nonzero().flatten() + 1).tolist(), tokens]
+    assert row.valid == tuple(span for span in itertools.pairwise(bounds) if valid[span[0]])
 
 
 def test_a_packed_row_has_as_many_slices_as_documents():
@@ -55,5 +60,5 @@ def test_a_packed_row_has_as_many_slices_as_documents():
     span, context = torch.arange(tokens) // 10, (torch.arange(tokens) % 10 < 3).long()
     marks = {"attention_mask": torch.ones(tokens, dtype=torch.int64), "span": span}
     for more, slices in (({}, 10_000), ({"context": context}, 20_000)):
-        row = batch._make_row(Layout.zigzag(tokens, 1), None, marks | more)
+        row = make_row(tokens, marks | more)
         assert len(row.visible(causal=True, padding_sees=True).slices) == slices
