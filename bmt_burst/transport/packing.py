@@ -34,10 +34,10 @@ class Packing:
     def nbytes(self, tokens: int) -> int:
         return _starts(self, tokens)[-1]
 
-    def views(self, memory: Tensor, tokens: int, start: int = 0) -> list[Tensor]:
-        """Return the tensors (B, tokens, ...) that lie in memory, uint8, from byte `start` on."""
+    def views(self, memory: Tensor, tokens: int) -> list[Tensor]:
+        """Return the tensors (B, tokens, ...) that lie in memory, uint8."""
         return [
-            memory.narrow(0, start + at, self.batch * tokens * _entry_bytes((shape, dtype)))
+            memory.narrow(0, at, self.batch * tokens * _entry_bytes((shape, dtype)))
             .view(dtype)
             .view(self.batch, tokens, *shape)
             for at, (shape, dtype) in zip(_starts(self, tokens), self.entries, strict=False)
@@ -49,12 +49,12 @@ class Packing:
         """Yield what sends the tokens `span` of tensors (B, T, ...) to a rank. They land from token
         `at` on in memory for `tokens`. Each batch row of the tensors is contiguous.
         """
-        for tensor, row, offset, _ in self.rows((at, at + length(span)), tokens):
+        for tensor, row, offset, _ in self._rows((at, at + length(span)), tokens):
             yield Put(tensors[tensor][row, slice(*span)], peer, offset)
 
     def arrivals(self, peer: int, at: Span, tokens: int) -> Iterator[Arrival]:
         """Yield where such puts of a rank land, as the tokens `at`."""
-        for _, _, offset, nbytes in self.rows(at, tokens):
+        for _, _, offset, nbytes in self._rows(at, tokens):
             yield Arrival(peer, offset, nbytes)
 
     def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -64,7 +64,7 @@ class Packing:
             for shape, dtype in self.entries
         )
 
-    def rows(self, at: Span, tokens: int) -> Iterator[tuple[int, int, int, int]]:
+    def _rows(self, at: Span, tokens: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (tensor, batch row, first byte, bytes) of the tokens `at` in memory for `tokens`.
         Nothing is yielded for no bytes.
         """
