@@ -1,24 +1,28 @@
-"""One of BMTrain's ranks with models of ModelCenter: torchrun tests/model_center_rank.py RESULTS
+"""One of BMTrain's ranks with models of ModelCenter: torchrun tests/model_center_rank.py FOLDER
 TASKS
 
-TASKS is JSON: the functions below to call, with their arguments. What they find goes to
-RESULTS/RANK.json, a list. On GPUs BMTrain runs as it is, elsewhere see fake_cuda.py.
+TASKS is JSON: the functions below to call, with their arguments. They check what they compute. On
+GPUs BMTrain runs as it is, elsewhere see fake_cuda.py.
 """
 
 import copy
 import importlib.util
 import itertools
 import json
+import math
 import os
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.fake_cuda import run_example
+from tests.reference import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 37
@@ -265,9 +269,15 @@ def after(model, sp, data: dict, **given) -> torch.Tensor:
     return total(model, **{name: sp.shard(x) for name, x in data.items()}, **given)
 
 
-def equality(folder: Path, dtype: str, models: dict[str, list[str] | None]) -> dict:
-    """Losses and errors of gradients of each model and its calls, by default those of CALLS or
-    all; as it is and over all ranks.
+def equality(
+    folder: Path,
+    dtype: str,
+    models: dict[str, list[str] | None],
+    loss_bound: float,
+    bound: float,
+) -> None:
+    """Compare losses and each parameter's gradient of models as they are and over all ranks, up to
+    relative errors. Print how many calls were compared, by default those of CALLS or all.
     """
     import bmtrain
 
@@ -276,13 +286,14 @@ def equality(folder: Path, dtype: str, models: dict[str, list[str] | None]) -> d
     from bmt_burst.bias import areas
 
     areas._LONG = 6  # so that there are large areas of one row in short sequences
-    sp, found = init_sequence_parallel(), {}
+    sp, compared = init_sequence_parallel(), 0
     for name, chosen in models.items():
         alone = build(name, getattr(torch, dtype))
         enabled = model_center.enable(build(name, getattr(torch, dtype), emb_init_std=1.0), sp)
         load(enabled, alone, folder / "model.pt")
         keys = list(alone.state_dict()), list(enabled.state_dict())
-        found[name] = {"keys": keys[0] == keys[1] and len(keys[0]) > 20}
+        assert keys[0] == keys[1], name
+        assert bmtrain.rank() or len(keys[0]) > 20, name  # others save nothing
         for call, (batch, whole, part) in calls(sp, name).items():
             if call not in (chosen or CALLS.get(name, [call])):
                 continue
@@ -295,35 +306,38 @@ def equality(folder: Path, dtype: str, models: dict[str, list[str] | None]) -> d
                 enabled.eval()
                 evaluated = bmtrain.distributed.all_reduce(after(enabled, sp, data, **part), "sum")
                 enabled.train()
-            found[name][call] = {
-                "expected": float(expected.detach()),
-                "got": float(bmtrain.distributed.all_reduce(got.detach(), "sum")),
-                "evaluated": float(evaluated),
-                "worst": worst_gradient(gradients(enabled), gradients(alone)),
-                "last_row": last_row(enabled) if name.startswith("CPM1") else 0,
-            }
+            got = bmtrain.distributed.all_reduce(got.detach(), "sum")
+            error, parameter = worst_gradient(gradients(enabled), gradients(alone))
+            # A sum of some thousand numbers around 1.
+            exact = float(expected.detach())
+            close = pytest.approx(exact, rel=loss_bound, abs=10 * loss_bound)
+            losses = float(got), float(evaluated)
+            assert losses == (close, close), (name, call, losses, exact)
+            assert error < bound, (name, call, parameter, error)
+            assert not name.startswith("CPM1") or last_row(enabled) == 0, (name, call)
+            compared += 1
             for model in (alone, enabled):
                 for p in model.parameters():
                     p.grad = None
                 for block in getattr(model, "decoder" if name == "OPT" else "encoder").layers:
                     for p in block._storage_params.values():
                         p.grad = None
-    return found
+    print(f"compared {compared} calls")
 
 
-def words(call) -> str:
-    """Return the error that a call raises, as text."""
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def check_errors(wrong: list[tuple[str, Callable]]) -> None:
+    """Check how the error of each call begins, or that it has none where "" is expected."""
+    for expected, call in wrong:
+        error = ""
+        try:
+            call()
+        except (TypeError, ValueError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        assert error.startswith(expected) if expected else not error, (expected, error)
 
 
-def refused(folder: Path) -> list[tuple[str, str]]:
-    """Return how the error of each wrong call must begin, and the error. Nothing of it changes a
-    model.
-    """
+def refused(folder: Path) -> None:
+    """Check the errors of wrong calls, and that none of them changes a model."""
     from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
     from bmt_burst.adapters.model_center import attention
@@ -334,18 +348,19 @@ def refused(folder: Path) -> list[tuple[str, str]]:
     plain, of_layers = (build("Llama", torch.float32) for _ in range(2))
     kind, weights = type(plain), [p.data.clone() for p in plain.parameters()]
     length = torch.tensor([TOKENS, 9], device=DEVICE)
-    wrong = refused_models(sp, llama, plain, of_layers) + refused_arguments(sp, part, llama, length)
-    wrong += refused_over_ranks(sp, tokens, part, llama)
-    found = [(expected, words(call)) for expected, call in wrong]
+    check_errors(refused_models(sp, llama, plain, of_layers))
+    check_errors(refused_arguments(sp, part, llama, length))
+    check_errors(refused_over_ranks(sp, tokens, part, llama))
     assert type(plain) is kind
     layers = [*plain.modules(), *of_layers.modules()]
     assert all(type(layer) is not attention.RingAttention for layer in layers)
     assert all(p.data.equal(w) for p, w in zip(plain.parameters(), weights, strict=True))
     plain(tokens, length=torch.tensor([TOKENS, TOKENS], device=DEVICE))
     pickled = "TypeError: an enabled Llama cannot be copied or pickled, as torch.save does: save"
-    found.append((pickled, words(lambda: copy.deepcopy(llama))))
-    found.append((pickled, words(lambda: torch.save(llama, folder / "never.pt"))))
-    return [*found, ("no error", words(lambda: llama(part, length=length)))]
+    saved = folder / "never.pt"
+    check_errors([(pickled, lambda: copy.deepcopy(llama))])
+    check_errors([(pickled, lambda: torch.save(llama, saved))])
+    llama(part, length=length)
 
 
 def refused_models(sp, llama, plain, of_layers) -> list[tuple]:
@@ -405,7 +420,7 @@ def refused_arguments(sp, part, llama, length) -> list[tuple]:
     layout, differ = Layout.zigzag(TOKENS + 1, sp.size), "rank 0 has [37, 0], rank 1 has [37, 1]"
     two = "length, attention_mask, mask, got length and mask"
     return [
-        ("no error", lambda: dropping.eval()(part)),
+        ("", lambda: dropping.eval()(part)),
         (
             "ValueError: this GPT2 has embeddings of 36 positions, got position 36",
             lambda: gpt2(part),
@@ -454,8 +469,8 @@ def refused_over_ranks(sp, tokens, part, llama) -> list[tuple]:
     return [*found, (layers, lambda: llama.encoder(llama.input_embedding(part), see_all))]
 
 
-def refused_biased(folder: Path) -> list[tuple[str, str]]:
-    """Return the errors of what models with learned biases refuse, as `refused`."""
+def refused_biased(folder: Path) -> None:
+    """Check the errors of what models with learned biases refuse."""
     from bmt_burst import Mask, init_sequence_parallel
     from bmt_burst.adapters import batch, model_center
 
@@ -491,55 +506,56 @@ def refused_biased(folder: Path) -> list[tuple[str, str]]:
         ("ValueError: rows with different layouts", lambda: cpm1(tokens, span=first, layout=two)),
         (f"{falling} 1 of a row", lambda: cpm1(tokens, position_ids=sp.shard(at // 2, 0))),
         (f"{falling} 9 of a row", lambda: cpm1(tokens, position_ids=places_of_mask)),
-        ("no error", lambda: cpm1(tokens, mask=mask, position_ids=places + 3)),
+        ("", lambda: cpm1(tokens, mask=mask, position_ids=places + 3)),
         (f"{falling} 9 of a row", lambda: cpm1(tokens, length=padded, **row)),
-        ("no error", lambda: cpm1(tokens, length=padded, context=first, **row)),
+        ("", lambda: cpm1(tokens, length=padded, context=first, **row)),
         (f"{segments} 34 at token 20 of a row", lambda: cpm3(tokens, token_type_ids=strange)),
         (f"{segments} -1 at token 0 of a row", lambda: cpm3(tokens, token_type_ids=first - 1)),
-        ("no error", lambda: cpm3(tokens, length=length, span=first)),
+        ("", lambda: cpm3(tokens, length=length, span=first)),
     ]
-    found = [(expected, words(call)) for expected, call in wrong]
+    check_errors(wrong)
     most, batch._MOST_SLICES = batch._MOST_SLICES, 200
-    slices = words(lambda: cpm1(tokens, context=sp.shard(at % 2, 0)))
-    batch._MOST_SLICES = most
     alternate = "ValueError: padding, context and spans alternate too often: expected a mask of at"
-    return [*found, (alternate, slices)]
+    check_errors([(alternate, lambda: cpm1(tokens, context=sp.shard(at % 2, 0)))])
+    batch._MOST_SLICES = most
 
 
-def rotary(folder: Path) -> dict:
-    """Errors over many positions, in fp16 and with exact angles in fp32, what is refused, and exact
-    angles.
+def rotary(folder: Path) -> None:
+    """Check rotary angles: those of ModelCenter in fp16, or exact ones in fp32.
+
+    fp16 rounds the angles of 2200 positions by up to a radian, and both models alike; fp32 by 1e-4.
     """
     from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
 
-    sp, found = init_sequence_parallel(), {}
+    sp = init_sequence_parallel()
     tokens = torch.randint(0, 97, (1, 66000), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     few, length = tokens[:, :2200], torch.tensor([2200], device=DEVICE)  # fp16 has 2048 exactly
+    infinite = "ValueError: position 65999 is infinite in torch.float16"
     for name in ("Llama", "GPTj"):
         for dtype in (torch.half, torch.float32):
             model = build(name, dtype, num_layers=1, num_heads=1, dim_model=8, dim_ff=8)
             with torch.no_grad():
                 whole = model(few, length=length).last_hidden_state
                 model_center.enable(model, sp, exact_rotary=dtype == torch.float32)
-                found[f"{name} {dtype}"] = relative_error(
-                    model(sp.shard(few)).last_hidden_state, sp.shard(whole)
-                )
+                found = model(sp.shard(few)).last_hidden_state
+            assert relative_error(found, sp.shard(whole)) < 1e-3, (name, dtype)
             if dtype == torch.half:
-                found[f"{name} refused"] = words(lambda model=model: model(sp.shard(tokens)))
-            elif name == "Llama":  # whose frequencies have a dtype of their own
-                model._exact_rotary, model.position_bias.inv_freq = (
-                    False,
-                    model.position_bias.inv_freq.half(),
-                )
-                found["frequencies"] = words(lambda model=model: model(sp.shard(tokens)))
-        angles = model._exact_tables(torch.tensor([1, 66000]))
-        found[f"{name} exact"] = [x[:, 0].tolist() for x in angles]
-    return found
+                check_errors([(infinite, lambda model=model: model(sp.shard(tokens)))])
+        for table, exact in zip(
+            model._exact_tables(torch.tensor([1, 66000])), (math.cos, math.sin), strict=True
+        ):
+            assert table[:, 0].tolist() == pytest.approx([exact(1), exact(66000)], abs=1e-6)
+        if name == "Llama":  # whose frequencies have a dtype of their own
+            model._exact_rotary = False
+            model.position_bias.inv_freq = model.position_bias.inv_freq.half()
+            check_errors([(infinite, lambda model=model: model(sp.shard(tokens)))])
 
 
-def alone(folder: Path) -> dict:
-    """A model that is enabled for one rank: what comes out, a loss without logits, generation."""
+def alone(folder: Path) -> None:
+    """Check a model that is enabled for one rank: what comes out, a loss without logits,
+    generation.
+    """
     from bmt_burst import SequenceParallel, shift_labels
     from bmt_burst.adapters import model_center
     from bmt_burst.loss import cross_entropy_sum, linear_cross_entropy_sum
@@ -562,47 +578,40 @@ def alone(folder: Path) -> dict:
     again = model(
         tokens[:, 30:], length=length, use_cache=True, past_key_values=start.past_key_values
     ).logits
-    return {
-        "same": model is plain and isinstance(model, type(plain)),
-        "hidden": relative_error(out[0], before.last_hidden_state),
-        "logits": relative_error(out[2], before.logits),
-        "loss": relative_error(without_logits, loss),
-        "generated": again.equal(expected),
-        "refused": words(lambda: model(tokens, use_cache=True, layout="striped")),
-    }
+    assert model is plain
+    assert relative_error(out[0], before.last_hidden_state) < 1e-6
+    assert relative_error(out[2], before.logits) < 1e-6
+    assert relative_error(without_logits, loss) < 1e-6
+    assert again.equal(expected)
+    refused = "ValueError: expected a cache or mask and layout"
+    check_errors([(refused, lambda: model(tokens, use_cache=True, layout="striped"))])
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    got, expected = got.double(), expected.double()
-    return float((got - expected).norm() / expected.norm())
+def memory(folder: Path) -> None:
+    """Check that an enabled model has no tensor as large as a mask.
 
-
-def memory(folder: Path) -> dict:
-    """The largest tensors in forward and backward, as it was and enabled, and the tokens of a
-    rank.
+    With a learned bias, CPUs write out the scores of 4 heads, a block.
     """
     from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
     from tests.largest import Largest
 
-    sp, found = init_sequence_parallel(), {}
+    sp = init_sequence_parallel()
     tokens = torch.randint(0, 97, (1, 700), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    length = torch.tensor([700], device=DEVICE)
-    for name in ("Llama", "CPM1"):
-        model = build(name, torch.float32)
-        for when in ("before", "after"):
+    length, part = torch.tensor([700], device=DEVICE), sp.shard(tokens)
+    for name, most in (("Llama", 1), ("CPM1", 4)):
+        model, entries = build(name, torch.float32), []
+        for given in (tokens, part):
             with Largest() as largest:
-                model(
-                    tokens if when == "before" else sp.shard(tokens), length=length
-                ).last_hidden_state.sum().backward()
-            found[f"{name} {when}"] = largest.entries
-            if when == "before":
+                model(given, length=length).last_hidden_state.sum().backward()
+            entries.append(largest.entries)
+            if given is tokens:
                 model_center.enable(model, sp)
-    return found | {"tokens": sp.shard(tokens).numel()}
+        assert entries[0] >= 700**2 and entries[1] <= most * part.numel() ** 2, (name, entries)
 
 
-def example(folder: Path, name: str) -> dict:
-    """Runs an example, on CPUs in fp32, which needs none of BMTrain's CUDA kernels."""
+def example(folder: Path, name: str) -> None:
+    """Run an example, on CPUs in fp32, which needs none of BMTrain's CUDA kernels."""
     changes = {
         "half=True": "half=False",
         "loss_scale=1024": "loss_scale=None",
@@ -611,16 +620,15 @@ def example(folder: Path, name: str) -> dict:
         '"cuda"': '"cpu"',
     }
     run_example(folder, f"model_center_{name}", changes if DEVICE == "cpu" else {})
-    return {}
 
 
-def weights(folder: Path) -> dict:
-    """Return the errors of a dense CPM that reads the weights of Llamas."""
+def weights(folder: Path) -> None:
+    """Check that a dense CPM reads the weights of Llamas. test_weights.py has other models."""
     import bmtrain
 
     from models.huggingface import load_cpm
 
-    tokens, found = torch.arange(TOKENS).unsqueeze(0), {}
+    tokens = torch.arange(TOKENS).unsqueeze(0)
     whole = torch.tensor([TOKENS], device=DEVICE)
     for name, changes in WRITTEN.items():
         model, place = build(name, torch.float32, **changes), folder / f"saved {name}"
@@ -630,8 +638,7 @@ def weights(folder: Path) -> dict:
         with torch.inference_mode():
             logits = model(tokens.to(DEVICE), length=whole).logits
             ours = load_cpm(place)(tokens, torch.arange(TOKENS))
-        found[name] = relative_error(ours, logits.cpu())
-    return found
+        assert relative_error(ours, logits.cpu()) < 1e-5, name
 
 
 def stand_in(name: str, **members) -> None:
@@ -651,7 +658,7 @@ TASKS = {
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    results, tasks = Path(sys.argv[1]), json.loads(sys.argv[2])
+    folder, tasks = Path(sys.argv[1]), json.loads(sys.argv[2])
     stand_in("transformers.modeling_outputs", BaseModelOutputWithPoolingAndCrossAttentions=object)
     stand_in("transformers")
     stand_in("requests")
@@ -664,8 +671,8 @@ if __name__ == "__main__":
         import bmtrain
 
         bmtrain.init_distributed(seed=0)
-    found = [TASKS[name](results, *arguments) for name, *arguments in tasks]
-    (results / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    for name, *arguments in tasks:
+        TASKS[name](folder, *arguments)
     if DEVICE == "cpu":
         dist.barrier()
         sys.stdout.flush()
