@@ -66,7 +66,7 @@ def test_a_second_interrupt_ends_the_run_now(folder):
     long = {"steps": 30, "batch_size": 100_000, "resume": "auto"}
     run = start(command(folder, name, processes=2, sp_size=2, **long))
     printed = read_until(run, "resumed after step 2")
-    time.sleep(3)  # until it is in the step
+    time.sleep(2)  # until it is in the step
     os.killpg(run.pid, signal.SIGINT)
     printed += read_until(run, "stopping after this step")
     time.sleep(1)
@@ -149,6 +149,8 @@ def _main_of_group(line: list[str], writer: Connection, stopped_rank: int | None
     writer.close()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     launch.subprocess = SimpleNamespace(Popen=partial(ForkedRank, stopped_rank=stopped_rank))
+    if stopped_rank is not None:  # it does not end on its own
+        launch._GRACE = 0.1
     run_as_main(line)
 
 
