@@ -176,14 +176,6 @@ def test_padding_sees_nothing():
     assert (choose(tensors[0], tensors[1], mask, SMALL)[0, 62:] == -1).all()
 
 
-def test_documents_of_few_blocks_are_exactly_dense():
-    """The window and topk cover 6 of the default constants' blocks of 64 tokens."""
-    sparse = InfLLMV2(window_size=128, topk=4, dense_len=-1)
-    tensors = random_qkv(1, 6 * 64, 2, 1, 8)
-    layout = Layout.zigzag(6 * 64, 2)
-    check(attend(layout, tensors, sparse=sparse), attend(layout, tensors), tensors)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_of_short_documents_are_dense(seed):
     """The longest document of the call decides, whichever ranks have it. Bits are equal."""
@@ -204,18 +196,6 @@ def test_calls_of_short_documents_are_dense(seed):
     q, k, *_ = tensors
     with pytest.raises(ValueError, match="dense_len=51 tokens, got at most 50: this call is dense"):
         choose(q, k, mask, constants)
-
-
-@pytest.mark.parametrize(("longest", "is_dense"), [(8191, True), (8192, False)])
-def test_the_released_constants_are_sparse_from_8192_tokens_on(longest, is_dense):
-    """Only the last tokens of a document see more than 6,144 others."""
-    mask = Mask.documents((0, 100, 100 + longest))
-    tensors = random_qkv(1, mask.seq_len, 1, 1, 4, dtype=torch.float32)[:3]
-    layout = Layout.zigzag(mask.seq_len, 2)
-    dense = ring_output(layout, tensors, mask=mask)
-    got = ring_output(layout, tensors, mask=mask, sparse=InfLLMV2())
-    assert got.equal(dense) == is_dense
-    assert torch.allclose(got[:, :6244], dense[:, :6244], atol=1e-5)
 
 
 def choose_on_a_rank(ring, layout, q, k, mask):

@@ -72,6 +72,12 @@ def check(call, tensors, spec=SPEC, with_delta=False, bias=None):
     assert max(errors.values()) < BOUNDS[tensors[0].dtype], errors
 
 
+def table_gradient(call, tensors, bias):
+    *qkv, dout = tensors
+    out, lse = BIAS_KERNEL.forward(*qkv, call, SPEC, bias)
+    return BIAS_KERNEL.backward(dout, *qkv, out, lse, None, call, SPEC, bias)[3]
+
+
 # Each pair of edges, more and fewer keys, queries that see nothing, tiles with and without gaps.
 # Biases need fewer: their kernels mask all blocks.
 FEW = (
@@ -204,29 +210,22 @@ def test_one_segment_goes_by_distance_alone(kind, step):
 
 @pytest.mark.parametrize("factor", [1e-25, 1e18])
 def test_the_gradient_of_a_table_is_as_exact_for_gradients_of_any_size(factor):
-    call = CALLS["a window"]
+    call, bias = CALLS["a window"], bias_of(CALLS["a window"], 1)
     *qkv, dout = tensors_of(call, 1, 1, 1, 8)
-    bias = bias_of(call, 1)
-    out, lse = BIAS_KERNEL.forward(*qkv, call, SPEC, bias)
-    expected = BIAS_KERNEL.backward(dout, *qkv, out, lse, None, call, SPEC, bias)[3]
-    grad = BIAS_KERNEL.backward(dout * factor, *qkv, out, lse, None, call, SPEC, bias)[3]
-    assert (
-        float((grad.double() / factor - expected).norm() / expected.norm()) < BOUNDS[torch.float32]
-    )
-    assert BIAS_KERNEL.backward(dout * 0, *qkv, out, lse, None, call, SPEC, bias)[3].eq(0).all()
+    expected, grad, zeros = (table_gradient(call, [*qkv, dout * x], bias) for x in (1, factor, 0))
+    assert relative_error(grad.double() / factor, expected) < BOUNDS[torch.float32]
+    assert zeros.eq(0).all()
 
 
 def test_the_gradient_of_a_table_is_as_exact_next_to_larger_heads():
     """A head whose values are a million times those of another."""
     call, bias = CALLS["a window"], bias_of(CALLS["a window"], 2)
-    q, k, v, dout = tensors_of(call, 1, 2, 2, 8)
-    grads = []
-    for factor in (1.0, 1e6):
-        v[:, :, 1] *= factor
-        dout[:, :, 1] *= factor
-        out, lse = BIAS_KERNEL.forward(q, k, v, call, SPEC, bias)
-        grads.append(BIAS_KERNEL.backward(dout, q, k, v, out, lse, None, call, SPEC, bias)[3])
-    assert torch.allclose(grads[1][:, 0], grads[0][:, 0], rtol=1e-6, atol=1e-7)
+    tensors = tensors_of(call, 1, 2, 2, 8)
+    before = table_gradient(call, tensors, bias)
+    for x in tensors[2:]:
+        x[:, :, 1] *= 1e6
+    after = table_gradient(call, tensors, bias)
+    assert torch.allclose(after[:, 0], before[:, 0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("spoilt", [1, 3])
@@ -234,9 +233,7 @@ def test_the_gradient_of_a_table_does_not_hide_nan(spoilt):
     call, bias = CALLS["a window"], bias_of(CALLS["a window"], 1)
     tensors = tensors_of(call, 1, 1, 1, 8)
     tensors[spoilt][0, 20, 0, 3] = torch.nan
-    *qkv, dout = tensors
-    out, lse = BIAS_KERNEL.forward(*qkv, call, SPEC, bias)
-    assert BIAS_KERNEL.backward(dout, *qkv, out, lse, None, call, SPEC, bias)[3].isnan().all()
+    assert table_gradient(call, tensors, bias).isnan().all()
 
 
 @pytest.mark.parametrize("entries", [None, (2,), (-1,), (2, -1)])
