@@ -1,10 +1,14 @@
-"""Errors that tests expect, as text."""
+"""Errors that tests expect, as text, and calls of functions that raise them."""
 
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def refusal(text: str):
@@ -22,3 +26,26 @@ def refusal_of_rank(wrong: int, rank: int, text: str):
         return refusal(text)
     kind, _, pattern = text.partition(": ")
     return refusal(f"ValueError: rank {wrong} of the group failed before .*: {kind}: .*{pattern}")
+
+
+# ways in which torch calls a function that knows none of them, and the errors of one called {}
+TRANSFORMS = {
+    "grad": "{} cannot be transformed by torch.func or vmap",
+    "vmap": "{} cannot be transformed by torch.func or vmap",
+    "forward mode": "{} has no forward mode",
+    "batched gradients": "the backward of {} cannot be transformed",
+}
+
+
+def transform(kind: str, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Call a function in one of these ways."""
+    if kind == "grad":
+        torch.func.grad(lambda x: function(x).sum())(x)
+    elif kind == "vmap":
+        torch.vmap(function)(x.unsqueeze(0))
+    elif kind == "forward mode":
+        with forward_ad.dual_level():
+            function(forward_ad.make_dual(x, x))
+    else:
+        out = function(x.requires_grad_())
+        torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)

@@ -4,13 +4,13 @@ it.
 
 import inspect
 import logging
+import math
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import (
@@ -21,6 +21,8 @@ from torch.utils.checkpoint import (
 
 from bmt_burst import (
     Layout,
+    Mask,
+    Scores,
     SequenceParallel,
     burst_attn_func,
     burst_attn_kvpacked_func,
@@ -36,7 +38,7 @@ from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
 from tests.cases import random_qkv
 from tests.reference import dense_attention, relative_error
-from tests.refusals import refusal, refusal_of_rank
+from tests.refusals import TRANSFORMS, refusal, refusal_of_rank, transform
 from tests.rings import CPU_KERNELS
 
 
@@ -140,6 +142,8 @@ WRONG_TENSORS = [
     (lambda q, k, v: (torch.nested.nested_tensor(list(q)), k, v), "TypeError: q must be a dense"),
     (lambda q, k, v: [x.to("meta") for x in (q, k, v)], "ValueError: reference: meta tensors have"),
 ]
+SCORES = Scores.by_distance(Mask.causal(12), torch.zeros(1, dtype=torch.int32))
+BIASED = {"scores": SCORES, "bias": torch.zeros(1, 4)}
 WRONG_OPTIONS = [
     ({"flash": "triton"}, "ValueError: no kernel for flash='triton'"),
     ({"flash": "fast"}, "ValueError: expected flash to be one of .*, got 'fast'"),
@@ -156,8 +160,18 @@ WRONG_OPTIONS = [
     ({"group_bytes": 2.0}, "TypeError: group_bytes must be a whole number, got 2.0"),
     ({"group_bytes": -1}, "ValueError: group_bytes must be a number of bytes below 2"),
     ({"softmax_scale": 0}, "ValueError: softmax_scale must be positive and finite, got 0"),
-    ({"process_group": 0}, "TypeError: a ProcessGroup or DeviceMesh of .*, a bmtrain .*; got int"),
-    ({"double_group": None}, "TypeError: double_group: expected a pair"),
+    ({"softcap": 0}, "ValueError: softcap must be positive and finite, got 0.0"),
+    ({"softcap": math.nan}, "ValueError: softcap must be positive and finite, got nan"),
+    ({"softcap": "50"}, "TypeError: softcap must be a number, got '50'"),
+    ({"softcap": True}, "TypeError: softcap must be a number, got True"),
+    ({"softcap": 1e-40}, "ValueError: softcap=1e-40, or softmax_scale=.* is zero or infinite"),
+    ({"softcap": 1e38, "softmax_scale": 1e-10}, r"ValueError: softcap=1e\+38, or .* divided by it"),
+    ({"softcap": 3.0, **BIASED}, "ValueError: expected softcap or a bias, got both"),
+    ({"softcap": 2.0, "flash": "cpu"}, "ValueError: cpu: it does not support a softcap"),
+    ({"sinks": [0.0, 0.0]}, "TypeError: sinks must be a torch.Tensor, got list"),
+    ({"sinks": torch.zeros(3)}, r"ValueError: sinks must be \(4,\), one .*, got shape \(3,\)"),
+    ({"sinks": torch.zeros(4).bfloat16()}, "TypeError: sinks must be torch.float32 for"),
+    ({"sinks": torch.zeros(4, device="meta")}, "ValueError: sinks must be on q's device, .* meta"),
 ]
 
 
@@ -168,9 +182,12 @@ def test_wrong_tensors_are_refused(change, error):
 
 
 @pytest.mark.parametrize(("options", "error"), WRONG_OPTIONS)
-def test_wrong_options_are_refused(options, error):
-    with refusal(error):
-        burst_attn_func(*qkv(), **options)
+def test_wrong_options_of_one_rank_are_an_error_on_all(options, error):
+    def work(ring):
+        with refusal_of_rank(1, ring.rank, error):
+            burst_attn_func(*qkv(), process_group=ring, **(options if ring.rank else {}))
+
+    simulate(2, work)
 
 
 def test_tensors_without_values_of_their_own_are_refused(one_process):
@@ -277,6 +294,10 @@ def test_groups_are_either_single_or_double():
             burst_attn_func(*qkv(), process_group=ring, double_group=(ring, ring))
         with pytest.raises(ValueError, match="both groups or neither"):
             burst_attn_func(*qkv(), double_group=(ring, None))
+        with pytest.raises(TypeError, match="double_group: expected a pair"):
+            burst_attn_func(*qkv(), double_group=None)
+        with pytest.raises(TypeError, match=r"a ProcessGroup or DeviceMesh .*, a bmtrain .* int"):
+            burst_attn_func(*qkv(), process_group=0)
 
     simulate(2, work)
 
@@ -348,31 +369,9 @@ def test_second_derivatives_on_one_rank_are_refused_on_all():
     assert second.startswith("burst_attn_func is differentiable once")
 
 
-def transformed(kind: str, x: torch.Tensor, attend) -> None:
-    """Attention in a way that it does not know."""
-    if kind == "grad":
-        torch.func.grad(lambda x: attend(x).sum())(x)
-    elif kind == "vmap":
-        torch.vmap(attend)(x.unsqueeze(0))
-    elif kind == "forward mode":
-        with forward_ad.dual_level():
-            attend(forward_ad.make_dual(x, x))
-    elif kind == "batched gradients":
-        out = attend(x.requires_grad_())
-        torch.autograd.grad(out, x, torch.ones(3, *x.shape), is_grads_batched=True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("grad", "burst_attn_func cannot be transformed by torch.func or vmap"),
-        ("vmap", "burst_attn_func cannot be transformed by torch.func or vmap"),
-        ("forward mode", "burst_attn_func has no forward mode"),
-        ("batched gradients", "the backward of burst_attn_func cannot be transformed"),
-    ],
-)
-def test_transforms_on_one_rank_are_refused_on_all(kind, message):
-    q = qkv()[0]
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_transforms_on_one_rank_are_refused_on_all(kind):
+    q, message = qkv()[0], TRANSFORMS[kind].format("burst_attn_func")
 
     def work(ring):
         x = q.clone()
@@ -382,7 +381,7 @@ def test_transforms_on_one_rank_are_refused_on_all(kind, message):
 
         with pytest.raises((RuntimeError, ValueError)) as caught:
             if ring.rank:
-                transformed(kind, x, attend)
+                transform(kind, attend, x)
             else:
                 out = attend(x.requires_grad_(kind == "batched gradients"))
                 out.sum().backward()

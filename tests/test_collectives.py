@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
 from tests.launcher import run_ranks
 from tests.reference import relative_error
+from tests.refusals import TRANSFORMS, transform
 from tests.rings import ring_arguments
 
 TOKENS = 13
@@ -67,22 +67,6 @@ def test_the_mean_of_gradients_is_the_gradient_of_a_loss_of_whole_tensors(size, 
             assert relative_error(got.grad, other.grad) < 1e-13
 
 
-def test_rows_may_have_layouts_of_their_own():
-    layouts = Layout.balanced(MASK, 2), "striped"
-    x = torch.randn(2, TOKENS, 3, dtype=torch.float64, requires_grad=True)
-
-    def work(ring):
-        places = [sp_of(ring, layout=layout) for layout in layouts]
-        parts = [sp.shard(x[i : i + 1]) for i, sp in enumerate(places)]
-        rows = [sp.unshard(part, TOKENS) for sp, part in zip(places, parts, strict=True)]
-        return torch.cat(rows)
-
-    wholes = simulate(2, work)
-    assert all(whole.equal(x) for whole in wholes)
-    sum(whole.pow(3).sum() for whole in wholes).div(2).backward()
-    assert torch.allclose(x.grad, 3 * x.detach() ** 2, rtol=1e-13)
-
-
 def test_half_precision_is_added_up_in_fp32_also_under_autocast():
     def work(ring):
         x = torch.full((5,), [256.0, 1.0, 1.0][ring.rank], dtype=torch.bfloat16).requires_grad_()
@@ -123,24 +107,17 @@ def second_derivative(sp: SequenceParallel, x: Tensor) -> None:
     torch.autograd.grad(sp.unshard(x, 4).pow(2).sum(), x, create_graph=True)
 
 
-def forward_mode(sp: SequenceParallel, x: Tensor) -> None:
-    with forward_ad.dual_level():
-        sp.sum(forward_ad.make_dual(x, x))
-
-
-def batched(sp: SequenceParallel, x: Tensor) -> None:
-    total = sp.sum(x)
-    torch.autograd.grad(total, x, torch.ones(3, *x.shape), is_grads_batched=True)
+OF_SUM = [
+    (lambda sp, x, kind=kind: transform(kind, sp.sum, x), error.format("sum"))
+    for kind, error in TRANSFORMS.items()
+]
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         (second_derivative, "unshard is differentiable once: expected a backward without create"),
-        (forward_mode, "sum has no forward mode"),
-        (batched, "the backward of sum cannot be transformed by torch.func or vmap"),
-        (lambda sp, x: torch.func.grad(lambda y: sp.sum(y).sum())(x), "sum cannot be transformed"),
-        (lambda sp, x: torch.func.vmap(lambda y: sp.sum(y))(x), "sum cannot be transformed"),
+        *OF_SUM,
         (lambda sp, x: sp.sum(x[:, :1]), "ranks differ in sum's arguments: .*2.*1"),
         (lambda sp, x: sp.sum(x.double()), "ranks differ in sum's arguments: .*float32.*float64"),
         (lambda sp, x: sp.sum(None), "x must be a torch.Tensor, got NoneType"),

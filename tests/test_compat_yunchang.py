@@ -28,7 +28,7 @@ from tests.reference import dense_results, relative_error, size_of_terms
 KINDS = ("basic", "strip", "zigzag")
 TOKENS = 24
 ROUNDING = 1e-12  # of fp64, relative to the whole tensor
-DEGREES = {3: [(3, 1), (1, 3)], 4: [(4, 1), (2, 2), (1, 4)]}
+DEGREES = [(4, 1), (2, 2), (1, 4)]  # of Ulysses and the ring, on four ranks
 
 
 def own_tokens(kind, tokens, ulysses, ring, rank, low):
@@ -60,16 +60,16 @@ def error(layer, mask, extract, **options):
     return max(relative_error(mine, extract(exact), least) for mine, exact in pairs)
 
 
-def hybrid(rank, size):
+def hybrid(rank):
     """Return the errors of every case, and check what is extracted."""
-    found, causal, full = [alone(rank, size)], Mask.causal(TOKENS), Mask.full(TOKENS)
-    for (ulysses, ring), kind, low in itertools.product(DEGREES[size], KINDS, (True, False)):
-        set_seq_parallel_pg(ulysses, ring, rank, size, low)
+    found, causal, full = [alone(rank)], Mask.causal(TOKENS), Mask.full(TOKENS)
+    for (ulysses, ring), kind, low in itertools.product(DEGREES, KINDS, (True, False)):
+        set_seq_parallel_pg(ulysses, ring, rank, 4, low)
         assert (PROCESS_GROUP.ULYSSES_PG.size(), PROCESS_GROUP.RING_PG.size()) == (ulysses, ring)
         own = own_tokens(kind, TOKENS, ulysses, ring, rank, low)
 
         def extract(x, kind=kind, ring=ring, ulysses=ulysses):
-            return EXTRACT_FUNC_DICT[kind](x, rank, world_size=size, rd=ring, ud=ulysses)
+            return EXTRACT_FUNC_DICT[kind](x, rank, world_size=4, rd=ring, ud=ulysses)
 
         assert extract(torch.arange(2 * TOKENS).view(2, -1)).equal(torch.stack([own, own + TOKENS]))
         layer = LongContextAttention(ring_impl_type=kind)
@@ -84,22 +84,21 @@ def hybrid(rank, size):
     return found
 
 
-def alone(rank, size):
-    """UlyssesAttention, with 4 heads on up to 4 ranks, in the way of its own script."""
-    layer = UlyssesAttention(dist.new_group(range(size)) if size % 2 else None)
+def alone(rank):
+    """UlyssesAttention, with 4 heads on 4 ranks, in the way of its own script."""
+    whole, group = UlyssesAttention(), UlyssesAttention(dist.new_group(range(4)))
     return max(
-        error(layer, mask, lambda x: x.chunk(size, 1)[rank], **options)
-        for mask, options in (
-            (Mask.causal(TOKENS), {"causal": True, "dropout_p": 0}),
-            (Mask.full(TOKENS), {"softcap": 0.7}),
-            (Mask.window(TOKENS, 6), {"causal": True, "window_size": (5, 0)}),
+        error(layer, mask, lambda x: x.chunk(4, 1)[rank], **options)
+        for layer, mask, options in (
+            (whole, Mask.causal(TOKENS), {"causal": True, "dropout_p": 0}),
+            (group, Mask.full(TOKENS), {"softcap": 0.7}),
+            (group, Mask.window(TOKENS, 6), {"causal": True, "window_size": (5, 0)}),
         )
     )
 
 
-@pytest.mark.parametrize("size", DEGREES)
-def test_layers_equal_dense_attention(size):
-    for found in run_ranks(size, hybrid, size):
+def test_layers_equal_dense_attention():
+    for found in run_ranks(4, hybrid):
         assert max(found) < ROUNDING
 
 

@@ -62,15 +62,22 @@ def cuda_qkv(*shape, dtype=torch.bfloat16, seed=0):
     return [x.cuda() for x in random_qkv(*shape, dtype, seed)]
 
 
-def check_call(name, kind, heads, kv_heads, head_size, spec=SPEC, lse_bound=1e-5, **options):
+def check_call(name, kind, heads, kv_heads, head_size, spec=SPEC):
+    """Compare a call with the reference, its backward with out and with delta.
+
+    The tanh of GPUs, which FlashAttention takes, is good to 2^-11 of itself: an lse of 5 or so to
+    1e-4.
+    """
     dtype = torch.bfloat16
     call = named_calls(100)[kind]  # without what was made for it before
     tensors = [x.cuda() for x in call_tensors(call, 2, heads, kv_heads, head_size, dtype)]
     for x in tensors[2:] if spec.value_size else ():
         x[..., spec.value_size :] = 0.0
-    errors = kernel_errors(usable(name, *tensors[:2], spec), call, tensors, spec, **options)
-    assert errors.pop("lse") < lse_bound
-    assert max(errors.values()) < MERGED * BOUNDS[dtype], errors
+    kernel = usable(name, *tensors[:2], spec)
+    for with_delta in (False, True):
+        errors = kernel_errors(kernel, call, tensors, spec, with_delta)
+        assert errors.pop("lse") < (2e-4 if spec.softcap and name != "triton" else 1e-5)
+        assert max(errors.values()) < MERGED * BOUNDS[dtype], errors
 
 
 @pytest.mark.parametrize("kind", [*FEW_CALLS, "full", "causal, more keys"])
@@ -79,8 +86,7 @@ def check_call(name, kind, heads, kv_heads, head_size, spec=SPEC, lse_bound=1e-5
 def test_fa4_computes_values_with_heads_of_their_own(kind, head_size, value_size, kv_heads):
     """Without their zeros if there are as many heads of k as of q."""
     spec = dataclasses.replace(SPEC, value_size=value_size)
-    for with_delta in (False, True):
-        check_call("fa4", kind, 8, kv_heads, head_size, spec=spec, with_delta=with_delta)
+    check_call("fa4", kind, 8, kv_heads, head_size, spec)
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -93,13 +99,7 @@ def test_calls_against_float64(name, kind):
 @pytest.mark.parametrize("kind", [*FEW_CALLS, "a window to both sides"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(8, 2, 64), (8, 8, 256)])
 def test_calls_with_a_softcap(name, kind, heads, kv_heads, head_size):
-    """The tanh of GPUs, which FlashAttention takes, is good to 2^-11 of itself: an lse of 5 or so
-    to 1e-4.
-    """
-    spec, bound = Spec(0.1, softcap=2.0), 1e-5 if name == "triton" else 2e-4
-    for with_delta in (False, True):
-        options = {"spec": spec, "lse_bound": bound, "with_delta": with_delta}
-        check_call(name, kind, heads, kv_heads, head_size, **options)
+    check_call(name, kind, heads, kv_heads, head_size, Spec(0.1, softcap=2.0))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_deterministic_calls_are_equal_in_every_bit(name, kind, heads, kv_heads)
     spec, call = Spec(0.1, deterministic=True), named_calls(300)[kind]
     q, k, v, dout = (x.cuda() for x in call_tensors(call, 2, heads, kv_heads, 64, torch.bfloat16))
     kernel = usable(name, q, k, spec)
-    check_call(name, kind, heads, kv_heads, 64, spec=spec)
+    check_call(name, kind, heads, kv_heads, 64, spec)
     results = []
     for _ in range(10):
         out, lse = kernel.forward(q, k, v, call, spec)

@@ -6,8 +6,7 @@ import pickle
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, SequenceParallel, burst_attn_func, simulate
-from tests.cases import random_qkv
+from bmt_burst import Layout, Mask, SequenceParallel, simulate
 
 MASK = Mask.documents((0, 5, 6, 21))
 
@@ -28,20 +27,6 @@ def test_a_layout_of_ones_own_cuts_and_joins_as_a_named_one():
         return sp.with_layout("zigzag") == named
 
     assert all(simulate(3, work))
-
-
-def test_groups_with_a_balanced_layout_attend():
-    q, k, v, _ = random_qkv(1, 21, 4, 2, 8)
-    expected = burst_attn_func(q, k, v, mask=MASK)
-
-    def work(ring):
-        sp = SequenceParallel(ring.rank, 3, process_group=ring).with_layout(
-            Layout.balanced(MASK, 3)
-        )
-        return sp.unshard(burst_attn_func(*map(sp.shard, (q, k, v)), mask=MASK, **sp.groups), 21)
-
-    for out in simulate(3, work):
-        assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_layout_is_for_its_length_and_its_ranks():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,19 +173,11 @@ def test_there_may_be_more_blocks_than_programs():
 def test_stages_fit_into_shared_memory(dtype, head_size, block_size, stages, monkeypatch):
     """The numbers are those of kernels that Triton 3.6 compiled for an H100."""
     monkeypatch.setattr(triton_far, "shared_memory", lambda _: 227 << 10)
-    q, k = (
-        SimpleNamespace(
-            shape=(1, heads, head_size),
-            dtype=dtype,
-            device=None,
-            is_cuda=True,
-            element_size=lambda: dtype.itemsize,
-        )
-        for heads in (32, 2)
-    )
-    found = [triton_far._find_shape(name, q, k, block_size).stages for name in triton_far._HALF]
-    assert found == stages
-    assert triton_far.fits(q, k, block_size) == all(stages)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, n, head_size, dtype=dtype, device="cuda") for n in (32, 2))
+        found = [triton_far._find_shape(name, q, k, block_size).stages for name in triton_far._HALF]
+        assert found == stages
+        assert triton_far.fits(q, k, block_size) == all(stages)
 
 
 def choice_case(seed: int, dtype: torch.dtype, tokens: int | None = None):
