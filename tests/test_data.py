@@ -31,21 +31,6 @@ def test_text_and_json_lines_become_documents(tmp_path):
     assert "3 documents" in printed
 
 
-def test_validation_documents_are_chosen_by_name(tmp_path):
-    (tmp_path / "in").mkdir()
-    for i in range(200):
-        (tmp_path / f"in/{i}.py").write_text(f"text {i}")
-    arguments = ("--input", tmp_path / "in", "--glob", "*.py", "--val-fraction", 0.2)
-    arguments += ("--output", tmp_path / "out")
-    prepare(*arguments)
-    train, val = (documents(tmp_path / "out" / part) for part in ("train", "val"))
-    assert len(train) + len(val) == 200
-    assert 10 < len(val) < 80  # 40 on average, with a standard deviation of 6
-    assert "exists; give --overwrite" in prepare(*arguments, code=2)
-    prepare(*arguments, "--overwrite")
-    assert documents(tmp_path / "out/val") == val
-
-
 def _write_corpus(folder: Path) -> None:
     """Write a folder of texts, and a file of records next to it."""
     (folder / "sub").mkdir(parents=True)
@@ -75,7 +60,7 @@ def test_the_split_does_not_depend_on_where_the_corpus_is(tmp_path, monkeypatch)
         output = tmp_path / f"out{len(written)}"
         inputs = (f"{folder}/corpus", f"{folder}/corpus.jsonl")
         prepare("--input", *inputs, "--val-fraction", 0.3, "--output", output)
-        assert len(documents(output / "val")) > 10
+        assert 10 < len(documents(output / "val")) < 40  # 24 on average, with a deviation of 4
         written.append(_bytes_written(output))
     assert all(each == written[0] for each in written)
 
@@ -124,6 +109,8 @@ def test_only_its_own_output_is_replaced(tmp_path):
     printed = prepare(*arguments, tmp_path / "corpus", code=2)
     assert "was not written by prepare_data.py" in printed
     prepare(*arguments, tmp_path / "out")
+    without = ("--input", tmp_path / "corpus", "--output", tmp_path / "out")
+    assert "exists; give --overwrite" in prepare(*without, code=2)
     (tmp_path / "link").symlink_to("out")
     printed = prepare(*arguments, tmp_path / "link", code=2)
     assert "link is a link, which is not replaced" in printed

@@ -107,12 +107,6 @@ def refusal(capsys, *arguments: object) -> str:
     return printed
 
 
-def logits_of_llama(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert type(model) is LlamaForCausalLM
-    return model(tokens).logits.detach().float()
-
-
 SCALINGS = [
     {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 16, "tie_embeddings": True},
     {"scale_emb": 0.3, "scale_depth": None, "dim_model_base": None},
@@ -131,7 +125,9 @@ def test_a_folded_model_is_a_llama_with_the_same_logits(tmp_path, change):
     config, weights = fold_scalings(model.config, model.state_dict())
     assert weights.keys() == model.state_dict().keys()
     save_weights(tmp_path, config, weights)
-    for logits in (logits_of_llama(tmp_path, tokens), load_cpm(tmp_path)(tokens, torch.arange(21))):
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(llama) is LlamaForCausalLM
+    for logits in (llama(tokens).logits, load_cpm(tmp_path)(tokens, torch.arange(21))):
         assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 

@@ -25,15 +25,12 @@ from train.run.stages import parse_run
 NAMES = ("loss", "loss/code", "loss/books", "grad_norm", "samples", "epoch/code", "epoch/books")
 
 
-def random_weights(chance: random.Random, count: int) -> dict[str, Fraction]:
-    return {f"s{i}": Fraction(str(round(10 ** chance.uniform(-4, 2), 5))) for i in range(count)}
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 20])
 def test_shares_are_held_at_every_prefix_and_each_source_is_read_in_order(count):
     chance = random.Random(count)
     for _ in range(10):
-        order = Interleaving(random_weights(chance, count))
+        weights = (Fraction(str(round(10 ** chance.uniform(-4, 2), 5))) for _ in range(count))
+        order = Interleaving({f"s{i}": weight for i, weight in enumerate(weights)})
         read = dict.fromkeys(order.shares, 0)
         for sample in range(600):
             name, place = order.locate(sample)

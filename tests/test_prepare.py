@@ -173,17 +173,12 @@ def test_one_run_at_a_time_and_a_killed_one_is_replaced(much, tmp_path):
     assert not (tmp_path / ".out.partial").exists()
 
 
-def wait_for_children(process: subprocess.Popen, count: int) -> list[int]:
-    deadline = time.monotonic() + 600
-    while len(found := children(process.pid)) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
-
-
 def test_an_interrupted_run_leaves_one_line_and_nothing_else(much, tmp_path):
     process = running(tmp_path, *much, "--workers", 2)
-    started = wait_for_children(process, 3)  # two workers, and multiprocessing's own
+    deadline = time.monotonic() + 600
+    while len(started := children(process.pid)) < 3:  # two workers, and multiprocessing's own
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     for one in (process.pid, *started):  # as a terminal does: all processes get it
         os.kill(one, signal.SIGINT)
     printed = process.communicate(timeout=600)[1]
@@ -237,8 +232,9 @@ def test_an_interrupt_when_all_is_written_ends_nothing(tmp_path, monkeypatch):
     assert texts(tmp_path / "out/train") == ["text"]
 
 
-@pytest.mark.parametrize("codec", ["utf-16", "utf-16-be", "gbk"])
-@pytest.mark.parametrize("ending", [".txt", ".jsonl"])
+@pytest.mark.parametrize(
+    ("codec", "ending"), [("utf-16", ".jsonl"), ("utf-16-be", ".txt"), ("gbk", ".jsonl")]
+)
 def test_text_of_another_encoding_is_refused(codec, ending, tmp_path):
     """Zeros are valid UTF-8, so lines of UTF-16 may be. json.loads reads UTF-16, a byte late."""
     word = {"gbk": "环注意力"}.get(codec, "ring")

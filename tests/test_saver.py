@@ -6,7 +6,6 @@ import os
 import resource
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,10 +37,6 @@ def names(root) -> list[str]:
     return [path.name[-1] for path in checkpoint.listed(root)]
 
 
-def first_weight(path: Path) -> float:
-    return float(Checkpoint(path).weights()["a"][0, 0])
-
-
 @pytest.fixture
 def held(monkeypatch):
     """Let writers wait until this event is set."""
@@ -71,7 +66,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, held):
     assert (saved.step, saved.path) == (1, tmp_path / "step_00000001")
     assert saved.stopped < saved.seconds
     assert checkpoint.newest(tmp_path) == saved.path
-    assert first_weight(saved.path) == 1000
+    assert Checkpoint(saved.path).weights()["a"][0, 0] == 1000
     assert told[0] == "there is no good checkpoint"
     assert f"the last good checkpoint is {saved.path};" in told[1]
     assert mine.take_saved() == []
@@ -125,11 +120,10 @@ def test_a_failure_of_one_rank_is_everyones_and_leaves_the_checkpoint_before(tmp
     assert not list((tmp_path / "run").glob(".step_*"))
 
 
-def no_memory(descriptor, size, flags):
-    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-
 def test_memory_that_cannot_be_had_is_a_failure(tmp_path, alone, monkeypatch):
+    def no_memory(descriptor, size, flags):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
     monkeypatch.setattr(rank_file, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": no_memory}))
     mine = make_saver(tmp_path)
     while not mine.failed:
