@@ -6,7 +6,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 OPTIONS = "num_warps", "num_stages", "enable_fp_fusion"
 POINTERS = {
@@ -53,12 +53,12 @@ class Compiler:
 
 
 def kind(x, path, values):
-    """Return the type of an argument. A None is a constant: it is added to `values`."""
+    """Return the type of an argument. A None or a function is a constant in `values`."""
     if isinstance(x, tuple):
         kinds = [kind(y, (*path, i), values) for i, y in enumerate(x)]
         return type(x)(*kinds) if hasattr(x, "_fields") else tuple(kinds)
-    if x is None:
-        values[path] = None
+    if x is None or isinstance(x, JITFunction):
+        values[path] = x
         return "constexpr"
     if isinstance(x, torch.Tensor):
         return POINTERS[x.dtype]

@@ -313,11 +313,7 @@ def test_the_file_of_shapes_has_one_for_each_launch_and_gpu_and_says_where_it_is
             by_diagonals = {"backward_table"} if table in ("single", "half_by_distance") else set()
             assert names == {"forward", "backward_kv", "backward_q"} | by_diagonals
             for name in names:
-                smallest, row = (
-                    shapes[table, name, width][-1],
-                    width * (4 if table == "single" else 2),
-                )
-                assert backend._bytes(name, smallest, row, table == "half_by_segments") <= least
+                assert shapes[table, name, width][-1].shared <= least
 
 
 @pytest.mark.parametrize(

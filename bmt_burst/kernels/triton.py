@@ -8,7 +8,7 @@ programs with the most work are first in the list. The backward has one program 
 keys, which sums dk and dv, and one for each block of queries, which sums dq. No two programs add to
 the same sum. Therefore results are bit-identical between runs.
 
-`launch` and `start` also serve kernels that add an extension's terms to scores.
+`launch` and `start` also serve extensions, which add terms to scores.
 
 `triton_shapes.json` has the block sizes, and the GPU and commit that they were measured with.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from torch import Tensor
 from ..base.compiled import multiply_by_16
 from ..base.streams import send_to_device
 from ..merging.merge import empty_lse, stack_lse_delta
+from ..sequence.span import Span
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import Kernel, import_failure, installed, needs_capability
@@ -35,33 +36,32 @@ from .packed import effective_band, prepare_once
 
 
 class LaunchShape(NamedTuple):
-    """The block sizes of a launch: M queries and N keys, warps, and pipeline stages."""
+    """The block sizes of a launch: M queries and N keys, warps, pipeline stages, and the bytes of
+    shared memory that these need.
+    """
 
     M: int
     N: int
     warps: int
     stages: int
+    shared: int = 0
 
 
 class Added(NamedTuple):
-    """The tensors and code that an extension adds to scores, as kernels take them.
+    """What an extension adds to scores.
 
-    kind       the constant BIAS of the kernels
-    arguments  their argument `bias`
+    table     name of the table of block sizes for 16-bit inputs
+    terms     the kernels' argument `terms`
+    one_part  whether kernels mask all blocks. Then the loop over blocks is compiled once, not once
+              for each part
     """
 
-    kind: int
-    arguments: Any
+    table: str
+    terms: Any = ()
+    one_part: bool = False
 
 
-NOTHING = Added(0, ())
-
-_INTERPRETED = {
-    "forward": LaunchShape(32, 16, 4, 1),
-    "backward_kv": LaunchShape(16, 32, 4, 1),
-    "backward_q": LaunchShape(32, 16, 4, 1),
-    "backward_table": LaunchShape(32, 16, 4, 1),
-}
+NOTHING = Added("half")
 
 
 class TritonKernel(Kernel):
@@ -120,18 +120,20 @@ def launch(
     tensors: Sequence[Any],
     call: KernelCall,
     spec: Spec,
-    added: Added = NOTHING,
-    most: int | None = None,
+    added: Added,
+    programs: Tensor | None = None,
 ) -> None:
     """Launch the kernel `name`. The first two of `tensors` are q and k.
 
-    most  as `_list_blocks` takes it
+    programs  a list of other programs than those with one block each
     """
     q, by_keys = tensors[0], name == "backward_kv"
-    shape = shape_of(name, q, added)
-    blocks = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M, most)
+    shape = shape_of(name, q, added.table)
+    if programs is None:
+        programs = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M)
+    constants = {"CAP": spec.softcap, "TERMS": bool(added.terms), "ONE_PART": added.one_part}
     kernel = getattr(_kernel_module(), name)
-    start(kernel, shape, blocks, by_keys, tensors, call, spec, added, CAP=spec.softcap)
+    start(kernel, shape, programs, by_keys, tensors, call, spec, added.terms, **constants)
 
 
 def start(
@@ -142,7 +144,7 @@ def start(
     tensors: Sequence[Any],
     call: KernelCall,
     spec: Spec,
-    added: Added,
+    terms: Any,
     **constants: Any,
 ) -> None:
     """Launch a kernel with a list of programs, for each kv head if `by_keys`, else for each query
@@ -158,7 +160,7 @@ def start(
         spec.scale,
         left or 0,
         right or 0,
-        added.arguments,
+        terms,
         GROUP=q.shape[2] // k.shape[2],
         D=q.shape[-1],
         WIDTH=_width(q),
@@ -166,7 +168,6 @@ def start(
         N=shape.N,
         LEFT=left is not None,
         RIGHT=right is not None,
-        BIAS=added.kind,
         PRECISION=precision(q),
         **constants,
         num_warps=shape.warps,
@@ -180,34 +181,27 @@ def _width(q: Tensor) -> int:
     return max(16, 1 << (q.shape[-1] - 1).bit_length())
 
 
-def _list_blocks(
-    call: KernelCall, device: torch.device, side: int, size: int, most: int | None
-) -> Tensor:
-    """List the programs of a call, those with the most work first.
-
-    Each has a block of `size` queries (side 0) or keys (side 1). If `most` is given and there is no
-    band, several programs share a block, and each has at most `most` tokens of the other side.
-
-    Return (programs, 5) int32: the block's first token, counted in its sequence; then start and
-    length of the sequence on this side, and on the other side.
-    """
-    name = "triton", side, size, most
+def _list_blocks(call: KernelCall, device: torch.device, side: int, size: int) -> Tensor:
+    """List the programs of a call. Each has a block of `size` queries (side 0) or keys (side 1)."""
     return prepare_once(
-        call, name, device, lambda: send_to_device(_blocks_on_host(call, side, size, most), device)
+        call,
+        ("triton", side, size),
+        device,
+        lambda: send_to_device(list_programs(call, call.sequences(), side, size), device),
     )
 
 
-def _blocks_on_host(call: KernelCall, side: int, size: int, most: int | None) -> Tensor:
-    spans: list[tuple[int, ...]] = [(*pair[side], *pair[1 - side]) for pair in call.sequences()]
-    if most is not None and call.left is None and call.right is None:
-        spans = [
-            (*own, start, min(start + most, stop))
-            for *own, first, stop in spans
-            for start in range(first, stop, most)
-        ]
-    own_at, own_end, other_at, other_end = (
-        torch.tensor(spans, dtype=torch.int64).view(-1, 4).unbind(1)
-    )
+def list_programs(
+    call: KernelCall, sequences: Iterable[tuple[Span, Span]], side: int, size: int
+) -> Tensor:
+    """List the programs of sequences with the band of a call, those with the most work first.
+
+    Return (programs, 5) int32: the first token of a program's block, counted in its sequence; then
+    start and length of the sequence on this side, and on the other side.
+    """
+    spans = [(*pair[side], *pair[1 - side]) for pair in sequences]
+    table = torch.tensor(spans, dtype=torch.int64).view(-1, 4)
+    own_at, own_end, other_at, other_end = table.unbind(1)
     own, other = own_end - own_at, other_end - other_at
     at, nth = number_groups((own + size - 1) // size)
     first = nth * size
@@ -239,29 +233,16 @@ def _shapes() -> dict[tuple[str, str, int], tuple[LaunchShape, ...]]:
     }
 
 
-def shape_of(name: str, q: Tensor, added: Added = NOTHING) -> LaunchShape:
-    """Return the fastest shape of a kernel that the GPU has shared memory for."""
-    if not q.is_cuda:
-        return _INTERPRETED[name]
-    width, half = _width(q), ("half", "half_by_distance", "half_by_segments")[added.kind]
-    table = "single" if q.dtype == torch.float32 else half
-    shapes = _shapes()[table, name, max(width, 64)]
-    most, by_segments = shared_memory(q.device), table == "half_by_segments"
-    fitting = (s for s in shapes if _bytes(name, s, width * q.itemsize, by_segments) <= most)
-    return next(fitting, shapes[-1])
+def shape_of(name: str, q: Tensor, table: str) -> LaunchShape:
+    """Return the fastest shape of a kernel that the GPU has shared memory for.
 
-
-def _bytes(name: str, shape: LaunchShape, row: int, by_segments: bool) -> int:
-    """Return the bytes of shared memory of a kernel with rows of `row` bytes.
-
-    This is what Triton 3.9 allocates on Hopper, plus 2 KiB.
+    table  the table for 16-bit inputs
     """
-    own, other = (shape.N, shape.M) if name == "backward_kv" else (shape.M, shape.N)
-    held = own if name == "forward" else 2 * own
-    scores = (8 if name == "backward_q" else 4) * shape.M * shape.N if by_segments else 0
-    if name == "backward_table":
-        return 2 * (own + other) * shape.stages * row + 2048
-    return (held + 2 * other * shape.stages) * row + scores + 2048
+    if not q.is_cuda:  # in the interpreter
+        return LaunchShape(16, 32, 4, 1) if name == "backward_kv" else LaunchShape(32, 16, 4, 1)
+    table = "single" if q.dtype == torch.float32 else table
+    shapes, most = _shapes()[table, name, max(_width(q), 64)], shared_memory(q.device)
+    return next((shape for shape in shapes if shape.shared <= most), shapes[-1])
 
 
 @functools.cache

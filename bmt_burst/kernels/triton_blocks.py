@@ -6,7 +6,15 @@ three parts: blocks that its first edge cuts, blocks that are completely visible
 its last edge or the end of the sequence cuts. Only the first and the last part are masked.
 
 All attention kernels compute a pair of blocks with `scores_of`. Those of the backward continue with
-`probs_of` and `dscores_of`. Exponents are to base 2, and so are the terms of a bias.
+`probs_of` and `dscores_of`. Exponents are to base 2.
+
+An extension may add terms to scores, if TERMS. `terms` then has its tensors and these functions:
+
+start   returns the state of a program, before its first block of the other side
+add     adds the terms of a pair of blocks, to base 2, to scores. It also returns the state, and
+        what `sum` takes of keys. A program passes all its pairs, in order
+sum     adds the gradient of scores to the gradient of the terms, and returns the state
+finish  adds the rest of the gradient
 
 Letters: D is the head size, WIDTH the power of two that it is padded to. M and N are the numbers of
 queries and keys of a block. CAP is the softcap of the scores, or None. `first` is the first token
@@ -19,21 +27,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The seam: what an extension adds to scores, in the branches of the constant BIAS. Without one it
-# is NONE, and Triton compiles none of it.
-from ..bias.kernels.triton_terms import (
-    BY_DISTANCE,
-    BY_SEGMENTS,
-    NONE,
-    add_by_segments,
-    add_near,
-    add_waiting,
-    by_distance,
-    by_segments,
-    distances_of,
-    kv_fields,
-    q_fields,
-)
 from .triton_memory import (
     INFINITY,
     LOG2_E,
@@ -58,45 +51,36 @@ ROWS = ["lse", "delta"]  # (B, H, S) tensors that may begin at any address
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
 def forward(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_strides,
-    blocks, scale, left, right, bias,
+    blocks, scale, left, right, terms,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    CAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    TERMS: tl.constexpr, ONE_PART: tl.constexpr,
 ):  # fmt: skip
     """Fill out and lse of one block of queries and one head. GROUP query heads share a kv head."""
     head, batch = tl.program_id(1), tl.program_id(2)
-    first, q_start, q_count, kv_start, kv_count = _block(blocks)
+    block = _block(blocks)
+    first, q_start, q_count, kv_start, kv_count = block
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
     q_block = read_own(q, q_strides, batch, head, q_start + first, rows, D, WIDTH, M)
     k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
-    if BIAS == NONE:
-        own = None
-    if BIAS == BY_SEGMENTS:
-        own = q_fields(bias, q_start + first, rows, M)
-    if BIAS == BY_DISTANCE:
-        places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
-    # Without a bias and a cap, scores get their factor only in the exponents.
-    SCALED: tl.constexpr = CAP is not None or BIAS != NONE
+    # Without terms and a cap, scores get their factor only in the exponents.
+    SCALED: tl.constexpr = CAP is not None or TERMS
     sums = tl.zeros((M, WIDTH), tl.float32)
     weights = tl.zeros((M,), tl.float32)
     largest = tl.full((M,), -INFINITY, tl.float32)
-    FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if LEFT else 1)
-    edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
+    FIRST_PART: tl.constexpr = 2 if ONE_PART else (0 if LEFT else 1)
+    edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, ONE_PART)
+    state = terms.start(terms, head, block, edges[FIRST_PART], M, N, False) if TERMS else ()
     for part in tl.static_range(FIRST_PART, 3):
-        if BIAS == BY_DISTANCE:
-            own = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = read(skip(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
-            scores, _ = scores_of(
-                q_block, k_block, own, bias, head, kv_start + at, columns, scale,
-                N, BIAS, False, PRECISION, CAP, SCALED,
-            )  # fmt: skip
+            scores = scores_of(q_block, k_block, scale, PRECISION, CAP, SCALED)
             factor = 1.0 if SCALED else scale * LOG2_E
-            if BIAS == BY_DISTANCE:  # loads the next block's terms while this one is computed
-                own = by_distance(bias, head, places, first, at + N, M, N, False)
+            if TERMS:
+                scores, state, _ = terms.add(terms, head, state, scores, at, columns, M, N, False)
             if part != 1:
                 seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
                 scores = tl.where(seen, scores, -INFINITY)
@@ -125,48 +109,39 @@ def forward(
 def backward_kv(
     q, k, v, dout, lse, delta, dk, dv,
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
-    dk_strides, dv_strides, blocks, scale, left, right, bias,
+    dk_strides, dv_strides, blocks, scale, left, right, terms,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    CAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    TERMS: tl.constexpr, ONE_PART: tl.constexpr,
 ):  # fmt: skip
     """Fill dk and dv of one block of keys and one kv head.
 
     Scores are transposed, so that no product of the loop has to transpose them.
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
-    first, kv_start, kv_count, q_start, q_count = _block(blocks)
+    block = _block(blocks)
+    first, kv_start, kv_count, q_start, q_count = block
     columns, more = tl.minimum(kv_count - first, N), q_count - kv_count
     k_block = read_own(k, k_strides, batch, kv_head, kv_start + first, columns, D, WIDTH, N)
     v_block = read_own(v, v_strides, batch, kv_head, kv_start + first, columns, D, WIDTH, N)
-    if BIAS == NONE:
-        own = None
-    if BIAS == BY_SEGMENTS:
-        own = kv_fields(bias, kv_start + first, columns, N)
-    if BIAS == BY_DISTANCE:
-        places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
     dk_sums = tl.zeros((N, WIDTH), tl.float32)
     dv_sums = tl.zeros((N, WIDTH), tl.float32)
-    FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if RIGHT else 1)
-    edges = _edges(first, columns, more, right, left, q_count, M, RIGHT, LEFT, BIAS == BY_SEGMENTS)
+    FIRST_PART: tl.constexpr = 2 if ONE_PART else (0 if RIGHT else 1)
+    edges = _edges(first, columns, more, right, left, q_count, M, RIGHT, LEFT, ONE_PART)
     for head in tl.range(kv_head * GROUP, kv_head * GROUP + GROUP):
         q_rows = token_at(q, q_strides, batch, head, q_start)
         dout_rows = token_at(dout, dout_strides, batch, head, q_start)
         lse_rows = row_at(lse, lse_strides, batch, head, q_start)
         delta_rows = row_at(delta, delta_strides, batch, head, q_start)
+        state = terms.start(terms, head, block, edges[FIRST_PART], N, M, True) if TERMS else ()
         for part in tl.static_range(FIRST_PART, 3):
-            if BIAS == BY_DISTANCE:
-                own = by_distance(bias, head, places, edges[part], first, M, N, True)
             for at in tl.range(edges[part], edges[part + 1], M):
                 rows = q_count - at
                 q_block = read(skip(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1)
-                scores, _ = scores_of(
-                    k_block, q_block, own, bias, head, q_start + at, rows, scale,
-                    M, BIAS, True, PRECISION, CAP, True,
-                )  # fmt: skip
-                if BIAS == BY_DISTANCE:
-                    own = by_distance(bias, head, places, at + M, first, M, N, True)
+                scores = scores_of(k_block, q_block, scale, PRECISION, CAP, True)
+                if TERMS:
+                    scores, state, _ = terms.add(terms, head, state, scores, at, rows, N, M, True)
                 probs = probs_of(
                     scores, load_lse(lse_rows, at, rows, M)[None, :],
                     first, at, more, right, left, rows, N, M, RIGHT, LEFT, part != 1,
@@ -193,17 +168,18 @@ def backward_kv(
 def backward_q(
     q, k, v, dout, lse, delta, dq,
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
-    dq_strides, blocks, scale, left, right, bias,
+    dq_strides, blocks, scale, left, right, terms,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    CAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    TERMS: tl.constexpr, ONE_PART: tl.constexpr,
 ):  # fmt: skip
     """Fill dq of one block of queries and one head, unless dq is None.
 
-    With a bias by segments also add the block's share to the gradient of the bias.
+    Also add the block's share to the gradient of the terms.
     """
     head, batch = tl.program_id(1), tl.program_id(2)
-    first, q_start, q_count, kv_start, kv_count = _block(blocks)
+    block = _block(blocks)
+    first, q_start, q_count, kv_start, kv_count = block
     rows, more = tl.minimum(q_count - first, M), kv_count - q_count
     q_block = read_own(q, q_strides, batch, head, q_start + first, rows, D, WIDTH, M)
     dout_block = read_own(dout, dout_strides, batch, head, q_start + first, rows, D, WIDTH, M)
@@ -211,29 +187,20 @@ def backward_q(
     row_delta = load_row(row_at(delta, delta_strides, batch, head, q_start + first), 0, rows, M)
     k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
     v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
-    if BIAS == NONE:
-        own = None
-    if BIAS == BY_SEGMENTS:
-        own = q_fields(bias, q_start + first, rows, M)
-        waiting, group, segment = tl.zeros((M,), tl.float32), 0, 0
-    if BIAS == BY_DISTANCE:
-        places = distances_of(bias, q_start, q_count, kv_start, kv_count)
 
     dq_sums = tl.zeros((M, WIDTH), tl.float32)
-    FIRST_PART: tl.constexpr = 2 if BIAS == BY_SEGMENTS else (0 if LEFT else 1)
-    edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, BIAS == BY_SEGMENTS)
+    FIRST_PART: tl.constexpr = 2 if ONE_PART else (0 if LEFT else 1)
+    edges = _edges(first, rows, more, left, right, kv_count, N, LEFT, RIGHT, ONE_PART)
+    state = terms.start(terms, head, block, edges[FIRST_PART], M, N, False) if TERMS else ()
     for part in tl.static_range(FIRST_PART, 3):
-        if BIAS == BY_DISTANCE:
-            own = by_distance(bias, head, places, first, edges[part], M, N, False)
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
             k_block = read(skip(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
-            scores, keys = scores_of(
-                q_block, k_block, own, bias, head, kv_start + at, columns, scale,
-                N, BIAS, False, PRECISION, CAP, True,
-            )  # fmt: skip
-            if BIAS == BY_DISTANCE:
-                own = by_distance(bias, head, places, first, at + N, M, N, False)
+            scores = scores_of(q_block, k_block, scale, PRECISION, CAP, True)
+            if TERMS:
+                scores, state, keys = terms.add(
+                    terms, head, state, scores, at, columns, M, N, False
+                )
             probs = probs_of(
                 scores, row_lse[:, None],
                 first, at, more, left, right, columns, M, N, LEFT, RIGHT, part != 1,
@@ -245,17 +212,10 @@ def backward_q(
                 dq_sums = tl.dot(
                     dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION
                 )
-            if BIAS == BY_SEGMENTS:
-                if keys.uniform:
-                    if (keys.group != group) | (keys.segment != segment):
-                        add_waiting(bias, head, waiting, own, group, segment, M)
-                        waiting = tl.zeros((M,), tl.float32)
-                        group, segment = keys.group, keys.segment
-                    waiting += add_near(bias, head, dscores, own, keys, M)
-                else:
-                    add_by_segments(bias, head, dscores, own, keys, M, N)
-    if BIAS == BY_SEGMENTS:
-        add_waiting(bias, head, waiting, own, group, segment, M)
+            if TERMS:
+                state = terms.sum(terms, head, state, dscores, keys, M, N)
+    if TERMS:
+        terms.finish(terms, head, state, M)
 
     if dq is not None:
         store(dq, dq_strides, batch, head, q_start + first, dq_sums * scale, rows, D, WIDTH, M)
@@ -263,20 +223,12 @@ def backward_q(
 
 @triton.jit
 def scores_of(
-    own_block, other_block, own, bias, head, other_first, others, scale, OTHER: tl.constexpr,
-    BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
-    SCALED: tl.constexpr,
+    own_block, other_block, scale,
+    PRECISION: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores, to base 2, of a program's own tokens and OTHER tokens of the other side.
+    """Compute the scores (OWN, OTHER), to base 2, of blocks (OWN, WIDTH) and (OTHER, WIDTH).
 
-    own_block    (OWN, WIDTH): the program's queries or, if TRANSPOSED, its keys
-    other_block  (OTHER, WIDTH): tokens other_first .. of the other side, and zeros after `others`
-    own          BY_DISTANCE (OWN, OTHER): the terms of the bias for this pair of blocks;
-                 BY_SEGMENTS: the fields of the program's own tokens; None without a bias
-
-    Return scores (OWN, OTHER) and the fields of the other tokens; these are () unless
-    BY_SEGMENTS. Scores that are not SCALED lack the factor scale log2(e); they have no bias and no
-    cap.
+    Scores that are not SCALED lack the factor scale log2(e). They have no cap.
     """
     scores = tl.dot(own_block, tl.trans(other_block), input_precision=PRECISION)
     if SCALED:
@@ -284,17 +236,7 @@ def scores_of(
             scores *= scale * LOG2_E
         else:
             scores = _tanh(scores * (scale / CAP)) * (CAP * LOG2_E)
-    other = ()
-    if BIAS == BY_DISTANCE:
-        scores += own
-    if BIAS == BY_SEGMENTS:
-        if TRANSPOSED:
-            other = q_fields(bias, other_first, tl.minimum(others, OTHER), OTHER)
-            scores += by_segments(bias, head, other, own, True)
-        else:
-            other = kv_fields(bias, other_first, tl.minimum(others, OTHER), OTHER)
-            scores += by_segments(bias, head, own, other, False)
-    return scores, other
+    return scores
 
 
 @triton.jit
@@ -350,13 +292,13 @@ def _block(blocks):
 @triton.jit
 def _edges(
     first, count, more, low, high, other_count,
-    SIZE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ALL_MASKED: tl.constexpr,
+    SIZE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ONE_PART: tl.constexpr,
 ):  # fmt: skip
     """Compute where the three parts of the other side begin, and where the last one ends.
 
     The parts together hold what tokens first .. first + count - 1 see. Token i sees token j if
     i + more - low <= j <= i + more + high; LOW and HIGH say which of the two bounds exist. Parts
-    consist of whole blocks of SIZE tokens, except at the end of the last part. If ALL_MASKED, the
+    consist of whole blocks of SIZE tokens, except at the end of the last part. If ONE_PART, the
     last part has all blocks.
     """
     begin, whole, end, stop = 0, 0, other_count // SIZE * SIZE, other_count
@@ -369,7 +311,7 @@ def _edges(
     # If no block is completely visible, the first part ends where the last one begins.
     whole = tl.minimum(whole, tl.cdiv(tl.maximum(stop, 0), SIZE) * SIZE)
     middle = tl.maximum(whole, end)
-    if ALL_MASKED:
+    if ONE_PART:
         whole = begin
         middle = begin
     return begin, whole, middle, stop

@@ -19,6 +19,7 @@ from ...kernels.triton import (
     TritonKernel,
     backward_inputs,
     launch,
+    list_programs,
     number_groups,
     shape_of,
     start,
@@ -61,7 +62,9 @@ def table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias) -> Tensor:
     if bias.segments is None:
         _add_along_diagonals(inputs, call, spec, bias, added)
     else:
-        launch("backward_q", (*inputs, None), call, spec, added, most=_MOST_KEYS)
+        shape = shape_of("backward_q", inputs[0], added.table)
+        programs = _list_parts(call, inputs[0].device, shape.M)
+        launch("backward_q", (*inputs, None), call, spec, added, programs)
     return _gradient_of_sums(added, bias)
 
 
@@ -74,16 +77,34 @@ def _add_along_diagonals(
     """
     from .triton_table import backward_table
 
-    shape = shape_of("backward_table", inputs[0], added)
+    shape = shape_of("backward_table", inputs[0], added.table)
     walks = _list_walks(call, inputs[0].device, shape.M, shape.N)
     for even in (True, False) if bias.apart is None else (True,):
-        start(backward_table, shape, walks, False, inputs, call, spec, added, EVEN=even)
+        start(backward_table, shape, walks, False, inputs, call, spec, added.terms, EVEN=even)
 
 
 def _gradient_of_sums(added: Added, bias: CallBias) -> Tensor:
     """Return the gradient of the table (R, H) from the integer sums."""
-    sums, unit = added.arguments.sums, added.arguments.unit
+    sums, unit = added.terms.sums, added.terms.unit
     return (sums.double() / unit.unsqueeze(1)).T.to(bias.table.dtype)
+
+
+def _list_parts(call: KernelCall, device: torch.device, size: int) -> Tensor:
+    """List the programs of a call, each with a block of `size` queries. Without a band several
+    programs share a block, and each has some of the keys.
+    """
+
+    def make() -> Tensor:
+        sequences = call.sequences()
+        if call.left is None and call.right is None:
+            sequences = tuple(
+                (q, (start, min(start + _MOST_KEYS, kv[1])))
+                for q, kv in sequences
+                for start in range(*kv, _MOST_KEYS)
+            )
+        return send_to_device(list_programs(call, sequences, 0, size), device)
+
+    return prepare_once(call, ("triton parts", size), device, make)
 
 
 def _list_walks(call: KernelCall, device: torch.device, queries: int, keys: int) -> Tensor:
@@ -131,12 +152,12 @@ def _make_added(bias: CallBias) -> Added:
     positions = map(_align, (bias.q_position, bias.kv_position))
     rows, reach = len(bias.table), bias.reach + _PADDING
     arguments: Any = triton_terms.BiasArguments  # whose types are those inside of a kernel
-    found = arguments(*positions, distances, biases, rows, reach)
+    terms = arguments(*positions, distances, biases, rows, reach)
     if bias.segments is None:
-        return Added(triton_terms.BY_DISTANCE.value, found)
+        return Added("half_by_distance", terms)
     numbers = {name: _align(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
-    found = found._replace(**numbers, other=bias.segments.other)
-    return Added(triton_terms.BY_SEGMENTS.value, found)
+    terms = terms._replace(**numbers, other=bias.segments.other)
+    return Added("half_by_segments", terms, one_part=True)
 
 
 def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
@@ -158,9 +179,8 @@ def _add_sums(added: Added, bias: CallBias, inputs: tuple[Tensor, ...]) -> Added
     The host waits for no GPU. If the bound of a head's sums is not finite, its unit is NaN, and so
     is its gradient.
     """
-    arguments, (_, _, v, dout, lse, delta) = added.arguments, inputs
+    terms, (_, _, v, dout, lse, delta) = added.terms, inputs
     bound = dscores_bound(dout, v, lse, delta) if bias.bound is None else bias.bound
     unit = (_LARGEST_SUM / (lse.shape[0] * lse.shape[2]) / bound).clamp_max(2.0**126)
-    sums = torch.zeros(len(arguments.biases), arguments.rows, dtype=torch.int64, device=v.device)
-    arguments = arguments._replace(sums=sums, unit=unit.where(unit > 0, torch.nan))
-    return Added(added.kind, arguments)
+    sums = torch.zeros(len(terms.biases), terms.rows, dtype=torch.int64, device=v.device)
+    return added._replace(terms=terms._replace(sums=sums, unit=unit.where(unit > 0, torch.nan)))

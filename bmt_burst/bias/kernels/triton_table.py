@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...kernels.triton_blocks import NUMBERS, ROWS, dscores_of, probs_of, scores_of, visible_pairs
 from ...kernels.triton_memory import load_lse, load_row, read, row_at, skip, token_at
-from .triton_terms import NONE, add_by_distance, by_distance, distances_of, uneven
+from .triton_terms import add_by_distance, by_distance, distances_of, uneven
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
@@ -21,8 +21,7 @@ def backward_table(
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     walks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
 
@@ -50,11 +49,10 @@ def backward_table(
         rows, columns = q_count - first, kv_count - at
         q_block = read(skip(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
         k_block = _load_between(skip(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
-        scores, _ = scores_of(
-            q_block, k_block, added, bias, head, kv_start + at, columns, scale,
-            N, BIAS if EVEN else NONE, False, PRECISION, None, True,
-        )  # fmt: skip
-        if not EVEN:
+        scores = scores_of(q_block, k_block, scale, PRECISION, None, True)
+        if EVEN:
+            scores += added
+        else:
             distances = uneven(places, first, at, M, N, False)
             scores += by_distance(bias, head, places, first, at, M, N, False)
         probs = probs_of(

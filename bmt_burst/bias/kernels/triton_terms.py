@@ -7,44 +7,13 @@ gradient is summed in 64-bit integers, so that the result does not depend on the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-# Values of the constant BIAS. Most pairs go by distance alone, few by segments.
-NONE = tl.constexpr(0)
-BY_DISTANCE = tl.constexpr(1)
-BY_SEGMENTS = tl.constexpr(2)
-
 # Up to this many rows, summing a block's pairs of each row is faster than adding each pair.
 _FEW_ROWS = tl.constexpr(48)
-
-
-class BiasArguments(NamedTuple):
-    """The arguments that the kernels take for a `CallBias`. Calls without a bias take `()`.
-
-    distances    (2 reach + 1,) int32: rows; reach includes a padding of equal rows at both ends
-    biases       (H, R + 2 reach + 1) fp32, to base 2: the table, then its rows by distance
-    sums         (H, R) int64: the gradient times unit
-    unit         (H,) fp32
-    others       None if all pairs go by distance
-    """
-
-    q_position: tl.tensor
-    kv_position: tl.tensor
-    distances: tl.tensor
-    biases: tl.tensor
-    rows: int
-    reach: int
-    q_group: tl.tensor | None = None
-    q_base: tl.tensor | None = None
-    kv_group: tl.tensor | None = None
-    kv_segment: tl.tensor | None = None
-    pairs: tl.tensor | None = None
-    other: int | None = None
-    sums: tl.tensor | None = None
-    unit: tl.tensor | None = None
 
 
 class Distances(NamedTuple):
@@ -94,13 +63,18 @@ def _spread(queries, keys, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def by_distance(
-    bias, head, places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """Load the terms, to base 2, of queries first .. and keys at ..: (M, N), or TRANSPOSED.
+    bias, head, places, first, at,
+    OWN: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Load the terms (OWN, OTHER), to base 2, of own tokens first .. and other tokens at ..
 
-    Indices of the table become positive before they are added to the pointer, because Triton 3.6
-    computed wrong addresses from negative ones.
+    Own tokens are keys if TRANSPOSED, else queries. Indices of the table become positive before
+    they are added to the pointer, because Triton 3.6 computed wrong addresses from negative ones.
     """
+    M: tl.constexpr = OTHER if TRANSPOSED else OWN
+    N: tl.constexpr = OWN if TRANSPOSED else OTHER
+    if TRANSPOSED:
+        first, at = at, first
     biases, middle = bias.biases + head * (bias.rows + 2 * bias.reach + 1), bias.rows + bias.reach
     if places.even:
         # A block whose pairs are all beyond reach may be moved nearer, if they all stay beyond it.
@@ -141,8 +115,12 @@ class Fields(NamedTuple):
 
 
 @triton.jit
-def _fields(groups, segments, positions, first, count, SIZE: tl.constexpr):
-    """Load the fields of tokens first .. first + count - 1."""
+def _fields(bias, first, count, SIZE: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Load the fields of keys or queries first .. first + count - 1."""
+    if OF_KEYS:
+        groups, segments, positions = bias.kv_group, bias.kv_segment, bias.kv_position
+    else:
+        groups, segments, positions = bias.q_group, bias.q_base, bias.q_position
     token = tl.arange(0, SIZE)
     group, segment = tl.load(groups + first), tl.load(segments + first)
     all_groups = tl.load(groups + first + token, mask=token < count, other=group)
@@ -152,18 +130,6 @@ def _fields(groups, segments, positions, first, count, SIZE: tl.constexpr):
     return Fields(
         all_groups, all_segments, all_positions, group, segment, differ == 0, first, count
     )
-
-
-@triton.jit
-def q_fields(bias, first, count, M: tl.constexpr):
-    """Load the fields of queries."""
-    return _fields(bias.q_group, bias.q_base, bias.q_position, first, count, M)
-
-
-@triton.jit
-def kv_fields(bias, first, count, N: tl.constexpr):
-    """Load the fields of keys."""
-    return _fields(bias.kv_group, bias.kv_segment, bias.kv_position, first, count, N)
 
 
 @triton.jit
@@ -292,3 +258,101 @@ def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: t
 def _whole(x, unit):
     """Round x to the nearest number of units."""
     return tl.floor(x * unit + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _start(bias, head, block, at, OWN: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return a program's state: the terms of its first pair of blocks, or the fields of its block
+    and what `add_waiting` takes.
+    """
+    first, own_start, own_count, other_start, other_count = block
+    if bias.pairs is None:
+        if TRANSPOSED:
+            places = distances_of(bias, other_start, other_count, own_start, own_count)
+        else:
+            places = distances_of(bias, own_start, own_count, other_start, other_count)
+        added = by_distance(bias, head, places, first, at, OWN, OTHER, TRANSPOSED)
+        return first, places, added
+    else:  # noqa: RET505 - Triton compiles one branch, and all that follows
+        own = _fields(bias, own_start + first, tl.minimum(own_count - first, OWN), OWN, TRANSPOSED)
+        zero = tl.full((), 0, tl.int32)
+        return other_start, own, tl.zeros((OWN,), tl.float32), zero, zero
+
+
+@triton.jit
+def _add(
+    bias, head, state, scores, at, others,
+    OWN: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Add the terms of a pair of blocks. By distance, load those of the next pair, too."""
+    other = ()
+    if bias.pairs is None:
+        first, places, added = state
+        scores += added
+        added = by_distance(bias, head, places, first, at + OTHER, OWN, OTHER, TRANSPOSED)
+        state = first, places, added
+    else:
+        own, count = state[1], tl.minimum(others, OTHER)
+        other = _fields(bias, state[0] + at, count, OTHER, not TRANSPOSED)
+        if TRANSPOSED:
+            scores += by_segments(bias, head, other, own, True)
+        else:
+            scores += by_segments(bias, head, own, other, False)
+    return scores, state, other
+
+
+@triton.jit
+def _sum(bias, head, state, dscores, keys, M: tl.constexpr, N: tl.constexpr):
+    """Add dscores (M, N) by segments to the sums of their rows, or let them wait for others of the
+    same row.
+    """
+    if bias.pairs is not None:
+        kv_start, own, waiting, group, segment = state
+        if keys.uniform:
+            if (keys.group != group) | (keys.segment != segment):
+                add_waiting(bias, head, waiting, own, group, segment, M)
+                waiting = tl.zeros((M,), tl.float32)
+                group, segment = keys.group, keys.segment
+            waiting += add_near(bias, head, dscores, own, keys, M)
+        else:
+            add_by_segments(bias, head, dscores, own, keys, M, N)
+        state = kv_start, own, waiting, group, segment
+    return state
+
+
+@triton.jit
+def _finish(bias, head, state, M: tl.constexpr):
+    """Add the sums that wait."""
+    if bias.pairs is not None:
+        _, own, waiting, group, segment = state
+        add_waiting(bias, head, waiting, own, group, segment, M)
+
+
+class BiasArguments(NamedTuple):
+    """The `terms` of the kernels for a `CallBias`.
+
+    distances    (2 reach + 1,) int32: rows; reach includes a padding of equal rows at both ends
+    biases       (H, R + 2 reach + 1) fp32, to base 2: the table, then its rows by distance
+    sums         (H, R) int64: the gradient times unit
+    unit         (H,) fp32
+    others       None if all pairs go by distance
+    """
+
+    q_position: tl.tensor
+    kv_position: tl.tensor
+    distances: tl.tensor
+    biases: tl.tensor
+    rows: int
+    reach: int
+    q_group: tl.tensor | None = None
+    q_base: tl.tensor | None = None
+    kv_group: tl.tensor | None = None
+    kv_segment: tl.tensor | None = None
+    pairs: tl.tensor | None = None
+    other: int | None = None
+    sums: tl.tensor | None = None
+    unit: tl.tensor | None = None
+    start: Any = _start
+    add: Any = _add
+    sum: Any = _sum
+    finish: Any = _finish
