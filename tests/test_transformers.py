@@ -8,7 +8,6 @@ import copy
 import functools
 import pickle
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -314,116 +313,59 @@ class OtherForward(hf.LlamaForCausalLM):
         return super().forward(*args, **named)
 
 
-def changed(name: str, change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
-    """What makes a copy of a plain model with a change."""
-
-    def make() -> nn.Module:
-        model = copy.deepcopy(plain(name))
-        change(model)
-        return model
-
-    return make
+LAYER = "a layer's attention, a {}, has another forward than transformers' LlamaAttention, which"
 
 
-def take_another_attention(model: nn.Module) -> None:
-    model.model.layers[1].self_attn = copy.deepcopy(plain("Mistral")).model.layers[1].self_attn
+def test_models_that_cannot_be_are_refused():
+    llama = plain("Llama")
+    other_attention, own_forward, other_loss = (copy.deepcopy(llama) for _ in range(3))
+    layers = copy.deepcopy(plain("Mistral")).model.layers
+    other_attention.model.layers[1].self_attn = layers[1].self_attn
+    own_forward.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    other_loss.loss_function = lambda **_: 0
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9))
+    known = "expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a"
+    theirs, other = (
+        "than transformers' LlamaForCausalLM",
+        "call burst_attn_func in the attention of",
+    )
+    for model, message in (
+        (gpt2, f"TypeError: {known} GPT2LMHeadModel: {other} other models"),
+        (nn.ModuleDict({"lm": llama}), f"TypeError: {known} ModuleDict: pass its lm, a LlamaFor"),
+        (OtherForward(llama.config), f"TypeError: this OtherForward has another forward {theirs}"),
+        (other_attention, "TypeError: " + LAYER.format("MistralAttention")),
+        (own_forward, "TypeError: " + LAYER.format("LlamaAttention")),
+        (
+            other_loss,
+            "ValueError: this LlamaForCausalLM has another loss than transformers' ForCau",
+        ),
+        (enabled(llama, SequenceParallel()), "ValueError: .* is already enabled, for 1 ranks"),
+    ):
+        with refusal(message):
+            enable(model, SequenceParallel())
 
 
-def override_attention(model: nn.Module) -> None:
-    model.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-
-
-def give_a_layer_its_own_window(model: nn.Module) -> None:
-    attention = model.model.layers[1].self_attn
+def test_what_models_and_layers_ask_for_is_refused():
+    names = "Mistral", "Qwen3, windows between", "Llama", "GptOss", "GptOss", "Gemma2"
+    window, exchanged, sides, routers, documents, both = (copy.deepcopy(plain(x)) for x in names)
+    attention = window.model.layers[1].self_attn
     attention.config = copy.deepcopy(attention.config)
     attention.config.sliding_window = 3
-
-
-def exchange_layers(model: nn.Module) -> None:
-    model.model.layers = nn.ModuleList(reversed(model.model.layers))
-
-
-def gpt2() -> nn.Module:
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9))
-
-
-LAYER = "a layer's attention, a {}, has another forward than transformers' LlamaAttention, which"
-MODELS = {  # what cannot be enabled, and the error
-    "another": (
-        gpt2,
-        "TypeError: expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a "
-        "GPT2LMHeadModel: call burst_attn_func in the attention of other models",
-    ),
-    "inside": (
-        lambda: nn.ModuleDict({"lm": plain("Llama")}),
-        "TypeError: expected one of .*, got a ModuleDict: pass its lm, a LlamaForCausalLM",
-    ),
-    "forward": (
-        lambda: OtherForward(plain("Llama").config),
-        "TypeError: this OtherForward has another forward than transformers' LlamaForCausalLM",
-    ),
-    "attention": (
-        changed("Llama", take_another_attention),
-        "TypeError: " + LAYER.format("MistralAttention"),
-    ),
-    "attention's forward": (
-        changed("Llama", override_attention),
-        "TypeError: " + LAYER.format("LlamaAttention"),
-    ),
-    "loss": (
-        changed("Llama", lambda model: setattr(model, "loss_function", lambda **_: 0)),
-        "ValueError: this LlamaForCausalLM has another loss than transformers' ForCausalLMLoss",
-    ),
-    "twice": (
-        lambda: enabled(plain("Llama"), SequenceParallel()),
-        "ValueError: this LlamaForCausalLM is already enabled, for 1 ranks",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_cannot_be_are_refused(name):
-    make, message = MODELS[name]
-    with refusal(message):
-        enable(make(), SequenceParallel())
-
-
-MASK = "and its model makes masks with one of"
-QWEN3 = "Qwen3, windows between"
-DENIED = {  # a changed model, and the error
-    "own": (
-        changed("Mistral", give_a_layer_its_own_window),
-        f"a MistralAttention has a window of 3, {MASK} 7",
-    ),
-    "exchanged": (
-        changed(QWEN3, exchange_layers),
-        f"a Qwen3Attention has a window of None, {MASK} 5",
-    ),
-    "sides": (
-        changed("Llama", lambda m: setattr(m.model.layers[1].self_attn, "is_causal", False)),
-        "is_causal is False in a LlamaAttention: attention to both sides is not supported",
-    ),
-    "documents": (
-        lambda: plain("GptOss"),
-        "position_ids start again, but transformers does not",
-    ),
-    "routers": (
-        changed("GptOss", lambda model: setattr(model.config, "output_router_logits", True)),
-        "output_router_logits: the loss of routers needs whole sequences",
-    ),
-    "both sides": (
-        changed("Gemma2", lambda m: setattr(m.config, "use_bidirectional_attention", True)),
-        "use_bidirectional_attention is True in the configuration",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", DENIED)
-def test_what_models_and_layers_ask_for_is_refused(what):
-    make, message = DENIED[what]
-    call = calls()["documents" if what == "documents" else "whole"]
-    with pytest.raises(ValueError, match=message):
-        over_ranks(make(), call, 2)
+    exchanged.model.layers = nn.ModuleList(reversed(exchanged.model.layers))
+    sides.model.layers[1].self_attn.is_causal = False
+    routers.config.output_router_logits = True
+    both.config.use_bidirectional_attention = True
+    mask = "and its model makes masks with one of"
+    for model, call, message in (
+        (window, "whole", f"a MistralAttention has a window of 3, {mask} 7"),
+        (exchanged, "whole", f"a Qwen3Attention has a window of None, {mask} 5"),
+        (sides, "whole", "is_causal is False in a LlamaAttention: attention to both sides is not"),
+        (routers, "whole", "output_router_logits: the loss of routers needs whole sequences"),
+        (documents, "documents", "position_ids start again, but transformers does not"),
+        (both, "whole", "use_bidirectional_attention is True in the configuration"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            over_ranks(model, calls()[call], 2)
 
 
 def test_options_and_enabled_parts_are_checked():
@@ -452,68 +394,52 @@ def test_options_and_enabled_parts_are_checked():
             call()
 
 
-CACHE = "use_cache and past_key_values need whole sequences"
+IDS, OF_ROWS = tokens(2, 37), torch.arange(37).expand(2, -1)
 ONE_SOURCE = "expected either input_ids or inputs_embeds, got "
-VOCABULARY = "of input_ids is not in a vocabulary of 64"
-INT_IDS = "input_ids must be int64 or int32, got torch."
-REFUSED = {  # by what is wrong on all ranks
-    "cache": ({"use_cache": True}, CACHE),
-    "attentions": ({"output_attentions": True}, "output_attentions: attention over ranks never"),
-    "some logits": ({"logits_to_keep": 1}, "logits_to_keep counts tokens of whole sequences"),
-    "unknown": (
-        {"cu_seq_lens_q": torch.tensor([0, 37])},
-        "cu_seq_lens_q: cannot cut an unknown argument over ranks",
+REFUSED = [  # what is wrong on all ranks, and how its error begins
+    ({"use_cache": True}, "use_cache and past_key_values need whole sequences"),
+    ({"output_attentions": True}, "output_attentions: attention over ranks never"),
+    ({"logits_to_keep": 1}, "logits_to_keep counts tokens of whole sequences"),
+    ({"cu_seq_lens_q": IDS}, "cu_seq_lens_q: cannot cut an unknown argument over ranks"),
+    ({"inputs_embeds": torch.zeros(2, 37, 32)}, f"{ONE_SOURCE}input_ids and inputs"),
+    ({"input_ids": None}, f"{ONE_SOURCE}neither"),
+    (
+        {"input_ids": IDS.new_full((2, 37), 64)},
+        "token 64 of input_ids is not in a vocabulary of 64",
     ),
-    "both": ({"inputs_embeds": torch.zeros(2, 37, 32)}, f"{ONE_SOURCE}input_ids and inputs"),
-    "neither": ({"input_ids": None}, f"{ONE_SOURCE}neither"),
-    "token": ({"input_ids": tokens(2, 37).fill_(64)}, f"token 64 {VOCABULARY}"),
-    "no tokens": ({"input_ids": torch.ones(2, 37)}, f"{INT_IDS}float32"),
-    "some items": (
+    ({"input_ids": torch.ones(2, 37)}, "input_ids must be int64 or int32, got torch.float32"),
+    (
         {"num_items_in_batch": torch.ones(2)},
         "num_items_in_batch must be one number, got shape (2,)",
     ),
-    "short": (
+    (
         {"input_ids": tokens(2, 1), "labels": None},
         "a sequence of 1 tokens is too short for 2 ranks",
     ),
-    "dense mask": (
+    (
         {"attention_mask": torch.ones(2, 1, 37, 37)},
         "attention_mask must be of whole sequences, (2, 37), ",
     ),
-    "positions of three axes": (
+    (
         {"position_ids": torch.zeros(3, 1, 37, dtype=torch.int64)},
         "position_ids must be of whole sequences, (2, 37) or (1, 37), got shape (3, 1, 37): "
         "positions of several axes, as of multimodal models, are not supported",
     ),
-    "left padding": (
-        {"attention_mask": torch.arange(37).expand(2, -1).gt(3)},
-        "attention_mask has padding before other tok",
-    ),
-    "padding's labels": (
-        {"attention_mask": torch.arange(37).expand(2, -1).lt(30)},
-        "labels must be -100 where attention_mask is 0",
-    ),
-    "both of these": (
+    ({"attention_mask": OF_ROWS.gt(3)}, "attention_mask has padding before other tok"),
+    ({"attention_mask": OF_ROWS.lt(30)}, "labels must be -100 where attention_mask is 0"),
+    (
         {"attention_mask": torch.ones(2, 37), "position_ids": packed(30, 7)},
         "position_ids start again where attention_mask has no padding",
     ),
-}
+]
 WHOLE = "(whole, identical on every rank)"
-DIFFER = {  # by what rank 0 alone is given
-    "tokens": (
-        {"input_ids": tokens(2, 37) % 63},
-        f"ranks differ in input_ids {WHOLE}: rank 0 has",
-    ),
-    "lengths": (
-        {"input_ids": tokens(2, 38), "labels": tokens(2, 38)},
-        f"ranks differ in input_ids {WHOLE}",
-    ),
-    "positions": (
-        {"position_ids": packed(30, 7)},
-        "ranks differ in arguments: rank 0 has ['input_ids', 'labels', ",
-    ),
-    "items": ({"num_items_in_batch": 7}, f"ranks differ in num_items_in_batch {WHOLE}"),
-}
+LONGER = {"input_ids": tokens(2, 38), "labels": tokens(2, 38)}
+DIFFER = [  # what rank 0 alone is given
+    ({"input_ids": IDS % 63}, f"ranks differ in input_ids {WHOLE}: rank 0 has"),
+    (LONGER, f"ranks differ in input_ids {WHOLE}"),
+    ({"position_ids": packed(30, 7)}, "ranks differ in arguments: rank 0 has ['input_ids', 'lab"),
+    ({"num_items_in_batch": 7}, f"ranks differ in num_items_in_batch {WHOLE}"),
+]
 
 
 def refused(start: str, failed: str = ""):
@@ -529,7 +455,7 @@ def check_refusals(rank: int) -> None:
     theirs_of_call = theirs.format("a call of burst_attn_func")
     base = {"input_ids": tokens(2, 37), "labels": tokens(2, 37)}
     model = enabled(plain("Llama"), sp)
-    for wrong, start in REFUSED.values():
+    for wrong, start in REFUSED:
         with refused(start):
             model(**base | wrong)
     labels = base["labels"].clone()
@@ -538,7 +464,7 @@ def check_refusals(rank: int) -> None:
     with refused("label 64 is not in a vocabulary of 64", loss):
         model(**base | {"labels": labels})
     base |= {"num_items_in_batch": torch.tensor(5.0)}
-    for wrong, start in DIFFER.values():
+    for wrong, start in DIFFER:
         with refused(start):
             model(**base | (wrong if first else {}))
     for same in (5, torch.tensor([5])):
@@ -562,31 +488,18 @@ def check_refusals(rank: int) -> None:
     window = "sliding_window, of the configuration, must be at least 1 or None, got 0"
     with refused(window, theirs_of_call):
         mistral(**base)
-    for change, start in CHANGES.items():
-        model = enabled(plain("Llama"), sp)
-        if first:
-            change(model)
-        with refused(start, forward):
-            model(**calls()["whole"])
-
-
-def ask_for_eager_attention(model: nn.Module) -> None:
-    model.config._attn_implementation = "eager"
-
-
-def give_a_layer_its_own_config(model: nn.Module) -> None:
-    model.model.layers[0].self_attn.config = copy.deepcopy(plain("Llama").config)
-
-
-def take_a_plain_layer(model: nn.Module) -> None:
-    model.model.layers[1] = copy.deepcopy(plain("Llama")).model.layers[1]
-
-
-CHANGES = {  # after enable
-    ask_for_eager_attention: "the configuration of a LlamaForCausalLM asks for 'eager' attention",
-    give_a_layer_its_own_config: "the configuration of a LlamaAttention asks for 'sdpa' attention",
-    take_a_plain_layer: "the configuration of a LlamaAttention asks for 'sdpa' attention",
-}
+    eager, own_config, plain_layer = (enabled(plain("Llama"), sp) for _ in range(3))
+    if first:  # after enable
+        other = copy.deepcopy(plain("Llama"))
+        eager.config._attn_implementation = "eager"
+        own_config.model.layers[0].self_attn.config = other.config
+        plain_layer.model.layers[1] = other.model.layers[1]
+    asks = "the configuration of a Llama{} asks for '{}' attention"
+    with refused(asks.format("ForCausalLM", "eager"), forward):
+        eager(**base)
+    for model in (own_config, plain_layer):
+        with refused(asks.format("Attention", "sdpa"), forward):
+            model(**base)
 
 
 def test_what_is_wrong_is_refused_on_all_ranks():
