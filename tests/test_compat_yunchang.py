@@ -102,12 +102,6 @@ def test_layers_equal_dense_attention():
         assert max(found) < ROUNDING
 
 
-def caught(call, *args, **options):
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
-        call(*args, **options)
-    return str(error.value)
-
-
 WRONG_GROUPS = [  # arguments of set_seq_parallel_pg on each of two ranks, and what rank 1 says
     ((2, 1, 0, 3), (2, 1, 1, 3), "expected rank 1 of 2, got 1 of 3"),
     ((2, 2, 0, 2), (2, 2, 1, 2), "2 x 2 ranks do not divide the world of 2"),
@@ -119,63 +113,54 @@ WRONG_GROUPS = [  # arguments of set_seq_parallel_pg on each of two ranks, and w
 
 
 def misuse(rank):
+    """Check the errors of calls, those of a wrong rank 1 on both ranks."""
+
+    def fails(message, call, *args, **options):
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+            call(*args, **options)
+        assert (message if rank else "") in str(error.value)
+        return str(error.value)
+
     q, k, v, _ = random_qkv(1, 5, 2, 2, 8)
-    extract = EXTRACT_FUNC_DICT
-    errors = [caught(LongContextAttention), caught(extract["zigzag"], q, rank, 2, rd=1, ud=2)]
-    errors += [caught(set_seq_parallel_pg, *wrong[rank]) for wrong in WRONG_GROUPS]
+    basic, strip, zigzag = (EXTRACT_FUNC_DICT[kind] for kind in KINDS)
+    fails("call set_seq_parallel_pg first", LongContextAttention)
+    fails("call set_seq_parallel_pg first", zigzag, q, rank, 2, rd=1, ud=2)
+    for *arguments, message in WRONG_GROUPS:
+        told = fails(message, set_seq_parallel_pg, *arguments[rank])
+    assert rank or "rank 1 of the group failed" in told
     set_seq_parallel_pg(1, 2, rank, 2)
+    fails("expected rd=2, ud=1 and their product as", strip, q, rank, 2, rd=1, ud=2)
+    fails("basic: expected a multiple of 2 tokens, got 5", basic, q, rank, 2)
+    x = torch.ones(1, 6)
+    fails("zigzag: expected a multiple of 4 tokens, got 6", zigzag, x, rank, 2, rd=2, ud=1)
     layers = {kind: LongContextAttention(ring_impl_type=kind) for kind in KINDS}
-    qkv = LongContextAttentionQKVPacked()
-    errors += [
-        caught(extract["strip"], q, rank, 2, rd=1, ud=2),
-        caught(extract["basic"], q, rank, 2),
-        caught(extract["zigzag"], torch.ones(1, 6), rank, 2, rd=2, ud=1),
-        caught(layers["zigzag"], q, k, v),
-        caught(layers["strip"], q, k, v),
-        caught(layers["zigzag"], q, k, v, causal=True),
-        caught(layers["basic"], q, k if rank else k[0], v),
-        caught(qkv, q),
-        caught(LongContextAttention, ring_impl_type="stripe"),
-        caught(LongContextAttention, scatter_idx=1),
-        caught(LongContextAttentionQKVPacked, 2),
-        caught(LongContextAttention, attn_processor=torch.nn.Identity()),
-        caught(LongContextAttention, attn_type="fa"),
-        caught(UlyssesAttention, None, attn_type=AttnType.SAGE_FP8),
-        caught(UlyssesAttention(), q, k, v, dropout_p=0.1),
-        caught(UlyssesAttention(), q, k, v, scale=0.1),
-        caught(layers["strip"], q, k, v, causal=True, softcap=-0.5 * rank),
-    ]
-    return errors
+    fails("zigzag attention is causal", layers["zigzag"], q, k, v)
+    fails("strip attention is causal", layers["strip"], q, k, v)
+    message = "zigzag: expected a multiple of 4 tokens, got 10"
+    fails(message, layers["zigzag"], q, k, v, causal=True)
+    message = "ValueError: key must be (batch, tokens, heads, head size), got shape (5, 2, 8)"
+    fails(message, layers["basic"], q, k if rank else k[0], v)
+    message = "qkv must be (batch, tokens, 3, heads, head size), got shape (1, 5, 2, 8)"
+    fails(message, LongContextAttentionQKVPacked(), q)
+    message = "ring_impl_type must be in ['basic', 'strip', 'zigzag'], got 'stripe'"
+    fails(message, LongContextAttention, ring_impl_type="stripe")
+    fails("must be (2, 1), got (1, 1)", LongContextAttention, scatter_idx=1)
+    fails("must be (3, 1), got (2, 1)", LongContextAttentionQKVPacked, 2)
+    wrong = {"attn_processor": torch.nn.Identity()}
+    fails("attn_processor must be None", LongContextAttention, **wrong)
+    message = "attn_type must be an AttnType that is exact, got "
+    fails(f"{message}'fa'", LongContextAttention, attn_type="fa")
+    fails(f"{message}<AttnType.SAGE_FP8", UlyssesAttention, None, attn_type=AttnType.SAGE_FP8)
+    fails("expected dropout_p=0", UlyssesAttention(), q, k, v, dropout_p=0.1)
+    message = "UlyssesAttention() got an unexpected keyword argument 'scale'; its arguments are q"
+    fails(message, UlyssesAttention(), q, k, v, scale=0.1)
+    options = {"causal": True, "softcap": -0.5 * rank}
+    told = fails("softcap must be positive", layers["strip"], q, k, v, **options)
+    assert rank or "rank 1 of the group failed" in told
 
 
 def test_wrong_calls_are_refused():
-    first, second = run_ranks(2, misuse)
-    expected = [
-        "call set_seq_parallel_pg first",
-        "call set_seq_parallel_pg first",
-        *(message for _, _, message in WRONG_GROUPS),
-        "expected rd=2, ud=1 and their product as world_size",
-        "basic: expected a multiple of 2 tokens, got 5",
-        "zigzag: expected a multiple of 4 tokens, got 6",
-        "zigzag attention is causal",
-        "strip attention is causal",
-        "zigzag: expected a multiple of 4 tokens, got 10",
-        "ValueError: key must be (batch, tokens, heads, head size), got shape (5, 2, 8)",
-        "qkv must be (batch, tokens, 3, heads, head size), got shape (1, 5, 2, 8)",
-        "ring_impl_type must be in ['basic', 'strip', 'zigzag'], got 'stripe'",
-        "must be (2, 1), got (1, 1)",
-        "must be (3, 1), got (2, 1)",
-        "attn_processor must be None",
-        "attn_type must be an AttnType that is exact, got 'fa'",
-        "attn_type must be an AttnType that is exact, got <AttnType.SAGE_FP8",
-        "expected dropout_p=0",
-        "UlyssesAttention() got an unexpected keyword argument 'scale'; its arguments are query, ",
-        "softcap must be positive",
-    ]
-    for error, part in zip(second, expected, strict=True):
-        assert part in error
-    for place in (1 + len(WRONG_GROUPS), -1):  # wrong on rank 1 only
-        assert "rank 1 of the group failed" in first[place]
+    run_ranks(2, misuse)
 
 
 def test_groups_are_of_torch_distributeds_ranks():
