@@ -40,7 +40,7 @@ def kernel_errors(
     with_delta: bool = False,
     bias: CallBias | None = None,
 ) -> dict[str, float]:
-    """Return attention_errors of a kernel against the fp64 reference.
+    """Return attention_errors of a kernel against the fp64 reference. Check dtypes and shapes.
 
     An error is also inf if out or a gradient is not 0 for tokens that attend to nothing or that
     nothing attends to.
@@ -60,6 +60,8 @@ def kernel_errors(
     grads = kernel.backward(dout, *qkv, *softmax, call, spec, *added)
     dtype = load(kernel.name).partial_dtype(qkv[0].dtype)
     assert all(x.dtype == dtype for x in (out, *grads[:3]))
+    assert torch.promote_types(dtype, dout.dtype) == dtype
+    assert lse.dtype == (torch.float64 if dout.dtype == torch.float64 else torch.float32)
     assert bias is None or grads[3].dtype == bias.table.dtype
     got, whole = [out, lse, *grads], [*expected, *expected_grads]
     assert all(mine.shape == other.shape for mine, other in zip(got, whole, strict=True))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import functional
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import burst_attn_func, shard, simulate, unshard
@@ -245,19 +244,15 @@ def doubled(x: Tensor) -> Tensor:
     return sum(simulate(2, lambda ring: (2 * shard(x, ring.rank, 2)).sum()))
 
 
-UNKNOWN = "simulate cannot be transformed by torch.func or vmap"
-TWICE = "the result of simulate is differentiable once"  # second derivatives would be zero
 TRANSFORMS = {
-    "grad": (torch.func.grad(doubled), UNKNOWN),
-    "jvp": (lambda x: torch.func.jvp(doubled, (x,), (x,)), UNKNOWN),
-    "vmap": (lambda x: torch.vmap(doubled)(x.unsqueeze(0)), UNKNOWN),
-    "hessian": (lambda x: functional.hessian(doubled, x), TWICE),
-    "jacobian": (lambda x: functional.jacobian(doubled, x, create_graph=True), TWICE),
+    "grad": torch.func.grad(doubled),
+    "jvp": lambda x: torch.func.jvp(doubled, (x,), (x,)),
+    "vmap": lambda x: torch.vmap(doubled)(x.unsqueeze(0)),
 }
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_simulated_ranks_raise(name):
-    transform, message = TRANSFORMS[name]
+    message = "simulate cannot be transformed by torch.func or vmap"
     with pytest.raises(RuntimeError, match=message):
-        transform(torch.ones(1, 4, 1, 8))
+        TRANSFORMS[name](torch.ones(1, 4, 1, 8))
