@@ -92,7 +92,7 @@ class KeyLists:
         begun = _count_up_to((_differs_from_last(flat) | cuts) & (flat != NONE))
         wanted = torch.arange(1, most + 2, device=starts.device, dtype=torch.int32)
         begins = torch.searchsorted(begun, wanted.repeat(len(flat), 1), out_int32=True)
-        end = _count_before(flat, NONE)
+        end = find_between(flat, 0, NONE)[:, 1:]
         begins = torch.minimum(begins, end)
         firsts = flat.gather(1, begins[:, :-1].clamp_max(entries - 1).long())
         firsts = firsts.masked_fill(begins[:, :-1] == end, NONE)
@@ -108,7 +108,9 @@ def find_between(starts: Tensor, low: int, high: int) -> Tensor:
     """Return which of the rising `starts` (..., W) are low .. high - 1: (..., 2) int32, the first
     one and the one after the last.
     """
-    return torch.cat([_count_before(starts, bound) for bound in (low, high)], -1)
+    bounds = starts.new_full((*starts.shape[:-1], 2), low)
+    bounds[..., 1] = high
+    return torch.searchsorted(starts, bounds, out_int32=True)
 
 
 @triton.jit(do_not_specialize=["queries", "most"])
@@ -168,9 +170,3 @@ def _count_up_to(x: Tensor) -> Tensor:
     """
     total = x.flatten().cumsum(0, dtype=torch.int32).view_as(x)
     return total - total[:, :1] + x[:, :1].int()
-
-
-def _count_before(starts: Tensor, bound: int) -> Tensor:
-    """Return how many of the rising `starts` (..., W) are less than a bound: (..., 1) int32."""
-    wanted = starts.new_full((*starts.shape[:-1], 1), bound)
-    return torch.searchsorted(starts, wanted, out_int32=True)
