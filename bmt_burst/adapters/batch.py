@@ -117,14 +117,10 @@ def agree_on_batch(sp: SequenceParallel, doing: str, make_part: Callable[[], Loc
     Raises on every rank ValueError or TypeError for arguments that are wrong on any rank or differ
     between ranks.
     """
-    made: list[LocalPart] = []
-
-    def terms() -> dict[str, Any]:
-        made.append(make_part())
-        return made[0].terms
-
-    replies = gather_terms(make_rings(sp.process_group, sp.double_group), doing, terms)
-    return made[0].make_batch(compare_terms(replies))
+    make_part = functools.cache(make_part)
+    rings = make_rings(sp.process_group, sp.double_group)
+    replies = gather_terms(rings, doing, lambda: make_part().terms)
+    return make_part().make_batch(compare_terms(replies))
 
 
 class LocalPart:

@@ -127,9 +127,8 @@ class TableScoring(Scoring):
     def _make_bias(
         self, problem: Problem, device: torch.device, table: Tensor, row_lse: Tensor
     ) -> LearnedBias:
-        stream, rows = current_stream(device), _shared_rows(problem)
-        pairs, distances = _send_lookups(self.scores, device, stream)
-        return LearnedBias(self.kernel, self.scores, table, pairs, distances, rows, row_lse, stream)
+        rows, stream = _shared_rows(problem), current_stream(device)
+        return LearnedBias(self.kernel, self.scores, table, rows, row_lse, stream)
 
 
 def _shared_rows(problem: Problem) -> tuple[int, ...]:
@@ -185,21 +184,18 @@ def _send_tokens(
 class LearnedBias:
     """A bias that is added to the scores of H heads.
 
-    kernel            computes pairs that do not share a row
-    scores            the row of each pair
-    table             (R, H) fp32 or fp64
-    pairs, distances  fields of the Scores, on the device
-    rows              the rows that all pairs of some calls share, in the order of row_lse
-    row_lse           (rows, B, H, S): for each row and query the logsumexp over the pairs with it
-    stream            the stream of the call
-    prepared          what kernels keep for the table, and the biases of some heads, each made once
+    kernel    computes pairs that do not share a row
+    scores    the row of each pair
+    table     (R, H) fp32 or fp64
+    rows      the rows that all pairs of some calls share, in the order of row_lse
+    row_lse   (rows, B, H, S): for each row and query the logsumexp over the pairs with it
+    stream    the stream of the call
+    prepared  what kernels keep for the table, and the biases of some heads, each made once
     """
 
     kernel: TableKernel
     scores: Scores
     table: Tensor
-    pairs: Tensor
-    distances: Tensor
     rows: tuple[int, ...]
     row_lse: Tensor
     stream: torch.cuda.Stream | None
@@ -219,10 +215,11 @@ class LearnedBias:
         row, apart, (queries, keys) = gathered.label
         q_group, q_base, _, q_position = self._gather_tokens(queries, gathered.q_spans)
         group, _, segment, position = self._gather_tokens(keys, gathered.kv_spans)
+        pairs, distances = _send_lookups(self.scores, self.table.device, self.stream)
         segments = None
         if row != BY_DISTANCE:
-            segments = Segments(q_group, q_base, group, segment, self.pairs, self.scores.other)
-        places = q_position, position, self.distances, segments, apart
+            segments = Segments(q_group, q_base, group, segment, pairs, self.scores.other)
+        places = q_position, position, distances, segments, apart
         return CallBias(self.table, *places, bound, self.prepared)
 
     def _gather_tokens(self, positions: Tensor, spans: Sequence[Span]) -> Tensor:

@@ -80,18 +80,17 @@ class EnabledModel(Enabled):
     def _prepare(self, own: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the model's own forward, after all ranks agree."""
 
-        made: list[ForwardInputs] = []
-
-        def terms() -> dict[str, Any]:
+        @functools.cache
+        def read_inputs() -> ForwardInputs:
             check_configs(self)
             arguments = _bind(f"{type(self).__name__}.forward", own, args, named)
             vocabulary = self._vocabulary()
-            made.append(ForwardInputs(self._sp, self._balanced, self.config, vocabulary, arguments))
-            return made[0].terms
+            return ForwardInputs(self._sp, self._balanced, self.config, vocabulary, arguments)
 
         rings = make_rings(self._sp.process_group, self._sp.double_group)
-        compare_terms(gather_terms(rings, f"the forward of a {type(self).__name__}", terms))
-        [inputs] = made
+        doing = f"the forward of a {type(self).__name__}"
+        compare_terms(gather_terms(rings, doing, lambda: read_inputs().terms))
+        inputs = read_inputs()
         for module in self.modules():
             if isinstance(module, EnabledRotary):
                 module._last = inputs.last_position
