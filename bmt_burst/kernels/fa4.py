@@ -31,7 +31,7 @@ from ..merging.merge import empty_lse
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import Kernel, import_failure, installed, refuses_half
-from .packed import effective_band, pack, pack_rows, prepare_once, sequences, unpack, unpack_rows
+from .packed import effective_band, pack, pack_rows, sequences, unpack, unpack_rows
 
 # 4.0.0b36 silently computes wrong gradients for other sizes, 80 among them. They are padded to the
 # next of these. On Blackwell it lacks 192, and for 256 the gradient of lse, through which delta is
@@ -79,9 +79,8 @@ class Fa4Kernel(Kernel):
             return self.forward_once(q, k, v, call, spec)
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
         for heads, kv_heads in _cut_heads(q, k):
-            mine, keys, values = _take(heads, q), _take(kv_heads, k), _take(kv_heads, v)
-            part = self.forward_once(mine, keys, values, call, spec)
-            out[:, :, heads], lse[:, heads] = part
+            inputs = _take(q, heads), _take(k, kv_heads), _take(v, kv_heads)
+            out[:, :, heads], lse[:, heads] = self.forward_once(*inputs, call, spec)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
@@ -91,17 +90,9 @@ class Fa4Kernel(Kernel):
         wide = accumulator_dtype(k.dtype)
         sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)]
         for heads, kv_heads in _cut_heads(q, k):
-            dq[:, :, heads], *of_keys = self.backward_once(
-                _take(heads, dout),
-                _take(heads, q),
-                _take(kv_heads, k),
-                _take(kv_heads, v),
-                None if out is None else _take(heads, out),
-                lse[:, heads].contiguous(),
-                None if delta is None else delta[:, heads].contiguous(),
-                call,
-                spec,
-            )
+            inputs = _take(dout, heads), _take(q, heads), _take(k, kv_heads), _take(v, kv_heads)
+            softmax = _take(out, heads), _take(lse, heads, 1), _take(delta, heads, 1)
+            dq[:, :, heads], *of_keys = self.backward_once(*inputs, *softmax, call, spec)
             for total, grad in zip(sums, of_keys, strict=True):
                 total[:, :, kv_heads] += grad
         return dq, *(total.to(k.dtype) for total in sums)
@@ -179,9 +170,11 @@ def _cut_heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(first // group, (last - 1) // group + 1)
 
 
-def _take(heads: slice, x: Tensor) -> Tensor:
-    """Return heads of x (B, S, H, D), without the strides of all heads."""
-    return x[:, :, heads].contiguous()
+def _take(x: Tensor | None, heads: slice, dim: int = 2) -> Tensor | None:
+    """Return heads of x, or None if x is None. The result has no gaps where other heads were."""
+    if x is None:
+        return None
+    return x.narrow(dim, heads.start, heads.stop - heads.start).contiguous()
 
 
 def _computed_sizes(
@@ -215,28 +208,16 @@ def _pair_arguments(call: KernelCall, q: Tensor, packed: bool) -> tuple[dict[str
     Tokens are dense if that is possible and not `packed`: then there are no tables, so a CUDA graph
     may capture the call.
     """
-    if not packed and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
-        return _band_arguments(call), False
-
-    def make() -> dict[str, Any]:
-        of = sequences(call, len(q), q.device)
-        longest = max(of.longest, _LONGEST_AT_LEAST)
-        return {
-            **_band_arguments(call),
-            "cu_seqlens_q": of.cu_seqlens_q,
-            "cu_seqlens_k": of.cu_seqlens_k,
-            "max_seqlen_q": longest,
-            "max_seqlen_k": longest,
-        }
-
-    return prepare_once(call, ("fa4", len(q)), q.device, make), True
-
-
-def _band_arguments(call: KernelCall) -> dict[str, Any]:
     left, right = effective_band(call)
-    if left is None and right == 0:
-        return {"causal": True}
-    return {"causal": False, "window_size_left": left, "window_size_right": right}
+    arguments: dict[str, Any] = {"causal": left is None and right == 0}
+    if not arguments["causal"]:
+        arguments |= {"window_size_left": left, "window_size_right": right}
+    if not packed and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
+        return arguments, False
+    of = sequences(call, len(q), q.device)
+    arguments |= {"cu_seqlens_q": of.cu_seqlens_q, "cu_seqlens_k": of.cu_seqlens_k}
+    longest = max(of.longest, _LONGEST_AT_LEAST)
+    return arguments | {"max_seqlen_q": longest, "max_seqlen_k": longest}, True
 
 
 @functools.cache

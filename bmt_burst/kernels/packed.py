@@ -70,12 +70,15 @@ def effective_band(call: KernelCall) -> tuple[int | None, int | None]:
 
     Kernels are faster without a bound.
     """
-    left, right = call.left, call.right
-    if left is not None and left >= max((length(kv) for _, kv in call.tiles), default=0) - 1:
-        left = None
-    if right and right >= max((length(q) for q, _ in call.tiles), default=0) - 1:
-        right = None
-    return left, right
+    if "band" not in call.prepared:
+        left, right = call.left, call.right
+        if left is not None and left >= max((length(kv) for _, kv in call.tiles), default=0) - 1:
+            left = None
+        if right and right >= max((length(q) for q, _ in call.tiles), default=0) - 1:
+            right = None
+        call.prepared["band"] = left, right
+    band: tuple[int | None, int | None] = call.prepared["band"]
+    return band
 
 
 def pack(*tensors: Tensor) -> list[Tensor]:
