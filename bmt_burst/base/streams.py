@@ -7,11 +7,10 @@ replay would repeat old numbers and read memory that may hold something else by 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
+Stream = tuple[int, int, int]  # number, index of the device and type of the device
 _CAPTURED = (
     "its mask, bias or layout needs tables that are copied from host memory, which a replay would "
     "read again. One rank alone can capture whole causal or full sequences"
@@ -27,11 +26,10 @@ def refuse_capture(doing: str, why: str) -> None:
         )
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the current stream of a device, or None if it has no streams.
+def current_stream(device: torch.device) -> Stream | None:
+    """Return what identifies the current stream of a device, or None if it has no streams.
 
-    A device's index is known here. torch.cuda.current_stream looks for it, which takes the host
-    several times as long.
+    torch.cuda.current_stream takes the host several times as long.
 
     Tables that are copied from the host are kept by it. So this raises RuntimeError while a CUDA
     graph is captured: a kept table may be dropped before the graph is replayed.
@@ -39,12 +37,8 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     refuse_capture("attention with tables", _CAPTURED)
-    return _find_stream(*torch._C._cuda_getCurrentStream(device.index))
-
-
-@functools.lru_cache(maxsize=64)
-def _find_stream(stream: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(stream_id=stream, device_index=device_index, device_type=device_type)
+    stream: Stream = torch._C._cuda_getCurrentStream(device.index)
+    return stream
 
 
 def send_to_device(x: Tensor, device: torch.device) -> Tensor:

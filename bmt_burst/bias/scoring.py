@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..base.compiled import fused_on_gpus
-from ..kernels.packed import current_stream, send_to_device
+from ..base.streams import Stream, current_stream, send_to_device
 from ..sequence.gathered_calls import GatheredCall
 from ..sequence.span import Span, hull, in_turn
 from ..strategies import Problem
@@ -161,7 +161,7 @@ def _label(gathered: GatheredCall, both: tuple[Tensor, Tensor]) -> PairRows:
 
 @functools.lru_cache(maxsize=8)
 def _send_lookups(
-    scores: Scores, device: torch.device, stream: torch.cuda.Stream | None
+    scores: Scores, device: torch.device, stream: Stream | None
 ) -> tuple[Tensor, Tensor]:
     """Return pairs and distances on a device, for work on `stream`."""
     return send_to_device(scores.pairs, device), send_to_device(scores.distances, device)
@@ -172,7 +172,7 @@ def _send_lookups(
 # again. If each step has other documents, this bounds the memory that they take on GPUs.
 @functools.lru_cache(maxsize=128)
 def _send_tokens(
-    scores: Scores, positions: Tensor, device: torch.device, stream: torch.cuda.Stream | None
+    scores: Scores, positions: Tensor, device: torch.device, stream: Stream | None
 ) -> Tensor:
     """Return `Scores.tokens` on a device, for work on `stream`. The key is the tensor `positions`
     itself, not its values.
@@ -198,7 +198,7 @@ class LearnedBias:
     table: Tensor
     rows: tuple[int, ...]
     row_lse: Tensor
-    stream: torch.cuda.Stream | None
+    stream: Stream | None
     prepared: dict[Any, Any] = field(default_factory=dict)
 
     def of_heads(self, heads: slice) -> LearnedBias:

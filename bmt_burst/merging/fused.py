@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.compiled import multiply_by_16
-from ..base.streams import current_stream, send_to_device
+from ..base.streams import Stream, current_stream, send_to_device
 from ..sequence.span import Span, length
 from .parts import OutputPart, Part, Parts, clip_parts, find_unfinished, lies_in, tokens_at
 
@@ -95,7 +95,7 @@ def _places(parts: Parts, total: Tensor) -> tuple[tuple[int, ...] | tuple[Tensor
 
 @functools.lru_cache(maxsize=128)
 def _map(
-    spans: tuple[Span, ...], tokens: int, device: torch.device, stream: torch.cuda.Stream | None
+    spans: tuple[Span, ...], tokens: int, device: torch.device, stream: Stream | None
 ) -> Tensor:
     """Return where tokens are in a part of rising spans, and -1 where they are not: (tokens,)
     int32, for work on `stream`.

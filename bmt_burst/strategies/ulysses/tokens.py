@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...base.streams import current_stream, send_to_device
+from ...base.streams import Stream, current_stream, send_to_device
 from ...sequence.layout import Layout
 from ...sequence.span import Span, in_turn, length, merged
 
@@ -86,7 +86,7 @@ class HostTokens:
 
 @functools.lru_cache(maxsize=4)  # large on GPUs where every step has a layout of its own
 def _orders(
-    layout: Layout, inner: int, host: int, device: torch.device, stream: torch.cuda.Stream | None
+    layout: Layout, inner: int, host: int, device: torch.device, stream: Stream | None
 ) -> Tensor:
     """Return the indices that sort the tokens of a host's ranks, and those that undo it (2, N), for
     work on `stream`. The CPU does not wait for the GPU.
