@@ -5,6 +5,7 @@ The interpreter accepts more than the compiler, so without GPUs it is compiled f
 blocks are small there, so that calls of some tokens have several.
 """
 
+import itertools
 import json
 import os
 import re
@@ -303,17 +304,18 @@ def test_the_file_of_shapes_has_one_for_each_launch_and_gpu_and_says_where_it_is
         re.compile("[0-9a-f]{7}"),
         re.compile("NVIDIA .*|origin unknown, not measured again"),
     )
-    for entry in json.loads(file.read_text())["tables"]:
-        assert commit.fullmatch(entry["commit"]), entry
-        assert gpu.fullmatch(entry["measured_on"]), entry
-    shapes, least = backend._shapes(), 99 << 10  # shared memory of compute capability 8.6 and 8.9
-    for table in ("single", "half", "half_by_distance", "half_by_segments"):
-        for width in (64, 128, 256):
-            names = {name for found, name, size in shapes if (found, size) == (table, width)}
-            by_diagonals = {"backward_table"} if table in ("single", "half_by_distance") else set()
-            assert names == {"forward", "backward_kv", "backward_q"} | by_diagonals
-            for name in names:
-                assert shapes[table, name, width][-1].shared <= least
+    names = "forward", "backward_kv", "backward_q"
+    kinds = "single", "half", "half_by_distance", "half_by_segments"
+    expected = set(itertools.product(kinds, names))
+    expected |= {("single", "backward_table"), ("half_by_distance", "backward_table")}
+    tables = json.loads(file.read_text())["tables"]
+    assert tables.keys() == {f"{a} {b} {width}" for a, b in expected for width in (64, 128, 256)}
+    least = 99 << 10  # shared memory of compute capability 8.6 and 8.9
+    for key, entry in tables.items():
+        assert commit.fullmatch(entry["commit"]), key
+        assert gpu.fullmatch(entry["measured_on"]), key
+        table, kernel, head_size = key.split()
+        assert backend._read_shapes(table, kernel, int(head_size))[-1].shared <= least
 
 
 @pytest.mark.parametrize(

@@ -222,15 +222,11 @@ def number_groups(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _shapes() -> dict[tuple[str, str, int], tuple[LaunchShape, ...]]:
-    """Read triton_shapes.json: by table, kernel and padded head size, the fastest first."""
+def _read_shapes(table: str, kernel: str, head_size: int) -> list[LaunchShape]:
+    """Read the shapes of a kernel from triton_shapes.json, the fastest first."""
     text = Path(__file__).with_name("triton_shapes.json").read_text()
-    return {
-        (entry["table"], entry["kernel"], entry["head_size"]): tuple(
-            LaunchShape(*shape) for shape in entry["shapes"]
-        )
-        for entry in json.loads(text)["tables"]
-    }
+    entry = json.loads(text)["tables"][f"{table} {kernel} {head_size}"]
+    return [LaunchShape(*shape) for shape in entry["shapes"]]
 
 
 def shape_of(name: str, q: Tensor, table: str) -> LaunchShape:
@@ -241,7 +237,7 @@ def shape_of(name: str, q: Tensor, table: str) -> LaunchShape:
     if not q.is_cuda:  # in the interpreter
         return LaunchShape(16, 32, 4, 1) if name == "backward_kv" else LaunchShape(32, 16, 4, 1)
     table = "single" if q.dtype == torch.float32 else table
-    shapes, most = _shapes()[table, name, max(_width(q), 64)], shared_memory(q.device)
+    shapes, most = _read_shapes(table, name, max(_width(q), 64)), shared_memory(q.device)
     return next((shape for shape in shapes if shape.shared <= most), shapes[-1])
 
 
