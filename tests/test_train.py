@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from models.huggingface import fold_scalings, load_cpm
 from tests.launcher import ROOT, run_script
 from tests.preparing import prepare
-from tests.runs import forget, newest, read_records
+from tests.runs import forget, read_records
 from tests.test_documents import WINDOWED
-from tests.test_model import SMALL
-from train import export, generate
+from train import export
 from train.checkpoints import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -170,17 +168,6 @@ def test_a_run_that_ends_in_skipped_steps_keeps_all_it_has_and_is_no_success(fol
     printed = train(folder, "poisoned", code=2, steps=20, max_skips=7, resume="auto", **options)
     assert "7 steps in a row were skipped: " in printed
     assert good in printed
-
-
-def test_export_and_generate_from_a_run(folder, whole_run, capsys):
-    run = ["--run", str(folder / "whole")]
-    generate.main([*run, "--prompt", "def ", "--tokens", "20"])
-    assert capsys.readouterr().out.startswith("def ")
-    export.main([*run, "--output", str(folder / "exported")])
-    _, weights = fold_scalings(SMALL, newest(folder / "whole").weights())
-    exported = load_cpm(folder / "exported").state_dict()
-    assert exported.keys() == weights.keys()
-    assert all(exported[name].equal(weight) for name, weight in weights.items())
 
 
 def test_weights_go_to_bmtrains_format_and_come_back(folder, whole_run):
