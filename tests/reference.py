@@ -19,19 +19,6 @@ from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 
 
-def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return attention over a whole sequence, written out: out (B, S, H, D) and lse (B, H, S)."""
-    repeats = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
-
-
 def kernel_errors(
     kernel: Kernel | TableKernel,
     call: KernelCall,
@@ -88,14 +75,13 @@ def dense_results(
     sinks: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return whole out, lse, dq, dk, dv in fp64 of q, k, v and an output gradient.
+    """Return whole out and lse in fp64 of q, k and v, with an output gradient also dq, dk and dv.
 
     Queries that attend to nothing have an out of 0 and an lse of -inf. With dlse (B, H, S),
     gradients are those of both results. `rows` (S, S) names the row of a bias (R, H) that is added
     to each score. A bias and sinks (H,) add their gradients to the results.
     """
-    *inputs, dout = tensors
-    q, k, v = inputs = [x.double().clone().requires_grad_() for x in inputs]
+    q, k, v = inputs = [x.double().clone().requires_grad_() for x in tensors[:3]]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     visible_pairs = mask.dense(q.device)
     blind = ~visible_pairs.any(1, keepdim=True)
@@ -113,7 +99,9 @@ def dense_results(
         scores = torch.cat((scores, inputs[-1].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
         probs = scores.softmax(-1)[..., :-1]
     out, lse = torch.einsum("bhqk,bkhd->bqhd", probs, v), scores.logsumexp(-1)
-    results, grads = [out], [dout.double()]
+    results, grads = [out], [x.double() for x in tensors[3:]]
+    if not grads:
+        return [out.detach(), lse.detach()]
     if dlse is not None:
         results.append(lse.masked_fill(lse == -torch.inf, 0.0))
         grads.append(dlse.double())

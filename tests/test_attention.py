@@ -37,7 +37,7 @@ from bmt_burst.calls.inputs import unpack_tensor
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
 from tests.cases import random_qkv
-from tests.reference import dense_attention, relative_error
+from tests.reference import dense_results, relative_error
 from tests.refusals import TRANSFORMS, refusal, refusal_of_rank, transform
 from tests.rings import CPU_KERNELS
 
@@ -110,7 +110,7 @@ def test_values_with_heads_of_their_own():
     for size, value_size in ((6, 4), (4, 6)):
         q, k, v = qkv()
         q, k, v = q[..., :size], k[..., :size], v[..., :value_size]
-        exact, exact_lse = dense_attention(q, k, v, True, size**-0.5)
+        exact, exact_lse = dense_results(Mask.causal(6), [q, k, v], size**-0.5)
         out, lse = burst_attn_func(q, k, v, causal=True, return_lse=True)
         packed = burst_attn_varlen_func(q[0], k[0], v[0], (0, q.shape[1]), causal=True)
         assert out.is_contiguous() and packed.is_contiguous()  # callers join heads by view
@@ -242,9 +242,7 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
                 burst_attn_func(q, k, v, scale, flash=flash)
             continue
         out = burst_attn_func(q * tiny**0.5, k * tiny**0.5, v, scale, flash=flash)
-        exact, _ = dense_attention(
-            *(x.double() for x in (q * tiny**0.5, k * tiny**0.5, v)), False, scale
-        )
+        exact, _ = dense_results(Mask.full(6), [q * tiny**0.5, k * tiny**0.5, v], scale)
         assert relative_error(out, exact) < 2e-2, scale
 
 
@@ -338,8 +336,7 @@ def test_one_tensor_may_be_query_key_and_value_and_gradients_may_be_views(backwa
     scalar.
     """
     x = random_qkv(1, 10, 2, 2, 8)[0]
-    whole = x.clone().requires_grad_()
-    dense_attention(whole, whole, whole, False, 8**-0.5)[0].sum().backward()
+    _, _, *grads = dense_results(Mask.full(10), [x, x, x, torch.ones_like(x)], 8**-0.5)
 
     def work(ring):
         mine = x[:, ring.rank * 5 : ring.rank * 5 + 5].clone().requires_grad_()
@@ -349,7 +346,7 @@ def test_one_tensor_may_be_query_key_and_value_and_gradients_may_be_views(backwa
         out.sum().backward()
         return mine.grad
 
-    assert relative_error(torch.cat(simulate(2, work), 1), whole.grad) < 1e-12
+    assert relative_error(torch.cat(simulate(2, work), 1), sum(grads)) < 1e-12
 
 
 def test_second_derivatives_on_one_rank_are_refused_on_all():
@@ -518,8 +515,7 @@ def test_a_saturated_softmax_has_the_gradients_of_one_rank(size, scale):
     most of it.
     """
     *inputs, dout = random_qkv(1, 64, 4, 4, 32, torch.bfloat16)
-    whole = [x.double().requires_grad_() for x in inputs]
-    exact = torch.autograd.grad(dense_attention(*whole, True, scale)[0], whole, dout.double())
+    _, _, *exact = dense_results(Mask.causal(64), [*inputs, dout], scale)
 
     def errors(ranks):
         def work(ring):

@@ -1,6 +1,5 @@
 """SequenceParallel's unshard and sum: their values, their gradients, and ranks that differ."""
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, simulate
+from bmt_burst.errors import RankLate, RanksDisagree
 from tests.launcher import run_ranks
 from tests.reference import relative_error
 from tests.refusals import TRANSFORMS, transform
@@ -154,41 +154,26 @@ def error_of_sums(sp: SequenceParallel, device: str = "cpu") -> float:
     return relative_error(x.grad / sp.size, alone.grad)
 
 
-def differ_in_backward(rank: int) -> list[str]:
+def differ_in_backward(rank: int) -> None:
     """Ranks call backward in different orders, then rank 1 does not; it is late, but lives."""
     sp = init_sequence_parallel(timeout=1.0)
-    x, errors = torch.ones(1, 2, requires_grad=True), []
-    store = dist.distributed_c10d._get_default_store()
-
-    def note(call: Callable[[], object]) -> None:
-        try:
-            call()
-            errors.append("")
-        except (RuntimeError, ValueError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-
+    x, store = torch.ones(1, 2, requires_grad=True), dist.distributed_c10d._get_default_store()
     first, second = sp.unshard(x, 4).sum(), sp.sum(x).sum()
-    note((second if rank else first).backward)
-    note(first.backward)
+    orders = (
+        "rank 0 begins the backward of call 1, of unshard, rank 1 begins the backward of call 2"
+    )
+    with pytest.raises(RanksDisagree, match=f"ranks do not do the same: {orders}, of sum"):
+        (second if rank else first).backward()
+    first.backward()
     assert x.grad.eq(2).all()
     if rank:
         store.wait(["rank 0 has waited"], timedelta(seconds=60))
-    else:
-        note(second.backward)
-        store.set("rank 0 has waited", "")
-    return errors
+        return
+    late = "rank 1 of the group did not make this call within 1 s"
+    with pytest.raises(RankLate, match=f"the backward of call 2, of sum: {late}"):
+        second.backward()
+    store.set("rank 0 has waited", "")
 
 
 def test_ranks_that_do_not_call_the_same_backward_raise():
-    first, second = run_ranks(2, differ_in_backward)
-    assert first[0] == second[0]
-    assert first[0] == (
-        "RanksDisagree: ranks do not do the same: rank 0 begins the backward of call 1, of unshard,"
-        " rank 1 begins the backward of call 2, of sum"
-    )
-    assert first[1:] == [
-        "",
-        "RankLate: the backward of call 2, of sum: rank 1 of the group did not make this call "
-        "within 1 s",
-    ]
-    assert second[1:] == [""]
+    run_ranks(2, differ_in_backward)

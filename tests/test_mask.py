@@ -324,7 +324,6 @@ def test_wrong_masks_of_all_ranks_or_one_are_an_error_on_every_rank(options, err
             {"mask": Mask.documents((0, 6, 12))},
             "mask or causal",
         ),
-        ({"causal": True}, {}, "mask or causal"),
         (
             {"mask": Mask.causal(12)},
             {"mask": [Mask.causal(12), Mask.full(12)]},

@@ -7,21 +7,19 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Layout
+from bmt_burst import Layout, Mask
 from tests.cases import random_qkv
-from tests.reference import dense_attention
+from tests.reference import dense_results
 from tests.rings import CPU_KERNELS, ring_output, ring_results
 
 VALUES = [float("nan"), float("inf"), -float("inf")]
 
 
 def spoilt(tokens, name, at, value, dtype):
-    """q, k, v, dout, of which the one called `name` has a value in one entry of some tokens; and
-    their doubles.
-    """
+    """q, k, v, dout, of which the one called `name` has a value in one entry of some tokens."""
     tensors = random_qkv(1, tokens, 4, 2, 16, dtype, seed=tokens)
     tensors["qkv".index(name)][0, at, 0, 3] = value
-    return tensors, [x.double() for x in tensors[:3]]
+    return tensors
 
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
@@ -29,15 +27,14 @@ def spoilt(tokens, name, at, value, dtype):
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
-    for (tokens, dtype), causal in itertools.product(
-        ((4, torch.float32), (37, torch.bfloat16)), (False, True)
+    for (tokens, dtype), make_mask in itertools.product(
+        ((4, torch.float32), (37, torch.bfloat16)), (Mask.full, Mask.causal)
     ):
         for at in (0, tokens // 2):
-            (q, k, v, _), doubles = spoilt(tokens, name, at, value, dtype)
-            expected, _ = dense_attention(*doubles, causal, 16**-0.5)
-            layout, options = Layout.zigzag(tokens, size), {"causal": causal, "flash": flash}
-            out = ring_output(layout, (q, k, v), **options)
-            assert out.isnan().equal(expected.isnan()), (tokens, causal, dtype, at)
+            tensors, mask = spoilt(tokens, name, at, value, dtype)[:3], make_mask(tokens)
+            expected, _ = dense_results(mask, tensors, 16**-0.5)
+            out = ring_output(Layout.zigzag(tokens, size), tensors, mask=mask, flash=flash)
+            assert out.isnan().equal(expected.isnan()), (tokens, mask, dtype, at)
 
 
 @pytest.mark.parametrize("flash", CPU_KERNELS)
@@ -45,7 +42,7 @@ def test_a_ring_is_nan_where_dense_attention_is(flash, size, name, value):
 @pytest.mark.parametrize("value", VALUES[1:])
 def test_gradients_of_a_query_that_is_not_finite_are_nan(flash, backward, causal, value):
     tokens, size = 12, 3
-    tensors, _ = spoilt(tokens, "q", 5, value, torch.float32)
+    tensors = spoilt(tokens, "q", 5, value, torch.float32)
     options = {"causal": causal, "backward": backward, "flash": flash}
     *_, dq, dk, dv = ring_results(Layout.zigzag(tokens, size), tensors, 16**-0.5, **options)
     lost = torch.zeros_like(dq, dtype=torch.bool)
@@ -63,6 +60,5 @@ def test_scores_that_overflow_are_as_in_dense_attention():
     q[...], k[0, :4] = 1e20, -1e20
     out = ring_output(Layout.contiguous(6, 3), (q, k, v), causal=True)
     assert out[0, :4].isnan().all()
-    expected, _ = dense_attention(q, k, v, True, 8**-0.5)
-    assert out.isnan().equal(expected.isnan())
-    assert torch.allclose(out[0, 4:], expected[0, 4:])
+    expected, _ = dense_results(Mask.causal(6), [q, k, v], 8**-0.5)  # fp64 holds all scores
+    assert torch.allclose(out[0, 4:].double(), expected[0, 4:])
