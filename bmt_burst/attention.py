@@ -148,8 +148,9 @@ def burst_attn_func(
             `bmt_burst.kernels`. "cuda" is the best kernel of the flash-attn packages.
         causal: whether a token sees only tokens at its own or earlier positions. `layout` gives
             the positions.
-        optimize_bwd_comm: if a ring's backward sends queries, send delta = rowsum(out * dout) with
-            them instead of out.
+        optimize_bwd_comm: has no effect, and is here for calls written for BurstAttention's
+            package. A backward that sends queries sends delta = rowsum(out * dout) with them, which
+            is fewer bytes than out.
         deterministic: make results equal bit for bit between runs.
         process_group: the ranks that share the sequence: a torch.distributed ProcessGroup, a
             DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a bmt_burst Transport. By

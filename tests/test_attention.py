@@ -260,7 +260,6 @@ def test_every_scale_is_computed_with_or_refused(flash, dtype):
         ({"backward": "q"}, "ranks differ in backward"),
         ({"strategy": "all-gather"}, "ranks differ in strategy"),
         ({"deterministic": True}, "ranks differ in deterministic"),
-        ({"optimize_bwd_comm": False}, "ranks differ in optimize_bwd_comm"),
         ({"group_bytes": 4096}, "ranks differ in group_bytes"),
         ({"softmax_scale": 0.5}, "ranks differ in softmax_scale"),
         ({"layout": "striped"}, "ranks differ in layout"),

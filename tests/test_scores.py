@@ -137,7 +137,6 @@ def test_any_scores_equal_dense(part, monkeypatch):
             "strategy": chance.choice(("ring", "ring", "ulysses" if inner == size else "usp")),
             "backward": chance.choice(("q", "kv")),
             "flash": chance.choice(CPU_KERNELS),
-            "optimize_bwd_comm": chance.random() < 0.7,
             "group_bytes": chance.choice((0, 5_000, 1 << 30)),
         }
         got = ring_results(layout, tensors, SCALE, inner, bias=bias, **options)

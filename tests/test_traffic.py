@@ -15,13 +15,10 @@ B, S, H, G, D = 2, 96, 4, 2, 64  # S tokens of a rank
 ITEM = 4
 
 
-def traffic(
-    size, inner, backward, causal, optimize=True, rank=0, group_bytes=1 << 30, dtype=torch.float32
-):
+def traffic(size, inner, backward, causal, rank=0, group_bytes=1 << 30, dtype=torch.float32):
     """Return the bytes of each message of `rank`, by ring, of the forward and of the backward."""
     tensors = random_qkv(B, S * size, H, G, D, dtype)
     options = {"causal": causal, "backward": backward, "group_bytes": group_bytes}
-    options["optimize_bwd_comm"] = optimize
     sent = call_messages(Layout.zigzag(S * size, size), tensors, inner, **options)[rank]
     return [[[nbytes for _, nbytes in ring] for ring in half] for half in sent]
 
@@ -89,13 +86,10 @@ def test_what_lands_together_is_bounded(backward, share):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("optimize", [True, False])
-def test_q_backward_sends_queries_there_and_dq_back(size, optimize):
-    _, [backward] = traffic(size, size, "q", causal=False, optimize=optimize)
-    there = [Q, Q, 2 * ROW] if optimize else [Q, Q, Q, ROW]
-    assert sorted(backward) == sorted(
-        [half for x in (*there, Q) for half in runs(x)] * (B * (size - 1))
-    )
+def test_q_backward_sends_queries_there_and_dq_back(size):
+    _, [backward] = traffic(size, size, "q", causal=False)
+    sent = [half for x in (Q, Q, 2 * ROW, Q) for half in runs(x)]
+    assert sorted(backward) == sorted(sent * (B * (size - 1)))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -79,7 +79,6 @@ def find_terms(
         "deterministic": options.deterministic,
         "strategy": options.strategy,
         "backward": options.backward,
-        "optimize_bwd_comm": options.optimize_bwd_comm,
         "group_bytes": options.group_bytes,
         "recording of gradients": needs_gradient,
         "the kernel of flash": kernel.name,
@@ -102,7 +101,6 @@ def find_terms(
         inner=rings.inner.size,
         outer=rings.outer.size,
         backward=options.backward,
-        send_out=not options.optimize_bwd_comm,
         group_bytes=options.group_bytes,
     )
     strategy = _find_strategy(options.strategy, q.device.type)

@@ -105,8 +105,6 @@ class Problem:
 
     inner, outer   the number of ranks of a host, and of hosts
     backward       the side that a ring's backward sends: "q", "kv" or "auto"
-    send_out       whether a backward that sends queries sends out with them instead of
-                   delta = rowsum(out * dout)
     group_bytes    the most bytes of a ring's blocks in one stage, unless a single block is larger
     scoring        how pairs are computed: by the kernel, unless an extension computes them
     """
@@ -119,7 +117,6 @@ class Problem:
     inner: int
     outer: int
     backward: str = "auto"
-    send_out: bool = False
     group_bytes: int = GROUP_BYTES
     scoring: Scoring = DENSE
 

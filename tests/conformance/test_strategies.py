@@ -106,7 +106,6 @@ def test_equals_dense_attention(name, monkeypatch):
             options = {
                 "flash": "reference" if softcap else chance.choice(CPU_KERNELS),
                 "backward": chance.choice(("auto", "q", "kv")),
-                "optimize_bwd_comm": chance.random() < 0.5,
                 "group_bytes": chance.choice((0, 3_000, 1 << 30)),
                 "strided": chance.random() < 0.3,
             }

@@ -50,7 +50,7 @@ class Backward(Execution):
         kept: Tensors,
     ):
         problem, sends_queries = program.problem, program.payload.sends_queries
-        if problem.scoring.prefers_delta and not problem.send_out:
+        if problem.scoring.prefers_delta:
             queries = queries.with_delta()  # then calls need not gather out
         super().__init__(program, rings, queries, keys)
         self.attention = problem.scoring.backward(problem, queries, inputs, kept)

@@ -4,7 +4,6 @@ each.
     KeysValues     k and v. A backward returns dk and dv.
     QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side. It returns dq
                    (arXiv 2403.09347).
-    QueriesOut     q, dout, lse and out. It returns dq.
 
 All these tensors are (B, S, heads, ...). To add a payload, write a class here and list it in
 `backward_payload`.
@@ -103,29 +102,9 @@ class QueriesDelta(Payload):
         return Packing(sizes.batch, (row, row, lse_delta))
 
 
-class QueriesOut(Payload):
-    """The payload of q, dout, lse and out."""
-
-    def depart(self, block: Side) -> tuple[Tensor, ...]:
-        assert isinstance(block, QueryGradients)
-        assert block.out is not None
-        lse = block.lse.transpose(1, 2)
-        return tuple(x.contiguous() for x in (block.q, block.dout, lse, block.out))
-
-    def arrive(self, tensors: Sequence[Tensor]) -> QueryGradients:
-        q, dout, lse, out = tensors
-        return QueryGradients(q, dout, lse.transpose(1, 2), out)
-
-    def packing(self, sizes: Sizes) -> Packing:
-        row = (sizes.heads, sizes.head_size), sizes.dtype
-        lse = (sizes.heads,), accumulator_dtype(sizes.dtype)
-        return Packing(sizes.batch, (row, row, lse, row))
-
-
 def backward_payload(problem: Problem) -> Payload:
     """Return the payload of a problem's backward. "auto" picks the one with fewer bytes."""
-    queries = QueriesOut() if problem.send_out else QueriesDelta()
-    choices: dict[str, Payload] = {"q": queries, "kv": KeysValues()}
+    choices: dict[str, Payload] = {"q": QueriesDelta(), "kv": KeysValues()}
     if problem.backward == "auto":
         return min(choices.values(), key=lambda payload: payload.token_bytes(problem.sizes))
     return choices[problem.backward]

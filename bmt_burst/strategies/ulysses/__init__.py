@@ -248,7 +248,7 @@ class UlyssesPlan(Plan):
         plan.
         """
         problem, found = self.problem, list[RingPlan | None]()
-        hosts = replace(problem, layout=self.hosts, inner=problem.outer, outer=1, send_out=False)
+        hosts = replace(problem, layout=self.hosts, inner=problem.outer, outer=1)
         plans: dict[Sizes, RingPlan] = {}
         for piece in self.pieces:
             heads, kv = piece[self.place], kv_heads(piece[self.place], self.ratio)
