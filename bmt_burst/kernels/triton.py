@@ -48,7 +48,7 @@ class LaunchShape(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What an extension adds to scores.
+    """The terms that an extension adds to scores.
 
     table     name of the table of block sizes for 16-bit inputs
     terms     the kernels' argument `terms`
