@@ -10,14 +10,14 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..sequence.mask import Mask, Slice
-from ..sequence.span import Span, length, overlap
+from ..sequence.span import Span, length, merged, overlap
 
 BY_DISTANCE = -1  # instead of a row: the distance gives it
 _LONG = 256  # tokens of a segment that is worth separate kernel calls
@@ -169,30 +169,23 @@ def _within(span: Span, spans: Sequence[_LabelledSpan]) -> Iterator[_LabelledSpa
         yield _LabelledSpan(part, of if length(part) >= _LONG else None)
 
 
-def _join_slices(slices: Sequence[Slice]) -> list[Slice]:
+def _join_slices(slices: Iterable[Slice]) -> list[Slice]:
     """Return the same pairs in fewer slices.
 
     Neighbouring slices are joined if they differ only in their keys, or only in their queries.
     """
-    turned = [_turn(s) for s in _join_keys(slices)]
-    return [_turn(s) for s in _join_keys(turned)]
+    turned = map(_turn, _join_keys(slices))
+    return [*map(_turn, _join_keys(turned))]
 
 
-def _join_keys(slices: Sequence[Slice]) -> list[Slice]:
-    joined: list[Slice] = []
-    for s in sorted(slices, key=lambda s: (s.q, _order_bands(s), s.kv)):
-        last = joined[-1] if joined else None
-        if last and last.q == s.q and last[2:] == s[2:] and last.kv[1] == s.kv[0]:
-            joined[-1] = s._replace(kv=(last.kv[0], s.kv[1]))
-        else:
-            joined.append(s)
-    return joined
+def _join_keys(slices: Iterable[Slice]) -> Iterator[Slice]:
+    spans: dict[tuple[Span, int | None, int | None], list[Span]] = {}
+    for q, kv, low, high in slices:
+        spans.setdefault((q, low, high), []).append(kv)
+    for (q, low, high), of_keys in spans.items():
+        yield from (Slice(q, kv, low, high) for kv in merged(of_keys))
 
 
 def _turn(s: Slice) -> Slice:
     """Exchange queries and keys. The band stays, since it is only compared."""
     return s._replace(q=s.kv, kv=s.q)
-
-
-def _order_bands(s: Slice) -> tuple[bool, int, int]:
-    return s[2:] != (None, None), s.low or 0, s.high or 0
