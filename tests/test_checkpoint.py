@@ -195,27 +195,20 @@ def small_disk(tmp_path, monkeypatch):
     return of
 
 
-@pytest.fixture
-def there(tmp_path, monkeypatch):
-    """Return the checkpoints that were in `run` when the shards of each save were written."""
-    seen, plain = [], RankFile.write
-
-    def watched(*arguments):
-        seen.append([path.name[-1] for path in checkpoint.listed(tmp_path / "run")])
-        return plain(*arguments)
-
-    monkeypatch.setattr(RankFile, "write", watched)
-    return seen
-
-
 @pytest.mark.parametrize(
     ("room", "seen"), [(2.5, [[], ["1"], ["2"], ["3"]]), (9, [[], ["1"], ["2", "1"], ["3", "2"]])]
 )
 def test_old_checkpoints_go_before_the_save_only_where_space_is_short(
-    tmp_path, alone, small_disk, there, capsys, room, seen
+    tmp_path, alone, small_disk, monkeypatch, capsys, room, seen
 ):
-    run = small_disk(room)
-    there.clear()
+    """Which ones are there when shards are written is in `seen`."""
+    run, there, plain = small_disk(room), [], RankFile.write
+
+    def watched(*arguments):
+        there.append([path.name[-1] for path in checkpoint.listed(run)])
+        return plain(*arguments)
+
+    monkeypatch.setattr(RankFile, "write", watched)
     for step in (1, 2, 3, 4):
         save(run, 0, 1, step)
     assert there == seen

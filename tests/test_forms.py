@@ -85,8 +85,9 @@ def test_an_array_is_split_as_json_reads_it(monkeypatch):
         next(cut)
 
 
-def write_all_forms(folder) -> None:
-    """Fill a folder with the same records in all forms and tables, and with what is no data."""
+def test_records_are_read_whatever_the_ending_says_and_descriptions_are_not(tmp_path):
+    """In all forms and tables, and next to what is no data."""
+    folder = tmp_path / "in"
     (folder / ".git").mkdir(parents=True)
     (folder / "a.json").write_bytes(IN_LINES)
     (folder / "b.json.gz").write_bytes(gzip.compress(IN_LINES))
@@ -106,10 +107,6 @@ def write_all_forms(folder) -> None:
     for name in (*named, ".git/x.json"):
         (folder / name).write_bytes(IN_LINES)
     (folder / "stats.json").write_bytes(PRETTY)
-
-
-def test_records_are_read_whatever_the_ending_says_and_descriptions_are_not(tmp_path):
-    write_all_forms(tmp_path / "in")
     arguments = ("--input", tmp_path / "in", "--output", tmp_path / "out", "--field", "data.text")
     prepare(*arguments)
     assert texts(tmp_path / "out/train") == WORDS * 9
