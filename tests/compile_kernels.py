@@ -8,7 +8,6 @@ size that is padded and a band of two edges, so that every branch is compiled.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
@@ -16,7 +15,6 @@ from bmt_burst import InfLLMV2, kernels
 from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.bias.kernels import triton_table
-from bmt_burst.kernels import triton as backend
 from bmt_burst.kernels import triton_blocks
 from bmt_burst.merging import fused
 from bmt_burst.sequence.tile import KernelCall
@@ -35,9 +33,8 @@ SPARSE = {
 
 
 def compile_attention():
-    names = "forward", "backward_kv", "backward_q"
-    compilers = {name: Compiler(getattr(triton_blocks, name)) for name in names}
-    backend._kernel_module = lambda: SimpleNamespace(**compilers)
+    for name in ("forward", "backward_kv", "backward_q"):
+        setattr(triton_blocks, name, Compiler(getattr(triton_blocks, name)))
     triton_table.backward_table = Compiler(triton_table.backward_table)
     for tokens in (40, 48, 41):  # compiled once for all of them
         call = KernelCall(tokens, tokens, (((0, tokens), (0, tokens)),), 30, 0)

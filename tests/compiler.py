@@ -22,6 +22,7 @@ class Compiler:
 
     def __init__(self, kernel, capability: int = 90):
         self.kernel, self.target, self.kinds = kernel, GPUTarget("cuda", capability, 32), []
+        self.__name__ = kernel.__name__
 
     def __getitem__(self, grid):
         return self.compile
@@ -42,7 +43,7 @@ class Compiler:
                 signature[name] = kind(x, at, values)
         source = ASTSource(self.kernel, signature, values)
         assert triton.compile(source, target=self.target, options=options).asm["cubin"]
-        print(self.kernel.__name__)
+        print(self.__name__)
 
     def kinds_of(self, args, constants):
         """Return the types and properties for which Triton compiles a kernel."""

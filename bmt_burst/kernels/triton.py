@@ -8,7 +8,7 @@ programs with the most work are first in the list. The backward has one program 
 keys, which sums dk and dv, and one for each block of queries, which sums dq. No two programs add to
 the same sum. Therefore results are bit-identical between runs.
 
-`launch` and `start` also serve extensions, which add terms to scores.
+`launch` also serves extensions, which add terms to scores.
 
 `triton_shapes.json` has the block sizes, and the GPU and commit that they were measured with.
 """
@@ -84,11 +84,11 @@ class TritonKernel(Kernel):
         return None
 
     def broken(self) -> str | None:
-        return import_failure("triton", _kernel_module)
+        return import_failure("triton", load_kernels)
 
     def forward(self, q, k, v, call, spec, added=NOTHING):
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
-        launch("forward", (*map(make_dense, (q, k, v)), out, lse), call, spec, added)
+        launch(load_kernels().forward, (*map(make_dense, (q, k, v)), out, lse), call, spec, added)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
@@ -99,8 +99,8 @@ class TritonKernel(Kernel):
         dq, dk, dv = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]
         )
-        launch("backward_kv", (*inputs, dk, dv), call, spec, added)
-        launch("backward_q", (*inputs, dq), call, spec, added)
+        launch(load_kernels().backward_kv, (*inputs, dk, dv), call, spec, added)
+        launch(load_kernels().backward_q, (*inputs, dq), call, spec, added)
         return dq, dk, dv
 
 
@@ -116,41 +116,25 @@ def backward_inputs(dout, q, k, v, out, lse, delta) -> tuple[Tensor, ...]:
 
 
 def launch(
-    name: str,
+    kernel: Any,
     tensors: Sequence[Any],
     call: KernelCall,
     spec: Spec,
     added: Added,
     programs: Tensor | None = None,
-) -> None:
-    """Launch the kernel `name`. The first two of `tensors` are q and k.
-
-    programs  a list of other programs than those with one block each
-    """
-    q, by_keys = tensors[0], name == "backward_kv"
-    shape = shape_of(name, q, added.table)
-    if programs is None:
-        programs = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M)
-    constants = {"CAP": spec.softcap, "TERMS": bool(added.terms), "ONE_PART": added.one_part}
-    kernel = getattr(_kernel_module(), name)
-    start(kernel, shape, programs, by_keys, tensors, call, spec, added.terms, **constants)
-
-
-def start(
-    kernel: Any,
-    shape: LaunchShape,
-    programs: Tensor,
-    by_keys: bool,
-    tensors: Sequence[Any],
-    call: KernelCall,
-    spec: Spec,
-    terms: Any,
     **constants: Any,
 ) -> None:
-    """Launch a kernel with a list of programs, for each kv head if `by_keys`, else for each query
-    head.
+    """Launch a kernel of `triton_blocks`, or another one that takes the same arguments.
+
+    tensors    its tensors, q and k first
+    programs   the list of its programs, by default one for each block
+    constants  those that other kernels do not take
     """
     q, k = tensors[:2]
+    by_keys = kernel.__name__ == "backward_kv"
+    shape = shape_of(kernel.__name__, q, added.table)
+    if programs is None:
+        programs = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M)
     left, right = effective_band(call)
     grid = len(programs), k.shape[2] if by_keys else q.shape[2], len(q)
     kernel[grid](
@@ -160,7 +144,7 @@ def start(
         spec.scale,
         left or 0,
         right or 0,
-        terms,
+        added.terms,
         GROUP=q.shape[2] // k.shape[2],
         D=q.shape[-1],
         WIDTH=_width(q),
@@ -169,6 +153,9 @@ def start(
         LEFT=left is not None,
         RIGHT=right is not None,
         PRECISION=precision(q),
+        CAP=spec.softcap,
+        TERMS=bool(added.terms),
+        ONE_PART=added.one_part,
         **constants,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -268,7 +255,7 @@ def make_dense(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel_module() -> ModuleType:
+def load_kernels() -> ModuleType:
     """Import the kernels when they are first used. CPUs do not need Triton."""
     from . import triton_blocks
 

@@ -20,9 +20,9 @@ from ...kernels.triton import (
     backward_inputs,
     launch,
     list_programs,
+    load_kernels,
     number_groups,
     shape_of,
-    start,
 )
 from ...sequence.tile import KernelCall
 from ...spec import Spec
@@ -64,7 +64,7 @@ def table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias) -> Tensor:
     else:
         shape = shape_of("backward_q", inputs[0], added.table)
         programs = _list_parts(call, inputs[0].device, shape.M)
-        launch("backward_q", (*inputs, None), call, spec, added, programs)
+        launch(load_kernels().backward_q, (*inputs, None), call, spec, added, programs)
     return _gradient_of_sums(added, bias)
 
 
@@ -80,7 +80,7 @@ def _add_along_diagonals(
     shape = shape_of("backward_table", inputs[0], added.table)
     walks = _list_walks(call, inputs[0].device, shape.M, shape.N)
     for even in (True, False) if bias.apart is None else (True,):
-        start(backward_table, shape, walks, False, inputs, call, spec, added.terms, EVEN=even)
+        launch(backward_table, inputs, call, spec, added, walks, EVEN=even)
 
 
 def _gradient_of_sums(added: Added, bias: CallBias) -> Tensor:

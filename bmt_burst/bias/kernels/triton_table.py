@@ -21,7 +21,8 @@ def backward_table(
     q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
     walks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    TERMS: tl.constexpr, ONE_PART: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
 
@@ -49,7 +50,7 @@ def backward_table(
         rows, columns = q_count - first, kv_count - at
         q_block = read(skip(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
         k_block = _load_between(skip(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
-        scores = scores_of(q_block, k_block, scale, PRECISION, None, True)
+        scores = scores_of(q_block, k_block, scale, PRECISION, CAP, True)
         if EVEN:
             scores += added
         else:
@@ -65,7 +66,7 @@ def backward_table(
         v_block = _load_between(skip(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
         dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
         dscores = dscores_of(
-            scores, probs, dprobs, load_row(delta_rows, first, rows, M)[:, None], None
+            scores, probs, dprobs, load_row(delta_rows, first, rows, M)[:, None], CAP
         )
         seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (
             tl.arange(0, N)[None, :] >= -at
