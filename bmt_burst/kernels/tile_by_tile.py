@@ -26,7 +26,6 @@ from ..merging.merge import Gradients, Outputs, empty_lse
 from ..merging.surrogate import surrogate_out
 from ..sequence.span import Span, length
 from ..sequence.tile import KernelCall
-from ..spec import Spec
 from . import Kernel, load
 
 _ROWS = 256  # queries of a window that the reference computes at once
@@ -46,27 +45,15 @@ class PlainKernel(Kernel):
     fewest_keys: int = 1
 
     @abstractmethod
-    def block_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, spec: Spec
-    ) -> tuple[Tensor, Tensor]:
+    def block_forward(self, q, k, v, causal, spec):
         """Compute `Kernel.forward` of a block in which every query sees every key.
 
         If `causal`, S is T, and query i sees keys 0 to i.
         """
 
     @abstractmethod
-    def block_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        spec: Spec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute `Kernel.backward` of such a block."""
+    def block_backward(self, dout, q, k, v, out, lse, causal, spec):
+        """Compute `Kernel.backward` of such a block. `out` is never None."""
 
     def forward(self, q, k, v, call, spec):
         if self._computes(call):
