@@ -19,16 +19,9 @@ def check_sp(sp: Any) -> None:
         )
 
 
-def check_not_enabled(model: Any, enabled: type[nn.Module]) -> None:
-    """Raise ValueError if the model is an instance of `enabled`."""
-    if isinstance(model, enabled):
-        raise ValueError(
-            f"this {type(model).__name__} is already enabled, for {model._sp.size} ranks"
-        )
-
-
 def find_base(
     model: Any,
+    enabled: type[nn.Module],
     families: Mapping[type[nn.Module], Any],
     refused: Mapping[str, str],
     owner: str,
@@ -36,16 +29,19 @@ def find_base(
 ) -> type[nn.Module]:
     """Return the class of `families` that `model` is an instance of.
 
+    enabled  the class of enabled models
     refused  reasons by names of classes
     owner    of the families, for errors
     hint     for models that have no reason, and no module inside that can be enabled
 
-    Raises TypeError for all other models.
+    Raises ValueError for an enabled model, TypeError for all other models.
     """
+    name = type(model).__name__
+    if isinstance(model, enabled):
+        raise ValueError(f"this {name} is already enabled, for {model._sp.size} ranks")
     for base in families:
         if isinstance(model, base):
             return base
-    name = type(model).__name__
     for own in type(model).__mro__:
         if own.__name__ in refused:
             raise TypeError(f"{name} cannot be sequence parallel: {refused[own.__name__]}")

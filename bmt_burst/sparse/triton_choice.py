@@ -37,7 +37,7 @@ from ..kernels.triton import make_dense, precision
 from ..kernels.triton_memory import INFINITY, LOG2_E, wide
 from .compressed import CompressedKeys
 from .config import InfLLMV2
-from .triton_far import address_rows, count_tokens, load_rows, pad_heads, tile_rows
+from .triton_far import address_rows, count_tokens, load_rows, tile_rows
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ALWAYS = tl.constexpr(torch.iinfo(torch.int32).max)
@@ -195,7 +195,7 @@ def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str
     q = make_dense(q)
     launch = _shape(q)
     group = q.shape[1] // groups
-    heads = pad_heads(group)
+    heads = triton.next_power_of_2(group)
     shared = {
         "TOKENS": count_tokens(launch.rows, heads),
         "GROUP": group,

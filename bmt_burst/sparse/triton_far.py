@@ -86,7 +86,8 @@ def _launch_by_tiles(
     q, k = tensors[:2]
     blocks, first, scale = far.blocks, far.first, far.scale
     shape = _find_shape(name, q, k, blocks.block_size)
-    tokens = count_tokens(shape.rows, pad_heads(q.shape[1] // k.shape[1]))
+    constants = _constants(q, k, blocks.block_size)
+    tokens = count_tokens(shape.rows, constants["HEADS"])
     tiles = prepare_once(
         blocks, ("tiles", tokens), q.device, lambda: QueryTiles.of_starts(blocks.starts, tokens)
     )
@@ -105,7 +106,7 @@ def _launch_by_tiles(
         tiles.starts.shape[2],
         scale,
         TOKENS=tokens,
-        **_constants(q, k, blocks.block_size),
+        **constants,
         num_warps=shape.warps,
         num_stages=shape.stages,
         enable_fp_fusion=True,
@@ -145,7 +146,7 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
         lists.starts.shape[1],
         slots,
         scale,
-        TOKENS=count_tokens(shape.rows, pad_heads(q.shape[1] // k.shape[1])),
+        TOKENS=count_tokens(shape.rows, constants["HEADS"]),
         **constants,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -174,7 +175,7 @@ def _constants(q: Tensor, k: Tensor, block_size: int) -> dict[str, Any]:
     """Return the constants that all kernels of a call have."""
     return {
         "GROUP": q.shape[1] // k.shape[1],
-        "HEADS": pad_heads(q.shape[1] // k.shape[1]),
+        "HEADS": triton.next_power_of_2(q.shape[1] // k.shape[1]),
         "D": q.shape[-1],
         "WIDTH": max(triton.next_power_of_2(q.shape[-1]), 16),
         "BLOCK": block_size,
@@ -193,7 +194,8 @@ def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> FarShape:
     if not q.is_cuda:
         return _INTERPRETED[name]
     shape = (_SINGLE if q.dtype == torch.float32 else _HALF)[name]
-    heads, constants = pad_heads(q.shape[1] // k.shape[1]), _constants(q, k, block_size)
+    constants = _constants(q, k, block_size)
+    heads = constants["HEADS"]
     rows, keys = count_tokens(shape.rows, heads) * heads, 2 * constants["N"]
     # Rows of queries and keys, of which a program keeps some and loads the others in each stage.
     kept, loaded = {"forward": (rows, keys), "dq": (2 * rows, keys), "dkdv": (keys, 2 * rows)}[name]
@@ -208,11 +210,6 @@ def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> FarShape:
 def count_tokens(rows: int, heads: int) -> int:
     """Return the queries of a program, with `heads` rows each: at least 16 rows."""
     return min(max(rows, 16, heads) // heads, MOST_QUERIES)
-
-
-def pad_heads(heads: int) -> int:
-    """Return the power of two that the query heads of a kv head are padded to."""
-    return 1 << (heads - 1).bit_length()
 
 
 def _kernel_strides(x: Tensor) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import model_center.model as zoo
 from model_center.layer import Attention
 from torch import nn
 
-from ..enabling import check_not_enabled, find_base
+from ..enabling import find_base
 from .biased import CPM1, CPM3
 from .models import OPT, Bert, EnabledModel, GPTj, LearnedPositionModel, Llama, Roberta
 
@@ -38,8 +38,7 @@ def find_family(model: Any) -> type[EnabledModel]:
     """Return the class that enables `model`. Raises ValueError if it is already enabled, and
     TypeError if it cannot be.
     """
-    check_not_enabled(model, EnabledModel)
-    base = find_base(model, _FAMILIES, _REFUSED, "ModelCenter's")
+    base = find_base(model, EnabledModel, _FAMILIES, _REFUSED, "ModelCenter's")
     if type(model).forward is not base.forward or "forward" in vars(model):
         raise TypeError(
             f"this {type(model).__name__} overrides the forward of {base.__name__}, which would "

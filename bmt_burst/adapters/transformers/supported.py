@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..enabling import check_not_enabled, find_base
+from ..enabling import find_base
 from .model import EnabledModel
 
 _NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "GptOss")
@@ -35,9 +35,8 @@ _REFUSED = {
 def check_model(model: Any) -> None:
     """Raise TypeError or ValueError if `model` cannot be enabled."""
     name = type(model).__name__
-    check_not_enabled(model, EnabledModel)
     hint = ": call burst_attn_func in the attention of other models"
-    base = find_base(model, _FAMILIES, _REFUSED, "transformers'", hint)
+    base = find_base(model, EnabledModel, _FAMILIES, _REFUSED, "transformers'", hint)
     if not _has_forward_of(base, model):
         raise TypeError(
             f"this {name} has another forward than transformers' {base.__name__}, which would be "
