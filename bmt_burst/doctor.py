@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from . import Layout, burst_attn_func, init_sequence_parallel, kernels
-from .merging.parts import Part
 from .ranks.rings import make_rings
 from .sequence.tile import KernelCall
 from .spec import Spec
@@ -70,7 +69,6 @@ def list_checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "NCCL", _check_nccl
     for name in kernels.names():
         yield name, functools.partial(_check_kernel, name)
-    yield "fused sums", _check_fused
     yield "BMTrain", _check_bmtrain
     yield "ring", _check_ring
 
@@ -141,24 +139,6 @@ def _error(kernel: kernels.Kernel, call: KernelCall, *tensors: torch.Tensor) -> 
 def _results(kernel: kernels.Kernel, call: KernelCall, q, k, v, dout) -> list[torch.Tensor]:
     out, lse = kernel.forward(q, k, v, call, _SPEC)
     return [out, *kernel.backward(dout, q, k, v, out, lse, None, call, _SPEC)]
-
-
-def _check_fused() -> str:
-    if not torch.cuda.is_available():
-        raise Missing("Triton's kernels run on GPUs; here torch replaces them")
-    return _sum_ones("cuda")
-
-
-def _sum_ones(device: str) -> str:
-    """Check one sum of gradients; return Triton's version."""
-    from .merging import fused
-
-    total = torch.zeros(1, 64, 2, 64, device=device)
-    part: Part = [(0, 64)], torch.ones_like(total, dtype=torch.bfloat16)
-    fused.sum_gradients(total, [part, part])
-    if not total.eq(2).all():
-        raise RuntimeError("a sum is wrong: do not use this Triton, and report this")
-    return f"Triton {version('triton')}"
 
 
 def _check_bmtrain() -> str:
