@@ -61,11 +61,6 @@ def _clip_spans(spans: Sequence[Span], within: Span) -> tuple[list[Span], Span] 
     """Return the part of `spans` in `within`, counted from its start, and where it lies in the
     part's tensors. Return None if nothing is in it.
     """
-    if len(spans) == 1:  # as in most calls
-        [(start, stop)] = spans
-        first, last = max(start, within[0]), min(stop, within[1])
-        at = first - start, last - start
-        return ([(first - within[0], last - within[0])], at) if first < last else None
     found = [
         (at, shifted(at, place[0] - span[0]))
         for span, place in in_turn(spans)
