@@ -185,7 +185,6 @@ LONGEST_RANKS = (  # tests that start ranks on GPUs, by how long they take
     "test_enabled_models_equal_those_of_one_gpu",
     "test_ring_equals_dense",
     "test_a_compiled_model_of_several_ranks_takes_every_length",
-    "test_on_gpus",
 )
 
 

@@ -206,7 +206,14 @@ def rings(size: int) -> dict[str, dict]:
     return found
 
 
+HEADS = (4, 4), (8, 2), (6, 2), (1, 1)
 LAYOUTS = ("zigzag", "striped", "contiguous")
+STRATEGIES = (
+    ("one-call", "by copy engines"),
+    ("ulysses", "by copy engines"),
+    ("ulysses", "by NCCL"),
+    ("usp", "double"),
+)
 MASKS = {
     "causal": Mask.causal,
     "full": Mask.full,
@@ -220,14 +227,14 @@ MASKS = {
 def equality(rank: int, size: int) -> dict[str, float]:
     """The worst error of each of many cases, of all heads in one pass and of a kv head in each.
 
-    Two other strategies are in it, too.
+    Other strategies are in it, too. Of few heads, some ranks of Ulysses have none.
     """
     ring_strategy._ENOUGH_ROWS = 1
     errors, groups = {}, rings(size)
     if size == 4:
         groups["cudnn"] = {**groups["by copy engines"], "flash": "cudnn"}
     for index, (mask, layout) in enumerate(itertools.product(MASKS, (*LAYOUTS, "balanced"))):
-        tokens, (heads, kv_heads) = (1024, 1031)[index % 2], ((4, 4), (8, 2))[index // 2 % 2]
+        tokens, (heads, kv_heads) = (1024, 1031)[index % 2], HEADS[index // 2 % len(HEADS)]
         visible = MASKS[mask](tokens)
         whole = made_layout(layout, visible, size)
         tensors = cuda_qkv(2, tokens, heads, kv_heads, 64)
@@ -242,10 +249,11 @@ def equality(rank: int, size: int) -> dict[str, float]:
             options = {"mask": visible, "backward": backward, "group_bytes": group_bytes, **group}
             name = f"{ring} {layout} {mask} {backward} {heads}:{kv_heads} {tokens} {group_bytes}"
             errors |= call_errors(name, rank, whole, tensors, exact, **options)
-        for strategy in ("one-call", "ulysses"):
-            options = {"mask": visible, "strategy": strategy, **groups["by copy engines"]}
-            name = f"{strategy} {layout} {mask} {heads}:{kv_heads} {tokens}"
-            errors |= call_errors(name, rank, whole, tensors, exact, **options)
+        for strategy, ring in STRATEGIES:
+            if ring in groups:
+                options = {"mask": visible, "strategy": strategy, **groups[ring]}
+                name = f"{strategy} {ring} {layout} {mask} {heads}:{kv_heads} {tokens}"
+                errors |= call_errors(name, rank, whole, tensors, exact, **options)
     return errors
 
 
@@ -424,7 +432,10 @@ def host_never_waits(rank: int, size: int) -> None:
     """A step is enqueued while the GPU still sleeps, and the profiler sees no synchronization."""
     *inputs, dout = cuda_qkv(1, 512, 4, 4, 64)
     inputs = [x.requires_grad_() for x in inputs]
-    for name, group in rings(size).items():
+    groups = rings(size)
+    single = {name: group for name, group in groups.items() if name != "double"}
+    ulysses = {f"Ulysses {name}": {**x, "strategy": "ulysses"} for name, x in single.items()}
+    for name, group in (groups | ulysses).items():
 
         def step(group=group):
             torch.autograd.grad(burst_attn_func(*inputs, causal=True, **group), inputs, dout)

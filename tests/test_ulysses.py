@@ -1,4 +1,4 @@
-"""Ulysses, and around the ring: which heads and tokens ranks have, what is sent, and GPUs."""
+"""Ulysses, and around the ring: which heads and tokens ranks have, and what is sent."""
 
 import itertools
 
@@ -9,18 +9,15 @@ from bmt_burst import (
     Layout,
     Mask,
     burst_attn_func,
-    init_sequence_parallel,
     simulate,
 )
-from bmt_burst.sequence.layout import LAYOUTS, Stacked
+from bmt_burst.sequence.layout import Stacked
 from bmt_burst.strategies import load
 from bmt_burst.strategies.ulysses.heads import cut_heads, plan_pieces, share_heads
 from bmt_burst.strategies.ulysses.heads import kv_heads as kv_heads_of
-from bmt_burst.transport.torch_dist import TorchTransport
-from tests.cases import made_layout, random_qkv
-from tests.launcher import RANKS, needs_ranks, run_ranks
+from tests.cases import random_qkv
 from tests.reference import assert_close, dense_results, relative_error
-from tests.rings import problem, rank_results, ring_results
+from tests.rings import problem, ring_results
 
 SCALE = 0.31
 
@@ -85,57 +82,6 @@ def test_only_the_heads_of_a_rank_are_sent_to_it():
         assert nbytes == 2 * 8 * (inputs + results)
 
 
-# Rounding to 8 bits of operands and results, as of one block: see tests/test_gpu.py.
-BF16 = 1.2 * 3.6e-3
-
-
-GPU_SCALE = 0.1
-
-
-def gpu_error(rank: int, mask, layout, tensors, exact, **options) -> float:
-    """Return the worst error of this rank's results, after calls that take slots in turn."""
-    for _ in range(3):
-        pair = rank_results(rank, layout, tensors, exact, GPU_SCALE, mask=mask, **options)
-    return max(map(relative_error, *pair))
-
-
-def gpu_cases(size: int, all_heads):
-    """Yield (mask, layout, tensors, dense results)."""
-    for heads, tokens in all_heads:
-        tensors = [x.cuda() for x in random_qkv(2, tokens, *heads, 64, torch.bfloat16)]
-        for mask in (Mask.causal(tokens), Mask.documents((0, 100, 700, tokens), window=64)):
-            exact = dense_results(mask, tensors, GPU_SCALE)
-            for name in (*LAYOUTS, "balanced"):
-                yield mask, made_layout(name, mask, size), tensors, exact
-
-
-def on_gpus(rank: int, size: int) -> dict[str, float]:
-    """Return the worst error of each case, and check that the host waits for no GPU."""
-    sp, errors = init_sequence_parallel(size), {}
-    transports = [
-        TorchTransport(sp.process_group, engine_use=engines) for engines in ("never", "always")
-    ]
-    all_heads = ((4, 4), 1024), ((6, 2), 1031), ((3, 1), 1024), ((1, 1), 1031)
-    for case, transport in itertools.product(gpu_cases(size, all_heads), transports):
-        name = f"{case[0]!r} {case[1]!r} {case[2][0].shape} engines={transport.engine_use}"
-        options = {"strategy": "ulysses", "process_group": transport}
-        errors[name] = gpu_error(rank, *case, **options)
-    mask, layout, tensors, _ = case
-    *shards, dout = (layout.shard(x, rank).requires_grad_() for x in tensors)
-    options |= {"mask": mask, "layout": layout}
-    for transport in transports:
-        options["process_group"] = transport
-        torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)
-        out = burst_attn_func(*shards, GPU_SCALE, **options)
-        torch.autograd.grad(out, shards, dout)
-        done = torch.cuda.Event()
-        done.record()
-        assert not done.query(), "the host waited for the GPU"
-        torch.cuda.synchronize()
-    return errors
-
-
 # USP: Ulysses around the ring.
 
 
@@ -160,28 +106,6 @@ def test_a_plan_of_usp_prints_what_its_rings_do():
         "  rank 2 computes query heads 0 to"
     )
     assert "between hosts, of head ring 0:\nrank 1, forward:" in printed
-
-
-def usp_on_gpus(rank: int, size: int) -> dict[str, float]:
-    """Return the worst error of each case, for each grid of the ranks."""
-    errors = {}
-    for ulysses_size in (u for u in (1, 2, size) if size % u == 0):
-        sp = init_sequence_parallel(size, ulysses_size=ulysses_size)
-        groups = {"process_group": sp.process_group, "double_group": sp.double_group}
-        for case in gpu_cases(size, (((4, 4), 1024), ((6, 2), 1031))):
-            name = f"{ulysses_size} {case[0]!r} {case[1]!r} {case[2][0].shape}"
-            errors[name] = gpu_error(rank, *case, strategy="usp", **groups)
-    return errors
-
-
-@pytest.mark.gpu
-@pytest.mark.ranks
-@needs_ranks(2)
-@pytest.mark.parametrize(("work", "size"), [(on_gpus, 2), (usp_on_gpus, 4 if RANKS >= 4 else 2)])
-def test_on_gpus(work, size):
-    for errors in run_ranks(size, work, size, backend="nccl"):
-        name, worst = max(errors.items(), key=lambda entry: entry[1])
-        assert worst < BF16, (name, worst)
 
 
 @pytest.mark.parametrize("tokens", [32, 35])
