@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from ..base.arguments import as_bool, as_int
 
+_LEAST = {"init_blocks": 0, "dense_len": -1}  # others are 1 or more
+
 
 @dataclass(frozen=True)
 class InfLLMV2:
@@ -43,14 +45,12 @@ class InfLLMV2:
     use_nope: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check = as_bool if field.name == "use_nope" else as_int
-            object.__setattr__(self, field.name, check(field.name, getattr(self, field.name)))
-        _check_at_least(
-            self, 1, "block_size", "kernel_size", "kernel_stride", "topk", "window_size"
-        )
-        _check_at_least(self, 0, "init_blocks")
-        _check_at_least(self, -1, "dense_len")
+        object.__setattr__(self, "use_nope", as_bool("use_nope", self.use_nope))
+        for name in (field.name for field in fields(self) if field.name != "use_nope"):
+            value, least = as_int(name, getattr(self, name)), _LEAST.get(name, 1)
+            if value < least:
+                raise ValueError(f"expected {name} of at least {least}, got {value}")
+            object.__setattr__(self, name, value)
         if self.kernel_size != 2 * self.kernel_stride:
             raise ValueError(
                 f"expected kernel_size = 2 * kernel_stride = {2 * self.kernel_stride}, "
@@ -98,9 +98,3 @@ class InfLLMV2:
     def is_dense(self, longest: int) -> bool:
         """Whether a call is dense if its longest document has this many tokens."""
         return longest < self.dense_len
-
-
-def _check_at_least(config: InfLLMV2, least: int, *names: str) -> None:
-    for name in names:
-        if (value := getattr(config, name)) < least:
-            raise ValueError(f"expected {name} of at least {least}, got {value}")

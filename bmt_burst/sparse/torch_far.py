@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import FarBlocks, FarKeys
+from .blocks import FarKeys
 
 _QUERIES = 64  # of a tile at most
 _SCORES = 1 << 22  # of a tile at most, over the heads, unless it has one query
@@ -25,11 +25,15 @@ _SCORES = 1 << 22  # of a tile at most, over the heads, unless it has one query
 class _Tile:
     """Some queries, and the keys that at least one of them attends to.
 
+    group    their kv head
+    heads    its query heads
     queries  the indices of the queries
     keys     (U,) int64: the indices of the keys at hand
     visible  (S, U) bool: the pairs of the far part
     """
 
+    group: int
+    heads: slice
     queries: slice
     keys: Tensor
     visible: Tensor
@@ -42,24 +46,20 @@ def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
     out  (S, H, D) in q's dtype or the accumulator's: the output so far
     lse  (H, S), natural log, in the accumulator's dtype. It is -inf where nothing was seen so far
     """
-    k, v, blocks, first, scale = far
-    wide, groups = lse.dtype, k.shape[1]
-    heads = q.shape[1] // groups
-    for group in range(groups):
-        of_group = slice(group * heads, (group + 1) * heads)
-        for tile in _tiles(blocks, group, first, len(k), heads):
-            rows = q[tile.queries, of_group].to(wide).transpose(0, 1)
-            scores = _scores(rows, k[tile.keys, group].to(wide), tile, scale)
-            before, part = lse[of_group, tile.queries], scores.logsumexp(-1)
-            total = torch.logaddexp(before, part)
-            sure = total.masked_fill(total == -math.inf, 0.0).unsqueeze(-1)
-            added = (scores - sure).exp() @ v[tile.keys, group].to(wide)
-            # A row that sees nothing stays.
-            kept = (before - sure.squeeze(-1)).exp().masked_fill(total == -math.inf, 1.0)
-            old = out[tile.queries, of_group].transpose(0, 1).to(wide)
-            new = old * kept.unsqueeze(-1) + added
-            out[tile.queries, of_group] = new.transpose(0, 1).to(out.dtype)
-            lse[of_group, tile.queries] = total
+    wide = lse.dtype
+    for tile in _tiles(q, far):
+        here = tile.queries, tile.heads
+        keys, values = (x[tile.keys, tile.group].to(wide) for x in (far.k, far.v))
+        scores = _scores(q[here].to(wide).transpose(0, 1), keys, tile, far.scale)
+        before, part = lse[tile.heads, tile.queries], scores.logsumexp(-1)
+        total = torch.logaddexp(before, part)
+        sure = total.masked_fill(total == -math.inf, 0.0).unsqueeze(-1)
+        added = (scores - sure).exp() @ values
+        # A row that sees nothing stays.
+        kept = (before - sure.squeeze(-1)).exp().masked_fill(total == -math.inf, 1.0)
+        new = out[here].transpose(0, 1).to(wide) * kept.unsqueeze(-1) + added
+        out[here] = new.transpose(0, 1).to(out.dtype)
+        lse[tile.heads, tile.queries] = total
 
 
 def add_far_gradients(
@@ -75,24 +75,21 @@ def add_far_gradients(
 
     Formulas are those of `Kernel.backward`.
     """
-    k, v, blocks, first, scale = far
-    wide, groups = lse_delta.dtype, k.shape[1]
-    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    heads = q.shape[1] // groups
-    for group in range(groups):
-        of_group = slice(group * heads, (group + 1) * heads)
-        for tile in _tiles(blocks, group, first, len(k), heads):
-            rows, drows = (x[tile.queries, of_group].to(wide).transpose(0, 1) for x in (q, dout))
-            keys, values = (x[tile.keys, group].to(wide) for x in (k, v))
-            lse, delta = lse_delta[tile.queries, of_group].transpose(0, 1).unsqueeze(2).unbind(-1)
-            probs = (_scores(rows, keys, tile, scale) - lse).exp()
-            probs = probs.masked_fill(~tile.visible, 0.0)
-            dscores = probs * (drows @ values.mT - delta) * scale
-            dq[tile.queries, of_group] += (dscores @ keys).transpose(0, 1)
-            # A key is twice in a tile where a document's last block reaches into the next
-            # document. Its second share is 0, so the sums do not depend on the order.
-            dk[:, group].index_add_(0, tile.keys, (dscores.mT @ rows).sum(0))
-            dv[:, group].index_add_(0, tile.keys, (probs.mT @ drows).sum(0))
+    wide = lse_delta.dtype
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (far.k, far.v))
+    for tile in _tiles(q, far):
+        here = tile.queries, tile.heads
+        rows, drows = (x[here].to(wide).transpose(0, 1) for x in (q, dout))
+        keys, values = (x[tile.keys, tile.group].to(wide) for x in (far.k, far.v))
+        lse, delta = lse_delta[here].transpose(0, 1).unsqueeze(2).unbind(-1)
+        probs = (_scores(rows, keys, tile, far.scale) - lse).exp()
+        probs = probs.masked_fill(~tile.visible, 0.0)
+        dscores = probs * (drows @ values.mT - delta) * far.scale
+        dq[here] += (dscores @ keys).transpose(0, 1)
+        # A key is twice in a tile where a document's last block reaches into the next document. Its
+        # second share is 0, so the sums do not depend on the order.
+        dk[:, tile.group].index_add_(0, tile.keys, (dscores.mT @ rows).sum(0))
+        dv[:, tile.group].index_add_(0, tile.keys, (probs.mT @ drows).sum(0))
     return dk, dv
 
 
@@ -101,17 +98,17 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, scale: float) -> Tensor:
     return (rows @ keys.mT * scale).masked_fill(~tile.visible, -math.inf)
 
 
-def _tiles(blocks: FarBlocks, group: int, first: int, count: int, heads: int) -> Iterator[_Tile]:
-    """Yield the tiles of a kv head in which some of the `count` keys from `first` on are far.
-
-    heads  the query heads of the kv head
-    """
+def _tiles(q: Tensor, far: FarKeys) -> Iterator[_Tile]:
+    """Yield the tiles in which some of the keys at hand are far, by kv heads."""
+    blocks, first, (count, groups, _) = far.blocks, far.first, far.k.shape
+    heads = q.shape[1] // groups
     waiting = [
-        slice(start, min(start + _QUERIES, len(blocks.starts)))
-        for start in range(0, len(blocks.starts), _QUERIES)
+        (group, slice(start, min(start + _QUERIES, len(q))))
+        for group in range(groups)
+        for start in range(0, len(q), _QUERIES)
     ]
     while waiting:
-        queries = waiting.pop(0)
+        group, queries = waiting.pop(0)
         starts = blocks.starts[queries, group]
         at_hand = (starts >= 0) & (starts + blocks.block_size > first) & (starts < first + count)
         union = starts[at_hand].unique()
@@ -120,11 +117,13 @@ def _tiles(blocks: FarBlocks, group: int, first: int, count: int, heads: int) ->
         size = len(starts)
         if size > 1 and heads * size * len(union) * blocks.block_size > _SCORES:
             middle = queries.start + size // 2
-            waiting[:0] = slice(queries.start, middle), slice(middle, queries.stop)
+            halves = slice(queries.start, middle), slice(middle, queries.stop)
+            waiting[:0] = [(group, half) for half in halves]
             continue
         chosen = ((starts.unsqueeze(-1) == union) & at_hand.unsqueeze(-1)).any(1)
         tokens = union.unsqueeze(1) + torch.arange(blocks.block_size, device=starts.device)
         inside = (tokens >= first) & (tokens < first + count)
         before = tokens < blocks.stops[queries].view(-1, 1, 1)
         visible = chosen.unsqueeze(-1) & before
-        yield _Tile(queries, tokens[inside] - first, visible[:, inside])
+        of_group = slice(group * heads, (group + 1) * heads)
+        yield _Tile(group, of_group, queries, tokens[inside] - first, visible[:, inside])
