@@ -1,5 +1,6 @@
 """Ranks that fall out of step: every rank raises at once, and no result is silently wrong."""
 
+import itertools
 import os
 import signal
 import time
@@ -46,21 +47,24 @@ def error_of(attempt) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def other_orders(rank: int, group) -> list[str]:
+def other_orders(rank: int, group) -> None:
     """Backwards in another order, one that is skipped, one that fails before it begins; the group
     stays in order.
     """
-    errors = []
+    begins = "RanksDisagree: ranks do not do the same: rank 0 begins "
     calls = [call(group), call(group)]
-    errors.append(error_of(lambda: differentiate(*calls[rank])))
+    error = error_of(lambda: differentiate(*calls[rank]))
+    assert error == f"{begins}the backward of call 1, rank 1 begins the backward of call 2"
     out, inputs = call(group)
-    errors.append(error_of(lambda: differentiate(out, inputs) if rank else call(group)))
+    error = error_of(lambda: differentiate(out, inputs) if rank else call(group))
+    assert error == f"{begins}a call of burst_attn_func, rank 1 begins the backward of call 3"
     out, inputs = call(group)
     if rank:
         inputs[0].detach().mul_(2)
-    errors.append(error_of(lambda: differentiate(out, inputs)))
+    error = error_of(lambda: differentiate(out, inputs))
+    assert "modified by an inplace operation" in error
+    assert error.startswith("RuntimeError" if rank else "RanksDisagree: rank 1 of the group")
     differentiate(*call(group))
-    return errors
 
 
 def failing(kernel, method: str, rank: int, who: tuple[int, ...]):
@@ -77,7 +81,7 @@ def failing(kernel, method: str, rank: int, who: tuple[int, ...]):
     return lambda: setattr(kernel, method, plain)
 
 
-def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]:
+def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> None:
     """A kernel fails in the middle of a forward or backward on some ranks; then a call."""
     out, inputs = call(group) if method == "backward" else (None, None)
     undo = failing(kernels.load("cpu"), method, rank, who)
@@ -85,13 +89,16 @@ def broken_off(rank: int, group, method: str, who: tuple[int, ...]) -> list[str]
     # all that this rank needs of the other has left it by then
     if method == "forward" and rank not in who:
         call(group)
-        errors = [""]
     else:
-        errors = [error_of(lambda: differentiate(out, inputs) if out is not None else call(group))]
+        error = error_of(lambda: differentiate(out, inputs) if out is not None else call(group))
+        assert rank not in who or error == "MemoryError: no memory left"
     undo()
     if who == (0, 1):
-        return [*errors, str(call(group)[0].shape)]
-    return [*errors, error_of(lambda: call(group))]
+        assert call(group)[0].shape == (1, 6, 2, 8)
+        return
+    then = error_of(lambda: call(group))
+    assert "no memory left" in then
+    assert then.startswith("RankFailed: rank 1") or "its group is unusable" in then
 
 
 def patience(who: tuple[int, ...]) -> float:
@@ -101,42 +108,94 @@ def patience(who: tuple[int, ...]) -> float:
     return 1.5 if who == (1,) else 60.0
 
 
-def out_of_step(rank: int) -> list[list[str]]:
+def out_of_step(rank: int) -> None:
     sockets._FAILING = patience((0, 1))
-    cases = [(other_orders,)]
-    cases += [
-        (broken_off, method, who) for method in ("forward", "backward") for who in ((1,), (0, 1))
-    ]
-    return [case(rank, dist.new_group([0, 1]), *arguments) for case, *arguments in cases]
+    other_orders(rank, dist.new_group([0, 1]))
+    for method, who in itertools.product(("forward", "backward"), ((1,), (0, 1))):
+        broken_off(rank, dist.new_group([0, 1]), method, who)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[list]:
-    """What two ranks find in works that have groups of their own."""
-    works = what_is_left, interrupted, first_call_alone, out_of_step, unprepared
-    return run_in_turn(2, *works)
+def unprepared(rank: int) -> None:
+    """All ranks fail between an agreement and its computation, then one does. Nobody waits for
+    it.
+    """
+    for holder, method in ((Ring, "plan"), (RingPlan, "reserve")):
+        plain, group = getattr(holder, method), dist.new_group([0, 1])
+        for who in ((0, 1), (1,)):
+            setattr(holder, method, fail if rank in who else plain)
+            sockets._FAILING = patience(who)
+            error = error_of(lambda who=who, group=group: call(group, 8 + len(who)))
+            told = "" if rank in who else "RankFailed: rank 1 of the group failed in call 1: "
+            assert error.startswith(f"{told}MemoryError: no memory left")
+        setattr(holder, method, plain)
 
 
-def test_ranks_out_of_step_all_raise(found):
-    for rank, [orders, *breaks] in enumerate(found[3]):
-        first, skipped, failed = orders
-        assert first == (
-            "RanksDisagree: ranks do not do the same: rank 0 begins the backward of call 1, "
-            "rank 1 begins the backward of call 2"
-        )
-        assert skipped == (
-            "RanksDisagree: ranks do not do the same: rank 0 begins a call of burst_attn_func, "
-            "rank 1 begins the backward of call 3"
-        )
-        assert "modified by an inplace operation" in failed
-        assert failed.startswith("RuntimeError" if rank else "RanksDisagree: rank 1 of the group")
-        for (error, then), alone in zip(breaks, (True, False) * 2, strict=True):
-            if not alone:
-                assert (error, then) == ("MemoryError: no memory left", "torch.Size([1, 6, 2, 8])")
-            else:
-                assert "no memory left" in then
-                assert then.startswith("RankFailed: rank 1") or "its group is unusable" in then
-                assert rank == 0 or error == "MemoryError: no memory left"
+def fail(*_, **__) -> None:
+    raise MemoryError("no memory left")
+
+
+def interrupted(rank: int) -> None:
+    """Rank 0 is interrupted while it waits for rank 1 to make a call, and goes on."""
+    store, group = dist.distributed_c10d._get_default_store(), dist.new_group([0, 1])
+    call(group)
+    if rank:
+        store.wait(["rank 0 was interrupted"])
+        errors = [error_of(lambda: call(group))]
+    else:
+
+        def interrupt(*_):
+            raise MemoryError("interrupted")
+
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        assert error_of(lambda: call(group)) == "MemoryError: interrupted"
+        store.set("rank 0 was interrupted", "")
+        errors = []
+    for error in (*errors, error_of(lambda: call(group))):
+        assert "rank 0 of the group" in error
+        assert "failed while it waited for the others: MemoryError: interrupted" in error
+
+
+def first_call_alone(rank: int) -> None:
+    """Rank 1 makes a group's first call only after rank 0 has waited for it in vain; then both call
+    again. Errors name the rank that did not make it.
+    """
+    rings = make_rings(dist.new_group([0, 1]), (None, None))
+    rings.inner.set_timeout(1.0)
+
+    def attempt():
+        gather_terms(rings, "a call of burst_attn_func", dict)
+
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 has waited"])
+    error = error_of(attempt)
+    store.set(f"rank {rank} has waited", "")
+    if rank:
+        reason = "RankGone: rank 0 of the group has ended, or cannot be reached at"
+    else:
+        reason = "RankLate: a call of burst_attn_func: rank 1 of the group did not make this call"
+    assert error.startswith(reason)
+    assert error_of(attempt) == f"{error}; its group is unusable"
+
+
+def groups_that_come_and_go(rank: int) -> None:
+    """They leave no open files and threads."""
+    files, threads = [], []
+    for _ in range(4):
+        group = dist.new_group([0, 1])
+        differentiate(*call(group))
+        dist.destroy_process_group(group)
+        del group
+        files.append(len(os.listdir("/proc/self/fd")))
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert (files[0], threads[0]) == (files[-1], threads[-1])
+
+
+def test_ranks_out_of_step_all_raise():
+    """Works of two ranks, each with groups of its own."""
+    works = groups_that_come_and_go, interrupted, first_call_alone, out_of_step, unprepared
+    run_in_turn(2, *works)
 
 
 class Deaf(Transport):
@@ -229,87 +288,6 @@ def test_a_recomputation_that_ends_with_a_call_is_no_failure(monkeypatch):
     assert all(simulate(2, work))
 
 
-def unprepared(rank: int) -> list[list[str]]:
-    """Return each rank's errors where all ranks fail between an agreement and its computation, and
-    where one does.
-    """
-    results = []
-    for holder, method in ((Ring, "plan"), (RingPlan, "reserve")):
-        plain, group, errors = getattr(holder, method), dist.new_group([0, 1]), []
-        for who in ((0, 1), (1,)):
-            setattr(holder, method, fail if rank in who else plain)
-            sockets._FAILING = patience(who)
-            errors.append(error_of(lambda who=who, group=group: call(group, 8 + len(who))))
-        setattr(holder, method, plain)
-        results.append(errors)
-    return results
-
-
-def fail(*_, **__) -> None:
-    raise MemoryError("no memory left")
-
-
-def test_a_rank_that_cannot_prepare_what_it_agreed_on_keeps_nobody_waiting(found):
-    for first, second in zip(*found[4], strict=True):
-        assert first[0] == second[0] == second[1] == "MemoryError: no memory left"
-        assert first[1].startswith(
-            "RankFailed: rank 1 of the group failed in call 1: MemoryError: no memory left"
-        )
-
-
-def interrupted(rank: int) -> list[str]:
-    """Rank 0 is interrupted while it waits for rank 1 to make a call, and goes on."""
-    store, group = dist.distributed_c10d._get_default_store(), dist.new_group([0, 1])
-    call(group)
-    if rank:
-        store.wait(["rank 0 was interrupted"])
-        return [error_of(lambda: call(group)) for _ in range(2)]
-
-    def interrupt(*_):
-        raise MemoryError("interrupted")
-
-    signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
-    error = error_of(lambda: call(group))
-    store.set("rank 0 was interrupted", "")
-    return [error, error_of(lambda: call(group))]
-
-
-def test_a_rank_that_is_interrupted_while_it_waits_reports_it(found):
-    first, second = found[1]
-    assert first[0] == "MemoryError: interrupted"
-    for words in (first[1], *second):
-        assert "rank 0 of the group" in words
-        assert "failed while it waited for the others: MemoryError: interrupted" in words
-
-
-def first_call_alone(rank: int) -> list[str]:
-    """Rank 1 makes a group's first call only after rank 0 has waited for it in vain; then both call
-    again.
-    """
-    rings = make_rings(dist.new_group([0, 1]), (None, None))
-    rings.inner.set_timeout(1.0)
-
-    def attempt():
-        gather_terms(rings, "a call of burst_attn_func", dict)
-
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["rank 0 has waited"])
-    error = error_of(attempt)
-    store.set(f"rank {rank} has waited", "")
-    return [error, error_of(attempt)]
-
-
-def test_who_does_not_make_the_first_call_is_named(found):
-    first, second = found[2]
-    late = "rank 1 of the group did not make this call within 1 s"
-    assert first[0] == f"RankLate: a call of burst_attn_func: {late}"
-    assert first[1] == f"RankLate: a call of burst_attn_func: {late}; its group is unusable"
-    assert second[0].startswith("RankGone: rank 0 of the group has ended, or cannot be reached at")
-    assert second[1] == f"{second[0]}; its group is unusable"
-
-
 GRIDS = {  # the groups of hosts, and of places
     "crossed": [[(0, 1), (2, 3)], [(0, 3), (1, 2)]],
     "uneven": [[(0, 1, 2), (3,)], [(0, 3), (1,), (2,)]],
@@ -344,25 +322,6 @@ def test_a_model_is_attached_with_all_its_layers():
         whole.attach(sp.groups)
     with pytest.raises(TypeError, match="sp must be a SequenceParallel, got dict"):
         nn.BurstAttention(16, 2, sp={})
-
-
-def what_is_left(rank: int) -> dict[str, list[int]]:
-    """Open files and threads after each of some groups that came and went."""
-    counts = {"files": [], "threads": []}
-    for _ in range(4):
-        group = dist.new_group([0, 1])
-        differentiate(*call(group))
-        dist.destroy_process_group(group)
-        del group
-        counts["files"].append(len(os.listdir("/proc/self/fd")))
-        counts["threads"].append(len(os.listdir("/proc/self/task")))
-    return counts
-
-
-def test_groups_that_came_and_went_leave_nothing(found):
-    for counts in found[0]:
-        assert counts["files"][0] == counts["files"][-1]
-        assert counts["threads"][0] == counts["threads"][-1]
 
 
 def test_who_does_not_come_is_waited_for_once():
