@@ -216,7 +216,7 @@ def results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())["tasks"]
 
 
-NEEDLE = ("--tasks", "needle", "--samples", 20)
+NEEDLE = ("--tasks", "needle", "--samples", 8)
 
 
 def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder):

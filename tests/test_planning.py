@@ -81,28 +81,23 @@ def shape_of(row: dict, ranks: int, **options) -> AttentionShape:
 
 
 def test_the_memory_of_attention_is_near_what_was_measured():
+    strategies = {"bmt_burst": "ring", "ulysses": "ulysses", "kernel alone": "auto"}
     rows = read("attention-2-nvidia-h200.jsonl") + read("attention-4-nvidia-h200.jsonl")
     for row in rows:
         is_planned = row.get("kernel") == "fa4" and row["mask"] == "causal"
-        if is_planned and row["impl"] in STRATEGIES and row["seq_len"] <= 131072:
-            check_memory(row, STRATEGIES[row["impl"]])
-
-
-STRATEGIES = {"bmt_burst": "ring", "ulysses": "ulysses", "kernel alone": "auto"}
-
-
-def check_memory(row: dict, strategy: str) -> None:
-    ranks = 1 if strategy == "auto" else row["gpus"]
-    shape = shape_of(row, ranks, strategy=strategy)
-    memory = attention_memory(shape)
-    of_head = shape.batch * shape.rank_tokens * shape.head_size * 2
-    out = of_head * shape.heads + 4 * shape.batch * shape.rank_tokens * shape.heads
-    grads = of_head * (shape.heads + 2 * shape.kv_heads)
-    total = max(memory.forward + out, out + grads + memory.backward) + memory.held
-    if strategy == "ulysses":  # measured when it computed all heads at once
-        assert total / GIB < 0.85 * row["peak_extra_gib"], row
-    else:
-        assert total / GIB == pytest.approx(row["peak_extra_gib"], rel=MEMORY_ERROR), row
+        strategy = strategies.get(row["impl"])
+        if not is_planned or strategy is None or row["seq_len"] > 131072:
+            continue
+        shape = shape_of(row, 1 if strategy == "auto" else row["gpus"], strategy=strategy)
+        memory = attention_memory(shape)
+        of_head = shape.batch * shape.rank_tokens * shape.head_size * 2
+        out = of_head * shape.heads + 4 * shape.batch * shape.rank_tokens * shape.heads
+        grads = of_head * (shape.heads + 2 * shape.kv_heads)
+        total = max(memory.forward + out, out + grads + memory.backward) + memory.held
+        if strategy == "ulysses":  # measured when it computed all heads at once
+            assert total / GIB < 0.85 * row["peak_extra_gib"], row
+        else:
+            assert total / GIB == pytest.approx(row["peak_extra_gib"], rel=MEMORY_ERROR), row
 
 
 def test_the_time_of_attention_is_near_what_was_measured():
