@@ -18,19 +18,18 @@ from .base.arguments import as_bool, as_int, as_positive
 from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
 from .base.norm import RMSNorm
-from .calls.masking import layouts_of_rows, masks_of_rows
+from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import refuse_call, refuse_wrong_arguments
 from .kernels import load
 from .kernels.reference import visible
 from .ranks.sequence_parallel import SequenceParallel
-from .sequence.layout import Layout
-from .sequence.mask import Mask, plain_mask
+from .sequence.mask import Mask
 from .sequence.tile import KernelCall
 from .sparse.cache import SparseKVCache as SparseKVCache
-from .sparse.cache import attend_to_cache, sum_keys
-from .sparse.config import InfLLMV2
+from .sparse.cache import attend_to_cache, check_cache, sum_keys
+from .sparse.config import InfLLMV2, check_layer
 from .spec import Spec
 
 _MOST_BATCHES = 32  # their masks within a window are kept in a cache
@@ -183,8 +182,7 @@ class BurstAttention(SequenceParallelModule):
         for name, value in (("qk_norm_eps", qk_norm_eps), ("softcap", softcap)):
             if value is not None:
                 as_positive(name, value)
-        if sparse is not None:
-            _check_sparse(sparse, window, softcap)
+        check_layer(sparse, window=window, softcap=softcap)
         self.hidden_size, self.head_dim = hidden_size, head_dim
         self.attach(SequenceParallel() if sp is None else sp)
         self.options: dict[str, Any] = {
@@ -345,25 +343,7 @@ class BurstAttention(SequenceParallelModule):
                 "expected a cache or a mask and layout, got both: new tokens attend to all of a "
                 "KVCache"
             )
-        sparse: InfLLMV2 | None = self.options["sparse"]
-        if sparse is None or not sparse.use_nope:
-            return
-        if choose_by is None:
-            raise ValueError(f"expected choose_by with {sparse}, got none")
-        if not isinstance(cache, SparseKVCache):
-            raise ValueError(
-                f"expected a SparseKVCache with {sparse}, since a KVCache has only rotated keys, "
-                f"got {type(cache).__name__}"
-            )
-
-
-def _check_sparse(sparse: InfLLMV2, window: int | None, softcap: float | None) -> None:
-    """Raise TypeError or ValueError if a layer cannot be sparse in this way."""
-    if not isinstance(sparse, InfLLMV2):
-        raise TypeError(f"sparse must be an InfLLMV2, got {type(sparse).__name__}")
-    for name, value in (("window", window), ("softcap", softcap)):
-        if value is not None:
-            raise ValueError(f"expected sparse or {name}, got {sparse} and {name}={value}")
+        check_cache(cache, self.options["sparse"], choose_by)
 
 
 @not_compiled
@@ -378,23 +358,10 @@ def _find_masks(
     try:
         masks = masks_of_rows(mask, batch)
         if not masks:
-            layouts = layouts_of_rows(groups["layout"], batch)
-            masks = tuple(plain_mask(_find_length(row, seq_len)) for row in layouts)
+            masks = masks_of_layouts(layouts_of_rows(groups["layout"], batch), seq_len=seq_len)
         return limit_masks(masks, window)
     except (TypeError, ValueError, AttributeError) as error:
         refuse_call(error, groups["process_group"], groups["double_group"])
-
-
-def _find_length(layout: str | Layout, seq_len: int | None) -> int:
-    """Return the length of a sequence. Raises ValueError if this rank does not know it."""
-    if isinstance(layout, Layout):
-        return layout.seq_len
-    if seq_len is None:
-        raise ValueError(
-            f"a rank does not know the length of a sequence with layout={layout!r}: a layer with a "
-            "window needs a mask, such as Mask.causal(seq_len), or a Layout"
-        )
-    return seq_len
 
 
 @functools.lru_cache(maxsize=_MOST_BATCHES)

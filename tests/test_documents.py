@@ -233,7 +233,7 @@ def test_a_layer_with_a_window_is_the_dense_one():
         sp = SequenceParallel(ring.rank, 2, process_group=ring)
         mine = layer(whole, window=5, sp=sp)
         part = sp.shard(x), *rope_tables(sp.positions(21), 4)
-        needs = r"with layout='zigzag': a layer with a window needs a mask"
+        needs = r"with layout='zigzag': expected a mask"
         with pytest.raises(ValueError, match=needs):
             mine(*part)
         layout = Layout.zigzag(21, 2)

@@ -93,7 +93,7 @@ def find_masking(options: Options, extension: Extension | None, batch: int, size
         mask = masks[0] if masks else None
         same = extensions[0] if extensions else None
         return Masking(mask, causal, layouts[0], same, 0, options.is_packed)
-    mask, layout = _stack_rows(masks or _masks_of(layouts, causal), layouts, size)
+    mask, layout = _stack_rows(masks or masks_of_layouts(layouts, causal), layouts, size)
     joined = extension.join(extensions) if extension else None
     return Masking(mask, causal, layout, joined, rows=batch)
 
@@ -110,16 +110,23 @@ def layouts_of_rows(layouts: Layouts, batch: int) -> tuple[str | Layout, ...]:
     return expand_rows("layout", layouts, (str, Layout), batch, hint)
 
 
-def _masks_of(layouts: Sequence[str | Layout], causal: bool) -> tuple[Mask, ...]:
-    """Return a mask for each row, as long as its layout. Raises ValueError for a layout's name."""
-    masks = []
-    for layout in layouts:
-        if isinstance(layout, str):
-            raise ValueError(
-                f"expected a mask for each row or Layouts, which know their length, got {layout!r}"
-            )
-        masks.append(plain_mask(layout.seq_len, causal))
-    return tuple(masks)
+def masks_of_layouts(
+    layouts: Sequence[str | Layout], causal: bool = True, seq_len: int | None = None
+) -> tuple[Mask, ...]:
+    """Return a causal or full mask for each layout, as long as that.
+
+    seq_len  the length of sequences whose layout is a name, if it is known
+
+    Raises ValueError if a length is not known.
+    """
+    lengths = [x.seq_len if isinstance(x, Layout) else seq_len for x in layouts]
+    if None in lengths:
+        name = layouts[lengths.index(None)]
+        raise ValueError(
+            f"a rank does not know the length of a sequence with layout={name!r}: expected a mask "
+            "for it, such as Mask.causal(seq_len), or a Layout"
+        )
+    return tuple(plain_mask(length, causal) for length in lengths if length is not None)
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)

@@ -67,6 +67,21 @@ class SparseKVCache(Protocol):
         """Do what KVCache.extend does."""
 
 
+def check_cache(
+    cache: Any, sparse: InfLLMV2 | None, choose_by: tuple[Tensor, Tensor] | None
+) -> None:
+    """Raise ValueError if a sparse layer cannot attend to this cache."""
+    if sparse is None or not sparse.use_nope:
+        return
+    if choose_by is None:
+        raise ValueError(f"expected choose_by with {sparse}, got none")
+    if not isinstance(cache, SparseKVCache):
+        raise ValueError(
+            f"expected a SparseKVCache with {sparse}, since a KVCache has only rotated keys, got "
+            f"{type(cache).__name__}"
+        )
+
+
 def sum_keys(cache: Any, layer: int, new_keys: Tensor, keys: Tensor, sparse: InfLLMV2) -> KeySums:
     """Return the sums of all keys of a layer to choose by.
 

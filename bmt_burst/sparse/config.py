@@ -98,3 +98,16 @@ class InfLLMV2:
     def is_dense(self, longest: int) -> bool:
         """Whether a call is dense if its longest document has this many tokens."""
         return longest < self.dense_len
+
+
+def check_layer(sparse: Any, **excluded: Any) -> None:
+    """Raise ValueError if a layer is sparse and also has an argument that sparse attention
+    excludes, TypeError if `sparse` is neither an InfLLMV2 nor None.
+    """
+    if sparse is None:
+        return
+    if not isinstance(sparse, InfLLMV2):
+        raise TypeError(f"sparse must be an InfLLMV2, got {type(sparse).__name__}")
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"expected sparse or {name}, got {sparse} and {name}={value}")
