@@ -25,8 +25,6 @@ class BiasedModel(EnabledModel):
     tokens of a context.
     """
 
-    position_bias: Any
-
     of_tokens = ("input_ids", "inputs_embeds")
     marks: tuple[str, ...] = ("attention_mask", "context", "span", "position_ids")
     pos_bias_types = ("relative",)
@@ -75,8 +73,6 @@ class CPM3(BiasedModel):
     """CPM3. Its table is the model's: rows for distances within a segment, then a row for each pair
     of segments.
     """
-
-    prompt_embedding: Any
 
     marks = (*BiasedModel.marks, "token_type_ids")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import model_center.model as zoo
 import torch
@@ -35,18 +35,17 @@ class EnabledModel(nn.Module):
     _sp: SequenceParallel
     _exact_rotary: bool
     _options: dict[str, Any]
-    # attributes of the model
-    config: Any
-    encoder: Any
-    input_embedding: Any
-    output_projection: Any
-    cls_projection: Any
 
     of_tokens: tuple[str, ...] = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
     marks: tuple[str, ...] = ("attention_mask",)
     causal = True
     padding_sees = True
     pos_bias_types: tuple[str, ...] = ("none",)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the model, of any type."""
 
     @staticmethod
     def check(model: Any) -> None:
@@ -142,13 +141,13 @@ class EnabledModel(nn.Module):
 class RotaryModel(EnabledModel):
     """A model with rotary embeddings of positions."""
 
-    position_bias: Any
-
     pos_bias_types = ("rotary", "none")
 
     def _rotation(self, batch: Batch, hidden: Tensor) -> Callable[[Tensor], Tensor]:
         whole = [row.positions() for row in batch.rows]
-        last, dtype = max(int(x.max()) for x in whole), self._angle_dtype(hidden)
+        # ModelCenter computes angles in the dtype of the frequencies, if a model keeps these.
+        dtype = getattr(self.position_bias, "inv_freq", hidden).dtype
+        last = max(int(x.max()) for x in whole)
         if last > torch.finfo(dtype).max and not self._exact_rotary:
             raise ValueError(
                 f"position {last} is infinite in {dtype}, in which ModelCenter computes the angles "
@@ -161,10 +160,6 @@ class RotaryModel(EnabledModel):
             angles = self._angles(positions, dtype)
             cos, sin = angles.cos().float(), angles.sin().float()
         return lambda x: self._rotate(x, cos, sin)
-
-    def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
-        """Return the dtype in which ModelCenter computes angles."""
-        return hidden.dtype
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the angles as ModelCenter rounds them."""
@@ -182,9 +177,6 @@ class Llama(RotaryModel):
     """Llama. Positions and angles are rounded to the dtype of the frequencies."""
 
     padding_sees = False
-
-    def _angle_dtype(self, hidden: Tensor) -> torch.dtype:
-        return self.position_bias.inv_freq.dtype
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         scaled = positions.to(dtype) * self.position_bias.distance_scale
@@ -222,9 +214,6 @@ class GPTj(RotaryModel):
 class LearnedPositionModel(EnabledModel):
     """A model that adds learned embeddings of positions to the embeddings of tokens."""
 
-    embed_dropout: Any
-    position_embedding: Any
-
     def _embed(self, given: dict[str, Any], batch: Batch) -> Tensor:
         hidden = self._embed_tokens(given)
         ids = given["position_ids"]
@@ -252,8 +241,6 @@ class LearnedPositionModel(EnabledModel):
 class OPT(LearnedPositionModel):
     """OPT. It counts only tokens that are not padding, from 2. Padding has position 1."""
 
-    decoder: Any
-
     def _run_layers(self, hidden: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
         return self.decoder(hidden, context, bias)
 
@@ -268,10 +255,6 @@ class OPT(LearnedPositionModel):
 
 class Bert(LearnedPositionModel):
     """Bert, which is not causal and adds embeddings of token types."""
-
-    lm_head: Any
-    pooler: Any
-    token_type_embedding: Any
 
     causal = False
     padding_sees = False
@@ -309,8 +292,6 @@ class Bert(LearnedPositionModel):
 
 class Roberta(Bert):
     """Roberta. Its positions start after padding_idx."""
-
-    padding_idx: Any
 
     def _whole_position_ids(self, batch: Batch) -> Iterator[Tensor]:
         return (row.positions() + self.padding_idx + 1 for row in batch.rows)
