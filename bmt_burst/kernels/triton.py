@@ -233,8 +233,7 @@ def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may have."""
     from triton.runtime import driver
 
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def precision(q: Tensor) -> str:

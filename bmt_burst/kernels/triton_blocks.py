@@ -35,7 +35,6 @@ from .triton_memory import (
     read,
     read_own,
     row_at,
-    skip,
     store,
     token_at,
 )
@@ -76,7 +75,7 @@ def forward(
     for part in tl.static_range(FIRST_PART, 3):
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
-            k_block = read(skip(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
+            k_block = read(k_rows, k_strides, at, columns, D, WIDTH, N, part != 1)
             scores = scores_of(q_block, k_block, scale, PRECISION, CAP, SCALED)
             factor = 1.0 if SCALED else scale * LOG2_E
             if TERMS:
@@ -90,7 +89,7 @@ def forward(
             probs = tl.exp2(scores * factor - shift[:, None])
             decay = tl.exp2(largest - shift)
             weights = weights * decay + tl.sum(probs, 1)
-            v_block = read(skip(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1)
+            v_block = read(v_rows, v_strides, at, columns, D, WIDTH, N, part != 1)
             sums = tl.dot(
                 probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
             )
@@ -138,7 +137,7 @@ def backward_kv(
         for part in tl.static_range(FIRST_PART, 3):
             for at in tl.range(edges[part], edges[part + 1], M):
                 rows = q_count - at
-                q_block = read(skip(q_rows, q_strides, at), q_strides, rows, D, WIDTH, M, part != 1)
+                q_block = read(q_rows, q_strides, at, rows, D, WIDTH, M, part != 1)
                 scores = scores_of(k_block, q_block, scale, PRECISION, CAP, True)
                 if TERMS:
                     scores, state, _ = terms.add(terms, head, state, scores, at, rows, N, M, True)
@@ -146,8 +145,7 @@ def backward_kv(
                     scores, load_lse(lse_rows, at, rows, M)[None, :],
                     first, at, more, right, left, rows, N, M, RIGHT, LEFT, part != 1,
                 )  # fmt: skip
-                dout_at = skip(dout_rows, dout_strides, at)
-                dout_block = read(dout_at, dout_strides, rows, D, WIDTH, M, part != 1)
+                dout_block = read(dout_rows, dout_strides, at, rows, D, WIDTH, M, part != 1)
                 dv_sums = tl.dot(
                     probs.to(q_block.dtype), dout_block, dv_sums, input_precision=PRECISION
                 )
@@ -195,7 +193,7 @@ def backward_q(
     for part in tl.static_range(FIRST_PART, 3):
         for at in tl.range(edges[part], edges[part + 1], N):
             columns = kv_count - at
-            k_block = read(skip(k_rows, k_strides, at), k_strides, columns, D, WIDTH, N, part != 1)
+            k_block = read(k_rows, k_strides, at, columns, D, WIDTH, N, part != 1)
             scores = scores_of(q_block, k_block, scale, PRECISION, CAP, True)
             if TERMS:
                 scores, state, keys = terms.add(
@@ -205,7 +203,7 @@ def backward_q(
                 scores, row_lse[:, None],
                 first, at, more, left, right, columns, M, N, LEFT, RIGHT, part != 1,
             )  # fmt: skip
-            v_block = read(skip(v_rows, v_strides, at), v_strides, columns, D, WIDTH, N, part != 1)
+            v_block = read(v_rows, v_strides, at, columns, D, WIDTH, N, part != 1)
             dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
             dscores = dscores_of(scores, probs, dprobs, row_delta[:, None], CAP)
             if dq is not None:

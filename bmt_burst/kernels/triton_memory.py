@@ -31,21 +31,16 @@ def wide(number):
 
 
 @triton.jit
-def skip(at, strides, tokens):
-    """Return the address some tokens after `at`."""
-    return at + wide(tokens) * strides[1]
-
-
-@triton.jit
 def read(
-    at, strides, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr
-):
-    """Load the tokens from `at` on: (SIZE, WIDTH).
+    at, strides, first, count,
+    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Load SIZE tokens, `first` tokens after the address `at`: (SIZE, WIDTH).
 
     Columns after D are 0. If CUT, tokens after `count` are 0, too.
     """
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
-    places = at + token * strides[1] + column
+    places = at + wide(first) * strides[1] + token * strides[1] + column
     if CUT and D < WIDTH:
         result = tl.load(places, mask=(token < count) & (column < D), other=0.0)
     elif CUT:
@@ -62,7 +57,7 @@ def read_own(
     x, strides, batch, head, token, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
 ):
     """Load the first `count` tokens from `token` on of x (B, S, H, D): (SIZE, WIDTH)."""
-    return read(token_at(x, strides, batch, head, token), strides, count, D, WIDTH, SIZE, True)
+    return read(token_at(x, strides, batch, head, token), strides, 0, count, D, WIDTH, SIZE, True)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.triton_blocks import NUMBERS, ROWS, dscores_of, probs_of, scores_of, visible_pairs
-from ...kernels.triton_memory import load_lse, load_row, read, row_at, skip, token_at
+from ...kernels.triton_memory import load_lse, load_row, read, row_at, token_at, wide
 from .triton_terms import add_by_distance, by_distance, distances_of, uneven
 
 
@@ -48,8 +48,8 @@ def backward_table(
     for first in tl.range(start, start + steps * M, M):
         at = first + ahead  # the first key, which may be before the sequence
         rows, columns = q_count - first, kv_count - at
-        q_block = read(skip(q_rows, q_strides, first), q_strides, rows, D, WIDTH, M, True)
-        k_block = _load_between(skip(k_rows, k_strides, at), k_strides, -at, columns, D, WIDTH, N)
+        q_block = read(q_rows, q_strides, first, rows, D, WIDTH, M, True)
+        k_block = _load_between(k_rows, k_strides, at, columns, D, WIDTH, N)
         scores = scores_of(q_block, k_block, scale, PRECISION, CAP, True)
         if EVEN:
             scores += added
@@ -60,10 +60,8 @@ def backward_table(
             scores, load_lse(lse_rows, first, rows, M)[:, None],
             first, at, more, left, right, columns, M, N, LEFT, RIGHT, False,
         )  # fmt: skip
-        dout_block = read(
-            skip(dout_rows, dout_strides, first), dout_strides, rows, D, WIDTH, M, True
-        )
-        v_block = _load_between(skip(v_rows, v_strides, at), v_strides, -at, columns, D, WIDTH, N)
+        dout_block = read(dout_rows, dout_strides, first, rows, D, WIDTH, M, True)
+        v_block = _load_between(v_rows, v_strides, at, columns, D, WIDTH, N)
         dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
         dscores = dscores_of(
             scores, probs, dprobs, load_row(delta_rows, first, rows, M)[:, None], CAP
@@ -83,12 +81,13 @@ def backward_table(
 
 @triton.jit
 def _load_between(
-    at, strides, begin, end, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
+    at, strides, first, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Load the tokens `at` + begin to `at` + end - 1: (SIZE, WIDTH) from `at` on.
+    """Load SIZE tokens, `first` tokens after the address `at`: (SIZE, WIDTH).
 
-    Tokens before and after these and columns after D are 0.
+    Tokens before `at`, tokens after `count` and columns after D are 0.
     """
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
-    there = (token >= begin) & (token < end)
-    return tl.load(at + token * strides[1] + column, mask=there & (column < D), other=0.0)
+    there = (token >= -first) & (token < count)
+    places = at + wide(first) * strides[1] + token * strides[1] + column
+    return tl.load(places, mask=there & (column < D), other=0.0)
