@@ -110,13 +110,12 @@ class Fa4Kernel(Kernel):
                 "pass another kernel"
             )
         head_size, batch = q.shape[-1], len(q)
-        pairs, packed = _pair_arguments(call, q, added is not None)
+        arguments, packed = _arguments(call, spec, q, added)
         size, value_size = _computed_sizes(spec, q, k, added)
         q, k, v = _fit_heads(q, size), _fit_heads(k, size), _fit_heads(v, value_size)
         if packed:
             q, k, v = pack(q, k, v)
-        scores = _score_arguments(spec) | (added or {})
-        out, lse, *_ = functions()[0](q, k, v, return_lse=True, **scores, **pairs)
+        out, lse, *_ = functions()[0](q, k, v, return_lse=True, **arguments)
         if packed:
             [out], lse = unpack(batch, out), unpack_rows(lse, batch)
         return _fit_heads(out, head_size), lse
@@ -124,21 +123,21 @@ class Fa4Kernel(Kernel):
     def backward_once(self, dout, q, k, v, out, lse, delta, call, spec, added=None):
         """Compute `backward` in one call of the package. `added` is as for `forward_once`."""
         head_size, batch = q.shape[-1], len(q)
-        pairs, packed = _pair_arguments(call, q, added is not None)
+        arguments, packed = _arguments(call, spec, q, added)
         size, value_size = _computed_sizes(spec, q, k, added)
         q, k = _fit_heads(q, size), _fit_heads(k, size)
         v, dout = _fit_heads(v, value_size), _fit_heads(dout, value_size)
         if out is None:
             # The kernel computes with rowsum(out * dout) - dlse, where dlse is the gradient of lse.
-            out, dlse = q.new_zeros(value_size).expand(dout.shape), -delta
+            out = q.new_zeros(value_size).expand(dout.shape)
+            arguments["dlse"] = pack_rows(-delta).contiguous() if packed else -delta
         else:
-            out, dlse = _fit_heads(out, value_size), None
+            out = _fit_heads(out, value_size)
         if packed:
             dout, q, k, v, out = pack(dout, q, k, v, out)
-            lse, dlse = pack_rows(lse), None if dlse is None else pack_rows(dlse).contiguous()
-        scores = _score_arguments(spec) | {"deterministic": spec.deterministic} | (added or {})
-        scores |= {} if dlse is None else {"dlse": dlse}
-        grads = functions()[1](q, k, v, out, dout, lse.contiguous(), **scores, **pairs)[:3]
+            lse = pack_rows(lse)
+        arguments["deterministic"] = spec.deterministic
+        grads = functions()[1](q, k, v, out, dout, lse.contiguous(), **arguments)[:3]
         if packed:
             grads = unpack(batch, *grads)
         return tuple(_fit_heads(grad, head_size) for grad in grads)
@@ -196,23 +195,22 @@ def _fit_heads(x: Tensor, head_size: int) -> Tensor:
     return functional.pad(x, (0, missing)) if missing > 0 else x[..., :head_size] if missing else x
 
 
-def _score_arguments(spec: Spec) -> dict[str, Any]:
-    """Return the package's arguments for the scale and the softcap."""
-    scale = {"softmax_scale": spec.scale}
-    return scale if spec.softcap is None else {**scale, "softcap": spec.softcap}
+def _arguments(
+    call: KernelCall, spec: Spec, q: Tensor, added: dict[str, Any] | None
+) -> tuple[dict[str, Any], bool]:
+    """Return the package's arguments besides tensors, and whether it takes packed tokens.
 
-
-def _pair_arguments(call: KernelCall, q: Tensor, packed: bool) -> tuple[dict[str, Any], bool]:
-    """Return the package's arguments for the visible pairs, and whether it takes packed tokens.
-
-    Tokens are dense if that is possible and not `packed`: then there are no tables, so a CUDA graph
-    may capture the call.
+    Tokens are dense if that is possible and nothing is `added`: then there are no tables, so a CUDA
+    graph may capture the call.
     """
     left, right = effective_band(call)
-    arguments: dict[str, Any] = {"causal": left is None and right == 0}
+    arguments: dict[str, Any] = {"softmax_scale": spec.scale, **(added or {})}
+    if spec.softcap is not None:
+        arguments["softcap"] = spec.softcap
+    arguments["causal"] = left is None and right == 0
     if not arguments["causal"]:
         arguments |= {"window_size_left": left, "window_size_right": right}
-    if not packed and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
+    if added is None and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
         return arguments, False
     of = sequences(call, len(q), q.device)
     arguments |= {"cu_seqlens_q": of.cu_seqlens_q, "cu_seqlens_k": of.cu_seqlens_k}
