@@ -7,6 +7,7 @@ import itertools
 import json
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -44,9 +45,16 @@ def prepare(*arguments, code: int = 0) -> str:
 
 def write_tokens(folder: Path, tokenizer: Tokenizer, *texts: str) -> Path:
     """Write a folder of tokens with these texts as documents. Return it."""
-    writer = TokenWriter(folder, tokenizer)
-    for text in texts:
-        writer.write([tokenizer.encode(text)])
+    return write_documents(folder, map(tokenizer.encode, texts), tokenizer)
+
+
+def write_documents(
+    folder: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer | None = None
+) -> Path:
+    """Write a folder of documents of tokens, by default those of bytes. Return it."""
+    writer = TokenWriter(folder, tokenizer or ByteTokenizer())
+    for document in documents:
+        writer.write([document])
     writer.finish()
     return folder
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bmt_burst import IGNORE_INDEX
-from tests.preparing import edit_index
+from tests.preparing import edit_index, write_documents
 from tests.test_documents import EOS, LENGTHS, without_documents
 from train.data import documents
 from train.data.folder import Sequences, TokenFile
@@ -34,17 +34,12 @@ TEXTS = {
 
 
 def written(folder, documents) -> TokenFile:
-    writer = TokenWriter(folder, ByteTokenizer())
-    for document in documents:
-        writer.write([np.array(document)])
-    writer.finish()
-    return TokenFile(folder)
+    return TokenFile(write_documents(folder, map(np.array, documents)))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    written(tmp_path / "data", TEXTS["none begin"])
-    return tmp_path / "data"
+    return write_documents(tmp_path / "data", map(np.array, TEXTS["none begin"]))
 
 
 def begun(documents: list[list[int]], bos: int | None) -> list[list[int]]:

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from bmt_burst import IGNORE_INDEX, Layout, Mask, SequenceParallel, Slice, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, rope_tables
 from models.config import PRESETS
-from tests.preparing import edit_index
+from tests.preparing import edit_index, write_documents
 from tests.test_batches import batches
 from tests.test_model import SMALL, initialized
 from train.data.batches import keys_seen
 from train.data.folder import Sequences, TokenFile
-from train.data.stored import TokenWriter
 from train.data.tokenizer import ByteTokenizer
 from train.run.measure import step_flops
 
@@ -29,11 +28,8 @@ LENGTHS = (3, 1, 30, 2, 7, 1, 12, 5, 9)  # of documents, without eos: 79 tokens 
 @pytest.fixture
 def folder(tmp_path):
     """Return documents whose tokens are their numbers."""
-    writer = TokenWriter(tmp_path / "data", ByteTokenizer())
-    for document, length in enumerate(LENGTHS):
-        writer.write([np.full(length, document)])
-    writer.finish()
-    return tmp_path / "data"
+    documents = (np.full(length, document) for document, length in enumerate(LENGTHS))
+    return write_documents(tmp_path / "data", documents)
 
 
 def without_documents(folder, **index):

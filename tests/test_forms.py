@@ -129,7 +129,6 @@ def test_records_are_read_whatever_the_ending_says_and_descriptions_are_not(tmp_
         ("x.txt", IN_LINES, "plain text in a .txt, got lines of JSON: --format lines reads"),
         ("x.txt.gz", gzip.compress(IN_ARRAY, mtime=0), "got a JSON array: --format array reads"),
         ("x.txt", PRETTY, "got a JSON object: --format text reads"),
-        ("x.json", PRETTY, "array of records, got an object over several lines: `jq -c . "),
         ("x.ipynb", PRETTY, "array of records, got an object over several lines: `jq -c . "),
         ("x.json", IN_ARRAY + b"\n" + IN_ARRAY, "and nothing after it, got '[\\n {\\n"),
         ("x.json", IN_ARRAY[:-9], "x.json: the file ends before the end of its JSON array"),

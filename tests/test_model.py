@@ -237,12 +237,9 @@ def test_sampling_is_seeded_and_settings_are_checked():
 def test_generate_refuses_in_a_line(capsys):
     for option, value, message in (
         ("temperature", "nan", "--temperature must be finite and not negative, got nan"),
-        ("temperature", "-1", "--temperature must be finite and not negative, got -1.0"),
         ("top-p", "nan", "--top-p must be above 0 and at most 1, got nan"),
-        ("top-p", "0", "--top-p must be above 0"),
         ("top-k", "-1", "--top-k must not be negative, got -1"),
         ("tokens", "-1", "--tokens must be at least 0 and below 2^31, got -1"),
-        ("tokens", "1" + 30 * "0", "--tokens must be at least 0"),
         ("tokens", "some", "argument --tokens: invalid int value: 'some'"),
         ("seed", str(2**64), "--seed must be at least 0 and below 2^63"),
         ("run", "nowhere", "there is no checkpoint in nowhere"),

@@ -1,6 +1,7 @@
 """Checks before the first step: one output and one text for all ranks, and room for checkpoints."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,29 +16,23 @@ from train.run.config import TrainConfig
 from train.run.inputs import check_same_data
 
 
-class Text:
-    """The facts of a folder that is opened."""
-
-    def __init__(self, folder: str, digest: str):
-        self.folder, self.identity = Path(folder), {"seq_len": 61, "digest": digest}
+def refused(start: str):
+    """Return a context in which the error must begin so."""
+    return pytest.raises((ranks.RankError, ValueError), match=f"^{re.escape(start)}")
 
 
-def report(check, *arguments) -> str:
-    try:
-        check(*arguments)
-    except (ranks.RankError, ValueError) as error:
-        return str(error)
-    return "passed"
-
-
-def check_on_a_rank(rank: int, folder: Path) -> list[str]:
-    """Return a rank's messages for an output that both share, outputs of their own, an output to
-    which rank 1 cannot write, and texts that do not differ or do.
+def check_on_a_rank(rank: int, folder: Path) -> None:
+    """Check an output that both share, outputs of their own, an output to which rank 1 cannot
+    write, and texts that do not differ or do.
     """
     output_folder._PATIENCE = 0.0
-    (folder / f"own-{rank}").mkdir()
-    printed = [report(output_folder.check_shared, folder / "shared")]
-    printed.append(report(output_folder.check_shared, folder / f"own-{rank}"))
+    own, host = folder / f"own-{rank}", os.uname().nodename
+    own.mkdir()
+    output_folder.check_shared(folder / "shared")
+    unseen = f"rank 0: {host} does not see in {folder}/own-0 what rank 1 on {host} wrote there"
+    with refused(unseen) as raised:
+        output_folder.check_shared(own)
+    assert "--no-save" in str(raised.value)
     plain = Path.touch
 
     def touch(path: Path) -> None:
@@ -46,29 +41,28 @@ def check_on_a_rank(rank: int, folder: Path) -> list[str]:
         plain(path)
 
     Path.touch = touch
-    printed.append(report(output_folder.check_shared, folder / "shared"))
+    with refused("rank 1: [Errno 13] Permission denied: "):
+        output_folder.check_shared(folder / "shared")
     Path.touch = plain
     dist.barrier()
-    for digest in ("a", "ab"[rank]):
-        opened = SimpleNamespace(training=Text("x", "c"), validation={"": Text("y", digest)})
-        printed.append(report(check_same_data, opened))
-    return printed
+    check_same_data(opened_with("a"))
+    differ = f"y of rank 1 on {host} is other data than y of rank 0 on {host}: expected digest a, "
+    with refused(f"{differ}got b; give all hosts the same data"):
+        check_same_data(opened_with("ab"[rank]))
+
+
+def opened_with(digest: str) -> SimpleNamespace:
+    """Return the facts of opened folders, with a digest of the validation data."""
+    texts = [
+        SimpleNamespace(folder=Path(name), identity={"seq_len": 61, "digest": found})
+        for name, found in (("x", "c"), ("y", digest))
+    ]
+    return SimpleNamespace(training=texts[0], validation={"": texts[1]})
 
 
 def test_hosts_that_do_not_share_output_or_data_are_told_before_the_first_step(tmp_path):
     (tmp_path / "shared").mkdir()
-    printed, others = run_ranks(2, check_on_a_rank, tmp_path)
-    assert printed == others
-    host = os.uname().nodename
-    assert printed[0] == "passed"
-    expected = f"rank 0: {host} does not see in {tmp_path}/own-0 what rank 1 on {host} wrote there"
-    assert printed[1].startswith(expected) and "--no-save" in printed[1]
-    assert printed[2].startswith("rank 1: [Errno 13] Permission denied: ")
-    assert printed[3] == "passed"
-    assert printed[4] == (
-        f"y of rank 1 on {host} is other data than y of rank 0 on {host}: expected digest a, got "
-        "b; give all hosts the same data"
-    )
+    run_ranks(2, check_on_a_rank, tmp_path)
     assert [*tmp_path.glob("*/.*")] == [], "nothing is left"
 
 
@@ -94,12 +88,13 @@ def test_room_is_for_all_stages(tmp_path, monkeypatch):
     stages = [TrainConfig(output=str(tmp_path / name), save_every=1) for name in "ab"]
     (tmp_path / "a").mkdir()
     wanted = [(stage, 9) for stage in stages]
-    assert report(output_folder._check_room, 125, wanted) == "passed"
-    message = report(output_folder._check_room, 2**30, wanted)
+    output_folder._check_room(125, wanted)
     needs = "2 of 1 GiB need 2 GiB, and 500 bytes are free"
-    assert f"{tmp_path}/a has no room for the checkpoints of this run: {needs}" in message
+    with refused(f"{tmp_path}/a has no room for the checkpoints of this run: {needs}"):
+        output_folder._check_room(2**30, wanted)
     usage.free = 499
-    assert "4 of 125 bytes" in report(output_folder._check_room, 125, wanted)
+    with pytest.raises((ranks.RankError, ValueError), match="4 of 125 bytes"):
+        output_folder._check_room(125, wanted)
     (tmp_path / "a/.step_00000001.partial").mkdir()
     (tmp_path / "a/.step_00000001.partial/file").write_bytes(b"1")
-    assert report(output_folder._check_room, 125, wanted) == "passed"
+    output_folder._check_room(125, wanted)

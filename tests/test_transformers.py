@@ -371,27 +371,20 @@ def test_what_models_and_layers_ask_for_is_refused():
 def test_options_and_enabled_parts_are_checked():
     ours = enabled(plain("Llama"), SequenceParallel())
     ids, alone = tokens(1, 5), "was called without its model: call the model that was enabled"
-    llama = "an enabled LlamaForCausalLM"
-    wrong = {
-        "TypeError: sp must be a SequenceParallel, from": lambda: enable(plain("Llama"), None),
-        "TypeError: balanced must be True or False, got 'yes'": lambda: enabled(
-            plain("Llama"), SequenceParallel(), balanced="yes"
-        ),
-        f"ValueError: {llama} does not generate, since caches": lambda: ours.generate(ids),
-        f"ValueError: {llama} keeps its attention, since others see only": lambda: (
-            ours.set_attn_implementation("sdpa")
-        ),
-        f"TypeError: a LlamaAttention {alone}": lambda: ours.model(ids),
-        f"TypeError: the class of {llama} makes no other models: make one": lambda: type(ours)(
-            ours.config
-        ),
-        f"TypeError: a Phi3RotaryEmbedding {alone}": lambda: enabled(
-            plain("Phi3, long"), SequenceParallel()
-        ).model(ids),
-    }
-    for error, call in wrong.items():
-        with refusal(error):
-            call()
+    llama, phi = "an enabled LlamaForCausalLM", enabled(plain("Phi3, long"), SequenceParallel())
+    with refusal("TypeError: sp must be a SequenceParallel, from"):
+        enable(plain("Llama"), None)
+    with refusal("TypeError: balanced must be True or False, got 'yes'"):
+        enabled(plain("Llama"), SequenceParallel(), balanced="yes")
+    with refusal(f"ValueError: {llama} does not generate, since caches"):
+        ours.generate(ids)
+    with refusal(f"ValueError: {llama} keeps its attention, since others see only"):
+        ours.set_attn_implementation("sdpa")
+    with refusal(f"TypeError: the class of {llama} makes no other models: make one"):
+        type(ours)(ours.config)
+    for model, part in ((ours, "LlamaAttention"), (phi, "Phi3RotaryEmbedding")):
+        with refusal(f"TypeError: a {part} {alone}"):
+            model.model(ids)
 
 
 IDS, OF_ROWS = tokens(2, 37), torch.arange(37).expand(2, -1)
