@@ -36,18 +36,6 @@ def as_int(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
 
 
-def to_python_int(value: Any) -> Any:
-    """Return numpy's whole numbers as Python's and anything else unchanged.
-
-    So ranks can tell each other the value before they check it: JSON takes no number of numpy.
-    """
-    return (
-        operator.index(value)
-        if isinstance(value, Integral) and not isinstance(value, bool)
-        else value
-    )
-
-
 def as_float(name: str, value: Any) -> float:
     """Return a float.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..base.arguments import as_float, as_int, to_python_int
+from ..base.arguments import as_float, as_int
 from ..errors import RanksDisagree
 from ..sequence.layout import layout_class
 from ..transport import ALONE, Transport
@@ -123,25 +123,27 @@ def _agree_on_groups(
     timeout: float | None,
 ) -> SequenceParallel:
     """Make the groups once all ranks have passed the same arguments."""
-    sp_size = world.size if sp_size is None and mesh is None else to_python_int(sp_size)
-    inner_size, ulysses_size = to_python_int(inner_size), to_python_int(ulysses_size)
+    sp_size = world.size if sp_size is None and mesh is None else sp_size
+    sizes = {"sp_size": sp_size, "inner_size": inner_size, "ulysses_size": ulysses_size}
 
     def terms() -> dict[str, Any]:
-        if timeout is not None and not 1e-3 <= as_float("timeout", timeout) <= _LONGEST_TIMEOUT:
+        seconds = None if timeout is None else as_float("timeout", timeout)
+        if seconds is not None and not 1e-3 <= seconds <= _LONGEST_TIMEOUT:
             raise ValueError(f"timeout: expected 0.001 to 1e8 seconds, got {timeout}")
-        world.set_timeout(timeout)
-        sizes = {"sp_size": sp_size, "inner_size": inner_size, "ulysses_size": ulysses_size}
-        given = {**sizes, "layout": layout, "timeout": timeout}
-        arguments = {name: repr(value)[:100] for name, value in given.items()}
-        return {**arguments, "mesh": mesh is not None, "host": host_name().decode()}
+        world.set_timeout(seconds)
+        layout_class(layout)  # refuses an unknown name
+        given = {name: size if size is None else as_int(name, size) for name, size in sizes.items()}
+        facts = {"layout": layout, "timeout": seconds, "mesh": mesh is not None}
+        return {**given, **facts, "host": host_name().decode()}
 
     everyone = agree(Rings(world, ALONE), "init_sequence_parallel", terms, but=["host"])
     hosts = [theirs["host"] for theirs in everyone]
     if mesh is not None:
-        if any(size is not None for size in (sp_size, inner_size, ulysses_size)):
+        if any(size is not None for size in sizes.values()):
             raise ValueError("expected a mesh or sizes, got both: a mesh has a size")
         return _take_mesh_groups(world, mesh, layout)
-    sp_size = as_int("sp_size", sp_size)
+    sp_size, inner_size, ulysses_size = (everyone[0][name] for name in sizes)
+    assert sp_size is not None, "set above"
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
     if inner_size is not None and ulysses_size is not None:
@@ -150,10 +152,9 @@ def _agree_on_groups(
         )
     name = "inner_size" if ulysses_size is None else "ulysses_size"
     asked = inner_size if ulysses_size is None else ulysses_size
-    inner_size = _count_ranks_a_host(hosts, sp_size) if asked is None else as_int(name, asked)
+    inner_size = _count_ranks_a_host(hosts, sp_size) if asked is None else asked
     if inner_size < 1 or sp_size % inner_size:
         raise ValueError(f"{name}={inner_size} does not divide sp_size={sp_size}")
-    layout_class(layout)  # refuses an unknown name now
     if sp_size == 1:
         return SequenceParallel(layout=layout)
     rank = world.rank % sp_size
@@ -182,7 +183,6 @@ def _take_mesh_groups(
         )
 
     def terms() -> dict[str, Any]:
-        layout_class(layout)
         _check_mesh(mesh)
         ranks = repr(mesh.mesh.tolist())
         return {
