@@ -61,7 +61,13 @@ class _CopiedTensor:
 
     def __set__(self, scores: Any, x: Tensor) -> None:
         """Keep a copy. Raises TypeError for anything but int32 of one dimension on the CPU."""
-        _check_integers(self.name, x)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{self.name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 1 or x.dtype != torch.int32 or x.device.type != "cpu":
+            raise TypeError(
+                f"{self.name} must be int32 of one dimension on the CPU, "
+                f"got {tuple(x.shape)} {x.dtype} on {x.device}"
+            )
         vars(scores)[self.name] = x.clone(memory_format=torch.contiguous_format)
 
 
@@ -303,13 +309,3 @@ def distance_rows(num_buckets: int, max_distance: int) -> Tensor:
     reach = int((bucket == half - 1).nonzero()[0])
     bucket = bucket[: reach + 1].int()
     return torch.cat((bucket.flip(0), bucket[1:] + half))
-
-
-def _check_integers(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dim() != 1 or x.dtype != torch.int32 or x.device.type != "cpu":
-        raise TypeError(
-            f"{name} must be int32 of one dimension on the CPU, "
-            f"got {tuple(x.shape)} {x.dtype} on {x.device}"
-        )

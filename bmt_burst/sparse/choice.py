@@ -142,13 +142,8 @@ def _choose_by_score(
 
 
 def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2) -> None:
-    for name, x in (("q", q), ("k", k)):
-        check_tensor(name, x)
-        if x.dim() not in (3, 4):
-            raise ValueError(
-                f"expected {name} (tokens, heads, head size), with or without a batch, "
-                f"got shape {tuple(x.shape)}"
-            )
+    check_tensor("q", q)
+    check_tensor("k", k)
     if not isinstance(mask, Mask):
         raise TypeError(f"expected mask to be a Mask, got {type(mask).__name__}")
     if not isinstance(sparse, InfLLMV2):
@@ -158,11 +153,12 @@ def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2) -> None:
             "expected q and k of one floating point dtype on one device, got "
             f"{q.dtype} on {q.device} and {k.dtype} on {k.device}"
         )
-    fits = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
+    fits = q.dim() in (3, 4) and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
     if not (fits and q.numel() and k.numel() and q.shape[-2] % k.shape[-2] == 0):
         raise ValueError(
-            "expected q and k of equal tokens and head sizes, at least one head in k, and a "
-            f"multiple of k's heads in q; got shapes {tuple(q.shape)} and {tuple(k.shape)}"
+            "expected q and k (tokens, heads, head size), with or without a batch, of equal tokens "
+            "and head sizes, at least one head in k, and a multiple of k's heads in q; got shapes "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
         )
     if mask.seq_len != q.shape[-3]:
         raise ValueError(f"expected a mask of {q.shape[-3]} tokens, got one of {mask.seq_len}")

@@ -160,9 +160,8 @@ class SparsePlan(Plan):
                 chosen[mine] = choose_in_document(q[mine], places, keys[start], self.sparse, scale)
         # The last `window_blocks` places of a list have blocks that lie in the window as a whole.
         # So they do in short lists, which have all blocks up to the query's own.
-        most = self.sparse.most_blocks - self.sparse.window_blocks
         blocks = -(-find_longest(self.problem.mask) // self.sparse.block_size)
-        return chosen[..., :most].to(packed_dtype(blocks), copy=True)
+        return chosen[..., : self.sparse.topk].to(packed_dtype(blocks), copy=True)
 
     @functools.cached_property
     def spans(self) -> Spans:
