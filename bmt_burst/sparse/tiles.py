@@ -1,7 +1,7 @@
 """Queries that load the same blocks together, as the GPU's kernels take them.
 
-QueryTiles   the union of the blocks that a few neighbouring queries chose
-KeyLists     the queries that chose each block
+unite_blocks  the union of the blocks that a few neighbouring queries chose
+KeyLists      the queries that chose each block
 
 Both are computed once, on the device of the choice, and the host waits for nothing. So their sizes
 are bounds, which depend on shapes alone. They describe a whole sequence. `find_between` finds what
@@ -26,34 +26,23 @@ _PARTS = 512  # cuts through all lists together, at most
 _SHORTEST = 1024  # entries between two cuts, at least
 
 
-@dataclass(frozen=True)
-class QueryTiles:
-    """The unions of the blocks of neighbouring queries.
+def unite_blocks(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the unions of the blocks of each tile of `tokens` neighbouring queries, a power of two
+    and at most MOST_QUERIES: (G, tiles, W) int32 each.
 
-    starts  (G, tiles, W) int32: the first tokens of a tile's blocks, rising. The rest is NONE.
-    chosen  (G, tiles, W) int32: bit i says whether query i of the tile chose the block
+    starts  (S, G, N) int32: the first tokens of blocks, -1 for none
+
+    The first tokens of a tile's blocks rise. The rest is NONE. Bit i of the second result says
+    whether query i of the tile chose the block.
     """
-
-    starts: Tensor
-    chosen: Tensor
-
-    @staticmethod
-    def of_starts(starts: Tensor, tokens: int) -> QueryTiles:
-        """Join the blocks of each `tokens` queries, which are a power of two and at most
-        MOST_QUERIES.
-
-        starts  (S, G, N) int32: the first tokens of blocks, -1 for none
-        """
-        queries, groups, most = starts.shape
-        tiles, each = -(-queries // tokens), triton.next_power_of_2(most)
-        width, size = tokens * most, tokens * each
-        keys, union, chosen = starts.new_empty(3, groups, tiles, width).unbind()
-        constants = {"TOKENS": tokens, "num_warps": min(max(size // 64, 1), 16)}
-        _sort_keys[tiles, groups](
-            starts, keys, starts.stride(), queries, most, EACH=each, **constants
-        )
-        _unite[groups * tiles,](keys, union, chosen, width, N=size, **constants)
-        return QueryTiles(union, chosen)
+    queries, groups, most = starts.shape
+    tiles, each = -(-queries // tokens), triton.next_power_of_2(most)
+    width, size = tokens * most, tokens * each
+    keys, union, chosen = starts.new_empty(3, groups, tiles, width).unbind()
+    constants = {"TOKENS": tokens, "num_warps": min(max(size // 64, 1), 16)}
+    _sort_keys[tiles, groups](starts, keys, starts.stride(), queries, most, EACH=each, **constants)
+    _unite[groups * tiles,](keys, union, chosen, width, N=size, **constants)
+    return union, chosen
 
 
 @dataclass(frozen=True)

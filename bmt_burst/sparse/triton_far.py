@@ -29,7 +29,7 @@ from ..kernels.packed import prepare_once
 from ..kernels.triton import make_dense, precision, shared_memory
 from ..kernels.triton_memory import INFINITY, LOG2_E, wide
 from .blocks import FarKeys
-from .tiles import MOST_QUERIES, NONE, KeyLists, QueryTiles, find_between
+from .tiles import MOST_QUERIES, NONE, KeyLists, find_between, unite_blocks
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NOWHERE = tl.constexpr(NONE)
@@ -88,22 +88,21 @@ def _launch_by_tiles(
     shape = _find_shape(name, q, k, blocks.block_size)
     constants = _constants(q, k, blocks.block_size)
     tokens = count_tokens(shape.rows, constants["HEADS"])
-    tiles = prepare_once(
-        blocks, ("tiles", tokens), q.device, lambda: QueryTiles.of_starts(blocks.starts, tokens)
+    starts, chosen = prepare_once(
+        blocks, ("tiles", tokens), q.device, lambda: unite_blocks(blocks.starts, tokens)
     )
-    ranges = find_between(tiles.starts, first - blocks.block_size + 1, first + len(k))
-    grid = tiles.starts.shape[1], k.shape[1]
-    kernel[grid](
+    ranges = find_between(starts, first - blocks.block_size + 1, first + len(k))
+    kernel[starts.shape[1], k.shape[1]](
         *tensors,
         *map(_kernel_strides, tensors),
         blocks.stops,
-        tiles.starts,
-        tiles.chosen,
+        starts,
+        chosen,
         ranges,
         len(q),
         first,
         len(k),
-        tiles.starts.shape[2],
+        starts.shape[2],
         scale,
         TOKENS=tokens,
         **constants,
