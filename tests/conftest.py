@@ -83,6 +83,14 @@ def memory() -> Iterator:
 
 
 @pytest.fixture
+def umask() -> Iterator[None]:
+    """Let new files be read by the group and written by the owner: modes 640, of folders 750."""
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
 def modules_in_a_folder(tmp_path, monkeypatch) -> None:
     """Let transformers copy a folder's code, which it does before an import, into tmp_path."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "modules")

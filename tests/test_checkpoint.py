@@ -168,12 +168,8 @@ def test_a_copy_of_a_checkpoint_is_self_contained_under_any_name(tmp_path, alone
     assert names == {SHARDS}
 
 
-def test_modes_follow_the_umask(tmp_path, alone):
-    before = os.umask(0o027)
-    try:
-        saved = save(tmp_path, 0, 1, 1)
-    finally:
-        os.umask(before)
+def test_modes_follow_the_umask(tmp_path, alone, umask):
+    saved = save(tmp_path, 0, 1, 1)
     modes = {path.stat().st_mode & 0o777 for path in saved.rglob("*") if path.is_file()}
     assert (modes, saved.stat().st_mode & 0o777) == ({0o640}, 0o750)
 
