@@ -170,12 +170,11 @@ def _width(q: Tensor) -> int:
 
 def _list_blocks(call: KernelCall, device: torch.device, side: int, size: int) -> Tensor:
     """List the programs of a call. Each has a block of `size` queries (side 0) or keys (side 1)."""
-    return prepare_once(
-        call,
-        ("triton", side, size),
-        device,
-        lambda: send_to_device(list_programs(call, call.sequences(), side, size), device),
-    )
+
+    def make() -> Tensor:
+        return send_to_device(list_programs(call, call.sequences(), side, size), device)
+
+    return prepare_once(call, ("triton", side, size), device, make)
 
 
 def list_programs(

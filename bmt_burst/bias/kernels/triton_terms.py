@@ -336,6 +336,7 @@ class BiasArguments(NamedTuple):
     sums         (H, R) int64: the gradient times unit
     unit         (H,) fp32
     others       None if all pairs go by distance
+    start .. finish  the functions of the kernels' contract
     """
 
     q_position: tl.tensor
