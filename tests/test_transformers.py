@@ -313,9 +313,6 @@ class OtherForward(hf.LlamaForCausalLM):
         return super().forward(*args, **named)
 
 
-LAYER = "a layer's attention, a {}, has another forward than transformers' LlamaAttention, which"
-
-
 def test_models_that_cannot_be_are_refused():
     llama = plain("Llama")
     other_attention, own_forward, other_loss = (copy.deepcopy(llama) for _ in range(3))
@@ -324,21 +321,16 @@ def test_models_that_cannot_be_are_refused():
     own_forward.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     other_loss.loss_function = lambda **_: 0
     gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9))
+    inside, other_forward = nn.ModuleDict({"lm": llama}), OtherForward(llama.config)
     known = "expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a"
-    theirs, other = (
-        "than transformers' LlamaForCausalLM",
-        "call burst_attn_func in the attention of",
-    )
+    layer, other = "a layer's attention, a", "has another forward than transformers' Llama"
     for model, message in (
-        (gpt2, f"TypeError: {known} GPT2LMHeadModel: {other} other models"),
-        (nn.ModuleDict({"lm": llama}), f"TypeError: {known} ModuleDict: pass its lm, a LlamaFor"),
-        (OtherForward(llama.config), f"TypeError: this OtherForward has another forward {theirs}"),
-        (other_attention, "TypeError: " + LAYER.format("MistralAttention")),
-        (own_forward, "TypeError: " + LAYER.format("LlamaAttention")),
-        (
-            other_loss,
-            "ValueError: this LlamaForCausalLM has another loss than transformers' ForCau",
-        ),
+        (gpt2, f"TypeError: {known} GPT2LMHeadModel: call burst_attn_func in the attention of"),
+        (inside, f"TypeError: {known} ModuleDict: pass its lm, a LlamaForCausalLM"),
+        (other_forward, f"TypeError: this OtherForward {other}ForCausalLM"),
+        (other_attention, f"TypeError: {layer} MistralAttention, {other}Attention"),
+        (own_forward, f"TypeError: {layer} LlamaAttention, {other}Attention"),
+        (other_loss, "ValueError: this LlamaForCausalLM has another loss than transformers'"),
         (enabled(llama, SequenceParallel()), "ValueError: .* is already enabled, for 1 ranks"),
     ):
         with refusal(message):

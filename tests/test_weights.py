@@ -102,14 +102,12 @@ def test_shards_may_be_links_as_in_hugging_faces_cache(sharded, weights, tmp_pat
     assert holds(sharded, weights)
 
 
-def test_an_index_names_files_of_its_folder_only(sharded):
+def test_a_broken_index_is_refused(sharded):
+    """Also one that names files elsewhere."""
     places = places_of(sharded)
     for name in ("../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "", 3, None):
         write_index(sharded, {**places, "model.norm.weight": name})
         assert f"in its folder, got {name!r}" in refusal(sharded)
-
-
-def test_a_broken_index_is_refused(sharded):
     for content in ("[]", '{"weight_map": []}', "{}", '{"weight_map": {}}', "cut", "[" * 100_000):
         (sharded / INDEX).write_text(content)
         assert INDEX in refusal(sharded)
@@ -142,22 +140,21 @@ def test_without_an_index_files_may_not_hold_a_weight_twice(sharded, weights):
     assert "hf has norm.weight twice, once as " in refusal(sharded)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.pt"])
-def test_pickled_weights_are_read(folder, weights, name):
-    """Also a file of torch 1.5, and next to what transformers' Trainer leaves."""
-    divide(folder, lambda _: name)
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model.pt", "pytorch_model-{}.bin"])
+def test_pickled_weights_are_read(folder, weights, file):
+    """Also files of torch 1.5, shards with an index, and next to what transformers' Trainer
+    leaves.
+    """
+    places = divide(folder, lambda name: file.format(len(name) % 2))
     (folder / "training_args.bin").write_bytes(b"code")
     assert holds(folder, weights)
-    torch.save(torch.load(folder / name), folder / name, _use_new_zipfile_serialization=False)
+    for name in set(places.values()):
+        torch.save(torch.load(folder / name), folder / name, _use_new_zipfile_serialization=False)
     assert holds(folder, weights)
-
-
-def test_pickled_shards_are_read(folder, weights):
-    places = divide(folder, lambda name: f"pytorch_model-{len(name) % 2}.bin")
-    assert holds(folder, weights)
-    index = {"metadata": {}, "weight_map": places}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert holds(folder, weights)
+    if "{}" in file:
+        index = {"metadata": {}, "weight_map": places}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        assert holds(folder, weights)
 
 
 def test_files_with_other_names_are_not_read(folder):
