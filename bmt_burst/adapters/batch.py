@@ -37,12 +37,13 @@ _MARKS = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
 class _Kind(NamedTuple):
     """A span of tokens with the same marks.
 
-    shift  their position_ids minus their indices in the sequence
+    context  1 or 0, or -1 in rows without a context
+    shift    their position_ids minus their indices in the sequence
     """
 
     where: Span
     valid: bool
-    context: bool
+    context: int
     span: int
     segment: int
     shift: int
@@ -52,16 +53,14 @@ class _Kind(NamedTuple):
 class Row:
     """A whole sequence of S tokens.
 
-    layout        its layout on the ranks
-    mask          the mask that was given, if any
-    kinds         its tokens in spans of one kind
-    with_context  whether a context was given
+    layout  its layout on the ranks
+    mask    the mask that was given, if any
+    kinds   its tokens in spans of one kind
     """
 
     layout: Layout
     mask: Mask | None
     kinds: tuple[_Kind, ...]
-    with_context: bool
 
     @property
     def valid(self) -> tuple[Span, ...]:
@@ -82,9 +81,9 @@ class Row:
         """
         if self.mask is not None:
             return self.mask
-        if len(self.kinds) == 1 and self.kinds[0].valid and not self.with_context:
+        if len(self.kinds) == 1 and self.kinds[0].valid and self.kinds[0].context < 1:
             return plain_mask(self.layout.seq_len, causal)
-        return _make_mask(self.kinds, self.layout.seq_len, self.with_context, causal, padding_sees)
+        return _make_mask(self.kinds, self.layout.seq_len, causal, padding_sees)
 
 
 @dataclass(frozen=True)
@@ -194,12 +193,7 @@ class LocalPart:
         if self.lengths is not None:
             marks["attention_mask"] = _mark_lengths(self.lengths, seq_len)
         rows = tuple(
-            Row(
-                layouts[layout],
-                mask,
-                kinds=_find_kinds(seq_len, {name: x[i] for name, x in marks.items()}),
-                with_context="context" in marks,
-            )
+            Row(layouts[layout], mask, _find_kinds(seq_len, {k: x[i] for k, x in marks.items()}))
             for i, (layout, mask) in enumerate(zip(self.layouts, self.masks, strict=True))
         )
         return Batch(self.sp.rank, rows[:1] if len(set(rows)) == 1 else rows)
@@ -237,14 +231,14 @@ def _mark_lengths(lengths: list[int], seq_len: int) -> Tensor:
 def _find_kinds(seq_len: int, marks: dict[str, Tensor]) -> tuple[_Kind, ...]:
     """Return the longest spans in which no mark changes. `marks` are (S,) int64 each."""
     at, same = torch.arange(seq_len), torch.zeros(seq_len, dtype=torch.int64)
-    marks = {**dict.fromkeys(_MARKS, same), "attention_mask": same + 1, "position_ids": at} | marks
-    numbers = torch.stack([marks[name] for name in _MARKS])
+    defaults = {"attention_mask": same + 1, "context": same - 1, "position_ids": at}
+    numbers = torch.stack([marks.get(name, defaults.get(name, same)) for name in _MARKS])
     numbers[-1] -= at
     changes = (numbers[:, 1:] != numbers[:, :-1]).any(0).nonzero().flatten() + 1
     bounds = [0, *changes.tolist(), seq_len]
     return tuple(
-        _Kind(where, bool(valid), bool(context), *others)
-        for where, (valid, context, *others) in zip(
+        _Kind(where, bool(valid), *others)
+        for where, (valid, *others) in zip(
             itertools.pairwise(bounds), numbers[:, bounds[:-1]].T.tolist(), strict=True
         )
     )
@@ -304,9 +298,7 @@ def _read_lengths(length: Tensor, size: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
-def _make_mask(
-    kinds: tuple[_Kind, ...], seq_len: int, with_context: bool, causal: bool, padding_sees: bool
-) -> Mask:
+def _make_mask(kinds: tuple[_Kind, ...], seq_len: int, causal: bool, padding_sees: bool) -> Mask:
     """Return the mask of a row with padding, context or spans. It is made once for all layers and
     calls, so that they share its plans.
     """
@@ -314,7 +306,7 @@ def _make_mask(
     for kind in kinds:
         of_span.setdefault(kind.span, []).append(kind)
     low = 0 if causal else None
-    found = (_find_areas(same, with_context, low, padding_sees) for same in of_span.values())
+    found = (_find_areas(same, low, padding_sees) for same in of_span.values())
     areas = [*itertools.chain.from_iterable(found)]
     count = sum(len(queries) * len(keys) for queries, keys, _ in areas)
     if count > _MOST_SLICES:
@@ -327,18 +319,18 @@ def _make_mask(
 
 
 def _find_areas(
-    kinds: list[_Kind], with_context: bool, low: int | None, padding_sees: bool
+    kinds: list[_Kind], low: int | None, padding_sees: bool
 ) -> list[tuple[tuple[Span, ...], tuple[Span, ...], int | None]]:
     """Return areas of the mask of tokens with one span number: queries, the keys that they see, and
     the lower bound of the distance.
     """
     valid = merged(kind.where for kind in kinds if kind.valid)
-    if not with_context:
+    if kinds[0].context < 0:
         queries = merged(kind.where for kind in kinds) if padding_sees else valid
         return [(queries, valid, low)]
     first, rest = (
         merged(kind.where for kind in kinds if kind.valid and kind.context == context)
-        for context in (True, False)
+        for context in (1, 0)
     )
     return [(valid, first, None), (rest, rest, low)]
 

@@ -193,7 +193,8 @@ def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str
     step.
     """
     q = make_dense(q)
-    launch = _shape(q)
+    launch = _SINGLE if q.dtype == torch.float32 else _HALF
+    launch = launch if q.is_cuda else _INTERPRETED
     group = q.shape[1] // groups
     heads = triton.next_power_of_2(group)
     shared = {
@@ -209,12 +210,6 @@ def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str
         "enable_fp_fusion": True,
     }
     return q, shared, launch.kernels
-
-
-def _shape(q: Tensor) -> ChoiceShape:
-    if not q.is_cuda:
-        return _INTERPRETED
-    return _SINGLE if q.dtype == torch.float32 else _HALF
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)

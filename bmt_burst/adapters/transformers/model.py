@@ -176,8 +176,6 @@ def _bind(name: str, function: Callable, args: tuple, named: dict[str, Any]) -> 
     """Return the arguments of a call of the function `name`, by their names."""
     signature = inspect.signature(function)
     arguments = bind_arguments(name, signature, args, named).arguments
-    rest: dict[str, Any] = {}
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            rest = arguments.pop(parameter.name, {})
+    [*_, last] = signature.parameters.values()  # only the last one may have any names
+    rest = arguments.pop(last.name, {}) if last.kind is last.VAR_KEYWORD else {}
     return arguments | rest
