@@ -164,7 +164,6 @@ LONGEST = (  # files that take ten seconds or more, by how long they take
     "test_train.py",
     "test_tutorial.py",
     "test_transformers.py",
-    "test_sparse_kernels.py",
     "test_compiled.py",
     "test_bmtrain.py",
     "test_model_center.py",
@@ -172,9 +171,7 @@ LONGEST = (  # files that take ten seconds or more, by how long they take
     "test_guards.py",
     "test_strategies.py",
     "test_readme.py",
-    "test_sparse.py",
     "test_profiling.py",
-    "test_agreement.py",
     "test_balance.py",
 )
 
