@@ -13,7 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bmt_burst import InfLLMV2, init_sequence_parallel, shift_labels
+from bmt_burst.nn import BurstAttention as TorchBurstAttention
+from bmt_burst.nn import rope_tables
+from bmt_burst.sparse import Choices
+from bmt_burst.sparse.plan import SparsePlan
+from models.blocks import Saving
+from models.cpm import CPM
 from tests import fake_cuda
+from tests.sparse import record_choices
 from tests.test_model import SMALL
 
 # It has what Qwen2 and Qwen3 have, and positions that go by the length of the 41 tokens that ranks
@@ -29,8 +37,6 @@ STEPS = 3
 
 def curve(engine, sp) -> list[float]:
     """Losses and gradient norms of steps of two micro-batches, and a loss without gradient."""
-    from bmt_burst import shift_labels
-
     found = []
     for step in range(STEPS):
         tokens = torch.randint(0, 300, (2, 41), generator=torch.Generator().manual_seed(step))
@@ -54,9 +60,6 @@ def curve(engine, sp) -> list[float]:
 
 def engines(folder: Path) -> dict[str, list[float]]:
     """Return the curves of engines by their names, and check what else the last of them does."""
-    from bmt_burst import init_sequence_parallel
-    from models.blocks import Saving
-    from models.cpm import CPM
     from train.engine.bmtrain import BMTrainEngine
 
     curves, sp = {}, init_sequence_parallel()
@@ -102,8 +105,6 @@ def check_loading(engine, other, file: Path) -> None:
 def check_other_parallelism() -> None:
     import bmtrain
 
-    from bmt_burst import init_sequence_parallel
-
     size, bmtrain.config["tp_size"] = bmtrain.config["tp_size"], 2
     refused = "expected BMTrain without tensor and pipeline parallelism, got tp_size=2"
     with pytest.raises(ValueError, match=refused):
@@ -115,10 +116,7 @@ def check_layer() -> None:
     """Check BurstAttention in BMTrain's classes against the same in torch's, over all ranks."""
     import bmtrain
 
-    from bmt_burst import init_sequence_parallel
     from bmt_burst.bmtrain import BurstAttention
-    from bmt_burst.nn import BurstAttention as TorchBurstAttention
-    from bmt_burst.nn import rope_tables
 
     sp = init_sequence_parallel()
     options = {"num_kv_heads": 2, "qkv_bias": True, "qk_norm_eps": 1e-6, "sinks": True}
@@ -150,12 +148,7 @@ def check_block() -> None:
     """
     import bmtrain
 
-    from bmt_burst import InfLLMV2, init_sequence_parallel
     from bmt_burst.bmtrain import BurstAttention
-    from bmt_burst.nn import rope_tables
-    from bmt_burst.sparse import Choices
-    from bmt_burst.sparse.plan import SparsePlan
-    from tests.sparse import record_choices
 
     sparse = InfLLMV2(4, 4, 2, 1, 4, 2, -1)
     sp, asked, choose = init_sequence_parallel(), [], SparsePlan.choose

@@ -21,7 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bmt_burst import Layout, Mask, SequenceParallel, init_sequence_parallel, shift_labels
+from bmt_burst.bias import areas
+from bmt_burst.loss import cross_entropy_sum, linear_cross_entropy_sum
+from models.huggingface import load_cpm
 from tests.fake_cuda import run_example
+from tests.largest import Largest
 from tests.reference import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,8 +115,6 @@ def total(model, tokens, labels, weights, embeds=False, **given) -> torch.Tensor
 
     With `embeds` the weights are also what goes in, without a gradient.
     """
-    from bmt_burst.loss import cross_entropy_sum
-
     inputs = {"inputs_embeds": weights.to(model.config.dtype)} if embeds else {"input_ids": tokens}
     with_logits = not hasattr(model, "lm_head")  # which is fp16 always
     out = model(**inputs, **given, output_logits=with_logits)
@@ -164,8 +167,6 @@ def load(model, other, file: Path) -> None:
 
 def calls(sp, name: str) -> dict[str, tuple[int, dict, dict]]:
     """Return by name the rows, and the arguments of a model as it is and on a rank of sp."""
-    from bmt_burst import Layout, Mask
-
     at = torch.arange(TOKENS, device=DEVICE)
     lengths, none = (
         torch.tensor(x, device=DEVICE) for x in ([TOKENS, 20, 0], [TOKENS, TOKENS, TOKENS])
@@ -194,7 +195,6 @@ def calls(sp, name: str) -> dict[str, tuple[int, dict, dict]]:
 
 def biased_calls(sp, name: str, lengths: torch.Tensor) -> dict[str, tuple[int, dict, dict]]:
     """Those of models with learned biases, as `calls`."""
-    from bmt_burst import Layout, Mask
 
     def cut(whole):
         return {key: x if key == "length" else sp.shard(x, -1) for key, x in whole.items()}
@@ -270,9 +270,7 @@ def equality(
     """
     import bmtrain
 
-    from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
-    from bmt_burst.bias import areas
 
     areas._LONG = 6  # so that there are large areas of one row in short sequences
     sp, compared = init_sequence_parallel(), 0
@@ -326,7 +324,6 @@ def check_errors(wrong: list[tuple[str, Callable]]) -> None:
 
 def refused(folder: Path) -> None:
     """Check the errors of wrong calls, and that none of them changes a model."""
-    from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
     from bmt_burst.adapters.model_center import attention
 
@@ -396,7 +393,6 @@ def refused_models(sp, llama, plain, of_layers) -> list[tuple]:
 
 def refused_arguments(sp, part, llama, length) -> list[tuple]:
     """Return the errors of wrong arguments, and the calls. Ranks share them, but for a length."""
-    from bmt_burst import Layout, Mask
     from bmt_burst.adapters import model_center
 
     dropping = model_center.enable(build("Llama", torch.float32, dropout_p=0.1), sp)
@@ -459,7 +455,6 @@ def refused_over_ranks(sp, tokens, part, llama) -> list[tuple]:
 
 def refused_biased(folder: Path) -> None:
     """Check the errors of what models with learned biases refuse."""
-    from bmt_burst import Mask, init_sequence_parallel
     from bmt_burst.adapters import batch, model_center
 
     def enabled(name, **changes):
@@ -513,7 +508,6 @@ def rotary(folder: Path) -> None:
 
     fp16 rounds the angles of 2200 positions by up to a radian, and both models alike; fp32 by 1e-4.
     """
-    from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
 
     sp = init_sequence_parallel()
@@ -544,9 +538,7 @@ def alone(folder: Path) -> None:
     """Check a model that is enabled for one rank: what comes out, a loss without logits,
     generation.
     """
-    from bmt_burst import SequenceParallel, shift_labels
     from bmt_burst.adapters import model_center
-    from bmt_burst.loss import cross_entropy_sum, linear_cross_entropy_sum
 
     plain = build("Llama", torch.float32).eval()
     tokens = random_tensors("Llama", 2)["tokens"]
@@ -580,9 +572,7 @@ def memory(folder: Path) -> None:
 
     With a learned bias, CPUs write out the scores of 4 heads, a block.
     """
-    from bmt_burst import init_sequence_parallel
     from bmt_burst.adapters import model_center
-    from tests.largest import Largest
 
     sp = init_sequence_parallel()
     tokens = torch.randint(0, 97, (1, 700), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -613,8 +603,6 @@ def example(folder: Path, name: str) -> None:
 def weights(folder: Path) -> None:
     """Check that a dense CPM reads the weights of Llamas. test_weights.py has other models."""
     import bmtrain
-
-    from models.huggingface import load_cpm
 
     tokens = torch.arange(TOKENS).unsqueeze(0)
     whole = torch.tensor([TOKENS], device=DEVICE)

@@ -9,7 +9,7 @@ import torch
 
 from bmt_burst import IGNORE_INDEX
 from tests.launcher import ROOT
-from tests.preparing import EOS, documents, edit_index, prepare, texts
+from tests.preparing import EOS, documents, edit_index, jsonl, prepare, texts
 from train.data.folder import Sequences, TokenFile
 
 
@@ -31,15 +31,6 @@ def test_text_and_json_lines_become_documents(tmp_path):
     assert "3 documents" in printed
 
 
-def _write_corpus(folder: Path) -> None:
-    """Write a folder of texts, and a file of records next to it."""
-    (folder / "sub").mkdir(parents=True)
-    for i in range(40):
-        (folder / f"sub/{i}.txt").write_text(f"text {i}")
-    lines = "".join(f'{{"text": "record {i}"}}\n' for i in range(40))
-    (folder.parent / f"{folder.name}.jsonl").write_text(lines)
-
-
 def _bytes_written(folder: Path) -> dict[str, bytes]:
     """Return the files of prepared data, without the inputs as they were typed."""
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -53,8 +44,11 @@ def _bytes_written(folder: Path) -> dict[str, bytes]:
 def test_the_split_does_not_depend_on_where_the_corpus_is(tmp_path, monkeypatch):
     """Neither for a folder nor for a file that is itself an input."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("near", "far/away"):
-        _write_corpus(tmp_path / folder / "corpus")
+    for folder in (tmp_path / "near", tmp_path / "far/away"):
+        (folder / "corpus/sub").mkdir(parents=True)
+        for i in range(40):
+            (folder / f"corpus/sub/{i}.txt").write_text(f"text {i}")
+        (folder / "corpus.jsonl").write_bytes(jsonl(*(f"record {i}" for i in range(40))))
     written = []
     for folder in ("near", tmp_path / "near", "far/../near", "far/away"):
         output = tmp_path / f"out{len(written)}"

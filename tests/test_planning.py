@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,15 +266,12 @@ def test_a_dry_run_plans_its_own_options(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().err == refused.replace(": ", ": stage 4k: ", 1)
 
 
-class Watchdog:
-    program, doing, last_words = "pretrain.py", "step 1", ""
-
-
 def test_memory_that_is_not_enough_is_explained(capsys):
     config = TrainConfig(model="minicpm4-8b", seq_len=262144, batch_size=1, dtype="bf16")
     best = helping_options(plan(config, Cluster(1, H200.gib, H200), "bmtrain"))[0]
     assert best.config.checkpointing == "full"
-    code = ending.explain(torch.OutOfMemoryError("no"), Watchdog(), advise=lambda: advise(config))
+    watchdog = SimpleNamespace(program="pretrain.py", doing="step 1", last_words="")
+    code = ending.explain(torch.OutOfMemoryError("no"), watchdog, advise=lambda: advise(config))
     printed = capsys.readouterr().err
     assert code == 2
     assert "rank 0 ran out of memory in step 1" in printed
