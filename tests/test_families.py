@@ -297,7 +297,7 @@ def test_ranks_tell_each_other_the_longest():
         rows = torch.arange(3 * 2).view(3, 2) + ring.rank
         assert sp.longest(rows).equal(torch.tensor([4, 6, 8]))
         assert sp.longest(sp.positions(31)).equal(torch.tensor(31))
-        with pytest.raises(ValueError, match=r"ranks differ in longest's arguments: .*shape"):
+        with pytest.raises(ValueError, match=r"ranks differ in shape of longest"):
             sp.longest(torch.zeros(2 + ring.rank, 4, dtype=torch.int64))
         with pytest.raises((IndexError, RanksDisagree), match="non-zero size"):
             sp.longest(torch.zeros(2, ring.rank, dtype=torch.int64))

@@ -140,7 +140,7 @@ def misuse(rank: int) -> None:
         ({"mesh": flat, "sp_size": 4}, both),
         ({"mesh": flat, "inner_size": 2}, both),
         ({"mesh": own, "ulysses_size": 2}, both),
-        ({"mesh": own if rank else None}, "ranks differ in init_sequence_parallel's arguments: "),
+        ({"mesh": own if rank else None}, "ranks differ in mesh of init_sequence_parallel: "),
         ({"mesh": pairs[0, 1]}, outside),
         ({"mesh": pairs[[(0, 1), (1, 0), (2, 3), (2, 3)][rank]]}, differ),
         ({"mesh": pairs[[(0, 1), (1, 2), (1, 2), (3,)][rank]]}, differ),

@@ -144,7 +144,7 @@ def settings(rank: int) -> list[str]:
 
 def test_a_timeout_is_of_the_made_groups_and_the_same_on_all_ranks():
     for errors in run_ranks(2, settings):
-        assert errors[0].startswith("ranks differ in init_sequence_parallel's arguments: ")
+        assert errors[0].startswith("ranks differ in timeout of init_sequence_parallel: ")
         for message, got in zip(errors[1:4], ("0", "0.0001", "inf"), strict=True):
             assert message.endswith(f"timeout: expected 0.001 to 1e8 seconds, got {got}")
         assert "timeout must be a number" in errors[4]

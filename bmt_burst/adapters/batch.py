@@ -19,8 +19,8 @@ from torch import Tensor
 from ..base.arguments import check_tensor
 from ..calls.masking import check_lengths, check_seq_len, layouts_of_rows, masks_of_rows
 from ..calls.options import Layouts, Masks
-from ..calls.terms import compare_terms, describe_layout
-from ..ranks.agreement import gather_terms
+from ..calls.terms import describe_layout
+from ..ranks.agreement import gather_terms, read_equal_terms
 from ..ranks.rings import make_rings
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.layout import Layout
@@ -118,8 +118,9 @@ def agree_on_batch(sp: SequenceParallel, doing: str, make_part: Callable[[], Loc
     """
     make_part = functools.cache(make_part)
     rings = make_rings(sp.process_group, sp.double_group)
-    replies = gather_terms(rings, doing, lambda: make_part().terms)
-    return make_part().make_batch(compare_terms(replies))
+    lines = gather_terms(rings, doing, lambda: make_part().terms)
+    everyone = read_equal_terms(lines, but=("tokens",))
+    return make_part().make_batch([theirs["tokens"] for theirs in everyone])
 
 
 class LocalPart:

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import check_transforms
-from ..ranks.agreement import admit_one_thread, gather_terms, mark_known, report_failure
+from ..ranks.agreement import (
+    admit_one_thread,
+    gather_terms,
+    mark_known,
+    read_equal_terms,
+    report_failure,
+)
 from ..ranks.rings import Rings
 from ..strategies import Plan, choose
 from ..strategies.extension import Extension, Tensors
@@ -27,7 +33,7 @@ from .inputs import Inputs, check_inputs
 from .masking import Masking, check_lengths, resolve_layout
 from .options import Options
 from .refusal import CALL
-from .terms import Terms, compare_terms, find_terms
+from .terms import Terms, find_terms
 
 _MOST_PLANS = 64  # kept for some rings
 
@@ -81,8 +87,8 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
     plan: Plan | None = plans.pop(lines, None)
     if plan is None:
         try:
-            tokens = compare_terms(lines)
-            plan = _make_plan(rings, terms, tokens)
+            everyone = read_equal_terms(lines, but=("tokens",))
+            plan = _make_plan(rings, terms, [theirs["tokens"] for theirs in everyone])
         except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
             mark_known(error)
             raise

@@ -7,15 +7,13 @@ compare their terms in each call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import RanksDisagree
 from ..kernels import pick
-from ..ranks.agreement import read_terms
 from ..ranks.rings import Rings, check_device
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
@@ -153,19 +151,3 @@ def _describe_mask(masking: Masking) -> str:
 def describe_layout(layout: str | Layout) -> str:
     """Return a line that is equal for equal layouts, in every process."""
     return layout if isinstance(layout, str) else f"{layout.term} of {layout.seq_len} tokens"
-
-
-def compare_terms(lines: Sequence[bytes]) -> list[int]:
-    """Return the number of tokens of each rank, the only term in which ranks may differ.
-
-    Raises RanksDisagree on every rank if any other term differs between ranks.
-    """
-    replies = read_terms(lines)
-    for rank, reply in enumerate(replies):
-        for term in replies[0] | reply:  # some terms are those of an extension
-            value, theirs = replies[0].get(term), reply.get(term)
-            if term != "tokens" and theirs != value:
-                raise RanksDisagree(
-                    f"ranks differ in {term}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
-                )
-    return [reply["tokens"] for reply in replies]

@@ -101,13 +101,26 @@ def agree(
 
     Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
     """
-    everyone = read_terms(gather_terms(rings, f"a call of {name}", terms))
+    return read_equal_terms(gather_terms(rings, f"a call of {name}", terms), but, f" of {name}")
+
+
+def read_equal_terms(
+    lines: Sequence[bytes], but: Sequence[str], of: str = ""
+) -> list[dict[str, Any]]:
+    """Return the terms of each rank as `read_terms` does.
+
+    of  ends a term's name in errors
+
+    Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
+    """
+    everyone = read_terms(lines)
     for rank, theirs in enumerate(everyone):
-        if any(theirs[term] != everyone[0][term] for term in everyone[0].keys() - set(but)):
-            raise RanksDisagree(
-                f"ranks differ in {name}'s arguments: rank 0 has {everyone[0]}, rank {rank} "
-                f"{theirs}"
-            )
+        for term in everyone[0] | theirs:  # some terms are those of an extension
+            value, other = everyone[0].get(term), theirs.get(term)
+            if term not in but and other != value:
+                raise RanksDisagree(
+                    f"ranks differ in {term}{of}: rank 0 has {value!r}, rank {rank} has {other!r}"
+                )
     return everyone
 
 

@@ -133,8 +133,8 @@ def _agree_on_groups(
         world.set_timeout(seconds)
         layout_class(layout)  # refuses an unknown name
         given = {name: size if size is None else as_int(name, size) for name, size in sizes.items()}
-        facts = {"layout": layout, "timeout": seconds, "mesh": mesh is not None}
-        return {**given, **facts, "host": host_name().decode()}
+        facts = {"layout": layout, "timeout": seconds, "host": host_name().decode()}
+        return {"mesh": mesh is not None, **given, **facts}
 
     everyone = agree(Rings(world, ALONE), "init_sequence_parallel", terms, but=["host"])
     hosts = [theirs["host"] for theirs in everyone]
