@@ -61,11 +61,12 @@ class SparsePlan(Plan):
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
         """Reserve the transport's memory for the windows and for spans, as `Plan.reserve` does."""
         self.window.reserve(rings, device, with_backward)
-        sizes = self.problem.sizes
+        problem, sizes, tokens = self.problem, self.problem.sizes, self._most_tokens
         entries = 2 * sizes.batch * sizes.kv_heads * sizes.head_size
-        width = max(sizes.dtype.itemsize, sizes.partial.itemsize if with_backward else 0)
-        most = self.spans.most_bytes(self._most_tokens, entries * width)
-        rings.reserve(most if with_backward else {**most, "return": 0}, device)
+        visit = min(tokens, problem.layout.seq_len) * entries * sizes.dtype.itemsize
+        column = min(tokens, problem.outer * problem.most_tokens)  # at one place of all hosts
+        returned = problem.inner * column * entries * sizes.partial.itemsize
+        rings.reserve({"visit": visit, "return": returned * with_backward}, device)
 
     def choose(self, rings: Rings, q: Tensor, k: Tensor) -> Tensor:
         """Choose blocks for this rank's q (B, S, H, D), by the k (B, S, G, D) of all ranks.

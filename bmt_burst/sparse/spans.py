@@ -44,17 +44,6 @@ class Spans:
         """Return the indices of this rank's tokens in a span."""
         return slice(*self._cuts[self.rank][span : span + 2])
 
-    def most_bytes(self, tokens: int, token_bytes: int) -> dict[str, int]:
-        """Return the most bytes that a delivery of each lane receives, for any span of up to
-        `tokens` tokens. `token_bytes` are those of a token in all N tensors and B rows.
-        """
-        held = [len(positions) for positions in self.positions]
-        column = max(sum(held[place :: self.inner]) for place in range(self.inner))
-        return {
-            "visit": min(tokens, sum(held)) * token_bytes,
-            "return": self.inner * min(tokens, column) * token_bytes,
-        }
-
     def gather(self, rings: Rings, tensors: Sequence[Tensor], span: int) -> tuple[Tensor, ...]:
         """Return all tokens of a span in the order of their positions: (B, T, G, D) each.
 
