@@ -32,33 +32,25 @@ def choose_by_score(
     q       (T, H, D)
     places  (T,) int64, rising: the places of the queries in the document
     """
-    places, found = places.to(q.device), []
-    for group, of_group in enumerate(q.chunk(keys.scored.shape[1], 1)):
-        columns = CompressedKeys(*(_lay_out(x[:, group]) for x in keys))
-        found.append(_choose(of_group.to(keys.scored.dtype) * scale, places, columns, sparse))
-    return torch.stack(found, 1)
-
-
-def _choose(q: Tensor, places: Tensor, columns: CompressedKeys, sparse: InfLLMV2) -> Tensor:
-    """Return the chosen blocks of one kv head: (T, most_blocks) int32.
-
-    q        (T, heads, D), scaled
-    columns  its compressed keys as `_lay_out` returns them
-    """
+    wide, lacking = q.to(keys.scored.dtype) * scale, -len(q) % _QUERIES
+    padded = functional.pad(wide, (0, -q.shape[-1] % _ALIGNED, 0, 0, 0, lacking))
+    # A query of the padding sees nothing.
+    places = functional.pad(places.to(q.device), (0, lacking), value=-1)
     found = []
-    for tile, of_tile in zip(q.split(_QUERIES), places.split(_QUERIES), strict=True):
-        lacking = _QUERIES - len(tile)
-        padded = functional.pad(tile, (0, -q.shape[-1] % _ALIGNED, 0, 0, 0, lacking))
-        # A query of the padding sees nothing.
-        of_tile = functional.pad(of_tile, (0, lacking), value=-1)
-        scores = _score_blocks(padded, of_tile, columns, sparse)
-        found.append(_take_largest(scores, sparse.most_blocks)[: len(tile)])
-    return torch.cat(found)
+    for group, of_group in enumerate(padded.chunk(keys.scored.shape[1], 1)):
+        columns = CompressedKeys(*(_lay_out(x[:, group]) for x in keys))
+        tiles = zip(of_group.split(_QUERIES), places.split(_QUERIES), strict=True)
+        scores = (_score_blocks(*tile, columns, sparse) for tile in tiles)
+        found.append(torch.cat([_take_largest(x, sparse.most_blocks) for x in scores]))
+    return torch.stack(found, 1)[: len(q)]
 
 
 def _score_blocks(q: Tensor, places: Tensor, columns: CompressedKeys, sparse: InfLLMV2) -> Tensor:
-    """Return A of a tile of queries (64, heads, D): (64, blocks), -inf for blocks that begin after
-    the query, inf for those that are always chosen.
+    """Return A of a tile of queries (64, heads, D) of a kv head: (64, blocks), -inf for blocks that
+    begin after the query, inf for those that are always chosen.
+
+    q        scaled
+    columns  the compressed keys of the kv head as `_lay_out` returns them
     """
     stride, blocks = sparse.kernel_stride, int(places.max()) // sparse.block_size + 1
     normalizer = q.new_full(q.shape[:2], -math.inf)
