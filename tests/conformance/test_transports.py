@@ -252,8 +252,8 @@ def check_a_rank_that_closes_makes_the_group_unusable(ring: Transport) -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 of the group.* failed in a call: no memory"):
         ring.messenger.gather(b"here")
     assert isinstance(ring.messenger.unusable, RankFailed) == (ring.rank != 1)
-    if ring.rank != 1:
-        assert "rank 1 of the group failed in a call" in wait_for_lost_rank(ring.messenger)
+    if ring.rank != 1:  # it is lost, or another rank that has closed the group because of it
+        assert "of the group" in wait_for_lost_rank(ring.messenger)
 
 
 def check_ranks_that_all_fail_go_on(ring: Transport) -> None:
