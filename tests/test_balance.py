@@ -171,6 +171,15 @@ def test_small_masks_of_any_kind(seed):
             check_shards(mask, size, balanced_spans(mask, size))
 
 
+def test_a_long_document_may_be_used_up_first():
+    """Two ranks have all of it, since no short documents have just the work of a rank."""
+    slices = [Slice((0, 32), (0, 2))]
+    for start, keys in zip(range(32, 64, 4), (1, 1, 2, 2, 2, 2, 2, 4), strict=True):
+        slices.append(Slice((start, start + 4), (start, start + keys)))
+    mask = Mask(64, tuple(slices))
+    check_shards(mask, 4, balanced_spans(mask, 4))
+
+
 @pytest.mark.parametrize(("size", "tokens"), [(2, 32768), (3, 4096), (8, 32768), (64, 4096)])
 @pytest.mark.parametrize("kind", [shorts, longs, others])
 def test_work_is_equal_and_few_documents_are_cut(kind, size, tokens):

@@ -74,6 +74,8 @@ def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
             off, dealt, first = _find_share(circle, short, tokens, share, rank)
         whole, short = short.take(0, dealt)
         arc, circle = circle.take(first, tokens - dealt)
+        if not circle.pieces:  # the long document is used up
+            circle, short = short, circle
         found.append(merged((piece.start, piece.stop) for piece in (*whole, *arc)))
     return found
 
