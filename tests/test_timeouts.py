@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,8 +119,10 @@ def settings(rank: int) -> list[str]:
     assert set(own_timeouts(init_sequence_parallel(mesh=mesh).groups)) == {40.0}  # its user's wish
     assert torch_transport(pair).messenger.timeout == 40.0
     default = world.own_timeout
-    for timeout, expected in ((None, default), (7000.0, 7000.0), (None, 7000.0), (8.0, 8.0)):
-        groups = made(timeout=timeout).groups
+    for timeout, expected in ((None, default), (np.int64(99), 99.0), (None, 99.0), (8.0, 8.0)):
+        sp = made(timeout=timeout)
+        groups = sp.groups
+        assert sp.sum(torch.ones(1)) == 2  # the group takes numpy's numbers too
         waits = {
             world.messenger.timeout,
             torch_transport(groups["process_group"]).messenger.timeout,

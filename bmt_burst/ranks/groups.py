@@ -96,9 +96,9 @@ def init_sequence_parallel(
     for ring in rings.shared:
         assert isinstance(ring, ProcessTransport), "made above"
         if mesh is None:
-            ring.set_timeout(timeout)
+            ring.set_timeout(world.asked_timeout)
         else:
-            _set_mesh_timeout(world, ring, timeout)
+            _set_mesh_timeout(world, ring, world.asked_timeout)
     return sp
 
 
