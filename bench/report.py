@@ -78,7 +78,7 @@ SECTIONS = {
     ),
     "compare-*-mechanisms*": Section(
         "time",
-        "What mechanisms gain that were removed",
+        "Gains of the mechanisms that were removed",
         "bench/compare.py",
         "medians of four to six rounds; mechanisms.md lists what was removed",
     ),

@@ -32,7 +32,7 @@ def test_the_plan_it_shows_is_what_the_code_prints():
     assert with_printed(text) == text, "python -m tests.test_design prints it anew"
 
 
-def test_what_docstrings_say_one_can_try_prints_something(capsys):
+def test_examples_in_docstrings_print_something(capsys):
     """With the package's public names and those of the module itself."""
     tried = 0
     for path in (ROOT / "bmt_burst").rglob("*.py"):

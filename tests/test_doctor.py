@@ -37,7 +37,7 @@ def test_doctor_finds_what_works_here():
     assert re.search(rf"ok +ring +two processes ({way})", done.stdout)
 
 
-def test_doctor_says_what_does_not_work(monkeypatch, capsys):
+def test_doctor_reports_a_broken_kernel(monkeypatch, capsys):
     kernel = kernels.load("cpu")
     plain = kernel.forward
     monkeypatch.setattr(

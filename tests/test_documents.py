@@ -57,7 +57,7 @@ def test_labels_end_with_the_documents_of_a_mask():
             shift_labels(tokens, **arguments)
 
 
-def test_folders_that_do_not_say_where_documents_start_are_read_as_one_text(folder):
+def test_folders_without_starts_of_documents_are_read_as_one_text(folder):
     without_documents(folder, eos_id=None)
     file = TokenFile(folder)
     assert file.documents is None

@@ -85,7 +85,7 @@ def test_an_array_is_split_as_json_reads_it(monkeypatch):
         next(cut)
 
 
-def test_records_are_read_whatever_the_ending_says_and_descriptions_are_not(tmp_path):
+def test_records_are_read_whatever_their_ending_and_descriptions_are_not(tmp_path):
     """In all forms and tables, and next to what is no data."""
     folder = tmp_path / "in"
     (folder / ".git").mkdir(parents=True)

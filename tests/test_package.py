@@ -39,14 +39,14 @@ def test_a_star_import_leaves_other_names_alone():
     assert names["burst_attn_func"] is burst_attn_func
 
 
-def test_what_is_installed_says_that_it_has_types(tmp_path):
+def test_the_installed_package_declares_its_types(tmp_path):
     command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", tmp_path]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     assert (tmp_path / "bmt_burst/py.typed").exists()
     assert (tmp_path / "bmt_burst/kernels/cpu.py").exists()
 
 
-def test_its_overloads_say_what_return_lse_returns():
+def test_its_overloads_have_the_results_of_return_lse():
     overloads = [function.__annotations__ for function in get_overloads(burst_attn_func)]
     assert [(x["return_lse"], x["return"]) for x in overloads] == [
         ("Literal[False]", "Tensor"),

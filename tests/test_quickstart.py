@@ -77,7 +77,7 @@ def test_nothing_is_installed_twice(start):
     assert installs(asked) == ["install_gpu.sh"]
 
 
-def test_without_gpus_pip_installs_once_and_says_how_much(start):
+def test_without_gpus_pip_installs_once_and_reports_the_amount(start):
     done, asked = start()
     assert "100 MB" in done.stdout
     assert "This takes one to ten minutes" in done.stdout

@@ -298,7 +298,7 @@ def test_nan_is_where_the_reference_has_it(name, value):
             assert lse.isfinite().equal(expected_lse.isfinite()), (tokens, at)
 
 
-def test_the_file_of_shapes_has_one_for_each_launch_and_gpu_and_says_where_it_is_from():
+def test_the_file_of_shapes_has_one_for_each_launch_and_gpu_and_its_source():
     file = Path(backend.__file__).with_name("triton_shapes.json")
     commit, gpu = (
         re.compile("[0-9a-f]{7}"),
