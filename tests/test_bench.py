@@ -183,13 +183,11 @@ def test_kernels_take_turns(tmp_path):
     assert found == [*itertools.product((4, 2), ("cpu", "reference"))]
     assert all("not on a GPU" in r["unavailable"] for r in rows if r["kernel"] == "triton")
     # a backward's time is a difference, so on a busy machine it may be negative and have no rate
-    assert (
-        len(re.findall(r" \| 100 \| (?:100|nan) \| 100 \| cpu \|", tables.kernels_table(rows))) == 2
-    )
+    rates = r" \| 100 \| (?:100|nan) \| 100 \| cpu \|"
+    assert len(re.findall(rates, tables.kernels_table(rows))) == 2
     rows = measure(1, "kernels.py --kernels cpu --head-dim 24 --value-dim 16", tmp_path)
-    assert (
-        other_tables.value_heads_table(rows).splitlines()[2].startswith("| 64 | 24:16 | 4 | cpu | ")
-    )
+    table = other_tables.value_heads_table(rows)
+    assert table.splitlines()[2].startswith("| 64 | 24:16 | 4 | cpu | ")
 
 
 @on_cpus

@@ -29,11 +29,8 @@ def shards_of(rank: int, size: int, step: int) -> dict[str, Shard]:
     shards = {}
     for number, (key, shape) in enumerate(SHAPES.items()):
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32) + step * 1000
-        cuts = [
-            0,
-            *sorted((number * 3 + r * 4) % (len(whole) + 1) for r in range(size - 1)),
-            len(whole),
-        ]
+        inner = sorted((number * 3 + r * 4) % (len(whole) + 1) for r in range(size - 1))
+        cuts = [0, *inner, len(whole)]
         shards[key] = Shard(whole[cuts[rank] : cuts[rank + 1]], cuts[rank], shape)
     return shards
 
@@ -231,10 +228,8 @@ def test_the_last_good_checkpoint_never_goes_before_the_save(
     with pytest.raises(CheckpointError, match="No space left"):
         save(run, 0, 1, 3, keep_last=1)
     assert checkpoint.newest(run) is not None
-    assert (
-        checkpoint.outlook(run).startswith(f"the last good checkpoint is {good};")
-        or spoiled == "damaged"
-    )
+    last_good = f"the last good checkpoint is {good};"
+    assert checkpoint.outlook(run).startswith(last_good) or spoiled == "damaged"
     assert good.is_dir()
 
 

@@ -45,10 +45,8 @@ def test_scores_are_cpm_lives(name):
     """Visible pairs, and their rows of the bias table. Padding sees nothing."""
     case = golden(name)
     for row, scores in enumerate(case.scores()):
-        visible, buckets = (
-            case.tensors["mid.attention_mask"][row],
-            case.tensors["mid.bucket"][row].long(),
-        )
+        visible = case.tensors["mid.attention_mask"][row]
+        buckets = case.tensors["mid.bucket"][row].long()
         assert scores.mask.dense().equal(visible)
         assert scores.dense()[visible].equal(buckets[visible])
         assert not visible[case.input["length"][row] :].any()
@@ -188,14 +186,11 @@ def test_rotations_need_little_memory(monkeypatch):
         monkeypatch.setattr(cpm_bee, "_ROTATED_AT_ONCE", at_once)
         model, case = golden("bee").model(), golden("bee")
         with Largest(torch.float64) as largest:
-            turned = model.embed(
-                case.input["input"], case.input["input_sub"], model.input_embedding.weight
-            )
+            words = model.input_embedding.weight
+            turned = model.embed(case.input["input"], case.input["input_sub"], words)
             turned.square().sum().backward()
-        found[at_once], most[at_once] = (
-            [turned.detach(), model.input_embedding.weight.grad],
-            largest.entries,
-        )
+        found[at_once] = [turned.detach(), words.grad]
+        most[at_once] = largest.entries
     assert all(a.equal(b) for a, b in zip(*found.values(), strict=True))
     assert most == {10**6: 2 * 96 * 32, 8: 8 * 32}
 

@@ -27,11 +27,8 @@ def test_a_bee_answers_with_the_golden_logits():
     case, (row, hidden) = golden("bee"), bee_instance()
     shown = (case.input["span"][0] == 0) & ~case.input["context"][0]
     expected = case.tensors["logits_f64"][0][shown]
-    decoder, found, before = (
-        BeeDecoder(case.model(), row, len(row["input"]) + len(hidden)),
-        [],
-        None,
-    )
+    decoder = BeeDecoder(case.model(), row, len(row["input"]) + len(hidden))
+    found, before = [], None
     for segment, token in hidden:
         if segment != before:
             assert token == START
@@ -55,10 +52,8 @@ def test_an_ant_continues_as_the_whole_forward_says():
     for token in added:
         decoder.append(token)
         found.append(decoder.logits)
-    tokens, segments = (
-        torch.cat((tokens, torch.tensor(added))),
-        torch.cat((segments, torch.full((4,), 2))),
-    )
+    tokens = torch.cat((tokens, torch.tensor(added)))
+    segments = torch.cat((segments, torch.full((4,), 2)))
     at = torch.arange(len(tokens))
     scores = ant_scores(case.config, len(tokens), at < 25, segments, torch.zeros_like(at))
     whole = model(tokens[None], segments[None], at, scores)[0, 24:]

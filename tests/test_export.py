@@ -137,10 +137,8 @@ def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind
     bos = tokenizer.bos_id
     run = run_of(tmp_path / "run", config, tokenizer, documents="mask", bos=bos)
     folder = exported(run, tmp_path / "out")
-    model, theirs = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
     given = theirs(prompt, return_tensors="pt")
     assert given.input_ids.tolist() == [[bos, *tokenizer.encode(prompt)]]
     ids = model.generate(**given, max_new_tokens=30, do_sample=False)

@@ -445,8 +445,6 @@ def test_presets_go_to_hugging_face_and_back(preset):
     assert hf["model_type"] == kinds.get(preset.split("-")[0], "llama")
     again = config_from_hf(hf)
     expected = with_length(config, hf.get("max_position_embeddings"))
-    assert (
-        dataclasses.replace(again, scale_depth=config.scale_depth, init_std=config.init_std)
-        == expected
-    )
+    same = {"scale_depth": config.scale_depth, "init_std": config.init_std}
+    assert dataclasses.replace(again, **same) == expected
     assert again.residual_scale == pytest.approx(config.residual_scale, rel=1e-15)

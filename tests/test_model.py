@@ -33,6 +33,7 @@ def initialized(config: CPMConfig, **options) -> CPM:
     return model
 
 
+SHORT, FULL = "sliding_attention", "full_attention"
 SLIDING = {"model_type": "mistral", "sliding_window": 5}
 MIXED = {"model_type": "ministral", "sliding_window": 5}
 
@@ -44,12 +45,8 @@ MIXED = {"model_type": "ministral", "sliding_window": 5}
         (SLIDING | {"sliding_window": None}, None, "w"),
         (SLIDING, 5, "w"),
         (MIXED, 5, "w"),
-        (MIXED | {"layer_types": ["full_attention"] * 3}, None, "w"),
-        (
-            MIXED | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-            5,
-            "wf",
-        ),
+        (MIXED | {"layer_types": [FULL] * 3}, None, "w"),
+        (MIXED | {"layer_types": [SHORT, FULL, SHORT]}, 5, "wf"),
     ],
 )
 def test_windows_come_from_hugging_face(change, window, pattern):

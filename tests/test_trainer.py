@@ -369,9 +369,8 @@ def test_a_kernel_that_is_not_deterministic_is_refused_before_anything_is_writte
         return "its backward adds up in no fixed order" if spec.deterministic else None
 
     monkeypatch.setattr(kernels.load("reference"), "refuses", refuses)
-    with pytest.raises(
-        ranks.RankError, match=r"--flash reference: no kernel .* adds up in no fixed order"
-    ):
+    refused = r"--flash reference: no kernel .* adds up in no fixed order"
+    with pytest.raises(ranks.RankError, match=refused):
         train(settings, flash="reference", deterministic=True)
     assert not (tmp_path / "run").exists()
 

@@ -222,9 +222,8 @@ def test_documents_may_be_balanced():
         return rows.loss, model(**call).logits
 
     found = simulate(3, work)
-    assert (
-        relative_error(layout.unshard([logits for _, logits in found]), expected["logits"]) < BOUND
-    )
+    logits = layout.unshard([logits for _, logits in found])
+    assert relative_error(logits, expected["logits"]) < BOUND
     of_rows = expected_results(plain("Mistral"), calls()["documents of rows"])
     assert relative_error(found[0][0], of_rows["loss"]) < BOUND
 
@@ -278,9 +277,8 @@ def test_copies_pickles_and_what_is_saved(tmp_path):
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert type(again) is type(ours)
         assert torch.equal(again(ids, labels=ids).logits, ours(ids, labels=ids).logits)
-    assert (
-        isinstance(ours, hf.Phi3ForCausalLM) and ours.model.config._attn_implementation == ATTENTION
-    )
+    assert isinstance(ours, hf.Phi3ForCausalLM)
+    assert ours.model.config._attn_implementation == ATTENTION
     # though it shared its configuration
     assert other.model.config._attn_implementation != ATTENTION
     ours.save_pretrained(tmp_path)
