@@ -18,13 +18,14 @@ from .base.arguments import as_bool, as_int, as_positive
 from .base.compiled import fused_on_gpus, not_compiled
 from .base.dtypes import accumulator_dtype
 from .base.norm import RMSNorm
-from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows
+from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import refuse_call, refuse_wrong_arguments
 from .kernels import load
 from .kernels.reference import visible
 from .ranks.sequence_parallel import SequenceParallel
+from .sequence.layout import Balanced, Layout
 from .sequence.mask import Mask
 from .sequence.tile import KernelCall
 from .sparse.cache import SparseKVCache as SparseKVCache
@@ -279,7 +280,8 @@ class BurstAttention(SequenceParallelModule):
 
         mask       which pairs of the whole sequence are visible, or one for each row. By default a
                    token attends to all earlier ones.
-        layout     which rank owns which positions, or one for each row; by default sp's
+        layout     which rank owns which positions, or one for each row; by default sp's. "balanced"
+                   is Layout.balanced of the mask, without this layer's window.
         choose_by  as burst_attn_func's
 
         Raises on all ranks ValueError for a cache with a mask, with a layout, or with an `sp` of
@@ -297,8 +299,9 @@ class BurstAttention(SequenceParallelModule):
             return self._attend_to_cache(q, k, v, cache, sinks, choose_by).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         if self.window is not None:
-            seq_len = tokens if self.sp.size == 1 else None
-            mask = _find_masks(self.window, mask, groups, batch, seq_len)
+            mask, groups["layout"] = _find_rows(
+                self.window, mask, groups, batch, tokens, self.sp.size
+            )
         seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
         return burst_attn_func(
             q, k, v, sinks=sinks, choose_by=choose_by, **seen, **self.options, **groups
@@ -347,19 +350,24 @@ class BurstAttention(SequenceParallelModule):
 
 
 @not_compiled
-def _find_masks(
-    window: int, mask: Masks | None, groups: dict[str, Any], batch: int, seq_len: int | None
-) -> tuple[Mask, ...]:
-    """Return the rows' masks within a window, by default causal ones. An error is raised on all
-    ranks.
+def _find_rows(
+    window: int, mask: Masks | None, groups: dict[str, Any], batch: int, tokens: int, size: int
+) -> tuple[tuple[Mask, ...], list[str | Layout]]:
+    """Return the rows' masks within a window, by default causal ones, and the rows' layouts. An
+    error is raised on all ranks.
 
-    seq_len  the length of the sequence, if it is known without a layout
+    tokens  this rank's tokens, which are the whole sequence if `size` is 1
     """
     try:
-        masks = masks_of_rows(mask, batch)
+        masks, layouts = masks_of_rows(mask, batch), layouts_of_rows(groups["layout"], batch)
         if not masks:
-            masks = masks_of_layouts(layouts_of_rows(groups["layout"], batch), seq_len=seq_len)
-        return limit_masks(masks, window)
+            masks = masks_of_layouts(layouts, seq_len=tokens if size == 1 else None)
+        # tokens lie in one layout in all layers, whatever their windows
+        resolved = [
+            resolve_layout(layout, each, size) if layout == Balanced.name else layout
+            for layout, each in zip(layouts, masks, strict=True)
+        ]
+        return limit_masks(masks, window), resolved
     except (TypeError, ValueError, AttributeError) as error:
         refuse_call(error, groups["process_group"], groups["double_group"])
 

@@ -2,6 +2,7 @@
 layouts, work and FLOPs.
 """
 
+import copy
 import dataclasses
 import itertools
 
@@ -242,3 +243,20 @@ def test_a_layer_with_a_window_is_the_dense_one():
         )
     with pytest.raises(TypeError, match="mask must be a Mask or one for each row, got str"):
         windowed(x, *tables, mask=["causal", "causal"])
+
+
+def test_balanced_of_a_layer_with_a_window_is_the_layout_of_the_mask_as_passed():
+    """A model cuts its tokens once, for layers with and without a window."""
+    x, mask = torch.randn(1, 21, 16), Mask.causal(21)
+    layer = BurstAttention(16, 4, 2, window=5)
+    layout = Layout.balanced(mask, 2)
+    assert layout != Layout.balanced(mask.windowed(5), 2)
+    expected = layer(x, *rope_tables(torch.arange(21), 4), mask=mask)
+
+    def of_rank(ring):
+        mine = copy.copy(layer)
+        mine.sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        part = layout.shard(x, ring.rank), *rope_tables(layout.positions(ring.rank), 4)
+        return mine(*part, mask=mask, layout="balanced")
+
+    torch.testing.assert_close(layout.unshard(simulate(2, of_rank)), expected)
