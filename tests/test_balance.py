@@ -231,6 +231,22 @@ def test_full_masks_and_short_windows_are_nearly_contiguous(size):
         assert sum(map(len, balanced_spans(mask, size))) <= most
 
 
+def staircase(slices):
+    """One document whose queries see rectangles of many widths, as in a tree of drafts."""
+    widths = [i * 7919 % slices * 8 + 1 for i in range(slices)]
+    return Mask(
+        16 * slices,
+        tuple(Slice((16 * i, 16 * i + 16), (0, width)) for i, width in enumerate(widths)),
+    )
+
+
+def seconds(mask, size):
+    assert mask.parts
+    start = time.thread_time()
+    balanced_spans(mask, size)
+    return time.thread_time() - start
+
+
 TIMES = [(100, 8, 0.001), (1000, 8, 0.004), (100, 512, 0.012), (1, 512, 0.005)]
 
 
@@ -240,10 +256,8 @@ def test_time(documents, size, most):
     masks = [
         Mask.documents(cuts(random.Random(seed), size * 32768, documents)) for seed in range(3)
     ]
-    times = []
-    for mask in masks:
-        assert mask.parts
-        start = time.thread_time()
-        balanced_spans(mask, size)
-        times.append(time.thread_time() - start)
-    assert min(times) < 10 * most
+    assert min(seconds(mask, size) for mask in masks) < 10 * most
+
+
+def test_time_of_many_slices():
+    assert seconds(staircase(3000), 64) < 10 * 0.07

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
@@ -59,9 +60,16 @@ def _pair_counter(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[i
             later = _sum_ramp(size - 1, behind)
             return lambda i: _sum_ramp(i - start, most) + later - _sum_ramp(stop - i - 1, behind)
 
+    # A document may have thousands of slices. Few of them reach beyond a position.
+    areas = [(s, s.area) for s in slices]
+
+    @functools.cache
     def pairs_before(i: int) -> int:
-        before = (s._replace(q=(s.q[0], min(s.q[1], i))) for s in slices if s.q[0] < i)
-        return sum(s.area for s in before)
+        return sum(
+            area if s.q[1] <= i else s._replace(q=(s.q[0], i)).area
+            for s, area in areas
+            if s.q[0] < i
+        )
 
     return pairs_before
 
