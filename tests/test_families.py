@@ -301,6 +301,9 @@ def test_ranks_tell_each_other_the_longest():
             sp.longest(torch.zeros(2 + ring.rank, 4, dtype=torch.int64))
         with pytest.raises((IndexError, RanksDisagree), match="non-zero size"):
             sp.longest(torch.zeros(2, ring.rank, dtype=torch.int64))
+        for wrong in ([3], torch.tensor([127], dtype=torch.int8)):
+            with pytest.raises((TypeError, RanksDisagree), match="positions must be"):
+                sp.longest(sp.positions(31) if ring.rank else wrong)
         return True
 
     assert simulate(3, work) == [True] * 3

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_int, check_dim
+from ..base.arguments import as_int, check_dim, check_tensor
 from ..base.compiled import not_compiled
 from ..errors import RanksDisagree
 from ..sequence.layout import Layout, layout_class
@@ -106,15 +106,19 @@ class SequenceParallel:
         (B,) for (B, S_local).
 
         Rotary scalings that depend on a length use this one. Every rank must call it with its part.
-        Raises on every rank if one has no positions, or has them on a device that the group cannot
-        exchange. Raises RanksDisagree if ranks differ in B or dtype.
+        Raises on every rank if one has no positions, or has them in another dtype or on a device
+        that the group cannot exchange. Raises RanksDisagree if ranks differ in B.
         """
         if self.size == 1:
-            return positions.amax(-1) + 1
+            return _find_longest(positions)
         rings = make_rings(self.process_group, self.double_group)
+
+        def terms() -> dict[str, Any]:
+            return describe_tensor(rings, "longest", _find_longest(positions))
+
         with admit_one_thread(rings, "a call of longest"):
-            agree(rings, "longest", lambda: describe_tensor(rings, "longest", positions.amax(-1)))
-            mine = (positions.amax(-1) + 1).unsqueeze(0)  # one row of a whole
+            agree(rings, "longest", terms)
+            mine = _find_longest(positions).unsqueeze(0)  # one row of a whole
             one_each = Layout.contiguous(rings.size, rings.size)
             join = Join(one_each, 0, [mine.shape] * rings.size, "longest")
             return apply_together(rings, join, mine).amax(0)
@@ -172,6 +176,14 @@ class SequenceParallel:
         with admit_one_thread(rings, "a call of sum"):
             agree(rings, "sum", lambda: describe_tensor(rings, "sum", x))
             return apply_together(rings, Sum(), x)
+
+
+def _find_longest(positions: Tensor) -> Tensor:
+    """Return the largest position plus 1, of each row. Raises TypeError unless they are int64."""
+    check_tensor("positions", positions)
+    if positions.dtype != torch.int64:  # shorter numbers may overflow
+        raise TypeError(f"positions must be int64, got {positions.dtype}")
+    return positions.amax(-1) + 1
 
 
 class DetachedGroups:
