@@ -142,9 +142,9 @@ class BurstAttention(SequenceParallelModule):
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
     dtype, whatever the dtype of q and k after norms and rotary tables.
 
-    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd, window is below 1,
-    qk_norm_eps or softcap is not positive and finite, or sparse excludes another argument. Raises
-    TypeError for arguments of a wrong type.
+    Raises ValueError if num_kv_heads does not divide num_heads, head_dim is odd or below 2, window
+    is below 1, qk_norm_eps or softcap is not positive and finite, or sparse excludes another
+    argument. Raises TypeError for arguments of a wrong type.
     """
 
     def __init__(
@@ -168,21 +168,22 @@ class BurstAttention(SequenceParallelModule):
         sparse: InfLLMV2 | None = None,
     ):
         super().__init__()
+        hidden_size, num_heads = as_int("hidden_size", hidden_size), as_int("num_heads", num_heads)
         if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
             raise ValueError(
                 f"num_heads={num_heads} does not divide hidden_size={hidden_size}: pass head_dim"
             )
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        num_kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads)
+        head_dim = hidden_size // num_heads if head_dim is None else as_int("head_dim", head_dim)
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}")
-        if head_dim % 2:
-            raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head_dim above 0, got {head_dim}")
         if window is not None and as_int("window", window) < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        for name, value in (("qk_norm_eps", qk_norm_eps), ("softcap", softcap)):
-            if value is not None:
-                as_positive(name, value)
+        softcap = None if softcap is None else as_positive("softcap", softcap)
+        if qk_norm_eps is not None:
+            qk_norm_eps = as_positive("qk_norm_eps", qk_norm_eps)
         check_layer(sparse, window=window, softcap=softcap)
         self.hidden_size, self.head_dim = hidden_size, head_dim
         self.attach(SequenceParallel() if sp is None else sp)

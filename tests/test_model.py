@@ -197,6 +197,8 @@ def test_layer_refuses_impossible_heads():
         (ValueError, "num_kv_heads=3 does not divide num_heads=4", (32, 4, 3), {}),
         (ValueError, "window must be at least 1, got 0", (32, 4), {"window": 0}),
         (ValueError, "qk_norm_eps must be positive", (32, 4), {"qk_norm_eps": 0.0}),
+        (ValueError, "even head_dim above 0, got 0", (32, 4), {"head_dim": 0}),
+        (TypeError, "num_kv_heads must be a whole number, got True", (32, 4, True), {}),
         (TypeError, r"window must be a whole number, got 4\.0", (32, 4), {"window": 4.0}),
     ):
         with pytest.raises(kind, match=message):
