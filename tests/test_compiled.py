@@ -29,13 +29,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, (torch.float32, torch.bfloat16)[i % 2]) for i, name in enumerate(CASES)],
-)
-def test_compiled_equals_written(name, dtype):
+WIDE = "apply_rope", "_logsumexp"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_equals_written(name):
     """With gradients; on CPUs as torch traces it, without generated code."""
     torch._dynamo.reset()
+    dtype = torch.float32 if name in WIDE else torch.bfloat16
     function, shapes = CASES[name]
     traced = torch.compile(function.__wrapped__, dynamic=True, fullgraph=True, backend="aot_eager")
     compiled = function if DEVICE == "cuda" else traced
@@ -65,9 +66,8 @@ def test_compiled_equals_written(name, dtype):
             results = [[(out * tensors[0].double()).sum(-1)] for (out,) in results]
         for mine, expected in zip(*results, strict=True):
             assert mine.dtype == expected.dtype
-            assert torch.allclose(
-                mine.float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5
-            )
+            bound = 1e-2 if mine.dtype == torch.bfloat16 else 1e-5
+            assert torch.allclose(mine.float(), expected.float(), rtol=bound, atol=1e-6)
 
 
 def test_a_program_that_compiles_nothing_does_not_load_the_compiler():

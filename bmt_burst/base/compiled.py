@@ -42,8 +42,13 @@ def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters,
     return call
 
 
-def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def fused_on_gpus(
+    function: Callable[..., Tensor], keeps_casts: bool = False
+) -> Callable[..., Tensor]:
     """Return `function`, which is compiled if its first tensor is on a GPU.
+
+    keeps_casts  whether a cast to half precision rounds, although the number is cast back. The
+                 compiler leaves out such pairs of casts otherwise, which is more precise.
 
     The other arguments are tensors and numbers. A compiled function is differentiable once. It is
     compiled at its first call, again for sizes of 1, and for calls with and without gradient.
@@ -51,7 +56,8 @@ def fused_on_gpus(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     On meta tensors, by which the planning of memory measures, it allocates only what the compiled
     function does.
     """
-    compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
+    options: Any = {"emulate_precision_casts": True} if keeps_casts else None
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=True, options=options))
 
     @functools.wraps(function)
     def call(x: Tensor, *args: Tensor | float) -> Tensor:

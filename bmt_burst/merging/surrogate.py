@@ -10,6 +10,8 @@ A backward reads out only for delta = rowsum(out * dout). Any tensor with the sa
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,8 @@ def _floor_rows(dout: Tensor, dlse: Tensor) -> Tensor:
     return torch.where(too_small, entries.to(dout.dtype), dout)
 
 
-@fused_on_gpus
+# Without the rounding of its entries, nothing would be left for the second one and the third.
+@functools.partial(fused_on_gpus, keeps_casts=True)
 def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     """Return o' (B, S, H, D) in dout's dtype with rowsum(o' * dout) = delta (B, H, S), for kernels
     that need out.
