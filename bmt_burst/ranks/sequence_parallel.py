@@ -106,8 +106,9 @@ class SequenceParallel:
         (B,) for (B, S_local).
 
         Rotary scalings that depend on a length use this one. Every rank must call it with its part.
-        Raises on every rank if one has no positions, or has them in another dtype or on a device
-        that the group cannot exchange. Raises RanksDisagree if ranks differ in B.
+        If positions are on a GPU, the host waits for it. Raises on every rank if one has no
+        positions, or has them in another dtype or on a device that the group cannot exchange.
+        Raises RanksDisagree if ranks differ in B.
         """
         if self.size == 1:
             return _find_longest(positions)
