@@ -25,7 +25,7 @@ from .calls.refusal import refuse_call, refuse_wrong_arguments
 from .kernels import load
 from .kernels.reference import visible
 from .ranks.sequence_parallel import SequenceParallel
-from .sequence.layout import Balanced, Layout
+from .sequence.layout import Layout
 from .sequence.mask import Mask
 from .sequence.tile import KernelCall
 from .sparse.cache import SparseKVCache as SparseKVCache
@@ -353,7 +353,7 @@ class BurstAttention(SequenceParallelModule):
 @not_compiled
 def _find_rows(
     window: int, mask: Masks | None, groups: dict[str, Any], batch: int, tokens: int, size: int
-) -> tuple[tuple[Mask, ...], list[str | Layout]]:
+) -> tuple[tuple[Mask, ...], list[Layout]]:
     """Return the rows' masks within a window, by default causal ones, and the rows' layouts. An
     error is raised on all ranks.
 
@@ -364,11 +364,8 @@ def _find_rows(
         if not masks:
             masks = masks_of_layouts(layouts, seq_len=tokens if size == 1 else None)
         # tokens lie in one layout in all layers, whatever their windows
-        resolved = [
-            resolve_layout(layout, each, size) if layout == Balanced.name else layout
-            for layout, each in zip(layouts, masks, strict=True)
-        ]
-        return limit_masks(masks, window), resolved
+        pairs = zip(layouts, masks, strict=True)
+        return limit_masks(masks, window), [resolve_layout(*pair, size) for pair in pairs]
     except (TypeError, ValueError, AttributeError) as error:
         refuse_call(error, groups["process_group"], groups["double_group"])
 

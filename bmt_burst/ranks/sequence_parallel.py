@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -113,13 +114,10 @@ class SequenceParallel:
         if self.size == 1:
             return _find_longest(positions)
         rings = make_rings(self.process_group, self.double_group)
-
-        def terms() -> dict[str, Any]:
-            return describe_tensor(rings, "longest", _find_longest(positions))
-
+        find = functools.cache(lambda: _find_longest(positions).unsqueeze(0))  # one row of a whole
         with admit_one_thread(rings, "a call of longest"):
-            agree(rings, "longest", terms)
-            mine = _find_longest(positions).unsqueeze(0)  # one row of a whole
+            agree(rings, "longest", lambda: describe_tensor(rings, "longest", find()))
+            mine = find()
             one_each = Layout.contiguous(rings.size, rings.size)
             join = Join(one_each, 0, [mine.shape] * rings.size, "longest")
             return apply_together(rings, join, mine).amax(0)
