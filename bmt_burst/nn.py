@@ -136,8 +136,8 @@ class BurstAttention(SequenceParallelModule):
     sinks          whether the layer has a parameter `sinks` (H,), as in GptOss: burst_attn_func's.
                    It starts as 0. In bf16 and fp16 it is widened to fp32 when it is used.
     sparse         as burst_attn_func's. It excludes window and softcap. With a cache it counts all
-                   tokens of the cache as one document. A SparseKVCache makes it faster, and
-                   use_nope needs one.
+                   tokens of the cache as one document, and has no gradient. A SparseKVCache makes
+                   it faster, and use_nope needs one.
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
     dtype, whatever the dtype of q and k after norms and rotary tables.
