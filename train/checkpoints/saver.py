@@ -151,7 +151,8 @@ class Background:
     def __init__(self, size: int, device: torch.device):
         self.group: ranks.Group = None
         if ranks.world_size() > 1:
-            self.group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            made: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)  # torch's types differ
+            self.group = made
         self.pool = ThreadPoolExecutor(1, "saving")
         self.copy: Future[HostCopy] = self.pool.submit(self._make_copy, size, device)
 
