@@ -163,8 +163,8 @@ def burst_attn_func(
             of these for each row of the batch. Rows must give a rank equally many tokens. Cut q, k
             and v by the layout's `shard`.
         strategy: "ring", "all-gather", "one-call", "ulysses", "usp", or "auto", which is "one-call"
-            for short calls on GPUs, and otherwise "ring". "usp" needs a double_group: the ranks of
-            `intra` share heads. "one-call" and "ulysses" take none.
+            for short calls on GPUs, and otherwise "ring". With "usp" the ranks of a double_group's
+            `intra` share heads. "one-call" and "ulysses" take no double_group.
         backward: the side that a ring's backward sends: "kv" (keys and values), "q" (queries and
             the output's gradient) or "auto", which sends fewer bytes.
         return_lse: also return the logsumexp.

@@ -178,7 +178,7 @@ def test_flash_attns_order_of_arguments_is_refused_by_the_first_wrong_one(count)
     )
     flash_attn = [cu_seqlens, cu_seqlens, 7, 7, 0.0, None, True][: count - 3]
     message = (
-        r"softmax_scale must be a number, got a Tensor of shape \(3,\): .* takes one cu_seqlens "
+        r"softmax_scale must be a number, got a Tensor: .* takes one cu_seqlens "
         r"and no"
     )
     with pytest.raises(TypeError, match=message):

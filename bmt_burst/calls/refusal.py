@@ -61,17 +61,6 @@ def bind_arguments(
         raise TypeError(f"{name}() {error}") from None
 
 
-def _fits_signature(
-    signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
-) -> bool:
-    """Whether a call with these arguments fits the signature."""
-    try:
-        signature.bind(*args, **named)
-    except TypeError:
-        return False
-    return True
-
-
 def refuse_arguments(
     error: Exception, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
 ) -> NoReturn:
@@ -101,7 +90,9 @@ def refuse_wrong_arguments(
         try:
             return function(*args, **named)
         except TypeError as error:
-            if not _fits_signature(signature, args, named):
+            try:
+                signature.bind(*args, **named)
+            except TypeError:
                 refuse(error, signature, args, named)
             raise
 
@@ -113,15 +104,12 @@ def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:
 
     The fifth argument of flash-attn's function is cu_seqlens_k. Here that is softmax_scale.
     """
-    if isinstance(softmax_scale, Tensor) and softmax_scale.dim() == 1:
-        got = f"a Tensor of shape {tuple(softmax_scale.shape)}"
-    elif isinstance(softmax_scale, list | tuple):
-        got = f"a {type(softmax_scale).__name__}"
-    else:
+    is_tensor = isinstance(softmax_scale, Tensor) and softmax_scale.dim() == 1
+    if not is_tensor and not isinstance(softmax_scale, list | tuple):
         return None
     return TypeError(
-        f"softmax_scale must be a number, got {got}: unlike flash_attn_varlen_func, "
-        "burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
+        f"softmax_scale must be a number, got a {type(softmax_scale).__name__}: unlike "
+        "flash_attn_varlen_func, burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
     )
 
 

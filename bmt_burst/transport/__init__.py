@@ -188,7 +188,7 @@ def as_bytes(x: Tensor) -> Tensor:
 class Alone(Transport):
     """A ring of one rank. ALONE is the only one, also after it was copied or pickled."""
 
-    rank, size, messenger = 0, 1, Echo(1)
+    rank, size, messenger = 0, 1, Echo()
 
     def __reduce__(self) -> str:
         return "ALONE"

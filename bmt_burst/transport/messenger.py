@@ -73,13 +73,10 @@ class Messenger(ABC):
 
 
 class Echo(Messenger):
-    """Messages of ranks that all send the same: a rank alone, or one with imagined peers."""
-
-    def __init__(self, size: int):
-        self.size = size
+    """Messages of a rank alone."""
 
     def _gather(self, message: bytes) -> list[bytes]:
-        return [message] * self.size
+        return [message]
 
 
 def make_late_error(peers: Sequence[int], seconds: float) -> RankLate:

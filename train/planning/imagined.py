@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst.transport import LANES, Arrivals, Delivery, Messages, Puts, Ticket, Transport
-from bmt_burst.transport.messenger import Echo
+from bmt_burst.transport.messenger import Messenger
 
 
 @dataclass
@@ -25,6 +25,16 @@ class _Imagined(Ticket):
 
     def wait(self) -> None:
         self.sent = ()
+
+
+class _SameMessages(Messenger):
+    """Messages of `size` ranks that all send the same."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        return [message] * self.size
 
 
 class ImaginedRing(Transport):
@@ -38,7 +48,7 @@ class ImaginedRing(Transport):
     device_types = frozenset({"cpu", "cuda"})
 
     def __init__(self, rank: int, size: int):
-        self.rank, self.size, self.messenger = rank, size, Echo(size)
+        self.rank, self.size, self.messenger = rank, size, _SameMessages(size)
         self.slots: dict[str, list[Tensor]] = {}
 
     @property
