@@ -26,7 +26,7 @@ def random_marks(chance: random.Random, tokens: int) -> dict[str, torch.Tensor]:
 
 def make_row(tokens, marks) -> batch.Row:
     kinds = batch._find_kinds(tokens, marks)
-    return batch.Row(Layout.zigzag(tokens, 1), None, kinds, with_context="context" in marks)
+    return batch.Row(Layout.zigzag(tokens, 1), None, kinds)
 
 
 @pytest.mark.parametrize("seed", range(24))
