@@ -92,7 +92,9 @@ class Ledger(TorchDispatchMode):
 
 
 def _without_values(x: Any) -> Any:
-    return x.to(META) if isinstance(x, Tensor) and x.is_cpu and x.dim() else x
+    # torch 2.11's checkpoints save an empty tensor, and compare its device later
+    has_values = isinstance(x, Tensor) and x.is_cpu and x.dim() and x.numel()
+    return x.to(META) if has_values else x
 
 
 class PlannedOffload(Offload):
