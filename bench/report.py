@@ -82,17 +82,11 @@ SECTIONS = {
         "bench/compare.py",
         "medians of four to six rounds; mechanisms.md lists what was removed",
     ),
-    "compare-*-ulysses*": Section(
-        "time",
-        "Ulysses before and after its messages were planned once",
-        "bench/compare.py",
-        "medians of six rounds; before is 689ff56",
-    ),
     "compare-*-smaller*": Section(
         "time",
-        "The ring before and after the library became smaller",
+        "Calls and steps before and after the library became smaller",
         "bench/compare.py",
-        "medians of six rounds; before is 689ff56",
+        "medians of six rounds, of two runs for pretraining; before is 689ff56",
     ),
     "sparse-*": Section("sparse", "Sparse and dense attention", "bench/sparse.py"),
     "longest-*": Section(
