@@ -77,7 +77,7 @@ class VarlenKeywords(SharedKeywords, total=False):
 
 
 def _overloaded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, of which type checkers see only the overloads."""
+    """Return `function`. Type checkers see only its overloads."""
     return function
 
 

@@ -1,5 +1,5 @@
 """The functions of ring-flash-attention 0.1.8 (zhuzilin/ring-flash-attention), computed by this
-library. They take the same arguments, of which max_seqlen and heads_k_stride are ignored.
+library. They take the same arguments, and ignore max_seqlen and heads_k_stride.
 
 Rank r of W has these tokens of each sequence, or with cu_seqlens of each packed document:
 

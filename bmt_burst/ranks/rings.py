@@ -137,7 +137,7 @@ class Rings:
 
     def fail(self, reason: str) -> RuntimeError | None:
         """Report over both rings that this rank failed in the middle of a call, see Messenger."""
-        # After equally many deliveries, none is left of which only one end has begun. Exchanges are
+        # After equally many deliveries, each one has begun at both of its ends. Exchanges are
         # not counted: over gloo a rank that failed has waited for its own.
         errors = [ring.messenger.fail(reason, ring.begun) for ring in self.shared]
         if self.close_if_unusable(reason):

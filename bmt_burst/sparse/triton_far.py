@@ -196,7 +196,7 @@ def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> FarShape:
     constants = _constants(q, k, block_size)
     heads = constants["HEADS"]
     rows, keys = count_tokens(shape.rows, heads) * heads, 2 * constants["N"]
-    # Rows of queries and keys, of which a program keeps some and loads the others in each stage.
+    # A program keeps the rows of one side, and loads rows of the other side in each stage.
     kept, loaded = {"forward": (rows, keys), "dq": (2 * rows, keys), "dkdv": (keys, 2 * rows)}[name]
     row_bytes = constants["WIDTH"] * q.element_size()
     if q.dtype == torch.float32:  # some are also kept transposed

@@ -97,8 +97,8 @@ class SocketMessenger(Messenger):
                 peer.connection.shutdown(socket.SHUT_WR)
 
     def find_lost_rank(self) -> str:
-        """Return why a rank sends nothing any more, as far as it is known, or "". Other threads may
-        ask, since nothing is received.
+        """Return why a rank sends nothing any more, if that is known, or "". Other threads may ask,
+        since nothing is received.
         """
         ended = select.poll()
         for number in self.peers:

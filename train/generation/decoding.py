@@ -244,7 +244,7 @@ class BeeDecoder:
 class AntDecoder:
     """A CPM-Ant and a row that it continues.
 
-    tokens    (S,): prompt_length ids of a prompt, then ids of text, all of which are context
+    tokens    (S,): prompt_length ids of a prompt, then ids of text; all are context
     segments  (S,): the types of their segments; new tokens have the last one's type
     limit     most tokens of the row, including S
     """

@@ -172,8 +172,8 @@ def explain_shortage(planned: Planned) -> str:
     memory = planned.step.memory
     largest = memory.largest
     sentence = (
-        f"the plan is {memory.total / GIB:.1f} GiB of {planned.cluster.gib:.1f}, of which "
-        f"{largest} are {memory.parts[largest] / GIB:.1f}"
+        f"the plan is {memory.total / GIB:.1f} GiB of {planned.cluster.gib:.1f}; "
+        f"{largest} are {memory.parts[largest] / GIB:.1f} of it"
     )
     for other in helping_options(planned):
         before = _given_options(planned.config)

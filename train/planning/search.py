@@ -17,7 +17,7 @@ from .seconds import GIB, Hardware, StepSeconds, step_seconds, usable_bytes
 TILE = 16384  # tokens of --mlp-tile that plans recommend
 _LONGEST = 1 << 26  # tokens of a sequence, more are not planned
 _MOST_RANKS = 1 << 10  # that share a sequence
-_GRAIN = 1024  # tokens of a rank, of which the longest sequence is a multiple
+_GRAIN = 1024  # tokens of a rank: the longest sequence is a multiple of these
 _TRIES = 24
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
 

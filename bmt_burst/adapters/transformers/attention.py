@@ -98,11 +98,11 @@ def _find_sparse(module: nn.Module) -> InfLLMV2 | None:
     """Return the sparse_config of a layer's configuration. Raises ValueError if it is no
     `InfLLMV2`, or chooses by what the layer does not pass.
     """
-    said = getattr(module.config, "sparse_config", None)
-    if said is None:
+    constants = getattr(module.config, "sparse_config", None)
+    if constants is None:
         return None
     try:
-        sparse = InfLLMV2.from_dict(said)
+        sparse = InfLLMV2.from_dict(constants)
     except (TypeError, ValueError) as error:
         raise ValueError(f"sparse_config: {error}") from error
     if sparse.use_nope:

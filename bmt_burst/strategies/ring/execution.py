@@ -118,7 +118,7 @@ class Execution:
     def _received(self, event: Event) -> Sequence[Tensor]:
         """Return the tensors of a stage, which are valid until they are freed, or of a root.
 
-        There are none of a root of which this host needs nothing.
+        There are none of a root that this host does not need.
         """
         key, stages = (event.number, event.round), self._round(event).stages
         if event.stage < 0:

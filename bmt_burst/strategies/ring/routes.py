@@ -219,7 +219,7 @@ class Routes:
 
 
 class SeenRuns:
-    """All runs of one host that the ranks of this host need, of which one rank uses a part.
+    """All runs of one host that the ranks of this host need. One rank uses a part of them.
 
     The rank is the one at the place of `root`, which is its root in the round with that host.
 
