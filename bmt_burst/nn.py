@@ -303,9 +303,9 @@ class BurstAttention(SequenceParallelModule):
             mask, groups["layout"] = _find_rows(
                 self.window, mask, groups, batch, tokens, self.sp.size
             )
-        seen: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
+        groups |= {"mask": mask, "causal": mask is None}
         return burst_attn_func(
-            q, k, v, sinks=sinks, choose_by=choose_by, **seen, **self.options, **groups
+            q, k, v, sinks=sinks, choose_by=choose_by, **self.options, **groups
         ).flatten(2)
 
     def _attend_to_cache(

@@ -198,16 +198,18 @@ class report_failure:
 
     def __init__(self, rings: Rings, doing: str):
         self.rings, self.doing = rings, doing
+        # streams may wait for ranks of either ring
+        self.watches = [ring.watch for ring in rings.shared if ring.watch]
 
     def __enter__(self) -> None:
-        for watch in self.rings.watches:
+        for watch in self.watches:
             watch.begin_call(self.doing)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         is_enqueued = error is None or stops_recomputation(error)
-        for watch in self.rings.watches:
+        for watch in self.watches:
             watch.end_call(is_enqueued)
         if is_enqueued or hasattr(error, _KNOWN):
             return

@@ -21,7 +21,6 @@ from ..errors import RanksDisagree
 from ..transport import ALONE, Transport
 from ..transport.bmtrain import bmtrain_transport, initialized_bmtrain
 from ..transport.torch_dist import torch_transport, world_group
-from ..transport.watch import Watch
 
 _PROCESS = uuid.uuid4().hex  # ranks may be forks, or threads of a test
 
@@ -129,11 +128,6 @@ class Rings:
                 "double_group must be a grid: the ranks of one host are connected with different "
                 "ranks"
             )
-
-    @property
-    def watches(self) -> list[Watch]:
-        """The watches of the rings: streams may wait for ranks of either."""
-        return [ring.watch for ring in self.shared if ring.watch]
 
     def fail(self, reason: str) -> RuntimeError | None:
         """Report over both rings that this rank failed in the middle of a call, see Messenger."""
