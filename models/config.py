@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bmt_burst import InfLLMV2
+from bmt_burst.sparse.config import check_layer
 
 from .fields import check_fields, check_names, check_size
 from .rope import Llama3, LongRope, RopeScaling
@@ -85,8 +86,7 @@ class CPMConfig:
 
     def _check_windows(self) -> None:
         window, pattern, layers = self.window, self.window_pattern, self.num_layers
-        if self.sparse is not None and window is not None:
-            raise ValueError(f"expected sparse or window, got {self.sparse} and window={window}")
+        check_layer(self.sparse, window=window)
         if not {"w"} <= set(pattern) <= {"w", "f"}:
             raise ValueError(
                 f"window_pattern must consist of w and f, with at least one w, got {pattern!r}"
