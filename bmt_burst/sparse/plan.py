@@ -124,11 +124,11 @@ class SparsePlan(Plan):
     ) -> Iterator[list[FarKeys]]:
         """Yield the keys of each span, as the queries of each row attend to them."""
         starts, stops = (send_to_device(x, chosen.device) for x in self._ends)
-        size, tokens = self.sparse.block_size, self.problem.mask.seq_len
+        size, scale = self.sparse.block_size, self.problem.spec.scale
+        tokens = self.problem.mask.seq_len
         blocks = [FarBlocks.of_choice(row.int(), starts, stops, size, tokens) for row in chosen]
         for number, (first, _) in enumerate(self.spans.spans):
             rows = zip(*self.spans.gather(rings, [k, v], number), blocks, strict=True)
-            scale = self.problem.spec.scale
             yield [FarKeys(k, v, of_row, first, scale) for k, v, of_row in rows]
 
     def _compress(self, rings: Rings, k: Tensor) -> list[dict[int, CompressedKeys]]:

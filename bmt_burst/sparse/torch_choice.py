@@ -52,18 +52,18 @@ def _score_blocks(q: Tensor, places: Tensor, columns: CompressedKeys, sparse: In
     q        scaled
     columns  the compressed keys of the kv head as `_lay_out` returns them
     """
-    stride, blocks = sparse.kernel_stride, int(places.max()) // sparse.block_size + 1
+    stride, last = sparse.kernel_stride, int(places.max())
     normalizer = q.new_full(q.shape[:2], -math.inf)
-    for kernels, scores in _score(q, columns.normalizing, 4 * stride, 8 * stride):
+    for kernels, scores in _score(q, columns.normalizing, last, 4 * stride, 8 * stride):
         hidden = kernels > places.unsqueeze(1)
         scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
         normalizer = torch.logaddexp(normalizer, scores.logsumexp(-1))
     normalizer = normalizer.masked_fill(normalizer == -math.inf, 0.0)
     sums = [q.new_empty(len(q), 0)]
-    for kernels, scores in _score(q, columns.scored, stride, 2 * stride):
+    for kernels, scores in _score(q, columns.scored, last, stride, 2 * stride):
         total = (scores - normalizer.unsqueeze(-1)).exp().sum(1)
         sums.append(total.masked_fill(kernels > places.unsqueeze(1), -1.0))
-    return _find_largest(torch.cat(sums, 1), places, blocks, sparse)
+    return _find_largest(torch.cat(sums, 1), places, last // sparse.block_size + 1, sparse)
 
 
 def _find_largest(sums: Tensor, places: Tensor, blocks: int, sparse: InfLLMV2) -> Tensor:
@@ -85,12 +85,16 @@ def _lay_out(keys: Tensor) -> Tensor:
     ).contiguous()
 
 
-def _score(q: Tensor, keys: Tensor, stride: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the scores of a tile of queries (64, heads, D) and each tile of kernels: the last
-    tokens of the kernels (512,), and the scores (64, heads, 512).
+def _score(
+    q: Tensor, keys: Tensor, last: int, stride: int, size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the scores of a tile of queries (64, heads, D) and each tile of kernels that is visible
+    at place `last`: the last tokens of the kernels (512,), and the scores (64, heads, 512).
     """
     rows = q.flatten(0, 1)
     for start in range(0, keys.shape[1], _KERNELS):
+        if start * stride + size - 1 > last:
+            return
         ends = torch.arange(start, start + _KERNELS, device=q.device) * stride + size - 1
         columns = keys[:, start : start + _KERNELS].contiguous()
         yield ends, (rows @ columns).unflatten(0, q.shape[:2])
