@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .base.arguments import DTYPES, check_tensor
 from .base.autocast import autocast
@@ -27,6 +28,7 @@ from .sequence.layout import IGNORE_INDEX, SIGNED
 # GPUs keep that in registers. The gradient of the hidden states is summed over entries, the
 # gradient of the weights over tokens. So few tiles of tokens are best.
 _TILE_TOKENS = 1 << 15
+_WIDENED_TOKENS = 1 << 10  # rows of logits that are widened at a time
 _TILE_ENTRIES = 1 << 11
 
 
@@ -189,13 +191,18 @@ def differentiate_logits(
     return dhidden, dweights
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return the sum of token losses and the number of valid targets.
 
     logits: (..., S, V), fp16, bf16, fp32 or fp64, widened to fp32 (fp64). labels: (..., S) int64,
-    IGNORE_INDEX (-100) where there is no target. Both results are scalars, fp32 (fp64) and int64.
-    Without targets they are 0 and 0, with zero gradients. Raises the errors of
-    linear_cross_entropy_sum.
+    IGNORE_INDEX (-100) where there is no target. label_smoothing, 0 to 1, is the part of each
+    target that is spread over the vocabulary, as in torch's cross_entropy. Both results are
+    scalars, fp32 (fp64) and int64. Without targets they are 0 and 0, with zero gradients. Raises
+    the errors of linear_cross_entropy_sum.
+
+    Logits are widened for a tile of tokens at a time, and again in the backward.
     """
     _check_floats("logits", logits)
     if logits.dim() < 2:
@@ -203,9 +210,23 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             f"logits: expected (..., tokens, vocabulary), got shape {tuple(logits.shape)}"
         )
     _check_labels(labels, logits, logits.shape[-1])
-    logits = logits.flatten(0, -2).to(accumulator_dtype(logits.dtype))
-    total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    total = torch.zeros((), dtype=accumulator_dtype(logits.dtype), device=logits.device)
+    tiles = (x.split(_WIDENED_TOKENS) for x in (logits.flatten(0, -2), labels.flatten()))
+    for of_logits, of_labels in zip(*tiles, strict=True):
+        arguments = of_logits, of_labels, label_smoothing
+        loss = checkpoint(_sum_tile, *arguments, use_reentrant=False, preserve_rng_state=False)
+        total = total + loss
     return total, count_targets(labels)
+
+
+def _sum_tile(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    return F.cross_entropy(
+        logits.to(accumulator_dtype(logits.dtype)),
+        labels,
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
 
 
 def count_targets(labels: Tensor) -> Tensor:
