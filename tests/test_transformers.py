@@ -8,6 +8,7 @@ import copy
 import functools
 import pickle
 import re
+import types
 
 import pytest
 import torch
@@ -41,13 +42,18 @@ MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_he
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 BETWEEN = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+BY_KIND = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default"}}
+BY_KIND["sliding_attention"]["rope_theta"] = 100.0
 CONFIGS = {  # by family and what is special: what it has besides SIZES
     "Llama": {},
     "Llama, rotary by length": {"rope_parameters": DYNAMIC, "max_position_embeddings": 30},
     "Mistral": {"sliding_window": 7, "head_dim": 16},
+    "Ministral": {"head_dim": 16, **BETWEEN},
     "Qwen2, windows above": {**WINDOWS, "num_hidden_layers": 3, "max_window_layers": 1},
     "Qwen3": {"head_dim": 16},
     "Qwen3, windows between": {**WINDOWS, **BETWEEN},
+    "Qwen3Moe": {"head_dim": 16, **MOE, **WINDOWS, "max_window_layers": 1},
     "Phi3": {"sliding_window": 11},
     "Phi3, long": {
         "rope_parameters": LONG,
@@ -63,6 +69,13 @@ CONFIGS = {  # by family and what is special: what it has besides SIZES
         # before transformers 5.2x the default, sdpa, leaves the softcap out
         "attn_implementation": "eager",
     },
+    "Gemma3": {"head_dim": 8, "query_pre_attn_scalar": 4, **BETWEEN},
+    "Gemma3, rotary by length": {
+        "head_dim": 8,
+        **BETWEEN,
+        "rope_parameters": BY_KIND,
+        "max_position_embeddings": 30,
+    },
     "GptOss": {"sliding_window": 9, "head_dim": 8, **EXPERTS},
 }
 if not hasattr(hf, "MiniCPM3Config"):  # before transformers 5.2x
@@ -72,7 +85,8 @@ if not hasattr(hf, "MiniCPM3Config"):  # before transformers 5.2x
 @functools.cache
 def plain(name: str) -> hf.PreTrainedModel:
     family = name.partition(",")[0]
-    config = getattr(hf, f"{family}Config")(**{**SIZES, **CONFIGS[name]})
+    text = "Text" * (family == "Gemma3")  # its other configuration is of images too
+    config = getattr(hf, f"{family}{text}Config")(**{**SIZES, **CONFIGS[name]})
     torch.manual_seed(0)
     return getattr(hf, f"{family}ForCausalLM")(config)
 
@@ -96,7 +110,6 @@ def calls() -> dict[str, dict]:
     few = whole.masked_fill(
         torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) < 0.7, -100
     )
-    padding = torch.arange(37) < torch.tensor([[37], [20]])
     rows = torch.cat((packed(20, 17), packed(5, 1, 31)))
     return {
         "whole": {"input_ids": whole, "labels": whole},
@@ -113,11 +126,24 @@ def calls() -> dict[str, dict]:
             "shift_labels": row.roll(-1, 1),
             "position_ids": torch.arange(3, 44).unsqueeze(0),
         },
-        "padding": {
-            "input_ids": whole.where(padding, 0),
-            "labels": whole.masked_fill(~padding, -100),
-            "attention_mask": padding.long(),
-        },
+        "padding": padded(for_eager=True),
+    }
+
+
+def padded(for_eager: bool = False) -> dict[str, torch.Tensor]:
+    """Rows with padding on the right, on the left, on both sides, and nowhere.
+
+    for_eager  leave out the target that padding on the left predicts, since transformers' eager
+               attention lets this padding see everything
+    """
+    places, whole = torch.arange(37), tokens(4, 37)
+    first, stop = torch.tensor([[0, 20], [11, 37], [3, 30], [0, 37]]).T.unsqueeze(-1)
+    real = (places >= first) & (places < stop)
+    targets = real & (places > first) if for_eager else real
+    return {
+        "input_ids": whole.where(real, 0),
+        "labels": whole.masked_fill(~targets, -100),
+        "attention_mask": real.long(),
     }
 
 
@@ -158,6 +184,9 @@ def over_ranks(
     found = simulate(size, work)
     losses = torch.stack([loss for loss, _ in found])
     assert losses.eq(losses[0]).all()  # ranks have the same one
+    if call.get("whole_outputs"):
+        assert all(torch.equal(logits, found[0][1]) for _, logits in found)
+        return results(model, losses.mean(), found[0][1])
     length = call["input_ids"].shape[1]
     whole = layout if isinstance(layout, Layout) else Layout.named(layout, length, size)
     return results(model, losses.mean(), whole.unshard([logits for _, logits in found]))
@@ -189,6 +218,123 @@ def test_enabled_models_equal_the_plain_one(name, size):
         check(over_ranks(model, call, size, layout), expected_results(model, call), call)
 
 
+def apart(model: hf.PreTrainedModel, call: dict, documents: list) -> dict[str, torch.Tensor]:
+    """The plain model's results from a call for each document alone, (row, start, stop)."""
+    ids = call["input_ids"]
+    places = call.get("position_ids", torch.arange(ids.shape[1])).expand_as(ids)
+    logits = torch.zeros(*ids.shape, 64)
+    for row, start, stop in documents:
+        part = row, slice(start, stop)
+        out = model(ids[part][None], torch.ones(1, stop - start), places[part][None])
+        logits[part] = out.logits[0]
+    return results(model, model.loss_function(logits, call["labels"], 64), logits)
+
+
+def named_documents() -> dict[str, tuple[dict, list]]:
+    """Arguments that name documents, and these documents."""
+    three = [(0, 0, 13), (0, 13, 33), (0, 33, 37)]
+    bounds = torch.tensor([0, 13, 33, 37], dtype=torch.int32)
+    numbers = torch.tensor([[7] * 13 + [2] * 20 + [3] * 4])
+    cu_seq_lens = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    lengths = {"max_length_q": 20, "max_length_k": torch.tensor(20)}
+    falling = {"position_ids": packed(13, 20, 4)}
+    rising = torch.cat((torch.arange(7), torch.arange(50, 80))).unsqueeze(0)
+    # skips within documents and at the second border
+    skips = {"position_ids": rising.clone()}
+    skips["position_ids"][:, 13:33] = torch.arange(20) * 3 + 14
+    holes = torch.tensor([[0, 0] + [1] * 11 + [0] * 3 + [4] * 17 + [3] * 4])
+    rows = torch.cat((torch.tensor([[5] * 9 + [1] * 20 + [0] * 8]), holes))
+    return {
+        "positions": (falling, three),
+        "numbers": ({"attention_mask": numbers}, three),
+        "numbers and positions": ({"attention_mask": numbers, **falling}, three),
+        "cu_seq_lens": (cu_seq_lens, three),
+        "one of cu_seq_lens": ({"cu_seq_lens_k": bounds.long()}, three),
+        "all of them": (
+            {**cu_seq_lens, **lengths, **falling, "seq_idx": numbers, "attention_mask": numbers},
+            three,
+        ),
+        "skips in numbers": ({**skips, "attention_mask": numbers}, three),
+        "skips in cu_seq_lens": ({**skips, **cu_seq_lens}, three),
+        "skips in one document": (
+            {"position_ids": rising, "attention_mask": torch.ones(1, 37)},
+            [(0, 0, 37)],
+        ),
+        "an empty document": ({"cu_seq_lens_q": torch.tensor([0, 13, 13, 33, 37])}, three),
+        "positions of a padded row": (
+            {"position_ids": packed(13, 20, 1, 1, 1, 1)},
+            [*three[:2], *((0, x, x + 1) for x in range(33, 37))],
+        ),
+        # borders within padding do not matter
+        "cu_seq_lens over padding": (
+            {"cu_seq_lens_q": torch.tensor([0, 37]), "attention_mask": torch.arange(37)[None] < 33},
+            [(0, 0, 33)],
+        ),
+        "cu_seq_lens within padding": (
+            {
+                "cu_seq_lens_q": torch.tensor([0, 13, 33, 35, 37]),
+                "attention_mask": numbers.where(torch.arange(37) < 33, 0),
+            },
+            three[:2],
+        ),
+        "rows of numbers": (
+            {"attention_mask": rows},
+            [(0, 0, 9), (0, 9, 29), (1, 2, 13), (1, 16, 33), (1, 33, 37)],
+        ),
+    }
+
+
+@pytest.mark.parametrize("how", named_documents())
+def test_documents_equal_calls_of_each_alone(how):
+    named, documents = named_documents()[how]
+    ids = tokens(1 + documents[-1][0], 37)
+    padding = named.get("attention_mask", torch.ones_like(ids)).eq(0)
+    # padding is in no document, and so predicts nothing here
+    labels = ids.masked_fill(padding | padding.roll(1, 1), -100)
+    call = {"input_ids": ids, "labels": labels, **named}
+    for name, size, balanced in (("Llama", 2, False), ("Mistral", 3, True)):
+        got = over_ranks(plain(name), {**call, "whole_outputs": True}, size, balanced=balanced)
+        check(got, apart(plain(name), call, documents), call)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options"),
+    [
+        ("Llama", 2, {}),
+        ("Llama", 3, {"balanced": True}),
+        ("Mistral", 3, {"strategy": "all-gather"}),
+        ("Qwen3Moe", 2, {"balanced": True, "strategy": "ulysses"}),
+    ],
+)
+def test_padding_on_any_side_equals_sdpa(name, size, options):
+    """The loss has the targets that padding on the left predicts: its attention is 0. One row is
+    padding alone.
+    """
+    nothing = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    call = {key: torch.cat((x, x.new_full((1, 37), nothing[key]))) for key, x in padded().items()}
+    expected = expected_results(plain(name), call)
+    whole = {**call, "whole_outputs": True}
+    check(over_ranks(plain(name), whole, size, **options), expected, call)
+
+
+def test_padding_and_real_tokens_do_not_change_each_other():
+    call, generator = padded(), torch.Generator().manual_seed(0)
+    real, places = call["attention_mask"].bool(), torch.arange(37).expand(4, 37)
+    ids, other_ids = call.pop("input_ids"), tokens(4, 37).flip(1)
+    other_places = torch.randint(500, (4, 37), generator=generator)
+
+    def logits_of(ids, places):
+        whole = {**call, "input_ids": ids, "position_ids": places, "whole_outputs": True}
+        return over_ranks(plain("Llama, rotary by length"), whole, 2, balanced=True)["logits"]
+
+    expected = logits_of(ids, places)
+    of_real = logits_of(ids.where(real, other_ids), places.where(real, other_places))
+    assert torch.equal(of_real[real], expected[real])
+    of_padding = logits_of(ids.where(~real, other_ids), places)
+    assert torch.equal(of_padding[~real], expected[~real])
+    assert not of_padding[real].isclose(expected[real]).all(-1).any()
+
+
 def test_a_loss_of_whole_hidden_states_adds_its_gradient():
     model, call = plain("Llama"), {**calls()["whole"], "output_hidden_states": True}
 
@@ -205,27 +351,17 @@ def test_a_loss_of_whole_hidden_states_adds_its_gradient():
     check(results(model, losses.mean(), out.logits), expected, call)
 
 
-def test_documents_may_be_balanced():
-    """Those of a batch, whose layout a rank does not know before; so the order of logits is that of
-    the documents.
-    """
+def test_logits_of_balanced_documents_are_in_the_order_of_their_layout():
     call = calls()["documents"]
     layout = Layout.balanced(Mask.documents((0, 13, 33, 37)), 3)
     assert layout != Layout.zigzag(37, 3)
-    expected = expected_results(plain("Mistral"), call)
+    expected = expected_results(plain("Mistral"), call)["logits"]
 
     def work(ring):
-        model = enabled(
-            plain("Mistral"), SequenceParallel(ring.rank, 3, process_group=ring), balanced=True
-        )
-        rows = model(**calls()["documents of rows"])
-        return rows.loss, model(**call).logits
+        sp = SequenceParallel(ring.rank, 3, process_group=ring)
+        return enabled(plain("Mistral"), sp, balanced=True)(**call).logits
 
-    found = simulate(3, work)
-    logits = layout.unshard([logits for _, logits in found])
-    assert relative_error(logits, expected["logits"]) < BOUND
-    of_rows = expected_results(plain("Mistral"), calls()["documents of rows"])
-    assert relative_error(found[0][0], of_rows["loss"]) < BOUND
+    assert relative_error(layout.unshard(simulate(3, work)), expected) < BOUND
 
 
 def test_autocast_reaches_attention():
@@ -323,7 +459,7 @@ def test_models_that_cannot_be_are_refused():
     known = "expected one of transformers' LlamaForCausalLM, MistralForCausalLM, .*, got a"
     layer, other = "a layer's attention, a", "has another forward than transformers' Llama"
     for model, message in (
-        (gpt2, f"TypeError: {known} GPT2LMHeadModel: call burst_attn_func in the attention of"),
+        (gpt2, f"TypeError: {known} GPT2LMHeadModel: untested=True compares a small copy of it"),
         (inside, f"TypeError: {known} ModuleDict: pass its lm, a LlamaForCausalLM"),
         (other_forward, f"TypeError: this OtherForward {other}ForCausalLM"),
         (other_attention, f"TypeError: {layer} MistralAttention, {other}Attention"),
@@ -333,6 +469,50 @@ def test_models_that_cannot_be_are_refused():
     ):
         with refusal(message):
             enable(model, SequenceParallel())
+
+
+def test_forwards_of_other_packages_are_refused(monkeypatch):
+    """In the object or the class, of the model, its base, or the base below another head."""
+    another = "has another forward than transformers' Llama"
+    headed = hf.LlamaForSequenceClassification(plain("Llama").config)
+    for model, part, message in (
+        (copy.deepcopy(plain("Llama")), lambda model: model, f"this LlamaForCausalLM {another}"),
+        (
+            copy.deepcopy(plain("Llama")),
+            lambda model: model.model,
+            f"the LlamaModel of this LlamaForCausalLM {another}Model",
+        ),
+        (headed, lambda model: model.model, f"this LlamaForSequenceClassification {another}Model"),
+    ):
+        patched = part(model)
+        own_forward = type(patched).forward
+
+        def other(self, *args, own_forward=own_forward, **named):
+            return own_forward(self, *args, **named)
+
+        functools.update_wrapper(other, own_forward)
+        for changed, new in ((patched, types.MethodType(other, patched)), (type(patched), other)):
+            with monkeypatch.context() as patching:
+                patching.setattr(changed, "forward", new)
+                with refusal(f"TypeError: {message}"):
+                    enable(model, SequenceParallel())
+
+
+def test_layers_that_need_whole_sequences_are_refused():
+    chunked = copy.deepcopy(plain("Qwen3"))
+    chunked.config.layer_types = ["full_attention", "chunked_attention"]
+    sizes = {**SIZES, "head_dim": 8, **MOE, "shared_expert_intermediate_size": 8}
+    linear = hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(**sizes, layer_types=["linear_attention"] * 2)
+    )
+    for model, kind, untested in (
+        (chunked, "chunked_attention", False),
+        (chunked.model, "chunked_attention", False),
+        (linear, "linear_attention", True),
+    ):
+        name = type(model).__name__
+        with refusal(f"TypeError: this {name} has layers of {kind}: expected layers of full_atte"):
+            enable(model, SequenceParallel(), untested=untested)
 
 
 def test_what_models_and_layers_ask_for_is_refused():
@@ -351,7 +531,7 @@ def test_what_models_and_layers_ask_for_is_refused():
         (exchanged, "whole", f"a Qwen3Attention has a window of None, {mask} 5"),
         (sides, "whole", "is_causal is False in a LlamaAttention: attention to both sides is not"),
         (routers, "whole", "output_router_logits: the loss of routers needs whole sequences"),
-        (documents, "documents", "position_ids start again, but transformers does not"),
+        (documents, "documents", "documents are named, but transformers does not"),
         (both, "whole", "use_bidirectional_attention is True in the configuration"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -378,12 +558,24 @@ def test_options_and_enabled_parts_are_checked():
 
 
 IDS, OF_ROWS = tokens(2, 37), torch.arange(37).expand(2, -1)
+ROW = {"input_ids": tokens(1, 37), "labels": tokens(1, 37)}
+BOUNDS = torch.tensor([0, 30, 37])
 ONE_SOURCE = "expected either input_ids or inputs_embeds, got "
 REFUSED = [  # what is wrong on all ranks, and how its error begins
     ({"use_cache": True}, "use_cache and past_key_values need whole sequences"),
     ({"output_attentions": True}, "output_attentions: attention over ranks never"),
     ({"logits_to_keep": 1}, "logits_to_keep counts tokens of whole sequences"),
-    ({"cu_seq_lens_q": IDS}, "cu_seq_lens_q: cannot cut an unknown argument over ranks"),
+    ({"past_key_values": []}, "use_cache and past_key_values need whole sequences"),
+    ({"cache": []}, "use_cache and past_key_values need whole sequences"),
+    ({"other": IDS}, "other: cannot cut an unknown argument over ranks"),
+    ({"whole_outputs": "yes"}, "whole_outputs must be True or False, got 'yes'"),
+    ({"fused_lm_head": True}, "fused_lm_head: this LlamaForCausalLM had no fused head when it was"),
+    (
+        {"output_router_logits": True},
+        "output_router_logits: the loss of routers needs whole sequences, and these are cut over "
+        "ranks; leave it out, or set it to False in the configuration. TRL's trainers ask for it "
+        "unless router_aux_loss_coef=0",
+    ),
     ({"inputs_embeds": torch.zeros(2, 37, 32)}, f"{ONE_SOURCE}input_ids and inputs"),
     ({"input_ids": None}, f"{ONE_SOURCE}neither"),
     (
@@ -401,18 +593,68 @@ REFUSED = [  # what is wrong on all ranks, and how its error begins
     ),
     (
         {"attention_mask": torch.ones(2, 1, 37, 37)},
-        "attention_mask must be of whole sequences, (2, 37), ",
+        "attention_mask must be of whole sequences, (2, 37), got shape (2, 1, 37, 37): a mask of "
+        "S x S cannot be cut over ranks; name documents by numbers",
     ),
     (
         {"position_ids": torch.zeros(3, 1, 37, dtype=torch.int64)},
         "position_ids must be of whole sequences, (2, 37) or (1, 37), got shape (3, 1, 37): "
         "positions of several axes, as of multimodal models, are not supported",
     ),
-    ({"attention_mask": OF_ROWS.gt(3)}, "attention_mask has padding before other tok"),
     ({"attention_mask": OF_ROWS.lt(30)}, "labels must be -100 where attention_mask is 0"),
     (
+        {"attention_mask": OF_ROWS.lt(30), "shift_labels": IDS, "labels": None},
+        "shift_labels must be -100 where attention_mask is 0",
+    ),
+    (
+        {"attention_mask": OF_ROWS.lt(36), "shift_labels": IDS.where(OF_ROWS.gt(35), -100)},
+        "shift_labels must be -100 where attention_mask is 0",
+    ),
+    ({"attention_mask": OF_ROWS - 1}, "attention_mask must have whole numbers: 0 for padding, and"),
+    ({"attention_mask": OF_ROWS / 2}, "attention_mask must have whole numbers: 0 for padding, and"),
+    (
+        {"attention_mask": OF_ROWS % 5, "labels": None},
+        "attention_mask has padding or another document between tokens of one document, in row 0",
+    ),
+    (
+        {"position_ids": torch.cat((packed(30), packed(7) + 40), 1)},
+        "position_ids skip forward, and nothing says what it means: to separate documents there, "
+        "let position_ids start again, or pass an attention_mask of numbers (1 1 1 2 2 0) or "
+        "cu_seq_lens_q; to skip positions within a document, pass an attention_mask of ones",
+    ),
+    (
         {"attention_mask": torch.ones(2, 37), "position_ids": packed(30, 7)},
-        "position_ids start again where attention_mask has no padding",
+        "position_ids start again within a document of attention_mask: name this border there too",
+    ),
+    (
+        {"attention_mask": 1 + OF_ROWS.gt(29).long(), "position_ids": packed(37)},
+        "position_ids rise by one across a border of attention_mask: let them start again there",
+    ),
+    ({"cu_seq_lens_q": BOUNDS}, "cu_seq_lens_q names documents of one row, got a batch of 2"),
+    ({**ROW, "cu_seq_lens_k": IDS}, "cu_seq_lens_k must be integers (documents + 1,), got shape"),
+    ({**ROW, "cu_seq_lens_q": BOUNDS / 1}, "cu_seq_lens_q must be integers (documents + 1,), got"),
+    ({**ROW, "cu_seq_lens_q": BOUNDS[:2]}, "cu_seq_lens_q must rise from 0 to 37, got [0, 30]"),
+    ({**ROW, "cu_seq_lens_q": BOUNDS[1:]}, "cu_seq_lens_q must rise from 0 to 37, got [30, 37]"),
+    (
+        {**ROW, "cu_seq_lens_q": BOUNDS, "max_length_q": 29},
+        "max_length_q is 29, but cu_seq_lens_q has a document of 30 tokens",
+    ),
+    ({**ROW, "max_length_k": 30}, "max_length_k needs cu_seq_lens_k"),
+    (
+        {**ROW, "cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": torch.tensor([0, 29, 37])},
+        "cu_seq_lens_q and cu_seq_lens_k name different documents: pass one of them",
+    ),
+    (
+        {**ROW, "cu_seq_lens_q": BOUNDS, "attention_mask": torch.ones(1, 37)},
+        "attention_mask and cu_seq_lens_q name different documents: pass one of them",
+    ),
+    (
+        {**ROW, "cu_seq_lens_q": BOUNDS, "seq_idx": OF_ROWS[:1]},
+        "cu_seq_lens_q and seq_idx name different documents: pass one of them",
+    ),
+    (
+        {**ROW, "cu_seq_lens_q": BOUNDS, "position_ids": packed(29, 8)},
+        "position_ids start again within a document of cu_seq_lens_q: name this border there too",
     ),
 ]
 WHOLE = "(whole, identical on every rank)"
@@ -422,6 +664,7 @@ DIFFER = [  # what rank 0 alone is given
     (LONGER, f"ranks differ in input_ids {WHOLE}"),
     ({"position_ids": packed(30, 7)}, "ranks differ in arguments: rank 0 has ['input_ids', 'lab"),
     ({"num_items_in_batch": 7}, f"ranks differ in num_items_in_batch {WHOLE}"),
+    ({"whole_outputs": True}, "ranks differ in arguments: rank 0 has ['input_ids', 'labels', 'num"),
 ]
 
 

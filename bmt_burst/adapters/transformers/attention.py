@@ -28,6 +28,7 @@ class ForwardContext:
     num_targets  the number of targets in the whole batch, an int64 scalar; 0 without labels
     choices      the blocks that sparse layers chose, for recomputations, if these get the same
                  context, and other forwards another one
+    label_smoothing  the part of each target that is spread over the vocabulary
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class ForwardContext:
         seq_len: int,
         num_targets: Tensor | int = 0,
         choices: Choices | None = None,
+        label_smoothing: float = 0.0,
     ):
         self.options, self.seq_len, self.num_targets = options, seq_len, num_targets
-        self.choices = choices
+        self.choices, self.label_smoothing = choices, label_smoothing
 
     def with_window(self, window: int | None) -> dict[str, Any]:
         """Return the options for a layer where each token sees itself and the window - 1 tokens

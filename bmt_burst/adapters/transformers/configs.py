@@ -33,26 +33,28 @@ class _LayerConfig:
         return _LayerConfig, (self.config,)
 
 
-def give_own_configs(model: Any) -> None:
-    """Let the modules inside `model` ask for ATTENTION, without a change in other models that share
-    their configurations.
+def give_own_configs(model: nn.Module, enabled: Any, base: nn.Module) -> None:
+    """Let `base` and the modules inside it ask for ATTENTION, without a change in other models that
+    share their configurations.
 
-    Modules of this model that share a configuration still share one. A layer may have another
-    configuration than its model.
+    Modules of `model` that share a configuration still share one. A layer may have another
+    configuration than its model. `enabled` is `base`, or the causal language model around it.
     """
     known: dict[int, Any] = {}
+    inside = {*base.modules()}
     for module, config in _find_configs(model):
         own = copy.deepcopy(config, known)
-        module.config = own if module is model else _LayerConfig(own)
-    model._attention = model.config._attn_implementation
+        module.config = _LayerConfig(own) if module in inside else own
+    enabled._attention = enabled.config._attn_implementation
 
 
 def check_configs(model: Any) -> None:
-    """Raise ValueError if a module asks for another attention, which would see only this rank's
-    tokens.
+    """Raise ValueError if a module of an enabled model asks for another attention, which would see
+    only this rank's tokens.
     """
     for module, config in _find_configs(model):
-        if config._attn_implementation != (model._attention if module is model else ATTENTION):
+        outside = module is model and model.has_head
+        if config._attn_implementation != (model._attention if outside else ATTENTION):
             raise ValueError(
                 f"the configuration of a {type(module).__name__} asks for "
                 f"{config._attn_implementation!r} attention, which would see only this rank's "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,115 +11,150 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...base.arguments import as_float, check_tensor
+from ...base.arguments import as_bool, as_float, check_tensor
 from ...calls.masking import resolve_layout
 from ...calls.terms import describe_layout
 from ...loss import count_targets
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
-from ...sequence.mask import Mask, plain_mask
+from ...sequence.mask import Mask
+from .cut import Cut
+from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_documents
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
-_WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask")
-_COMPARED = ("input_ids", *_WHOLE, "num_items_in_batch")
+_WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
+_NUMBERS = ("num_items_in_batch", *LONGEST)
+_OURS = ("whole_outputs", "fused_lm_head", "label_smoothing")
+_COMPARED = ("input_ids", *_WHOLE, *CU_SEQ_LENS, *_NUMBERS)
 _OTHERS = ("logits_to_keep", "use_cache", "output_hidden_states", "return_dict")
-_KNOWN = {*_OF_TOKENS, *_COMPARED, *_OTHERS}
-_WHOLE_OUTPUTS = {
-    "output_attentions": "attention over ranks never has all its probabilities at once",
-    "output_router_logits": "the loss of routers needs whole sequences, and these are cut over "
-    "ranks",
+_KNOWN = {*_OF_TOKENS, *_COMPARED, *_OTHERS, *_OURS}
+# arguments that say which tokens see each other, or what this forward returns
+_NOT_FOR_THE_MODEL = {
+    *("attention_mask", "shift_labels", "logits_to_keep", "seq_idx"),
+    *CU_SEQ_LENS,
+    *LONGEST,
+    *_OURS,
 }
-_OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore position_ids
+_WHOLE_OUTPUTS = {
+    "output_attentions": "attention over ranks never has all its probabilities at once; leave it "
+    "out, or set it to False in the configuration",
+    "output_router_logits": "the loss of routers needs whole sequences, and these are cut over "
+    "ranks; leave it out, or set it to False in the configuration. TRL's trainers ask for it "
+    "unless router_aux_loss_coef=0, which SFTConfig and DPOConfig take",
+}
+_CACHES = ("past_key_values", "cache")
+_OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore documents
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The enabled model that a forward's arguments were passed to.
+
+    balanced          whether layouts are balanced for each batch
+    always_whole      whether outputs are whole, whatever is asked for
+    whole_by_default  whether outputs are whole where neither labels nor whole_outputs are given
+    vocabulary        the number of embeddings, if known
+    """
+
+    sp: SequenceParallel
+    config: PreTrainedConfig
+    balanced: bool
+    always_whole: bool
+    whole_by_default: bool
+    vocabulary: int | None
 
 
 class ForwardInputs:
     """A forward's arguments, of whole sequences. Raises ValueError or TypeError if they are wrong.
 
     part           the arguments of the model's own forward: this rank's part of them
+    cut            how the batch is cut
+    whole          whether logits and hidden states are returned whole
+    fused          whether TRL's fused head computes log-probabilities instead of logits
+    label_smoothing  the part of each target that is spread over the vocabulary
+    targets        the token after each one, (B, S), if labels were given
     terms          what the ranks compare
     masking        the mask and the layout, as options of burst_attn_func
     num_targets    the number of targets, an int64 scalar; 0 without labels
     last_position  the largest position, an int64 scalar
     """
 
-    def __init__(
-        self,
-        sp: SequenceParallel,
-        balanced: bool,
-        config: PreTrainedConfig,
-        vocabulary: int | None,
-        arguments: dict[str, Any],
-    ):
-        _check_arguments(arguments, config)
+    def __init__(self, caller: Caller, arguments: dict[str, Any]):
+        _check_arguments(arguments, caller.config)
         self.arguments = {name: x for name, x in arguments.items() if x is not None}
-        self.size, self.seq_len = _check_tokens(
+        size, seq_len = _check_tokens(
             {name: x for name, x in self.arguments.items() if name in _OF_TOKENS}
         )
-        self._check_shapes()
-        padding, places = self.arguments.get("attention_mask"), self.arguments.get("position_ids")
-        documents = None if places is None else _find_documents(places, padding)
-        if documents is not None and config.model_type in _OF_ONE_DOCUMENT:
+        _check_shapes(self.arguments, size, seq_len)
+        self.fused = as_bool("fused_lm_head", self.arguments.get("fused_lm_head", False))
+        smoothing = as_float("label_smoothing", self.arguments.get("label_smoothing", 0.0))
+        self.label_smoothing = 0.0 if self.fused else smoothing
+        self.targets = self._find_targets()
+        by_default = caller.whole_by_default and self.targets is None
+        asked = as_bool("whole_outputs", self.arguments.get("whole_outputs", by_default))
+        self.whole = caller.always_whole or asked
+        masks = find_masks(self.arguments, size, seq_len)
+        if caller.config.model_type in _OF_ONE_DOCUMENT and any(map(has_documents, masks)):
             raise ValueError(
-                "position_ids start again, but transformers does not keep documents of a "
-                f"{config.model_type} apart"
+                "documents are named, but transformers does not keep documents of a "
+                f"{caller.config.model_type} apart: pass one document a row"
             )
-        masks = documents or (plain_mask(self.seq_len),)
-        self._layouts = _choose_layouts(sp, balanced, masks, self.seq_len)
-        self._rank, targets = sp.rank, self._targets()
+        padding = self.arguments.get("attention_mask")
         if padding is not None:
-            _check_padding(padding, targets)
-        self.num_targets: Tensor | int = 0 if targets is None else count_targets(targets)
-        self.part = self._shard_arguments(targets)
-        self.last_position = torch.tensor(self.seq_len - 1) if places is None else places.amax()
-        # balanced layouts follow from the position_ids
-        layout = "balanced" if balanced else describe_layout(sp.layout_of(self.seq_len))
-        self.terms = self._describe(vocabulary, layout)
-        of_rows = masks * (self.size // len(masks))
-        self.masking = {"mask": of_rows, "layout": self._layouts}
+            labels = self.arguments.get("labels")
+            check_targets(padding.ne(0), labels, self.arguments.get("shift_labels"))
+        self.cut = Cut(caller.sp, size, _choose_layouts(caller, masks, seq_len))
+        self.num_targets: Tensor | int = 0
+        if self.targets is not None:
+            self.num_targets = count_targets(self.targets)
+        positions = self._find_positions(seq_len)
+        self.last_position = positions.amax()
+        self.part = self._shard_arguments(positions)
+        # balanced layouts follow from the documents
+        layout = "balanced" if caller.balanced else describe_layout(caller.sp.layout_of(seq_len))
+        self.terms = self._describe(caller.vocabulary, layout)
+        layouts = [*self.cut.layouts] if isinstance(self.cut.layouts, tuple) else self.cut.layouts
+        self.masking = {"mask": masks * (size // len(masks)), "layout": layouts}
 
-    def _check_shapes(self) -> None:
-        whole = (self.size, self.seq_len)
-        for name in _WHOLE:
-            x = self.arguments.get(name)
-            if x is None:
-                continue
-            check_tensor(name, x)
-            expected = [whole, (1, self.seq_len)] if name == "position_ids" else [whole]
-            if tuple(x.shape) not in expected:
-                texts, hint = " or ".join(map(str, dict.fromkeys(expected))), ""
-                if name == "position_ids" and x.dim() > 2:
-                    hint = ": positions of several axes, as of multimodal models, are not supported"
-                raise ValueError(
-                    f"{name} must be of whole sequences, {texts}, got shape {tuple(x.shape)}{hint}"
-                )
-
-    def _targets(self) -> Tensor | None:
+    def _find_targets(self) -> Tensor | None:
         """Return targets (B, S). As in transformers, labels are shifted within each row, but across
         documents.
         """
-        labels = self.arguments.get("labels")
-        if labels is None or "shift_labels" in self.arguments:
-            return None if labels is None else self.arguments["shift_labels"]
+        labels, shifted = (self.arguments.get(name) for name in ("labels", "shift_labels"))
+        if labels is None and not self.fused and not self.label_smoothing:
+            return None
+        if shifted is not None:
+            return shifted
+        if labels is None:
+            name = "fused_lm_head" if self.fused else "label_smoothing"
+            raise ValueError(f"{name} needs labels or shift_labels, got neither")
         return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
-    def _shard_arguments(self, targets: Tensor | None) -> dict[str, Any]:
-        unneeded = ("attention_mask", "shift_labels", "logits_to_keep")
-        part = {name: x for name, x in self.arguments.items() if name not in unneeded}
+    def _find_positions(self, seq_len: int) -> Tensor:
+        """Return positions (B, S) or (1, S). Those of padding are 0, so that they do not count as
+        the largest.
+        """
+        places, padding = (self.arguments.get(x) for x in ("position_ids", "attention_mask"))
+        if places is None:
+            [device] = {self.arguments[x].device for x in _OF_TOKENS if x in self.arguments}
+            return torch.arange(seq_len, device=device).unsqueeze(0)
+        return places if padding is None else places.where(padding.to(places.device).ne(0), 0)
+
+    def _shard_arguments(self, positions: Tensor) -> dict[str, Any]:
+        part = {name: x for name, x in self.arguments.items() if name not in _NOT_FOR_THE_MODEL}
         part["use_cache"] = False
         name = next(name for name in _OF_TOKENS if name in part)
-        part[name] = self._shard_rows(part[name])
-        if "position_ids" not in part:
-            whole = torch.arange(self.seq_len, device=part[name].device)
-            part["position_ids"] = whole.unsqueeze(0)
-        part["position_ids"] = self._shard_rows(part["position_ids"])
-        return part if targets is None else part | {"labels": self._shard_rows(targets)}
-
-    def _shard_rows(self, x: Tensor) -> Tensor:
-        """Return this rank's part of x (B, S, ...) or (1, S)."""
-        if isinstance(self._layouts, Layout):
-            return self._layouts.shard(x, self._rank, 1)
-        pairs = zip(self._layouts, x.expand(self.size, *x.shape[1:]), strict=True)
-        return torch.stack([row.shard(y, self._rank, 0) for row, y in pairs])
+        part[name] = self.cut.shard(part[name])
+        part["position_ids"] = self.cut.shard(positions)
+        if self.targets is not None:
+            targets = self.cut.shard(self.targets)
+            if self.fused:
+                # The loss follows from the whole log_probs.
+                part.pop("labels", None), part.pop("num_items_in_batch", None)
+                part |= {"fused_lm_head": True, "shift_labels": targets}
+            else:
+                part["labels"] = targets
+        return part
 
     def _describe(self, vocabulary: int | None, layout: str) -> dict[str, Any]:
         """Return the terms that ranks compare. Raises ValueError for tokens outside the vocabulary,
@@ -130,26 +167,49 @@ class ForwardInputs:
                 continue
             if name == "inputs_embeds":
                 described = f"{tuple(x.shape)}, {x.dtype}"
-            elif name == "num_items_in_batch":
+            elif name in _NUMBERS:
                 described = _format_number(name, x)
             else:
                 described = _digest(x, vocabulary if name == "input_ids" else None)
             terms[f"{name} (whole, identical on every rank)"] = described
-        return terms | {"layout": layout, "tokens": self.part["position_ids"].shape[1]}
+        outputs = {name: self.arguments[name] for name in _OURS if name in self.arguments}
+        return terms | outputs | {"layout": layout, "tokens": self.part["position_ids"].shape[1]}
+
+
+def _check_shapes(arguments: Mapping[str, Any], size: int, seq_len: int) -> None:
+    for name in _WHOLE:
+        x = arguments.get(name)
+        if x is None:
+            continue
+        check_tensor(name, x)
+        expected = [(size, seq_len), *[(1, seq_len)] * (name == "position_ids")]
+        if tuple(x.shape) not in expected:
+            texts, hint = " or ".join(map(str, dict.fromkeys(expected))), ""
+            if name == "position_ids" and x.dim() > 2:
+                hint = (
+                    ": positions of several axes, as of multimodal models, are not supported; pass "
+                    "one position a token"
+                )
+            if name == "attention_mask" and x.dim() > 2:
+                hint = (
+                    ": a mask of S x S cannot be cut over ranks; name documents by numbers, and "
+                    "windows in the configuration"
+                )
+            raise ValueError(
+                f"{name} must be of whole sequences, {texts}, got shape {tuple(x.shape)}{hint}"
+            )
 
 
 def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> None:
     """Raise ValueError for arguments that are not supported for a part of a sequence."""
-    if arguments.get("use_cache") or arguments.get("past_key_values") is not None:
+    if arguments.get("use_cache") or any(arguments.get(name) is not None for name in _CACHES):
         raise ValueError(
             "use_cache and past_key_values need whole sequences, and these are cut over ranks: "
             "leave them out, or generate with a model that is not enabled"
         )
     for name, reason in _WHOLE_OUTPUTS.items():
         if arguments.pop(name, None) or getattr(config, name, False):
-            raise ValueError(
-                f"{name}: {reason}; leave it out, or set it to False in the configuration"
-            )
+            raise ValueError(f"{name}: {reason}")
     for name, both_sides in (("is_causal", False), ("use_bidirectional_attention", True)):
         if getattr(config, name, not both_sides) == both_sides:
             raise ValueError(
@@ -165,8 +225,7 @@ def _check_arguments(arguments: dict[str, Any], config: PreTrainedConfig) -> Non
     given = {name for name, x in arguments.items() if x is not None}
     if unknown := sorted(given - _KNOWN):
         raise ValueError(
-            f"{' and '.join(unknown)}: cannot cut an unknown argument over ranks; to separate "
-            "documents, pass position_ids that start again"
+            f"{' and '.join(unknown)}: cannot cut an unknown argument over ranks; leave it out"
         )
 
 
@@ -187,44 +246,14 @@ def _check_tokens(tensors: dict[str, Tensor]) -> tuple[int, int]:
     return x.shape[0], x.shape[1]
 
 
-def _find_documents(places: Tensor, padding: Tensor | None) -> tuple[Mask, ...] | None:
-    """Return the mask of each row of position_ids. None if each row is one document."""
-    begins = places.diff(dim=-1).ne(1)
-    if padding is not None:
-        if (begins & padding[:, 1:].ne(0)).any():
-            raise ValueError(
-                "position_ids start again where attention_mask has no padding: with an "
-                "attention_mask transformers does not keep documents apart; leave it out"
-            )
-        return None
-    starts: list[list[int]] = [[0] for _ in places]
-    for row, place in begins.nonzero().tolist():
-        starts[row].append(place + 1)
-    if all(len(row) == 1 for row in starts):
-        return None
-    return tuple(Mask.documents((*row, places.shape[1])) for row in starts)
-
-
 def _choose_layouts(
-    sp: SequenceParallel, balanced: bool, masks: tuple[Mask, ...], seq_len: int
-) -> Layout | list[Layout]:
+    caller: Caller, masks: tuple[Mask, ...], seq_len: int
+) -> Layout | tuple[Layout, ...]:
     """Return the layout of all rows, or one for each. `masks` has one mask for all or for each."""
-    if not balanced:
-        return sp.layout_of(seq_len)
-    layouts = [resolve_layout("balanced", mask, sp.size) for mask in masks]
+    if not caller.balanced:
+        return caller.sp.layout_of(seq_len)
+    layouts = tuple(resolve_layout("balanced", mask, caller.sp.size) for mask in masks)
     return layouts[0] if len(layouts) == 1 else layouts
-
-
-def _check_padding(padding: Tensor, targets: Tensor | None) -> None:
-    """Raise ValueError unless padding is at the end of rows, without targets."""
-    valid = padding.ne(0)
-    if (valid[:, 1:] & ~valid[:, :-1]).any():
-        raise ValueError(
-            "attention_mask has padding before other tokens: rows must be padded on the right, as "
-            "by a tokenizer with padding_side='right'"
-        )
-    if targets is not None and (targets.to(valid.device).ne(IGNORE_INDEX) & ~valid).any():
-        raise ValueError(f"labels must be {IGNORE_INDEX} where attention_mask is 0")
 
 
 def _format_number(name: str, x: Any) -> str:

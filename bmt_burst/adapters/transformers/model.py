@@ -23,7 +23,8 @@ from ...sparse.memory import Choices
 from ..enabling import check_sp, put_before
 from .attention import ForwardContext
 from .configs import check_configs
-from .inputs import ForwardInputs
+from .inputs import Caller, ForwardInputs
+from .outputs import join_fused
 
 
 class Enabled(nn.Module):
@@ -34,12 +35,22 @@ class Enabled(nn.Module):
 
 
 class EnabledModel(Enabled):
-    """A causal language model over the ranks of `_sp`."""
+    """A model over the ranks of `_sp`. Its forward takes whole sequences.
+
+    `_forward` and `_fused` are the forwards that packages set on the model, bound to it, or None:
+    accelerate's autocast, and TRL's fused head for calls with fused_lm_head. Copies have them.
+    Pickles do not, as those of plain models.
+    """
+
+    has_head = True
 
     # set by enable
     _sp: SequenceParallel
     _balanced: bool
+    _whole_by_default: bool
     _options: dict[str, Any]
+    _forward: Callable | None
+    _fused: Callable | None
     # attributes of the model
     config: Any
     get_input_embeddings: Callable[[], nn.Module]
@@ -63,28 +74,47 @@ class EnabledModel(Enabled):
         Trainers read.
         """
         super().__init_subclass__()
-        if EnabledModel not in cls.__bases__:
-            return  # a subclass of such a class, as FSDP2 makes them
+        own: Any = cls.__bases__[0]
         base: Any = cls.__bases__[-1]
-        own = base.forward
+        if EnabledModel not in own.__bases__:
+            return  # one of these, or a subclass of such a class, as FSDP2 makes them
+        own_forward = base.forward
 
-        @functools.wraps(own)
+        @functools.wraps(own_forward)
         def forward(self: EnabledModel, *args: Any, **named: Any) -> Any:
-            of_model = functools.partial(own, self)
-            return of_model(**self._prepare(of_model, args, named))
+            of_class = functools.partial(own_forward, self)
+            inputs, part = self._prepare(of_class, args, named)
+            set_by_package = self._fused if inputs.fused else self._forward
+            return self._finish((set_by_package or of_class)(**part), inputs)
 
+        # without __wrapped__, which accelerate's unwrap_model would call instead of this forward
+        vars(forward)["__signature__"] = inspect.signature(own_forward)
+        del vars(forward)["__wrapped__"]
         cls.forward = forward
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in ("_forward", "_fused"):
+            # a pickle names a method, and this name is the enabled forward's now
+            if getattr(vars(self)[name], "__func__", None) is type(self).forward:
+                setattr(self, name, None)
+
     @not_compiled
-    def _prepare(self, own: Callable, args: tuple, named: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the model's own forward, after all ranks agree."""
+    def _prepare(
+        self, own: Callable, args: tuple, named: dict[str, Any]
+    ) -> tuple[ForwardInputs, dict[str, Any]]:
+        """Return the inputs, and the arguments of the model's own forward, once all ranks agree."""
 
         @functools.cache
         def read_inputs() -> ForwardInputs:
             check_configs(self)
             arguments = _bind(f"{type(self).__name__}.forward", own, args, named)
-            vocabulary = self._vocabulary()
-            return ForwardInputs(self._sp, self._balanced, self.config, vocabulary, arguments)
+            if arguments.get("fused_lm_head") and self._fused is None:
+                raise ValueError(
+                    f"fused_lm_head: this {type(self).__name__} had no fused head when it was "
+                    "enabled; call TRL's add_fused_lm_head before enable"
+                )
+            return ForwardInputs(self._describe(), arguments)
 
         rings = make_rings(self._sp.process_group, self._sp.double_group)
         doing = f"the forward of a {type(self).__name__}"
@@ -95,16 +125,65 @@ class EnabledModel(Enabled):
                 module._last = inputs.last_position
         context = ForwardContext(
             self._options | self._sp.groups | inputs.masking,
-            inputs.seq_len,
+            inputs.cut.seq_len,
             inputs.num_targets,
             Choices(),
+            inputs.label_smoothing,
         )
-        return inputs.part | {"bmt_burst": context}
+        part = inputs.part | {"bmt_burst": context}
+        # outputs are made whole by name
+        by_name = inputs.whole or inputs.label_smoothing
+        return inputs, part | {"return_dict": True} if by_name else part
 
-    def _vocabulary(self) -> int | None:
-        """Return the number of embeddings. None if torch's Embedding does not look them up."""
+    def _describe(self) -> Caller:
+        """Return what reading the arguments depends on."""
         embedding = self.get_input_embeddings()
-        return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+        # None if torch's Embedding does not look tokens up
+        vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+        return Caller(
+            self._sp,
+            self.config,
+            self._balanced,
+            not self.has_head,
+            self._whole_by_default,
+            vocabulary,
+        )
+
+    @not_compiled
+    def _finish(self, out: Any, inputs: ForwardInputs) -> Any:
+        """Return the outputs of the model's own forward, whole if that was asked for."""
+        if inputs.fused:
+            return join_fused(out, inputs)
+        if not inputs.whole:
+            if inputs.label_smoothing:
+                out["logits"] = None  # a Trainer would copy them
+            return out
+        for name in ("logits", "last_hidden_state"):
+            if out.get(name) is not None:
+                out[name] = inputs.cut.unshard(out[name])
+        if out.get("hidden_states") is not None:
+            out["hidden_states"] = tuple(map(inputs.cut.unshard, out["hidden_states"]))
+        wants_dict = inputs.arguments.get("return_dict", getattr(self.config, "return_dict", True))
+        return out if wants_dict else out.to_tuple()
+
+    def set_attn_implementation(self, *_args: Any, **_named: Any) -> NoReturn:
+        raise ValueError(
+            f"an enabled {type(self).__name__} keeps its attention, since others see only this "
+            "rank's tokens: choose kernels by the flash of enable, or load what save_pretrained "
+            "writes into a model that is not enabled"
+        )
+
+
+class EnabledBase(EnabledModel):
+    """A model without a head, such as LlamaModel. Its hidden states are always whole, so that any
+    head or pooling above it works unchanged.
+    """
+
+    has_head = False
+
+
+class EnabledCausalLM(EnabledModel):
+    """A causal language model."""
 
     @property
     def loss_function(self) -> Callable:
@@ -125,10 +204,9 @@ class EnabledModel(Enabled):
         targets (B, S_local).
         """
         rings = make_rings(self._sp.process_group, self._sp.double_group)
-        doing = f"the loss of a {type(self).__name__}"
-        total, _ = run_together(
-            rings, doing, lambda: cross_entropy_sum(logits, labels.to(logits.device))
-        )
+        doing, labels = f"the loss of a {type(self).__name__}", labels.to(logits.device)
+        smoothing = bmt_burst.label_smoothing
+        total, _ = run_together(rings, doing, lambda: cross_entropy_sum(logits, labels, smoothing))
         count = bmt_burst.num_targets if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device).reshape(()) if isinstance(count, Tensor) else count
         return self._sp.sum(total / count)
@@ -137,13 +215,6 @@ class EnabledModel(Enabled):
         raise ValueError(
             f"an enabled {type(self).__name__} does not generate, since caches need whole "
             "sequences: load what save_pretrained writes into a model that is not enabled"
-        )
-
-    def set_attn_implementation(self, *_args: Any, **_named: Any) -> NoReturn:
-        raise ValueError(
-            f"an enabled {type(self).__name__} keeps its attention, since others see only this "
-            "rank's tokens: choose kernels by the flash of enable, or load what save_pretrained "
-            "writes into a model that is not enabled"
         )
 
 
@@ -155,14 +226,16 @@ class EnabledRotary(Enabled):
 
     _last: Tensor | None = None
 
-    def forward(self, x: Tensor, position_ids: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, position_ids: Tensor, *args: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
         if self._last is None:
             raise TypeError(
                 f"a {type(self).__name__} was called without its model: call the model that was "
                 "enabled"
             )
         last = self._last.to(position_ids).expand(len(position_ids), 1)
-        cos, sin = super().forward(x, position_ids=torch.cat((position_ids, last), 1), **named)
+        cos, sin = super().forward(x, torch.cat((position_ids, last), 1), *args, **named)
         return cos[:, :-1], sin[:, :-1]
 
 

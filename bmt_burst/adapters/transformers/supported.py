@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..enabling import find_base
-from .model import EnabledModel
+from .model import EnabledBase, EnabledCausalLM, EnabledModel
 
-_NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "MiniCPM3", "Gemma2", "GptOss")
-
-
-def _find_families() -> dict[type[nn.Module], type[nn.Module]]:
-    """Return the known models that this transformers has, and the classes of their attention."""
-    found = {}
-    for name in _NAMES:
-        if model := getattr(transformers, f"{name}ForCausalLM", None):
-            found[model] = getattr(sys.modules[model.__module__], f"{name}Attention")
-    return found
-
-
-_FAMILIES = _find_families()
+_NAMES = (
+    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "MiniCPM3"),
+    *("Gemma2", "Gemma3", "GptOss"),
+)
+_SUFFIXES = {("Gemma3", "Model"): "TextModel"}  # of a model that takes text alone
+_KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 
 _REFUSED = {
     "MiniCPMForCausalLM": "the code that comes with its weights does not ask transformers for its "
@@ -32,33 +30,177 @@ _REFUSED = {
 }
 
 
-def check_model(model: Any) -> None:
-    """Raise TypeError or ValueError if `model` cannot be enabled."""
+@dataclass(frozen=True)
+class Target:
+    """The parts of a model that `enable` changes.
+
+    model    the model to enable: a causal language model, or a model without a head
+    base     the model without a head: `model`, or inside it
+    enabled  the class that is put before the model's own
+    tested   whether the model's family is in the list
+    """
+
+    model: Any
+    base: Any
+    enabled: type[EnabledModel]
+    tested: bool
+
+
+def _find_families(suffix: str) -> dict[type[nn.Module], type[nn.Module]]:
+    """Return the known models that this transformers has, and the classes of their attention."""
+    found = {}
+    for name in _NAMES:
+        if causal_lm := getattr(transformers, f"{name}ForCausalLM", None):
+            module = sys.modules[causal_lm.__module__]
+            model = getattr(module, name + _SUFFIXES.get((name, suffix), suffix))
+            found[model] = getattr(module, f"{name}Attention")
+    return found
+
+
+_CAUSAL_LMS, _BASES = _find_families("ForCausalLM"), _find_families("Model")
+_FAMILIES = _CAUSAL_LMS | _BASES
+_BASE_OF = dict(zip(_CAUSAL_LMS, _BASES, strict=True))
+
+
+def find_target(model: Any, untested: bool) -> Target:
+    """Return the parts of `model` to change.
+
+    untested  whether models outside the list are accepted
+
+    Raises TypeError or ValueError if it cannot be enabled.
+    """
     name = type(model).__name__
+    inner = model.base_model if isinstance(model, PreTrainedModel) else None
+    if isinstance(inner, EnabledModel):
+        raise ValueError(f"this {name} is already enabled, for {inner._sp.size} ranks")
+    if inner is not None and not isinstance(model, tuple(_FAMILIES)):
+        if isinstance(inner, tuple(_BASES)):
+            model = inner  # any head above whole hidden states
+        elif untested:
+            return _find_untested(model, inner)
     hint = ": call burst_attn_func in the attention of other models"
-    base = find_base(model, EnabledModel, _FAMILIES, _REFUSED, "transformers'", hint)
-    if not _has_forward_of(base, model):
+    if inner is not None:
+        hint = ": untested=True compares a small copy of it with the plain one, and then enables it"
+    own = next((base for base in _BASES if isinstance(model, base)), None)
+    own = own or find_base(model, EnabledModel, _CAUSAL_LMS, _REFUSED, "transformers'", hint)
+    if not _has_forward_of(own, model):
         raise TypeError(
-            f"this {name} has another forward than transformers' {base.__name__}, which would be "
+            f"this {name} has another forward than transformers' {own.__name__}, which would be "
             "lost"
         )
-    for layer in model.model.layers:
+    base = _BASE_OF.get(own, own)
+    if not _has_forward_of(base, model.base_model):
+        raise TypeError(
+            f"the {type(model.base_model).__name__} of this {name} has another forward than "
+            f"transformers' {base.__name__}, which may need whole sequences"
+        )
+    _check_layers(model)
+    for layer in model.base_model.layers:
         attention = getattr(layer, "self_attn", None)
-        if not _has_forward_of(_FAMILIES[base], attention):
+        if not _has_forward_of(_FAMILIES[own], attention):
             raise TypeError(
                 f"a layer's attention, a {type(attention).__name__}, has another forward than "
-                f"transformers' {_FAMILIES[base].__name__}, which asks for its attention by name"
+                f"transformers' {_FAMILIES[own].__name__}, which asks for its attention by name"
             )
-    if model.loss_function is not ForCausalLMLoss:
+    return _make_target(model, tested=True)
+
+
+def _find_untested(model: Any, inner: Any) -> Target:
+    """Return the parts of a model outside the list."""
+    is_causal_lm = model.get_output_embeddings() is not None
+    part = model if is_causal_lm else inner
+    own = next(base for base in type(part).__mro__ if base.__module__.startswith("transformers."))
+    for base in type(part).__mro__:
+        if base.__name__ in _REFUSED:
+            raise TypeError(
+                f"{type(model).__name__} cannot be sequence parallel: {_REFUSED[base.__name__]}"
+            )
+    if not _has_forward_of(own, part):
+        raise TypeError(
+            f"this {type(part).__name__} has another forward than transformers' {own.__name__}, "
+            "which would be lost"
+        )
+    for module in part.modules():
+        if module is not part and "forward" in vars(module):
+            raise TypeError(
+                f"a {type(module).__name__} of this {type(part).__name__} has its own forward, "
+                "which the comparison of small copies would not see"
+            )
+    _check_layers(part)
+    return _make_target(part, tested=False)
+
+
+def _make_target(model: Any, tested: bool) -> Target:
+    """Raises ValueError if the loss of a causal language model is not transformers' own."""
+    has_head = model.base_model is not model
+    if has_head and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            f"this {name} has another loss than transformers' ForCausalLMLoss, which would be lost"
+            f"this {type(model).__name__} has another loss than transformers' ForCausalLMLoss, "
+            "which would be lost"
+        )
+    return Target(model, model.base_model, EnabledCausalLM if has_head else EnabledBase, tested)
+
+
+def _check_layers(model: Any) -> None:
+    """Raise TypeError for layers that are not attention over all earlier tokens or a window."""
+    others = {*(getattr(model.config, "layer_types", None) or ())} - _KINDS_OF_LAYERS
+    if others:
+        raise TypeError(
+            f"this {type(model).__name__} has layers of {' and '.join(sorted(others))}: expected "
+            "layers of full_attention and sliding_attention; other layers need whole sequences, so "
+            "train this model without sequence parallelism"
         )
 
 
 def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
     """Whether the module is a `base` with the forward that transformers defines. Some packages
-    replace the forward in the class.
+    replace the forward in the class, or in the object.
     """
-    if not isinstance(module, base) or "forward" in vars(module):
+    if not isinstance(module, base):
         return False
-    return type(module).forward is base.forward and base.forward.__module__ == base.__module__
+    if "forward" in vars(module) and not known_forwards(module):
+        return False
+    # a function that wraps the class's has its __module__
+    place = getattr(base.forward, "__globals__", {}).get("__name__", "")
+    is_own = place.startswith("transformers.") and base.forward.__module__ == base.__module__
+    return type(module).forward is base.forward and is_own
+
+
+def known_forwards(module: nn.Module) -> list[str]:
+    """Return what was put around the module's forward, in the object: "head" for TRL's fused head,
+    "autocast" for accelerate's. The list is empty if there is anything else, or if a forward of
+    another module is called.
+    """
+    function: Any = getattr(vars(module).get("forward"), "__func__", None)
+    owner: Any = module
+    found, codes = [], _known_codes()
+    while function is not None and function is not type(module).forward:
+        code = getattr(function, "__code__", None)
+        kind = codes.get(code) or (type(function).__name__ == "ConvertOutputsToFp32" and "autocast")
+        if not kind:
+            return []
+        found.append(kind)
+        if kind == "head":  # it wraps the class's forward by name, and calls this one
+            function = inspect.getclosurevars(function).nonlocals["original_forward"]
+            owner = getattr(function, "__self__", None)
+            function = getattr(function, "__func__", function)
+        else:
+            function = getattr(function, "__wrapped__", None)
+    # a head alone is called with fused_lm_head only, and calls no forward then
+    return found if owner is module or found == ["head"] else []
+
+
+def _known_codes() -> dict[CodeType | None, str]:
+    """Return the code of the functions that these packages put around a forward."""
+    found: dict[CodeType | None, str] = {}
+    for package, maker, name, kind in (
+        ("trl.trainer.utils", "add_fused_lm_head", "_fused_forward", "head"),
+        ("accelerate.utils.operations", "convert_outputs_to_fp32", "forward", "autocast"),
+        ("torch.amp.autocast_mode", "autocast_decorator", "decorate_autocast", "autocast"),
+    ):
+        if package in sys.modules:
+            function: Callable = getattr(sys.modules[package], maker)
+            for constant in inspect.unwrap(function).__code__.co_consts:
+                if isinstance(constant, CodeType) and constant.co_name == name:
+                    found[constant] = kind
+    return found

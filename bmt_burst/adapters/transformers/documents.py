@@ -1,0 +1,205 @@
+"""The documents that a forward's arguments name, as masks.
+
+Three arguments name documents: an attention_mask of numbers, cu_seq_lens, and position_ids that
+fall back. If several are given, they must agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.arguments import as_int, check_tensor
+from ...sequence.layout import IGNORE_INDEX
+from ...sequence.mask import Mask, Slice, plain_mask
+from ...sequence.span import Span
+
+CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
+LONGEST = ("max_length_q", "max_length_k")
+_WAYS = (
+    "to separate documents there, let position_ids start again, or pass an attention_mask of "
+    "numbers (1 1 1 2 2 0) or cu_seq_lens_q; to skip positions within a document, pass an "
+    "attention_mask of ones"
+)
+
+
+def find_masks(arguments: Mapping[str, Any], size: int, seq_len: int) -> tuple[Mask, ...]:
+    """Return one causal mask for all rows, or one for each. Tokens see only their own document.
+    Padding sees nothing, and no token sees padding.
+
+    arguments   of a forward, by name, with tensors of the shapes that it takes
+    size        B
+    seq_len     S
+
+    Raises ValueError or TypeError for arguments that name no documents or different ones.
+    """
+    numbers = _read_numbers(arguments.get("attention_mask"))
+    named = _find_borders(arguments, numbers, size, seq_len)
+    valid = None if numbers is None else numbers.ne(0)
+    inside = None if valid is None else valid[:, 1:] & valid[:, :-1]
+    borders = _check_agreement(named, inside)
+    places = arguments.get("position_ids")
+    if places is not None:
+        borders = _join_positions(places.diff(dim=-1), borders, inside, [*named])
+    if borders is None:
+        return (plain_mask(seq_len),)
+    rows = _find_spans(borders.expand(size, -1), numbers, seq_len)
+    masks = tuple(_make_mask(spans, seq_len) for spans in rows)
+    return masks[:1] if len(set(masks)) == 1 else masks
+
+
+def has_documents(mask: Mask) -> bool:
+    """Whether a mask of `find_masks` has several documents."""
+    return len(mask.slices) > 1
+
+
+def check_targets(valid: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> None:
+    """Raise ValueError if padding has labels. `valid` (B, S) is False for padding."""
+    if shift_labels is not None:  # the target in a token's place is its successor
+        following = torch.nn.functional.pad(valid[:, 1:], (0, 1), value=False)
+        name, labels, valid = "shift_labels", shift_labels, valid | following
+    else:
+        name = "labels"
+    if labels is not None and (labels.to(valid.device).ne(IGNORE_INDEX) & ~valid).any():
+        raise ValueError(f"{name} must be {IGNORE_INDEX} where attention_mask is 0")
+
+
+def _read_numbers(attention_mask: Tensor | None) -> Tensor | None:
+    """Return the number of each token's document, (B, S) int64, 0 for padding."""
+    if attention_mask is None:
+        return None
+    numbers = attention_mask.long()
+    if (numbers.ne(attention_mask) | numbers.lt(0)).any():
+        raise ValueError(
+            "attention_mask must have whole numbers: 0 for padding, and 1 or the number of a "
+            "token's document for others"
+        )
+    return numbers
+
+
+def _find_borders(
+    arguments: Mapping[str, Any], numbers: Tensor | None, size: int, seq_len: int
+) -> dict[str, Tensor]:
+    """Return by argument whether a token's document differs from that of the token before it, (B,
+    S - 1).
+    """
+    found = {}
+    if numbers is not None:
+        found["attention_mask"] = numbers.diff(dim=-1).ne(0)
+    for name, longest in zip(CU_SEQ_LENS, LONGEST, strict=True):
+        if (bounds := arguments.get(name)) is not None:
+            spans = _read_bounds(name, bounds, size, seq_len)
+            _check_longest(longest, arguments.get(longest), name, spans)
+            starts = [start - 1 for start, _ in spans[1:]]
+            found[name] = torch.zeros(1, seq_len - 1, dtype=torch.bool, device=bounds.device)
+            found[name][0, starts] = True
+        elif arguments.get(longest) is not None:
+            raise ValueError(f"{longest} needs {name}, which names the documents")
+    if (index := arguments.get("seq_idx")) is not None:
+        found["seq_idx"] = index.diff(dim=-1).ne(0)
+    return found
+
+
+def _read_bounds(name: str, bounds: Tensor, size: int, seq_len: int) -> list[Span]:
+    """Return the documents of cu_seq_lens."""
+    check_tensor(name, bounds)
+    if size > 1:
+        raise ValueError(
+            f"{name} names documents of one row, got a batch of {size}: pass position_ids or an "
+            "attention_mask of numbers for several rows"
+        )
+    if bounds.dim() != 1 or bounds.is_floating_point():
+        raise ValueError(
+            f"{name} must be integers (documents + 1,), got shape {tuple(bounds.shape)} and "
+            f"{bounds.dtype}"
+        )
+    numbers = bounds.tolist()
+    if len(numbers) < 2 or numbers[0] or numbers[-1] != seq_len or numbers != sorted(numbers):
+        raise ValueError(f"{name} must rise from 0 to {seq_len}, got {_shorten(numbers)}")
+    return [span for span in itertools.pairwise(numbers) if span[0] < span[1]]
+
+
+def _check_longest(name: str, longest: Any, bounds: str, spans: list[Span]) -> None:
+    found = max(stop - start for start, stop in spans)
+    if longest is not None and as_int(name, int(longest)) < found:
+        raise ValueError(f"{name} is {int(longest)}, but {bounds} has a document of {found} tokens")
+
+
+def _check_agreement(named: Mapping[str, Tensor], inside: Tensor | None) -> Tensor | None:
+    """Return the borders that all arguments name. `inside` (B, S - 1) is False beside padding."""
+    if not named:
+        return None
+    (first, borders), *others = named.items()
+    for name, theirs in others:
+        unlike = theirs.to(borders.device).ne(borders)
+        if (unlike if inside is None else unlike & inside.to(borders.device)).any():
+            raise ValueError(
+                f"{first} and {name} name different documents: pass one of them, or make them agree"
+            )
+    return borders
+
+
+def _join_positions(
+    steps: Tensor, borders: Tensor | None, inside: Tensor | None, names: list[str]
+) -> Tensor:
+    """Return the borders of documents, once position_ids agree. `steps` are their differences."""
+    if borders is None:
+        if (steps > 1).any():
+            raise ValueError(f"position_ids skip forward, and nothing says what it means: {_WAYS}")
+        return steps < 1
+    borders = borders.to(steps.device)
+    falls, goes_on = (steps < 1) & ~borders, steps.eq(1) & borders
+    if inside is not None:
+        falls, goes_on = (x & inside.to(x.device) for x in (falls, goes_on))
+    by = " and ".join(names)
+    if falls.any():
+        raise ValueError(
+            f"position_ids start again within a document of {by}: name this border there too, or "
+            f"leave {by} out"
+        )
+    if goes_on.any():
+        raise ValueError(
+            f"position_ids rise by one across a border of {by}: let them start again there, or "
+            "leave them out"
+        )
+    return borders
+
+
+def _find_spans(borders: Tensor, numbers: Tensor | None, seq_len: int) -> list[list[Span]]:
+    """Return the documents of each row, without padding.
+
+    Raises ValueError if padding or another document is within a document of attention_mask.
+    """
+    starts = torch.nn.functional.pad(borders, (1, 0), value=True).nonzero()
+    names = [1] * len(starts)
+    if numbers is not None:
+        names = numbers.to(starts.device)[tuple(starts.T)].tolist()
+    rows: list[list[tuple[int, int]]] = [[] for _ in borders]
+    for (row, start), name in zip(starts.tolist(), names, strict=True):
+        rows[row].append((start, name))
+    found = []
+    for row, named in enumerate(rows):
+        stops = [*(start for start, _ in named[1:]), seq_len]
+        real = [(name, (at, stop)) for (at, name), stop in zip(named, stops, strict=True) if name]
+        if numbers is not None and len(dict(real)) < len(real):
+            raise ValueError(
+                "attention_mask has padding or another document between tokens of one document, in "
+                f"row {row}: pad on the left or right, and give each document a number of its own"
+            )
+        found.append([span for _, span in real])
+    return found
+
+
+def _make_mask(spans: list[Span], seq_len: int) -> Mask:
+    if sum(stop - start for start, stop in spans) == seq_len:
+        return Mask.documents((0, *(stop for _, stop in spans)))
+    return Mask(seq_len, tuple(Slice(span, span, 0) for span in spans))
+
+
+def _shorten(numbers: list[int]) -> str:
+    text = str(numbers)
+    return text if len(text) < 80 else f"{text[:60]} ... {numbers[-1]}]"
