@@ -43,5 +43,6 @@ heads, D head size.
 
 from .attention import ATTENTION
 from .enabling import enable
+from .trainers.switch import sequence_parallel
 
-__all__ = ["ATTENTION", "enable"]
+__all__ = ["ATTENTION", "enable", "sequence_parallel"]

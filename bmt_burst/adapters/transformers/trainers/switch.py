@@ -1,0 +1,89 @@
+"""One line that makes a Trainer, a TRL trainer or an Accelerator sequence parallel."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ....base.arguments import as_bool
+from .options import Class, Switch, make_class
+
+_TESTED_OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+_GENERATING = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+
+
+def sequence_parallel(
+    cls: Class,
+    *,
+    sp_size: int | None = None,
+    mesh: dist.DeviceMesh | None = None,
+    layout: str = "zigzag",
+    balanced: bool = False,
+    flash: str = "auto",
+    deterministic: bool = False,
+    strategy: str = "auto",
+    untested: bool = False,
+) -> Class:
+    """Return a subclass of `cls` in which groups of ranks share each sequence.
+
+        trainer = sequence_parallel(SFTTrainer, sp_size=8)(model=path, args=..., train_dataset=data)
+        accelerator = sequence_parallel(Accelerator, sp_size=8)(mixed_precision="bf16")
+
+    The ranks of a group count as one process: they read the same batches, and losses, metrics,
+    counts and learning rates are those of one process for each group. Saved models are plain. With
+    one rank a group, the class does what `cls` does.
+
+    cls               transformers' Trainer, TRL's SFTTrainer, DPOTrainer or RewardTrainer,
+                      accelerate's Accelerator, or a subclass
+    sp_size, mesh,    the ranks that share a sequence, as in init_sequence_parallel. An object makes
+    layout            its groups once accelerate has initialised torch.distributed, and has them as
+                      `sp`
+    balanced, flash, deterministic, strategy, untested
+                      as in `enable`, with which models are enabled before they are wrapped
+
+    Raises TypeError for classes that are neither, and ValueError for trainers that generate or were
+    not tested. Objects raise ValueError, on all ranks and before a step, for arguments that do not
+    work over ranks: docs/trainers.md lists them.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"expected a class, such as Trainer, got a {type(cls).__name__}")
+    flags = [as_bool(*flag) for flag in (("balanced", balanced), ("deterministic", deterministic))]
+    untested = as_bool("untested", untested)
+    if sp_size is not None and mesh is not None:
+        raise ValueError("expected sp_size or mesh, got both: a mesh has a size")
+    switch = Switch(sp_size, mesh, layout, flags[0], flash, flags[1], strategy, untested)
+    names = [base.__name__ for base in cls.__mro__]
+    _check_class(cls, names)
+    if "Trainer" in names:
+        from .trainer import ParallelTrainer as mixin
+    else:
+        from .accelerator import ParallelAccelerator as mixin
+    return make_class(mixin, cls, switch)
+
+
+def _check_class(cls: type, names: list[str]) -> None:
+    """Raise TypeError or ValueError for a class that cannot be sequence parallel.
+
+    names  the names of the class and its bases
+    """
+    packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
+    name = cls.__name__
+    if hasattr(cls, "_switch"):
+        raise ValueError(f"this {name} is already sequence parallel")
+    of_trainer = "Trainer" in names and "transformers" in packages
+    if not of_trainer and not ("Accelerator" in names and "accelerate" in packages):
+        raise TypeError(
+            "expected transformers' Trainer, one of TRL's trainers, accelerate's Accelerator, or a "
+            f"subclass, got {name}"
+        )
+    for generating in (*_GENERATING, "Seq2SeqTrainer"):
+        if generating in names:
+            raise ValueError(
+                f"{generating} generates while it trains, and over ranks there are no caches for "
+                "it: train with SFTTrainer, DPOTrainer or Trainer, or without sequence parallelism"
+            )
+    if "trl" in packages and not any(tested in names for tested in _TESTED_OF_TRL):
+        of_trl = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
+        raise ValueError(
+            f"TRL's {of_trl.__name__} was not tested over ranks: expected one of "
+            f"{', '.join(_TESTED_OF_TRL)}, or a subclass"
+        )

@@ -1,0 +1,161 @@
+"""A Trainer in which groups of ranks share each sequence."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
+
+from ....ranks.sequence_parallel import SequenceParallel
+from ....sequence.layout import IGNORE_INDEX
+from ..model import EnabledCausalLM
+from .accelerator import ParallelAccelerator
+from .models import find_enabled
+from .options import Switch, make_class
+
+
+class ParallelTrainer(Trainer):
+    """The methods of a Trainer that count a group of ranks as one process."""
+
+    label_smoother: LabelSmoother | None
+    _switch: Switch
+
+    @property
+    def sp(self) -> SequenceParallel:
+        """The ranks that share this rank's sequences."""
+        return self.accelerator.sp
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _check_arguments(self.args, self.model)
+        super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        kind: Any = make_class(ParallelAccelerator, type(accelerator), self._switch)
+        accelerator.__class__ = kind
+        accelerator.start()
+        # transformers keeps a bound method of the class before
+        self.gather_function = functools.partial(
+            accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+        if self.is_fsdp_enabled and hasattr(self.args, "model_init_kwargs"):
+            # TRL's default for a reference model would spread it over all GPUs, in each process.
+            self.args.model_init_kwargs = {
+                "device_map": None,
+                **(self.args.model_init_kwargs or {}),
+            }
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return super().get_total_train_batch_size(args) // self.sp.size
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        # Trainers add up those of all ranks.
+        return super().floating_point_ops(inputs) / self.sp.size
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        if self.sp.size > 1:
+            if (reference := getattr(self, "ref_model", None)) is not None:
+                self.accelerator.enable(reference)  # TRL shards it itself for FSDP
+            if self.label_smoother is not None and self.compute_loss_func is None:
+                inputs = self._smooth_over_ranks(model, inputs, num_items_in_batch)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        # DPOTrainer calls it before it prepares the model.
+        self.accelerator.enable(model)
+        return super().compute_ref_log_probs(model, inputs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        if self.sp.size > 1 and not prediction_loss_only:
+            inputs = {**inputs, "whole_outputs": True}
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _smooth_over_ranks(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
+    ) -> dict[str, Any]:
+        """Return the inputs with which a causal language model computes the smoothed loss itself,
+        without whole logits.
+        """
+        enabled, labels = find_enabled(self.accelerator.unwrap_model(model)), inputs.get("labels")
+        if labels is None or not isinstance(enabled, EnabledCausalLM):
+            return inputs
+        assert self.label_smoother is not None, "checked by the caller"
+        epsilon = self.label_smoother.epsilon
+        self.label_smoother = _SmoothedByModel(epsilon)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        more = {"shift_labels": targets, "label_smoothing": epsilon}
+        if num_items_in_batch is not None:
+            more["num_items_in_batch"] = num_items_in_batch
+        return {**more, **inputs}
+
+    def _count_ranks(self) -> AbstractContextManager:
+        return self.accelerator.count_ranks()
+
+    def _save_checkpoint(self, *args: Any, **named: Any) -> Any:
+        with self._count_ranks():
+            return super()._save_checkpoint(*args, **named)
+
+    def _load_from_checkpoint(self, *args: Any, **named: Any) -> Any:
+        with self._count_ranks():
+            return super()._load_from_checkpoint(*args, **named)
+
+    def _load_best_model(self) -> Any:
+        with self._count_ranks():
+            return super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, *args: Any, **named: Any) -> Any:
+        with self._count_ranks():
+            return super()._load_optimizer_and_scheduler(*args, **named)
+
+
+class _SmoothedByModel(LabelSmoother):
+    """The loss that the model has computed with label smoothing."""
+
+    def __call__(self, model_output: Any, *_args: Any, **_named: Any) -> Tensor:
+        return model_output["loss"]
+
+
+def _check_arguments(args: Any, model: Any) -> None:
+    """Raise ValueError for arguments of a Trainer that do not work over ranks."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"expected a process for each GPU, got one with {args.n_gpu} GPUs and so DataParallel: "
+            "start the script with torchrun or accelerate launch"
+        )
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "expected neftune_noise_alpha=None: its noise is scaled by the tokens of a rank, not "
+            "of the sequence"
+        )
+    kernels = args.liger_kernel_config or {}
+    if args.use_liger_kernel and kernels.get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            "expected use_liger_kernel=False, since Liger's fused loss replaces the model's "
+            'forward: leave it out, or pass liger_kernel_config={"fused_linear_cross_entropy": '
+            "False}"
+        )
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            "train_sampling_strategy='batch_rebalance' gives each rank other rows, and a group's "
+            "ranks need the same: choose 'random' or 'group_by_length'"
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "expected a model that was loaded whole, got one that from_pretrained sharded: leave "
+            "distributed_config out, and shard with fsdp"
+        )

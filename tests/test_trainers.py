@@ -1,0 +1,267 @@
+"""Trainers, TRL's trainers and accelerate loops: groups of ranks count as one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+import trl
+from accelerate import Accelerator, ParallelismConfig
+from peft import PrefixTuningConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from bmt_burst import init_sequence_parallel
+from bmt_burst.adapters.transformers import enable, sequence_parallel
+from tests.launcher import run_ranks
+from tests.trainers import (
+    Rows,
+    Stream,
+    begin,
+    changed,
+    collate,
+    model,
+    plain,
+    run_cases,
+    save_for_dpo,
+    train_with_sft,
+    train_with_trainer,
+)
+
+BOUND = 2e-5  # rounding of fp32 through three steps; losses, norms and rates are far from 0
+
+
+def compare(found: Any, expected: Any, at: str = "", bound: float = BOUND) -> None:
+    """Compare numbers: counts exactly, others within the bound of the largest."""
+    assert type(found) is type(expected), at
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), at
+        # The signs of differences that are 0 but for rounding: DPO starts at its reference.
+        tied = {"rewards/accuracies"} if abs(expected.get("rewards/margins", 1)) < 1e-4 else set()
+        for name in expected.keys() - tied:
+            compare(found[name], expected[name], f"{at}/{name}", bound)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), at
+        for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+            compare(x, y, f"{at}/{i}", bound)
+    elif isinstance(expected, torch.Tensor) and expected.is_floating_point():
+        assert found.shape == expected.shape, at
+        error = (found - expected).abs().max() / expected.abs().max()
+        assert error <= bound, (at, error)
+    elif isinstance(expected, float):
+        # These are small differences of terms of this size.
+        around = 10 if any(name in at for name in ("reward", "logits", "margin")) else 0
+        same = math.isclose(found, expected, rel_tol=bound, abs_tol=bound * around)
+        assert same, (at, found, expected)
+    else:
+        same = found.equal(expected) if isinstance(expected, torch.Tensor) else found == expected
+        assert same, (at, found, expected)
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "trainer": ("train_with_trainer", {}),
+    "accumulation": ("train_with_trainer", {"gradient_accumulation_steps": 2}),
+    "tokens of one group": ("train_with_trainer", {"average_tokens_across_devices": False}),
+    "label smoothing": (
+        "train_with_trainer",
+        {"label_smoothing_factor": 0.1, "of_metrics": True},
+    ),
+    "own loss": ("train_with_trainer", {"loss": True, "of_metrics": True}),
+    "metrics of batches": ("train_with_trainer", {"of_metrics": True, "batch_eval_metrics": True}),
+    "stream": ("train_with_trainer", {"stream": True}),
+    "resumed": ("resume_with_trainer", {}),
+    "sft": ("train_with_sft", {"per_device_train_batch_size": 3}),
+    "sft, packed": ("train_with_sft", {"packing": True, "checking": True}),
+    "sft, padded to a multiple": (
+        "train_with_sft",
+        {"packing": True, "pad_to_multiple_of": 16, "adapter": True},
+    ),
+    "sft, dft": ("train_with_sft", {"loss_type": "dft", "gradient_accumulation_steps": 2}),
+    "sft, label smoothing": ("train_with_sft", {"label_smoothing_factor": 0.1}),
+    "sft, own loss": ("train_with_sft", {"loss": True}),
+    "dpo": ("train_with_dpo", {}),
+    "dpo, precomputed": ("train_with_dpo", {"before": True}),
+    "dpo, lora": ("train_with_dpo", {"adapter": True, "loss_type": "ipo"}),
+    "dpo, lora, precomputed": ("train_with_dpo", {"adapter": True, "before": True}),
+    "rewards": ("train_with_rewards", {}),
+    "loop": ("train_with_loop", {}),
+    "loop, split batches": ("train_with_loop", {"split_batches": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[int, tuple[list[dict], list[list[dict]]]]:
+    """By the number of groups: results of plain processes, and of each rank of two to a group.
+
+    All cases run in the same processes, since importing TRL takes longest.
+    """
+    found = {}
+    for groups in (1, 2):
+        runs = []
+        for size, sp_size in ((groups, None), (2 * groups, 2)):
+            folder = tmp_path_factory.mktemp(f"ranks-{size}")
+            save_for_dpo(str(folder))
+            runs.append(run_ranks(size, run_cases, sp_size, list(CASES.values()), str(folder)))
+        [expected, *_], ranks = runs
+        found[groups] = expected, ranks
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_count_as_one_process(name, groups, results):
+    expected, ranks = results[groups]
+    case = [*CASES].index(name)
+    for found in ranks:
+        compare(found[case], expected[case])
+
+
+REFUSED_CLASSES = {
+    "Seq2SeqTrainer": "Seq2SeqTrainer generates while it trains",
+    "GRPOTrainer": "GRPOTrainer generates while it trains",
+    "RLOOTrainer": "RLOOTrainer generates while it trains",
+    "DistillationTrainer": "DistillationTrainer generates while it trains",
+    "KTOTrainer": "TRL's KTOTrainer was not tested over ranks: expected one of SFTTrainer, DPO",
+}
+
+
+def test_classes_that_cannot_be_are_refused():
+    for name, message in REFUSED_CLASSES.items():
+        cls = getattr(hf if hasattr(hf, name) else trl, name)
+        with pytest.raises(ValueError, match=message):
+            sequence_parallel(cls, sp_size=2)
+    for wrong, message in (
+        (dict, "expected transformers' Trainer, .*, got dict"),
+        (hf.TrainingArguments, "or a subclass, got TrainingArguments"),
+        (3, "expected a class, such as Trainer, got a int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            sequence_parallel(wrong)
+    once = sequence_parallel(hf.Trainer)
+    with pytest.raises(ValueError, match="this Trainer is already sequence parallel"):
+        sequence_parallel(once)
+    with pytest.raises(ValueError, match="expected sp_size or mesh, got both"):
+        sequence_parallel(hf.Trainer, sp_size=2, mesh=object())
+    with pytest.raises(TypeError, match="balanced must be True or False"):
+        sequence_parallel(hf.Trainer, balanced="yes")
+    assert issubclass(once, hf.Trainer) and once.__name__ == "Trainer"
+
+
+def refuse_arguments_on(rank: int) -> None:
+    """Check what is refused at the start of an object, or before the first step."""
+    for changes, message in (
+        ({"neftune_noise_alpha": 5.0}, "expected neftune_noise_alpha=None"),
+        ({"use_liger_kernel": True}, "expected use_liger_kernel=False"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "'batch_rebalance' gives each rank other"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "expected dispatch_batches=False or"),
+    ):
+        begin(rank)
+        with pytest.raises(ValueError, match=message):
+            train_with_trainer(changed(sp_size=2), **changes)
+    for options, message in (
+        ({"sp_size": 3}, "sp_size=3 does not divide the world of 2 ranks"),
+        ({"layout": "diagonal"}, "unknown layout 'diagonal'"),
+    ):
+        begin(rank)
+        with pytest.raises(ValueError, match=message):
+            changed(**options)(Accelerator)(cpu=True)
+    begin(rank)
+    accelerator = changed(sp_size=2)(Accelerator)(cpu=True)
+    for name in ("tp_size", "cp_size"):
+        # accelerate makes one on GPUs only
+        accelerator.state.parallelism_config = ParallelismConfig(**{name: 2})
+        with pytest.raises(ValueError, match=f"expected {name}=1 in the ParallelismConfig, got 2"):
+            accelerator.start()
+    accelerator.state.parallelism_config = None
+    assert accelerator.num_processes == 1 and accelerator.sp.size == 2
+    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    by_hand = enable(model(), init_sequence_parallel())
+    other = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9))
+    for wrong, error, message in (
+        (get_peft_model(model(), prefix), ValueError, "is PREFIX_TUNING, which puts tokens before"),
+        (by_hand, ValueError, "is already enabled, for other groups: pass a model that is not"),
+        (other, TypeError, "got a GPT2LMHeadModel: untested=True compares a small copy"),
+    ):
+        with pytest.raises(error, match=message):
+            accelerator.prepare(wrong)
+    for options, message in (
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0, which SFTConfig and DPOConfig"),
+    ):
+        begin(rank)
+        with pytest.raises(ValueError, match=message):
+            train_with_sft(changed(sp_size=2), kind="Qwen3MoeForCausalLM", **options)
+    # the ranks still understand each other
+    assert float(accelerator.sp.sum(torch.ones(()))) == 2
+
+
+def test_arguments_that_do_not_work_over_ranks_are_refused_on_all_ranks():
+    run_ranks(2, refuse_arguments_on)
+    with pytest.raises(ValueError, match="sp_size=2 needs as many processes or more, got one"):
+        changed(sp_size=2)(Accelerator)(cpu=True)
+
+
+def read_with_a_mesh(rank: int) -> tuple[list, list, int]:
+    """Return the batches of shuffled rows and of a stream, under an imagined mesh of HSDP."""
+    begin(rank)
+    accelerator = changed(sp_size=2)(Accelerator)(cpu=True)
+    accelerator.state.device_mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    found = []
+    for rows in (Rows(7), Stream(7)):
+        shuffle = {} if isinstance(rows, Stream) else {"shuffle": True}
+        loader = DataLoader(rows, batch_size=2, collate_fn=collate, **shuffle)
+        loader, rest = accelerator.prepare(loader), []
+        for batch in loader:
+            gathered = accelerator.gather_for_metrics([*batch["input_ids"].tolist()], True)
+            rest.append((batch["input_ids"].tolist(), gathered))
+        found.append(rest)
+    total = accelerator.reduce(torch.tensor(1.0))
+    return found, accelerator.gather(torch.tensor([accelerator.process_index])).tolist(), total
+
+
+def test_loaders_and_counts_under_a_mesh_of_all_ranks():
+    ranks = run_ranks(4, read_with_a_mesh)
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
+    (of_first, indices, total), (of_second, *_) = ranks[0], ranks[2]
+    assert indices == [0, 1] and float(total) == 2
+    for first, second in zip(of_first, of_second, strict=True):
+        assert len(first) == len(second) == 2
+        gathered = [row for _, rows in first for row in rows]
+        trimmed = sorted([x for x in row if x] for row in gathered)
+        assert trimmed == sorted(Rows(7)[i]["input_ids"] for i in range(7))  # each once
+        assert [x for x, _ in first] != [x for x, _ in second]
+
+
+def alone(rank: int, cases: list) -> None:
+    """Check that a group of one rank computes the same bits as the plain class."""
+    for name, options in cases:
+        found = []
+        for change in (plain, changed(sp_size=1)):
+            begin(rank)
+            found.append(globals()[name](change, **options))
+        expected, got = found
+        assert got["history"] == expected["history"]
+        for key, weight in expected["weights"].items():
+            assert got["weights"][key].equal(weight)
+
+
+def test_one_rank_a_group_is_the_plain_class():
+    run_ranks(1, alone, [("train_with_trainer", {}), ("train_with_sft", {"packing": True})])
+
+
+def evaluate_first(rank: int, sp_size: int | None) -> dict[str, Any]:
+    begin(rank)
+    change = plain if sp_size is None else changed(sp_size=sp_size)
+    return train_with_trainer(change, evaluated_first=True, of_metrics=True)
+
+
+def test_an_evaluation_before_training():
+    """transformers alone then trains several processes without DDP, so the reference is one."""
+    [expected] = run_ranks(1, evaluate_first, None)
+    for found in run_ranks(2, evaluate_first, 2):
+        compare(found, expected)

@@ -1,0 +1,395 @@
+"""Short runs of trainers and of an accelerate loop, on ranks: one function for each kind.
+
+Each takes a function that changes the class, and returns numbers that must not depend on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers as hf
+from torch.utils.data import Dataset, IterableDataset
+
+from bmt_burst.adapters.transformers import sequence_parallel
+from tests.launcher import GPUS
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def begin(rank: int) -> None:
+    """Give this rank the environment that a launcher gives it, which accelerate reads, and let
+    accelerate forget its earlier states.
+    """
+    from accelerate.state import AcceleratorState, GradientState
+
+    size = dist.get_world_size()
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TQDM_DISABLE": 1}
+    if size > 1 or GPUS:
+        os.environ.update({name: str(value) for name, value in places.items()})
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+
+
+def run_cases(
+    rank: int, sp_size: int | None, cases: Sequence[tuple[str, dict]], folder: str
+) -> list[dict]:
+    """Run cases on this rank: functions of this module by name, with their arguments. Without an
+    sp_size with plain classes. `folder` is shared by all ranks, and has what `save_for_dpo` saves.
+    """
+    found = []
+    for name, options in cases:
+        begin(rank)
+        change = plain if sp_size is None else changed(sp_size=sp_size)
+        function = globals()[name]
+        shared = {"path", "folder"} & inspect.signature(function).parameters.keys()
+        found.append(function(change, **dict.fromkeys(shared, folder), **options))
+    return found
+
+
+def model(kind: str = "LlamaForCausalLM", **changes: Any) -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    config = getattr(hf, f"{kind.partition('For')[0]}Config")
+    return getattr(hf, kind)(config(**SIZES | changes))
+
+
+class Rows(Dataset):
+    """Rows of 21 to 40 tokens, with labels."""
+
+    def __init__(self, count: int):
+        draw = torch.Generator().manual_seed(1)
+        self.rows = [
+            torch.randint(3, 64, (int(torch.randint(21, 41, (), generator=draw)),), generator=draw)
+            for _ in range(count)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": self.rows[index].tolist()}
+
+
+class Stream(IterableDataset):
+    def __init__(self, count: int):
+        self.rows = Rows(count)
+
+    def __iter__(self):
+        return (self.rows[i] | {"padded": 40} for i in range(len(self.rows)))
+
+
+def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """Pad on the right to the longest row."""
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row["input_ids"]) for row in rows], batch_first=True
+    )
+    if "padded" in rows[0]:
+        ids = F.pad(ids, (0, rows[0]["padded"] - ids.shape[1]))
+    return {
+        "input_ids": ids,
+        "attention_mask": ids.ne(0).long(),
+        "labels": ids.masked_fill(ids.eq(0), -100),
+    }
+
+
+def arguments(folder: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        # so that the rounding of tiny gradients does not move weights
+        "adam_epsilon": 1e-2,
+        "max_grad_norm": 0.5,
+        "report_to": [],
+        "use_cpu": not GPUS,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "include_num_input_tokens_seen": "all",
+        "dataloader_pin_memory": False,
+        **changes,
+    }
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    """What a trainer logged, but for times."""
+    times = ("runtime", "per_second", "preparation")
+    return [
+        {k: v for k, v in row.items() if not any(time in k for time in times)}
+        for row in trainer.state.log_history
+    ]
+
+
+def weights(trained: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Whole weights, on the CPU, by the names that they have without wrappers."""
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
+        for name, p in trained.named_parameters()
+    }
+
+
+Change = Callable[[type], type]
+
+
+def plain(cls: type) -> type:
+    return cls
+
+
+def changed(**options: Any) -> Change:
+    return lambda cls: sequence_parallel(cls, **options)
+
+
+def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss of whole logits: also a term that no token has alone."""
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    last = logits[:, 5].logsumexp(-1).sum()
+    return (total + last) / (100 if num_items_in_batch is None else num_items_in_batch)
+
+
+def metrics(found: Any, compute_result: bool = True) -> dict[str, float]:
+    """Metrics of whole rows, in order."""
+    logits, labels = (torch.as_tensor(x) for x in (found.predictions, found.label_ids))
+    right = (logits[:, :-1].argmax(-1) == labels[:, 1:]).sum(1).tolist()
+    return {"rows": len(logits), **{f"right_{i}": x for i, x in enumerate(right)}}
+
+
+def train_with_trainer(
+    change: Change,
+    stream: bool = False,
+    loss: bool = False,
+    of_metrics: bool = False,
+    evaluated_first: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = change(hf.Trainer)(
+            model=model(),
+            args=hf.TrainingArguments(
+                **arguments(folder, **changes), remove_unused_columns=not stream
+            ),
+            train_dataset=Stream(13) if stream else Rows(13),
+            eval_dataset=Rows(7),
+            data_collator=collate,
+            compute_loss_func=own_loss if loss else None,
+            compute_metrics=metrics if of_metrics else None,
+        )
+        found: dict[str, Any] = {}
+        if evaluated_first:
+            found["before"] = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        found["evaluated"] = trainer.evaluate()["eval_loss"]
+        predicted = trainer.predict(Rows(7))
+        labels = torch.from_numpy(predicted.label_ids)
+        found["labels"] = labels
+        # logits of padding have no meaning
+        found["predictions"] = torch.from_numpy(predicted.predictions)[labels.ne(-100)]
+        found["batch"] = trainer.get_total_train_batch_size(trainer.args)
+        return found | {"history": history(trainer), "weights": weights(trainer.model)}
+
+
+def tokenizer() -> Any:
+    """A tokenizer of the 64 words t0 to t63."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3"
+    )
+
+
+def text(ids: torch.Tensor) -> str:
+    return " ".join(f"t{i}" for i in ids.tolist())
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    torch.manual_seed(5)
+    # with weights that are not 0, so that all of them have gradients in the first step
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def resume_with_trainer(change: Change, folder: str, **changes: Any) -> dict[str, Any]:
+    """Train two steps of an epoch, then three more in a new trainer, and load the best model."""
+    args = arguments(folder, save_strategy="steps", save_steps=2, eval_strategy="steps")
+    args |= {"load_best_model_at_end": True, "eval_steps": 2, "max_steps": 4} | changes
+
+    def make() -> Any:
+        return change(hf.Trainer)(
+            model=model(),
+            args=hf.TrainingArguments(**args),
+            train_dataset=Rows(13),
+            eval_dataset=Rows(7),
+            data_collator=collate,
+        )
+
+    make().train()
+    dist.barrier()
+    trainer = make()
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    trainer.save_model(f"{folder}/saved")
+    dist.barrier()
+    saved = hf.AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
+    assert type(saved) is hf.LlamaForCausalLM
+    return {"history": history(trainer), "weights": weights(saved)}
+
+
+def train_with_sft(
+    change: Change,
+    adapter: bool = False,
+    loss: bool = False,
+    checking: bool = False,
+    kind: str = "LlamaForCausalLM",
+    **changes: Any,
+) -> dict[str, Any]:
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    options = arguments("", max_length=64, gradient_checkpointing=checking, bf16=False) | changes
+    rows = datasets.Dataset.from_list([Rows(13)[i] for i in range(13)])
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = change(SFTTrainer)(
+            model=model(kind),
+            args=SFTConfig(**options | {"output_dir": folder}),
+            train_dataset=rows,
+            eval_dataset=datasets.Dataset.from_list([Rows(7)[i] for i in range(7)]),
+            processing_class=tokenizer(),
+            peft_config=lora() if adapter else None,
+            compute_loss_func=own_loss if loss else None,
+        )
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+        return {
+            "history": history(trainer),
+            "evaluated": evaluated,
+            "weights": weights(trainer.model),
+        }
+
+
+def pairs(count: int) -> list[dict[str, str]]:
+    """Prompts with two completions."""
+    rows, others = Rows(count), Rows(2 * count)
+    return [
+        {
+            "prompt": text(rows.rows[i][:9]) + " ",
+            "chosen": text(rows.rows[i][9:]),
+            "rejected": text(others.rows[count + i]),
+        }
+        for i in range(count)
+    ]
+
+
+def save_for_dpo(path: str) -> None:
+    """Save a model and pairs. Ranks share what TRL keeps beside a dataset on the disk."""
+    import datasets
+
+    model().save_pretrained(path)
+    for count in (13, 7):
+        datasets.Dataset.from_list(pairs(count)).save_to_disk(f"{path}/pairs-{count}")
+
+
+def train_with_dpo(
+    change: Change, path: str, adapter: bool = False, before: bool = False, **changes: Any
+) -> dict[str, Any]:
+    import datasets
+    from trl import DPOConfig, DPOTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = arguments(folder, max_length=64, **changes) | {"bf16": False}
+        trainer = change(DPOTrainer)(
+            model=path,
+            args=DPOConfig(**options, precompute_ref_log_probs=before),
+            train_dataset=datasets.load_from_disk(f"{path}/pairs-13"),
+            eval_dataset=datasets.load_from_disk(f"{path}/pairs-7"),
+            processing_class=tokenizer(),
+            peft_config=lora() if adapter else None,
+        )
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+        return {
+            "history": history(trainer),
+            "evaluated": evaluated,
+            "weights": weights(trainer.model),
+        }
+
+
+def train_with_rewards(change: Change, **changes: Any) -> dict[str, Any]:
+    import datasets
+    from trl import RewardConfig, RewardTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = arguments(folder, max_length=64, **changes) | {"bf16": False}
+        trainer = change(RewardTrainer)(
+            model=model("LlamaForSequenceClassification", num_labels=1),
+            args=RewardConfig(**options),
+            train_dataset=datasets.Dataset.from_list(pairs(13)),
+            eval_dataset=datasets.Dataset.from_list(pairs(7)),
+            processing_class=tokenizer(),
+        )
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+        return {
+            "history": history(trainer),
+            "evaluated": evaluated,
+            "weights": weights(trainer.model),
+        }
+
+
+def train_with_loop(change: Change, **options: Any) -> dict[str, Any]:
+    """A loop of accelerate's with accumulation, clipping, a scheduler and metrics."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = change(Accelerator)(cpu=not GPUS, gradient_accumulation_steps=2, **options)
+    torch.manual_seed(3)
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, eps=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    loader = DataLoader(Rows(13), batch_size=2, shuffle=True, collate_fn=collate)
+    trained, optimizer, loader, scheduler = accelerator.prepare(
+        trained, optimizer, loader, scheduler
+    )
+    losses, norms, counts = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(trained):
+            loss = trained(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(trained.parameters(), 0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        counts.append(len(accelerator.gather_for_metrics([*batch["input_ids"]], True)))
+    index = torch.tensor([accelerator.process_index], device=accelerator.device)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "counts": counts,
+        "rate": scheduler.get_last_lr()[0],
+        "gathered": accelerator.gather(index).cpu(),
+        "weights": weights(accelerator.unwrap_model(trained)),
+    }
