@@ -1,0 +1,46 @@
+"""Fine-tuning of a Llama with transformers' Trainer: every process has different sequences.
+trainer_after.py adds sequence parallelism.
+
+torchrun --nproc-per-node 2 train/examples/trainer_before.py
+"""
+
+import tempfile
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+VOCABULARY, LENGTH, STEPS = 256, 509, 10
+
+
+def sequences():
+    """Return rows of tokens. Each token is 3 more than the last."""
+    rows = [(first + 3 * torch.arange(LENGTH)) % VOCABULARY for first in range(4 * STEPS)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def small_llama():
+    """Return a stand-in for LlamaForCausalLM.from_pretrained(...)."""
+    set_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=2,
+            learning_rate=3e-3,
+            max_steps=STEPS,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+        )
+        trainer = Trainer(model=small_llama(), args=arguments, train_dataset=sequences())
+        trainer.train()
+        trainer.end()
+
+
+if __name__ == "__main__":
+    main()
