@@ -779,20 +779,22 @@ def test_ranks_that_share_sequences_are_one_process_to_what_averages():
                 assert relative_error(grad, mean[name]) < BOUND, name
 
 
-def test_a_few_lines_make_a_script_sequence_parallel():
-    """One process with whole sequences, and two with a half of each."""
+@pytest.mark.parametrize(("script", "bound"), [("transformers", 1e-5), ("trainer", 1e-3)])
+def test_a_few_lines_make_a_script_sequence_parallel(script, bound):
+    """One process with whole sequences, and two with a half of each. A Trainer prints 4 digits."""
     curves = []
     for size, name in ((1, "before"), (2, "after")):
-        code, printed = run_script(size, f"train/examples/transformers_{name}.py")
+        code, printed = run_script(size, f"train/examples/{script}_{name}.py")
         assert code == 0, printed[-3000:]
-        curves.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)])
+        losses = re.findall(r"\bloss(?:': ')? ?([\d.]+)", printed)
+        # transformers 5.24 prints those of each process
+        curves.append([float(loss) for loss in losses[:: max(len(losses) // 10, 1)]])
     before, after = curves
     assert len(before) == 10
     assert before[-1] < 0.9 * before[0]
-    assert after == pytest.approx(before, rel=1e-5)
+    assert after == pytest.approx(before, rel=bound)
     sources = [
-        (ROOT / f"train/examples/transformers_{name}.py").read_text()
-        for name in ("before", "after")
+        (ROOT / f"train/examples/{script}_{name}.py").read_text() for name in ("before", "after")
     ]
     lines = [set(source[source.index("import ") :].splitlines()) for source in sources]
     assert len(lines[1] - lines[0]) <= 5
