@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from bmt_burst import init_sequence_parallel
 from bmt_burst.adapters.transformers import enable, sequence_parallel
-from tests.launcher import run_ranks
+from tests.launcher import GPUS, run_ranks
 from tests.trainers import (
     Rows,
     Stream,
@@ -162,6 +162,10 @@ def refuse_arguments_on(rank: int) -> None:
         begin(rank)
         with pytest.raises(ValueError, match=message):
             train_with_trainer(changed(sp_size=2), **changes)
+    if not GPUS:
+        begin(rank)
+        with pytest.raises(ValueError, match="accelerate sees one process, but there are 2"):
+            changed(sp_size=2)(Accelerator)()
     for options, message in (
         ({"sp_size": 3}, "sp_size=3 does not divide the world of 2 ranks"),
         ({"layout": "diagonal"}, "unknown layout 'diagonal'"),

@@ -30,6 +30,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
+            use_cpu=not torch.cuda.is_available(),
             per_device_train_batch_size=2,
             learning_rate=3e-3,
             max_steps=STEPS,

@@ -65,6 +65,13 @@ class ParallelAccelerator(Accelerator):
                 f"expected DDP or FSDP, got {self.distributed_type.value}, which sequence "
                 "parallelism was not made for: leave it out"
             )
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks > 1 and self.distributed_type == DistributedType.NO:
+            raise ValueError(
+                f"accelerate sees one process, but there are {ranks}, so gradients would not be "
+                "averaged: on CPUs pass use_cpu=True to TrainingArguments or cpu=True to the "
+                "Accelerator, else start the script with torchrun or accelerate launch"
+            )
         config = self.parallelism_config
         for name in ("tp_size", "cp_size", "sp_size"):
             if config is not None and (getattr(config, name) or 1) > 1:
