@@ -230,6 +230,20 @@ def compare_table(rows: list[Row]) -> str:
     return list_rows(rows, "compare", columns)
 
 
+def trainers_table(rows: list[Row]) -> str:
+    """Format the speed and the memory of trainers over ranks."""
+    columns: dict[str, Column] = {
+        "trainer": "case",
+        "GPUs": "gpus",
+        "tokens": lambda row: tokens(row["seq_len"]),
+        "vocabulary": "vocab_size",
+        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "peak GiB": "peak_gib",
+        "whole logits GiB": "whole_logits_gib",
+    }
+    return list_rows(rows, "trainers", columns)
+
+
 TABLES = {
     "Scores with a bias, compared with the same pairs without one": bias_table,
     "USP: TFLOP/s of forward and backward": usp_table,
@@ -238,6 +252,7 @@ TABLES = {
     "One rank with imagined peers: TFLOP/s": one_rank_table,
     "Sparse and dense attention": sparse_table,
     "Training": training_table,
+    "Trainers": trainers_table,
     "Saves": saving_table,
     "Where the time goes: ms": timeline_table,
     "Host time of a call: ms": host_time_table,

@@ -101,6 +101,12 @@ SECTIONS = {
         "bench/live_training.py",
         f"{_MEDIANS} on one row",
     ),
+    "trainers-*": Section(
+        "training",
+        "Trainers of transformers and TRL over ranks",
+        "bench/trainers.py",
+        f"{_MEDIANS}; the last column is the size of the logits of a whole sequence in fp32",
+    ),
     "saving-*": Section("training", "How long a save stops training", "bench/saving.py"),
 }
 
