@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ class ParallelAccelerator(Accelerator):
     def start(self) -> None:
         """Make the groups, once accelerate has initialised torch.distributed."""
         self._check()
-        self._evaluated: list[nn.Module] = []
+        self._evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         switch = self._switch
         if dist.is_initialized():
             self.sp = init_sequence_parallel(switch.sp_size, layout=switch.layout, mesh=switch.mesh)
@@ -138,7 +139,7 @@ class ParallelAccelerator(Accelerator):
             self._forget(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if evaluation_mode:
-            self._evaluated.append(model)
+            self._evaluated.add(model)
         return prepared
 
     def _forget(self, model: nn.Module) -> None:
