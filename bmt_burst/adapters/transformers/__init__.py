@@ -22,8 +22,8 @@ forward takes its own arguments, of whole sequences, and cuts them itself:
                         the documents of one row, as TRL's collator sends them
     num_items_in_batch  divides the sum of the losses, instead of the number of targets: a number or
                         a tensor of one element
-    label_smoothing     the part of each target that is spread over the vocabulary. The loss then
-                        comes without logits
+    label_smoothing     the part of each target that is spread over the vocabulary
+    loss_only           True to leave out the logits, which mixed precision would copy in fp32
     whole_outputs       True for whole logits and hidden states, (B, S, ...) on every rank, in the
                         order of the input
     fused_lm_head       True for the outputs of TRL's fused head, of whole sequences

@@ -24,7 +24,7 @@ from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_docu
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
 _NUMBERS = ("num_items_in_batch", *LONGEST)
-_OURS = ("whole_outputs", "fused_lm_head", "label_smoothing")
+_OURS = ("whole_outputs", "loss_only", "fused_lm_head", "label_smoothing")
 _COMPARED = ("input_ids", *_WHOLE, *CU_SEQ_LENS, *_NUMBERS)
 _OTHERS = ("logits_to_keep", "use_cache", "output_hidden_states", "return_dict")
 _KNOWN = {*_OF_TOKENS, *_COMPARED, *_OTHERS, *_OURS}
@@ -70,6 +70,7 @@ class ForwardInputs:
     part           the arguments of the model's own forward: this rank's part of them
     cut            how the batch is cut
     whole          whether logits and hidden states are returned whole
+    loss_only      whether logits are left out
     fused          whether TRL's fused head computes log-probabilities instead of logits
     label_smoothing  the part of each target that is spread over the vocabulary
     targets        the token after each one, (B, S), if labels were given
@@ -90,9 +91,10 @@ class ForwardInputs:
         smoothing = as_float("label_smoothing", self.arguments.get("label_smoothing", 0.0))
         self.label_smoothing = 0.0 if self.fused else smoothing
         self.targets = self._find_targets()
-        by_default = caller.whole_by_default and self.targets is None
-        asked = as_bool("whole_outputs", self.arguments.get("whole_outputs", by_default))
-        self.whole = caller.always_whole or asked
+        self.loss_only = as_bool("loss_only", self.arguments.get("loss_only", False))
+        reads_logits = self.targets is None and not self.loss_only
+        asked = self.arguments.get("whole_outputs", caller.whole_by_default and reads_logits)
+        self.whole = caller.always_whole or as_bool("whole_outputs", asked)
         masks = find_masks(self.arguments, size, seq_len)
         if caller.config.model_type in _OF_ONE_DOCUMENT and any(map(has_documents, masks)):
             raise ValueError(

@@ -131,8 +131,8 @@ class EnabledModel(Enabled):
             inputs.label_smoothing,
         )
         part = inputs.part | {"bmt_burst": context}
-        # outputs are made whole by name
-        by_name = inputs.whole or inputs.label_smoothing
+        # outputs are changed by name
+        by_name = inputs.whole or inputs.loss_only
         return inputs, part | {"return_dict": True} if by_name else part
 
     def _describe(self) -> Caller:
@@ -154,9 +154,9 @@ class EnabledModel(Enabled):
         """Return the outputs of the model's own forward, whole if that was asked for."""
         if inputs.fused:
             return join_fused(out, inputs)
+        if inputs.loss_only and "logits" in out:
+            out["logits"] = None
         if not inputs.whole:
-            if inputs.label_smoothing:
-                out["logits"] = None  # a Trainer would copy them
             return out
         for name in ("logits", "last_hidden_state"):
             if out.get(name) is not None:

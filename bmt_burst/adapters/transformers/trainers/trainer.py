@@ -65,8 +65,11 @@ class ParallelTrainer(Trainer):
         if self.sp.size > 1:
             if (reference := getattr(self, "ref_model", None)) is not None:
                 self.accelerator.enable(reference)  # TRL shards it itself for FSDP
-            if self.label_smoother is not None and self.compute_loss_func is None:
-                inputs = self._smooth_over_ranks(model, inputs, num_items_in_batch)
+            if inputs.get("labels") is not None:
+                if self.label_smoother is not None and self.compute_loss_func is None:
+                    inputs = self._smooth_over_ranks(model, inputs, num_items_in_batch)
+                elif not return_outputs and self._reads_loss_only():
+                    inputs = {"loss_only": True, **inputs}
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -83,6 +86,8 @@ class ParallelTrainer(Trainer):
     ) -> Any:
         if self.sp.size > 1 and not prediction_loss_only:
             inputs = {**inputs, "whole_outputs": True}
+        elif self.sp.size > 1 and self._reads_loss_only():
+            inputs = {**inputs, "loss_only": True}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _smooth_over_ranks(
@@ -91,17 +96,24 @@ class ParallelTrainer(Trainer):
         """Return the inputs with which a causal language model computes the smoothed loss itself,
         without whole logits.
         """
-        enabled, labels = find_enabled(self.accelerator.unwrap_model(model)), inputs.get("labels")
-        if labels is None or not isinstance(enabled, EnabledCausalLM):
+        enabled = find_enabled(self.accelerator.unwrap_model(model))
+        if not isinstance(enabled, EnabledCausalLM):
             return inputs
         assert self.label_smoother is not None, "checked by the caller"
         epsilon = self.label_smoother.epsilon
         self.label_smoother = _SmoothedByModel(epsilon)
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         more = {"shift_labels": targets, "label_smoothing": epsilon}
+        more["loss_only"] = not inputs.get("whole_outputs", False)
         if num_items_in_batch is not None:
             more["num_items_in_batch"] = num_items_in_batch
         return {**more, **inputs}
+
+    def _reads_loss_only(self) -> bool:
+        """Whether the loss is computed by transformers' Trainer, from that of the model."""
+        after = type(self).__mro__[type(self).__mro__.index(ParallelTrainer) + 1 :]
+        owner = next(base for base in after if "compute_loss" in vars(base))
+        return owner is Trainer and self.compute_loss_func is None
 
     def _count_ranks(self) -> AbstractContextManager:
         return self.accelerator.count_ranks()
