@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from bmt_burst import init_sequence_parallel
 from bmt_burst.adapters.transformers import enable, sequence_parallel
+from bmt_burst.errors import RanksDisagree
 from tests.launcher import GPUS, run_ranks
 from tests.trainers import (
     Rows,
@@ -72,6 +74,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "own loss": ("train_with_trainer", {"loss": True, "of_metrics": True}),
     "metrics of batches": ("train_with_trainer", {"of_metrics": True, "batch_eval_metrics": True}),
     "stream": ("train_with_trainer", {"stream": True}),
+    "loss of a subclass": (
+        "train_with_trainer",
+        {"subclass": True, "label_smoothing_factor": 0.1},
+    ),
+    "evaluation of a stream": (
+        "train_with_trainer",
+        {"stream": True, "of_metrics": True, "dataloader_num_workers": 2},
+    ),
     "resumed": ("resume_with_trainer", {}),
     "sft": ("train_with_sft", {"per_device_train_batch_size": 3}),
     "sft, packed": ("train_with_sft", {"packing": True, "checking": True}),
@@ -81,12 +91,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "sft, dft": ("train_with_sft", {"loss_type": "dft", "gradient_accumulation_steps": 2}),
     "sft, label smoothing": ("train_with_sft", {"label_smoothing_factor": 0.1}),
+    "sft, stream": ("train_with_sft", {"stream": True}),
     "sft, own loss": ("train_with_sft", {"loss": True}),
     "dpo": ("train_with_dpo", {}),
     "dpo, precomputed": ("train_with_dpo", {"before": True}),
     "dpo, lora": ("train_with_dpo", {"adapter": True, "loss_type": "ipo"}),
     "dpo, lora, precomputed": ("train_with_dpo", {"adapter": True, "before": True}),
-    "rewards": ("train_with_rewards", {}),
+    "rewards": ("train_with_rewards", {"center_rewards_coefficient": 0.1}),
+    "sft, then dpo": ("train_twice", {}),
     "loop": ("train_with_loop", {}),
     "loop, split batches": ("train_with_loop", {"split_batches": True}),
 }
@@ -125,7 +137,7 @@ REFUSED_CLASSES = {
     "GRPOTrainer": "GRPOTrainer generates while it trains",
     "RLOOTrainer": "RLOOTrainer generates while it trains",
     "DistillationTrainer": "DistillationTrainer generates while it trains",
-    "KTOTrainer": "TRL's KTOTrainer was not tested over ranks: expected one of SFTTrainer, DPO",
+    "KTOTrainer": "KTOTrainer of trl.trainer.kto_trainer was not tested over ranks: expected TRL",
 }
 
 
@@ -134,6 +146,11 @@ def test_classes_that_cannot_be_are_refused():
         cls = getattr(hf if hasattr(hf, name) else trl, name)
         with pytest.raises(ValueError, match=message):
             sequence_parallel(cls, sp_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is experimental
+        from trl.experimental.gkd import GKDTrainer
+    with pytest.raises(ValueError, match=r"GKDTrainer of trl.experimental.* was not tested over"):
+        sequence_parallel(GKDTrainer)  # a subclass of SFTTrainer that generates
     for wrong, message in (
         (dict, "expected transformers' Trainer, .*, got dict"),
         (hf.TrainingArguments, "or a subclass, got TrainingArguments"),
@@ -164,8 +181,16 @@ def refuse_arguments_on(rank: int) -> None:
             train_with_trainer(changed(sp_size=2), **changes)
     if not GPUS:
         begin(rank)
-        with pytest.raises(ValueError, match="accelerate sees one process, but there are 2"):
+        with pytest.raises(ValueError, match="accelerate sees one process, but there are several"):
             changed(sp_size=2)(Accelerator)()
+    begin(rank)
+    with pytest.raises(
+        RanksDisagree, match=r"differ in max_steps of .*: rank 0 has '2', rank 1 has '3'"
+    ):
+        train_with_trainer(changed(sp_size=2), max_steps=2 + rank)  # one would wait for the other
+    begin(rank)
+    with pytest.raises(ValueError, match=r"expected neftune_noise_alpha=None|rank 1 of "):
+        train_with_trainer(changed(sp_size=2), neftune_noise_alpha=5.0 if rank else None)
     for options, message in (
         ({"sp_size": 3}, "sp_size=3 does not divide the world of 2 ranks"),
         ({"layout": "diagonal"}, "unknown layout 'diagonal'"),
@@ -179,7 +204,7 @@ def refuse_arguments_on(rank: int) -> None:
         # accelerate makes one on GPUs only
         accelerator.state.parallelism_config = ParallelismConfig(**{name: 2})
         with pytest.raises(ValueError, match=f"expected {name}=1 in the ParallelismConfig, got 2"):
-            accelerator.start()
+            accelerator._make_groups()
     accelerator.state.parallelism_config = None
     assert accelerator.num_processes == 1 and accelerator.sp.size == 2
     prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
@@ -192,12 +217,9 @@ def refuse_arguments_on(rank: int) -> None:
     ):
         with pytest.raises(error, match=message):
             accelerator.prepare(wrong)
-    for options, message in (
-        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0, which SFTConfig and DPOConfig"),
-    ):
-        begin(rank)
-        with pytest.raises(ValueError, match=message):
-            train_with_sft(changed(sp_size=2), kind="Qwen3MoeForCausalLM", **options)
+    begin(rank)
+    with pytest.raises(ValueError, match="router_aux_loss_coef=0, which SFTConfig and DPOConfig"):
+        train_with_sft(changed(sp_size=2), kind="Qwen3MoeForCausalLM", router_aux_loss_coef=0.1)
     # the ranks still understand each other
     assert float(accelerator.sp.sum(torch.ones(()))) == 2
 
@@ -256,6 +278,29 @@ def alone(rank: int, cases: list) -> None:
 
 def test_one_rank_a_group_is_the_plain_class():
     run_ranks(1, alone, [("train_with_trainer", {}), ("train_with_sft", {"packing": True})])
+
+
+def use_again(rank: int) -> None:
+    """Train a model with two trainers, and let one rank ask all to stop."""
+    begin(rank)
+    accelerator = changed(sp_size=2)(Accelerator)(cpu=not GPUS)
+    if rank == 1:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger() and not accelerator.check_trigger()
+    assert accelerator.reduce(torch.tensor(3), "mean") == 3
+    assert accelerator.is_last_process == (rank == 1)
+    trained = model()
+    first = train_with_trainer(changed(sp_size=2), trained=trained)
+    assert trained._sp is not accelerator.sp
+    again = train_with_trainer(changed(sp_size=2, strategy="ulysses"), trained=trained)
+    assert again["history"][0]["loss"] < first["history"][0]["loss"]
+    wrapped = torch.nn.ModuleDict({"lm": trained, "value": torch.nn.Linear(64, 1)})
+    accelerator.prepare(wrapped)
+    assert trained._sp is accelerator.sp
+
+
+def test_a_model_may_have_several_trainers_and_wrappers():
+    run_ranks(2, use_again)
 
 
 def evaluate_first(rank: int, sp_size: int | None) -> dict[str, Any]:

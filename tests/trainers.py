@@ -133,7 +133,7 @@ def arguments(folder: str, **changes: Any) -> dict[str, Any]:
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
-    """What a trainer logged, but for times."""
+    """Return the logs of a trainer without times."""
     times = ("runtime", "per_second", "preparation")
     return [
         {k: v for k, v in row.items() if not any(time in k for time in times)}
@@ -142,10 +142,21 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 
 def weights(trained: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Whole weights, on the CPU, by the names that they have without wrappers."""
+    """Return whole weights on the CPU by name."""
     return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu().clone().clone()
         for name, p in trained.named_parameters()
+    }
+
+
+def run(trainer: Any) -> dict[str, Any]:
+    """Train and evaluate. Return logs, the loss of the evaluation and weights."""
+    trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
+    return {
+        "history": history(trainer),
+        "evaluated": evaluated,
+        "weights": weights(trainer.model),
     }
 
 
@@ -161,7 +172,7 @@ def changed(**options: Any) -> Change:
 
 
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss of whole logits: also a term that no token has alone."""
+    """Compute a loss of whole logits, with a term that no token has alone."""
     logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     last = logits[:, 5].logsumexp(-1).sum()
@@ -169,10 +180,19 @@ def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None)
 
 
 def metrics(found: Any, compute_result: bool = True) -> dict[str, float]:
-    """Metrics of whole rows, in order."""
+    """Compute metrics of whole rows, in order."""
     logits, labels = (torch.as_tensor(x) for x in (found.predictions, found.label_ids))
     right = (logits[:, :-1].argmax(-1) == labels[:, 1:]).sum(1).tolist()
     return {"rows": len(logits), **{f"right_{i}": x for i, x in enumerate(right)}}
+
+
+class OwnLoss(hf.Trainer):
+    """A Trainer with a loss of the model's loss and of its logits."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_others):
+        out = model(**inputs)
+        loss = out.loss + 0.1 * out.logits[:, 5].logsumexp(-1).pow(2).mean()
+        return (loss, out) if return_outputs else loss
 
 
 def train_with_trainer(
@@ -181,16 +201,19 @@ def train_with_trainer(
     loss: bool = False,
     of_metrics: bool = False,
     evaluated_first: bool = False,
+    subclass: bool = False,
+    trained: hf.PreTrainedModel | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
+    cls = OwnLoss if subclass else hf.Trainer
     with tempfile.TemporaryDirectory() as folder:
-        trainer = change(hf.Trainer)(
-            model=model(),
+        trainer = change(cls)(
+            model=trained or model(),
             args=hf.TrainingArguments(
                 **arguments(folder, **changes), remove_unused_columns=not stream
             ),
             train_dataset=Stream(13) if stream else Rows(13),
-            eval_dataset=Rows(7),
+            eval_dataset=Stream(7) if stream and of_metrics else Rows(7),
             data_collator=collate,
             compute_loss_func=own_loss if loss else None,
             compute_metrics=metrics if of_metrics else None,
@@ -210,7 +233,7 @@ def train_with_trainer(
 
 
 def tokenizer() -> Any:
-    """A tokenizer of the 64 words t0 to t63."""
+    """Return a tokenizer of the 64 words t0 to t63."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t3"))
@@ -263,6 +286,8 @@ def train_with_sft(
     loss: bool = False,
     checking: bool = False,
     kind: str = "LlamaForCausalLM",
+    stream: bool = False,
+    trained: hf.PreTrainedModel | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     import datasets
@@ -270,9 +295,11 @@ def train_with_sft(
 
     options = arguments("", max_length=64, gradient_checkpointing=checking, bf16=False) | changes
     rows = datasets.Dataset.from_list([Rows(13)[i] for i in range(13)])
+    if stream:
+        rows = rows.to_iterable_dataset(num_shards=2)
     with tempfile.TemporaryDirectory() as folder:
         trainer = change(SFTTrainer)(
-            model=model(kind),
+            model=trained or model(kind),
             args=SFTConfig(**options | {"output_dir": folder}),
             train_dataset=rows,
             eval_dataset=datasets.Dataset.from_list([Rows(7)[i] for i in range(7)]),
@@ -280,23 +307,25 @@ def train_with_sft(
             peft_config=lora() if adapter else None,
             compute_loss_func=own_loss if loss else None,
         )
-        trainer.train()
-        evaluated = trainer.evaluate()["eval_loss"]
-        return {
-            "history": history(trainer),
-            "evaluated": evaluated,
-            "weights": weights(trainer.model),
-        }
+        return run(trainer)
 
 
-def pairs(count: int) -> list[dict[str, str]]:
-    """Prompts with two completions."""
+def train_twice(change: Change, path: str) -> dict[str, Any]:
+    """Train one model with SFT and then with DPO."""
+    trained = model()
+    found = {"sft": train_with_sft(change, trained=trained)}
+    return found | {"dpo": train_with_dpo(change, path, trained=trained)}
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    """Return prompts with two completions, and by how much one is better."""
     rows, others = Rows(count), Rows(2 * count)
     return [
         {
             "prompt": text(rows.rows[i][:9]) + " ",
             "chosen": text(rows.rows[i][9:]),
             "rejected": text(others.rows[count + i]),
+            "margin": 0.1 * i,
         }
         for i in range(count)
     ]
@@ -312,7 +341,12 @@ def save_for_dpo(path: str) -> None:
 
 
 def train_with_dpo(
-    change: Change, path: str, adapter: bool = False, before: bool = False, **changes: Any
+    change: Change,
+    path: str,
+    adapter: bool = False,
+    before: bool = False,
+    trained: hf.PreTrainedModel | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     import datasets
     from trl import DPOConfig, DPOTrainer
@@ -320,20 +354,15 @@ def train_with_dpo(
     with tempfile.TemporaryDirectory() as folder:
         options = arguments(folder, max_length=64, **changes) | {"bf16": False}
         trainer = change(DPOTrainer)(
-            model=path,
+            model=trained or path,
+            ref_model=trained and model(),
             args=DPOConfig(**options, precompute_ref_log_probs=before),
             train_dataset=datasets.load_from_disk(f"{path}/pairs-13"),
             eval_dataset=datasets.load_from_disk(f"{path}/pairs-7"),
             processing_class=tokenizer(),
             peft_config=lora() if adapter else None,
         )
-        trainer.train()
-        evaluated = trainer.evaluate()["eval_loss"]
-        return {
-            "history": history(trainer),
-            "evaluated": evaluated,
-            "weights": weights(trainer.model),
-        }
+        return run(trainer)
 
 
 def train_with_rewards(change: Change, **changes: Any) -> dict[str, Any]:
@@ -349,13 +378,7 @@ def train_with_rewards(change: Change, **changes: Any) -> dict[str, Any]:
             eval_dataset=datasets.Dataset.from_list(pairs(7)),
             processing_class=tokenizer(),
         )
-        trainer.train()
-        evaluated = trainer.evaluate()["eval_loss"]
-        return {
-            "history": history(trainer),
-            "evaluated": evaluated,
-            "weights": weights(trainer.model),
-        }
+        return run(trainer)
 
 
 def train_with_loop(change: Change, **options: Any) -> dict[str, Any]:

@@ -35,13 +35,39 @@ def change_model(
     forwards = known_forwards(enabled)
     enabled.__class__ = put_before(target.enabled, type(enabled))
     assert isinstance(enabled, EnabledModel)
-    enabled._sp, enabled._balanced, enabled._options = sp, balanced, options
+    set_options(enabled, sp, balanced, options)
     enabled._whole_by_default = False
     vars(enabled).pop("_original_forward", None)  # accelerate's unwrap_model would set it
     forward = vars(enabled).pop("forward", None)
     enabled._forward = forward if "autocast" in forwards else None
     enabled._fused = forward if "head" in forwards else None
     return enabled
+
+
+def set_options(
+    enabled: EnabledModel, sp: SequenceParallel, balanced: bool, options: dict[str, Any]
+) -> None:
+    """Let an enabled model run over the ranks of `sp`, with other options."""
+    enabled._sp, enabled._balanced, enabled._options = sp, balanced, options
+
+
+def take_head(enabled: EnabledModel) -> None:
+    """Take the fused head that TRL put on an enabled model, which a second trainer does.
+
+    Raises TypeError for another forward.
+    """
+    if "forward" not in vars(enabled):
+        return
+    forwards = known_forwards(enabled)
+    if not forwards:
+        raise TypeError(
+            f"this enabled {type(enabled).__name__} has a forward that another package set: remove "
+            "it, or pass a model that is not enabled"
+        )
+    if "head" in forwards:
+        enabled._fused = vars(enabled)["forward"]
+        vars(enabled).pop("_original_forward", None)
+        del enabled.forward
 
 
 def _depends_on_length(part: nn.Module) -> bool:

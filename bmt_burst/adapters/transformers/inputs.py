@@ -42,6 +42,7 @@ _WHOLE_OUTPUTS = {
     "ranks; leave it out, or set it to False in the configuration. TRL's trainers ask for it "
     "unless router_aux_loss_coef=0, which SFTConfig and DPOConfig take",
 }
+_OF_HEADS = ("margin",)  # TRL's RewardTrainer passes whole batches, and its loss reads it
 _CACHES = ("past_key_values", "cache")
 _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore documents
 
@@ -81,6 +82,8 @@ class ForwardInputs:
     """
 
     def __init__(self, caller: Caller, arguments: dict[str, Any]):
+        if caller.always_whole:
+            arguments = {k: x for k, x in arguments.items() if k not in _OF_HEADS}
         _check_arguments(arguments, caller.config)
         self.arguments = {name: x for name, x in arguments.items() if x is not None}
         size, seq_len = _check_tokens(

@@ -154,15 +154,16 @@ class EnabledModel(Enabled):
         """Return the outputs of the model's own forward, whole if that was asked for."""
         if inputs.fused:
             return join_fused(out, inputs)
+        if not inputs.whole and not inputs.loss_only:
+            return out
         if inputs.loss_only and "logits" in out:
             out["logits"] = None
-        if not inputs.whole:
-            return out
-        for name in ("logits", "last_hidden_state"):
-            if out.get(name) is not None:
-                out[name] = inputs.cut.unshard(out[name])
-        if out.get("hidden_states") is not None:
-            out["hidden_states"] = tuple(map(inputs.cut.unshard, out["hidden_states"]))
+        if inputs.whole:
+            for name in ("logits", "last_hidden_state"):
+                if out.get(name) is not None:
+                    out[name] = inputs.cut.unshard(out[name])
+            if out.get("hidden_states") is not None:
+                out["hidden_states"] = tuple(map(inputs.cut.unshard, out["hidden_states"]))
         wants_dict = inputs.arguments.get("return_dict", getattr(self.config, "return_dict", True))
         return out if wants_dict else out.to_tuple()
 

@@ -86,7 +86,7 @@ def find_target(model: Any, untested: bool) -> Target:
     if not _has_forward_of(own, model):
         raise TypeError(
             f"this {name} has another forward than transformers' {own.__name__}, which would be "
-            "lost"
+            "lost: enable the model before another package changes it, or do without"
         )
     base = _BASE_OF.get(own, own)
     if not _has_forward_of(base, model.base_model):

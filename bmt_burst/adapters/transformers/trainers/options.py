@@ -11,7 +11,7 @@ Class = TypeVar("Class", bound=type)
 
 
 @dataclass(frozen=True)
-class Switch:
+class Options:
     """The options of `sequence_parallel`."""
 
     sp_size: int | None
@@ -24,13 +24,18 @@ class Switch:
     untested: bool
 
     @property
-    def of_enable(self) -> dict[str, Any]:
-        """The keyword arguments of `enable`."""
-        names = "balanced", "flash", "deterministic", "strategy", "untested"
+    def of_attention(self) -> dict[str, Any]:
+        """Those of burst_attn_func."""
+        names = "flash", "deterministic", "strategy"
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def of_enable(self) -> dict[str, Any]:
+        """The keyword arguments of `enable`."""
+        return {**self.of_attention, "balanced": self.balanced, "untested": self.untested}
 
-def make_class(mixin: type, cls: Class, switch: Switch) -> Class:
+
+def make_class(mixin: type, cls: Class, options: Options) -> Class:
     """Return `cls` with the methods of `mixin` before its own."""
     same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls)(cls.__name__, (mixin, cls), same | {"_switch": switch})
+    return type(cls)(cls.__name__, (mixin, cls), same | {"_sp_options": options})

@@ -31,7 +31,7 @@ class Peers:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the x of all groups, joined along the first dimension, as accelerate does for
-        processes: of one group x itself, of several groups a number becomes (count,).
+        processes. A number becomes (count,). One group returns x as it is.
         """
         if self.count == 1:
             return x
@@ -51,16 +51,15 @@ class Peers:
     def reduce(self, x: Tensor, reduction: str) -> Tensor:
         """Return the sum, mean or maximum of all groups' x, as accelerate's reduce does."""
         x = x.clone()
-        if self.count > 1:
-            operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
-            dist.all_reduce(x, operation, group=self.group)
+        if self.count == 1:
+            return x
+        operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        dist.all_reduce(x, operation, group=self.group)
         return x.div_(self.count) if reduction == "mean" else x
 
 
 def find_peers(sp: SequenceParallel) -> Peers:
     """Return the peers of this rank. Every rank of the world must call it."""
-    if not dist.is_initialized():
-        return Peers(0, 1)
     rings = make_rings(sp.process_group, sp.double_group)
     mine = {"rank": dist.get_rank()}
     lines = gather_terms(rings, "the start of a sequence parallel object", lambda: mine)

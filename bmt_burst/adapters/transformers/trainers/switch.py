@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ....base.arguments import as_bool
-from .options import Class, Switch, make_class
+from .options import Class, Options, make_class
 
 _TESTED_OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 _GENERATING = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
@@ -46,18 +46,19 @@ def sequence_parallel(
     """
     if not isinstance(cls, type):
         raise TypeError(f"expected a class, such as Trainer, got a {type(cls).__name__}")
-    flags = [as_bool(*flag) for flag in (("balanced", balanced), ("deterministic", deterministic))]
+    balanced = as_bool("balanced", balanced)
+    deterministic = as_bool("deterministic", deterministic)
     untested = as_bool("untested", untested)
     if sp_size is not None and mesh is not None:
         raise ValueError("expected sp_size or mesh, got both: a mesh has a size")
-    switch = Switch(sp_size, mesh, layout, flags[0], flash, flags[1], strategy, untested)
+    options = Options(sp_size, mesh, layout, balanced, flash, deterministic, strategy, untested)
     names = [base.__name__ for base in cls.__mro__]
     _check_class(cls, names)
     if "Trainer" in names:
         from .trainer import ParallelTrainer as mixin
     else:
         from .accelerator import ParallelAccelerator as mixin
-    return make_class(mixin, cls, switch)
+    return make_class(mixin, cls, options)
 
 
 def _check_class(cls: type, names: list[str]) -> None:
@@ -67,7 +68,7 @@ def _check_class(cls: type, names: list[str]) -> None:
     """
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
     name = cls.__name__
-    if hasattr(cls, "_switch"):
+    if hasattr(cls, "_sp_options"):
         raise ValueError(f"this {name} is already sequence parallel")
     of_trainer = "Trainer" in names and "transformers" in packages
     if not of_trainer and not ("Accelerator" in names and "accelerate" in packages):
@@ -81,9 +82,13 @@ def _check_class(cls: type, names: list[str]) -> None:
                 f"{generating} generates while it trains, and over ranks there are no caches for "
                 "it: train with SFTTrainer, DPOTrainer or Trainer, or without sequence parallelism"
             )
-    if "trl" in packages and not any(tested in names for tested in _TESTED_OF_TRL):
-        of_trl = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
+    # the first of TRL's classes: some that generate are subclasses of a tested one
+    of_trl = next((base for base in cls.__mro__ if base.__module__.startswith("trl.")), None)
+    if of_trl is None:
+        return
+    is_tested = of_trl.__module__.startswith("trl.trainer.") and of_trl.__name__ in _TESTED_OF_TRL
+    if not is_tested:
         raise ValueError(
-            f"TRL's {of_trl.__name__} was not tested over ranks: expected one of "
-            f"{', '.join(_TESTED_OF_TRL)}, or a subclass"
+            f"{of_trl.__name__} of {of_trl.__module__} was not tested over ranks: expected TRL's "
+            f"{', '.join(_TESTED_OF_TRL)}, or a subclass of one"
         )

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from contextlib import AbstractContextManager
+import hashlib
+import inspect
 from typing import Any
 
 import torch.nn.functional as F
+import transformers.trainer
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
+from ....ranks.agreement import agree
+from ....ranks.rings import Rings
 from ....ranks.sequence_parallel import SequenceParallel
 from ....sequence.layout import IGNORE_INDEX
+from ....transport import ALONE
+from ....transport.torch_dist import torch_transport, world_group
 from ..model import EnabledCausalLM
 from .accelerator import ParallelAccelerator
 from .models import find_enabled
-from .options import Switch, make_class
+from .options import Options, make_class
+
+# Arguments that may differ between ranks. Others decide when ranks exchange something.
+_OF_A_RANK = {
+    *("local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "distributed_state"),
+    *("_n_gpu", "log_level", "log_level_replica", "report_to", "disable_tqdm", "device_map"),
+    *("fsdp_plugin_args", "dataloader_num_workers", "resume_from_checkpoint", "project"),
+}
 
 
 class ParallelTrainer(Trainer):
     """The methods of a Trainer that count a group of ranks as one process."""
 
     label_smoother: LabelSmoother | None
-    _switch: Switch
+    _sp_options: Options
 
     @property
     def sp(self) -> SequenceParallel:
@@ -31,22 +45,34 @@ class ParallelTrainer(Trainer):
         return self.accelerator.sp
 
     def create_accelerator_and_postprocess(self) -> None:
-        _check_arguments(self.args, self.model)
+        before = getattr(self, "accelerator", None)  # in a search of hyperparameters
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
-        kind: Any = make_class(ParallelAccelerator, type(accelerator), self._switch)
+        kind: Any = make_class(ParallelAccelerator, type(accelerator), self._sp_options)
         accelerator.__class__ = kind
-        accelerator.start()
+        accelerator._make_groups(None if before is None else before.sp)
         # transformers keeps a bound method of the class before
         self.gather_function = functools.partial(
             accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
-        if self.is_fsdp_enabled and hasattr(self.args, "model_init_kwargs"):
-            # TRL's default for a reference model would spread it over all GPUs, in each process.
-            self.args.model_init_kwargs = {
-                "device_map": None,
-                **(self.args.model_init_kwargs or {}),
-            }
+        if self.sp.size > 1:
+            world = Rings(torch_transport(world_group()), ALONE)
+            agree(world, f"{type(self).__name__}.__init__", lambda: self._describe_arguments())
+            if self.is_fsdp_enabled and hasattr(self.args, "model_init_kwargs"):
+                # TRL's default for a reference model would spread it over all GPUs, in each process
+                given = self.args.model_init_kwargs or {}
+                self.args.model_init_kwargs = {"device_map": None, **given}
+
+    def _describe_arguments(self) -> dict[str, str]:
+        """Return what all ranks must pass alike, once it was checked."""
+        _check_arguments(self.args, self.model)
+        found = {}
+        for field in dataclasses.fields(self.args):
+            text = repr(getattr(self.args, field.name))
+            if field.name not in _OF_A_RANK and text != repr(field.default):
+                digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+                found[field.name] = text if len(text) < 24 else digest
+        return found
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return super().get_total_train_batch_size(args) // self.sp.size
@@ -55,26 +81,22 @@ class ParallelTrainer(Trainer):
         # Trainers add up those of all ranks.
         return super().floating_point_ops(inputs) / self.sp.size
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
+        given = _SIGNATURE.bind(model, inputs, *args, **named).arguments
         if self.sp.size > 1:
             if (reference := getattr(self, "ref_model", None)) is not None:
-                self.accelerator.enable(reference)  # TRL shards it itself for FSDP
-            if inputs.get("labels") is not None:
-                if self.label_smoother is not None and self.compute_loss_func is None:
-                    inputs = self._smooth_over_ranks(model, inputs, num_items_in_batch)
-                elif not return_outputs and self._reads_loss_only():
-                    inputs = {"loss_only": True, **inputs}
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                self.accelerator._enable(reference)  # TRL shards it itself for FSDP
+            if not self._owner_of_loss.__module__.startswith(("transformers.", "trl.")):
+                inputs = {"whole_outputs": True, **inputs}  # it may read logits beside labels
+            elif self.label_smoother is not None and self.compute_loss_func is None:
+                inputs = self._smooth_over_ranks(model, inputs, given.get("num_items_in_batch"))
+            elif not given.get("return_outputs") and self._reads_loss_only():
+                inputs = {"loss_only": True, **inputs}
+        return super().compute_loss(model, inputs, *args, **named)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         # DPOTrainer calls it before it prepares the model.
-        self.accelerator.enable(model)
+        self.accelerator._enable(model)
         return super().compute_ref_log_probs(model, inputs)
 
     def prediction_step(
@@ -97,7 +119,7 @@ class ParallelTrainer(Trainer):
         without whole logits.
         """
         enabled = find_enabled(self.accelerator.unwrap_model(model))
-        if not isinstance(enabled, EnabledCausalLM):
+        if not isinstance(enabled, EnabledCausalLM) or inputs.get("labels") is None:
             return inputs
         assert self.label_smoother is not None, "checked by the caller"
         epsilon = self.label_smoother.epsilon
@@ -111,28 +133,43 @@ class ParallelTrainer(Trainer):
 
     def _reads_loss_only(self) -> bool:
         """Whether the loss is computed by transformers' Trainer, from that of the model."""
-        after = type(self).__mro__[type(self).__mro__.index(ParallelTrainer) + 1 :]
-        owner = next(base for base in after if "compute_loss" in vars(base))
-        return owner is Trainer and self.compute_loss_func is None
+        return self._owner_of_loss is Trainer and self.compute_loss_func is None
 
-    def _count_ranks(self) -> AbstractContextManager:
-        return self.accelerator.count_ranks()
+    @functools.cached_property
+    def _owner_of_loss(self) -> type:
+        """The class that computes the loss."""
+        after = type(self).__mro__[type(self).__mro__.index(ParallelTrainer) + 1 :]
+        return next(base for base in after if "compute_loss" in vars(base))
+
+    def _run_epoch(self, *args: Any, **named: Any) -> Any:
+        """Run an epoch. The function of transformers' module that skips batches makes a loader
+        without what the accelerator has set.
+        """
+        plain = transformers.trainer.skip_first_batches
+        transformers.trainer.skip_first_batches = self.accelerator.skip_first_batches
+        try:
+            return super()._run_epoch(*args, **named)
+        finally:
+            transformers.trainer.skip_first_batches = plain
 
     def _save_checkpoint(self, *args: Any, **named: Any) -> Any:
-        with self._count_ranks():
+        with self.accelerator._count_ranks():
             return super()._save_checkpoint(*args, **named)
 
     def _load_from_checkpoint(self, *args: Any, **named: Any) -> Any:
-        with self._count_ranks():
+        with self.accelerator._count_ranks():
             return super()._load_from_checkpoint(*args, **named)
 
     def _load_best_model(self) -> Any:
-        with self._count_ranks():
+        with self.accelerator._count_ranks():
             return super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, *args: Any, **named: Any) -> Any:
-        with self._count_ranks():
+        with self.accelerator._count_ranks():
             return super()._load_optimizer_and_scheduler(*args, **named)
+
+
+_SIGNATURE = inspect.signature(Trainer.compute_loss.__get__(object()))
 
 
 class _SmoothedByModel(LabelSmoother):
