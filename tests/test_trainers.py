@@ -80,7 +80,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "evaluation of a stream": (
         "train_with_trainer",
-        {"stream": True, "of_metrics": True, "dataloader_num_workers": 2},
+        {"stream": True, "of_metrics": True},
     ),
     "resumed": ("resume_with_trainer", {}),
     "sft": ("train_with_sft", {"per_device_train_batch_size": 3}),

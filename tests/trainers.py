@@ -144,7 +144,7 @@ def history(trainer: Any) -> list[dict[str, float]]:
 def weights(trained: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return whole weights on the CPU by name."""
     return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu().clone().clone()
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu().clone()
         for name, p in trained.named_parameters()
     }
 
