@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 @dataclass(frozen=True)
 class GroupState:
-    """What accelerate's DataLoaderDispatcher knows of processes: here these are groups.
+    """The state of processes for accelerate's DataLoaderDispatcher, which counts groups here.
 
     The ranks of the first group read a stream. All ranks then receive the batch of rank 0, and take
     the part of their group.

@@ -25,7 +25,7 @@ class Options:
 
     @property
     def of_attention(self) -> dict[str, Any]:
-        """Those of burst_attn_func."""
+        """The keyword arguments of burst_attn_func."""
         names = "flash", "deterministic", "strategy"
         return {name: getattr(self, name) for name in names}
 
