@@ -68,8 +68,10 @@ class ParallelTrainer(Trainer):
         _check_arguments(self.args, self.model)
         found = {}
         for field in dataclasses.fields(self.args):
-            text = repr(getattr(self.args, field.name))
-            if field.name not in _OF_A_RANK and text != repr(field.default):
+            value = getattr(self.args, field.name)
+            text = repr(getattr(value, "value", value))  # of enumerations
+            is_shown = field.name not in _OF_A_RANK and " at 0x" not in text
+            if is_shown and value != field.default and not isinstance(value, set):
                 digest = hashlib.sha256(text.encode()).hexdigest()[:12]
                 found[field.name] = text if len(text) < 24 else digest
         return found
