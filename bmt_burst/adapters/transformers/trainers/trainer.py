@@ -86,7 +86,8 @@ class ParallelTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
         given = _SIGNATURE.bind(model, inputs, *args, **named).arguments
         if self.sp.size > 1:
-            if (reference := getattr(self, "ref_model", None)) is not None:
+            reference = getattr(self, "ref_model", None)
+            if reference is not None and find_enabled(reference) is None:
                 self.accelerator._enable(reference)  # TRL shards it itself for FSDP
             if not self._owner_of_loss.__module__.startswith(("transformers.", "trl.")):
                 inputs = {"whole_outputs": True, **inputs}  # it may read logits beside labels
