@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 import trl
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DistributedType
 from peft import PrefixTuningConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -206,6 +207,16 @@ def refuse_arguments_on(rank: int) -> None:
         with pytest.raises(ValueError, match=f"expected {name}=1 in the ParallelismConfig, got 2"):
             accelerator._make_groups()
     accelerator.state.parallelism_config = None
+    own = accelerator.state.distributed_type
+    for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
+        accelerator.state.distributed_type = kind  # packages that are not installed here
+        with pytest.raises(ValueError, match=f"expected DDP or FSDP2, got {kind.value}, which is"):
+            accelerator._make_groups()
+    accelerator.state.distributed_type = own
+    two = hf.TrainingArguments(use_cpu=not GPUS, report_to=[])
+    two._n_gpu = 2
+    with pytest.raises(ValueError, match="expected a process for each GPU, got one with 2 GPUs"):
+        changed(sp_size=2)(hf.Trainer)(model=model(), args=two)
     assert accelerator.num_processes == 1 and accelerator.sp.size == 2
     prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     by_hand = enable(model(), init_sequence_parallel())
