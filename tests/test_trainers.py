@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+
+pytest.importorskip("trl")  # a machine with GPUs may lack it
+
 import trl
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DistributedType

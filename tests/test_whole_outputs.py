@@ -13,6 +13,9 @@ import types
 import pytest
 import torch
 import transformers as hf
+
+pytest.importorskip("trl")  # a machine with GPUs may lack it
+
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.other import extract_model_from_parallel
 from torch import Tensor
