@@ -42,15 +42,22 @@ def find_base(
     for base in families:
         if isinstance(model, base):
             return base
-    for own in type(model).__mro__:
-        if own.__name__ in refused:
-            raise TypeError(f"{name} cannot be sequence parallel: {refused[own.__name__]}")
+    refuse_by_name(model, refused)
     for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(part, tuple(families)):
             hint = f": pass its {path}, a {type(part).__name__}"
             break
     known = ", ".join(base.__name__ for base in families)
     raise TypeError(f"expected one of {owner} {known}, got a {name}{hint}")
+
+
+def refuse_by_name(model: Any, refused: Mapping[str, str]) -> None:
+    """Raise TypeError if the class of `model` or one of its bases has a reason in `refused`."""
+    for own in type(model).__mro__:
+        if own.__name__ in refused:
+            raise TypeError(
+                f"{type(model).__name__} cannot be sequence parallel: {refused[own.__name__]}"
+            )
 
 
 def put_before(own: type, base: type) -> type[nn.Module]:

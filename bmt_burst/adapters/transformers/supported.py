@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..enabling import find_base
+from ..enabling import find_base, refuse_by_name
 from .model import EnabledBase, EnabledCausalLM, EnabledModel
 
 _NAMES = (
@@ -83,11 +83,7 @@ def find_target(model: Any, untested: bool) -> Target:
         hint = ": untested=True compares a small copy of it with the plain one, and then enables it"
     own = next((base for base in _BASES if isinstance(model, base)), None)
     own = own or find_base(model, EnabledModel, _CAUSAL_LMS, _REFUSED, "transformers'", hint)
-    if not _has_forward_of(own, model):
-        raise TypeError(
-            f"this {name} has another forward than transformers' {own.__name__}, which would be "
-            "lost: enable the model before another package changes it, or do without"
-        )
+    _check_forward(own, model, name)
     base = _BASE_OF.get(own, own)
     if not _has_forward_of(base, model.base_model):
         raise TypeError(
@@ -110,16 +106,8 @@ def _find_untested(model: Any, inner: Any) -> Target:
     is_causal_lm = model.get_output_embeddings() is not None
     part = model if is_causal_lm else inner
     own = next(base for base in type(part).__mro__ if base.__module__.startswith("transformers."))
-    for base in type(part).__mro__:
-        if base.__name__ in _REFUSED:
-            raise TypeError(
-                f"{type(model).__name__} cannot be sequence parallel: {_REFUSED[base.__name__]}"
-            )
-    if not _has_forward_of(own, part):
-        raise TypeError(
-            f"this {type(part).__name__} has another forward than transformers' {own.__name__}, "
-            "which would be lost"
-        )
+    refuse_by_name(part, _REFUSED)
+    _check_forward(own, part, type(part).__name__)
     for module in part.modules():
         if module is not part and "forward" in vars(module):
             raise TypeError(
@@ -149,6 +137,18 @@ def _check_layers(model: Any) -> None:
             f"this {type(model).__name__} has layers of {' and '.join(sorted(others))}: expected "
             "layers of full_attention and sliding_attention; other layers need whole sequences, so "
             "train this model without sequence parallelism"
+        )
+
+
+def _check_forward(own: type[nn.Module], model: Any, name: str) -> None:
+    """Raise TypeError if the model has another forward than its class in transformers.
+
+    name  the class of the model that was passed
+    """
+    if not _has_forward_of(own, model):
+        raise TypeError(
+            f"this {name} has another forward than transformers' {own.__name__}, which would be "
+            "lost: enable the model before another package changes it, or do without"
         )
 
 

@@ -31,10 +31,8 @@ class Peers:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the x of all groups, joined along the first dimension, as accelerate does for
-        processes. A number becomes (count,). One group returns x as it is.
+        processes. A number becomes (count,).
         """
-        if self.count == 1:
-            return x
         x = x.unsqueeze(0) if x.dim() == 0 else x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.count)]
         dist.all_gather(parts, x, group=self.group)

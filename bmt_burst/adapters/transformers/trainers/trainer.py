@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import inspect
 from typing import Any
 
-import torch.nn.functional as F
 import transformers.trainer
 from torch import Tensor, nn
 from transformers import Trainer
@@ -17,7 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from ....ranks.agreement import agree
 from ....ranks.rings import Rings
 from ....ranks.sequence_parallel import SequenceParallel
-from ....sequence.layout import IGNORE_INDEX
+from ....sequence.layout import shift_labels
 from ....transport import ALONE
 from ....transport.torch_dist import torch_transport, world_group
 from ..model import EnabledCausalLM
@@ -84,7 +82,7 @@ class ParallelTrainer(Trainer):
         return super().floating_point_ops(inputs) / self.sp.size
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
-        given = _SIGNATURE.bind(model, inputs, *args, **named).arguments
+        given = {**dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)), **named}
         if self.sp.size > 1:
             reference = getattr(self, "ref_model", None)
             if reference is not None and find_enabled(reference) is None:
@@ -127,8 +125,7 @@ class ParallelTrainer(Trainer):
         assert self.label_smoother is not None, "checked by the caller"
         epsilon = self.label_smoother.epsilon
         self.label_smoother = _SmoothedByModel(epsilon)
-        targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
-        more = {"shift_labels": targets, "label_smoothing": epsilon}
+        more = {"shift_labels": shift_labels(inputs["labels"]), "label_smoothing": epsilon}
         more["loss_only"] = not inputs.get("whole_outputs", False)
         if num_items_in_batch is not None:
             more["num_items_in_batch"] = num_items_in_batch
@@ -170,9 +167,6 @@ class ParallelTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, *args: Any, **named: Any) -> Any:
         with self.accelerator._count_ranks():
             return super()._load_optimizer_and_scheduler(*args, **named)
-
-
-_SIGNATURE = inspect.signature(Trainer.compute_loss.__get__(object()))
 
 
 class _SmoothedByModel(LabelSmoother):
