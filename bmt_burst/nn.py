@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from .attention import burst_attn_func
 from .base.arguments import as_bool, as_int, as_positive
-from .base.compiled import fused_on_gpus, not_compiled
+from .base.compiled import not_compiled
 from .base.dtypes import accumulator_dtype
 from .base.norm import RMSNorm
 from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import refuse_call, refuse_wrong_arguments
+from .fused import functions
 from .kernels import load
 from .kernels.reference import visible
 from .ranks.sequence_parallel import SequenceParallel
@@ -68,20 +69,16 @@ def rotations(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tup
     return (phases.cos() * scale).float(), (phases.sin() * scale).float()
 
 
-@fused_on_gpus
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64.
     Return x's dtype.
     """
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    left, right = x.to(accumulator_dtype(x.dtype)).chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    return functions.rotate(x, cos, sin)
 
 
-@fused_on_gpus
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, elementwise. (arXiv 2002.05202.)"""
-    return F.silu(gate) * up
+    return functions.gate(gate, up)
 
 
 class KVCache(Protocol):
@@ -257,10 +254,13 @@ class BurstAttention(SequenceParallelModule):
         """Project x as `project` does. Also return the `choose_by` of `attend`: q and k before they
         are rotated, or None unless sparse attention has use_nope.
         """
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        return self.rotate_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin)
+
+    def rotate_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Return what `project_all` does, from the projections q (B, S, H * D), k and v."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sparse: InfLLMV2 | None = self.options["sparse"]

@@ -21,22 +21,17 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 N, V = 6, 10
 CASES = {
-    "apply_rope": (nn.apply_rope, [(2, 5, 3, 8), (5, 4), (5, 4)]),
-    "swiglu": (nn.swiglu, [(2, 5, 8), (2, 5, 8)]),
     "_logsumexp": (loss._logsumexp, [(N, V)]),
     "_logits_gradient": (loss._logits_gradient, [(N, V), (N,), None, (N,)]),
     "surrogate_out": (surrogate_out, [(2, 5, 3, 8), (2, 3, 5)]),
 }
 
 
-WIDE = "apply_rope", "_logsumexp"
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_written(name):
-    """With gradients; on CPUs as torch traces it, without generated code."""
+    """On CPUs as torch traces it, without generated code."""
     torch._dynamo.reset()
-    dtype = torch.float32 if name in WIDE else torch.bfloat16
+    dtype = torch.float32 if name == "_logsumexp" else torch.bfloat16
     function, shapes = CASES[name]
     traced = torch.compile(function.__wrapped__, dynamic=True, fullgraph=True, backend="aot_eager")
     compiled = function if DEVICE == "cuda" else traced
@@ -48,19 +43,8 @@ def test_compiled_equals_written(name):
                 torch.arange(N * factor) - 1 if s is None else torch.randn(grown(s, factor))
                 for s in shapes
             ]
-            half = {0} if name != "swiglu" else {0, 1}
-            tensors = [x.to(DEVICE, dtype if i in half else x.dtype) for i, x in enumerate(tensors)]
-            differentiable = name in ("apply_rope", "swiglu")
-            tensors = [
-                x.requires_grad_(differentiable and i in half) for i, x in enumerate(tensors)
-            ]
-            out = each(*tensors)
-            grads = (
-                torch.autograd.grad(out.sum(), [x for x in tensors if x.requires_grad])
-                if differentiable
-                else ()
-            )
-            results.append([out.detach(), *grads])
+            tensors = [x.to(DEVICE, x.dtype if i else dtype) for i, x in enumerate(tensors)]
+            results.append([each(*tensors)])
         # what one entry lacks by rounding another one carries: delta is what counts
         if name == "surrogate_out":
             results = [[(out * tensors[0].double()).sum(-1)] for (out,) in results]

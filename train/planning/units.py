@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmt_burst.loss import compare_logits, differentiate_logits
 from models.blocks import Saving
 from models.config import CPMConfig
-from models.cpm import CPM, RMSNorm
+from models.cpm import CPM
 
 from .ledger import META, Ledger, PlannedOffload, Work
 
@@ -148,9 +148,6 @@ def _build(shape: Shape, offload: PlannedOffload) -> CPM:
         ).to(shape.dtype)
     for p in model.parameters():
         p.grad = torch.empty_like(p)
-    for module in model.modules():
-        if isinstance(module, RMSNorm | nn.RMSNorm):
-            setattr(module, "forward", _planned_norm(module))  # noqa: B010 - instead of a method
     return model
 
 
@@ -244,24 +241,6 @@ class _Attend(torch.autograd.Function):
         results = tuple(map(torch.empty_like, (q, k, v)))
         ctx.attention.note("backward")
         return *results, None
-
-
-def _planned_norm(norm: Any) -> Run:
-    return lambda x: _Norm.apply(x, norm.weight)
-
-
-class _Norm(torch.autograd.Function):
-    """An RMS norm that allocates what a GPU's kernel does, where torch takes several steps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
 
 
 class _Loss(torch.autograd.Function):

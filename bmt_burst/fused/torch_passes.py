@@ -1,0 +1,70 @@
+"""The specification of the passes, in plain torch.
+
+Results are computed in the accumulator's dtype, fp32 or fp64, and rounded once.
+
+Letters: B batch, S tokens, H heads, D head size, E width of a norm.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..base.dtypes import accumulator_dtype
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_j, x_{j + D/2}) of x (B, S, H, D). cos and sin are (S, D/2) or
+    (B, S, D/2).
+    """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    left, right = x.to(accumulator_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x the other way: the gradient of `rotate`."""
+    return rotate(x, cos, -sin)
+
+
+def gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
+    wide = accumulator_dtype(gate.dtype)
+    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+def gate_gradients(
+    gate: Tensor, up: Tensor, dout: Tensor, again: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of gate and up, and if asked silu(gate) * up `again`, which may lie in
+    the memory of `dout`.
+    """
+    wide = accumulator_dtype(gate.dtype)
+    x, y, dz = gate.to(wide), up.to(wide), dout.to(wide)
+    share = x.sigmoid()
+    silu = x * share
+    dgate = (dz * y * share * (1 + x * (1 - share))).to(gate.dtype)
+    return dgate, (dz * silu).to(gate.dtype), (silu * y).to(gate.dtype) if again else None
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x * r * weight and r = 1 / sqrt(mean(x^2) + eps), for x (..., E): r is (...)."""
+    wide = x.to(accumulator_dtype(x.dtype))
+    r = (wide.square().mean(-1) + eps).rsqrt()
+    return (wide * r.unsqueeze(-1) * weight.to(wide.dtype)).to(x.dtype), r
+
+
+def norm_gradients(
+    dout: Tensor, x: Tensor, weight: Tensor, r: Tensor, dx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of weight. The first one is added to `dx`, if given, and is
+    rounded after that. `r` is that of `normalize`.
+    """
+    wide = accumulator_dtype(x.dtype)
+    scale, dy = r.unsqueeze(-1), dout.to(wide)
+    normed, dnormed = x.to(wide) * scale, dy * weight.to(wide)
+    total = scale * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+    if dx is not None:
+        total = total + dx.to(wide)
+    dweight = (dy * normed).flatten(0, -2).sum(0)
+    return total.to(x.dtype), dweight.to(weight.dtype)

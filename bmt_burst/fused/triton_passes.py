@@ -1,0 +1,186 @@
+"""The passes as Triton kernels. `torch_passes` specifies them.
+
+Offsets of rows are 64-bit numbers: a tensor may have more than 2^31 entries.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096  # entries of a program
+_TOKENS, _HEADS = 16, 8  # that a program rotates
+_PROGRAMS_A_PROCESSOR = 4  # of the gradient of a norm: each holds a sum of dweight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _rotate(x, cos, sin, 1.0)
+
+
+def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _rotate(x, cos, sin, -1.0)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    batch, tokens, heads, head_size = x.shape
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x)
+    grid = triton.cdiv(tokens, _TOKENS), triton.cdiv(heads, _HEADS), batch
+    of_row = tokens if cos.dim() == 3 else 0  # rows of cos and sin from one batch to the next
+    half = head_size // 2
+    constants = {"TOKENS": _TOKENS, "HEADS": _HEADS, "WIDTH": triton.next_power_of_2(half)}
+    _rotate_pairs[grid](x, cos, sin, out, sign, tokens, heads, half, of_row, **constants)
+    return out
+
+
+def gate(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out, entries = torch.empty_like(gate), gate.numel()
+    _gate[triton.cdiv(entries, _BLOCK),](gate, up, out, entries, BLOCK=_BLOCK)
+    return out
+
+
+def gate_gradients(
+    gate: Tensor, up: Tensor, dout: Tensor, again: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    gate, up, dout = gate.contiguous(), up.contiguous(), dout.contiguous()
+    dgate, dup, entries = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    _gate_gradients[triton.cdiv(entries, _BLOCK),](
+        gate, up, dout, dgate, dup, entries, AGAIN=again, BLOCK=_BLOCK
+    )
+    return dgate, dup, dout if again else None
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    out, r = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    rows, tile, constants = _tiles(x)
+    _normalize[triton.cdiv(rows, tile),](x, weight, out, r, eps, rows, x.shape[-1], **constants)
+    return out, r
+
+
+def norm_gradients(
+    dout: Tensor, x: Tensor, weight: Tensor, r: Tensor, dx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dout, x = dout.contiguous(), x.contiguous()
+    out = torch.empty_like(x)
+    rows, tile, constants = _tiles(x)
+    tiles = triton.cdiv(rows, tile)
+    programs = min(tiles, _PROGRAMS_A_PROCESSOR * _processors(x.device))
+    sums = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
+    _norm_gradients[programs,](
+        dout, x, weight, r, out if dx is None else dx.contiguous(), out, sums,
+        rows, x.shape[-1], triton.cdiv(tiles, programs), ADDS=dx is not None, **constants,
+    )  # fmt: skip
+    return out, sums.sum(0).to(weight.dtype)
+
+
+def _tiles(x: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Return the rows of x (..., E), those of a tile, and the constants of its kernels."""
+    width = triton.next_power_of_2(x.shape[-1])
+    tile = max(1, _BLOCK // width)
+    warps = min(max(tile * width // 512, 4), 16)
+    return x.numel() // x.shape[-1], tile, {"ROWS": tile, "WIDTH": width, "num_warps": warps}
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@triton.jit(do_not_specialize=["sign", "tokens", "of_row"])
+def _rotate_pairs(
+    x, cos, sin, out, sign, tokens, heads, half, of_row,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    first, batch = tl.program_id(1) * HEADS, tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = (token < tokens)[:, None] & (column < half)[None, :]
+    table = (batch * of_row + token)[:, None] * half + column[None, :]
+    c = tl.load(cos + table, mask=inside, other=0.0)
+    s = tl.load(sin + table, mask=inside, other=0.0) * sign
+    rows = (batch * tokens + token)[:, None] * heads
+    for head in range(first, tl.minimum(first + HEADS, heads)):
+        place = (rows + head) * (2 * half) + column[None, :]
+        left = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(x + place + half, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + place, (left * c - right * s).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + place + half, (right * c + left * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _gate(gate, up, out, entries, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < entries
+    x = tl.load(gate + at, mask=inside).to(tl.float32)
+    y = tl.load(up + at, mask=inside).to(tl.float32)
+    tl.store(out + at, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _gate_gradients(
+    gate, up, dout, dgate, dup, entries, AGAIN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Fill dgate and dup. If asked, write the result of `_gate` into dout."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, kind = at < entries, dgate.dtype.element_ty
+    x = tl.load(gate + at, mask=inside).to(tl.float32)
+    y = tl.load(up + at, mask=inside).to(tl.float32)
+    dz = tl.load(dout + at, mask=inside).to(tl.float32)
+    share = tl.sigmoid(x)
+    silu = x * share
+    tl.store(dgate + at, (dz * y * share * (1 + x * (1 - share))).to(kind), mask=inside)
+    tl.store(dup + at, (dz * silu).to(kind), mask=inside)
+    if AGAIN:
+        tl.store(dout + at, (silu * y).to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize=["eps", "rows"])
+def _normalize(
+    x, weight, out, r, eps, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    place = row[:, None] * width + column[None, :]
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(wide * wide, 1) / width + eps)
+    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    normed = wide * scale[:, None] * w[None, :]
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+    tl.store(r + row, scale, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _norm_gradients(
+    dout, x, weight, r, residual, dx, sums, rows, width, tiles,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Fill dx of `tiles` tiles of rows, and a row of sums, their part of dweight."""
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for tile in range(tiles):
+        row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        place = row[:, None] * width + column[None, :]
+        scale = tl.load(r + row, mask=row < rows, other=0.0)[:, None]
+        dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        normed = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * scale
+        dnormed = dy * w[None, :]
+        mean = tl.sum(dnormed * normed, 1)[:, None] / width
+        grad = scale * (dnormed - normed * mean)
+        if ADDS:
+            grad += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + place, grad.to(dx.dtype.element_ty), mask=inside)
+        total += tl.sum(dy * normed, 0)
+    tl.store(sums + program * width + column, total, mask=column < width)

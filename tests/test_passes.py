@@ -1,0 +1,107 @@
+"""Passes over tensors: Triton's on GPUs, or in its interpreter, against their specification."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bmt_burst.fused import find_passes, functions, torch_passes
+from bmt_burst.nn import rope_tables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# A result is rounded once, to 24, 11 or 8 bits, and sums of 100 terms are fp32.
+BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def passes():
+    return pytest.importorskip("bmt_burst.fused.triton_passes")
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def check(found, expected, dtype):
+    """Compare with results of fp64, relative to the largest."""
+    for x, y in zip(found, expected, strict=True):
+        if x is None or y is None:
+            assert x is y
+            continue
+        error = (x.double() - y.double()).abs().max()
+        assert error <= BOUNDS[dtype] * max(1.0, float(y.abs().max()))
+
+
+def doubles(*tensors):
+    return [x.double() for x in tensors]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("shape", [(2, 19, 9, 6), (1, 3, 1, 16)])
+def test_a_rotation_is_one_pass(dtype, batched, shape):
+    x = random(*shape, dtype=dtype)
+    positions = torch.arange(shape[1], device=DEVICE) * 1000
+    if batched:
+        positions = torch.stack([positions + i for i in range(shape[0])])
+    tables = rope_tables(positions, shape[3])
+    check([passes().rotate(x, *tables)], [torch_passes.rotate(x.double(), *tables)], dtype)
+    back = passes().rotate_back(passes().rotate(x, *tables), *tables)
+    check([back], [x.double()], dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_a_gate_is_one_pass(dtype):
+    tensors = [random(3, 1401, seed=i, dtype=dtype) for i in range(3)]
+    gate, up, dout = tensors
+    expected = torch_passes.gate_gradients(*doubles(*tensors), again=True)
+    check([passes().gate(gate, up)], [torch_passes.gate(*doubles(gate, up))], dtype)
+    found = passes().gate_gradients(gate, up, dout, again=False)
+    check(found, (*expected[:2], None), dtype)
+    assert dout.equal(random(3, 1401, seed=2, dtype=dtype)), "nothing is written"
+    check(passes().gate_gradients(gate, up, dout, again=True), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", [(2, 37, 100), (5, 4100)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_norm_is_one_pass(dtype, shape, adds):
+    x, dout, dx = (random(*shape, seed=i, dtype=dtype) for i in range(3))
+    weight, dx = random(shape[-1], seed=3, dtype=dtype), dx if adds else None
+    found, r = passes().normalize(x, weight, 1e-5)
+    expected, exact_r = torch_passes.normalize(*doubles(x, weight), 1e-5)
+    check([found], [expected], dtype)
+    check([r], [exact_r], torch.float32)
+    grads = passes().norm_gradients(dout, x, weight, r, dx)
+    wide = doubles(dout, x, weight, r)
+    check(grads, torch_passes.norm_gradients(*wide, dx if dx is None else dx.double()), dtype)
+
+
+def test_the_specification_is_that_of_torch():
+    """Functions and gradients are autograd's in fp64, to rounding."""
+    gate, up, dout = (random(4, 50, seed=i).double().requires_grad_() for i in range(3))
+    gated = F.silu(gate) * up
+    grads = torch.autograd.grad(gated, (gate, up), dout)
+    found = torch_passes.gate_gradients(gate, up, dout, again=True)
+    assert all(map(torch.allclose, found, (*grads, gated)))
+    weight = random(50, seed=3).double().requires_grad_()
+    normed = F.rms_norm(gate, (50,), weight, 1e-5)
+    found, r = torch_passes.normalize(gate, weight, 1e-5)
+    assert torch.allclose(found, normed)
+    dx, dweight = torch.autograd.grad(normed, (gate, weight), dout)
+    grads = torch_passes.norm_gradients(dout, gate, weight, r, up)
+    assert all(map(torch.allclose, grads, (dx + up, dweight)))
+
+
+@pytest.mark.parametrize("function", ["rotate", "gate", "rms_norm"])
+def test_functions_without_values_have_the_shapes_of_results(function):
+    x = torch.empty(2, 5, 3, 8, device="meta", requires_grad=True)
+    tables = rope_tables(torch.arange(5), 8)
+    others = {"rotate": tables, "gate": (x,), "rms_norm": (x.new_empty(8), 1e-5)}
+    result = getattr(functions, function)(x, *others[function])
+    result.sum().backward()
+    assert result.shape == x.shape == x.grad.shape
+
+
+def test_passes_are_found_by_device_and_dtype():
+    assert find_passes(torch.empty(1)) is torch_passes
+    assert find_passes(torch.empty(1, device="meta")).__name__.endswith("meta_passes")
