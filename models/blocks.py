@@ -23,11 +23,13 @@ CHECKPOINTING = ("none", "selective", "full")
 class Runner:
     """Calls the parts of a block, except the attention.
 
-    run   calls function(*inputs), and decides what is saved for the backward
-    tile  how many tokens the part after the attention computes at a time. None: all
+    run    calls function(*inputs), and decides what is saved for the backward
+    begin  calls a function that saves its input and its results only
+    tile   how many tokens the part after the attention computes at a time. None: all
     """
 
     run: Callable
+    begin: Callable
     tile: int | None = None
 
     def finish(
@@ -99,9 +101,10 @@ class Saving:
         All blocks save the tensors `keep`, which are not moved to host memory.
         """
         if not torch.is_grad_enabled():
-            return whole(Runner(_call, self.tile), *args)
+            return whole(Runner(_call, _call, self.tile), *args)
         run = recompute if self.checkpointing == "selective" else _call
-        runner = Runner(run, self.tile)
+        # an offload would move weights that a function saves
+        runner = Runner(run, run if self.offload else _call, self.tile)
         with self._around(keep):
             if self.checkpointing == "full":
                 return recompute(whole, runner, *args, keep_choices=self.keep_choices)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmt_burst.base.autocast import autocast_dtype
 from bmt_burst.base.norm import RMSNorm
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
@@ -33,6 +34,7 @@ from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .blocks import Layers, Runner, Saving
 from .config import CPMConfig
+from .linears import add_linear, add_swiglu_linear, are_plain, norm_linears
 
 
 class SwiGLU(nn.Module):
@@ -89,20 +91,45 @@ class CPMBlock(nn.Module):
 
     def _whole(self, runner: Runner, x: Tensor, cos: Tensor, sin: Tensor, *seen: Any) -> Tensor:
         """Compute the block. `runner` calls all but the attention, which `seen` are for."""
-        q, k, v, choose_by = runner.run(self._before, x, cos, sin)
+        attention = self.self_attn
+        fuses = self._fuses(x)
+        # then the part before the attention saves only its input, unless heads have norms
+        begin = runner.begin if fuses and attention.q_norm is None else runner.run
+        x, q, k, v, choose_by = begin(self._before, fuses, x, cos, sin)
         cache, mask, layout = seen
-        attended = self.self_attn.attend(q, k, v, cache, mask, layout, choose_by)
-        modules = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
-        return runner.finish(self._after, modules, x, attended)
+        attended = attention.attend(q, k, v, cache, mask, layout, choose_by)
+        modules = attention.o_proj, self.post_attention_layernorm, self.mlp
+        after = self._after_fused if fuses else self._after
+        return runner.finish(after, modules, x, attended)
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether the functions of linears.py compute this block."""
+        mlp, attention = self.mlp, self.self_attn
+        of_attention = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        linears = *of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        same = autocast_dtype(x) is None and x.dtype == self.input_layernorm.weight.dtype
+        return same and are_plain(linears)
 
     def _before(
-        self, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        return self.self_attn.project_all(self.input_layernorm(x), cos, sin)
+        self, fuses: bool, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        attention = self.self_attn
+        if not fuses:
+            return x, *attention.project_all(self.input_layernorm(x), cos, sin)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        x, q, k, v = norm_linears(x, self.input_layernorm, projections)
+        return x, *attention.rotate_heads(q, k, v, cos, sin)
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
         x = torch.add(x, self.self_attn.o_proj(attended), alpha=self.scale)
         return torch.add(x, self.mlp(self.post_attention_layernorm(x)), alpha=self.scale)
+
+    def _after_fused(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Compute `_after` with less memory, in fewer passes."""
+        mlp, norm = self.mlp, self.post_attention_layernorm
+        x = add_linear(x, attended, self.self_attn.o_proj, self.scale)
+        x, gate, up = norm_linears(x, norm, (mlp.gate_proj, mlp.up_proj))
+        return add_swiglu_linear(x, gate, up, mlp.down_proj, self.scale)
 
 
 class CPM(SequenceParallelModule):

@@ -19,6 +19,8 @@ from bmt_burst.base.autograd import check_first_derivative
 from bmt_burst.base.compiled import not_compiled
 from bmt_burst.base.dtypes import accumulator_dtype
 
+from .later import Later, make_stand_in
+
 Part = Callable[..., Tensor]
 
 
@@ -39,7 +41,9 @@ def run_tiled(part: Part, parameters: Sequence[Tensor], tile: int, *inputs: Tens
     """
     trained = tuple(p for p in parameters if p.requires_grad)
     tiles = _Tiles(part, trained, tile)
-    return _Compute.apply(_Save.apply(tiles, len(inputs), *inputs, *trained), tiles, inputs)
+    stand_in = _Save.apply(tiles, len(inputs), *inputs, *trained)
+    result: Tensor = Later.apply(stand_in, lambda: tiles.compute(inputs))
+    return result
 
 
 @dataclass(frozen=True)
@@ -94,16 +98,13 @@ class _Tiles:
 
 
 class _Save(torch.autograd.Function):
-    """Saves the inputs, before anything is computed. The result has the part's shape, no values.
-
-    A recomputation of the whole block ends as soon as all tensors are saved again, before this.
-    """
+    """Saves the inputs of a part. The result is a stand-in for `Later`."""
 
     @staticmethod
     def forward(ctx: Any, tiles: _Tiles, count: int, *tensors: Tensor) -> Tensor:
         ctx.tiles, ctx.count = tiles, count
         ctx.save_for_backward(*tensors[:count])
-        return tensors[0].new_empty(()).expand_as(tensors[0])
+        return make_stand_in(tensors[0])
 
     @staticmethod
     @not_compiled  # nor by compiled autograd
@@ -112,15 +113,3 @@ class _Save(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2 : 2 + ctx.count]
         of_inputs, of_parameters = ctx.tiles.gradients(ctx.saved_tensors, wanted, dout)
         return None, None, *of_inputs, *of_parameters
-
-
-class _Compute(torch.autograd.Function):
-    """Computes the result for which _Save has saved the inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, stand_in: Tensor, tiles: _Tiles, inputs: tuple[Tensor, ...]) -> Tensor:
-        return tiles.compute(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-        return dout, None, None

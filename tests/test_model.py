@@ -128,9 +128,9 @@ def test_sequence_parallel_model_equals_whole_model():
 @pytest.mark.parametrize(
     ("saving", "share", "recomputed"),
     [
-        (Saving("selective"), 0.5, 0),
-        (Saving("full"), 0.25, 1),
-        (Saving("full", blocks=1), 0.75, 1 / SMALL.num_layers),
+        (Saving("selective"), 0.6, 0),
+        (Saving("full"), 0.3, 1),
+        (Saving("full", blocks=1), 0.8, 1 / SMALL.num_layers),
     ],
 )
 def test_checkpointing_changes_what_is_saved_and_nothing_else(saving, share, recomputed):

@@ -8,6 +8,7 @@ from bmt_burst.fused import find_passes, functions, torch_passes
 from bmt_burst.nn import rope_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 # A result is rounded once, to 24, 11 or 8 bits, and sums of 100 terms are fp32.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

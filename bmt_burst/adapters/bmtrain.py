@@ -81,4 +81,5 @@ def _distributed_class(cls: type[nn.Module]) -> type[nn.Module]:
         # F.linear would keep a view of the gathered weight until the backward, so ZeRO-3 would save
         # no memory.
         members["forward"] = lambda self, x: OpLinear.apply(x, self.weight, self.bias)
+        members["is_plain_linear"] = True  # for functions that take its weight themselves
     return type(cls.__name__, (cls, DistributedModule), members)

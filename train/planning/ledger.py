@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_iter, tree_map
 from bmt_burst.offload import LEAST_BYTES, Offload, Parked
 
 META = torch.device("meta")
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.addmm_.default,
+    torch.ops.aten.addmm.out,
+}
 _NOT_WRITTEN = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
 
 

@@ -1,0 +1,73 @@
+"""The linear layers of a block with the operations around them, against plain modules."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bmt_burst.base.norm import RMSNorm
+from models.linears import add_linear, add_swiglu_linear, are_plain, norm_linears
+from tests.test_passes import DEVICE, random
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+class Part(nn.Module):
+    """The linear layers of a block, in plain modules."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.norm = RMSNorm(12, 1e-5)
+        self.one, self.two = nn.Linear(12, 20, bias=bias), nn.Linear(12, 20, bias=bias)
+        self.down, self.out = nn.Linear(20, 12, bias=bias), nn.Linear(20, 12, bias=bias)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        one, two = self.one(normed), self.two(normed)
+        x = x + 0.3 * self.down(F.silu(one) * two)
+        return x + 0.3 * self.out(one)
+
+
+class FusedPart(Part):
+    def forward(self, x):
+        x, one, two = norm_linears(x, self.norm, (self.one, self.two))
+        x = add_swiglu_linear(x, one, two, self.down, 0.3)
+        return add_linear(x, one, self.out, 0.3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(2, 7, 12), (9, 12)])
+def test_fused_linear_layers_equal_modules(bias, shape):
+    """Results and all gradients are equal in fp64, to rounding."""
+    plain = Part(bias).double().to(DEVICE)
+    nn.init.normal_(plain.norm.weight)
+    fused = copy.deepcopy(plain)
+    fused.__class__ = FusedPart
+    found = []
+    for part in (plain, fused):
+        x = random(*shape).double().requires_grad_()
+        y = part(x)
+        y.backward(random(*shape, seed=1).double())
+        found.append([y.detach(), x.grad, *(p.grad for p in part.parameters())])
+    for x, y in zip(*found, strict=True):
+        assert torch.allclose(x, y, rtol=0, atol=1e-12)
+
+
+def test_fused_linear_layers_are_differentiable_once():
+    part = FusedPart(bias=False).to(DEVICE)
+    x = random(3, 12).requires_grad_()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(part(x).sum(), x, create_graph=True)
+
+
+def test_only_plain_linear_layers_are_fused():
+    class Other(nn.Linear):
+        pass
+
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda *_: None)
+    assert are_plain([nn.Linear(2, 2)])
+    for module in (Other(2, 2), hooked, nn.Sequential(nn.Linear(2, 2))):
+        assert not are_plain([nn.Linear(2, 2), module])
