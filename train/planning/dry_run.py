@@ -13,7 +13,7 @@ from train.run.config import TrainConfig
 from train.run.stages import parse_run
 
 from .report import Budget, advice, describe, explain_shortage
-from .search import Cluster, Planned, find_longest, plan
+from .search import Cluster, Planned, as_run, find_longest, plan
 from .seconds import GIB, GPUS, H200, Hardware
 
 
@@ -61,7 +61,7 @@ def _plan(config: TrainConfig) -> Planned:
     if engine == "auto":
         engine = "bmtrain" if has_bmtrain else "torch"
     hardware, gib = _find_hardware()
-    return plan(config, Cluster(gpus, gib, hardware), engine)
+    return as_run(plan(config, Cluster(gpus, gib, hardware), engine))
 
 
 def _find_hardware() -> tuple[Hardware, float]:

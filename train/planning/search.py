@@ -19,6 +19,7 @@ _LONGEST = 1 << 26  # tokens of a sequence, more are not planned
 _MOST_RANKS = 1 << 10  # that share a sequence
 _GRAIN = 1024  # tokens of a rank: the longest sequence is a multiple of these
 _TRIES = 24
+_TRUSTED = 0.92  # of the memory, as far as a run relies on its plan: those of docs/planning.md
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
 
 
@@ -177,6 +178,19 @@ def recommend(planned: Planned) -> Planned | None:
         ):
             found = candidate
     return found and _save_more(found)
+
+
+def as_run(planned: Planned) -> Planned:
+    """Return the plan as pretrain.py runs it: with --checkpointing selective alone, only as many
+    blocks recompute as memory needs.
+    """
+    config, cluster = planned.config, planned.cluster
+    chosen = config.checkpointing_blocks, config.checkpointing_every
+    if config.checkpointing != "selective" or config.offload or chosen != (None, None):
+        return planned
+    careful = dataclasses.replace(cluster, gib=cluster.gib * _TRUSTED)
+    found = _save_more(dataclasses.replace(planned, cluster=careful))
+    return dataclasses.replace(found, cluster=cluster)
 
 
 def _with_groups(planned: Planned) -> Iterator[Planned]:

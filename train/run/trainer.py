@@ -20,6 +20,7 @@ from train.run import resume
 from train.run.building import make_engine, make_groups, make_saver
 from train.run.config import TrainConfig
 from train.run.evaluations import Evaluations, EvaluationStopped
+from train.run.fitting import fit_memory
 from train.run.inputs import check_same_data, keep_documents_apart, open_inputs
 from train.run.measure import Clock, LossSums, StepWork, count_work, mean_losses, measure_speed
 from train.run.metrics import Metrics, NoMetrics
@@ -58,7 +59,8 @@ class Trainer:
         self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
         self.sources = source_names(self.inputs.training)
         watchdog.alive("building the model")
-        self.engine = make_engine(config, self.inputs.model, self.sp, device)
+        fitted = fit_memory(config, self.inputs.model, device)
+        self.engine = make_engine(fitted, self.inputs.model, self.sp, device)
         watchdog.alive("reading a checkpoint")
         self.start = ranks.together(lambda: begin(config, self.inputs, self.engine, path))
         self.progress, self.skips = self.start.progress, self.start.skips
