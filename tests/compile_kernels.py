@@ -21,6 +21,7 @@ from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.sparse import tiles, triton_choice, triton_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys
+from bmt_burst.sparse.queries import Choosers
 from bmt_burst.spec import Spec
 from tests.cases import call_tensors, random_bias
 from tests.compiler import Compiler
@@ -75,7 +76,7 @@ def compile_sparse():
     tiles._SHORTEST = 4  # lists have several parts
     for queries in (32, 33, 40):  # compiled once for all of them
         starts = torch.zeros(queries, 2, 4, dtype=torch.int32)
-        blocks = FarBlocks(starts, torch.arange(queries), 48, queries + 2)
+        blocks = FarBlocks(starts, torch.arange(queries), torch.arange(queries), 48, queries + 2)
         q, k = (
             torch.zeros(tokens, heads, 24, dtype=torch.bfloat16)
             for tokens, heads in ((queries, 6), (queries + 1, 2))
@@ -83,8 +84,9 @@ def compile_sparse():
         lse, lse_delta, dq = (torch.zeros(s) for s in ((6, queries), (queries, 6, 2), q.shape))
         triton_far.add_far_outputs(q, FarKeys(k, k, blocks, 1, 0.3), q.clone(), lse)
         triton_far.add_far_gradients(q, q, FarKeys(k, k, blocks, 1, 0.3), lse_delta, dq)
-        places, keys = torch.arange(queries), CompressedKeys(*torch.zeros(2, queries - 2, 2, 24))
-        triton_choice.choose_by_score(q, places, keys, InfLLMV2(), 0.3)
+        choosers = Choosers.of_document(torch.arange(queries), queries - 1)
+        keys = CompressedKeys(*torch.zeros(2, queries - 2, 2, 24))
+        triton_choice.choose_by_score(q, choosers, keys, InfLLMV2(), 0.3)
 
 
 if __name__ == "__main__":

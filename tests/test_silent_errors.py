@@ -1,6 +1,7 @@
 """The tests that docs/silent-errors.md shows: each passes here, and fails with its fault put in."""
 
 import ast
+import dataclasses
 import functools
 import re
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from bmt_burst import Layout, Mask, SequenceParallel, Slice
-from bmt_burst.sparse import plan
+from bmt_burst.sparse.queries import Choosers
 from tests.launcher import ROOT
 
 PAGE = ROOT / "docs/silent-errors.md"
@@ -133,14 +134,13 @@ def lse_is_a_constant(call, _names):
 
 @fault_of("test_a_packed_document_is_as_it_is_alone")
 def compressed_keys_cross_borders(_names, monkeypatch):
-    overlap = plan.overlap
+    strides = Choosers.strides
 
-    def naive(document, span):
-        first, last = overlap(document, span)
-        earlier = first < last and document[0] > 0
-        return first - earlier, last - earlier
+    def naive(choosers, stride):
+        moved = [x._replace(span=(max(x.span[0] - 1, 0), x.span[1])) for x in choosers.documents]
+        return strides(dataclasses.replace(choosers, documents=tuple(moved)), stride)
 
-    monkeypatch.setattr(plan, "overlap", naive)
+    monkeypatch.setattr(Choosers, "strides", naive)
 
 
 @fault_of("test_a_packed_document_is_as_it_is_alone", "burst_attn_func")

@@ -135,13 +135,29 @@ def test_ranks_equal_the_definition(size, seed):
 
 
 @pytest.mark.parametrize("strategy", strategies.names())
-def test_every_strategy_computes_the_window(strategy):
-    """Ulysses needs as many kv heads as ranks."""
-    tensors, inner = random_qkv(1, 64, 4, 2, 8), 2
+def test_every_strategy_computes_what_is_near(strategy):
+    """Documents have about as many tokens as a query may choose, which is where the far part
+    begins. Ulysses needs as many kv heads as ranks.
+    """
+    most, inner = SMALL.exact_tokens, 2
+    lengths = most - 1, 1, most, most + 1, 3, most + SMALL.block_size + 1
+    cu_seqlens = tuple(itertools.accumulate(lengths, initial=0))
+    mask, tensors = Mask.documents(cu_seqlens), random_qkv(1, cu_seqlens[-1], 4, 2, 8)
     double = strategy in ("ring", "all-gather", "usp")
-    layout = Layout.zigzag(64, 4 if double else 2)
-    got = attend(layout, tensors, inner, sparse=SMALL, strategy=strategy)
-    check(got, expected(tensors, (0, 64), SMALL), tensors)
+    exact = expected(tensors, cu_seqlens, SMALL)
+    for name in ("zigzag", "balanced"):
+        layout = made_layout(name, mask, 4 if double else 2)
+        got = attend(layout, tensors, inner, mask=mask, sparse=SMALL, strategy=strategy)
+        check(got, exact, tensors, what=name)
+
+
+def test_documents_that_see_no_more_blocks_than_they_may_choose_are_dense():
+    most = SMALL.exact_tokens
+    mask, tensors = Mask.documents((0, most, most + 9)), random_qkv(1, most + 9, 2, 1, 8)
+    layout = Layout.zigzag(most + 9, 2)
+    sparse = attend(layout, tensors, mask=mask, sparse=SMALL)
+    dense = attend(layout, tensors, mask=mask)
+    assert all(a.equal(b) for a, b in zip(sparse, dense, strict=True))
 
 
 def test_a_batch_has_a_choice_for_each_row_and_sinks_enlarge_the_divisor():
@@ -199,7 +215,9 @@ def test_calls_of_short_documents_are_dense(seed):
 
 
 def choose_on_a_rank(ring, layout, q, k, mask):
-    """Return the blocks that a call keeps, after all keys were gathered in spans of any size."""
+    """Return the blocks that a call keeps, after all keys were gathered in spans of any size, and
+    the positions of their queries.
+    """
     problem = strategies.Problem(
         mask=mask,
         layout=layout,
@@ -212,13 +230,13 @@ def choose_on_a_rank(ring, layout, q, k, mask):
     q, k = (layout.shard(x, ring.rank) for x in (q, k))
     rings, found = Rings(ring, ALONE), []
     for span_bytes in (0, 5000, 1 << 30):
-        window = strategies.load("ring").plan(problem, ring.rank)
-        plan = SparsePlan(problem, SMALL, ring.rank, window, span_bytes)
+        near = strategies.load("ring").plan(problem, ring.rank)
+        plan = SparsePlan(problem, SMALL, ring.rank, near, span_bytes)
         plan.reserve(rings, q.device, with_backward=False)
         found.append(plan.choose(rings, q, k).int())
     assert found[0].equal(found[1])
     assert found[0].equal(found[2])
-    return found[0]
+    return found[0], layout.positions(ring.rank)[plan.choosers.tokens]
 
 
 DTYPES = [torch.bfloat16, torch.float64]
@@ -237,8 +255,11 @@ def test_the_choice_is_the_same_on_any_ranks_bit_for_bit(dtype):
     for number, size in enumerate((1, 2, 3, 4, 8), DTYPES.index(dtype)):
         layout = made_layout(name := names[number % 4], mask, size)
         work = functools.partial(choose_on_a_rank, layout=layout, q=q, k=k, mask=mask)
-        got = layout.unshard(simulate(size, work))
-        assert got.equal(alone[..., : SMALL.topk]), (size, name)
+        later = []
+        for got, positions in simulate(size, work):
+            assert got.equal(alone[:, positions, :, : SMALL.topk]), (size, name)
+            later += positions.tolist()
+        assert sorted(later) == [*range(20 + SMALL.exact_tokens, 123)]
 
 
 @pytest.mark.parametrize(("most", "width"), [(32768, 2), (32769, 4)])

@@ -14,10 +14,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from bmt_burst import InfLLMV2
+from bmt_burst import InfLLMV2, Mask
 from bmt_burst.sparse import tiles, torch_choice, torch_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
+from bmt_burst.sparse.queries import Choosers
 from bmt_burst.sparse.tiles import KeyLists, find_between
 from tests.reference import relative_error
 from tests.sparse import random_case
@@ -53,19 +54,22 @@ def random_blocks(
             # the first block always, as in InfLLM-V2: its list is long
             some = [0, *sorted(chance.sample(range(1, own + 1), chance.randint(0, own)))]
             chosen[i, group, : len(some)] = torch.tensor(some)
-    ends = starts[positions], positions - window
+    # every third token chooses nothing
+    tokens = torch.arange(queries) * 3 // 2
+    stops = torch.zeros(2 * queries, dtype=torch.int64)
+    stops[tokens] = positions - window
+    ends = starts[positions], tokens, stops
     return on_device(FarBlocks.of_choice(chosen, *ends, size, sum(lengths)))
 
 
-def on_device(blocks: FarBlocks) -> FarBlocks:
-    return dataclasses.replace(
-        blocks, starts=blocks.starts.to(DEVICE), stops=blocks.stops.to(DEVICE)
-    )
+def on_device(blocks: FarBlocks, device: str = DEVICE) -> FarBlocks:
+    tables = {name: getattr(blocks, name).to(device) for name in ("starts", "queries", "stops")}
+    return dataclasses.replace(blocks, **tables)
 
 
 def random_tensors(blocks, keys, heads, head_size, dtype=torch.float32):
     """Return q, k, v, dout, and an lse and delta that a backward could have, side by side."""
-    queries, groups, _ = blocks.starts.shape
+    queries, groups = len(blocks.stops), blocks.starts.shape[1]
     q, dout = (torch.randn(queries, heads * groups, head_size).to(dtype) for _ in range(2))
     k, v = (torch.randn(keys, groups, head_size).to(dtype) for _ in range(2))
     lse_delta = torch.randn(queries, heads * groups, 2)
@@ -78,7 +82,7 @@ def check(blocks, tensors, first, scale=0.3):
     q, k, v, dout, lse_delta = tensors
     bound = BOUNDS[q.dtype]
     wide = [x.double().cpu() for x in tensors]
-    on_cpu = dataclasses.replace(blocks, starts=blocks.starts.cpu(), stops=blocks.stops.cpu())
+    on_cpu = on_device(blocks, "cpu")
     out, lse = torch.randn_like(q).float(), torch.randn(q.shape[1], len(q), device=DEVICE)
     lse[:, ::3] = -torch.inf
     exact, exact_lse = out.double().cpu(), lse.double().cpu()
@@ -129,13 +133,14 @@ def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, fin
     """The lse of a query that sees nothing anywhere is -inf in the backward, too."""
     blocks = random_blocks(random.Random(1), [60, 20], 40, 2, 16, 16)
     q, k, v, dout, lse_delta = random_tensors(blocks, 80, 2, 16)
-    blind = (blocks.starts < 0).all(-1).all(-1)
-    assert 0 < blind.sum() < 40
+    blind = torch.ones(80, dtype=torch.bool, device=DEVICE)
+    blind[blocks.queries] = (blocks.starts < 0).all(-1).all(-1)
+    assert 40 < blind.sum() < 80
     lse_delta[blind, :, 0] = -torch.inf
 
     def compute(cuts):
         out, dq = torch.full_like(q, 7.0), torch.ones_like(q)
-        lse = torch.full((4, 40), -torch.inf, device=DEVICE)
+        lse = torch.full((4, 80), -torch.inf, device=DEVICE)
         grads = []
         for a, b in cuts:
             far = FarKeys(k[a:b], v[a:b], blocks, a, 0.3)
@@ -196,12 +201,18 @@ def choice_case(seed: int, dtype: torch.dtype, tokens: int | None = None):
     return q[places].to(DEVICE), places.to(DEVICE), keys, case.sparse, case.head_size**-0.5
 
 
+def choosers(places, keys):
+    return Choosers.of_document(places.cpu(), len(keys.scored) + 1)
+
+
 def score(q, places, keys, sparse, scale):
     """Return A (G, T, blocks) of the blocks that a query sees, -inf of others."""
     halves = CompressedKeys(*(triton_choice._split(x, q.dtype) for x in keys))
-    normalizers = triton_choice.normalize(q, places, halves, sparse, scale)
+    tiles = triton_choice.find_tiles(q, choosers(places, keys), sparse, keys.scored.shape[1])
+    normalizers = triton_choice.normalize(q, tiles, halves, sparse, scale)
+    [piece] = tiles.pieces
     scores, of_last = triton_choice.score_blocks(
-        q, places, normalizers, halves, int(places[-1]), sparse, scale
+        q, tiles, piece, normalizers, halves, sparse, scale
     )
     before = functional.pad(of_last, (1, -1), value=-1.0)
     block, own = (
@@ -227,8 +238,8 @@ def test_scores_and_choices_equal_torch(seed, monkeypatch):
         wanted = torch_choice._score_blocks(padded, places, columns, sparse)
         assert torch.allclose(mine, wanted, rtol=5e-5)
     monkeypatch.setattr(triton_choice, "_BYTES", 1)  # pieces of 128 queries
-    chosen = triton_choice.choose_by_score(q, places.cpu(), keys, sparse, scale)
-    assert chosen.equal(torch_choice.choose_by_score(q, places, keys, sparse, scale))
+    args = q, choosers(places, keys), keys, sparse, scale
+    assert triton_choice.choose_by_score(*args).equal(torch_choice.choose_by_score(*args))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -243,6 +254,30 @@ def test_scores_do_not_depend_on_other_queries(dtype):
         assert whole[:, some, part.shape[2] :].isneginf().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_documents_choose_together_as_each_alone(dtype, monkeypatch):
+    """One launch has the queries of all documents. Pieces of scores end within a document."""
+    monkeypatch.setattr(triton_choice, "_BYTES", 1)
+    sparse = InfLLMV2(8, 4, 2, 1, 16, 2, -1)
+    bounds = [0, 32, 90, 95, 128, 300]
+    mask, positions = Mask.documents(bounds), torch.arange(20, 290)
+    q, k = torch.randn(270, 6, 24).to(dtype).round(), torch.randn(300, 2, 24).to(dtype).round()
+    choosers = Choosers.of_tokens(positions, mask, sparse)
+    tokens = choosers.strides(2).unsqueeze(1) + torch.arange(2)
+    keys = compress(sum_strides(k[tokens.flatten()], sparse), sparse)
+    args = (q.to(DEVICE), choosers, CompressedKeys(*(x.to(DEVICE) for x in keys)), sparse, 0.2)
+    got = triton_choice.choose_by_score(*args)
+    assert got.equal(torch_choice.choose_by_score(*args))
+    assert [x.span for x in choosers.documents] == [(32, 90), (95, 128), (128, 300)]
+    for (start, stop), (first, last), _ in choosers.documents:
+        alone = compress(sum_strides(k[start:stop], sparse), sparse)
+        places = positions[choosers.tokens[first:last]] - start
+        of_document = Choosers.of_document(places, len(alone.scored) + 1)
+        alone = CompressedKeys(*(x.to(DEVICE) for x in alone))
+        args = q[choosers.tokens[first:last]].to(DEVICE), of_document, alone, sparse, 0.2
+        assert got[first:last].equal(triton_choice.choose_by_score(*args))
+
+
 def test_equal_keys_tie(find_overflows):
     """Blocks with the same keys have the same scores, bit for bit, and the lower one is taken."""
     q, places, keys, sparse, scale = choice_case(3, torch.float32, tokens=100)
@@ -252,8 +287,8 @@ def test_equal_keys_tie(find_overflows):
     scores = score(q, places, keys, sparse, scale)
     assert (scores[:, -1].isfinite().sum(1) > 3).all()
     assert all(row[row.isfinite()].unique().numel() <= 1 for row in scores.flatten(0, 1))
-    chosen = triton_choice.choose_by_score(q, places.cpu(), keys, sparse, scale)
-    assert chosen.equal(torch_choice.choose_by_score(q, places, keys, sparse, scale))
+    args = q, choosers(places, keys), keys, sparse, scale
+    assert triton_choice.choose_by_score(*args).equal(torch_choice.choose_by_score(*args))
 
 
 @pytest.mark.parametrize(("blocks", "topk"), [(1, 2), (50, 9), (70, 70), (2000, 96)])
@@ -278,14 +313,14 @@ def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, topk):
 def test_lists_do_not_wait_for_the_device():
     """Fake tensors have no values that the host could read."""
     with FakeTensorMode():
-        starts = torch.zeros(3000, 2, 4, dtype=torch.int32)
-        find_between(KeyLists.of_starts(starts, 900).starts, 3, 700)
+        starts, stops = torch.zeros(3000, 2, 4, dtype=torch.int32), torch.arange(3000)
+        blocks = FarBlocks(starts, stops, stops, 4, 900)
+        find_between(KeyLists.of_blocks(blocks).starts, 3, 700)
 
 
 def test_no_queries_or_no_keys_change_nothing():
-    blocks = FarBlocks(
-        torch.full((3, 1, 2), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), 16, 4
-    )
+    starts, stops = torch.full((3, 1, 2), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    blocks = FarBlocks(starts, torch.arange(3), stops, 16, 4)
     q, k = torch.ones(3, 2, 16, device=DEVICE), torch.ones(4, 1, 16, device=DEVICE)
     for some_q, some_k, some in ((q, k[:0], blocks), (q[:0], k, cut(blocks, 0)), (q, k, blocks)):
         some = on_device(some)
@@ -302,4 +337,5 @@ def test_no_queries_or_no_keys_change_nothing():
 
 
 def cut(blocks: FarBlocks, count: int) -> FarBlocks:
-    return dataclasses.replace(blocks, starts=blocks.starts[:count], stops=blocks.stops[:count])
+    tables = {name: getattr(blocks, name)[:count] for name in ("starts", "queries", "stops")}
+    return dataclasses.replace(blocks, **tables)

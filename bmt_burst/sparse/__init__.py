@@ -4,6 +4,7 @@ A mask says which pairs are visible. A choice narrows that to some blocks of eac
 
 config      `InfLLMV2`, the constants of the choice
 compressed  means of neighbouring keys
+queries     the queries that choose. Earlier ones see no more blocks than they may choose
 choice      the definition of the choice, by `torch_choice`, or on GPUs `triton_choice`
 blocks      the chosen blocks beyond the window, as places in a sequence
 far         attention to them, by `torch_far`, or on GPUs `triton_far`

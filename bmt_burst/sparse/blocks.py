@@ -1,6 +1,6 @@
 """The far blocks: the chosen ones that begin before a query's window.
 
-Letters: S queries, G kv heads, D head size, N chosen blocks, T keys at hand.
+Letters: S tokens, F of them that choose, G kv heads, D head size, N chosen blocks, T keys at hand.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ MOST_TOKENS = 1 << 26  # of a sequence. Kernels sort 32-bit numbers, and 5 bits 
 
 @dataclass(frozen=True)
 class FarBlocks:
-    """The far blocks of some queries, as places in a sequence.
+    """The far blocks of some of the tokens at hand, as places in a sequence.
 
-    starts      (S, G, N) int32: the first tokens of the blocks. Entries that are no block are -1.
-    stops       (S,) int64: where the far part ends, so the first token of the window
+    starts      (F, G, N) int32: the first tokens of the blocks. Entries that are no block are -1.
+    queries     (F,) int64, rising: which tokens have these blocks
+    stops       (S,) int64: where the far part of each token ends, so the first one of its window
     block_size  tokens of a block
     tokens      of the sequence
     """
 
     starts: Tensor
+    queries: Tensor
     stops: Tensor
     block_size: int
     tokens: int
@@ -33,23 +35,28 @@ class FarBlocks:
 
     @staticmethod
     def of_choice(
-        chosen: Tensor, starts: Tensor, stops: Tensor, block_size: int, tokens: int
+        chosen: Tensor,
+        starts: Tensor,
+        queries: Tensor,
+        stops: Tensor,
+        block_size: int,
+        tokens: int,
     ) -> FarBlocks:
-        """Return the blocks before `stops` among those that `choose_in_document` returned.
+        """Return the blocks before `stops` among those that were chosen.
 
-        chosen  (S, G, N) int32
-        starts  (S,) int64: where the query's document starts in the sequence
+        chosen  (F, G, N) int32, from the start of the query's document
+        starts  (F,) int64: where the query's document starts in the sequence
         """
         first = starts.int().view(-1, 1, 1) + chosen * block_size
-        is_far = (chosen >= 0) & (first < stops.view(-1, 1, 1))
-        return FarBlocks(first.masked_fill(~is_far, -1), stops, block_size, tokens)
+        is_far = (chosen >= 0) & (first < stops[queries].view(-1, 1, 1))
+        return FarBlocks(first.masked_fill(~is_far, -1), queries, stops, block_size, tokens)
 
 
 class FarKeys(NamedTuple):
     """The keys at hand, as some queries attend to them.
 
     k, v    (T, G, D): tokens first .. first + T - 1 of the sequence
-    blocks  the far blocks of the queries
+    blocks  the far blocks
     scale   the factor of the scores
     """
 

@@ -122,14 +122,15 @@ def attend_to_cache(
     """
     scale = q.shape[-1] ** -0.5
     positions = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
-    places = positions.to(q.device)
+    places, queries = positions.to(q.device), torch.arange(q.shape[1], device=q.device)
     out = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
     lse = empty_lse(q).fill_(-torch.inf)
     with torch.autocast(q.device.type, enabled=False):
         for row, compressed in enumerate(sums.compress()):
             chosen = choose_in_document(by_q[row], positions, compressed, sparse, scale)
-            ends = places * 0, places + 1
-            blocks = FarBlocks.of_choice(chosen, *ends, sparse.block_size, k.shape[1])
+            blocks = FarBlocks.of_choice(
+                chosen, places * 0, queries, places + 1, sparse.block_size, k.shape[1]
+            )
             far = FarKeys(k[row], v[row], blocks, 0, scale)
             find_kernels(q[row], far).add_far_outputs(q[row], far, out[row], lse[row])
     if sinks is not None:

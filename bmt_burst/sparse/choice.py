@@ -30,11 +30,11 @@ from torch import Tensor
 from ..base.arguments import DTYPES, as_positive, check_tensor
 from ..base.streams import send_to_device
 from ..sequence.mask import Mask
-from ..sequence.span import Span, length
 from . import torch_choice
 from .blocks import MOST_TOKENS
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
+from .queries import Choosers, documents, find_longest
 
 
 def choose(
@@ -84,11 +84,6 @@ def choose(
     return chosen
 
 
-def documents(mask: Mask) -> list[Span]:
-    """Return the documents of a mask. Tokens in none of them, such as padding, see nothing."""
-    return [s.q for s in mask.slices]
-
-
 @functools.lru_cache(maxsize=64)
 def find_fault(mask: Mask) -> str | None:
     """Return why sparse attention cannot use this mask, or None if it can. Answers are kept, since
@@ -103,11 +98,6 @@ def find_fault(mask: Mask) -> str | None:
                 f"..., causal=True); got a mask with Slice{tuple(s)}"
             )
     return None
-
-
-def find_longest(mask: Mask) -> int:
-    """Return the number of tokens of the longest document."""
-    return max(map(length, documents(mask)), default=0)
 
 
 def choose_in_document(
@@ -127,18 +117,24 @@ def choose_in_document(
     later = everything > send_to_device(own, q.device).view(-1, 1, 1)
     chosen = everything.masked_fill(later, -1)
     if first < len(q):
-        chosen[first:] = _choose_by_score(q[first:], places[first:], keys, sparse, scale)
+        choosers = Choosers.of_document(places[first:], len(keys.scored) + 1)
+        chosen[first:] = choose_by_score(q[first:], choosers, keys, sparse, scale)
     return chosen
 
 
-def _choose_by_score(
-    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+def choose_by_score(
+    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: InfLLMV2, scale: float
 ) -> Tensor:
+    """Return the blocks that `choosers` among the queries q (T, H, D) choose: (F, G, most_blocks)
+    int32, rising, -1 at the end where there are fewer.
+
+    keys  those of the choosers' documents, one after the other
+    """
     if q.is_cuda and q.dtype != torch.float64:
         from . import triton_choice
 
-        return triton_choice.choose_by_score(q, places, keys, sparse, scale)
-    return torch_choice.choose_by_score(q, places, keys, sparse, scale)
+        return triton_choice.choose_by_score(q, choosers, keys, sparse, scale)
+    return torch_choice.choose_by_score(q, choosers, keys, sparse, scale)
 
 
 def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2) -> None:

@@ -11,14 +11,28 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..sequence.span import Span, length
 from .config import InfLLMV2
 
 
 class CompressedKeys(NamedTuple):
-    """The compressed keys of one document: (n, G, D) each, in the accumulator's dtype."""
+    """The compressed keys of one document, or of several one after the other: (n, G, D) each, in
+    the accumulator's dtype.
+    """
 
     scored: Tensor
     normalizing: Tensor
+
+    def of_document(self, strides: Span) -> CompressedKeys:
+        """Return the compressed keys of a document with these `strides`, as `ChoosingDocument` has
+        them. The others are those of other documents, or mix two documents.
+        """
+        first, count = strides[0], length(strides)
+        normal = first // 4
+        return CompressedKeys(
+            self.scored[first : first + max(count - 1, 0)],
+            self.normalizing[normal : normal + max(count - 4, 0) // 4],
+        )
 
 
 def sum_strides(k: Tensor, sparse: InfLLMV2) -> Tensor:
@@ -36,7 +50,7 @@ def sum_strides(k: Tensor, sparse: InfLLMV2) -> Tensor:
 
 
 def compress(strides: Tensor, sparse: InfLLMV2) -> CompressedKeys:
-    """Return the compressed keys of a document from its `sum_strides`."""
+    """Return the compressed keys of documents from their `sum_strides`."""
     tokens = sparse.kernel_stride
     return CompressedKeys(
         scored=_sum_neighbours(strides, 2, 1) / (2 * tokens),

@@ -95,6 +95,11 @@ class InfLLMV2:
         """The largest number of blocks that a query attends to."""
         return self.topk + self.window_blocks
 
+    @property
+    def exact_tokens(self) -> int:
+        """The first tokens of each document, which attend to all tokens before them."""
+        return self.most_blocks * self.block_size
+
     def is_dense(self, longest: int) -> bool:
         """Whether a call is dense if its longest document has this many tokens."""
         return longest < self.dense_len

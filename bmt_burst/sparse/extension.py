@@ -15,10 +15,11 @@ from ..sequence.mask import Mask
 from ..spec import Spec
 from ..strategies import Plan, Problem, choose
 from ..strategies.extension import Extension, Tensors
-from .choice import find_fault, find_longest
+from .choice import find_fault
 from .config import InfLLMV2
 from .memory import is_recomputing
 from .plan import SparsePlan
+from .queries import find_longest, near_mask
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,17 @@ class Sparse(Extension):
 
     def plan(self, problem: Problem, rank: int, strategy: str) -> Plan:
         assert self.config, "a checked extension has constants"
-        if self.config.is_dense(find_longest(problem.mask)):
+        longest = find_longest(problem.mask)
+        if self.config.is_dense(longest) or longest <= self.config.exact_tokens:
             plan = super().plan(problem, rank, strategy)
             plan.takes_inputs = False  # it has no use for what blocks are chosen by
             return plan
-        # sparse sequences are long, and so "auto" takes the ring for their windows
-        near = "ring" if strategy == "auto" else strategy
-        windows = replace(problem, mask=problem.mask.windowed(self.config.window_size + 1))
-        window = choose(near, windows).plan(windows, rank)
+        # sparse sequences are long, and so "auto" takes the ring for what is near
+        dense = "ring" if strategy == "auto" else strategy
+        near = replace(problem, mask=near_mask(problem.mask, self.config))
         span_bytes = sys.maxsize if strategy == "all-gather" else problem.group_bytes
-        return SparsePlan(problem, self.config, rank, window, span_bytes)
+        plan = choose(dense, near).plan(near, rank)
+        return SparsePlan(problem, self.config, rank, plan, span_bytes)
 
 
 def _check_choose_by(tensors: Tensors, q: Tensor, k: Tensor) -> None:

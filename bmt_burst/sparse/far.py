@@ -2,7 +2,8 @@
 
 The window of query i are the keys i - window_size to i of its document. A dense kernel computes
 them. The far part are the keys before i - window_size in the chosen blocks. So each pair is in one
-part, and partial outputs merge by lse.
+part, and partial outputs merge by lse. Queries that see no more blocks than they may choose have no
+far part: a dense kernel computes all of theirs (`queries.py`).
 
 Neighbouring queries choose nearly the same blocks, so kernels load them for several queries at
 once: `torch_far.py`, and `triton_far.py` for GPUs.

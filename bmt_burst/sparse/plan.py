@@ -1,12 +1,13 @@
-"""Sparse attention over ranks: blocks of keys that the data chose, and a window.
+"""Sparse attention over ranks: blocks of keys that the data chose, and what is near.
 
-Queries stay. The window, the nearest keys of each query, is a mask. Any strategy computes it, as a
-dense call. The far part are the chosen blocks beyond the window:
+Queries stay. Near are all keys of the first tokens of each document, which see no more blocks than
+they may choose, and a window of later tokens. That is a mask, which any strategy computes as a
+dense call. Far are the blocks beyond the window that the later tokens choose:
 
     choose    ranks gather all keys in spans of the sequence, and sum them up to compressed keys.
               Each rank then chooses blocks for its own queries.
     forward   ranks gather keys and values, span by span. Each computes its far part, which merges
-              with the window by lse.
+              with the near part by lse.
     backward  ranks gather keys and values again, and return the gradients of each span to the
               owners of its tokens.
 
@@ -14,7 +15,8 @@ A span has as many tokens as `span_bytes` of keys and values allow. Nearly every
 some query of each rank, so sending only chosen blocks would save nothing. The choice depends
 neither on ranks nor on spans (see `bmt_burst.sparse`).
 
-Letters: B batch, S tokens of a rank, T tokens of a span, H query heads, G kv heads, D head size.
+Letters: B batch, S tokens of a rank, F of them that choose, T tokens of a span, H query heads, G kv
+heads, D head size.
 """
 
 from __future__ import annotations
@@ -26,18 +28,21 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..base.dtypes import accumulator_dtype
 from ..base.streams import send_to_device
+from ..kernels.packed import prepare_once
 from ..merging.merge import stack_lse_delta
 from ..ranks.rings import Rings
-from ..sequence.span import Span, length, overlap
+from ..sequence.span import Span
 from ..strategies import Plan, Problem
 from ..strategies.compute import Keys, QueryGradients, Tensors
 from .blocks import FarBlocks, FarKeys, packed_dtype
-from .choice import choose_in_document, documents, find_longest
+from .choice import choose_by_score
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 from .far import find_kernels
 from .memory import find_choice
+from .queries import Choosers, find_longest
 from .spans import Spans
 
 
@@ -45,22 +50,20 @@ class SparsePlan(Plan):
     """The part of one rank in sparse calls of one problem.
 
     Its forward takes the queries and keys by which blocks are chosen, or none to choose by q and k.
-    It keeps the choice (B, S, G, topk) in `packed_dtype`: the first blocks of this rank's queries,
-    with all that are far.
+    It keeps the choice (B, F, G, topk) in `packed_dtype`: the first blocks of this rank's queries
+    that choose, with all that are far.
 
-    window      the dense plan of the windows
+    near        the dense plan of `near_mask`
     span_bytes  the most bytes of keys and values in a span, unless a stride of tokens is larger
     """
 
-    def __init__(
-        self, problem: Problem, sparse: InfLLMV2, rank: int, window: Plan, span_bytes: int
-    ):
+    def __init__(self, problem: Problem, sparse: InfLLMV2, rank: int, near: Plan, span_bytes: int):
         self.problem, self.rank, self.sparse = problem, rank, sparse
-        self.window, self.span_bytes = window, span_bytes
+        self.near, self.span_bytes = near, span_bytes
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        """Reserve the transport's memory for the windows and for spans, as `Plan.reserve` does."""
-        self.window.reserve(rings, device, with_backward)
+        """Reserve memory of the transport for the near part and for spans, as `Plan.reserve`."""
+        self.near.reserve(rings, device, with_backward)
         problem, sizes, tokens = self.problem, self.problem.sizes, self._most_tokens
         entries = 2 * sizes.batch * sizes.kv_heads * sizes.head_size
         visit = min(tokens, problem.layout.seq_len) * entries * sizes.dtype.itemsize
@@ -85,7 +88,7 @@ class SparsePlan(Plan):
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
     ) -> tuple[Tensor, Tensor, Tensors]:
         chosen = self.choose(rings, *(inputs or (q, k)))
-        near, near_lse, _ = self.window.forward(rings, q, k, v)
+        near, near_lse, _ = self.near.forward(rings, q, k, v)
         # One span is rounded once. Sums of several are kept wide.
         dtype = q.dtype if len(self.spans.spans) == 1 else near_lse.dtype
         # the far part is merged into these in place
@@ -101,7 +104,7 @@ class SparsePlan(Plan):
         self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
         [chosen], q, dout, lse = kept, queries.q, queries.dout, queries.lse
-        *near, _ = self.window.backward(rings, queries, keys, (), ())
+        *near, _ = self.near.backward(rings, queries, keys, (), ())
         dq, dk, dv = (x.to(lse.dtype) for x in near)
         del near
         assert queries.out is not None, "a call has out"
@@ -123,46 +126,61 @@ class SparsePlan(Plan):
         self, rings: Rings, k: Tensor, v: Tensor, chosen: Tensor
     ) -> Iterator[list[FarKeys]]:
         """Yield the keys of each span, as the queries of each row attend to them."""
-        starts, stops = (send_to_device(x, chosen.device) for x in self._ends)
-        size, scale = self.sparse.block_size, self.problem.spec.scale
-        tokens = self.problem.mask.seq_len
-        blocks = [FarBlocks.of_choice(row.int(), starts, stops, size, tokens) for row in chosen]
+        ends, size = self._ends(chosen.device), self.sparse.block_size
+        tokens, scale = self.problem.mask.seq_len, self.problem.spec.scale
+        blocks = [FarBlocks.of_choice(row.int(), *ends, size, tokens) for row in chosen]
         for number, (first, _) in enumerate(self.spans.spans):
             rows = zip(*self.spans.gather(rings, [k, v], number), blocks, strict=True)
             yield [FarKeys(k, v, of_row, first, scale) for k, v, of_row in rows]
 
-    def _compress(self, rings: Rings, k: Tensor) -> list[dict[int, CompressedKeys]]:
-        """Return the compressed keys of each row's documents, by the documents' starts."""
-        parts = documents(self.problem.mask)
-        sums: list[dict[int, list[Tensor]]] = [{start: [] for start, _ in parts} for _ in k]
-        for number, span in enumerate(self.spans.spans):
+    def _compress(self, rings: Rings, k: Tensor) -> list[CompressedKeys]:
+        """Return the compressed keys of each row, for the documents of this rank's `choosers`."""
+        sums = [k.new_empty(len(k), 0, *k.shape[2:], dtype=accumulator_dtype(k.dtype))]
+        for number in range(len(self.spans.spans)):
             [whole] = self.spans.gather(rings, [k], number)
-            inside = [(document[0], overlap(document, span)) for document in parts]
-            for start, (first, last) in [each for each in inside if length(each[1])]:
-                for row, of_documents in zip(whole, sums, strict=True):
-                    tokens = row[first - span[0] : last - span[0]]
-                    of_documents[start].append(sum_strides(tokens, self.sparse))
-        return [
-            {start: compress(torch.cat(found), self.sparse) for start, found in row.items()}
-            for row in sums
-        ]
+            strides = self._strides(number, k.device)
+            if len(strides):
+                at_any = whole.unfold(1, self.sparse.kernel_stride, 1).movedim(-1, 2)
+                tokens = at_any.index_select(1, strides).flatten(1, 2)
+                sums.append(torch.stack([sum_strides(row, self.sparse) for row in tokens]))
+        return [compress(row, self.sparse) for row in torch.cat(sums, 1)]
 
-    def _choose_row(self, q: Tensor, keys: dict[int, CompressedKeys]) -> Tensor:
-        """Return the chosen blocks of a row's q (S, H, D) that may be far: (S, G, topk)."""
-        positions, scale = self.spans.positions[self.rank], self.problem.spec.scale
-        shape = len(q), self.problem.sizes.kv_heads, self.sparse.most_blocks
-        chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
-        parts = documents(self.problem.mask)
-        bounds = torch.tensor(parts, dtype=torch.int64).view(-1, 2)
-        for (start, _), here in zip(parts, torch.searchsorted(positions, bounds), strict=True):
-            mine = slice(*here.tolist())
-            if mine.start < mine.stop:
-                places = positions[mine] - start
-                chosen[mine] = choose_in_document(q[mine], places, keys[start], self.sparse, scale)
+    def _choose_row(self, q: Tensor, keys: CompressedKeys) -> Tensor:
+        """Return the chosen blocks of a row's q (S, H, D) that may be far: (F, G, topk)."""
+        scale = self.problem.spec.scale
+        chosen = choose_by_score(q, self.choosers, keys, self.sparse, scale)
         # The last `window_blocks` places of a list have blocks that lie in the window as a whole.
-        # So they do in short lists, which have all blocks up to the query's own.
         blocks = -(-find_longest(self.problem.mask) // self.sparse.block_size)
         return chosen[..., : self.sparse.topk].to(packed_dtype(blocks), copy=True)
+
+    @functools.cached_property
+    def choosers(self) -> Choosers:
+        """This rank's queries that choose."""
+        return Choosers.of_tokens(self.spans.positions[self.rank], self.problem.mask, self.sparse)
+
+    def _ends(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where the documents of the queries that choose start, (F,) int64, which tokens
+        those are, (F,) int64, and where the far part of each token ends, (S,) int64.
+        """
+
+        def make() -> tuple[Tensor, ...]:
+            stops = self.spans.positions[self.rank] - self.sparse.window_size
+            parts = self.choosers.starts(), self.choosers.tokens, stops
+            return tuple(send_to_device(x, device) for x in parts)
+
+        starts, tokens, stops = prepare_once(self.choosers, ("ends",), device, make)
+        return starts, tokens, stops
+
+    def _strides(self, number: int, device: torch.device) -> Tensor:
+        """Return the first tokens of the strides of `choosers` in a span, counted from there."""
+
+        def make() -> Tensor:
+            strides, (start, stop) = self.choosers.strides(self.sparse.kernel_stride), span
+            inside = strides[(strides >= start) & (strides < stop)] - start
+            return send_to_device(inside, device)
+
+        span = self.spans.spans[number]
+        return prepare_once(self.choosers, ("strides", number), device, make)
 
     @functools.cached_property
     def spans(self) -> Spans:
@@ -179,13 +197,6 @@ class SparsePlan(Plan):
         sizes = self.problem.sizes
         bytes_of_token = 2 * sizes.batch * sizes.kv_heads * sizes.head_size * sizes.dtype.itemsize
         return max(self.span_bytes // bytes_of_token, self.sparse.kernel_stride)
-
-    @functools.cached_property
-    def _ends(self) -> tuple[Tensor, Tensor]:
-        """For each query, the start of its document and the end of its far part: (S,) int64."""
-        positions = self.spans.positions[self.rank]
-        starts = positions - self.problem.mask.positions()[positions]
-        return starts, positions - self.sparse.window_size
 
 
 def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, ...]:

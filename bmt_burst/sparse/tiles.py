@@ -7,7 +7,7 @@ Both are computed once, on the device of the choice, and the host waits for noth
 are bounds, which depend on shapes alone. They describe a whole sequence. `find_between` finds what
 belongs to the keys at hand.
 
-Letters: S queries, G kv heads, N chosen blocks of a query.
+Letters: F queries that choose, G kv heads, N chosen blocks of a query.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .blocks import FarBlocks
 
 NONE = torch.iinfo(torch.int32).max  # where an entry that is no block starts: after all others
 _NONE = tl.constexpr(NONE)
@@ -30,7 +32,7 @@ def unite_blocks(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Return the unions of the blocks of each tile of `tokens` neighbouring queries, a power of two
     and at most MOST_QUERIES: (G, tiles, W) int32 each.
 
-    starts  (S, G, N) int32: the first tokens of blocks, -1 for none
+    starts  (F, G, N) int32: the first tokens of blocks, -1 for none
 
     The first tokens of a tile's blocks rise. The rest is NONE. Bit i of the second result says
     whether query i of the tile chose the block.
@@ -50,30 +52,27 @@ class KeyLists:
     """The queries that chose each block, sorted by blocks and cut into parts. A program sums up the
     gradients of a part.
 
-    queries     (G, S N) int32: the queries, rising in each block
+    tokens      (G, F N) int32: which tokens the queries are, rising in each block
     starts      (G, most) int32: where a part's block starts, rising. The rest is NONE.
-    begins      (G, most + 1) int32: a part has the queries begins[i] .. begins[i + 1] - 1
+    begins      (G, most + 1) int32: a part has the tokens begins[i] .. begins[i + 1] - 1
     slots       (G, most) int32: where sums of a part are held if its block has several, else -1
     slot_count  the number of slots at most
     """
 
-    queries: Tensor
+    tokens: Tensor
     starts: Tensor
     begins: Tensor
     slots: Tensor
     slot_count: int
 
     @staticmethod
-    def of_starts(starts: Tensor, tokens: int) -> KeyLists:
-        """Sort (query, block) pairs by blocks.
-
-        starts  (S, G, N) int32: the first tokens of blocks, -1 for none
-        tokens  of the sequence; no two blocks start at the same token
-        """
+    def of_blocks(blocks: FarBlocks) -> KeyLists:
+        """Sort (query, block) pairs by blocks. No two blocks start at the same token."""
+        starts = blocks.starts
         entries = len(starts) * starts.shape[2]
         longest = max(-(-entries // _PARTS), _SHORTEST)
         long_parts = entries // longest
-        most = min(entries, tokens) + long_parts
+        most = min(entries, blocks.tokens) + long_parts
         flat = torch.where(starts < 0, NONE, starts).int().transpose(0, 1).flatten(1).contiguous()
         flat, order = flat.sort(dim=-1, stable=True)
         # Each list begins a part, and so does each entry whose number is a multiple of `longest`.
@@ -89,8 +88,8 @@ class KeyLists:
         is_shared = follows.clone()
         is_shared[:, :-1] |= follows[:, 1:]
         slots = (_count_up_to(is_shared) - 1).masked_fill(~is_shared, -1)
-        queries = (order // starts.shape[2]).int()
-        return KeyLists(queries, firsts, begins, slots, min(2 * long_parts, most))
+        tokens = blocks.queries.int()[order // starts.shape[2]]
+        return KeyLists(tokens, firsts, begins, slots, min(2 * long_parts, most))
 
 
 def find_between(starts: Tensor, low: int, high: int) -> Tensor:

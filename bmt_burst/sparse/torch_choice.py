@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from .compressed import CompressedKeys
 from .config import InfLLMV2
+from .queries import Choosers
 
 _QUERIES = 64  # of a tile of scores
 _KERNELS = 512  # of a tile of scores
@@ -24,14 +25,21 @@ _ALIGNED = 16  # a tile's head size is a multiple of this
 
 
 def choose_by_score(
+    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+) -> Tensor:
+    """Do what `choice.choose_by_score` does."""
+    found = [q.new_empty(0, keys.scored.shape[1], sparse.most_blocks, dtype=torch.int32)]
+    for _, (a, b), strides in choosers.documents:
+        of_document = q[choosers.tokens[a:b].to(q.device)]
+        places = choosers.places[a:b]
+        found.append(_choose(of_document, places, keys.of_document(strides), sparse, scale))
+    return torch.cat(found)
+
+
+def _choose(
     q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
 ) -> Tensor:
-    """Return the chosen blocks of some queries of a document: (T, G, most_blocks) int32, rising,
-    -1 at the end where there are fewer.
-
-    q       (T, H, D)
-    places  (T,) int64, rising: the places of the queries in the document
-    """
+    """Return the chosen blocks of queries (T, H, D) at some places (T,) of a document."""
     wide, lacking = q.to(keys.scored.dtype) * scale, -len(q) % _QUERIES
     padded = functional.pad(wide, (0, -q.shape[-1] % _ALIGNED, 0, 0, 0, lacking))
     # A query of the padding sees nothing.

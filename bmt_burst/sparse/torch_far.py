@@ -3,7 +3,8 @@
 A tile of queries loads the union of their blocks once, and hides from each query what it did not
 choose. The larger the union, the fewer queries are in a tile, so that its scores stay small.
 
-Letters: S queries, H query heads, G kv heads, D head size, U keys of a union, T keys at hand.
+Letters: S tokens, F of them that choose, H query heads, G kv heads, D head size, U keys of a union,
+T keys at hand.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class _Tile:
 
     group    their kv head
     heads    its query heads
-    queries  the indices of the queries
+    queries  (F,) int64: which tokens they are
     keys     (U,) int64: the indices of the keys at hand
-    visible  (S, U) bool: the pairs of the far part
+    visible  (F, U) bool: the pairs of the far part
     """
 
     group: int
     heads: slice
-    queries: slice
+    queries: Tensor
     keys: Tensor
     visible: Tensor
 
@@ -94,7 +95,7 @@ def add_far_gradients(
 
 
 def _scores(rows: Tensor, keys: Tensor, tile: _Tile, scale: float) -> Tensor:
-    """Return the scores of the queries of a kv head: (heads, S, U), -inf for hidden pairs."""
+    """Return the scores of the queries of a kv head: (heads, F, U), -inf for hidden pairs."""
     return (rows @ keys.mT * scale).masked_fill(~tile.visible, -math.inf)
 
 
@@ -103,21 +104,21 @@ def _tiles(q: Tensor, far: FarKeys) -> Iterator[_Tile]:
     blocks, first, (count, groups, _) = far.blocks, far.first, far.k.shape
     heads = q.shape[1] // groups
     waiting = [
-        (group, slice(start, min(start + _QUERIES, len(q))))
+        (group, slice(start, min(start + _QUERIES, len(blocks.starts))))
         for group in range(groups)
-        for start in range(0, len(q), _QUERIES)
+        for start in range(0, len(blocks.starts), _QUERIES)
     ]
     while waiting:
-        group, queries = waiting.pop(0)
-        starts = blocks.starts[queries, group]
+        group, some = waiting.pop(0)
+        starts, queries = blocks.starts[some, group], blocks.queries[some]
         at_hand = (starts >= 0) & (starts + blocks.block_size > first) & (starts < first + count)
         union = starts[at_hand].unique()
         if not len(union):
             continue
         size = len(starts)
         if size > 1 and heads * size * len(union) * blocks.block_size > _SCORES:
-            middle = queries.start + size // 2
-            halves = slice(queries.start, middle), slice(middle, queries.stop)
+            middle = some.start + size // 2
+            halves = slice(some.start, middle), slice(middle, some.stop)
             waiting[:0] = [(group, half) for half in halves]
             continue
         chosen = ((starts.unsqueeze(-1) == union) & at_hand.unsqueeze(-1)).any(1)

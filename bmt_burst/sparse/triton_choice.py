@@ -1,13 +1,15 @@
 """Triton kernels of the choice of blocks. `choice.py` specifies it.
 
-normalize  A program has some neighbouring queries with the query heads of one kv head. It sums
-           over the kernels 2 that they see.
-scores     A program has such queries and a span of blocks. It loops over their kernels 1, and sums
-           over heads.
+normalize  A program has a tile: some neighbouring queries of a document, with the query heads of
+           one kv head. It sums over the kernels 2 that they see.
+scores     A program has a tile and a span of blocks. It loops over their kernels 1, and sums over
+           heads.
 take       A program has the scores of one query. It finds the least score that is chosen by
            bisection over the bits of a number, and lists the blocks.
 
-Scores are kept for some queries at a time. Of long documents these are few, which spans of blocks
+A launch has the tiles of many documents. A table says which queries and which keys a tile has.
+
+Scores are kept for some tiles at a time. Of long documents these are few, which spans of blocks
 make enough programs for a GPU. A kernel that overlaps two blocks is scored once: one
 tensor has the largest score of the kernels that begin in a block, another that of the last of them.
 
@@ -17,10 +19,10 @@ have one order. Launch shapes may change it, so they do not depend on a call's t
 Compressed keys are fp32. A product with 16-bit queries takes them as the sum of two 16-bit numbers,
 which have 16 digits for bf16 and 22 for fp16. (The released code rounds them to one.)
 
-Letters: T queries, H query heads, G kv heads, D head size, n kernels of a document. GROUP query
-heads share a kv head, and HEADS is the power of two that they are padded to. WIDTH is that of D,
-and EACH that of the kernels that begin in a block. A program has M = TOKENS * HEADS rows. A step
-has N kernels.
+Letters: T tokens, F queries that choose, H query heads, G kv heads, D head size, n kernels of all
+documents. GROUP query heads share a kv head, and HEADS is the power of two that they are padded to.
+WIDTH is that of D, and EACH that of the kernels that begin in a block. A program has M = TOKENS *
+HEADS rows. A step has N kernels.
 """
 
 from __future__ import annotations
@@ -33,17 +35,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.streams import send_to_device
+from ..kernels.packed import prepare_once
 from ..kernels.triton import make_dense, precision
 from ..kernels.triton_memory import INFINITY, LOG2_E, wide
+from ..sequence.span import length
 from .compressed import CompressedKeys
 from .config import InfLLMV2
+from .queries import Choosers
 from .triton_far import address_rows, count_tokens, load_rows, tile_rows
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ALWAYS = tl.constexpr(torch.iinfo(torch.int32).max)
 
-_NUMBERS = ["queries", "normalizing_kernels", "scored_kernels", "blocks"]
-_ROWS = ["places"]
+_NUMBERS = ["first", "queries", "blocks"]
+_ROWS = ["tokens", "places"]
 _BYTES = 1 << 29  # of scores that are kept at a time
 _SPAN = 1024  # blocks that a program scores
 
@@ -62,46 +67,102 @@ _SINGLE = ChoiceShape(64, 32, 4, 1)  # not measured
 _INTERPRETED = ChoiceShape(16, 16, 4, 1)
 
 
-def choose_by_score(
-    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
-) -> Tensor:
-    """Do what `torch_choice.choose_by_score` does, for fp16, bf16 or fp32 queries. `places` are on
-    the host.
+class Piece(NamedTuple):
+    """Tiles and their queries, whose scores are kept at a time, and the blocks that these see."""
+
+    tiles: slice
+    queries: slice
+    blocks: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of all queries that choose.
+
+    table   (tiles, 4) int32: the first query of a tile, the one after its last query, and the first
+            stride and the number of strides of its document's keys
+    tokens  (F,) int64: which tokens the queries are
+    places  (F,) int64: the places of the queries in their documents
+    pieces  all tiles
     """
-    groups, most = keys.scored.shape[1], sparse.most_blocks
-    chosen = torch.full((len(q), groups, most), -1, dtype=torch.int32, device=q.device)
+
+    table: Tensor
+    tokens: Tensor
+    places: Tensor
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def of(choosers: Choosers, tokens: int, block_size: int, groups: int) -> Tiles:
+        """Cut the queries into tiles of up to `tokens` queries, each of one document."""
+        rows = [
+            (first, min(first + tokens, stop), strides[0], length(strides))
+            for _, (start, stop), strides in choosers.documents
+            for first in range(start, stop, tokens)
+        ]
+        blocks = int(choosers.places.max()) // block_size + 1
+        step, pieces = max(_BYTES // (8 * groups * blocks * tokens), 1), list[Piece]()
+        for first in range(0, len(rows), step):
+            tiles = slice(first, min(first + step, len(rows)))
+            queries = slice(rows[first][0], rows[tiles.stop - 1][1])
+            seen = int(choosers.places[queries].max()) // block_size + 1
+            pieces.append(Piece(tiles, queries, seen))
+        table = torch.tensor(rows, dtype=torch.int32)
+        return Tiles(table, choosers.tokens, choosers.places, tuple(pieces))
+
+    def to(self, device: torch.device) -> Tiles:
+        """Return the tiles with their tables on a device."""
+        table, tokens, places = (send_to_device(x, device) for x in self[:3])
+        return Tiles(table, tokens, places, self.pieces)
+
+
+def choose_by_score(
+    q: Tensor, choosers: Choosers, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+) -> Tensor:
+    """Do what `choice.choose_by_score` does, for fp16, bf16 or fp32 queries."""
+    shape = len(choosers.places), keys.scored.shape[1], sparse.most_blocks
+    chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+    if not choosers.documents:
+        return chosen
     halves = CompressedKeys(*(_split(x, q.dtype) for x in keys))
-    # Kernels that exist bound the blocks: behind the last one is less than a kernel and a stride.
-    blocks = (len(keys.scored) + 2) * sparse.kernel_stride // sparse.block_size + 1
-    step = max(_BYTES // (8 * groups * blocks) // 128, 1) * 128
-    there = send_to_device(places, q.device)
-    normalizers = normalize(q, there, halves, sparse, scale)
-    tensors = q, there, normalizers, places, chosen
-    for of_q, at, of_rows, here, into in zip(*(x.split(step) for x in tensors), strict=True):
-        scores = score_blocks(of_q, at, of_rows, halves, int(here[-1]), sparse, scale)
-        take_largest(*scores, at, into, sparse)
+    tiles = find_tiles(q, choosers, sparse, shape[1])
+    normalizers = normalize(q, tiles, halves, sparse, scale)
+    for piece in tiles.pieces:
+        scores = score_blocks(q, tiles, piece, normalizers, halves, sparse, scale)
+        take_largest(*scores, tiles.places[piece.queries], chosen[piece.queries], sparse)
     return chosen
 
 
-def normalize(
-    q: Tensor, places: Tensor, keys: CompressedKeys, sparse: InfLLMV2, scale: float
-) -> Tensor:
-    """Return the logarithm to base 2 of the sum over kernels 2 that a query (T, H, D) sees: (T, H)
-    fp32, and 0 where it sees none.
+def find_tiles(q: Tensor, choosers: Choosers, sparse: InfLLMV2, groups: int) -> Tiles:
+    """Return the tiles of some queries, on the device of q (T, H, D)."""
+    tokens = _prepare(q, sparse, groups)[1]["TOKENS"]
+    return prepare_once(
+        choosers,
+        ("tiles", tokens, groups, _BYTES),
+        q.device,
+        lambda: Tiles.of(choosers, tokens, sparse.block_size, groups).to(q.device),
+    )
 
+
+def normalize(
+    q: Tensor, tiles: Tiles, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+) -> Tensor:
+    """Return the logarithm to base 2 of the sum over kernels 2 that a query sees: (F, H) fp32, and
+    0 where it sees none.
+
+    q     (T, H, D)
     keys  the compressed keys as `_split` returns them
     """
-    normalizers = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    shape = len(tiles.places), q.shape[1]
+    normalizers = torch.empty(shape, dtype=torch.float32, device=q.device)
     q, shared, step = _prepare(q, sparse, keys.scored.shape[2])
-    _normalize[triton.cdiv(len(q), shared["TOKENS"]), keys.scored.shape[2]](
+    _normalize[len(tiles.table), keys.scored.shape[2]](
         q,
         keys.normalizing,
-        places,
+        tiles.table,
+        tiles.tokens,
+        tiles.places,
         normalizers,
         q.stride(),
         keys.normalizing.stride(),
-        len(q),
-        keys.normalizing.shape[1],
         scale,
         PARTS=len(keys.normalizing),
         N=step,
@@ -112,40 +173,43 @@ def normalize(
 
 def score_blocks(
     q: Tensor,
-    places: Tensor,
+    tiles: Tiles,
+    piece: Piece,
     normalizers: Tensor,
     keys: CompressedKeys,
-    last: int,
     sparse: InfLLMV2,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the largest S of the kernels that begin in each block, and that of the last of them:
-    (G, T, blocks) fp32 each.
+    (G, F, blocks) fp32 each.
 
-    They are for queries (T, H, D) and the blocks up to that of place `last`. They are -1 where no
-    kernel is visible. They are undefined for blocks of a query's window and after it.
+    They are for the F queries of a piece. They are -1 where no kernel is visible. They are
+    undefined for blocks of a query's window and after it.
 
-    normalizers  (T, H) as `normalize` returns them
+    q            (T, H, D)
+    normalizers  those of all queries, as `normalize` returns them
     keys         the compressed keys as `_split` returns them
     """
-    groups, blocks = keys.scored.shape[2], last // sparse.block_size + 1
+    groups, first = keys.scored.shape[2], piece.queries.start
     each = triton.next_power_of_2(sparse.block_size // sparse.kernel_stride)
-    shape = groups, len(q), blocks
+    shape = groups, piece.queries.stop - first, piece.blocks
     scores, of_last = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     q, shared, step = _prepare(q, sparse, groups)
-    grid = triton.cdiv(len(q), shared["TOKENS"]), groups, triton.cdiv(blocks, _SPAN)
-    _fill_scores[grid](
+    table = tiles.table[piece.tiles]
+    _fill_scores[len(table), groups, triton.cdiv(piece.blocks, _SPAN)](
         q,
         keys.scored,
-        places,
+        table,
+        tiles.tokens,
+        tiles.places,
         normalizers,
         scores,
         of_last,
         q.stride(),
         keys.scored.stride(),
-        len(q),
-        keys.scored.shape[1],
-        blocks,
+        first,
+        shape[1],
+        piece.blocks,
         scale,
         BLOCK=sparse.block_size,
         WINDOW=sparse.window_blocks,
@@ -214,28 +278,28 @@ def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _normalize(
-    q, normalizing, places, normalizers, q_strides, normalizing_strides,
-    queries, normalizing_kernels, scale,
+    q, normalizing, tiles, tokens, places, normalizers, q_strides, normalizing_strides, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Fill normalizers (T, H) of some queries."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most: they begin
+    """Fill normalizers (F, H) of a tile."""
     group = tl.program_id(1)
-    _, token, head, there = tile_rows(tile, queries, TOKENS, GROUP, HEADS)
-    place = tl.load(places + token, mask=token < queries, other=-1).to(tl.int32)
+    # the last queries of a document see most: they begin
+    begin, end, first, strides = _load_tile(tiles + 4 * (tl.num_programs(0) - 1 - tl.program_id(0)))
+    query, token, head, there = tile_rows(tokens, begin, end, TOKENS, GROUP, HEADS)
+    place = tl.load(places + query, mask=query < end, other=-1).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
     weights = tl.zeros((TOKENS * HEADS,), tl.float32)
     largest = tl.full((TOKENS * HEADS,), -INFINITY, tl.float32)
     seen = (tl.max(place, 0) + 1 - 4 * STRIDE) // (4 * STRIDE)
-    for at in tl.range(0, tl.minimum(seen, normalizing_kernels), N):
+    kernels = tl.maximum(strides - 4, 0) // 4
+    for at in tl.range(0, tl.minimum(seen, kernels), N):
         kernel = at + tl.arange(0, N)
-        there_too = kernel < normalizing_kernels
         terms = _score(
-            q_block, normalizing, normalizing_strides, kernel, there_too, group, scale,
-            D, WIDTH, PARTS, PRECISION, False,
+            q_block, normalizing, normalizing_strides, first // 4 + kernel, kernel < kernels,
+            group, scale, D, WIDTH, PARTS, PRECISION, False,
         )  # fmt: skip
         ends = kernel * (4 * STRIDE) + 8 * STRIDE
         terms = tl.where(ends[None, :] > place[:, None] + 1, -INFINITY, terms)
@@ -245,40 +309,41 @@ def _normalize(
         largest = now
     normalizer = tl.where(weights == 0.0, 0.0, largest + tl.log2(weights))
     heads = tl.num_programs(1) * GROUP
-    tl.store(normalizers + token.to(tl.int64) * heads + head, normalizer, mask=there)
+    tl.store(normalizers + query.to(tl.int64) * heads + head, normalizer, mask=there)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _fill_scores(
-    q, scored, places, normalizers, scores, of_last, q_strides, scored_strides,
-    queries, scored_kernels, blocks, scale,
+    q, scored, tiles, tokens, places, normalizers, scores, of_last, q_strides, scored_strides,
+    first, queries, blocks, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     EACH: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Fill scores and of_last (G, T, blocks) of some queries, for those blocks of a span that one
-    of them sees.
+    """Fill scores and of_last (G, F, blocks) of a tile, for those blocks of a span that one of its
+    queries sees. They begin with query `first`.
     """
-    tile, group = tl.program_id(0), tl.program_id(1)
-    _, token, head, there = tile_rows(tile, queries, TOKENS, GROUP, HEADS)
+    group = tl.program_id(1)
+    begin, end, first_stride, strides = _load_tile(tiles + 4 * tl.program_id(0))
+    query, token, head, there = tile_rows(tokens, begin, end, TOKENS, GROUP, HEADS)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
     heads = tl.num_programs(1) * GROUP
     # heads of the padding add nothing
     normalizer = tl.load(
-        normalizers + token.to(tl.int64) * heads + head, mask=there, other=INFINITY
+        normalizers + query.to(tl.int64) * heads + head, mask=there, other=INFINITY
     )
     BEGIN: tl.constexpr = BLOCK // STRIDE  # kernels that begin in a block
-    own = tile * TOKENS + tl.arange(0, TOKENS)
-    own_place = tl.load(places + own, mask=own < queries, other=-1).to(tl.int32)
-    begin = tl.program_id(2) * SPAN
-    end = tl.max(own_place, 0) // BLOCK - WINDOW  # later blocks are always chosen
-    for at in tl.range(begin, tl.minimum(end, begin + SPAN), N // EACH):
+    own = begin + tl.arange(0, TOKENS)
+    own_place = tl.load(places + own, mask=own < end, other=-1).to(tl.int32)
+    first_block = tl.program_id(2) * SPAN
+    seen = tl.max(own_place, 0) // BLOCK - WINDOW  # later blocks are always chosen
+    for at in tl.range(first_block, tl.minimum(seen, first_block + SPAN), N // EACH):
         nth = tl.arange(0, N)
         kernel = (at + nth // EACH) * BEGIN + nth % EACH
-        is_one = (nth % EACH < BEGIN) & (kernel < scored_kernels)
+        is_one = (nth % EACH < BEGIN) & (kernel < strides - 1)
         terms = _score(  # heads are next to each other, so their sum needs few shuffles
-            q_block, scored, scored_strides, kernel, is_one, group, scale,
+            q_block, scored, scored_strides, first_stride + kernel, is_one, group, scale,
             D, WIDTH, PARTS, PRECISION, True,
         )  # fmt: skip
         terms = tl.exp2(terms - normalizer[None, :])
@@ -290,10 +355,16 @@ def _fill_scores(
         )
         is_last = (tl.arange(0, EACH) == BEGIN - 1)[None, :, None]
         block = at + tl.arange(0, N // EACH)
-        mask = (block < blocks)[:, None] & (own < queries)[None, :]
-        to = (wide(group) * queries + own[None, :]) * blocks + block[:, None]
+        mask = (block < blocks)[:, None] & (own < end)[None, :]
+        to = (wide(group) * queries + own[None, :] - first) * blocks + block[:, None]
         tl.store(scores + to, tl.max(sums, 1), mask=mask)
         tl.store(of_last + to, tl.max(tl.where(is_last, sums, -1.0), 1), mask=mask)
+
+
+@triton.jit
+def _load_tile(tile):
+    """Load a row of a table of tiles."""
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=[*_ROWS, "chosen"])

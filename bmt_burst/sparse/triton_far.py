@@ -10,9 +10,10 @@ computed once for each `FarBlocks`, for any parts of the sequence at hand (see `
 
 Exponents are to base 2. Products are of the inputs' dtype, and sums are fp32.
 
-Letters: S queries, H query heads, G kv heads, D head size, T keys at hand. GROUP query heads share
-a kv head, and HEADS is the power of two that they are padded to. WIDTH is that of D, and N that of
-a block's tokens. A tile or a step has TOKENS queries, so M = TOKENS * HEADS rows.
+Letters: S tokens, F of them that choose, H query heads, G kv heads, D head size, T keys at hand.
+GROUP query heads share a kv head, and HEADS is the power of two that they are padded to. WIDTH is
+that of D, and N that of a block's tokens. A tile or a step has TOKENS queries, so M = TOKENS *
+HEADS rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NOWHERE = tl.constexpr(NONE)
 
 # See `kernels/triton_blocks.py`. These numbers and addresses differ from call to call.
 _NUMBERS = ["queries", "first", "keys", "entries", "most", "slot_count"]
-_ROWS = ["lse", "lse_delta", "stops"]
+_ROWS = ["lse", "lse_delta", "tokens", "stops"]
 
 
 class FarShape(NamedTuple):
@@ -62,7 +63,7 @@ _INTERPRETED = {name: FarShape(16, 4, 1) for name in _HALF}
 def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
     """Do what `torch_far.add_far_outputs` does, for fp16, bf16 or fp32 tensors."""
     q, k, v = map(make_dense, (q, far.k, far.v))
-    if q.numel() and k.numel():
+    if far.blocks.starts.numel() and k.numel():
         _launch_by_tiles("forward", _forward, (q, k, v, out, lse), far)
 
 
@@ -72,7 +73,7 @@ def add_far_gradients(
     """Do what `torch_far.add_far_gradients` does, for fp16, bf16 or fp32 tensors."""
     q, k, v, dout = map(make_dense, (q, far.k, far.v, dout))
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    if q.numel() and k.numel():
+    if far.blocks.starts.numel() and k.numel():
         inputs = q, k, v, dout, lse_delta
         _launch_by_tiles("dq", _dq, (*inputs, dq), far)
         _launch_by_lists((*inputs, dk, dv), far)
@@ -95,11 +96,12 @@ def _launch_by_tiles(
     kernel[starts.shape[1], k.shape[1]](
         *tensors,
         *map(_kernel_strides, tensors),
+        blocks.queries,
         blocks.stops,
         starts,
         chosen,
         ranges,
-        len(q),
+        len(blocks.queries),
         first,
         len(k),
         starts.shape[2],
@@ -118,9 +120,7 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
     blocks, first, scale = far.blocks, far.first, far.scale
     shape = _find_shape("dkdv", q, k, blocks.block_size)
     constants = _constants(q, k, blocks.block_size)
-    lists = prepare_once(
-        blocks, ("lists",), q.device, lambda: KeyLists.of_starts(blocks.starts, blocks.tokens)
-    )
+    lists = prepare_once(blocks, ("lists",), q.device, lambda: KeyLists.of_blocks(blocks))
     ranges = find_between(lists.starts, first - blocks.block_size + 1, first + len(k))
     groups, slots = k.shape[1], lists.slot_count
     held = torch.empty(groups, slots, 2, constants["N"], constants["WIDTH"], device=q.device)
@@ -131,7 +131,7 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
         *tensors,
         *map(_kernel_strides, tensors),
         blocks.stops,
-        lists.queries,
+        lists.tokens,
         lists.starts,
         lists.begins,
         ranges,
@@ -141,7 +141,7 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
         reaches,
         first,
         len(k),
-        lists.queries.shape[1],
+        lists.tokens.shape[1],
         lists.starts.shape[1],
         slots,
         scale,
@@ -219,13 +219,14 @@ def _kernel_strides(x: Tensor) -> tuple[int, ...]:
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _forward(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, lse_strides,
-    stops, starts, chosen, ranges, queries, first, keys, width, scale,
+    tokens, stops, starts, chosen, ranges, queries, first, keys, width, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Merge into out and lse of a tile of queries."""
     group, begin, end, union = _tile(ranges, width)
-    nth, token, head, there = tile_rows(tl.program_id(0), queries, TOKENS, GROUP, HEADS)
+    first_query = tl.program_id(0) * TOKENS
+    query, token, head, there = tile_rows(tokens, first_query, queries, TOKENS, GROUP, HEADS)
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
 
@@ -237,7 +238,7 @@ def _forward(
     sums = load_rows(out_rows, there & (largest != -INFINITY), D, WIDTH).to(tl.float32)
     for at in tl.range(begin, end):
         key = _keys(tl.load(starts + union + at), first, keys, BLOCK, N)
-        seen = _seen(key, tl.load(chosen + union + at), nth, stop)
+        seen = _seen(key, tl.load(chosen + union + at), query - first_query, stop)
         k_block = _load_keys(k, k_strides, key, first, group, D, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
         scores = tl.where(seen, scores, -INFINITY)
@@ -261,13 +262,14 @@ def _forward(
 def _dq(
     q, k, v, dout, lse_delta, dq,
     q_strides, k_strides, v_strides, dout_strides, row_strides, dq_strides,
-    stops, starts, chosen, ranges, queries, first, keys, width, scale,
+    tokens, stops, starts, chosen, ranges, queries, first, keys, width, scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dq of a tile of queries."""
     group, begin, end, union = _tile(ranges, width)
-    nth, token, head, there = tile_rows(tl.program_id(0), queries, TOKENS, GROUP, HEADS)
+    first_query = tl.program_id(0) * TOKENS
+    query, token, head, there = tile_rows(tokens, first_query, queries, TOKENS, GROUP, HEADS)
     stop = tl.load(stops + token, mask=there, other=0).to(tl.int32)
     q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
     dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
@@ -278,7 +280,7 @@ def _dq(
     sums = tl.zeros((TOKENS * HEADS, WIDTH), tl.float32)
     for at in tl.range(begin, end):
         key = _keys(tl.load(starts + union + at), first, keys, BLOCK, N)
-        seen = _seen(key, tl.load(chosen + union + at), nth, stop)
+        seen = _seen(key, tl.load(chosen + union + at), query - first_query, stop)
         k_block = _load_keys(k, k_strides, key, first, group, D, WIDTH)
         v_block = _load_keys(v, v_strides, key, first, group, D, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
@@ -408,13 +410,15 @@ def _tile(ranges, width):
 
 
 @triton.jit
-def tile_rows(tile, queries, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """Return each row's query in the tile, its query and head, and whether it is one."""
+def tile_rows(tokens, begin, end, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """Return the query of each row of a tile, which token that is, its head, and whether it is one
+    of the queries begin .. end - 1.
+    """
     row = tl.arange(0, TOKENS * HEADS)
-    nth = row // HEADS
-    token = tile * TOKENS + nth
-    there = (token < queries) & (row % HEADS < GROUP)
-    return nth, token, tl.program_id(1) * GROUP + row % HEADS, there
+    query = begin + row // HEADS
+    there = (query < end) & (row % HEADS < GROUP)
+    token = tl.load(tokens + query, mask=there, other=0)
+    return query, token, tl.program_id(1) * GROUP + row % HEADS, there
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from bmt_burst import Layout, SequenceParallel
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.sequence.span import length
 from bmt_burst.sparse import InfLLMV2
-from bmt_burst.sparse.choice import find_longest
+from bmt_burst.sparse.queries import find_longest
 from models.config import CPMConfig
 from train.base.wording import counted
 from train.data.folder import Row

@@ -229,6 +229,7 @@ class _Attend(torch.autograd.Function):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
         # Offloading does not move choices, and a recomputation takes those of the first forward.
+        # A document's first queries choose nothing, but a rank may have only later ones.
         chosen = 0 if attention.in_backward else attention.far_blocks * k.shape[:3].numel()
         ctx.chosen = torch.empty(chosen, dtype=attention.chosen, device=META)
         ctx.attention = attention
