@@ -20,16 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from .base.arguments import DTYPES, check_tensor
 from .base.autocast import autocast
 from .base.autograd import check_first_derivative
-from .base.compiled import fused_on_gpus, not_compiled
+from .base.compiled import not_compiled
 from .base.dtypes import accumulator_dtype
+from .fused import find_passes
 from .sequence.layout import IGNORE_INDEX, SIGNED
 
-# Logits exist in tiles of at most these sizes: 128 MiB in bf16. CPUs also keep an fp32 copy,
-# GPUs keep that in registers. The gradient of the hidden states is summed over entries, the
-# gradient of the weights over tokens. So few tiles of tokens are best.
-_TILE_TOKENS = 1 << 15
 _WIDENED_TOKENS = 1 << 10  # rows of logits that are widened at a time
-_TILE_ENTRIES = 1 << 11
+# The gradient of a weight is read and written once for each tile of tokens, and wide products are
+# faster. So tiles are large.
+_TILE_BYTES = 512 << 20
+_LEAST_TOKENS, _TOKENS_MULTIPLE, _COLUMNS_MULTIPLE = 1 << 10, 1 << 8, 1 << 6
 
 
 @not_compiled
@@ -43,36 +43,41 @@ def linear_cross_entropy_sum(
     autocast they are cast as F.linear casts, and gradients have their original dtype. Logits are
     rounded to that dtype, as a linear layer's, and widened to fp32 (fp64).
 
-    The backward computes the logits again, tile by tile. With P = softmax(logits), dlogits = dloss
-    (P - onehot(label)), and 0 for tokens without a target. Differentiable once in hidden and
-    weight: the backward raises RuntimeError with create_graph.
+    If a gradient is wanted, the forward computes it tile by tile, with P = softmax(logits) and
+    dlogits = P - onehot(label), or 0 for tokens without a target. The backward multiplies it by the
+    gradient of the sum. Until then the gradient of hidden is kept in its dtype, and the gradient of
+    a weight in fp32 (fp64). Differentiable once in hidden and weight: the backward raises
+    RuntimeError with create_graph.
 
     Raises TypeError for wrong dtypes and for tensors without values. Raises ValueError for shapes
     or devices that do not fit each other, and for a label outside the vocabulary. On GPUs the host
     does not wait, and such a label is a device-side assertion.
     """
-    return _token_losses(hidden, weight, labels).sum(), count_targets(labels)
+    total, _ = _sum_losses(hidden, weight, labels)
+    return total, count_targets(labels)
 
 
 @not_compiled
 def linear_cross_entropy_by_row(
     hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the sums of linear_cross_entropy_sum for each row of `labels`: (...) losses in fp32
-    (fp64), and numbers of targets in int64.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute linear_cross_entropy_sum. Also return the sum of each row of `labels`: (...) in fp32
+    (fp64), without a gradient.
 
-    Arguments, errors and costs are those of linear_cross_entropy_sum. So are the gradients if all
-    rows have the same gradient.
+    Arguments, errors and costs are those of linear_cross_entropy_sum.
     """
-    losses = _token_losses(hidden, weight, labels).view(labels.shape).sum(-1)
-    return losses, (labels != IGNORE_INDEX).sum(-1)
+    total, losses = _sum_losses(hidden, weight, labels)
+    return total, count_targets(labels), losses.view(labels.shape).sum(-1)
 
 
-def _token_losses(hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor) -> Tensor:
-    """Return the loss of each token, 0 without a target: (N,)."""
+def _sum_losses(
+    hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of losses, and without a gradient the loss of each token: (N,)."""
     hidden, weights = _check_inputs(hidden, weight, labels)
-    losses: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), labels.flatten(), *weights)
-    return losses
+    flat = hidden.flatten(0, -2), labels.flatten()
+    total, losses = _LinearCrossEntropy.apply(*flat, torch.is_grad_enabled(), *weights)
+    return total, losses
 
 
 @not_compiled
@@ -88,13 +93,16 @@ def score_tokens(
     first one is returned, as by argmax. It is -1 if logits are NaN.
     """
     hidden, weights = _check_inputs(hidden, weight, labels)
+    losses = hidden.new_empty(labels.shape, dtype=accumulator_dtype(hidden.dtype))
+    best = labels.new_empty(labels.shape)
+    flat, entries = labels.flatten(), sum(map(len, weights))
+    compute = find_passes(hidden).compute_losses
     with torch.autocast(hidden.device.type, enabled=False):
-        best = torch.full(labels.shape, -1, device=labels.device)
-        lse, target = compare_logits(
-            hidden.flatten(0, -2), weights, labels.flatten(), best.view(-1)
-        )
-    losses = (lse - target).view(labels.shape)
-    return losses.where(labels != IGNORE_INDEX, 0.0), best
+        for rows, logits, _ in _tiles(hidden.flatten(0, -2), weights):
+            highest, place = logits[:, :entries].max(1)
+            best.view(-1)[rows] = place.where(~highest.isnan(), -1)
+            losses.view(-1)[rows] = compute(logits, entries, flat[rows], False)
+    return losses, best
 
 
 def _check_inputs(
@@ -112,83 +120,98 @@ def _check_inputs(
     return hidden, weights
 
 
-def compare_logits(
-    hidden: Tensor, weights: Sequence[Tensor], labels: Tensor, best: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the lse of each token's logits, and the logit of its label: (N,). Fill `best` (N,)
-    with the token of the largest logit.
-    """
-    wide = accumulator_dtype(hidden.dtype)
-    lse = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)
-    target, highest = torch.zeros_like(lse), lse.clone()
-    for rows in _split_range(len(labels), _TILE_TOKENS):
-        for part, entries, first in _tiles(weights):
-            logits = hidden[rows] @ weights[part][entries].T
-            lse[rows] = torch.logaddexp(lse[rows], _logsumexp(logits))
-            column = labels[rows] - first
-            inside = (column >= 0) & (column < logits.shape[1])
-            found = logits.gather(1, column.where(inside, 0).unsqueeze(1)).squeeze(1)
-            target[rows] += found.where(inside, 0.0)
-            if best is not None:
-                value, place = logits.max(1)
-                higher = value > highest[rows]
-                best[rows] = torch.where(higher, place + first, best[rows])
-                highest[rows] = torch.where(higher, value.to(wide), highest[rows])
-    return lse, target
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Tensor, differentiate: bool, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        wanted, _, _, *of_weights = (differentiate and x for x in ctx.needs_input_grad)
         with torch.autocast(hidden.device.type, enabled=False):
-            lse, target = compare_logits(hidden, weights, labels)
-            ctx.save_for_backward(hidden, labels, lse, *weights)
-            return (lse - target).where(labels != IGNORE_INDEX, 0.0)
+            losses, grads = _differentiate(hidden, weights, labels, [wanted, *of_weights])
+        ctx.save_for_backward(*grads)
+        ctx.dtype = hidden.dtype
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
 
     @staticmethod
     @not_compiled  # nor by compiled autograd
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative("linear_cross_entropy_sum")
-        hidden, labels, lse, *weights = ctx.saved_tensors
-        with torch.autocast(hidden.device.type, enabled=False):
-            factor = dlosses.to(lse.dtype) * (labels != IGNORE_INDEX)
-            wanted, _, *of_weights = ctx.needs_input_grad
-            dhidden, dweights = differentiate_logits(
-                hidden, weights, labels, lse, factor, (wanted, *of_weights)
-            )
-        return dhidden, None, *dweights
+        dhidden, *dweights = (
+            None if x is None else _scale(x, grads[0], ctx.dtype) for x in ctx.saved_tensors
+        )
+        return dhidden, None, None, *dweights
 
 
-def differentiate_logits(
-    hidden: Tensor,
-    weights: Sequence[Tensor],
-    labels: Tensor,
-    lse: Tensor,
-    factor: Tensor,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return dhidden (N, E) and dweights, each if it is wanted. `factor` (N,) is the gradient of
-    each token's loss.
+def _differentiate(
+    hidden: Tensor, weights: Sequence[Tensor], labels: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the losses (N,), and the gradients of their sum that are wanted: of hidden in its
+    dtype, of weights in the dtype of sums.
     """
-    dhidden = torch.empty_like(hidden) if wanted[0] else None
+    wide, entries = accumulator_dtype(hidden.dtype), sum(map(len, weights))
+    losses = hidden.new_empty(len(labels), dtype=wide)
+    dhidden = hidden.new_empty(hidden.shape) if wanted[0] else None
     dweights = [
-        torch.zeros_like(x) if is_wanted else None
+        torch.zeros_like(x, dtype=wide) if is_wanted else None
         for x, is_wanted in zip(weights, wanted[1:], strict=True)
     ]
-    for rows in _split_range(len(labels), _TILE_TOKENS):
-        total = torch.zeros_like(hidden[rows], dtype=lse.dtype)
-        for part, entries, first in _tiles(weights):
-            weight, dweight = weights[part][entries], dweights[part]
-            dlogits = _logits_gradient(
-                hidden[rows] @ weight.T, lse[rows], labels[rows] - first, factor[rows]
-            )
+    compute = find_passes(hidden).compute_losses
+    for rows, logits, parts in _tiles(hidden, weights):
+        losses[rows] = compute(logits, entries, labels[rows], any(wanted))
+        for i, (dlogits, weight, dweight) in enumerate(zip(parts, weights, dweights, strict=True)):
             if dhidden is not None:
-                total += dlogits @ weight
+                dhidden[rows].addmm_(dlogits, weight, beta=int(i > 0))
             if dweight is not None:
-                dweight[entries] += dlogits.T @ hidden[rows]
-        if dhidden is not None:
-            dhidden[rows] = total
-    return dhidden, dweights
+                _add_product(dweight, dlogits.T, hidden[rows])
+    return losses, [dhidden, *dweights]
+
+
+def _tiles(
+    hidden: Tensor, weights: Sequence[Tensor]
+) -> Iterator[tuple[slice, Tensor, Sequence[Tensor]]]:
+    """Yield tiles of tokens with their logits, one after the other in the same memory: (tile, V)
+    and on GPUs more columns, which mean nothing, and the part of each weight.
+    """
+    entries = sum(map(len, weights))
+    tokens = tile_tokens(len(hidden), entries, hidden.dtype)
+    # On GPUs rows begin at aligned addresses. On CPUs products in bf16 may read a gap between rows.
+    width = _round_up(entries, _COLUMNS_MULTIPLE) if hidden.is_cuda else entries
+    memory = hidden.new_empty(min(tokens, len(hidden)), width)
+    for rows in _split_range(len(hidden), tokens):
+        logits = memory[: rows.stop - rows.start]
+        parts = logits[:, :entries].split(list(map(len, weights)), 1)
+        for weight, part in zip(weights, parts, strict=True):
+            torch.mm(hidden[rows], weight.T, out=part)
+        yield rows, logits, parts
+
+
+def tile_tokens(tokens: int, entries: int, dtype: torch.dtype) -> int:
+    """Return how many tokens linear_cross_entropy_sum takes at a time, about equally often, for
+    logits of `entries` entries.
+    """
+    most = _TILE_BYTES // (max(entries, 1) * dtype.itemsize)
+    most = max(most - most % _TOKENS_MULTIPLE, _LEAST_TOKENS)
+    tiles = -(-tokens // most)
+    return _round_up(-(-tokens // max(tiles, 1)), _TOKENS_MULTIPLE) or _TOKENS_MULTIPLE
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total` in its dtype, which may be wider: a sum over tokens overflows fp16."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _scale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x (any, any) times a scalar, rounded once to `dtype`."""
+    # as a matrix: torch would round a scalar to the dtype of x before it multiplies
+    return torch.mul(x, factor.view(1, 1), out=x.new_empty(x.shape, dtype=dtype))
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def cross_entropy_sum(
@@ -284,30 +307,3 @@ def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:
 
 def _split_range(count: int, width: int) -> Iterator[slice]:
     return (slice(start, min(start + width, count)) for start in range(0, count, width))
-
-
-def _tiles(weights: Sequence[Tensor]) -> Iterator[tuple[int, slice, int]]:
-    """Yield tiles of entries: the index of a weight, rows of it, and the number of the first of
-    them among the rows of all weights.
-    """
-    before = 0
-    for part, weight in enumerate(weights):
-        for entries in _split_range(len(weight), _TILE_ENTRIES):
-            yield part, entries, before + entries.start
-        before += len(weight)
-
-
-@fused_on_gpus
-def _logsumexp(logits: Tensor) -> Tensor:
-    """Reduce a tile's rows (N, V) to (N,), in the accumulator's dtype."""
-    return logits.to(accumulator_dtype(logits.dtype)).logsumexp(-1)
-
-
-@fused_on_gpus
-def _logits_gradient(logits: Tensor, lse: Tensor, column: Tensor, factor: Tensor) -> Tensor:
-    """Return (softmax - onehot(column)) * factor of a tile (N, V), in its dtype. The other
-    arguments are (N,). Columns may be outside the tile.
-    """
-    probs = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
-    onehot = column.unsqueeze(1) == torch.arange(logits.shape[1], device=logits.device)
-    return probs.sub_(onehot.to(torch.uint8)).mul_(factor.unsqueeze(1)).to(logits.dtype)

@@ -168,7 +168,7 @@ class CPM(SequenceParallelModule):
         layout: Layouts | None = None,
         by_token: bool = False,
         by_row: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute logits (B, S, V), or the loss if there are labels.
 
         tokens     (B, S) int64
@@ -180,7 +180,7 @@ class CPM(SequenceParallelModule):
         layout     how the sequence lies on the ranks, or one for each row; by default sp's
         by_token   with labels: return each token's loss and the most likely token in its place,
                    both (B, S), without a backward (bmt_burst.loss.score_tokens)
-        by_row     with labels: return the sum and the number of each row instead, both (B,)
+        by_row     with labels: also return the sum of each row, (B,) without a gradient
 
         The ranks exchange the length that some rotary scalings depend on (models/rope.py). With a
         cache it is the number of tokens so far. As in transformers, cached keys stay rotated as

@@ -43,7 +43,7 @@ class CPMAnt(LiveModel):
         cache: KVCache | None = None,
         rows: Tensor | None = None,
         by_row: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute logits (B, S, V), or the loss if there are labels. All inputs are integers.
 
         tokens, segments  (B, S) and the types of their segments

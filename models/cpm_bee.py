@@ -45,7 +45,7 @@ class CPMBee(LiveModel):
         cache: KVCache | None = None,
         rows: Tensor | None = None,
         by_row: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute logits (B, S, V + N), or the loss if there are labels. All inputs are integers.
 
         The first V logits are of words, the others of the N tokens with sub-ids.

@@ -15,6 +15,7 @@ from bmt_burst import InfLLMV2, kernels
 from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.bias.kernels import triton_table
+from bmt_burst.fused import triton_passes
 from bmt_burst.kernels import triton_blocks
 from bmt_burst.merging import fused
 from bmt_burst.sequence.tile import KernelCall
@@ -69,6 +70,17 @@ def compile_fused():
         fused.fill_lse_delta(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
 
 
+def compile_losses():
+    """Compile the pass over logits, alone and with their gradients."""
+    kernel = Compiler(triton_passes._compute_losses, capability=80)
+    triton_passes._compute_losses = kernel
+    for tokens, columns, start in ((16, 50, 0), (15, 64, 1), (1, 1, 3)):  # compiled once for all
+        logits = torch.zeros(tokens, 64, dtype=torch.bfloat16)
+        labels = torch.zeros(tokens + start, dtype=torch.int64)[start:]
+        for differentiate in (False, True):
+            triton_passes.compute_losses(logits, columns, labels, differentiate)
+
+
 def compile_sparse():
     for module, names in SPARSE.items():
         for name in names:
@@ -92,4 +104,5 @@ def compile_sparse():
 if __name__ == "__main__":
     compile_attention()
     compile_fused()
+    compile_losses()
     compile_sparse()

@@ -34,8 +34,8 @@ GIB = 2**30
 
 
 def test_the_whole_logits_never_exist():
-    """MiniCPM-2B's head over 128K tokens: less than 2 GiB for forward and backward, both gradients
-    included.
+    """MiniCPM-2B's head over 128K tokens: less than 3 GiB for forward and backward, both gradients
+    included. Whole logits would take 30 GiB.
     """
     tokens, vocabulary, size = 128 * 1024, 122_753, 2304
     hidden = torch.randn(1, tokens, size, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -47,7 +47,7 @@ def test_the_whole_logits_never_exist():
     torch.cuda.reset_peak_memory_stats()
     total, count = linear_cross_entropy_sum(hidden, weight, labels)
     dhidden, dweight = torch.autograd.grad(total / count, (hidden, weight))
-    assert torch.cuda.max_memory_allocated() - before < 2 * GIB
+    assert torch.cuda.max_memory_allocated() - before < 3 * GIB
     rows = torch.arange(0, tokens, 512, device="cuda")
     logits = (hidden[0, rows] @ weight.T).double()
     expected = (

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bmt_burst import IGNORE_INDEX
 from bmt_burst.fused import find_passes, functions, torch_passes
 from bmt_burst.nn import rope_tables
 
@@ -75,6 +76,32 @@ def test_a_norm_is_one_pass(dtype, shape, adds):
     grads = passes().norm_gradients(dout, x, weight, r, dx)
     wide = doubles(dout, x, weight, r)
     check(grads, torch_passes.norm_gradients(*wide, dx if dx is None else dx.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("columns", [1, 50, 128])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+def test_losses_are_one_pass(monkeypatch, dtype, columns):
+    """In three blocks. Numbers after the columns mean nothing."""
+    monkeypatch.setattr(passes(), "_LOGITS", 64)
+    logits = torch.full((9, 192), torch.nan, device=DEVICE)
+    logits[:, :columns] = random(9, columns) * 20
+    special = torch.tensor([-torch.inf, torch.nan, torch.inf, 0.0])
+    logits[:4, columns - 1], logits[4:6, :columns] = special.to(DEVICE), -torch.inf
+    labels = torch.arange(9, device=DEVICE) * 7 % columns
+    labels[5:7] = IGNORE_INDEX
+    results = []
+    for module in (passes(), torch_passes):
+        mine = logits.to(dtype, copy=True)
+        losses = module.compute_losses(mine, columns, labels, False)
+        again = module.compute_losses(mine, columns, labels, True)
+        assert torch.allclose(losses, again, rtol=0, atol=0, equal_nan=True)
+        assert not losses[2].isfinite()  # NaN or inf, and so is its gradient
+        results.append([losses, mine[:, :columns]])
+    for mine, exact in zip(*results, strict=True):
+        mine[2] = exact[2]
+        bound = BOUNDS[mine.dtype]
+        assert torch.allclose(mine, exact, rtol=bound, atol=bound, equal_nan=True)
 
 
 def test_the_specification_is_that_of_torch():

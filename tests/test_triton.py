@@ -357,7 +357,7 @@ def test_kernels_compile_for_gpus(tmp_path):
     names = "forward", "backward_kv", "backward_q"
     others = "backward_table", "backward_table", "backward_q"
     # the fused kernels for parts of one span, and of several
-    fused = ["_merge_outputs", "_sum_gradients"] * 2
+    fused = ["_merge_outputs", "_sum_gradients", "_compute_losses"] * 2
     sparse = ["_sort_keys", "_unite", "_forward", "_dq", "_dkdv", "_add_parts"]
     sparse += ["_normalize", "_fill_scores", "_take"]
     compiled = [*names * 3, *others, *fused, "_fill_lse_delta", *sparse]

@@ -2,7 +2,8 @@
 
 Results are computed in the accumulator's dtype, fp32 or fp64, and rounded once.
 
-Letters: B batch, S tokens, H heads, D head size, E width of a norm.
+Letters: B batch, S tokens, H heads, D head size, E width of a norm, N tokens with logits, W width
+of a row of logits in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..sequence.layout import IGNORE_INDEX
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -68,3 +70,25 @@ def norm_gradients(
         total = total + dx.to(wide)
     dweight = (dy * normed).flatten(0, -2).sum(0)
     return total.to(x.dtype), dweight.to(weight.dtype)
+
+
+def compute_losses(logits: Tensor, columns: int, labels: Tensor, differentiate: bool) -> Tensor:
+    """Return the cross entropy of each token: (N,) in fp32 (fp64), 0 without a target.
+
+    logits         (N, W), contiguous. The first `columns` are logits, the others mean nothing
+    labels         (N,) int64, IGNORE_INDEX where there is no target
+    differentiate  whether to replace the logits by softmax - onehot(label), or by 0 without a
+                   target. Then the other columns are undefined
+
+    With NaN or inf among the logits of a token, or nothing but -inf, its loss is not finite.
+    """
+    logits = logits[:, :columns]
+    wide = logits.to(accumulator_dtype(logits.dtype))
+    lse, has_target = wide.logsumexp(-1), labels != IGNORE_INDEX
+    column = labels.where(has_target, 0).unsqueeze(1)
+    target = wide.gather(1, column)
+    if differentiate:
+        probs = (wide - lse.unsqueeze(1)).exp_()
+        probs.scatter_(1, column, probs.gather(1, column) - 1)
+        logits.copy_(probs.masked_fill_(~has_target.unsqueeze(1), 0.0))
+    return (lse - target.squeeze(1)).where(has_target, 0.0)

@@ -12,8 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sequence.layout import IGNORE_INDEX
+
 _BLOCK = 4096  # entries of a program
 _TOKENS, _HEADS = 16, 8  # that a program rotates
+_LOGITS, _WARPS = 8192, 16  # few programs at a time: the L2 cache holds their rows of logits
+_NO_TARGET = tl.constexpr(IGNORE_INDEX)
 _PROGRAMS_A_PROCESSOR = 4  # of the gradient of a norm: each holds a sum of dweight
 
 
@@ -77,6 +81,16 @@ def norm_gradients(
         rows, x.shape[-1], triton.cdiv(tiles, programs), ADDS=dx is not None, **constants,
     )  # fmt: skip
     return out, sums.sum(0).to(weight.dtype)
+
+
+def compute_losses(logits: Tensor, columns: int, labels: Tensor, differentiate: bool) -> Tensor:
+    tokens, width = logits.shape
+    assert width % 16 == 0, "rows begin at aligned addresses"
+    losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    if tokens:
+        constants = {"DIFFERENTIATE": differentiate, "BLOCK": _LOGITS, "num_warps": _WARPS}
+        _compute_losses[tokens,](logits, labels, losses, columns, width, **constants)
+    return losses
 
 
 def _tiles(x: Tensor) -> tuple[int, int, dict[str, int]]:
@@ -184,3 +198,39 @@ def _norm_gradients(
         tl.store(dx + place, grad.to(dx.dtype.element_ty), mask=inside)
         total += tl.sum(dy * normed, 0)
     tl.store(sums + program * width + column, total, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["labels", "losses"])
+def _compute_losses(
+    logits, labels, losses, columns, width, DIFFERENTIATE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Fill losses, and if asked replace logits by their gradient. A program computes a row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * width
+    label = tl.load(labels + row).to(tl.int32)
+    # The caller reports a label outside the vocabulary. Here it must not read outside the row.
+    is_inside = (label >= 0) & (label < columns)
+    target = tl.load(logits + label, mask=is_inside, other=0.0).to(tl.float32)
+
+    largest = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        # Masks end at the width, a multiple of 16, so that loads are wide.
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
+        x = tl.where(column < columns, x, -float("inf"))
+        higher = tl.maximum(largest, tl.max(x, 0))
+        # -inf - -inf would be NaN
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(largest - shift) + tl.exp(x - shift)
+        largest = higher
+    lse = largest + tl.log(tl.sum(total, 0))
+    tl.store(losses + row, tl.where(label == _NO_TARGET, 0.0, lse - target))
+
+    if DIFFERENTIATE:
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
+            probs = tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
+            probs = tl.where(label == _NO_TARGET, 0.0, probs)
+            tl.store(logits + column, probs.to(logits.dtype.element_ty), mask=column < width)

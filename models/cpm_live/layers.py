@@ -238,7 +238,7 @@ class LiveModel(SequenceParallelModule):
                  token losses (fp32) and the number of targets instead of logits
     layout       how the rows lie on the ranks, or one for each row; by default sp's
     cache, rows  for generation, see encode
-    by_row       with labels: return the sum and the number of each row, both (B,)
+    by_row       with labels: also return the sum of each row, (B,) without a gradient
     """
 
     layers_at = "encoder.layers"
@@ -287,13 +287,13 @@ class LiveModel(SequenceParallelModule):
 
     def predict(
         self, hidden: Tensor, words: list[Tensor], labels: Tensor | None, by_row: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute the logits of several parts of words, each (any, E), or the loss.
 
         Each word's logit is hidden . word / sqrt(E). With `labels` (B, S), which number the words
-        of all parts in order, return the sum of token losses (fp32) and the number of targets, or
-        those of each row if `by_row`. Then whole logits are never in memory, and the parts are not
-        copied.
+        of all parts in order, return the sum of token losses (fp32) and the number of targets. If
+        `by_row`, also return the sum of each row, without a gradient. Then whole logits are never
+        in memory, and the parts are not copied.
         """
         hidden = hidden / math.sqrt(self.config.dim_model)
         if labels is None:

@@ -43,7 +43,7 @@ class LiveMicroBatch(Work):
     def counts(self) -> dict[str, int]:
         return {"instances": self.instances, "targets": self.targets}
 
-    def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+    def losses(self, model: nn.Module) -> tuple[Tensor, ...]:
         by_row = self.sources is not None
         return model(*self.inputs, self.scores, self.labels, self.layouts, by_row=by_row)
 

@@ -65,8 +65,10 @@ class Work(ABC):
         """Numbers of documents and the like, for the record of a step."""
 
     @abstractmethod
-    def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return this rank's summed losses and its number of targets, with `sources` by row."""
+    def losses(self, model: nn.Module) -> tuple[Tensor, ...]:
+        """Return this rank's sum of losses and its number of targets. With `sources`, also return
+        the sum of each row, (B,) without a gradient.
+        """
 
 
 SomeWork = TypeVar("SomeWork", bound=Work)
@@ -158,14 +160,15 @@ class MicroBatch(Work):
     def counts(self) -> dict[str, int]:
         return {"documents": self.documents} if self.documents else {}
 
-    def losses(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+    def losses(self, model: nn.Module) -> tuple[Tensor, ...]:
         return self._run(model, by_row=self.sources is not None)
 
     def score_tokens(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return each token's loss, 0 without a target, and the most likely next token: (B, S)."""
-        return self._run(model, by_token=True)
+        losses, best = self._run(model, by_token=True)
+        return losses, best
 
-    def _run(self, model: nn.Module, **how: bool) -> tuple[Tensor, Tensor]:
+    def _run(self, model: nn.Module, **how: bool) -> tuple[Tensor, ...]:
         inputs = self.tokens, self.positions, self.labels
         return model(*inputs, mask=self.masks, layout=self.layouts, **how)
 

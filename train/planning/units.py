@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_burst.loss import compare_logits, differentiate_logits
+from bmt_burst.loss import tile_tokens
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
@@ -26,7 +26,6 @@ from .ledger import META, Ledger, PlannedOffload, Work
 # Memory and work are linear in the number of tokens from here on, so more are not run.
 _ENOUGH_TOKENS, _ENOUGH_TOKENS_OF_LOSS = 1 << 14, 1 << 16
 _ENOUGH_TILES = 64
-_LOSS_TOKENS, _LOSS_ENTRIES = 1 << 15, 1 << 12  # of a part of the loss that stands for all
 
 
 @dataclass(frozen=True)
@@ -245,33 +244,27 @@ class _Attend(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of hidden (N, E) and weight (V, E). A part runs and stands for all its tiles."""
+    """The loss of hidden (N, E) and weight (V, E), which computes gradients in its forward. It
+    allocates and counts what GPUs do.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ledger: Ledger) -> Tensor:
-        lse = hidden.new_empty(len(hidden), dtype=torch.float32)
-        ctx.save_for_backward(hidden, weight, lse)
-        before = ledger.work
-        few, [some], labels = _part_of_loss(hidden, weight)
-        ctx.ledger, ctx.parts = ledger, len(hidden) / len(few) * len(weight) / len(some)
-        compare_logits(few, [some], labels)
-        ledger.work = before + (ledger.work + before * -1) * ctx.parts
+        tokens, entries = len(hidden), len(weight)
+        tile = min(tile_tokens(tokens, entries, hidden.dtype), tokens)
+        logits = hidden.new_empty(tile, entries)
+        dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32)
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.ledger, ctx.dtype = ledger, weight.dtype
+        # logits and both gradients are products; the softmax reads and writes logits
+        ledger.work += Work(
+            products=3 * 2 * weight.numel() * tokens, traffic=2 * tokens * logits[0].nbytes
+        )
         return hidden.new_empty(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, lse = ctx.saved_tensors
-        few, [some], labels = _part_of_loss(hidden, weight)
-        results = torch.empty_like(hidden[len(few) :]), torch.empty_like(weight[len(some) :])
-        before, ledger = ctx.ledger.work, ctx.ledger
-        lse = lse[: len(few)]
-        part = differentiate_logits(few, [some], labels, lse, lse, (True, True))
-        ledger.work = before + (ledger.work + before * -1) * ctx.parts
-        del part, results
-        return torch.empty_like(hidden), torch.empty_like(weight), None
-
-
-def _part_of_loss(hidden: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Return some tokens and entries, and labels."""
-    few = hidden[:_LOSS_TOKENS]
-    return few, [weight[:_LOSS_ENTRIES]], few.new_empty(len(few), dtype=torch.int64)
+        saved = ctx.saved_tensors
+        results = tuple(torch.empty_like(x, dtype=ctx.dtype) for x in saved)
+        ctx.ledger.work += Work(traffic=sum(x.nbytes for x in (*saved, *results)))
+        return *results, None

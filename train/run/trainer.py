@@ -184,10 +184,10 @@ class Trainer:
         for batch in micro_batches:
             self.watchdog.alive(f"step {self.progress.step + 1}")
             with self.clock.phase("forward"):
-                loss, _ = batch.losses(self.engine.model)
+                loss, _, *of_rows = batch.losses(self.engine.model)
             with self.clock.phase("backward"):
-                self.engine.backward(loss.sum() / targets)
-            sums.add(batch, loss)
+                self.engine.backward(loss / targets)
+            sums.add(batch, *(of_rows or [loss]))
         mine = sums.read()  # waits for the device
         # one sum over the ranks also tells whether any of them must stop or failed to save
         stops, failures, total, *of_sources = self.stopping.decide_with(
