@@ -17,12 +17,12 @@ from .attention import burst_attn_func
 from .base.arguments import as_bool, as_int, as_positive
 from .base.compiled import not_compiled
 from .base.dtypes import accumulator_dtype
-from .base.norm import RMSNorm
 from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import refuse_call, refuse_wrong_arguments
 from .fused import functions
+from .fused.norm import RMSNorm
 from .kernels import load
 from .kernels.reference import visible
 from .ranks.sequence_parallel import SequenceParallel

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst.base.autocast import autocast_dtype
-from bmt_burst.base.norm import RMSNorm
+from bmt_burst.fused.norm import RMSNorm
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
     BurstAttention,

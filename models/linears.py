@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst.base.autograd import check_first_derivative
-from bmt_burst.base.norm import RMSNorm
 from bmt_burst.fused import find_passes
+from bmt_burst.fused.norm import RMSNorm
 
 from .later import Later, make_stand_in
 

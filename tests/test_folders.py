@@ -16,7 +16,7 @@ from tests.launcher import ROOT
 # From the lowest up; folders of one line may import each other.
 LEVELS = [
     ("base", "errors"),
-    ("sequence", "spec"),
+    ("sequence", "spec", "fused"),
     ("merging",),
     ("kernels",),
     ("transport",),

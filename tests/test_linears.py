@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bmt_burst.base.norm import RMSNorm
+from bmt_burst.fused.norm import RMSNorm
 from models.linears import add_linear, add_swiglu_linear, are_plain, norm_linears
 from tests.test_passes import DEVICE, random
 

@@ -35,6 +35,7 @@ from train.base import ranks
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.planning.dry_run import advise, dry_run
+from train.planning.fitting import find_saving
 from train.run import ending
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
@@ -76,7 +77,7 @@ def _run_rank(
         stages.check(device)
         watchdog.program = stages.program
         later = [stage.config for stage in stages.later]
-    trainer = Trainer(config, device, stop, watchdog)
+    trainer = Trainer(config, device, stop, watchdog, find_saving)
     check_room(trainer.engine, trainer.progress.step, config, *later)
     finished = trainer.run()
     if not finished:

@@ -1,6 +1,7 @@
 """Passes over tensors that torch would make in several kernels: one pass reads and writes once.
 
-functions      the public ones, with their gradients
+functions      rotary positions, SwiGLU and RMSNorm, with their gradients
+norm           RMSNorm as a module
 torch_passes   their specification, for CPUs and fp64
 triton_passes  GPUs
 meta_passes    tensors without values: they allocate what a GPU's pass does

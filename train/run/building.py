@@ -9,6 +9,7 @@ import torch
 from bmt_burst import SequenceParallel, init_sequence_parallel
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
+from models.blocks import Saving
 from train.base import ranks
 from train.base.wording import counted
 from train.checkpoints.saver import Saver, make_background
@@ -54,15 +55,18 @@ def make_engine(
     model: ModelConfig,
     sp: SequenceParallel,
     device: torch.device,
+    saving: Saving | None = None,
     trains: bool = True,
 ) -> Engine:
-    """Build the model on the chosen engine, with optimizer state if it `trains`."""
+    """Build the model on the chosen engine, with optimizer state if it `trains`. `saving` is by
+    default the config's.
+    """
     make, dtype = load(kind_of(model).model), DTYPES[config.dtype]
     adamw = AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
     optimizer = adamw if trains else None
 
     def build() -> torch.nn.Module:
-        return make(model, sp, config.saving(), **config.attention)
+        return make(model, sp, saving or config.saving(), **config.attention)
 
     if initialized_bmtrain():
         from train.engine.bmtrain import BMTrainEngine

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from models.blocks import Saving
 from train.base import ranks
 from train.base.folders import lock
 from train.base.signals import StopSignal
@@ -20,7 +21,6 @@ from train.run import resume
 from train.run.building import make_engine, make_groups, make_saver
 from train.run.config import TrainConfig
 from train.run.evaluations import Evaluations, EvaluationStopped
-from train.run.fitting import fit_memory
 from train.run.inputs import check_same_data, keep_documents_apart, open_inputs
 from train.run.measure import Clock, LossSums, StepWork, count_work, mean_losses, measure_speed
 from train.run.metrics import Metrics, NoMetrics
@@ -35,10 +35,17 @@ from train.run.watchdog import Watchdog
 
 
 class Trainer:
-    """One rank of a run."""
+    """One rank of a run. `find_saving` returns what blocks save, by default what the config says.
+    It is called before the model is built.
+    """
 
     def __init__(
-        self, config: TrainConfig, device: torch.device, stop: StopSignal, watchdog: Watchdog
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        stop: StopSignal,
+        watchdog: Watchdog,
+        find_saving: Callable[[TrainConfig, torch.device], Saving] | None = None,
     ):
         self.config, self.device, self.watchdog = config, device, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
@@ -59,8 +66,8 @@ class Trainer:
         self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
         self.sources = source_names(self.inputs.training)
         watchdog.alive("building the model")
-        fitted = fit_memory(config, self.inputs.model, device)
-        self.engine = make_engine(fitted, self.inputs.model, self.sp, device)
+        saving = find_saving(config, device) if find_saving else None
+        self.engine = make_engine(config, self.inputs.model, self.sp, device, saving)
         watchdog.alive("reading a checkpoint")
         self.start = ranks.together(lambda: begin(config, self.inputs, self.engine, path))
         self.progress, self.skips = self.start.progress, self.start.skips

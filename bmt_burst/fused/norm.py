@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..fused.functions import rms_norm
+from .functions import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
