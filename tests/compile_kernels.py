@@ -26,6 +26,8 @@ from bmt_burst.sparse.queries import Choosers
 from bmt_burst.spec import Spec
 from tests.cases import call_tensors, random_bias
 from tests.compiler import Compiler
+from train.engine import triton_adamw
+from train.engine.common import Update
 
 SPARSE = {
     tiles: ("_sort_keys", "_unite"),
@@ -101,7 +103,17 @@ def compile_sparse():
         triton_choice.choose_by_score(q, choosers, keys, InfLLMV2(), 0.3)
 
 
+def compile_adamw():
+    triton_adamw._update = Compiler(triton_adamw._update, capability=80)
+    numbers = Update(1e-3, 2, 0.5, (0.9, 0.95), 1e-8, 0.1)
+    state, half = torch.zeros(3, 2048), torch.zeros(2048, dtype=torch.bfloat16)
+    for step in (2, 3):  # compiled once for both
+        triton_adamw.update(*state, half, half, numbers._replace(step=step, lr=1e-3 * step))
+    triton_adamw.update(*state, state[0], None, numbers)
+
+
 if __name__ == "__main__":
+    compile_adamw()
     compile_attention()
     compile_fused()
     compile_losses()

@@ -180,7 +180,7 @@ def test_a_run_recomputes_only_what_memory_needs(monkeypatch, capsys):
 
 
 def test_the_optimizer_leaves_the_gpu_only_if_nothing_else_fits():
-    found = recommend(planned(gpus=1, gib=12.0, seq_len=4096))
+    found = recommend(planned(gpus=1, gib=10.0, seq_len=4096))
     assert found is not None
     assert found.config.offload_optimizer
     assert not recommend(planned(gpus=1, seq_len=4096)).config.offload_optimizer

@@ -87,7 +87,8 @@ class BMTrainEngine(Engine):
             for name, p in self._parameters.items()
         }
         try:
-            norm = self._optimizer.step(grads, lr, max_norm, self.sum, self.loss_scale)
+            weights = {name: p.data for name, p in self._parameters.items()}
+            norm = self._optimizer.step(grads, lr, max_norm, self.sum, self.loss_scale, weights)
         except FloatingPointError as error:
             if not self._scales_loss:
                 raise
@@ -96,8 +97,7 @@ class BMTrainEngine(Engine):
                 f"{error}; the loss scale is now {self.loss_scale:g}"
             ) from error
         finally:
-            self.clear_gradients()
-        self._store_weights()
+            self.clear_gradients()  # the next gather waits for the weights, too
         self.steps_at_scale += 1
         if self._scales_loss and self.steps_at_scale == _DOUBLE_EVERY:
             self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
@@ -111,9 +111,7 @@ class BMTrainEngine(Engine):
     def _store_weights(self) -> None:
         """Round the masters to the weights. The next gather waits for this."""
         for name, shard in self._optimizer.shards.items():
-            weight = self._parameters[name].data
-            if weight.data_ptr() != shard.flat.data_ptr():
-                weight.copy_(shard.flat)
+            self._parameters[name].data.copy_(shard.flat)
         self._bmtrain.config["load_stream"].wait_stream(torch.cuda.current_stream())
 
     def clear_gradients(self) -> None:

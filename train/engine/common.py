@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,35 +58,72 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
     return float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square().sum())
 
 
+class Update(NamedTuple):
+    """The numbers of an AdamW update.
+
+    step    counted from 1, for the bias correction
+    factor  clips and unscales gradients
+    """
+
+    lr: float
+    step: int
+    factor: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+def update(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    numbers: Update,
+) -> None:
+    """Update flat fp32 tensors of equal size in place, as torch.optim.AdamW does, on a CPU.
+
+    grad    of any dtype and device. Its values may be lost.
+    weight  the same size, of any dtype and device: the updated masters are rounded to it
+    """
+    grad = grad.to(master.device, torch.float32)
+    if numbers.factor != 1.0:
+        grad.mul_(numbers.factor)
+    torch._fused_adamw_(
+        [master],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.tensor(float(numbers.step))],
+        lr=numbers.lr,
+        beta1=numbers.betas[0],
+        beta2=numbers.betas[1],
+        weight_decay=numbers.weight_decay,
+        eps=numbers.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    if weight is not None:
+        weight.copy_(master)
+
+
 class ShardedAdamW:
     """AdamW over named shards, which may be empty. Without settings it has no state and no step."""
 
     def __init__(self, shards: Mapping[str, Shard], settings: AdamW | None):
-        self.shards = dict(shards)
-        self._adamw: torch.optim.AdamW | None = None
-        # the state that AdamW updates in place, by the names of the masters
-        self._state: dict[str, dict[str, Tensor]] = {}
-        self.steps = 0
-        self._kinds = ("weight",) if settings is None else ("weight", "exp_avg", "exp_avg_sq")
-        if settings is not None:
-            self._make_state(settings)
-
-    def _make_state(self, settings: AdamW) -> None:
-        full = {name: shard for name, shard in self.shards.items() if shard.flat.numel()}
-        self._masters = {name: nn.Parameter(shard.flat) for name, shard in full.items()}
-        groups: list[dict[str, Any]] = []
-        for decays, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
-            names = [name for name, shard in full.items() if (len(shard.shape) > 1) == decays]
-            if names:
-                masters = [self._masters[name] for name in names]
-                groups.append({"params": masters, "weight_decay": weight_decay})
-        if not groups:
+        self.shards, self.settings, self.steps = dict(shards), settings, 0
+        self._update: Callable[..., None] = update
+        masters = {name: shard.flat for name, shard in self.shards.items()}
+        self._state = {"weight": masters}
+        if settings is None:
             return
-        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
-        for name, p in self._masters.items():
-            state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            self._state[name] = {"step": torch.zeros((), device=p.device), **state}
-            self._adamw.state[p] = self._state[name]
+        for kind in ("exp_avg", "exp_avg_sq"):
+            self._state[kind] = {name: torch.zeros_like(x) for name, x in masters.items()}
+        if any(x.is_cuda for x in masters.values()):
+            from . import triton_adamw
+
+            self._update = triton_adamw.update
 
     def step(
         self,
@@ -95,48 +132,42 @@ class ShardedAdamW:
         max_norm: float,
         sum_over_ranks: Callable[[list[float]], list[float]],
         loss_scale: float = 1.0,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> float:
         """Do one step with a rank's gradients, scaled by `loss_scale`. Return the unscaled norm.
-        Raises FloatingPointError on every rank if it is not finite.
+        Raises FloatingPointError on every rank if it is not finite. Then nothing has changed.
+
+        weights  tensors of the shards' sizes, to which the masters are rounded
         """
-        mine = [grads[name] for name in self._masters]
-        [square] = sum_over_ranks([square_sum(mine)])
+        assert self.settings is not None, "without settings there is no step"
+        full = [name for name, shard in self.shards.items() if shard.flat.numel()]
+        [square] = sum_over_ranks([square_sum(grads[name] for name in full)])
         norm = math.sqrt(square) / loss_scale
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}")
         factor = min(1.0, max_norm / norm if norm else 1.0) / loss_scale
-        unscaled = []
-        for p, grad in zip(self._masters.values(), mine, strict=True):
-            p.grad = grad.to(p.device, torch.float32).reshape(p.shape)
-            unscaled.append(p.grad)
-        if self._adamw is not None:
-            if factor != 1.0:
-                torch._foreach_mul_(unscaled, factor)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
-            self._adamw.zero_grad()
         self.steps += 1
+        for name in full:
+            decay = self.settings.weight_decay if len(self.shards[name].shape) > 1 else 0.0
+            numbers = Update(lr, self.steps, factor, self.settings.betas, self.settings.eps, decay)
+            state = (tensors[name] for tensors in self._state.values())
+            weight = weights[name] if weights else None
+            self._update(*state, grads[name].reshape(-1), weight, numbers)
         return norm
 
     def state(self) -> dict[str, Shard]:
         """Return the same as Engine.state."""
-        state = {}
-        for kind in self._kinds:
-            for name, shard in self.shards.items():
-                flat = shard.flat
-                if kind != "weight" and flat.numel():
-                    flat = self._state[name][kind]
-                state[f"{kind}/{name}"] = Shard(flat, shard.start, shard.shape)
-        return state
+        return {
+            f"{kind}/{name}": Shard(tensors[name], shard.start, shard.shape)
+            for kind, tensors in self._state.items()
+            for name, shard in self.shards.items()
+        }
 
     def load(self, read: Callable[[str, Shard], Tensor], steps: int) -> None:
         """Do the same as Engine.load."""
         for key, shard in self.state().items():
             shard.flat.copy_(read(key, shard))
         self.steps = steps
-        for state in self._state.values():
-            state["step"].fill_(steps)
 
 
 class Engine(ABC):

@@ -203,8 +203,7 @@ def _find_memory(
         "rings": max(each.memory.held for each in layers),
     }
     running = {"activations": tables, "gathered weights": sharding.outside * outside}
-    stepping = {"gradients": (sharding.gradients + sharding.stepping) * shard}
-    moments = [("optimizer", _add(constant, stepping))]
+    moments = [("optimizer", _add(constant, {"gradients": sharding.gradients * shard}))]
     for name, parts in _find_moments(sharding, layers, gpus, head):
         moments.append((name, _add(constant, running, parts)))
     name, worst = max(moments, key=lambda moment: sum(moment[1].values()))

@@ -23,7 +23,6 @@ class Sharding:
 
     Of a rank's shard, once its gradients are known:
     gradients           gradients of a backward
-    stepping            what the optimizer's step needs in addition
 
     Of whole weights, while they are gathered:
     forward, backward   a block's, with its gradients in the backward
@@ -36,7 +35,6 @@ class Sharding:
     summed: int
     host: int
     gradients: int
-    stepping: int
     forward: int
     backward: int
     outside: int
@@ -54,19 +52,16 @@ def find_sharding(engine: str, itemsize: int, offloaded: bool, accumulates: bool
 
 def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
     """Return the bytes of train/engine/bmtrain.py. It keeps masters in addition to weights in 16
-    bits. A backward gathers a block's weights and has a buffer of its gradients. AdamW takes
-    gradients in fp32, like their sums.
+    bits. A backward gathers a block's weights and has a buffer of its gradients.
     """
     is_master = itemsize == _FP32 and not offloaded  # weights are their own masters
     state = _MOMENTS + (0 if is_master else _FP32)
-    stepping = 0 if is_master or accumulates else _FP32
     return Sharding(
         weights=itemsize,
         optimizer=0 if offloaded else state,
         summed=_FP32 if accumulates else 0,
         host=state + _FP32 if offloaded else 0,
         gradients=itemsize,
-        stepping=0 if offloaded else stepping,
         forward=itemsize,
         backward=2 * itemsize,
         outside=0,
@@ -88,7 +83,6 @@ def _find_torch(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
         summed=_FP32 if accumulates else 0,
         host=0,
         gradients=0 if accumulates else _FP32,
-        stepping=0,
         forward=3 * itemsize,
         backward=4 * itemsize + _FP32,
         outside=itemsize,
