@@ -115,6 +115,7 @@ class ShardedAdamW:
         self.shards, self.settings, self.steps = dict(shards), settings, 0
         self._update: Callable[..., None] = update
         masters = {name: shard.flat for name, shard in self.shards.items()}
+        self._full = [name for name, flat in masters.items() if flat.numel()]
         self._state = {"weight": masters}
         if settings is None:
             return
@@ -140,14 +141,13 @@ class ShardedAdamW:
         weights  tensors of the shards' sizes, to which the masters are rounded
         """
         assert self.settings is not None, "without settings there is no step"
-        full = [name for name, shard in self.shards.items() if shard.flat.numel()]
-        [square] = sum_over_ranks([square_sum(grads[name] for name in full)])
+        [square] = sum_over_ranks([square_sum(grads[name] for name in self._full)])
         norm = math.sqrt(square) / loss_scale
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}")
         factor = min(1.0, max_norm / norm if norm else 1.0) / loss_scale
         self.steps += 1
-        for name in full:
+        for name in self._full:
             decay = self.settings.weight_decay if len(self.shards[name].shape) > 1 else 0.0
             numbers = Update(lr, self.steps, factor, self.settings.betas, self.settings.eps, decay)
             state = (tensors[name] for tensors in self._state.values())

@@ -74,6 +74,7 @@ class TorchEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    @torch.no_grad()  # or to_local() would take the host longer
     def step(self, lr: float, max_norm: float) -> float:
         grads = {name: _distributed(p.grad).to_local() for name, p in self._sharded.items()}
         try:
