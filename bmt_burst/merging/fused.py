@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +27,8 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, see `plain`."""
     if not (span := find_unfinished(parts, out)):
         return
-    total, total_lse, parts = tokens_at(out, span), lse[:, :, slice(*span)], clip_parts(parts, span)
+    total, total_lse = tokens_at(out, span), lse[:, :, slice(*span)]
+    parts = _fill_up(clip_parts(parts, span))
     grid, sizes, constants = _by_rows(total)
     outs, lses = [_dense_rows(part[1]) for part in parts], [part[2] for part in parts]
     # Triton compiles a kernel again for addresses that are no multiples of 16, and in a tuple
@@ -54,7 +56,7 @@ def sum_gradients(total: Tensor, parts: list[Part]) -> None:
     """Fill total (B, S, H, D) with the sum of `parts`, see `plain`."""
     if not (span := find_unfinished(parts, total)):
         return
-    total, parts = tokens_at(total, span), clip_parts(parts, span)
+    total, parts = tokens_at(total, span), _fill_up(clip_parts(parts, span))
     grid, sizes, constants = _by_rows(total)
     grads = [_dense_rows(part[1]) for part in parts]
     _sum_gradients[grid](
@@ -75,6 +77,14 @@ def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), multiply_by_16(lse.stride())
     _fill_lse_delta[grid](rows, out, dout, lse, *strides, *sizes, *constants)
+
+
+def _fill_up(parts: list[Any]) -> list[Any]:
+    """Return the parts, and empty ones up to a power of two: a kernel is compiled for each number
+    of parts, which depends on the mask.
+    """
+    missing = triton.next_power_of_2(len(parts)) - len(parts)
+    return [*parts, *([([(0, 0)], *parts[0][1:])] * missing)]
 
 
 def _row_strides(parts: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
