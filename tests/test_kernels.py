@@ -279,7 +279,19 @@ def test_sequences_for_flash_attention(flash_attention, kind):
     for with_delta, spec in ((False, SPEC), (True, CAPPED)):
         errors = kernel_errors(kernel, call, tensors, spec, with_delta)
         assert max(errors.values()) < EXACT, errors
-    assert not (written.packed_calls and call.is_whole)
+    # a CUDA graph may hold a sequence
+    assert not (written.packed_calls and call.is_whole and call.q_tokens == call.kv_tokens)
+
+
+def test_fa4_compiles_no_kernel_for_short_parts_of_sequences():
+    """They are packed as several parts are. Only whole sequences are not."""
+    tiles = ((0, 300), (0, 700)), ((300, 400), (700, 720))
+    several, kernel = KernelCall(400, 720, tiles), kernels.load("fa4")
+    for part in (KernelCall.whole(40, 2000), KernelCall.whole(2000, 256)):
+        assert kernel.variant(part, 1) == kernel.variant(several, 1)
+    whole = [KernelCall.whole(*sizes) for sizes in ((257, 2000), (2000, 2000), (40, 40))]
+    assert kernel.variant(whole[0], 1) == kernel.variant(whole[1], 1)
+    assert len({kernel.variant(call, 1) for call in (several, *whole)}) == 3
 
 
 @pytest.mark.parametrize(("most", "taken"), [(1, 1), (3, 2), (4, 4), (7, 4), (8, 8)])

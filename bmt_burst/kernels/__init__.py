@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -72,6 +72,13 @@ class Kernel(ABC):
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of out, dq, dk and dv for inputs of `dtype`, at least as precise."""
         return dtype
+
+    def variant(self, call: KernelCall, batch: int) -> Hashable:
+        """Return the facts of a call, on a batch of sequences, for which this kernel is compiled
+        again at run time, besides dtypes and numbers of heads. None if it is not, or by Triton,
+        which reports itself what it compiles.
+        """
+        return None
 
     @abstractmethod
     def forward(

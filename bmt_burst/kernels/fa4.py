@@ -1,8 +1,8 @@
 """FlashAttention-4: the `flash-attn-4` package (CuTe DSL), for Hopper and Blackwell.
 
-A process compiles a kernel, in seconds, when it first uses a combination of dtype, head size, mask,
-packing and softcap. The package keeps kernels on disk if the environment variable
-FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
+A process compiles a kernel, in seconds, when it first uses a combination of dtype, head size,
+number of query heads for a kv head, softcap and `Fa4Kernel.variant`. The package keeps kernels on
+disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 
 The source of 4.0.0b36 for Hopper shows:
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,9 +50,14 @@ _VALUE_SIZES_HOPPER = ((192, 128),)
 _MOST_ENTRIES = 1 << 30
 _MOST_KEY_ENTRIES = (1 << 31) - 1
 
-# The package compiles separate kernels for sequences of one block. It is told that short sequences
-# may be this long, which costs nothing. So lengths that vary from step to step need no new kernel.
+# The package compiles separate kernels for sequences of one block. It is told that short packed
+# sequences may be this long, which costs nothing. Dense parts of sequences that may be one block
+# are packed. So lengths that vary from step to step need no new kernel.
 _LONGEST_AT_LEAST = 1024
+_LARGEST_BLOCK = 256
+
+# It compiles separate kernels for more packed sequences than this.
+_FEW_SEQUENCES = 256
 
 
 class Fa4Kernel(Kernel):
@@ -73,6 +79,13 @@ class Fa4Kernel(Kernel):
 
     def broken(self) -> str | None:
         return import_failure("flash-attn-4", functions)
+
+    def variant(self, call: KernelCall, batch: int) -> tuple[bool, ...]:
+        left, right = effective_band(call)
+        band = left is not None, right is not None, left is None and right == 0
+        if _is_dense(call):
+            return *band, False, call.q_tokens <= _LARGEST_BLOCK
+        return *band, True, batch * len(call.sequences()) > _FEW_SEQUENCES
 
     def forward(self, q, k, v, call, spec):
         if _fits_once(q, k):
@@ -200,8 +213,8 @@ def _arguments(
 ) -> tuple[dict[str, Any], bool]:
     """Return the package's arguments besides tensors, and whether it takes packed tokens.
 
-    Tokens are dense if that is possible and nothing is `added`: then there are no tables, so a CUDA
-    graph may capture the call.
+    Dense calls need no tables, so a CUDA graph may capture them. If something is `added`, tokens
+    are packed.
     """
     left, right = effective_band(call)
     arguments: dict[str, Any] = {"softmax_scale": spec.scale, **(added or {})}
@@ -210,12 +223,20 @@ def _arguments(
     arguments["causal"] = left is None and right == 0
     if not arguments["causal"]:
         arguments |= {"window_size_left": left, "window_size_right": right}
-    if added is None and call.tiles == (((0, call.q_tokens), (0, call.kv_tokens)),):
+    if added is None and _is_dense(call):
         return arguments, False
     of = sequences(call, len(q), q.device)
     arguments |= {"cu_seqlens_q": of.cu_seqlens_q, "cu_seqlens_k": of.cu_seqlens_k}
     longest = max(of.longest, _LONGEST_AT_LEAST)
     return arguments | {"max_seqlen_q": longest, "max_seqlen_k": longest}, True
+
+
+def _is_dense(call: KernelCall) -> bool:
+    """Whether a call is one tile of all tokens, and has several blocks or is a whole sequence."""
+    if call.tiles != (((0, call.q_tokens), (0, call.kv_tokens)),):
+        return False
+    shortest = min(call.q_tokens, call.kv_tokens)
+    return shortest > _LARGEST_BLOCK or (call.is_whole and call.q_tokens == call.kv_tokens)
 
 
 @functools.cache
@@ -226,3 +247,15 @@ def functions() -> tuple[Callable, Callable]:
     # Otherwise every process warns about an unused argument for every kernel that it compiles.
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning, module="cutlass")
     return interface._flash_attn_fwd, interface._flash_attn_bwd
+
+
+def cache_folder() -> Path:
+    """Return the folder in which the package keeps compiled kernels. Raises OSError if it keeps
+    none or cannot make the folder.
+    """
+    from flash_attn.cute import cache_utils
+
+    if not cache_utils.CUTE_DSL_CACHE_ENABLED:
+        raise OSError("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is not 1")
+    folder: Path = cache_utils.get_cache_path()
+    return folder
