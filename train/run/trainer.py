@@ -31,6 +31,7 @@ from train.run.saves import Saves, Stopping
 from train.run.state import begin, describe_identity, describe_run, make_state
 from train.run.time_limit import TimeLimit
 from train.run.wandb_run import WandbRun, check_installed
+from train.run.warming import start_warming
 from train.run.watchdog import Watchdog
 
 
@@ -65,6 +66,10 @@ class Trainer:
         path = resume.choose_checkpoint(config)
         self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
         self.sources = source_names(self.inputs.training)
+        rows = self.batches.micro_batch_size
+        self.warming = ranks.together(
+            lambda: start_warming(config, self.inputs, self.sp, rows, device)
+        )
         watchdog.alive("building the model")
         saving = find_saving(config, device) if find_saving else None
         self.engine = make_engine(config, self.inputs.model, self.sp, device, saving)
@@ -111,6 +116,8 @@ class Trainer:
         config, progress = self.config, self.progress
         described = config, self.start.model, self.engine, self.sp, self.inputs, self.batches
         self.metrics.say(describe_run(*described, progress.step))
+        for line in self.warming.finish(self.watchdog):
+            self.metrics.say(line)
         if self.skips.ranges:
             self.metrics.say(f"these sequences of the data are skipped: {self.skips}")
         if progress.step >= config.last_step:

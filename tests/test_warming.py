@@ -1,0 +1,191 @@
+"""Kernels that are compiled before the first step: which, and what the log says of them."""
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bmt_burst import InfLLMV2, SequenceParallel
+from bmt_burst.kernels import fa4
+from bmt_burst.kernels.fa4 import Fa4Kernel
+from tests.launcher import ROOT
+from tests.sparse import RELEASED
+from tests.test_model import SMALL
+from train.planning import rehearsal
+from train.planning.rehearsal import Recorder, Rehearsal, make_calls, rehearse
+from train.run import warming
+from train.run.config import TrainConfig
+
+CPU = torch.device("cpu")
+TYPICAL = Rehearsal(
+    heads=2,
+    kv_heads=1,
+    head_size=8,
+    dtype="bfloat16",
+    flash="fa4",
+    deterministic=False,
+    strategy="auto",
+    layout="auto",
+    seq_len=1 << 16,
+    rows=1,
+    sp_size=2,
+    inner_size=2,
+    windows=[None],
+    sparse=None,
+    documents=True,
+    many_documents=False,
+)
+SHORT_BLOCKS = InfLLMV2(**RELEASED | {"window_size": 512, "topk": 4, "dense_len": 1536})
+
+
+def changed(**changes):
+    return dataclasses.replace(TYPICAL, **changes)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(rehearsal, "_TOKENS", 2048)
+
+
+def rehearsed(facts):
+    kernel = Recorder(Fa4Kernel())
+    rehearse(facts, kernel, CPU)
+    return kernel.calls.keys()
+
+
+def bands(facts):
+    """The rehearsed forwards: the edges of the band, whether packed, and whether many."""
+    edges = {(0, 0): "full", (0, 1): "causal", (1, 0): "left", (1, 1): "both"}
+    return {
+        f"{'packed' * packed or 'dense'} {edges[left, right]}{' many' * many}"
+        for backward, _, _, (left, right, _, packed, many) in rehearsed(facts)
+        if not backward
+    }
+
+
+def test_the_kernels_of_typical_runs():
+    alone = {"sp_size": 1, "inner_size": 1, "documents": False}
+    assert bands(changed(**alone)) == {"dense causal"}
+    assert bands(changed(documents=False)) == {"dense causal", "dense full"}
+    documents = {"dense causal", "dense full", "packed causal", "packed full"}
+    assert bands(TYPICAL) == documents
+    assert bands(changed(many_documents=True)) == documents | {"packed causal many"}
+    windowed = bands(changed(windows=[1024]))
+    assert {"packed both", "dense left"} <= windowed
+
+
+def random_ends(chance, tokens):
+    mean, ends = tokens / chance.choice((1, 2, 4, 10, 50)), [0]
+    while ends[-1] < tokens:
+        ends.append(min(tokens, ends[-1] + 1 + int(chance.expovariate(1 / mean))))
+    return ends
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sp_size": 3, "inner_size": 3},
+        {"sp_size": 4, "inner_size": 2},
+        {"strategy": "usp", "sp_size": 4, "inner_size": 2, "heads": 4, "kv_heads": 2},
+        {"windows": [None, 700]},
+        {"sparse": SHORT_BLOCKS.to_dict()},
+        {"rows": 2, "seq_len": 1 << 12},
+    ],
+    ids=str,
+)
+def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
+    """Nor do any ranks. So no later step compiles."""
+    facts = changed(**{"seq_len": 1 << 14} | changes)
+    chance, kernel = random.Random(1), Recorder(Fa4Kernel())
+    known = rehearsed(facts)
+    examples = [random_ends(chance, facts.seq_len) for _ in range(50 // len(facts.windows))]
+    monkeypatch.setattr(Rehearsal, "tokens", facts.seq_len)
+    monkeypatch.setattr(Rehearsal, "rank_sample", lambda self: [chance.randrange(facts.sp_size)])
+    monkeypatch.setattr(Rehearsal, "examples", lambda self: iter(examples))
+    for plan, problem, rank in facts.plans(kernel):
+        if facts.sparse is not None:
+            plan = getattr(plan, "window", plan)  # CPUs take long for the rest
+        make_calls(plan, problem, rank, CPU)
+    assert kernel.calls.keys() <= known
+
+
+def test_triton_kernels_are_found_and_compiled_without_a_launch(tmp_path):
+    """In another process, since those of this one are interpreted."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, "-m", "tests.warm_kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"_merge_outputs", "_sum_gradients"}
+    assert list(tmp_path.rglob("_merge_outputs.cubin"))
+
+
+class FakeData(SimpleNamespace):
+    """Data that is not kept apart by documents."""
+
+    documents = False
+
+
+def start(monkeypatch, folder, code):
+    """Start to compile as on a GPU, with processes that run `code`."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(Rehearsal, "pick_kernel", lambda *_: Fa4Kernel())
+    monkeypatch.setattr(fa4, "cache_folder", lambda: folder / "fa4")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+    popen = subprocess.Popen
+
+    def run(command, **options):
+        facts = json.loads(command[4])
+        assert facts["dtype"] == "float32"
+        assert command[1:4] == ["-P", "-m", "train.planning.rehearsal"]
+        assert int(command[5]) < int(command[6])
+        return popen([sys.executable, "-c", code], **options)
+
+    inputs, gpu = SimpleNamespace(model=SMALL, training=FakeData()), torch.device("cuda", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", run)
+        return warming.start_warming(TrainConfig(), inputs, SequenceParallel(), 1, gpu)
+
+
+WATCHDOG = SimpleNamespace(alive=lambda doing: None)
+
+
+def test_the_log_says_what_was_compiled_and_what_was_found(monkeypatch, tmp_path):
+    [line] = start(monkeypatch, tmp_path, "print('a warning'); print(14)").finish(WATCHDOG)
+    assert line.startswith("compiled 14 kernels in ")
+    assert line.endswith(f"; kept in {tmp_path}/triton and {tmp_path}/fa4")
+    found = start(monkeypatch, tmp_path, "raise SystemExit('not again')")
+    assert not found.processes
+    places = f"{tmp_path}/triton and {tmp_path}/fa4"
+    assert found.finish(WATCHDOG) == [f"found 14 compiled kernels in {places}"]
+    [mark] = (tmp_path / "fa4").iterdir()
+    mark.unlink()  # as where the kernels were removed
+    assert start(monkeypatch, tmp_path, "print(14)").processes
+
+
+def test_a_run_goes_on_without_compiled_kernels(monkeypatch, tmp_path):
+    later = "kernels will be compiled in the steps that first need them: "
+    failed = start(monkeypatch, tmp_path, "raise SystemExit('out of memory')")
+    assert failed.finish(WATCHDOG) == [f"{later}out of memory"]
+    monkeypatch.setattr(warming, "_MOST_SECONDS", 0.1)
+    slow = start(monkeypatch, tmp_path, "import time; time.sleep(60)")
+    assert slow.finish(WATCHDOG) == [f"{later}exit code -9"]
+    file = tmp_path / "file"
+    file.touch()
+    [line] = start(monkeypatch, file, "print(14)").finish(WATCHDOG)
+    assert line.startswith(later)
+    assert f"Not a directory: '{file}/triton'" in line
+
+
+def test_nothing_is_compiled_on_cpus():
+    inputs = SimpleNamespace(model=SMALL, training=FakeData())
+    started = warming.start_warming(TrainConfig(), inputs, SequenceParallel(), 1, CPU)
+    assert started.finish(WATCHDOG) == []

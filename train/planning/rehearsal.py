@@ -1,0 +1,356 @@
+"""Rehearsal of a run's attention: it finds the kernels that the run will need, and compiles some.
+
+    python -m train.planning.rehearsal '{"heads": 32, ...}' SHARE SHARES
+
+All calls of a few ranks are made with short sequences, and with peers that are only imagined. So
+memory and time are small, and masks of all kinds are tried: one document, many, and documents that
+are cut at any place. Calls launch nothing. FlashAttention-4's are noted by their `Kernel.variant`,
+and Triton's by its own signatures. Then this process compiles its share of them onto disk.
+
+`train/run/warming.py` runs several such processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_burst import InfLLMV2, Layout, Mask, kernels, strategies
+from bmt_burst.kernels import Kernel
+from bmt_burst.ranks.rings import Rings
+from bmt_burst.sequence.layout import Stacked
+from bmt_burst.sequence.tile import KernelCall
+from bmt_burst.sparse.extension import Sparse
+from bmt_burst.spec import Spec
+from bmt_burst.strategies import GROUP_BYTES, Plan, Problem, Sizes
+from bmt_burst.strategies.compute import Keys, QueryGradients
+from bmt_burst.transport import ALONE, Messages, Ticket
+
+from .imagined import ImaginedRing
+
+_TOKENS = 1 << 12  # of a rank
+_FEW_TOKENS = 1 << 13  # of a rank, for which "auto" may take one-call as well as the ring
+
+Job = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The facts of a run that its kernels depend on, in JSON's types.
+
+    layout          of TrainConfig, so it may be "auto"
+    rows            the sequences that a rank computes at once
+    inner_size      the ranks of a host, or of a group that shares heads
+    windows         the different windows of layers
+    sparse          the constants of InfLLMV2, or None
+    documents       whether documents of a sequence are kept apart
+    many_documents  whether a call may have hundreds of them
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str
+    flash: str
+    deterministic: bool
+    strategy: str
+    layout: str
+    seq_len: int
+    rows: int
+    sp_size: int
+    inner_size: int
+    windows: Sequence[int | None]
+    sparse: dict[str, Any] | None
+    documents: bool
+    many_documents: bool
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a sequence of the rehearsal."""
+        least = [2 * window for window in self.windows if window is not None]
+        if self.sparse is not None:
+            least.append(self._longest * 3 // 2)
+        return min(self.seq_len, max(_TOKENS * self.sp_size, *least, 0))
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.head_size**-0.5, self.deterministic)
+
+    def pick_kernel(self, device: torch.device) -> Kernel:
+        """Return the kernel that computes the run's attention on such a device."""
+        q, k = (
+            torch.empty(
+                1, 1, heads, self.head_size, dtype=getattr(torch, self.dtype), device=device
+            )
+            for heads in (self.heads, self.kv_heads)
+        )
+        return kernels.pick(self.flash, q, k, self.spec)
+
+    @property
+    def _longest(self) -> int:
+        """The tokens of a document that makes a call sparse, if there is sparse attention."""
+        if self.sparse is None:
+            return 0
+        sparse = InfLLMV2(**self.sparse)
+        return max(sparse.dense_len, (sparse.most_blocks + 1) * sparse.block_size)
+
+    def rank_sample(self) -> list[int]:
+        """Return the ranks of a sequence that are rehearsed: all, or the first and some others."""
+        size = self.sp_size
+        return sorted({0, 1 % size, size // 2, size - 1})
+
+    def masks(self) -> Iterator[tuple[Mask, Layout]]:
+        """Yield masks of all kinds that the run's data may have, and their layouts."""
+        if not self.documents:
+            for window in self.windows:
+                yield self._in_window(Mask.causal(self.tokens), window)
+            return
+        examples = [Mask.documents(ends) for ends in self.examples()]
+        for window, mask in itertools.product(self.windows, examples):
+            yield self._in_window(mask, window)
+        if self.rows > 1:
+            for window, pair in itertools.product(self.windows, itertools.pairwise(examples)):
+                masks, layouts = zip(*(self._in_window(x, window) for x in pair), strict=True)
+                yield Mask.stacked(masks), Stacked(layouts)
+
+    def _in_window(self, mask: Mask, window: int | None) -> tuple[Mask, Layout]:
+        """Return the mask in a layer with a window, and its layout, which all layers share."""
+
+        def within(window: int | None) -> Mask:
+            return mask if window is None else mask.windowed(window)
+
+        balanced = self.documents or any(self.windows)
+        if self.layout == "auto" and balanced and self.sp_size > 1:
+            # as train.data.batches does: full layers first
+            layout = Layout.balanced(within(min(self.windows, key=bool)), self.sp_size)
+        else:
+            name = "zigzag" if self.layout == "auto" else self.layout
+            layout = Layout.named(name, mask.seq_len, self.sp_size)
+        return within(window), layout
+
+    def examples(self) -> Iterator[list[int]]:
+        """Yield the ends of documents, from one to hundreds in a sequence."""
+        chance, tokens = random.Random(0), self.tokens
+        firsts = sorted({0, min(self._longest, tokens)})  # the length of a long document
+        yield [0, tokens]
+        for first, count in itertools.product(firsts, (2, 3, 5, 7, 9)):
+            cuts = [first + (tokens - first) * i // count for i in range(count + 1)]
+            yield sorted({0, *cuts})
+        for first, count in itertools.product(firsts, (2, 3, 5, 9, 40) * 2):
+            ends = sorted({0, first})
+            while ends[-1] < tokens:
+                length = 1 + int(chance.expovariate(count / tokens))
+                ends.append(min(tokens, ends[-1] + length))
+            yield ends
+        for first in firsts if self.many_documents else ():
+            yield sorted({0, *range(first or 4, tokens, 4), tokens})
+
+    def strategies(self) -> list[str]:
+        """Return the strategies that the run may use."""
+        tokens = -(-self.seq_len // self.sp_size) * (self.rows if self.documents else 1)
+        if self.strategy != "auto":
+            return [self.strategy]
+        short = self.sp_size > 1 and tokens <= _FEW_TOKENS and self.inner_size == self.sp_size
+        return ["ring", "one-call"] if short else ["ring"]
+
+    def problem(self, mask: Mask, layout: Layout, kernel: Kernel) -> Problem:
+        dtype = getattr(torch, self.dtype)
+        partial = kernel.partial_dtype(dtype)
+        batch = 1 if self.documents else min(self.rows, 2)
+        return Problem(
+            mask=mask,
+            layout=layout,
+            spec=self.spec,
+            kernel=kernel,
+            sizes=Sizes(batch, self.heads, self.kv_heads, self.head_size, dtype, partial),
+            inner=self.inner_size,
+            outer=self.sp_size // self.inner_size,
+            # as many stages and passes as in the run
+            group_bytes=max(GROUP_BYTES * self.tokens // self.seq_len, 1),
+        )
+
+    def plans(self, kernel: Kernel) -> Iterator[tuple[Plan, Problem, int]]:
+        """Yield the plans of all kinds of calls, with their problem and rank."""
+        for mask, layout in self.masks():
+            problem = self.problem(mask, layout, kernel)
+            for name, rank in itertools.product(self.strategies(), self.rank_sample()):
+                if self.sparse is not None:
+                    plan = Sparse(InfLLMV2(**self.sparse)).plan(problem, rank, name)
+                else:
+                    plan = strategies.choose(name, problem).plan(problem, rank)
+                yield plan, problem, rank
+
+
+class _Ring(ImaginedRing):
+    """An imagined ring whose messages arrive at once, with any content."""
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
+        return Ticket()
+
+
+class Recorder(Kernel):
+    """A kernel that notes the variants of calls, and computes nothing.
+
+    calls  an example of each variant: whether it is a backward, with delta, the call, and the
+           shapes of q and k
+    """
+
+    def __init__(self, kernel: Kernel):
+        self.kernel, self.name = kernel, kernel.name
+        self.writes_new_memory = kernel.writes_new_memory
+        self.calls: dict[Hashable, tuple[bool, bool, KernelCall, torch.Size, torch.Size]] = {}
+
+    def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
+        return self.kernel.refuses(spec, q, k)
+
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.kernel.partial_dtype(dtype)
+
+    def forward(self, q, k, v, call, spec):
+        if not self._note(False, False, q, k, call):
+            return self.kernel.forward(q, k, v, call, spec)
+        rows = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        return torch.empty_like(q, memory_format=torch.contiguous_format), rows
+
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        if not self._note(True, delta is not None, q, k, call):
+            return self.kernel.backward(dout, q, k, v, out, lse, delta, call, spec)
+        like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        return tuple(map(like, (q, k, v)))
+
+    def _note(
+        self, backward: bool, with_delta: bool, q: Tensor, k: Tensor, call: KernelCall
+    ) -> bool:
+        """Note a call. Return whether the kernel has variants."""
+        variant = self.kernel.variant(call, len(q))
+        if variant is not None:
+            key = backward, with_delta, q.shape[2] // k.shape[2], variant
+            self.calls.setdefault(key, (backward, with_delta, call, q.shape, k.shape))
+        return variant is not None
+
+
+def rehearse(rehearsal: Rehearsal, kernel: Recorder, device: torch.device) -> None:
+    """Make all kinds of calls of a run, with their backward."""
+    by_nope = rehearsal.sparse is not None and rehearsal.sparse["use_nope"]
+    for plan, problem, rank in rehearsal.plans(kernel):
+        make_calls(plan, problem, rank, device, by_nope and plan.takes_inputs)
+
+
+@torch.no_grad()
+def make_calls(
+    plan: Plan, problem: Problem, rank: int, device: torch.device, with_inputs: bool = False
+) -> None:
+    """Compute the part of a rank, of any values. `with_inputs` it chooses blocks by other tensors
+    than q and k.
+    """
+    sizes, inner, outer = problem.sizes, problem.inner, problem.outer
+    rings = Rings(
+        _Ring(rank % inner, inner) if inner > 1 else ALONE,
+        _Ring(rank // inner, outer) if outer > 1 else ALONE,
+        outer > 1,
+    )
+    plan.reserve(rings, device, with_backward=True)
+    shape = sizes.batch, problem.layout.length(rank)
+    q, k, v, dout = (
+        torch.zeros(*shape, heads, sizes.head_size, dtype=sizes.dtype, device=device)
+        for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
+    )
+    inputs = (q, k) if with_inputs else ()
+    out, lse, kept = plan.forward(rings, q, k, v, inputs)
+    plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v), inputs, kept)
+
+
+@contextlib.contextmanager
+def _noting_launches(found: dict[str, Job]) -> Iterator[None]:
+    """Launch no Triton kernel inside. Note how to compile each one that would be compiled."""
+    from triton import knobs
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        data = compile["specialization_data"]
+        found[data] = functools.partial(fn.jit_function.preload, data)
+        return True  # do not go on
+
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = None
+
+
+def find_jobs(rehearsal: Rehearsal, device: torch.device) -> list[Job]:
+    """Return functions that compile a kernel each, those of FlashAttention-4 first."""
+    recorder = Recorder(rehearsal.pick_kernel(device))
+    launches: dict[str, Job] = {}
+    with _noting_launches(launches):
+        rehearse(rehearsal, recorder, device)
+        if rehearsal.sparse is not None:
+            _take_blocks(rehearsal, InfLLMV2(**rehearsal.sparse), device)
+    torch.cuda.empty_cache()
+    dtype = getattr(torch, rehearsal.dtype)
+    attention = [
+        functools.partial(_compile, recorder.kernel, rehearsal.spec, dtype, device, *call)
+        for call in recorder.calls.values()
+    ]
+    return [*attention, *launches.values()]
+
+
+def _take_blocks(rehearsal: Rehearsal, sparse: InfLLMV2, device: torch.device) -> None:
+    """Choose blocks in documents of all lengths that the run may have."""
+    from bmt_burst.sparse.triton_choice import take_largest
+
+    blocks, groups = sparse.most_blocks + 1, rehearsal.kv_heads
+    while blocks <= rehearsal.seq_len // sparse.block_size + 1:
+        scores = torch.empty(groups, 1, blocks, device=device)
+        chosen = torch.empty(1, groups, sparse.most_blocks, dtype=torch.int32, device=device)
+        take_largest(
+            scores, scores, torch.zeros(1, dtype=torch.int64, device=device), chosen, sparse
+        )
+        blocks *= 2
+
+
+def _compile(
+    kernel: Kernel,
+    spec: Spec,
+    dtype: torch.dtype,
+    device: torch.device,
+    backward: bool,
+    with_delta: bool,
+    call: KernelCall,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+) -> None:
+    """Compile a kernel by a call of it."""
+    q, k = (torch.zeros(shape, dtype=dtype, device=device) for shape in (q_shape, k_shape))
+    if not backward:
+        kernel.forward(q, k, k, call, spec)
+        return
+    lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    out, delta = (None, lse) if with_delta else (q, None)
+    kernel.backward(q, q, k, k, out, lse, delta, call, spec)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Compile a share of a run's kernels. Print how many kernels there are in all."""
+    share, shares = map(int, argv[1:])
+    device = torch.device("cuda", share % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    jobs = find_jobs(Rehearsal(**json.loads(argv[0])), device)
+    torch.cuda.empty_cache()  # ranks need the memory
+    for job in jobs[share::shares]:
+        job()
+    torch.cuda.synchronize()
+    print(len(jobs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
