@@ -77,6 +77,13 @@ class CPMBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
+    def compile_parts(self, **options: Any) -> None:
+        """Compile the parts before and after the attention, with options of torch.compile. All
+        blocks share what is compiled.
+        """
+        for part in ("_before", "_after"):
+            setattr(self, part, torch.compile(getattr(self, part), **options))
+
     def forward(
         self,
         x: Tensor,

@@ -206,6 +206,15 @@ def run_script(capsys, *argv: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+def test_products_in_float8_take_less_time_and_some_more_memory():
+    options = {"model": "minicpm4-8b", "dtype": "bf16", "seq_len": 4096}
+    run = plan(TrainConfig(**options), Cluster(2, 139.0, H200), "torch")
+    fp8 = with_options(run, fp8=True)
+    before, now = (each.seconds.parts["matrix products"] for each in (run, fp8))
+    assert before / H200.fp8 < now < before  # the loss stays in bf16
+    assert run.step.memory.total < fp8.step.memory.total
+
+
 def test_a_report_ends_with_a_command_that_pretrain_takes(capsys):
     code, out, _ = run_script(
         capsys,
@@ -255,6 +264,7 @@ def test_wrong_options_are_refused(capsys):
         (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour needs --tokens"),
         (["--sp-size", "4", "--batch-size", "3"], "--batch-size 3 is not a multiple of 2 data"),
         (["--engine", "torch", "--offload-optimizer"], "need --engine bmtrain"),
+        (["--fp8", "--gpu", "a100", "--model", "minicpm4-8b"], "which a100 lacks"),
         (["--model", "14b", "--gpus", "1", "--gpu-memory", "20"], "no sequence fits"),
     ):
         code, _, printed = run_script(capsys, *("--gpus", "8", "--model", "qwen3-0.6b"), *options)

@@ -30,6 +30,7 @@ from train.run.options import add_options
 # The options of pretrain.py that matter for a plan. The others of what blocks save are found.
 _OPTIONS = {
     *("model", "init_from", "untie", "rope_theta", "rope_scaling", "sparse", "window", "dtype"),
+    "fp8",
     *("seq_len", "batch_size", "micro_batch_size"),
     *("sp_size", "strategy", "inner_size", "ulysses_size", "engine", "offload_optimizer"),
 }
@@ -80,9 +81,10 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> str:
     groups = max(cluster.gpus // max(sp_size, 1), 1)
     sizes = {"sp_size": sp_size, "batch_size": groups, "micro_batch_size": 1, "dtype": "bf16"}
     engine = given.get("engine", "auto")
-    engine = "bmtrain" if engine == "auto" else engine
+    if engine == "auto":
+        engine = "torch" if given.get("fp8") else "bmtrain"
     seq_len = given.pop("seq_len", None)
-    config = TrainConfig(**(sizes | given), seq_len=max(seq_len or 0, sp_size, 1024))
+    config = TrainConfig(**(sizes | given), seq_len=max(seq_len or 0, 1024 * sp_size, 1024))
     planned = plan(config, cluster, engine)
     seq_len = find_any_longest(planned) if seq_len is None else seq_len
     planned = plan(dataclasses.replace(config, seq_len=seq_len), cluster, engine)

@@ -50,6 +50,7 @@ _INSTANCES_REFUSE = {
     "rope_theta": "it has no rotary positions",
     "rope_scaling": "it has no rotary positions",
     "window": "its layers have no windows",
+    "fp8": "its blocks are not converted",
     "sparse": "its attention has a bias",
     "eval_tasks": "the tasks are texts to continue",
     "untie": "its head is its embeddings",

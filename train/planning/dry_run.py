@@ -59,7 +59,7 @@ def _plan(config: TrainConfig) -> Planned:
     has_bmtrain = kernels.installed("bmtrain") or not torch.cuda.is_available()
     engine = config.engine
     if engine == "auto":
-        engine = "bmtrain" if has_bmtrain else "torch"
+        engine = "bmtrain" if has_bmtrain and not config.fp8 else "torch"
     hardware, gib = _find_hardware()
     return as_run(plan(config, Cluster(gpus, gib, hardware), engine))
 

@@ -30,16 +30,25 @@ _NOT_WRITTEN = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of matrix products, and bytes that other operations read and write."""
+    """Operations of matrix products, and bytes that other operations read and write.
+
+    fp8  operations of products in float8, which `products` does not count
+    """
 
     products: float = 0
     traffic: float = 0
+    fp8: float = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.products + other.products, self.traffic + other.traffic)
+        products, traffic = self.products + other.products, self.traffic + other.traffic
+        return Work(products, traffic, self.fp8 + other.fp8)
 
     def __mul__(self, factor: float) -> Work:
-        return Work(self.products * factor, self.traffic * factor)
+        return Work(self.products * factor, self.traffic * factor, self.fp8 * factor)
+
+    def in_fp8(self) -> Work:
+        """Return the same work with all products in float8."""
+        return Work(0, self.traffic, self.products + self.fp8)
 
 
 class Ledger(TorchDispatchMode):

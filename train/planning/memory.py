@@ -157,11 +157,33 @@ def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Lay
         count = len(windows)
         # `saving` applies to these blocks
         saving = replace(saving, blocks=None)
-        unit = find_unit(replace(shape, layers=count, saving=saving, offload=offloads), tokens)
+        blocks_shape = replace(shape, layers=count, saving=saving, offload=offloads)
+        unit = find_unit(blocks_shape, tokens)
+        if config.fp8:
+            unit = _in_fp8(unit, blocks_shape, tokens)
         shapes = [attention_shape(config, model, batch, window) for window in windows]
         row.append(_Layers(unit, shapes, count * of_block))
     loss = find_unit(replace(shape, layers=0, offload=False), tokens)
     return [*row, _Layers(loss, (), 0)]
+
+
+def _in_fp8(unit: Unit, shape: Shape, tokens: int) -> Unit:
+    """Return a unit of blocks that multiply in float8. Their small layers, which do not, hardly
+    count. Compiled blocks also save the result of a norm, and the backward holds the gradients of
+    gate and up in float8, once by rows and once by columns.
+    """
+    rows, model = shape.batch * tokens, shape.model
+    recomputes = shape.saving.checkpointing != "none"
+    kept = 0 if recomputes else shape.layers * rows * model.hidden_size * shape.dtype.itemsize
+    casts = 4 * model.intermediate_size * min(rows, shape.saving.tile or rows)
+    return replace(
+        unit,
+        saved=unit.saved + kept,
+        forward=unit.forward + kept,
+        backward=unit.backward + kept + casts,
+        forward_work=unit.forward_work.in_fp8(),
+        backward_work=unit.backward_work.in_fp8(),
+    )
 
 
 def _count_outside(model: CPMConfig) -> int:

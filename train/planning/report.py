@@ -51,7 +51,7 @@ def _describe_run(planned: Planned) -> str:
     return "; ".join(
         (
             f"{config.init_from or config.model}: {planned.model.num_parameters:,} parameters, "
-            f"{config.dtype}, engine {planned.engine}",
+            f"{config.dtype}{' and fp8' * config.fp8}, engine {planned.engine}",
             f"{counted(cluster.gpus, 'GPU')} of {cluster.gib:g} GiB",
             f"{counted(config.batch_size, 'sequence')} of {counted(config.seq_len, 'token')} a "
             f"step, each over {counted(config.sp_size, 'rank')}, {groups} data parallel",
@@ -84,6 +84,8 @@ def _describe_time(planned: Planned) -> Iterator[str]:
     yield f"  {'total':<36}{seconds.total:10.2f}"
     speed = planned.tokens_per_s
     yield f"{speed:,.0f} tokens/s, {speed / planned.cluster.gpus:,.0f} for each GPU"
+    if planned.config.fp8:
+        yield f"Products in float8 are assumed to be {hardware.fp8} times as fast, not measured."
     if planned.config.dtype == "fp32":
         yield "These are rates of 16 bits. Steps in fp32 take longer."
     if seconds.total < _SHORT_S:

@@ -80,16 +80,20 @@ def plan(config: TrainConfig, cluster: Cluster, engine: str) -> Planned:
         raise ValueError(
             f"--sp-size {config.sp_size} does not divide the number of GPUs, {cluster.gpus}"
         )
-    if config.seq_len > _LONGEST:
-        raise ValueError(
-            f"expected --seq-len of at most {_LONGEST:,} in a plan, got {config.seq_len:,}"
-        )
     if config.sp_size > _MOST_RANKS:
         raise ValueError(
             f"expected --sp-size of at most {_MOST_RANKS:,} in a plan, got {config.sp_size:,}"
         )
+    if config.seq_len > _LONGEST:
+        raise ValueError(
+            f"expected --seq-len of at most {_LONGEST:,} in a plan, got {config.seq_len:,}"
+        )
     if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
         raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain")
+    if config.fp8 and cluster.hardware.fp8 is None:
+        raise ValueError(
+            f"--fp8 needs GPUs that multiply in float8, which {cluster.hardware.name} lacks"
+        )
     step = plan_step(config, model, cluster.gpus, engine)
     return Planned(config, model, cluster, engine, step, step_seconds(step, cluster.hardware))
 

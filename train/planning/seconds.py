@@ -41,6 +41,8 @@ class Hardware:
     link            bytes a second between the GPU and the host's memory, each way
     update          parameters a second that AdamW updates; `host_update` those on the host
     measured        whether the rates were measured
+    fp8             how many times as fast products in float8 are, with casts: assumed. None if the
+                    GPU has none
     """
 
     name: str
@@ -53,6 +55,7 @@ class Hardware:
     update: float
     host_update: float
     measured: bool = False
+    fp8: float | None = 1.5
 
     def attention_rates(self, head_size: int) -> tuple[float, float]:
         """Return the rates of attention with heads of this size."""
@@ -98,7 +101,7 @@ GPUS = {
     for gpu in (
         H200,
         H200.scaled("h100", 79.6, 1.0, 3.35 / 4.8),
-        H200.scaled("a100", 79.3, 312 / 989, 2.04 / 4.8),
+        replace(H200.scaled("a100", 79.3, 312 / 989, 2.04 / 4.8), fp8=None),
         H200.scaled("l40s", 44.5, 362 / 989, 0.864 / 4.8),
         H200.scaled("rtx4090", 23.6, 165 / 989, 1.01 / 4.8),
     )
@@ -134,6 +137,9 @@ def step_seconds(step: Step, hardware: Hardware) -> StepSeconds:
         (step.backward, hardware.backward_products, ("again", "backward")),
     ):
         by_products, by_other = work.products / rate, work.traffic / hardware.traffic
+        if work.fp8:
+            assert hardware.fp8 is not None, "plan refuses it"
+            by_products += work.fp8 / (rate * hardware.fp8)
         by_attention = sum(
             count * attention_seconds(run, hardware)
             for run, count in step.attention.items()

@@ -17,6 +17,7 @@ from train.data.source import Source
 from train.data.tokenizer import Tokenizer
 from train.engine import Engine
 from train.engine.common import AdamW
+from train.engine.fp8 import convert
 from train.registry import load
 from train.run.checks import check_strategy
 from train.run.config import TrainConfig
@@ -66,7 +67,11 @@ def make_engine(
     optimizer = adamw if trains else None
 
     def build() -> torch.nn.Module:
-        return make(model, sp, saving or config.saving(), **config.attention)
+        built: torch.nn.Module = make(model, sp, saving or config.saving(), **config.attention)
+        if config.fp8:
+            engine = "" if config.engine == "torch" else "; --engine auto is torch for --fp8"
+            ranks.say(convert(built) + engine)
+        return built
 
     if initialized_bmtrain():
         from train.engine.bmtrain import BMTrainEngine

@@ -16,6 +16,7 @@ from models.rope import RopeScaling
 from train.base.wording import counted, flag
 from train.data.shares import parse_shares, validation_folders
 from train.data.skips import parse_range
+from train.engine.fp8 import MULTIPLE
 from train.run.profiling import parse_steps
 from train.run.settings import Settings
 from train.run.time_limit import check_time_limit
@@ -34,6 +35,8 @@ def check_settings(settings: Settings) -> None:
         parse_shares(settings.data)
     validation_folders(settings.val_data)
     _check_needs(settings)
+    if settings.fp8:
+        _check_fp8(settings)
     _check_saving(settings)
     _check_tables(settings)
     _check_choices(settings)
@@ -89,6 +92,24 @@ def _check_needs(settings: Settings) -> None:
     if settings.documents == "ignore" and settings.bos not in ("auto", "none"):
         raise ValueError(
             f"--bos {settings.bos} does not go with --documents ignore, which makes rows one text"
+        )
+
+
+def _check_fp8(settings: Settings) -> None:
+    """Raise ValueError for options that exclude --fp8."""
+    if settings.engine == "bmtrain":
+        raise ValueError("--fp8 needs --engine torch, got --engine bmtrain")
+    if settings.dtype != "bf16":
+        raise ValueError(f"--fp8 needs --dtype bf16, got --dtype {settings.dtype}")
+    tokens, multiple = settings.seq_len, MULTIPLE * settings.sp_size
+    if tokens % multiple:
+        raise ValueError(
+            f"--fp8 with --sp-size {settings.sp_size} needs --seq-len as a multiple of {multiple}, "
+            f"got {tokens}"
+        )
+    if settings.mlp_tile is not None and settings.mlp_tile % MULTIPLE:
+        raise ValueError(
+            f"--fp8 needs --mlp-tile as a multiple of {MULTIPLE}, got {settings.mlp_tile}"
         )
 
 

@@ -11,6 +11,7 @@ from models.config import CPMConfig
 from models.tensor_files import is_file
 from models.weights import Expected
 from train.base.wording import flag
+from train.engine.fp8 import check_model
 from train.registry import KINDS, Kind
 from train.run.checks import check_settings
 from train.run.kinds import (
@@ -39,10 +40,20 @@ class TrainConfig(Settings):
         instead = {name: getattr(self, name) for name in _INSTEAD}
         given = {name: value for name, value in instead.items() if value is not None}
         try:
-            return dataclasses.replace(named, **given)
+            model = dataclasses.replace(named, **given)
         except ValueError as error:
             options = ", ".join(map(flag, given))
             raise ValueError(f"{options} with {self.model_name}: {error}") from error
+        if self.fp8:
+            self._check_fp8(model)
+        return model
+
+    def _check_fp8(self, model: ModelConfig) -> None:
+        assert isinstance(model, CPMConfig), "_check_kind refuses the others"
+        try:
+            check_model(model)
+        except ValueError as error:
+            raise ValueError(f"--fp8 with {self.model_name}: {error}") from error
 
     def named_model(self) -> ModelConfig:
         """Return the shape of the starting weights, with the head of --untie."""

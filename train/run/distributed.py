@@ -12,6 +12,7 @@ import torch.distributed as dist
 from bmt_burst import kernels
 from train.base.signals import has_launcher
 from train.base.wording import counted
+from train.engine.fp8 import check_device
 from train.run.config import TrainConfig
 from train.run.replacement import open_store
 
@@ -44,6 +45,9 @@ def choose_engine(config: TrainConfig, device: torch.device) -> str:
     """Return "bmtrain" or "torch". Raises ValueError if it is not available or does not fit."""
     available = device.type == "cuda" and kernels.installed("bmtrain")
     engine = config.engine
+    if config.fp8:
+        check_device(device)
+        engine = "torch"
     if engine == "auto":
         engine = "bmtrain" if available else "torch"
     if engine == "bmtrain" and not available:

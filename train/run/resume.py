@@ -281,7 +281,7 @@ def _settings(state: dict) -> dict:
         layout = "balanced" if window or documents != "ignore" else "zigzag"
     meant = {"documents": documents, "bos": saved_begin_token(state), "layout": layout}
     # older checkpoints lack some settings
-    return {"strategy": "auto", "window": None} | config | meant
+    return {"strategy": "auto", "window": None, "fp8": False} | config | meant
 
 
 def _print_jump(state: dict, config: TrainConfig, next_step: int) -> None:

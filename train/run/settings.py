@@ -83,6 +83,11 @@ class Settings:
         "weights and activations in forward and backward; master weights and AdamW are always fp32",
         choices=tuple(DTYPES),
     )
+    fp8: bool = option(
+        False,
+        "multiply in float8 in the blocks' large linear layers; needs --dtype bf16, the torch "
+        "engine, GPUs such as H100, and the package torchao",
+    )
 
     data: str | Mapping[str, str] = option(
         "data/stdlib/train",
