@@ -268,10 +268,12 @@ class Batches(Dealer[MicroBatch]):
             window: mask if window is None else mask.windowed(window) for window in self._windows
         }
         layout = self.sp.layout_of(mask.seq_len)
-        if balanced and self.sp.size > 1:
-            # full layers first
-            layout = Layout.balanced(in_layers[min(in_layers, key=bool)], self.sp.size)
         sparse = self._model.sparse if is_sparse else None
+        if balanced and self.sp.size > 1:
+            # Full layers first. Sparse ones attend to as many keys as in a window.
+            full = in_layers[min(in_layers, key=bool)]
+            work = full.windowed(sparse.exact_tokens) if sparse else full
+            layout = Layout.balanced(work, self.sp.size)
         seen = [
             count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
             for window, count in self._windows.items()
