@@ -105,7 +105,8 @@ class SparsePlan(Plan):
     ) -> tuple[Tensor, Tensor, Tensor, tuple[None, ...]]:
         [chosen], q, dout, lse = kept, queries.q, queries.dout, queries.lse
         *near, _ = self.near.backward(rings, queries, keys, (), ())
-        dq, dk, dv = (x.to(lse.dtype) for x in near)
+        dq = near[0].to(q.dtype if len(self.spans.spans) == 1 else lse.dtype)  # as in the forward
+        dk, dv = (x.to(lse.dtype) for x in near[1:])
         del near
         assert queries.out is not None, "a call has out"
         lse_delta = stack_lse_delta(queries.out, dout, lse)

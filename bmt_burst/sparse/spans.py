@@ -15,10 +15,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.streams import send_to_device
+from ..kernels.packed import prepare_once
 from ..ranks.rings import Rings, sum_over
 from ..sequence.layout import Layout
 from ..sequence.span import Span
@@ -37,7 +40,7 @@ class Spans:
         self.place = rank % inner
         self.positions = [layout.positions(r) for r in range(layout.size)]
         cuts = torch.tensor([*(start for start, _ in self.spans), layout.seq_len])
-        self._known_indices: dict[tuple[int, int, torch.device], Tensor] = {}
+        self.prepared: dict[Any, Any] = {}  # what is kept on devices
         self._cuts = [torch.searchsorted(p, cuts).tolist() for p in self.positions]
 
     def own_tokens(self, span: int) -> slice:
@@ -96,12 +99,13 @@ class Spans:
 
     def _indices(self, span: int, place: int, device: torch.device) -> Tensor:
         """Return the indices of a column's tokens in a span, on a device."""
-        key = span, place, device
-        if key not in self._known_indices:
+
+        def make() -> Tensor:
             ranks = range(place, self.size, self.inner)
             parts = [self.positions[r][slice(*self._cuts[r][span : span + 2])] for r in ranks]
-            self._known_indices[key] = (torch.cat(parts) - self.spans[span][0]).to(device)
-        return self._known_indices[key]
+            return send_to_device(torch.cat(parts) - self.spans[span][0], device)
+
+        return prepare_once(self, ("indices", span, place), device, make)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def add_far_gradients(
     dout, q    (S, H, D)
     lse_delta  (S, H, 2), contiguous, in that dtype: the logsumexp over all keys, and rowsum(out *
                dout)
-    dq         (S, H, D) in that dtype
+    dq         (S, H, D) in q's dtype or that one
 
     Formulas are those of `Kernel.backward`.
     """
@@ -86,7 +86,8 @@ def add_far_gradients(
         probs = (_scores(rows, keys, tile, far.scale) - lse).exp()
         probs = probs.masked_fill(~tile.visible, 0.0)
         dscores = probs * (drows @ values.mT - delta) * far.scale
-        dq[here] += (dscores @ keys).transpose(0, 1)
+        total = dq[here].to(wide) + (dscores @ keys).transpose(0, 1)
+        dq[here] = total.to(dq.dtype)
         # A key is twice in a tile where a document's last block reaches into the next document. Its
         # second share is 0, so the sums do not depend on the order.
         dk[:, tile.group].index_add_(0, tile.keys, (dscores.mT @ rows).sum(0))
