@@ -72,6 +72,20 @@ def compile_fused():
         fused.fill_lse_delta(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
 
 
+def compile_passes():
+    """Compile the passes of a block."""
+    for name in ("_rotate_pairs", "_gate", "_gate_gradients", "_normalize", "_norm_gradients"):
+        setattr(triton_passes, name, Compiler(getattr(triton_passes, name), capability=80))
+    for tokens in (32, 16):  # compiled once for both
+        x, weight = torch.zeros(1, tokens, 2, 48, dtype=torch.bfloat16), torch.zeros(48)
+        table, r = torch.zeros(tokens, 24), torch.zeros(1, tokens, 2)
+        triton_passes.rotate(x, table, table)
+        triton_passes.normalize(x, weight, 1e-6)
+        triton_passes.norm_gradients(x, x, weight, r, x)
+        triton_passes.gate(x, x)
+        triton_passes.gate_gradients(x, x, x, again=True)
+
+
 def compile_losses():
     """Compile the pass over logits, alone and with their gradients."""
     kernel = Compiler(triton_passes._compute_losses, capability=80)
@@ -117,4 +131,5 @@ if __name__ == "__main__":
     compile_attention()
     compile_fused()
     compile_losses()
+    compile_passes()
     compile_sparse()

@@ -347,7 +347,7 @@ def test_without_a_gpu_nobody_gets_it():
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="other tests compile them")
 def test_kernels_compile_for_gpus(tmp_path):
-    """Once for all numbers of tokens, also the fused kernels, sparse attention and AdamW."""
+    """Once for all numbers of tokens, also passes, merges, sparse attention and AdamW."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.compile_kernels"]
     done = subprocess.run(
@@ -360,5 +360,7 @@ def test_kernels_compile_for_gpus(tmp_path):
     fused = ["_merge_outputs", "_sum_gradients", "_compute_losses"] * 2
     sparse = ["_sort_keys", "_unite", "_forward", "_dq", "_dkdv", "_add_parts"]
     sparse += ["_normalize", "_fill_scores", "_take"]
-    compiled = [*names * 3, *others, *fused, "_fill_lse_delta", *sparse, *["_update"] * 2]
+    passes = ["_rotate_pairs", "_normalize", "_norm_gradients", "_gate", "_gate_gradients"]
+    compiled = [*names * 3, *others, *fused, "_fill_lse_delta", *sparse, *passes]
+    compiled += ["_update"] * 2
     assert sorted(done.stdout.split()) == sorted(compiled)

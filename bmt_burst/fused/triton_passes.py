@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..sequence.layout import IGNORE_INDEX
 
-_BLOCK = 4096  # entries of a program
+_BLOCK, _GATED = 4096, 1024  # entries of a program
 _TOKENS, _HEADS = 16, 8  # that a program rotates
 _LOGITS, _WARPS = 8192, 16  # few programs at a time: the L2 cache holds their rows of logits
 _NO_TARGET = tl.constexpr(IGNORE_INDEX)
-_PROGRAMS_A_PROCESSOR = 4  # of the gradient of a norm: each holds a sum of dweight
+_PROGRAMS_A_PROCESSOR = 8  # of the gradient of a norm: each holds a sum of dweight
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 def gate(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out, entries = torch.empty_like(gate), gate.numel()
-    _gate[triton.cdiv(entries, _BLOCK),](gate, up, out, entries, BLOCK=_BLOCK)
+    _gate[triton.cdiv(entries, _GATED),](gate, up, out, entries, BLOCK=_GATED)
     return out
 
 
@@ -53,8 +53,8 @@ def gate_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     gate, up, dout = gate.contiguous(), up.contiguous(), dout.contiguous()
     dgate, dup, entries = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-    _gate_gradients[triton.cdiv(entries, _BLOCK),](
-        gate, up, dout, dgate, dup, entries, AGAIN=again, BLOCK=_BLOCK
+    _gate_gradients[triton.cdiv(entries, _GATED),](
+        gate, up, dout, dgate, dup, entries, AGAIN=again, BLOCK=_GATED
     )
     return dgate, dup, dout if again else None
 
@@ -130,7 +130,7 @@ def _rotate_pairs(
         tl.store(out + place + half, (right * c + left * s).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit
 def _gate(gate, up, out, entries, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < entries
@@ -139,13 +139,14 @@ def _gate(gate, up, out, entries, BLOCK: tl.constexpr):
     tl.store(out + at, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit
 def _gate_gradients(
     gate, up, dout, dgate, dup, entries, AGAIN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Fill dgate and dup. If asked, write the result of `_gate` into dout."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, kind = at < entries, dgate.dtype.element_ty
+    inside = at < entries
+    kind = dgate.dtype.element_ty
     x = tl.load(gate + at, mask=inside).to(tl.float32)
     y = tl.load(up + at, mask=inside).to(tl.float32)
     dz = tl.load(dout + at, mask=inside).to(tl.float32)
@@ -182,7 +183,7 @@ def _norm_gradients(
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    total = tl.zeros((WIDTH,), tl.float32)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile in range(tiles):
         row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -196,8 +197,8 @@ def _norm_gradients(
         if ADDS:
             grad += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + place, grad.to(dx.dtype.element_ty), mask=inside)
-        total += tl.sum(dy * normed, 0)
-    tl.store(sums + program * width + column, total, mask=column < width)
+        total += dy * normed
+    tl.store(sums + program * width + column, tl.sum(total, 0), mask=column < width)
 
 
 @triton.jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["labels", "losses"])
