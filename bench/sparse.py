@@ -156,8 +156,10 @@ class Choosing:
         with first_run:
             forward(self.attention, tensors)
         counts = torch.zeros(2, dtype=torch.float64)
+        # earlier queries choose nothing
+        later = self.positions[self.positions >= self.case.sparse.exact_tokens]
         for chosen in first_run.kept:
-            counts += count_overlap(chosen.int(), self.positions, self.case.sparse)
+            counts += count_overlap(chosen.int(), later, self.case.sparse)
         dist.all_reduce(counts)
         return float(counts[0] / counts[1]) if counts[1] else None
 

@@ -103,10 +103,10 @@ def test_only_calls_on_gpus_may_be_short():
     assert _find_strategy("one-call", "cpu") == "one-call"
 
 
-def test_windows_of_sparse_calls_take_the_ring():
+def test_the_near_part_of_sparse_calls_takes_the_ring():
     short = problem(Mask.causal(64), Layout.zigzag(64, 2))
-    sparse = InfLLMV2(block_size=2, kernel_size=2, kernel_stride=1, window_size=4, dense_len=-1)
-    assert isinstance(Sparse(sparse).plan(short, 0, "auto").window, RingPlan)
+    sparse = InfLLMV2(2, 2, 1, window_size=4, topk=3, dense_len=-1)
+    assert isinstance(Sparse(sparse).plan(short, 0, "auto").near, RingPlan)
 
 
 def test_a_short_call_gets_one_call(monkeypatch, caplog):
