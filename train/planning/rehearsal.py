@@ -131,8 +131,11 @@ class Rehearsal:
 
         balanced = self.documents or any(self.windows)
         if self.layout == "auto" and balanced and self.sp_size > 1:
-            # as train.data.batches does: full layers first
-            layout = Layout.balanced(within(min(self.windows, key=bool)), self.sp_size)
+            # as train.data.batches does
+            work = within(min(self.windows, key=bool))
+            if self.sparse is not None:
+                work = work.windowed(InfLLMV2(**self.sparse).exact_tokens)
+            layout = Layout.balanced(work, self.sp_size)
         else:
             name = "zigzag" if self.layout == "auto" else self.layout
             layout = Layout.named(name, mask.seq_len, self.sp_size)
