@@ -18,7 +18,7 @@ from tests.launcher import ROOT
 from tests.sparse import RELEASED
 from tests.test_model import SMALL
 from train.planning import rehearsal
-from train.planning.rehearsal import Recorder, Rehearsal, make_calls, rehearse
+from train.planning.rehearsal import Recorder, Rehearsal, make_calls
 from train.run import warming
 from train.run.config import TrainConfig
 
@@ -54,8 +54,10 @@ def short(monkeypatch):
 
 
 def rehearsed(facts):
+    """The variants of the calls of a rehearsal, without far blocks, for which CPUs take long."""
     kernel = Recorder(Fa4Kernel())
-    rehearse(facts, kernel, CPU)
+    for plan, problem, rank in facts.plans(kernel):
+        make_calls(getattr(plan, "near", plan), problem, rank, CPU)
     return kernel.calls.keys()
 
 
@@ -102,18 +104,13 @@ def random_ends(chance, tokens):
 )
 def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
     """Nor do any ranks. So no later step compiles."""
-    facts = changed(**{"seq_len": 1 << 14} | changes)
-    chance, kernel = random.Random(1), Recorder(Fa4Kernel())
+    facts, chance = changed(**{"seq_len": 1 << 14} | changes), random.Random(1)
     known = rehearsed(facts)
     examples = [random_ends(chance, facts.seq_len) for _ in range(50 // len(facts.windows))]
     monkeypatch.setattr(Rehearsal, "tokens", facts.seq_len)
     monkeypatch.setattr(Rehearsal, "rank_sample", lambda self: [chance.randrange(facts.sp_size)])
     monkeypatch.setattr(Rehearsal, "examples", lambda self: iter(examples))
-    for plan, problem, rank in facts.plans(kernel):
-        if facts.sparse is not None:
-            plan = getattr(plan, "window", plan)  # CPUs take long for the rest
-        make_calls(plan, problem, rank, CPU)
-    assert kernel.calls.keys() <= known
+    assert rehearsed(facts) <= known
 
 
 def test_triton_kernels_are_found_and_compiled_without_a_launch(tmp_path):

@@ -32,7 +32,7 @@ from ..sequence.span import Span, length
 from . import plain
 from .parts import OutputPart, Part, clip_parts, is_whole
 
-_MOST_PARTS = 16  # parts that are added up in one pass over memory
+_MOST_PARTS = 15  # that wait. With the next one, they are added up in one pass over memory
 
 
 class _Sum(ABC):

@@ -13,9 +13,11 @@ and Triton's by its own signatures. Then this process compiles its share of them
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -31,6 +33,7 @@ from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Stacked
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.sparse.extension import Sparse
+from bmt_burst.sparse.queries import find_longest
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import GROUP_BYTES, Plan, Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
@@ -78,8 +81,7 @@ class Rehearsal:
     def tokens(self) -> int:
         """The tokens of a sequence of the rehearsal."""
         least = [2 * window for window in self.windows if window is not None]
-        if self.sparse is not None:
-            least.append(self._longest * 3 // 2)
+        least.append(self._longest * 5 // 2)  # two such documents
         return min(self.seq_len, max(_TOKENS * self.sp_size, *least, 0))
 
     @property
@@ -96,13 +98,21 @@ class Rehearsal:
         )
         return kernels.pick(self.flash, q, k, self.spec)
 
+    @functools.cached_property
+    def constants(self) -> InfLLMV2 | None:
+        """The constants of sparse attention. Calls are sparse from the shortest document on in
+        which queries choose blocks.
+        """
+        if self.sparse is None:
+            return None
+        sparse = InfLLMV2(**self.sparse)
+        shortest = sparse.exact_tokens + sparse.block_size
+        return dataclasses.replace(sparse, dense_len=min(sparse.dense_len, shortest))
+
     @property
     def _longest(self) -> int:
-        """The tokens of a document that makes a call sparse, if there is sparse attention."""
-        if self.sparse is None:
-            return 0
-        sparse = InfLLMV2(**self.sparse)
-        return max(sparse.dense_len, (sparse.most_blocks + 1) * sparse.block_size)
+        """The tokens of a document in which queries choose blocks. 0 without sparse attention."""
+        return self.constants.exact_tokens + self.constants.block_size if self.constants else 0
 
     def rank_sample(self) -> list[int]:
         """Return the ranks of a sequence that are rehearsed: all, or the first and some others."""
@@ -131,10 +141,9 @@ class Rehearsal:
 
         balanced = self.documents or any(self.windows)
         if self.layout == "auto" and balanced and self.sp_size > 1:
-            # as train.data.batches does
-            work = within(min(self.windows, key=bool))
-            if self.sparse is not None:
-                work = work.windowed(InfLLMV2(**self.sparse).exact_tokens)
+            work = within(min(self.windows, key=bool))  # as train.data.batches does
+            if self.constants and not self.constants.is_dense(find_longest(mask)):
+                work = work.windowed(self.constants.exact_tokens)
             layout = Layout.balanced(work, self.sp_size)
         else:
             name = "zigzag" if self.layout == "auto" else self.layout
@@ -187,8 +196,8 @@ class Rehearsal:
         for mask, layout in self.masks():
             problem = self.problem(mask, layout, kernel)
             for name, rank in itertools.product(self.strategies(), self.rank_sample()):
-                if self.sparse is not None:
-                    plan = Sparse(InfLLMV2(**self.sparse)).plan(problem, rank, name)
+                if self.constants:
+                    plan = Sparse(self.constants).plan(problem, rank, name)
                 else:
                     plan = strategies.choose(name, problem).plan(problem, rank)
                 yield plan, problem, rank
@@ -244,7 +253,7 @@ class Recorder(Kernel):
 
 def rehearse(rehearsal: Rehearsal, kernel: Recorder, device: torch.device) -> None:
     """Make all kinds of calls of a run, with their backward."""
-    by_nope = rehearsal.sparse is not None and rehearsal.sparse["use_nope"]
+    by_nope = rehearsal.constants is not None and rehearsal.constants.use_nope
     for plan, problem, rank in rehearsal.plans(kernel):
         make_calls(plan, problem, rank, device, by_nope and plan.takes_inputs)
 
@@ -296,8 +305,10 @@ def find_jobs(rehearsal: Rehearsal, device: torch.device) -> list[Job]:
     launches: dict[str, Job] = {}
     with _noting_launches(launches):
         rehearse(rehearsal, recorder, device)
-        if rehearsal.sparse is not None:
-            _take_blocks(rehearsal, InfLLMV2(**rehearsal.sparse), device)
+        if rehearsal.sp_size > 1 or any(rehearsal.windows) or rehearsal.constants:
+            _merge_parts(rehearsal, device)
+        if rehearsal.constants:
+            _take_blocks(rehearsal, rehearsal.constants, device)
     torch.cuda.empty_cache()
     dtype = getattr(torch, rehearsal.dtype)
     attention = [
@@ -305,6 +316,20 @@ def find_jobs(rehearsal: Rehearsal, device: torch.device) -> list[Job]:
         for call in recorder.calls.values()
     ]
     return [*attention, *launches.values()]
+
+
+def _merge_parts(rehearsal: Rehearsal, device: torch.device) -> None:
+    """Merge parts in all ways that a mask may ask for: of some tokens each, in place or not."""
+    from bmt_burst.merging.fused import merge_outputs, sum_gradients
+
+    dtype, whole = getattr(torch, rehearsal.dtype), [(0, 16)]
+    for heads in {rehearsal.heads, rehearsal.kv_heads}:
+        total, other = torch.empty(2, 1, 16, heads, rehearsal.head_size, dtype=dtype, device=device)
+        lse = torch.empty(1, heads, 16, device=device)
+        ways = (total, other), (2, 4, 8), ([(0, 8)], [(0, 4), (8, 12)])
+        for first, count, spans in itertools.product(*ways):
+            sum_gradients(total, [(whole, first), *[(spans, other)] * (count - 1)])
+            merge_outputs(total, lse, [(whole, first, lse), *[(spans, other, lse)] * (count - 1)])
 
 
 def _take_blocks(rehearsal: Rehearsal, sparse: InfLLMV2, device: torch.device) -> None:
@@ -352,7 +377,8 @@ def main(argv: Sequence[str]) -> None:
     for job in jobs[share::shares]:
         job()
     torch.cuda.synchronize()
-    print(len(jobs))
+    print(len(jobs), flush=True)
+    os._exit(0)  # at once: packages would print after the number
 
 
 if __name__ == "__main__":

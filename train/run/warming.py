@@ -32,6 +32,7 @@ from train.base import ranks
 from train.base.wording import counted
 from train.data.mixture import parts
 from train.data.source import Source, Stored
+from train.planning import rehearsal as rehearsing
 from train.planning.rehearsal import Rehearsal
 from train.run.config import TrainConfig
 from train.run.inputs import Inputs
@@ -40,7 +41,7 @@ from train.run.watchdog import Watchdog
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MOST_PROCESSES = 16  # each takes about 1 GiB of a GPU, and ends before the first step
-_MOST_SECONDS = 300.0
+_MOST_SECONDS = 120.0
 _PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
 _SAMPLED_ROWS = 16  # of a source, whose documents are counted
 _POLL_SECONDS = 0.05
@@ -193,7 +194,8 @@ def _digest(rehearsal: Rehearsal, gpu: str) -> str:
     facts = [json.dumps(dataclasses.asdict(rehearsal), sort_keys=True), gpu, sys.version]
     facts += [_version(package) for package in _PACKAGES]
     found = hashlib.sha256("\n".join(facts).encode())
-    for file in sorted(Path(bmt_burst.__file__).parent.rglob("*.py")):
+    library = sorted(Path(bmt_burst.__file__).parent.rglob("*.py"))
+    for file in (*library, Path(rehearsing.__file__)):
         found.update(file.read_bytes())
     return found.hexdigest()[:16]
 
