@@ -18,7 +18,7 @@ from tests.launcher import ROOT
 from tests.sparse import RELEASED
 from tests.test_model import SMALL
 from train.planning import rehearsal
-from train.planning.rehearsal import Recorder, Rehearsal, make_calls
+from train.planning.rehearsal import Recorder, Rehearsal, make_calls, rehearse
 from train.run import warming
 from train.run.config import TrainConfig
 
@@ -58,7 +58,7 @@ def rehearsed(facts):
     kernel = Recorder(Fa4Kernel())
     for plan, problem, rank in facts.plans(kernel):
         make_calls(getattr(plan, "near", plan), problem, rank, CPU)
-    return kernel.calls.keys()
+    return kernel.jobs.keys()
 
 
 def bands(facts):
@@ -66,8 +66,8 @@ def bands(facts):
     edges = {(0, 0): "full", (0, 1): "causal", (1, 0): "left", (1, 1): "both"}
     return {
         f"{'packed' * packed or 'dense'} {edges[left, right]}{' many' * many}"
-        for backward, _, _, (left, right, _, packed, many) in rehearsed(facts)
-        if not backward
+        for way, _, (left, right, _, packed, many) in rehearsed(facts)
+        if way == "_call_forward"
     }
 
 
@@ -80,6 +80,36 @@ def test_the_kernels_of_typical_runs():
     assert bands(changed(many_documents=True)) == documents | {"packed causal many"}
     windowed = bands(changed(windows=[1024]))
     assert {"packed both", "dense left"} <= windowed
+
+
+class Noting(Fa4Kernel):
+    """FlashAttention-4, which notes the calls that it gets."""
+
+    def __init__(self):
+        self.noted = set()
+
+    def forward(self, q, k, v, call, spec):
+        self.note("_call_forward", q, k, v, call)
+
+    def backward(self, dout, q, k, v, out, lse, delta, call, spec):
+        assert (out is None) != (delta is None)
+        assert lse.shape == (len(q), q.shape[2], q.shape[1])
+        self.note("_call_backward_by_delta" if out is None else "_call_backward", q, k, v, call)
+
+    def note(self, way, q, k, v, call):
+        assert (q.shape[1], k.shape[1]) == (call.q_tokens, call.kv_tokens)
+        assert k.shape == v.shape
+        self.noted.add((way, q.shape[2] // k.shape[2], self.variant(call, len(q))))
+
+
+def test_each_variant_is_compiled_by_such_a_call():
+    kernel = Recorder(Noting())
+    rehearse(changed(heads=4, kv_heads=4, strategy="ulysses"), kernel, CPU)
+    rehearse(changed(windows=[700], rows=2), kernel, CPU)
+    assert {way for way, *_ in kernel.jobs} > {"_call_backward", "_call_backward_by_delta"}
+    for job in kernel.jobs.values():
+        job()
+    assert kernel.kernel.noted == kernel.jobs.keys()
 
 
 def random_ends(chance, tokens):

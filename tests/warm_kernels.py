@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 
-import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -34,10 +33,9 @@ if __name__ == "__main__":
     merge._backend = lambda x: fused
     rehearsal._TOKENS = 1024
     rehearsal.Rehearsal.pick_kernel = lambda *_: Fa4Kernel()
-    torch.cuda.empty_cache = lambda: None
     facts = changed(head_size=16, sp_size=4, inner_size=4, seq_len=1 << 13)
     jobs = rehearsal.find_jobs(facts, CPU)
-    launched = [job for job in jobs if job.func is not rehearsal._compile]
+    launched = [job for job in jobs if job.func.__name__ == "preload"]
     print(*{job.func.__self__.__name__ for job in launched})
 
     chance, needed = random.Random(2), {}

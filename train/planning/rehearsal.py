@@ -29,6 +29,7 @@ from torch import Tensor
 
 from bmt_burst import InfLLMV2, Layout, Mask, kernels, strategies
 from bmt_burst.kernels import Kernel
+from bmt_burst.merging.merge import empty_lse
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Stacked
 from bmt_burst.sequence.tile import KernelCall
@@ -44,7 +45,7 @@ from .imagined import ImaginedRing
 _TOKENS = 1 << 12  # of a rank
 _FEW_TOKENS = 1 << 13  # of a rank, for which "auto" may take one-call as well as the ring
 
-Job = Callable[[], Any]
+Job = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -211,16 +212,15 @@ class _Ring(ImaginedRing):
 
 
 class Recorder(Kernel):
-    """A kernel that notes the variants of calls, and computes nothing.
+    """A kernel that computes nothing. It notes how to compile `kernel` for each variant of a call.
 
-    calls  an example of each variant: whether it is a backward, with delta, the call, and the
-           shapes of q and k
+    A kernel without variants is called. Its launches are noted, if Triton compiles it.
     """
 
     def __init__(self, kernel: Kernel):
         self.kernel, self.name = kernel, kernel.name
         self.writes_new_memory = kernel.writes_new_memory
-        self.calls: dict[Hashable, tuple[bool, bool, KernelCall, torch.Size, torch.Size]] = {}
+        self.jobs: dict[Hashable, Job] = {}
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         return self.kernel.refuses(spec, q, k)
@@ -229,26 +229,45 @@ class Recorder(Kernel):
         return self.kernel.partial_dtype(dtype)
 
     def forward(self, q, k, v, call, spec):
-        if not self._note(False, False, q, k, call):
+        if not self._note(_call_forward, q, k, call, spec):
             return self.kernel.forward(q, k, v, call, spec)
-        rows = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        return torch.empty_like(q, memory_format=torch.contiguous_format), rows
+        return torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        if not self._note(True, delta is not None, q, k, call):
+        way = _call_backward if delta is None else _call_backward_by_delta
+        if not self._note(way, q, k, call, spec):
             return self.kernel.backward(dout, q, k, v, out, lse, delta, call, spec)
         like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         return tuple(map(like, (q, k, v)))
 
-    def _note(
-        self, backward: bool, with_delta: bool, q: Tensor, k: Tensor, call: KernelCall
-    ) -> bool:
+    def _note(self, way: Job, q: Tensor, k: Tensor, call: KernelCall, spec: Spec) -> bool:
         """Note a call. Return whether the kernel has variants."""
         variant = self.kernel.variant(call, len(q))
         if variant is not None:
-            key = backward, with_delta, q.shape[2] // k.shape[2], variant
-            self.calls.setdefault(key, (backward, with_delta, call, q.shape, k.shape))
+            # not the tensors: they take memory
+            like = [
+                functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
+                for x in (q, k)
+            ]
+            job = functools.partial(way, self.kernel, *like, call, spec)
+            self.jobs.setdefault((way.__name__, q.shape[2] // k.shape[2], variant), job)
         return variant is not None
+
+
+def _call_forward(kernel: Kernel, q: Job, k: Job, call: KernelCall, spec: Spec) -> None:
+    keys = k()
+    kernel.forward(q(), keys, keys, call, spec)
+
+
+def _call_backward(kernel: Kernel, q: Job, k: Job, call: KernelCall, spec: Spec) -> None:
+    x, keys = q(), k()
+    kernel.backward(x, x, keys, keys, x, empty_lse(x).zero_(), None, call, spec)
+
+
+def _call_backward_by_delta(kernel: Kernel, q: Job, k: Job, call: KernelCall, spec: Spec) -> None:
+    x, keys = q(), k()
+    rows = empty_lse(x).zero_()
+    kernel.backward(x, x, keys, keys, None, rows, rows, call, spec)
 
 
 def rehearse(rehearsal: Rehearsal, kernel: Recorder, device: torch.device) -> None:
@@ -309,13 +328,7 @@ def find_jobs(rehearsal: Rehearsal, device: torch.device) -> list[Job]:
             _merge_parts(rehearsal, device)
         if rehearsal.constants:
             _take_blocks(rehearsal, rehearsal.constants, device)
-    torch.cuda.empty_cache()
-    dtype = getattr(torch, rehearsal.dtype)
-    attention = [
-        functools.partial(_compile, recorder.kernel, rehearsal.spec, dtype, device, *call)
-        for call in recorder.calls.values()
-    ]
-    return [*attention, *launches.values()]
+    return [*recorder.jobs.values(), *launches.values()]
 
 
 def _merge_parts(rehearsal: Rehearsal, device: torch.device) -> None:
@@ -346,27 +359,6 @@ def _take_blocks(rehearsal: Rehearsal, sparse: InfLLMV2, device: torch.device) -
         blocks *= 2
 
 
-def _compile(
-    kernel: Kernel,
-    spec: Spec,
-    dtype: torch.dtype,
-    device: torch.device,
-    backward: bool,
-    with_delta: bool,
-    call: KernelCall,
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-) -> None:
-    """Compile a kernel by a call of it."""
-    q, k = (torch.zeros(shape, dtype=dtype, device=device) for shape in (q_shape, k_shape))
-    if not backward:
-        kernel.forward(q, k, k, call, spec)
-        return
-    lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-    out, delta = (None, lse) if with_delta else (q, None)
-    kernel.backward(q, q, k, k, out, lse, delta, call, spec)
-
-
 def main(argv: Sequence[str]) -> None:
     """Compile a share of a run's kernels. Print how many kernels there are in all."""
     share, shares = map(int, argv[1:])
@@ -376,7 +368,6 @@ def main(argv: Sequence[str]) -> None:
     torch.cuda.empty_cache()  # ranks need the memory
     for job in jobs[share::shares]:
         job()
-    torch.cuda.synchronize()
     print(len(jobs), flush=True)
     os._exit(0)  # at once: packages would print after the number
 
