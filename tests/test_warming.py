@@ -205,6 +205,11 @@ def test_a_run_goes_on_without_compiled_kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(warming, "_MOST_SECONDS", 0.1)
     slow = start(monkeypatch, tmp_path, "import time; time.sleep(60)")
     assert slow.finish(WATCHDOG) == [f"{later}exit code -9"]
+    full = start(monkeypatch, tmp_path, "print(14)")
+    full.marks = [tmp_path / "missing" / "mark"]
+    monkeypatch.setattr(warming, "_MOST_SECONDS", 60)
+    [line] = full.finish(WATCHDOG)
+    assert line.startswith(f"{later}[Errno 2]")
     file = tmp_path / "file"
     file.touch()
     [line] = start(monkeypatch, file, "print(14)").finish(WATCHDOG)

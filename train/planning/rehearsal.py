@@ -342,7 +342,9 @@ def _merge_parts(rehearsal: Rehearsal, device: torch.device) -> None:
         ways = (total, other), (2, 4, 8), ([(0, 8)], [(0, 4), (8, 12)])
         for first, count, spans in itertools.product(*ways):
             sum_gradients(total, [(whole, first), *[(spans, other)] * (count - 1)])
-            merge_outputs(total, lse, [(whole, first, lse), *[(spans, other, lse)] * (count - 1)])
+            if heads == rehearsal.heads:  # as outputs have
+                others = [(spans, other, lse)] * (count - 1)
+                merge_outputs(total, lse, [(whole, first, lse), *others])
 
 
 def _take_blocks(rehearsal: Rehearsal, sparse: InfLLMV2, device: torch.device) -> None:

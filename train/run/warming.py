@@ -95,8 +95,11 @@ class Warming:
         if failures := [text for code, text in ends if code]:
             return Outcome(f"{_NOT_COMPILED}: {failures[0]}", failed=True)
         count = int(ends[0][1])
-        for mark in self.marks:
-            mark.write_text(f"{count}\n")
+        try:
+            for mark in self.marks:
+                mark.write_text(f"{count}\n")
+        except OSError as error:  # a full disk
+            return Outcome(f"{_NOT_COMPILED}: {error}", failed=True)
         return Outcome(
             f"compiled {counted(count, 'kernel')} in {now - self.began:.1f} s, the last "
             f"{now - before:.1f} s after all else was ready; kept in {_places(self.marks)}"
