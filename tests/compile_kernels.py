@@ -27,7 +27,7 @@ from bmt_burst.spec import Spec
 from tests.cases import call_tensors, random_bias
 from tests.compiler import Compiler
 from train.engine import triton_adamw
-from train.engine.common import Update
+from train.engine.adamw import Update
 
 SPARSE = {
     tiles: ("_sort_keys", "_unite"),

@@ -82,19 +82,25 @@ def test_engine_equals_torch(size):
             assert torch.allclose(got, value.detach().flatten(), rtol=1e-4, atol=1e-7), (kind, name)
 
 
-def saving_norms(rank: int, savings: list[Saving]) -> list[list[float]]:
-    """Losses and gradient norms of two steps on a sequence that all ranks share, for each."""
+def saving_norms(rank: int, savings: list[Saving], keeps: bool = False) -> list[list[float]]:
+    """Losses and gradient norms of two steps on a sequence that all ranks share, for each. Between
+    them is an evaluation. `keeps` is the engine's keeps_weights.
+    """
     sp = SequenceParallel(rank, dist.get_world_size(), process_group=dist.group.WORLD)
     tokens = batch(0)[0][:1]
     part = sp.shard(tokens), sp.positions(17), sp.shard(tokens.roll(-1, 1))
     found = []
     for saving in savings:
-        engine = TorchEngine(lambda saving=saving: CPM(SMALL, sp, saving), device=CPU, seed=1)
+        engine = TorchEngine(
+            lambda saving=saving: CPM(SMALL, sp, saving), device=CPU, seed=1, keeps_weights=keeps
+        )
         steps = []
         for _ in range(2):
             loss, _ = engine.model(*part)
             engine.backward(loss / 17)
             steps += [engine.sum([float(loss.detach())])[0], engine.step(0.01, 1.0)]
+            with torch.no_grad():
+                steps += engine.sum([float(engine.model(*part)[0])])
         found.append(steps)
     return found
 
@@ -107,6 +113,8 @@ def test_blocks_that_are_computed_again_are_gathered_again():
         assert found[:3] == [found[0]] * 3
         assert found[3:] == [found[3]] * 2
         assert found[3] == pytest.approx(found[0], rel=1e-6)
+    gathered_once = run_ranks(2, saving_norms, plain[:2], True)
+    assert gathered_once == [found[:1] * 2] * 2
 
 
 def shortened(name: str, tokens: int) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from tests.launcher import ROOT
 from train import plan as plan_script
 from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run
-from train.planning.fitting import find_saving
+from train.planning.fitting import fit_memory
 from train.planning.memory import AttentionRun
 from train.planning.report import command
 from train.planning.search import (
@@ -41,6 +41,7 @@ from train.planning.search import (
 )
 from train.planning.seconds import GIB, GPUS, H200, attention_seconds, step_seconds
 from train.run import ending
+from train.run.building import Kept
 from train.run.config import TrainConfig
 from train.run.options import make_config, parse_options
 
@@ -160,23 +161,28 @@ def test_a_run_recomputes_only_what_memory_needs(monkeypatch, capsys):
     """With --checkpointing selective alone, on GPUs."""
     config = planned(gpus=1, checkpointing="selective", seq_len=32768).config
 
-    def blocks(gib, config=config, device="cuda"):
+    def fitted(gib, config=config, device="cuda"):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(gib * GIB), 0))
-        return find_saving(config, torch.device(device)).blocks
+        return fit_memory(config, torch.device(device))
+
+    def blocks(*args, **options):
+        return fitted(*args, **options).saving.blocks
 
     layers = config.model_config().num_layers
+    assert fitted(500.0).weights
     assert blocks(500.0) == 0
     assert f"0 of {layers} blocks recompute" in capsys.readouterr().out
     some = blocks(28.0)
     assert 0 < some < layers
     chosen = dataclasses.replace(config, checkpointing_blocks=some)
+    assert not fitted(28.0).weights, "there is no room for gathered weights"
     careful = Cluster(1, 28.0 * 0.92, H200)
     assert plan(chosen, careful, "torch").fits
     fewer = dataclasses.replace(config, checkpointing_blocks=some - 1)
     assert not plan(fewer, careful, "torch").fits
     assert blocks(4.0) is None  # nothing fits: all recompute
     assert blocks(500.0, chosen) == some
-    assert blocks(500.0, device="cpu") is None
+    assert fitted(500.0, device="cpu") == Kept(config.saving())
 
 
 def test_the_optimizer_leaves_the_gpu_only_if_nothing_else_fits():

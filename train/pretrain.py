@@ -35,7 +35,7 @@ from train.base import ranks
 from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.planning.dry_run import advise, dry_run
-from train.planning.fitting import find_saving
+from train.planning.fitting import fit_memory
 from train.run import ending
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
@@ -77,7 +77,7 @@ def _run_rank(
         stages.check(device)
         watchdog.program = stages.program
         later = [stage.config for stage in stages.later]
-    trainer = Trainer(config, device, stop, watchdog, find_saving)
+    trainer = Trainer(config, device, stop, watchdog, fit_memory)
     check_room(trainer.engine, trainer.progress.step, config, *later)
     finished = trainer.run()
     if not finished:

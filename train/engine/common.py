@@ -7,10 +7,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .adamw import Update, update
 
 
 @dataclass(frozen=True)
@@ -56,56 +58,6 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
     if not parts:
         return 0.0
     return float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square().sum())
-
-
-class Update(NamedTuple):
-    """The numbers of an AdamW update.
-
-    step    counted from 1, for the bias correction
-    factor  clips and unscales gradients
-    """
-
-    lr: float
-    step: int
-    factor: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-def update(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    numbers: Update,
-) -> None:
-    """Update flat fp32 tensors of equal size in place, as torch.optim.AdamW does, on a CPU.
-
-    grad    of any dtype and device. Its values may be lost.
-    weight  the same size, of any dtype and device: the updated masters are rounded to it
-    """
-    grad = grad.to(master.device, torch.float32)
-    if numbers.factor != 1.0:
-        grad.mul_(numbers.factor)
-    torch._fused_adamw_(
-        [master],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.tensor(float(numbers.step))],
-        lr=numbers.lr,
-        beta1=numbers.betas[0],
-        beta2=numbers.betas[1],
-        weight_decay=numbers.weight_decay,
-        eps=numbers.eps,
-        amsgrad=False,
-        maximize=False,
-    )
-    if weight is not None:
-        weight.copy_(master)
 
 
 class ShardedAdamW:

@@ -29,6 +29,9 @@ class TorchEngine(Engine):
     build   makes the model; called on the meta device
     dtype   of weights and activations; masters, gradients and AdamW are fp32
     seed    of the starting weights, which do not depend on the number of ranks
+    keeps_weights
+            whether a block's weights that were gathered for its forward stay in memory until its
+            backward, instead of being gathered again
     """
 
     def __init__(
@@ -39,18 +42,19 @@ class TorchEngine(Engine):
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         adamw: AdamW | None = AdamW(),  # noqa: B008 - it is frozen
+        keeps_weights: bool = False,
     ):
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         with torch.device("meta"):
             self.model = build()
-        self._shard_model(dtype)
+        self._shard_model(dtype, keeps_weights)
         self._sharded = {name: _distributed(p) for name, p in self.model.named_parameters()}
         self._optimizer = ShardedAdamW(
             {name: self._make_shard(p) for name, p in self._sharded.items()}, adamw
         )
         self._start_masters(seed)
 
-    def _shard_model(self, dtype: torch.dtype) -> None:
+    def _shard_model(self, dtype: torch.dtype, keeps_weights: bool) -> None:
         # init_device_mesh may make another group, without the world's timeout
         mesh = DeviceMesh.from_group(world_group(), self.device.type)
         # Inputs keep their dtype: RoPE tables are fp32 in every precision.
@@ -59,7 +63,9 @@ class TorchEngine(Engine):
         )
         layers: Any = self.model.get_submodule(layers_name(self.model))
         for module in [*layers, self.model]:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            # the outer module's own weights always stay
+            reshard = not keeps_weights and module is not self.model
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
             # gradients are sums over ranks; the loss carries the scale
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Update
+from .adamw import Update
 
 _BLOCK = 1024  # entries of a program
 

@@ -110,14 +110,22 @@ class _Layers:
         return max(self.unit.backward, self.unit.backward_attention + self.memory.backward)
 
 
-def plan_step(config: TrainConfig, model: CPMConfig, gpus: int, engine: str) -> Step:
-    """Return a rank's step on `gpus` ranks. Raises ValueError if the batch does not fit them."""
+def plan_step(
+    config: TrainConfig, model: CPMConfig, gpus: int, engine: str, keeps_weights: bool = False
+) -> Step:
+    """Return a rank's step on `gpus` ranks. Raises ValueError if the batch does not fit them.
+    `keeps_weights` is that of TorchEngine.
+    """
     groups = gpus // config.sp_size
     micro_batch_size = choose_micro_batch_size(config, groups)
     micro_batches = config.batch_size // groups // micro_batch_size
     dtype = DTYPES[config.dtype]
     sharding = find_sharding(
-        engine, dtype.itemsize, config.offload_optimizer, accumulates=micro_batches > 1
+        engine,
+        dtype.itemsize,
+        config.offload_optimizer,
+        accumulates=micro_batches > 1,
+        keeps_weights=keeps_weights,
     )
     layers = _find_layers(config, model, micro_batch_size)
     memory = _find_memory(config, model, gpus, sharding, layers)
@@ -249,19 +257,20 @@ def _find_moments(
 ) -> Iterator[tuple[str, Parts]]:
     """Yield the moments of forward and backward, without what a rank has for the whole step."""
     before = [0.0, *itertools.accumulate(each.unit.saved for each in layers)]
+    kept = [sharding.kept * n for n in itertools.accumulate(each.parameters for each in layers)]
     *blocks, (loss, saved) = zip(layers, before, strict=False)
     yield (
         "loss",
         {
             "activations": saved,
             "loss": max(loss.forward, loss.backward),
-            "gathered weights": sharding.head * head,
+            "gathered weights": sharding.head * head + kept[-1],
         },
     )
-    for each, saved in blocks:
-        of_block = each.parameters / len(each.attention)
+    for index, (each, saved) in enumerate(blocks):
+        gathered = sharding.forward * each.parameters / len(each.attention)
         parts = {"activations": saved, "working memory": each.forward}
-        yield "forward", {**parts, "gathered weights": sharding.forward * of_block}
+        yield "forward", {**parts, "gathered weights": gathered + kept[index]}
     gradients = sharding.gradients * head / gpus
     for index, (each, saved) in reversed([*enumerate(blocks)]):
         count = len(each.attention)
@@ -274,7 +283,7 @@ def _find_moments(
             {
                 "activations": saved + each.unit.saved,
                 "working memory": each.backward - each.unit.saved + returning,
-                "gathered weights": gathered + sharding.head_gradient * head,
+                "gathered weights": gathered + sharding.head_gradient * head + kept[index],
                 "gradients": gradients,
             },
         )

@@ -54,7 +54,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run with these options, on these GPUs."""
+    """A run with these options, on these GPUs. `keeps_weights` is that of TorchEngine."""
 
     config: TrainConfig
     model: CPMConfig
@@ -62,6 +62,7 @@ class Planned:
     engine: str
     step: Step
     seconds: StepSeconds
+    keeps_weights: bool = False
 
     @property
     def fits(self) -> bool:
@@ -73,7 +74,9 @@ class Planned:
         return self.config.batch_size * self.config.seq_len / self.seconds.total
 
 
-def plan(config: TrainConfig, cluster: Cluster, engine: str) -> Planned:
+def plan(
+    config: TrainConfig, cluster: Cluster, engine: str, keeps_weights: bool = False
+) -> Planned:
     """Plan a run. Raises ValueError for a model or sizes that cannot be planned."""
     model = dense_model(config)
     if cluster.gpus % config.sp_size:
@@ -94,8 +97,9 @@ def plan(config: TrainConfig, cluster: Cluster, engine: str) -> Planned:
         raise ValueError(
             f"--fp8 needs GPUs that multiply in float8, which {cluster.hardware.name} lacks"
         )
-    step = plan_step(config, model, cluster.gpus, engine)
-    return Planned(config, model, cluster, engine, step, step_seconds(step, cluster.hardware))
+    step = plan_step(config, model, cluster.gpus, engine, keeps_weights)
+    seconds = step_seconds(step, cluster.hardware)
+    return Planned(config, model, cluster, engine, step, seconds, keeps_weights)
 
 
 def dense_model(config: TrainConfig) -> CPMConfig:
@@ -185,16 +189,20 @@ def recommend(planned: Planned) -> Planned | None:
 
 
 def as_run(planned: Planned) -> Planned:
-    """Return the plan as pretrain.py runs it: with --checkpointing selective alone, only as many
-    blocks recompute as memory needs.
+    """Return the plan as pretrain.py runs it, which fills memory as far as it trusts the plan.
+
+    With --checkpointing selective alone, only as many blocks recompute as memory needs. On FSDP2,
+    gathered weights stay for the backward if there is room.
     """
     config, cluster = planned.config, planned.cluster
-    chosen = config.checkpointing_blocks, config.checkpointing_every
-    if config.checkpointing != "selective" or config.offload or chosen != (None, None):
-        return planned
     careful = dataclasses.replace(cluster, gib=cluster.gib * _TRUSTED)
-    found = _save_more(dataclasses.replace(planned, cluster=careful))
-    return dataclasses.replace(found, cluster=cluster)
+    chosen = config.checkpointing_blocks, config.checkpointing_every
+    if config.checkpointing == "selective" and not config.offload and chosen == (None, None):
+        planned = _save_more(dataclasses.replace(planned, cluster=careful))
+    kept = plan(planned.config, careful, planned.engine, keeps_weights=True)
+    if planned.engine == "torch" and kept.fits:
+        planned = kept
+    return dataclasses.replace(planned, cluster=cluster)
 
 
 def _with_groups(planned: Planned) -> Iterator[Planned]:

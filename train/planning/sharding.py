@@ -26,6 +26,7 @@ class Sharding:
 
     Of whole weights, while they are gathered:
     forward, backward   a block's, with its gradients in the backward
+    kept                all blocks', from their forward to their backward
     outside             those outside the blocks, for the whole step
     head, head_gradient the vocabulary's that make logits, while the loss runs, and from then on
     """
@@ -37,17 +38,22 @@ class Sharding:
     gradients: int
     forward: int
     backward: int
+    kept: int
     outside: int
     head: int
     head_gradient: int
 
 
-def find_sharding(engine: str, itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
+def find_sharding(
+    engine: str, itemsize: int, offloaded: bool, accumulates: bool, keeps_weights: bool
+) -> Sharding:
     """Return the bytes of an engine. `itemsize` is that of a weight in forward and backward,
-    `offloaded` masters are on the host, and `accumulates` means several micro-batches.
+    `offloaded` masters are on the host, `accumulates` means several micro-batches, and
+    `keeps_weights` is that of TorchEngine.
     """
-    find = {"bmtrain": _find_bmtrain, "torch": _find_torch}[engine]
-    return find(itemsize, offloaded, accumulates)
+    if engine == "bmtrain":
+        return _find_bmtrain(itemsize, offloaded, accumulates)
+    return _find_torch(itemsize, accumulates, keeps_weights)
 
 
 def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
@@ -64,13 +70,14 @@ def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding
         gradients=itemsize,
         forward=itemsize,
         backward=2 * itemsize,
+        kept=0,
         outside=0,
         head=itemsize,
         head_gradient=0,
     )
 
 
-def _find_torch(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
+def _find_torch(itemsize: int, accumulates: bool, keeps_weights: bool) -> Sharding:
     """Return the bytes of train/engine/torch.py, FSDP2. Weights are masters, and are rounded when
     they are gathered.
 
@@ -84,7 +91,9 @@ def _find_torch(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding:
         host=0,
         gradients=0 if accumulates else _FP32,
         forward=3 * itemsize,
-        backward=4 * itemsize + _FP32,
+        # kept weights are not gathered again
+        backward=(1 if keeps_weights else 4) * itemsize + _FP32,
+        kept=itemsize if keeps_weights else 0,
         outside=itemsize,
         head=0,
         head_gradient=itemsize,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +26,18 @@ from train.run.distributed import rank_timeout
 from train.run.kinds import ModelConfig, kind_of
 from train.run.settings import DTYPES
 from train.run.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank keeps from forward to backward.
+
+    saving   what blocks save
+    weights  whether the torch engine keeps the weights that it gathered
+    """
+
+    saving: Saving
+    weights: bool = False
 
 
 def check_world(config: TrainConfig) -> None:
@@ -56,18 +69,19 @@ def make_engine(
     model: ModelConfig,
     sp: SequenceParallel,
     device: torch.device,
-    saving: Saving | None = None,
+    kept: Kept | None = None,
     trains: bool = True,
 ) -> Engine:
-    """Build the model on the chosen engine, with optimizer state if it `trains`. `saving` is by
-    default the config's.
+    """Build the model on the chosen engine, with optimizer state if it `trains`. `kept` is by
+    default what the config says.
     """
+    kept = kept or Kept(config.saving())
     make, dtype = load(kind_of(model).model), DTYPES[config.dtype]
     adamw = AdamW(betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
     optimizer = adamw if trains else None
 
     def build() -> torch.nn.Module:
-        built: torch.nn.Module = make(model, sp, saving or config.saving(), **config.attention)
+        built: torch.nn.Module = make(model, sp, kept.saving, **config.attention)
         if config.fp8:
             engine = "" if config.engine == "torch" else "; --engine auto is torch for --fp8"
             ranks.say(convert(built) + engine)
@@ -82,7 +96,14 @@ def make_engine(
     # imported late: it takes seconds, which the launcher and refused runs need not spend
     from train.engine.torch import TorchEngine
 
-    return TorchEngine(build, device=device, dtype=dtype, seed=config.seed, adamw=optimizer)
+    return TorchEngine(
+        build,
+        device=device,
+        dtype=dtype,
+        seed=config.seed,
+        adamw=optimizer,
+        keeps_weights=kept.weights,
+    )
 
 
 def make_saver(

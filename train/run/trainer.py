@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from models.blocks import Saving
 from train.base import ranks
 from train.base.folders import lock
 from train.base.signals import StopSignal
@@ -18,7 +17,7 @@ from train.data.batches import Dealer, Work
 from train.data.mixture import epochs, source_names, starting_over
 from train.registry import load
 from train.run import resume
-from train.run.building import make_engine, make_groups, make_saver
+from train.run.building import Kept, make_engine, make_groups, make_saver
 from train.run.config import TrainConfig
 from train.run.evaluations import Evaluations, EvaluationStopped
 from train.run.inputs import check_same_data, keep_documents_apart, open_inputs
@@ -36,8 +35,8 @@ from train.run.watchdog import Watchdog
 
 
 class Trainer:
-    """One rank of a run. `find_saving` returns what blocks save, by default what the config says.
-    It is called before the model is built.
+    """One rank of a run. `fit_memory` returns what is kept from forward to backward, by default
+    what the config says. It is called before the model is built.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Trainer:
         device: torch.device,
         stop: StopSignal,
         watchdog: Watchdog,
-        find_saving: Callable[[TrainConfig, torch.device], Saving] | None = None,
+        fit_memory: Callable[[TrainConfig, torch.device], Kept] | None = None,
     ):
         self.config, self.device, self.watchdog = config, device, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
@@ -71,8 +70,8 @@ class Trainer:
             lambda: start_warming(config, self.inputs, self.sp, rows, device)
         )
         watchdog.alive("building the model")
-        saving = find_saving(config, device) if find_saving else None
-        self.engine = make_engine(config, self.inputs.model, self.sp, device, saving)
+        kept = fit_memory(config, device) if fit_memory else None
+        self.engine = make_engine(config, self.inputs.model, self.sp, device, kept)
         watchdog.alive("reading a checkpoint")
         self.start = ranks.together(lambda: begin(config, self.inputs, self.engine, path))
         self.progress, self.skips = self.start.progress, self.start.skips
