@@ -17,9 +17,8 @@ from bmt_burst.kernels.fa4 import Fa4Kernel
 from tests.launcher import ROOT
 from tests.sparse import RELEASED
 from tests.test_model import SMALL
-from train.planning import rehearsal
+from train.planning import rehearsal, warming
 from train.planning.rehearsal import Recorder, Rehearsal, make_calls, rehearse
-from train.run import warming
 from train.run.config import TrainConfig
 
 CPU = torch.device("cpu")

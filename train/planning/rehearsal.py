@@ -7,7 +7,7 @@ memory and time are small, and masks of all kinds are tried: one document, many,
 are cut at any place. Calls launch nothing. FlashAttention-4's are noted by their `Kernel.variant`,
 and Triton's by its own signatures. Then this process compiles its share of them onto disk.
 
-`train/run/warming.py` runs several such processes.
+`warming.py` runs several such processes.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,14 @@ from train.run.saves import Saves, Stopping
 from train.run.state import begin, describe_identity, describe_run, make_state
 from train.run.time_limit import TimeLimit
 from train.run.wandb_run import WandbRun, check_installed
-from train.run.warming import start_warming
 from train.run.watchdog import Watchdog
 
 
 class Trainer:
-    """One rank of a run. `fit_memory` returns what is kept from forward to backward, by default
-    what the config says. It is called before the model is built.
+    """One rank of a run.
+
+    fit_memory     returns what is kept from forward to backward, by default what the config says
+    start_warming  starts to compile kernels, before the model is built
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Trainer:
         stop: StopSignal,
         watchdog: Watchdog,
         fit_memory: Callable[[TrainConfig, torch.device], Kept] | None = None,
+        start_warming: Callable[..., Any] | None = None,
     ):
         self.config, self.device, self.watchdog = config, device, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
@@ -65,12 +68,10 @@ class Trainer:
         path = resume.choose_checkpoint(config)
         self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
         self.sources = source_names(self.inputs.training)
-        rows = self.batches.micro_batch_size
-        self.warming = ranks.together(
-            lambda: start_warming(config, self.inputs, self.sp, rows, device)
-        )
         watchdog.alive("building the model")
+        # before other processes take memory
         kept = fit_memory(config, device) if fit_memory else None
+        self.warming = ranks.together(lambda: self._start_warming(start_warming))
         self.engine = make_engine(config, self.inputs.model, self.sp, device, kept)
         watchdog.alive("reading a checkpoint")
         self.start = ranks.together(lambda: begin(config, self.inputs, self.engine, path))
@@ -88,6 +89,12 @@ class Trainer:
         self.profiler = Profiler(
             config.profiled_steps, self.root / "profile", device, self.metrics.say
         )
+
+    def _start_warming(self, start: Callable[..., Any] | None) -> Any:
+        if start is None:
+            return None
+        rows = self.batches.micro_batch_size
+        return start(self.config, self.inputs, self.sp, rows, self.device)
 
     def _open_metrics(self) -> Metrics | NoMetrics:
         if self.rank:
@@ -115,7 +122,7 @@ class Trainer:
         config, progress = self.config, self.progress
         described = config, self.start.model, self.engine, self.sp, self.inputs, self.batches
         self.metrics.say(describe_run(*described, progress.step))
-        for line in self.warming.finish(self.watchdog):
+        for line in self.warming.finish(self.watchdog) if self.warming else ():
             self.metrics.say(line)
         if self.skips.ranges:
             self.metrics.say(f"these sequences of the data are skipped: {self.skips}")

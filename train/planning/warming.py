@@ -32,12 +32,13 @@ from train.base import ranks
 from train.base.wording import counted
 from train.data.mixture import parts
 from train.data.source import Source, Stored
-from train.planning import rehearsal as rehearsing
-from train.planning.rehearsal import Rehearsal
 from train.run.config import TrainConfig
 from train.run.inputs import Inputs
 from train.run.settings import DTYPES
 from train.run.watchdog import Watchdog
+
+from . import rehearsal as rehearsing
+from .rehearsal import Rehearsal
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MOST_PROCESSES = 16  # each takes about 1 GiB of a GPU, and ends before the first step
