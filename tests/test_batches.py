@@ -125,11 +125,11 @@ def test_the_longest_document_of_a_micro_batch_decides_whether_its_calls_are_spa
 
 
 def test_ranks_share_the_work_of_sparse_layers(monkeypatch):
-    """Balanced for dense layers, one rank would have 8 % too much. What it costs to choose, which
-    the layout ignores, is 1 %.
+    """Balanced for dense layers, one rank would have 8 % too much. The layout counts far keys twice
+    because their kernels take twice as long, and `work` counts them once.
     """
     model = dataclasses.replace(SMALL, sparse=InfLLMV2())
     of_rank = batches(monkeypatch, 0, 2, 2, model=model, seq_len=1 << 15)
     tokens = torch.zeros(1 << 15, dtype=torch.int64)
     work = of_rank._of_documents([Row(tokens, tokens, (0, 20000, 24000, 1 << 15))]).work
-    assert max(work) < 1.01 * sum(work) / 2
+    assert max(work) < 1.03 * sum(work) / 2

@@ -44,6 +44,16 @@ def near_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
     return Mask(mask.seq_len, tuple(slices))
 
 
+def work_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
+    """Return a mask with about as much work for each query as sparse attention has. Balance layouts
+    by it.
+
+    The far kernels take about twice as long for a key as dense ones. So a query that chooses
+    has the work of a window with twice the keys beyond its own one.
+    """
+    return mask.windowed(2 * sparse.exact_tokens - sparse.window_size)
+
+
 class ChoosingDocument(NamedTuple):
     """A document with queries that choose.
 

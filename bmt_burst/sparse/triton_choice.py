@@ -136,7 +136,7 @@ def find_tiles(q: Tensor, choosers: Choosers, sparse: InfLLMV2, groups: int) -> 
     tokens = _prepare(q, sparse, groups)[1]["TOKENS"]
     return prepare_once(
         choosers,
-        ("tiles", tokens, groups, _BYTES),
+        ("tiles", tokens, groups),
         q.device,
         lambda: Tiles.of(choosers, tokens, sparse.block_size, groups).to(q.device),
     )

@@ -17,7 +17,7 @@ from bmt_burst import Layout, SequenceParallel
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.sequence.span import length
 from bmt_burst.sparse import InfLLMV2
-from bmt_burst.sparse.queries import find_longest
+from bmt_burst.sparse.queries import find_longest, work_mask
 from models.config import CPMConfig
 from train.base.wording import counted
 from train.data.folder import Row
@@ -270,10 +270,9 @@ class Batches(Dealer[MicroBatch]):
         layout = self.sp.layout_of(mask.seq_len)
         sparse = self._model.sparse if is_sparse else None
         if balanced and self.sp.size > 1:
-            # Full layers first. Sparse ones attend to as many keys as in a window.
+            # full layers first
             full = in_layers[min(in_layers, key=bool)]
-            work = full.windowed(sparse.exact_tokens) if sparse else full
-            layout = Layout.balanced(work, self.sp.size)
+            layout = Layout.balanced(work_mask(full, sparse) if sparse else full, self.sp.size)
         seen = [
             count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
             for window, count in self._windows.items()
