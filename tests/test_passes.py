@@ -29,8 +29,9 @@ def check(found, expected, dtype):
         if x is None or y is None:
             assert x is y
             continue
-        error = (x.double() - y.double()).abs().max()
-        assert error <= BOUNDS[dtype] * max(1.0, float(y.abs().max()))
+        assert x.shape == y.shape
+        bound = BOUNDS[dtype] * max([1.0, *y.abs().flatten().tolist()])
+        assert torch.allclose(x.double(), y.double(), rtol=0, atol=bound)
 
 
 def doubles(*tensors):
@@ -39,7 +40,7 @@ def doubles(*tensors):
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("shape", [(2, 19, 9, 6), (1, 3, 1, 16)])
+@pytest.mark.parametrize("shape", [(2, 19, 9, 6), (1, 3, 1, 16), (2, 0, 1, 2)])
 def test_a_rotation_is_one_pass(dtype, batched, shape):
     x = random(*shape, dtype=dtype)
     positions = torch.arange(shape[1], device=DEVICE) * 1000
@@ -49,6 +50,20 @@ def test_a_rotation_is_one_pass(dtype, batched, shape):
     check([passes().rotate(x, *tables)], [torch_passes.rotate(x.double(), *tables)], dtype)
     back = passes().rotate_back(passes().rotate(x, *tables), *tables)
     check([back], [x.double()], dtype)
+
+
+@pytest.mark.parametrize("table", [(1, 5, 3), (5, 3), (1, 3)])
+@pytest.mark.parametrize("rows", [(3,), ()])
+def test_tables_are_repeated_as_torch_does(table, rows):
+    table = table if rows else table[-2:]
+    x, tables = random(*rows, 5, 2, 6), [random(*table, seed=i) for i in (1, 2)]
+    check([passes().rotate(x, *tables)], [torch_passes.rotate(x.double(), *tables)], x.dtype)
+
+
+@pytest.mark.parametrize("table", [(4, 3), (5, 2), (2, 5, 3)])
+def test_tables_of_wrong_sizes_raise(table):
+    with pytest.raises(RuntimeError, match="expand"):
+        passes().rotate(random(3, 5, 2, 6), random(*table), random(*table))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -64,7 +79,7 @@ def test_a_gate_is_one_pass(dtype):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("shape", [(2, 37, 100), (5, 4100)])
+@pytest.mark.parametrize("shape", [(2, 37, 100), (5, 4100), (1, 0, 8)])
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_norm_is_one_pass(dtype, shape, adds):
     x, dout, dx = (random(*shape, seed=i, dtype=dtype) for i in range(3))
@@ -133,3 +148,11 @@ def test_functions_without_values_have_the_shapes_of_results(function):
 def test_passes_are_found_by_device_and_dtype():
     assert find_passes(torch.empty(1)) is torch_passes
     assert find_passes(torch.empty(1, device="meta")).__name__.endswith("meta_passes")
+
+
+def test_arguments_that_do_not_fit_are_torchs():
+    """Kernels would read outside of them. Tensors on meta stand for those on GPUs."""
+    x, small = torch.empty(3, 4, device="meta"), torch.empty(4, device="meta")
+    assert functions.gate(x, small).shape == functions.gate(small, x).shape == (3, 4)
+    with pytest.raises(RuntimeError, match="shape"):
+        functions.rms_norm(x, small[:3], 1e-5)

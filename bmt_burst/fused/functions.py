@@ -25,7 +25,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up."""
-    if torch.compiler.is_compiling() or gate.is_cpu or gate.dtype != up.dtype:
+    fits = gate.dtype == up.dtype and gate.shape == up.shape
+    if torch.compiler.is_compiling() or gate.is_cpu or not fits:
         return functional.silu(gate) * up
     gated: Tensor = _Gate.apply(gate, up)
     return gated
@@ -33,7 +34,8 @@ def gate(gate: Tensor, up: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight for x (..., E), in x's dtype."""
-    if torch.compiler.is_compiling() or x.is_cpu or x.dtype != weight.dtype:
+    fits = x.dtype == weight.dtype and x.shape[-1:] == weight.shape
+    if torch.compiler.is_compiling() or x.is_cpu or not fits:
         return functional.rms_norm(x, x.shape[-1:], weight, eps)
     normed: Tensor = _Norm.apply(x, weight, eps)
     return normed

@@ -16,8 +16,8 @@ from ..sequence.layout import IGNORE_INDEX
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_j, x_{j + D/2}) of x (B, S, H, D). cos and sin are (S, D/2) or
-    (B, S, D/2).
+    """Rotate the pairs (x_j, x_{j + D/2}) of x (..., S, H, D). cos and sin are (S, D/2) or
+    (..., S, D/2), where 1 in place of a size repeats them.
     """
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     left, right = x.to(accumulator_dtype(x.dtype)).chunk(2, dim=-1)

@@ -6,6 +6,7 @@ Offsets of rows are 64-bit numbers: a tensor may have more than 2^31 entries.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -15,7 +16,8 @@ from torch import Tensor
 from ..sequence.layout import IGNORE_INDEX
 
 _BLOCK, _GATED = 4096, 1024  # entries of a program
-_TOKENS, _HEADS = 16, 8  # that a program rotates
+_TOKENS, _HEADS = 16, 8  # that a program rotates, at most
+_ROTATED = 2048  # pairs that it rotates at once
 _LOGITS, _WARPS = 8192, 16  # few programs at a time: the L2 cache holds their rows of logits
 _NO_TARGET = tl.constexpr(IGNORE_INDEX)
 _PROGRAMS_A_PROCESSOR = 8  # of the gradient of a norm: each holds a sum of dweight
@@ -30,13 +32,17 @@ def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    batch, tokens, heads, head_size = x.shape
-    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-    out = torch.empty_like(x)
-    grid = triton.cdiv(tokens, _TOKENS), triton.cdiv(heads, _HEADS), batch
-    of_row = tokens if cos.dim() == 3 else 0  # rows of cos and sin from one batch to the next
+    *rows, tokens, heads, head_size = x.shape
     half = head_size // 2
-    constants = {"TOKENS": _TOKENS, "HEADS": _HEADS, "WIDTH": triton.next_power_of_2(half)}
+    of_table = rows if cos.dim() > 2 else []
+    of_row = tokens if of_table else 0  # rows of cos and sin from one batch to the next
+    cos, sin = (table.expand(*of_table, tokens, half).contiguous() for table in (cos, sin))
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = triton.next_power_of_2(half)
+    tile = max(1, min(_TOKENS, _ROTATED // width))
+    grid = triton.cdiv(tokens, tile), triton.cdiv(heads, _HEADS), math.prod(rows)
+    constants = {"TOKENS": tile, "HEADS": _HEADS, "WIDTH": width}
     _rotate_pairs[grid](x, cos, sin, out, sign, tokens, heads, half, of_row, **constants)
     return out
 
@@ -73,7 +79,7 @@ def norm_gradients(
     dout, x = dout.contiguous(), x.contiguous()
     out = torch.empty_like(x)
     rows, tile, constants = _tiles(x)
-    tiles = triton.cdiv(rows, tile)
+    tiles = max(triton.cdiv(rows, tile), 1)  # one without rows, if a rank has no tokens
     programs = min(tiles, _PROGRAMS_A_PROCESSOR * _processors(x.device))
     sums = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
     _norm_gradients[programs,](
