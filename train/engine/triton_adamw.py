@@ -26,7 +26,7 @@ def update(
     weight: Tensor | None,
     numbers: Update,
 ) -> None:
-    """Do the same as `common.update`, on one GPU. Gradients keep their values."""
+    """Do the same as `adamw.update`, on one GPU. Gradients keep their values."""
     (beta1, beta2), lr, step = numbers.betas, numbers.lr, numbers.step
     size = master.numel()
     # Triton does not compile again for other floats
