@@ -1,0 +1,142 @@
+r"""Measures whole training steps of several runs in one group of processes, to compare checkouts.
+
+    torchrun --nproc-per-node 2 bench/steps.py --tree . --engine torch --output steps.jsonl \
+        'dense=--model minicpm4-8b --seq-len 32768 --sp-size 2 --data data/corpus/train --steps 7' \
+        'sparse=--model minicpm4-8b --seq-len 32768 --sp-size 2 --sparse {} ...'
+
+Each run has a name and options of train/pretrain.py. `--tree` is the checkout whose code runs, from
+commit 573640d on. Processes, groups and compiled kernels are shared, so that a run takes seconds.
+Rank 0 writes a row of JSON for each: medians over the steps after --warm-up, the seconds of the
+first step, and all losses and gradient norms. Nothing is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+_MEDIANS = ("step_s", "tokens_per_s", "mfu", "peak_gib", "documents")
+_PHASES = ("data_s", "forward_s", "backward_s", "optimizer_s")
+
+
+def find_hooks() -> list[Callable]:
+    """Return what pretrain.py passes to its trainer, as far as the checkout has it."""
+    names = ("train.planning.fitting", "fit_memory"), ("train.planning.warming", "start_warming")
+    try:
+        return [getattr(importlib.import_module(module), name) for module, name in names]
+    except ImportError:
+        return []
+
+
+def run(name: str, options: list[str], args: argparse.Namespace, device: Any) -> dict[str, Any]:
+    """Train. Return the row without its origin, on rank 0."""
+    from train.run.stages import parse_run
+    from train.run.trainer import Trainer
+    from train.run.watchdog import Watchdog
+
+    folder = f"{args.folder}/{name}"
+    fixed = ["--engine", args.engine, "--no-save", "--log-every", "1000", "--output", folder]
+    config, _ = parse_run([*fixed, *options])
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(config, device, args.stop, Watchdog(dist.get_rank(), 300.0), *find_hooks())
+    trainer.run()
+    model = trainer.start.model
+    facts = {
+        "kind": "train",
+        "case": name,
+        "model": config.model,
+        "layers": model.num_layers,
+        "engine": args.engine,
+        "gpus": dist.get_world_size(),
+        "sp": config.sp_size,
+        **{key: getattr(config, key) for key in ("seq_len", "batch_size", "micro_batch_size")},
+        **{key: getattr(config, key) for key in ("dtype", "checkpointing", "offload")},
+        "fp8": getattr(config, "fp8", False),
+        "sparse": model.sparse and model.sparse.to_dict(),
+    }
+    return facts | summarize(Path(folder) / "metrics.jsonl", args.warm_up)
+
+
+def summarize(metrics: Path, warm_up: int) -> dict[str, Any]:
+    """Return the medians of a run's records, on the rank that wrote them."""
+    if dist.get_rank():
+        return {}
+    steps = [r for r in map(json.loads, metrics.read_text().splitlines()) if "loss" in r]
+    measured = steps[warm_up:]
+    medians = {
+        key: statistics.median(r[key] for r in measured)
+        for key in (*_MEDIANS, *_PHASES)
+        if key in measured[0]
+    }
+    return {
+        **medians,
+        "tokens_per_s_per_gpu": medians["tokens_per_s"] / dist.get_world_size(),
+        "mask": "documents" if "documents" in medians else "causal",
+        "first_step_s": steps[0]["step_s"],
+        "steps_s": [r["step_s"] for r in steps],
+        "losses": [r["loss"] for r in steps],
+        "grad_norms": [r["grad_norm"] for r in steps],
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose code runs")
+    parser.add_argument("--commit", required=True, help="its commit, for the rows")
+    parser.add_argument("--engine", choices=("torch", "bmtrain"), required=True)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before those measured")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("runs", nargs="+", help="NAME=OPTIONS")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    sys.path[0] = str(args.tree.resolve())
+    from bench.machine import origin
+    from train.base.signals import StopSignal
+    from train.run.distributed import init_distributed
+    from train.run.stages import parse_run
+
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    args.stop = StopSignal(lambda: None, lambda: os._exit(1))
+    args.folder = tempfile.mkdtemp() if os.environ["RANK"] == "0" else ""
+    runs = [(name, shlex.split(rest)) for name, _, rest in (x.partition("=") for x in args.runs)]
+    first, _ = parse_run(["--engine", args.engine, *runs[0][1]])
+    device = init_distributed(first)
+    folders: list[Any] = [args.folder]
+    dist.broadcast_object_list(folders)
+    [args.folder] = folders
+    for name, options in runs:
+        row = run(name, options, args, device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if dist.get_rank() == 0:
+            name_of_gpu = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+            row |= origin(name_of_gpu) | {"commit": args.commit}
+            with args.output.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            shown = (*_MEDIANS, *_PHASES, "first_step_s", "steps_s")
+            print(name, {key: row[key] for key in shown if key in row}, flush=True)
+    os._exit(0)  # at once: BMTrain leaves communicators behind
+
+
+if __name__ == "__main__":
+    main()
