@@ -1,4 +1,4 @@
-"""Rehearsal of a run's attention: it finds the kernels that the run will need, and compiles some.
+"""Rehearsal of a run's steps: it finds the kernels that the run will need, and compiles some.
 
     python -m train.planning.rehearsal '{"heads": 32, ...}' SHARE SHARES
 
@@ -39,6 +39,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies import GROUP_BYTES, Plan, Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
 from bmt_burst.transport import ALONE, Messages, Ticket
+from train.engine.adamw import Update
 
 from .imagined import ImaginedRing
 
@@ -59,8 +60,10 @@ class Rehearsal:
     sparse          the constants of InfLLMV2, or None
     documents       whether documents of a sequence are kept apart
     many_documents  whether a call may have hundreds of them
+    engine          "bmtrain" or "torch"
     """
 
+    hidden_size: int
     heads: int
     kv_heads: int
     head_size: int
@@ -77,6 +80,7 @@ class Rehearsal:
     sparse: dict[str, Any] | None
     documents: bool
     many_documents: bool
+    engine: str
 
     @property
     def tokens(self) -> int:
@@ -328,6 +332,7 @@ def find_jobs(rehearsal: Rehearsal, device: torch.device) -> list[Job]:
             _merge_parts(rehearsal, device)
         if rehearsal.constants:
             _take_blocks(rehearsal, rehearsal.constants, device)
+        _make_passes(rehearsal, device)
     return [*recorder.jobs.values(), *launches.values()]
 
 
@@ -359,6 +364,31 @@ def _take_blocks(rehearsal: Rehearsal, sparse: InfLLMV2, device: torch.device) -
             scores, scores, torch.zeros(1, dtype=torch.int64, device=device), chosen, sparse
         )
         blocks *= 2
+
+
+def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
+    """Make all passes of a block, of the loss and of the optimizer over some tokens."""
+    from bmt_burst.fused import triton_passes as passes
+    from train.engine import triton_adamw
+
+    tokens, half = 16, rehearsal.head_size // 2
+    like = {"dtype": getattr(torch, rehearsal.dtype), "device": device}
+    x = torch.empty(1, tokens, rehearsal.hidden_size, **like)
+    _, r = passes.normalize(x, x[0, 0], 1e-6)
+    for residual in (x, None):
+        passes.norm_gradients(x, x, x[0, 0], r, residual)
+    passes.gate(x, x)
+    passes.gate_gradients(x, x, x, again=True)
+    table = torch.empty(tokens, half, device=device)
+    for heads in {rehearsal.heads, rehearsal.kv_heads}:
+        passes.rotate(torch.empty(1, tokens, heads, 2 * half, **like), table, table)
+    labels = torch.zeros(tokens, dtype=torch.int64, device=device)
+    passes.compute_losses(torch.empty(tokens, tokens, **like), tokens, labels, True)
+    master, gradient = torch.empty(tokens, device=device), torch.empty(tokens, **like)
+    weight = gradient if rehearsal.engine == "bmtrain" else None
+    numbers = Update(1e-3, 1, 1.0, (0.9, 0.95), 1e-8, 0.1)
+    gradient = master if weight is None else gradient
+    triton_adamw.update(master, master, master, gradient, weight, numbers)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Compilation of the attention kernels of a run before its first step.
+"""Compilation of the kernels of a run before its first step.
 
 Processes begin with the run, and end while it reads data and builds the model. Each compiles a
 share of the kernels onto disk (train/planning/rehearsal.py), where all ranks of the host find them.
@@ -27,6 +27,7 @@ import bmt_burst
 from bmt_burst import SequenceParallel
 from bmt_burst.kernels import fa4
 from bmt_burst.ranks.rings import make_rings
+from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.config import CPMConfig
 from train.base import ranks
 from train.base.wording import counted
@@ -150,6 +151,7 @@ def make_rehearsal(
     """Return the facts of a run that its kernels depend on."""
     most = _count_documents(data)
     return Rehearsal(
+        hidden_size=model.hidden_size,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         head_size=model.head_dim,
@@ -163,6 +165,7 @@ def make_rehearsal(
         sparse=model.sparse.to_dict() if model.sparse else None,
         documents=data.documents,
         many_documents=most is None or most * rows >= _MANY_DOCUMENTS,
+        engine="bmtrain" if initialized_bmtrain() else "torch",
         **config.attention,
     )
 
@@ -199,7 +202,7 @@ def _digest(rehearsal: Rehearsal, gpu: str) -> str:
     facts += [_version(package) for package in _PACKAGES]
     found = hashlib.sha256("\n".join(facts).encode())
     library = sorted(Path(bmt_burst.__file__).parent.rglob("*.py"))
-    for file in (*library, Path(rehearsing.__file__)):
+    for file in (*library, Path(rehearsing.__file__), _ROOT / "train/engine/triton_adamw.py"):
         found.update(file.read_bytes())
     return found.hexdigest()[:16]
 
