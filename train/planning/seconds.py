@@ -85,11 +85,11 @@ H200 = Hardware(
     name="h200",
     gib=139.8,
     products=665e12,
-    backward_products=620e12,
+    backward_products=565e12,
     traffic=2.7e12,
     attention={64: (508e12, 540e12), 128: (650e12, 605e12)},
     link=45e9,
-    update=75e9,
+    update=58e9,
     host_update=1e9,
     measured=True,
 )
