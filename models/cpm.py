@@ -34,7 +34,7 @@ from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .blocks import Layers, Runner, Saving
 from .config import CPMConfig
-from .linears import add_linear, add_swiglu_linear, are_plain, norm_linears
+from .linears import add_linear, add_swiglu_linear, are_plain, has_hooks, norm_linears
 
 
 class SwiGLU(nn.Module):
@@ -115,7 +115,8 @@ class CPMBlock(nn.Module):
         of_attention = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
         linears = *of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj
         same = autocast_dtype(x) is None and x.dtype == self.input_layernorm.weight.dtype
-        return same and are_plain(linears)
+        not_called = mlp, self.input_layernorm, self.post_attention_layernorm
+        return same and are_plain(linears) and not any(map(has_hooks, not_called))
 
     def _before(
         self, fuses: bool, x: Tensor, cos: Tensor, sin: Tensor

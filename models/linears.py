@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bmt_burst.base.autograd import check_first_derivative
 from bmt_burst.fused import find_passes
@@ -29,13 +30,20 @@ from .later import Later, make_stand_in
 
 def are_plain(linears: Iterable[nn.Module]) -> bool:
     """Whether these modules are linear layers that nobody has changed: no subclass, as those for
-    fp8 or adapters, and no hooks.
+    fp8 or adapters, no weights of such a class, as quantized ones, and no hooks.
     """
     return all(
         getattr(type(x), "is_plain_linear", type(x) is nn.Linear)
-        and not (x._forward_hooks or x._forward_pre_hooks or x._backward_hooks)
+        and not is_traceable_wrapper_subclass(x._parameters["weight"])
+        and not has_hooks(x)
         for x in linears
     )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of this module does more than its forward and backward."""
+    forward, backward = module._forward_hooks, module._backward_hooks
+    return bool(forward or backward or module._forward_pre_hooks or module._backward_pre_hooks)
 
 
 def norm_linears(x: Tensor, norm: RMSNorm, linears: Sequence[Any]) -> tuple[Tensor, ...]:

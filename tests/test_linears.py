@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from bmt_burst.fused.norm import RMSNorm
+from models.cpm import CPM
 from models.linears import add_linear, add_swiglu_linear, are_plain, norm_linears
+from tests.test_model import SMALL
 from tests.test_passes import DEVICE, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -68,6 +71,19 @@ def test_only_plain_linear_layers_are_fused():
 
     hooked = nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: None)
+    quantized = nn.Linear(2, 2)
+    quantized.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
     assert are_plain([nn.Linear(2, 2)])
-    for module in (Other(2, 2), hooked, nn.Sequential(nn.Linear(2, 2))):
+    for module in (Other(2, 2), hooked, quantized, nn.Sequential(nn.Linear(2, 2))):
         assert not are_plain([nn.Linear(2, 2), module])
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp.up_proj", "post_attention_layernorm"])
+def test_hooks_inside_a_block_are_called(name):
+    """A call in parts computes the same, to rounding."""
+    model, tokens = CPM(SMALL).to(DEVICE), torch.arange(9, device=DEVICE)
+    expected, called = model(tokens[None], tokens), []
+    part = model.get_submodule(f"layers.0.{name}")
+    part.register_forward_hook(lambda *_: called.append(name))
+    assert torch.allclose(model(tokens[None], tokens), expected, rtol=0, atol=1e-5)
+    assert called == [name]
