@@ -158,6 +158,13 @@ def test_triton_kernels_are_found_and_compiled_without_a_launch(tmp_path):
     assert list(tmp_path.rglob("_merge_outputs.cubin"))
 
 
+def test_a_process_ends_with_its_run():
+    """Here the run has ended before."""
+    command = [sys.executable, "-m", "train.planning.rehearsal", "{}", "0", "1", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (1, "the process that started this one is gone\n")
+
+
 class FakeData(SimpleNamespace):
     """Data that is not kept apart by documents."""
 
@@ -177,6 +184,7 @@ def start(monkeypatch, folder, code):
         assert facts["dtype"] == "float32"
         assert command[1:4] == ["-P", "-m", "train.planning.rehearsal"]
         assert int(command[5]) < int(command[6])
+        assert int(command[7]) == os.getpid()
         return popen([sys.executable, "-c", code], **options)
 
     inputs, gpu = SimpleNamespace(model=SMALL, training=FakeData()), torch.device("cuda", 0)

@@ -1,6 +1,8 @@
 """Rehearsal of a run's steps: it finds the kernels that the run will need, and compiles some.
 
-    python -m train.planning.rehearsal '{"heads": 32, ...}' SHARE SHARES
+    python -m train.planning.rehearsal '{"heads": 32, ...}' SHARE SHARES $$
+
+The last argument is the process that waits for it. They end together.
 
 All calls of a few ranks are made with short sequences, and with peers that are only imagined. So
 memory and time are small, and masks of all kinds are tried: one document, many, and documents that
@@ -39,6 +41,7 @@ from bmt_burst.spec import Spec
 from bmt_burst.strategies import GROUP_BYTES, Plan, Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
 from bmt_burst.transport import ALONE, Messages, Ticket
+from train.base.signals import die_with
 from train.engine.adamw import Update
 
 from .imagined import ImaginedRing
@@ -393,8 +396,10 @@ def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Compile a share of a run's kernels. Print how many kernels there are in all."""
-    share, shares = map(int, argv[1:])
-    device = torch.device("cuda", share % torch.cuda.device_count())
+    share, shares, parent = map(int, argv[1:])
+    die_with(parent)
+    # only GPUs of the run: others may be in use
+    device = torch.device("cuda", share % int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.cuda.set_device(device)
     jobs = find_jobs(Rehearsal(**json.loads(argv[0])), device)
     torch.cuda.empty_cache()  # ranks need the memory

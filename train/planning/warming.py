@@ -225,7 +225,7 @@ def _start_processes(rehearsal: Rehearsal) -> list[tuple[subprocess.Popen[str], 
     for share in range(count):
         output = tempfile.TemporaryFile("w+")
         process = subprocess.Popen(
-            [*command, str(share), str(count)],
+            [*command, str(share), str(count), str(os.getpid())],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
