@@ -34,8 +34,8 @@ def are_plain(linears: Iterable[nn.Module]) -> bool:
     """
     return all(
         getattr(type(x), "is_plain_linear", type(x) is nn.Linear)
-        and not is_traceable_wrapper_subclass(x._parameters["weight"])
         and not has_hooks(x)
+        and not is_traceable_wrapper_subclass(x._parameters["weight"])
         for x in linears
     )
 

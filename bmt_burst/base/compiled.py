@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
-from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import _disable_current_modes
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -52,56 +50,16 @@ def fused_on_gpus(
 
     The other arguments are tensors and numbers. A compiled function is differentiable once. It is
     compiled at its first call, again for sizes of 1, and for calls with and without gradient.
-
-    On meta tensors, by which the planning of memory measures, it allocates only what the compiled
-    function does.
     """
     options: Any = {"emulate_precision_casts": True} if keeps_casts else None
     compiled = functools.cache(lambda: torch.compile(function, dynamic=True, options=options))
 
     @functools.wraps(function)
     def call(x: Tensor, *args: Tensor | float) -> Tensor:
-        if x.is_meta:
-            allocate: Callable[..., Tensor] = _WithoutValues.apply
-            return allocate(function, x, *args)
         outermost = x.is_cuda and not torch.compiler.is_compiling()
         return (compiled() if outermost else function)(x, *args)
 
     return call
-
-
-class _WithoutValues(torch.autograd.Function):
-    """A compiled function of meta tensors. It allocates its result and saves inputs. What is
-    computed in between is never in memory.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        memory: set[int] = set()  # that it saves
-
-        def keep(x: Tensor) -> Tensor:
-            memory.add(x.untyped_storage()._cdata)
-            return x
-
-        def copy(x: Any) -> Any:
-            return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-        with _disable_current_modes(), torch.enable_grad(), saved_tensors_hooks(keep, keep):
-            result = function(*map(copy, args))
-        tensors = [x if isinstance(x, Tensor) else None for x in args]
-        ctx.save_for_backward(
-            *(x for x in tensors if x is not None and x.untyped_storage()._cdata in memory)
-        )
-        ctx.shapes = [None if x is None else (x.shape, x.dtype) for x in tensors]
-        first: Tensor = args[0]
-        return first.new_empty(result.shape, dtype=result.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(
-            grads[0].new_empty(shape[0], dtype=shape[1]) if shape and wanted else None
-            for shape, wanted in zip(ctx.shapes, ctx.needs_input_grad[1:], strict=True)
-        )
 
 
 def multiply_by_16(numbers: Iterable[int]) -> tuple[int, ...]:
