@@ -285,7 +285,13 @@ def test_a_dry_run_plans_its_own_options(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert "2 GPUs" in out
     assert "--checkpointing full" in out
-    assert "longest sequence with these options" in out
+    # A short run saves everything, but a longer one would not.
+    assert dry_run([*options, "--checkpointing", "selective"]) == 0
+    out = capsys.readouterr().out
+    assert "--checkpointing-blocks 0\n" in out
+    [longest] = [line for line in out.splitlines() if line.startswith("longest sequence")]
+    assert dry_run([*options, "--checkpointing", "selective", "--checkpointing-blocks", "28"]) == 0
+    assert longest in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (dry_run(options), capsys.readouterr().out) == (0, "")

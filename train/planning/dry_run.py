@@ -13,7 +13,7 @@ from train.run.config import TrainConfig
 from train.run.stages import parse_run
 
 from .report import Budget, advice, describe, explain_shortage
-from .search import Cluster, Planned, as_run, find_longest, plan
+from .search import Cluster, Planned, as_run, find_longest, plan, with_options
 from .seconds import GIB, GPUS, H200, Hardware
 
 
@@ -37,7 +37,8 @@ def _report(config: TrainConfig) -> str:
     planned = _plan(config)
     tokens = float(config.last_step * config.batch_size * config.seq_len)
     parts = [describe(planned, Budget(tokens))]
-    parts += [f"longest sequence with these options: {find_longest(planned):,} tokens"]
+    given = with_options(planned, checkpointing_blocks=config.checkpointing_blocks)
+    parts += [f"longest sequence with these options: {find_longest(given):,} tokens"]
     if not planned.fits:
         parts += [advice(planned)]
     if not torch.cuda.is_available():
