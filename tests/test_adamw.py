@@ -59,7 +59,7 @@ def test_steps_equal_those_of_torch(update, dtype):
             assert torch.allclose(mine, expected[kind], rtol=1e-6, atol=1e-6), (kind, name)
         rounded = optimizer.shards[name].flat.to(dtype)
         if dtype == torch.bfloat16 and DEVICE == "cpu" and update is triton_adamw.update:
-            # the interpreter truncates: a step of bf16 at most, of which there are 128 to 1
+            # the interpreter truncates, which is at most one step of bf16: 1 / 128
             assert torch.allclose(half[name].float(), rounded.float(), rtol=1 / 128, atol=0)
         else:
             assert half[name].equal(rounded)

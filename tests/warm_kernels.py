@@ -16,7 +16,7 @@ from train.planning import rehearsal
 
 
 class Driver:
-    """A driver of one H100, as far as compilers ask."""
+    """A driver of one H100, with the answers that compilers need."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)

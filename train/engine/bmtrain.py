@@ -97,7 +97,7 @@ class BMTrainEngine(Engine):
                 f"{error}; the loss scale is now {self.loss_scale:g}"
             ) from error
         finally:
-            self.clear_gradients()  # the next gather waits for the weights, too
+            self.clear_gradients()  # also makes the next gather wait for the weights
         self.steps_at_scale += 1
         if self._scales_loss and self.steps_at_scale == _DOUBLE_EVERY:
             self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0

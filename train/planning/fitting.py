@@ -1,4 +1,4 @@
-"""What a run keeps from forward to backward, as far as the memory of its GPUs allows."""
+"""The tensors that a run keeps from forward to backward, by the memory of its GPUs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .seconds import GIB, H200
 
 
 def fit_memory(config: TrainConfig, device: torch.device) -> Kept:
-    """Return what a run keeps from forward to backward, as `as_run` plans it on GPUs, and say it.
-    Every rank must call this, before the model is built, when memory is free.
+    """Return what a run keeps from forward to backward. On GPUs it is planned by `as_run`, and the
+    log tells it. Every rank must call this before the model is built, when memory is free.
     """
     if device.type != "cuda" or not isinstance(config.model_config(), CPMConfig):
         return Kept(config.saving())

@@ -19,7 +19,7 @@ _LONGEST = 1 << 26  # tokens of a sequence, more are not planned
 _MOST_RANKS = 1 << 10  # that share a sequence
 _GRAIN = 1024  # tokens of a rank: the longest sequence is a multiple of these
 _TRIES = 24
-_TRUSTED = 0.92  # of the memory, as far as a run relies on its plan: those of docs/planning.md
+_TRUSTED = 0.92  # of the memory: docs/planning.md has the errors of plans
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
 
 
@@ -189,7 +189,7 @@ def recommend(planned: Planned) -> Planned | None:
 
 
 def as_run(planned: Planned) -> Planned:
-    """Return the plan as pretrain.py runs it, which fills memory as far as it trusts the plan.
+    """Return the plan as pretrain.py runs it, which fills a trusted part of the memory.
 
     With --checkpointing selective alone, only as many blocks recompute as memory needs. On FSDP2,
     gathered weights stay for the backward if there is room.

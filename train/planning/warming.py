@@ -103,8 +103,8 @@ class Warming:
         except OSError as error:  # a full disk
             return Outcome(f"{_NOT_COMPILED}: {error}", failed=True)
         return Outcome(
-            f"compiled {counted(count, 'kernel')} in {now - self.began:.1f} s, the last "
-            f"{now - before:.1f} s after all else was ready; kept in {_places(self.marks)}"
+            f"compiled {counted(count, 'kernel')} in {now - self.began:.1f} s, and waited "
+            f"{now - before:.1f} s for the last ones; kept in {_places(self.marks)}"
         )
 
 

@@ -30,7 +30,7 @@ from train.run.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Kept:
-    """What a rank keeps from forward to backward.
+    """The tensors that a rank keeps from forward to backward.
 
     saving   what blocks save
     weights  whether the torch engine keeps the weights that it gathered
