@@ -117,6 +117,19 @@ def compile_sparse():
         triton_choice.choose_by_score(q, choosers, keys, InfLLMV2(), 0.3)
 
 
+def compile_copies():
+    """Compile the kernels that load blocks by the copy engine."""
+    triton_far._can_copy = lambda *_: True
+    blocks = FarBlocks(*torch.zeros(3, 32, dtype=torch.int64), 32, 40)
+    for name in ("forward", "dq"):
+        kernel = Compiler(getattr(triton_far, f"_{name}").kernel)
+        starts = torch.zeros(32, 2, 4, dtype=torch.int32)
+        far = FarKeys(*torch.zeros(2, 40, 2, 32), replace(blocks, starts=starts), 1, 0.3)
+        q, row = torch.zeros(32, 6, 32), torch.zeros(32, 6, 2)
+        others = (q.clone(), row[:, :, 0].T) if name == "forward" else (q, row, q.clone())
+        triton_far._launch_by_tiles(name, kernel, (q, far.k, far.v, *others), far)
+
+
 def compile_adamw():
     triton_adamw._update = Compiler(triton_adamw._update, capability=80)
     numbers = Update(1e-3, 2, 0.5, (0.9, 0.95), 1e-8, 0.1)
@@ -133,3 +146,4 @@ if __name__ == "__main__":
     compile_losses()
     compile_passes()
     compile_sparse()
+    compile_copies()

@@ -7,6 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 OPTIONS = "num_warps", "num_stages", "enable_fp_fusion"
 POINTERS = {
@@ -61,6 +62,8 @@ def kind(x, path, values):
     if x is None or isinstance(x, JITFunction):
         values[path] = x
         return "constexpr"
+    if isinstance(x, TensorDescriptor):
+        return f"tensordesc<{POINTERS[x.base.dtype][1:]}{x.block_shape}>"
     if isinstance(x, torch.Tensor):
         return POINTERS[x.dtype]
     return "fp32" if isinstance(x, float) else "i32"

@@ -129,6 +129,20 @@ def test_large_blocks_and_heads_in_half_precision(block_size, head_size):
     check(blocks, tensors, 0)
 
 
+@pytest.mark.parametrize("first", [0, 7, 40])
+def test_blocks_by_the_copy_engine_equal_torch(first, short_lists, monkeypatch):
+    """Also blocks that begin before the keys at hand, and that end after them."""
+    blocks = random_blocks(random.Random(2), [30, 60], 40, 2, 16, 16)
+    tensors = random_tensors(blocks, 45, 3, 16)
+    if DEVICE == "cuda":
+        k, constants = tensors[1], triton_far._constants(*tensors[:2], 16)
+        assert triton_far._can_copy(k, constants)
+        assert not triton_far._can_copy(k[:, :, :8], constants), "rows have gaps"
+    else:
+        monkeypatch.setattr(triton_far, "_can_copy", lambda *_: True)
+    check(blocks, tensors, first)
+
+
 def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, find_overflows):
     """The lse of a query that sees nothing anywhere is -inf in the backward, too."""
     blocks = random_blocks(random.Random(1), [60, 20], 40, 2, 16, 16)

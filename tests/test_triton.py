@@ -359,7 +359,7 @@ def test_kernels_compile_for_gpus(tmp_path):
     # the fused kernels for parts of one span, and of several
     fused = ["_merge_outputs", "_sum_gradients", "_compute_losses"] * 2
     sparse = ["_sort_keys", "_unite", "_forward", "_dq", "_dkdv", "_add_parts"]
-    sparse += ["_normalize", "_fill_scores", "_take"]
+    sparse += ["_normalize", "_fill_scores", "_take", "_forward", "_dq"]
     passes = ["_rotate_pairs", "_normalize", "_norm_gradients", "_gate", "_gate_gradients"]
     compiled = [*names * 3, *others, *fused, "_fill_lse_delta", *sparse, *passes]
     compiled += ["_update"] * 2
