@@ -13,7 +13,7 @@ from models.blocks import Saving
 from models.cpm import CPM
 from models.cpm_ant import CPMAnt
 from models.cpm_bee import CPMBee
-from tests.launcher import run_ranks
+from tests.launcher import run_ranks, world_of_one
 from tests.live import golden, shard_rows
 from tests.test_checkpoint import write
 from tests.test_model import SMALL, initialized
@@ -115,6 +115,17 @@ def test_blocks_that_are_computed_again_are_gathered_again():
         assert found[3] == pytest.approx(found[0], rel=1e-6)
     gathered_once = run_ranks(2, saving_norms, plain[:2], True)
     assert gathered_once == [found[:1] * 2] * 2
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_weights_that_are_loaded_replace_gathered_ones(keeps):
+    """An evaluation gathers weights, and no backward frees them."""
+    with world_of_one(), torch.no_grad():
+        engine = TorchEngine(lambda: CPM(SMALL), device=CPU, keeps_weights=keeps)
+        tokens, positions = batch(0)[0][:1], torch.arange(17)
+        assert engine.model(tokens, positions).any()
+        engine.load(lambda _, shard: torch.zeros_like(shard.flat), optimizer_steps=0)
+        assert not engine.model(tokens, positions).any()
 
 
 def shortened(name: str, tokens: int) -> dict[str, torch.Tensor]:

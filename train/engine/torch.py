@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from bmt_burst.transport.torch_dist import world_group
@@ -90,6 +90,12 @@ class TorchEngine(Engine):
 
     def clear_gradients(self) -> None:
         self.model.zero_grad()
+
+    def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
+        super().load(read, optimizer_steps)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # else the next forward takes what the last one has gathered
 
     def sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
