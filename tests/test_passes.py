@@ -156,3 +156,5 @@ def test_arguments_that_do_not_fit_are_torchs():
     assert functions.gate(x, small).shape == functions.gate(small, x).shape == (3, 4)
     with pytest.raises(RuntimeError, match="shape"):
         functions.rms_norm(x, small[:3], 1e-5)
+    with pytest.raises(RuntimeError, match=r"size|broadcast"):
+        functions.rotate(x.new_empty(4, 2, 5), small[:, None], small[:, None])

@@ -17,7 +17,8 @@ from . import find_passes, torch_passes
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs of x, see `torch_passes.rotate`."""
-    if torch.compiler.is_compiling() or x.is_cpu or cos.requires_grad or sin.requires_grad:
+    fits = x.shape[-1] % 2 == 0 and not cos.requires_grad and not sin.requires_grad
+    if torch.compiler.is_compiling() or x.is_cpu or not fits:
         return torch_passes.rotate(x, cos, sin)
     rotated: Tensor = _Rotate.apply(x, cos, sin)
     return rotated
@@ -32,9 +33,9 @@ def gate(gate: Tensor, up: Tensor) -> Tensor:
     return gated
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight for x (..., E), in x's dtype."""
-    fits = x.dtype == weight.dtype and x.shape[-1:] == weight.shape
+    fits = weight is not None and x.dtype == weight.dtype and x.shape[-1:] == weight.shape
     if torch.compiler.is_compiling() or x.is_cpu or not fits:
         return functional.rms_norm(x, x.shape[-1:], weight, eps)
     normed: Tensor = _Norm.apply(x, weight, eps)
