@@ -95,16 +95,16 @@ class _NormLinears(torch.autograd.Function):
         passes = find_passes(x)
         normed, _ = passes.normalize(x, norm, ctx.eps)
         flat, dweights = normed.flatten(0, -2), []
-        biases = ctx.needs_input_grad[3 + len(weights) :]
+        wanted = ctx.needs_input_grad[3:]
         dnormed = None
-        for grad, weight in zip(grads, weights, strict=True):
+        for grad, weight, is_wanted in zip(grads, weights, wanted, strict=False):
             rows = grad.flatten(0, -2)
-            dweights.append(rows.T @ flat)
+            dweights.append(rows.T @ flat if is_wanted else None)
             dnormed = rows @ weight if dnormed is None else dnormed.addmm_(rows, weight)
         del normed, flat
         assert dnormed is not None, "there are linear layers"
         dx, dnorm = passes.norm_gradients(dnormed.view_as(x), x, norm, r, dx)
-        dbiases = [_sum_rows(*pair) for pair in zip(grads, biases, strict=True)]
+        dbiases = map(_sum_rows, grads, wanted[len(weights) :])
         return dx, dnorm, None, *dweights, *dbiases
 
 
@@ -123,8 +123,9 @@ class _AddLinear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         [grad] = grads
         dinputs = _scaled_product(grad, weight, ctx.scale).view_as(inputs)
-        dweight = _weight_gradient(grad, inputs, ctx.scale)
-        return grad, dinputs, dweight, _sum_rows(grad, ctx.needs_input_grad[3], ctx.scale), None
+        wanted, of_bias = ctx.needs_input_grad[2:4]
+        dweight = _weight_gradient(grad, inputs, ctx.scale) if wanted else None
+        return grad, dinputs, dweight, _sum_rows(grad, of_bias, ctx.scale), None
 
 
 class _SaveSwiGLULinear(torch.autograd.Function):
@@ -152,9 +153,9 @@ class _SaveSwiGLULinear(torch.autograd.Function):
         dgated = _scaled_product(grad, weight, ctx.scale).view_as(gate)
         dgate, dup, gated = find_passes(gate).gate_gradients(gate, up, dgated, again=True)
         del dgated
-        dweight = _weight_gradient(grad, gated, ctx.scale)
-        dbias = _sum_rows(grad, ctx.needs_input_grad[4], ctx.scale)
-        return grad, dgate, dup, dweight, dbias, None
+        wanted, of_bias = ctx.needs_input_grad[3:5]
+        dweight = _weight_gradient(grad, gated, ctx.scale) if wanted else None
+        return grad, dgate, dup, dweight, _sum_rows(grad, of_bias, ctx.scale), None
 
 
 def _add_product(

@@ -58,6 +58,15 @@ def test_fused_linear_layers_equal_modules(bias, shape):
         assert torch.allclose(x, y, rtol=0, atol=1e-12)
 
 
+def test_frozen_weights_have_no_gradients():
+    part = FusedPart(bias=True).to(DEVICE)
+    part.requires_grad_(requires_grad=False)
+    x = random(3, 12).requires_grad_()
+    part(x).sum().backward()
+    assert all(p.grad is None for p in part.parameters())
+    assert x.grad.abs().sum() > 0
+
+
 def test_fused_linear_layers_are_differentiable_once():
     part = FusedPart(bias=False).to(DEVICE)
     x = random(3, 12).requires_grad_()

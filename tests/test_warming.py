@@ -193,7 +193,7 @@ def start(monkeypatch, folder, code):
         return warming.start_warming(TrainConfig(), inputs, SequenceParallel(), 1, gpu)
 
 
-WATCHDOG = SimpleNamespace(alive=lambda doing: None)
+WATCHDOG = SimpleNamespace(alive=lambda doing: None, timeout=1800.0)
 
 
 def test_the_log_says_what_was_compiled_and_what_was_found(monkeypatch, tmp_path):

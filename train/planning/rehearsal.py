@@ -386,12 +386,14 @@ def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
     for heads in {rehearsal.heads, rehearsal.kv_heads}:
         passes.rotate(torch.empty(1, tokens, heads, 2 * half, **like), table, table)
     labels = torch.zeros(tokens, dtype=torch.int64, device=device)
-    passes.compute_losses(torch.empty(tokens, tokens, **like), tokens, labels, True)
-    master, gradient = torch.empty(tokens, device=device), torch.empty(tokens, **like)
-    weight = gradient if rehearsal.engine == "bmtrain" else None
+    for differentiate in (True, False):  # False: an evaluation
+        passes.compute_losses(torch.empty(tokens, tokens, **like), tokens, labels, differentiate)
+    master = torch.empty(tokens, device=device)
+    weight = torch.empty(tokens, **like) if rehearsal.engine == "bmtrain" else None
     numbers = Update(1e-3, 1, 1.0, (0.9, 0.95), 1e-8, 0.1)
-    gradient = master if weight is None else gradient
-    triton_adamw.update(master, master, master, gradient, weight, numbers)
+    # sums over micro-batches are fp32
+    for gradient in (master,) if weight is None else (weight, master):
+        triton_adamw.update(master, master, master, gradient, weight, numbers)
 
 
 def main(argv: Sequence[str]) -> None:

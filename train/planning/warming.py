@@ -89,7 +89,8 @@ class Warming:
         before = time.monotonic()
         while any(process.poll() is None for process, _ in self.processes):
             watchdog.alive("compiling kernels")
-            if time.monotonic() - self.began > _MOST_SECONDS:
+            # the other ranks wait without a sign of life
+            if time.monotonic() - self.began > min(_MOST_SECONDS, watchdog.timeout / 2):
                 break
             time.sleep(_POLL_SECONDS)
         now = time.monotonic()
