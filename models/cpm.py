@@ -34,7 +34,7 @@ from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .blocks import Layers, Runner, Saving
 from .config import CPMConfig
-from .linears import add_linear, add_swiglu_linear, are_plain, has_hooks, norm_linears
+from .linears import add_linear, add_swiglu_linear, are_plain, is_original, norm_linears
 
 
 class SwiGLU(nn.Module):
@@ -112,11 +112,15 @@ class CPMBlock(nn.Module):
     def _fuses(self, x: Tensor) -> bool:
         """Whether the functions of linears.py compute this block."""
         mlp, attention = self.mlp, self.self_attn
+        norms = self.input_layernorm, self.post_attention_layernorm
+        parts = (mlp, SwiGLU), (attention, BurstAttention), *((norm, RMSNorm) for norm in norms)
+        if autocast_dtype(x) is not None or not all(is_original(*part) for part in parts):
+            return False
         of_attention = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
         linears = *of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        same = autocast_dtype(x) is None and x.dtype == self.input_layernorm.weight.dtype
-        not_called = mlp, self.input_layernorm, self.post_attention_layernorm
-        return same and are_plain(linears) and not any(map(has_hooks, not_called))
+        return all(n.weight is not None and n.weight.dtype == x.dtype for n in norms) and are_plain(
+            linears
+        )
 
     def _before(
         self, fuses: bool, x: Tensor, cos: Tensor, sin: Tensor

@@ -96,3 +96,35 @@ def test_hooks_inside_a_block_are_called(name):
     part.register_forward_hook(lambda *_: called.append(name))
     assert torch.allclose(model(tokens[None], tokens), expected, rtol=0, atol=1e-5)
     assert called == [name]
+
+
+class HalvedNorm(RMSNorm):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+class NoMLP(nn.Module):
+    def forward(self, x):
+        return x * 0
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("input_layernorm", HalvedNorm(SMALL.hidden_size, 1e-5)),
+        ("post_attention_layernorm", nn.LayerNorm(SMALL.hidden_size)),
+        ("input_layernorm", nn.Identity()),
+        ("mlp", NoMLP()),
+    ],
+)
+def test_modules_of_users_take_the_place_of_a_blocks_own(name, other):
+    """Also those that only replace the forward of an object."""
+    model, tokens = CPM(SMALL).to(DEVICE), torch.arange(9, device=DEVICE)
+    block, plain = model.layers[0], model(tokens[None], tokens)
+    own = block.get_submodule(name)
+    setattr(block, name, other.to(DEVICE))
+    replaced = model(tokens[None], tokens)
+    assert not torch.allclose(replaced, plain)
+    setattr(block, name, own)
+    own.forward = other.forward
+    assert torch.allclose(model(tokens[None], tokens), replaced)

@@ -76,10 +76,9 @@ def distribute(
 @functools.cache
 def _distributed_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return `cls` as a DistributedModule, which gathers parameters when they are read."""
-    members: dict[str, Any] = {}
+    members: dict[str, Any] = {"distributed_from": cls}
     if cls is nn.Linear:
         # F.linear would keep a view of the gathered weight until the backward, so ZeRO-3 would save
         # no memory.
         members["forward"] = lambda self, x: OpLinear.apply(x, self.weight, self.bias)
-        members["is_plain_linear"] = True  # for functions that take its weight themselves
     return type(cls.__name__, (cls, DistributedModule), members)
