@@ -85,16 +85,13 @@ def compare() -> tuple[Comparison, ...]:
     """Return every measured run with its plan."""
     files = sorted((ROOT / "bench/results").glob("training-*.jsonl"))
     rows = (row for row in read_rows(files) if "error" not in row)
-    return tuple(_compare(row) for row in rows if not _saved_more(row))
+    return tuple(_compare(row) for row in rows if not _is_outdated(row))
 
 
-def _saved_more(row: Row) -> bool:
-    """Whether blocks saved more when the row was measured than they do now."""
-    return (
-        row["seq_len"] == 1228800
-        or row["checkpointing"] == "none"
-        or bool(row.get("checkpointing_blocks"))
-    )
+def _is_outdated(row: Row) -> bool:
+    """Whether blocks saved more than they do now, or sparse attention worked in another way."""
+    saved = row.get("checkpointing_blocks") or row["checkpointing"] == "none"
+    return bool(saved or row.get("sparse") or row["seq_len"] == 1228800)
 
 
 def _compare(row: Row) -> Comparison:

@@ -162,12 +162,19 @@ def step_seconds(step: Step, hardware: Hardware) -> StepSeconds:
 
 def attention_seconds(run: AttentionRun, hardware: Hardware) -> float:
     """Return the seconds of a forward or backward of one attention."""
-    shape = run.shape
-    if shape.sparse is not None and not shape.sparse.is_dense(shape.tokens):
-        return _sparse_seconds(shape, run.run, hardware)
+    shape, sparse = run.shape, run.shape.sparse
+    if sparse is None or sparse.is_dense(shape.tokens) or shape.tokens <= sparse.exact_tokens:
+        return _dense_seconds(shape, rank_pairs(shape), run.run, hardware)
+    first = replace(shape, tokens=sparse.exact_tokens)  # whose queries see all earlier tokens
+    seconds = _dense_seconds(shape, rank_pairs(first), run.run, hardware)
+    return seconds + _sparse_seconds(shape, run.run, hardware)
+
+
+def _dense_seconds(shape: AttentionShape, pairs: float, run: str, hardware: Hardware) -> float:
+    """Return the seconds in which a rank computes visible pairs of one head, for all heads."""
     forward, backward = hardware.attention_rates(shape.head_size)
-    rate = forward if run.run != "backward" else backward / _BACKWARD_OPERATIONS
-    operations = 4.0 * shape.heads * shape.head_size * rank_pairs(shape)
+    rate = forward if run != "backward" else backward / _BACKWARD_OPERATIONS
+    operations = 4.0 * shape.heads * shape.head_size * pairs
     return operations / rate / (_RING_RATE if shape.ranks > 1 else 1.0)
 
 
@@ -178,12 +185,15 @@ def rank_pairs(shape: AttentionShape) -> float:
 
 
 def _sparse_seconds(shape: AttentionShape, run: str, hardware: Hardware) -> float:
-    """Return the seconds of sparse attention. "again" takes the choice of an earlier forward."""
+    """Return the seconds of queries that choose. "again" takes the choice of an earlier forward."""
     assert shape.sparse is not None
+    first = shape.sparse.exact_tokens
     of_h200 = GPUS["h200"].attention_rates(128)[0] / hardware.attention_rates(128)[0]
     heads = of_h200 * shape.heads / _HEADS
-    tokens = shape.batch * shape.rank_tokens * (1 + shape.head_size / _HEAD_SIZE) / 2
+    choosing = shape.batch * (shape.tokens - first) / shape.ranks
+    tokens = choosing * (1 + shape.head_size / _HEAD_SIZE) / 2
     if run == "backward":
         return _SPARSE_BACKWARD_S * tokens * heads
-    compared = rank_pairs(shape) / shape.sparse.kernel_stride if run == "forward" else 0.0
+    pairs = rank_pairs(shape) - rank_pairs(replace(shape, tokens=first))
+    compared = pairs / shape.sparse.kernel_stride if run == "forward" else 0.0
     return (_CHOICE_S * compared + _SPARSE_FORWARD_S * tokens) * heads

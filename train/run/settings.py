@@ -162,7 +162,8 @@ class Settings:
     )
     checkpointing_blocks: int | None = option(
         None,
-        "apply --checkpointing to this many blocks, the first ones. By default to all",
+        "apply --checkpointing to this many blocks, the first ones. By default to all; on GPUs, "
+        "selective applies to as many as memory needs",
         least=0,
     )
     checkpointing_every: int | None = option(
