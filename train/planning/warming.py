@@ -1,8 +1,8 @@
 """Compilation of the kernels of a run before its first step.
 
-Processes begin with the run, and end while it reads data and builds the model. Each compiles a
-share of the kernels onto disk (train/planning/rehearsal.py), where all ranks of the host find them.
-A process has a share because FlashAttention-4 compiles in Python, one kernel after the other.
+Processes begin once the run has opened its data, and end before it builds the model. Each compiles
+a share of the kernels onto disk (train/planning/rehearsal.py), where all ranks of the host find
+them. A process has a share because FlashAttention-4 compiles in Python, one kernel after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from . import rehearsal as rehearsing
 from .rehearsal import Rehearsal
 
 _ROOT = Path(__file__).resolve().parents[2]
-_MOST_PROCESSES = 16  # each takes about 1 GiB of a GPU, and ends before the first step
+_MOST_PROCESSES = 16
+_GIB_OF_PROCESS = 1.5  # of a GPU's memory that is free, at least
 _MOST_SECONDS = 120.0
 _PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
 _SAMPLED_ROWS = 16  # of a source, whose documents are counted
@@ -86,7 +87,7 @@ class Warming:
 
     def _wait(self, watchdog: Watchdog) -> Outcome:
         """Wait for the processes. Leave marks if all of them succeeded."""
-        before = time.monotonic()
+        ranks.say(f"compiling kernels by {counted(len(self.processes), 'process', 'processes')}")
         while any(process.poll() is None for process, _ in self.processes):
             watchdog.alive("compiling kernels")
             # the other ranks wait without a sign of life
@@ -104,8 +105,8 @@ class Warming:
         except OSError as error:  # a full disk
             return Outcome(f"{_NOT_COMPILED}: {error}", failed=True)
         return Outcome(
-            f"compiled {counted(count, 'kernel')} in {now - self.began:.1f} s, and waited "
-            f"{now - before:.1f} s for the last ones; kept in {_places(self.marks)}"
+            f"compiled {counted(count, 'kernel')} in {now - self.began:.1f} s; kept in "
+            f"{_places(self.marks)}"
         )
 
 
@@ -217,7 +218,9 @@ def _version(package: str) -> str:
 
 def _start_processes(rehearsal: Rehearsal) -> list[tuple[subprocess.Popen[str], IO[str]]]:
     """Start the processes. Return each with the file that it writes to."""
-    count = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    free, _ = torch.cuda.mem_get_info()
+    room = int(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * free / 2**30 / _GIB_OF_PROCESS)
+    count = max(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, room), 1)
     facts = json.dumps(dataclasses.asdict(rehearsal))
     paths = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

@@ -68,10 +68,11 @@ class Trainer:
         path = resume.choose_checkpoint(config)
         self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
         self.sources = source_names(self.inputs.training)
+        warming = ranks.together(lambda: self._start_warming(start_warming))
+        # before the model takes memory, since each process that compiles needs some
+        self.compiled = warming.finish(watchdog) if warming else []
         watchdog.alive("building the model")
-        # before other processes take memory
         kept = fit_memory(config, device) if fit_memory else None
-        self.warming = ranks.together(lambda: self._start_warming(start_warming))
         self.engine = make_engine(config, self.inputs.model, self.sp, device, kept)
         watchdog.alive("reading a checkpoint")
         self.start = ranks.together(lambda: begin(config, self.inputs, self.engine, path))
@@ -122,7 +123,7 @@ class Trainer:
         config, progress = self.config, self.progress
         described = config, self.start.model, self.engine, self.sp, self.inputs, self.batches
         self.metrics.say(describe_run(*described, progress.step))
-        for line in self.warming.finish(self.watchdog) if self.warming else ():
+        for line in self.compiled:
             self.metrics.say(line)
         if self.skips.ranges:
             self.metrics.say(f"these sequences of the data are skipped: {self.skips}")
