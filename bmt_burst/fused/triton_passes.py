@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 import triton
@@ -22,11 +24,29 @@ _LOGITS, _WARPS = 8192, 16  # few programs at a time: the L2 cache holds their r
 _NO_TARGET = tl.constexpr(IGNORE_INDEX)
 _PROGRAMS_A_PROCESSOR = 8  # of the gradient of a norm: each holds a sum of dweight
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
+
+def _on_its_device(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return `function`, which launches on the device of its first tensor, also if another one is
+    current.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
+        with torch.cuda.device_of(args[0]):
+            return function(*args, **named)
+
+    return call
+
+
+@_on_its_device
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotate(x, cos, sin, 1.0)
 
 
+@_on_its_device
 def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotate(x, cos, sin, -1.0)
 
@@ -47,6 +67,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     return out
 
 
+@_on_its_device
 def gate(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out, entries = torch.empty_like(gate), gate.numel()
@@ -54,6 +75,7 @@ def gate(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+@_on_its_device
 def gate_gradients(
     gate: Tensor, up: Tensor, dout: Tensor, again: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -65,6 +87,7 @@ def gate_gradients(
     return dgate, dup, dout if again else None
 
 
+@_on_its_device
 def normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     out, r = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -73,6 +96,7 @@ def normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return out, r
 
 
+@_on_its_device
 def norm_gradients(
     dout: Tensor, x: Tensor, weight: Tensor, r: Tensor, dx: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -89,6 +113,7 @@ def norm_gradients(
     return out, sums.sum(0).to(weight.dtype)
 
 
+@_on_its_device
 def compute_losses(logits: Tensor, columns: int, labels: Tensor, differentiate: bool) -> Tensor:
     tokens, width = logits.shape
     assert width % 16 == 0, "rows begin at aligned addresses"
