@@ -76,6 +76,33 @@ def sparse_training_table(rows: list[Row]) -> str:
     return table(["tokens/s per GPU", "dense", "InfLLM-V2", "gain"], lines)
 
 
+def steps_table(rows: list[Row]) -> str:
+    """Format whole steps before and after a change: a line for each run that both of two commits
+    measured.
+    """
+    runs: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "steps":
+            runs[row["case"], row["engine"]].append(row)
+    pairs = ((run, found[0], found[-1]) for run, found in runs.items() if len(found) > 1)
+    lines = [
+        [
+            *run,
+            before["commit"],
+            after["commit"],
+            before["step_s"],
+            after["step_s"],
+            f"{before['step_s'] / after['step_s']:.2f} x",
+            *(or_dash(row.get("mfu")) for row in (before, after)),
+            round(after["tokens_per_s"]),
+            or_dash(after.get("peak_gib")),
+        ]
+        for run, before, after in pairs
+    ]
+    header = ["run", "engine", "before", "after", "s/step before", "after", "as fast"]
+    return table([*header, "MFU before", "after", "tokens/s", "GiB"], lines)
+
+
 def checkpointing(row: Row) -> str:
     """Return a row's checkpointing in words."""
     words = {
@@ -252,6 +279,7 @@ TABLES = {
     "One rank with imagined peers: TFLOP/s": one_rank_table,
     "Sparse and dense attention": sparse_table,
     "Training": training_table,
+    "Whole steps before and after": steps_table,
     "Trainers": trainers_table,
     "Saves": saving_table,
     "Where the time goes: ms": timeline_table,

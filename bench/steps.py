@@ -57,7 +57,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
     trainer.run()
     model = trainer.start.model
     facts = {
-        "kind": "train",
+        "kind": "steps",
         "case": name,
         "model": config.model,
         "layers": model.num_layers,

@@ -413,3 +413,19 @@ def test_two_checkouts_are_compared(tmp_path):
     output = ["--output", tmp_path / "none.jsonl"]
     code, printed = run_script(1, f"bench/{command.split()[0]}", *command.split()[1:], *output)
     assert code and "expected a checkout with" in printed
+
+
+@on_cpus
+def test_whole_steps_of_two_checkouts(tmp_path):
+    """Both checkouts are this one."""
+    (tmp_path / "text.txt").write_text("abc " * 500)
+    prepare("--input", tmp_path / "text.txt", "--output", tmp_path / "data")
+    options = f"--model cpm-tiny --data {tmp_path}/data/train --seq-len 64 --batch-size 2 --steps 3"
+    for commit in ("before", "after"):
+        command = f"steps.py --commit {commit} --engine torch --warm-up 1"
+        runs = shlex.join([f"dense={options}", f"two={options} --sp-size 2"])
+        rows = measure(2, f"{command} {runs}", tmp_path)
+    assert [row["case"] for row in rows] == ["dense", "two"] * 2
+    assert rows[0]["losses"] == rows[2]["losses"]
+    assert len(rows[0]["losses"]) == len(rows[0]["steps_s"]) == 3
+    assert "| two | torch | before | after |" in other_tables.steps_table(rows)
