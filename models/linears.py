@@ -51,9 +51,10 @@ def norm_linears(x: Tensor, norm: RMSNorm, linears: Sequence[Any]) -> tuple[Tens
 
     Use the returned x where x is needed again: then its gradients add up in one pass.
     """
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     weights, biases = [each.weight for each in linears], [each.bias for each in linears]
-    results: tuple[Tensor, ...] = _NormLinears.apply(x, norm.weight, eps, *weights, *biases)
+    results: tuple[Tensor, ...] = _NormLinears.apply(
+        x, norm.weight, norm.eps_of(x), *weights, *biases
+    )
     return results
 
 

@@ -17,5 +17,8 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return rms_norm(x, self.weight, eps)
+        return rms_norm(x, self.weight, self.eps_of(x))
+
+    def eps_of(self, x: Tensor) -> float:
+        """Return the eps for a tensor such as x, by default that of its dtype."""
+        return torch.finfo(x.dtype).eps if self.eps is None else self.eps
