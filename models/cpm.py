@@ -36,6 +36,9 @@ from .blocks import Layers, Runner, Saving
 from .config import CPMConfig
 from .linears import add_linear, add_swiglu_linear, are_plain, is_original, norm_linears
 
+# a block's input, q, k and v, and by what sparse attention chooses
+Begun = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]
+
 
 class SwiGLU(nn.Module):
     """The feed-forward: down(silu(gate(x)) * up(x))."""
@@ -102,7 +105,8 @@ class CPMBlock(nn.Module):
         fuses = self._fuses(x)
         # then the part before the attention saves only its input, unless heads have norms
         begin = runner.begin if fuses and attention.q_norm is None else runner.run
-        x, q, k, v, choose_by = begin(self._before, fuses, x, cos, sin)
+        before = self._before_fused if fuses else self._before
+        x, q, k, v, choose_by = begin(before, x, cos, sin)
         cache, mask, layout = seen
         attended = attention.attend(q, k, v, cache, mask, layout, choose_by)
         modules = attention.o_proj, self.post_attention_layernorm, self.mlp
@@ -122,12 +126,12 @@ class CPMBlock(nn.Module):
             linears
         )
 
-    def _before(
-        self, fuses: bool, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    def _before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Begun:
+        return x, *self.self_attn.project_all(self.input_layernorm(x), cos, sin)
+
+    def _before_fused(self, x: Tensor, cos: Tensor, sin: Tensor) -> Begun:
+        """Compute `_before` with less memory, in fewer passes."""
         attention = self.self_attn
-        if not fuses:
-            return x, *attention.project_all(self.input_layernorm(x), cos, sin)
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         x, q, k, v = norm_linears(x, self.input_layernorm, projections)
         return x, *attention.rotate_heads(q, k, v, cos, sin)
