@@ -36,7 +36,7 @@ from train.base.signals import StopSignal
 from train.checkpoints import checkpoint
 from train.planning.dry_run import advise, dry_run
 from train.planning.fitting import fit_memory
-from train.planning.warming import start_warming
+from train.planning.warming import warm
 from train.run import ending
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed
@@ -78,7 +78,7 @@ def _run_rank(
         stages.check(device)
         watchdog.program = stages.program
         later = [stage.config for stage in stages.later]
-    trainer = Trainer(config, device, stop, watchdog, fit_memory, start_warming)
+    trainer = Trainer(config, device, stop, watchdog, fit_memory, warm)
     check_room(trainer.engine, trainer.progress.step, config, *later)
     finished = trainer.run()
     if not finished:

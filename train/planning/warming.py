@@ -124,6 +124,19 @@ def _places(marks: Sequence[Path]) -> str:
     return " and ".join(str(mark.parent) for mark in marks)
 
 
+def warm(
+    config: TrainConfig,
+    inputs: Inputs,
+    sp: SequenceParallel,
+    rows: int,
+    device: torch.device,
+    watchdog: Watchdog,
+) -> list[str]:
+    """Compile what `start_warming` describes. Return lines for the log. Every rank must call it."""
+    started = ranks.together(lambda: start_warming(config, inputs, sp, rows, device))
+    return started.finish(watchdog)
+
+
 def start_warming(
     config: TrainConfig, inputs: Inputs, sp: SequenceParallel, rows: int, device: torch.device
 ) -> Warming:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +36,8 @@ from train.run.watchdog import Watchdog
 class Trainer:
     """One rank of a run.
 
-    fit_memory     returns what is kept from forward to backward, by default what the config says
-    start_warming  starts to compile kernels, before the model is built
+    fit_memory  returns what is kept from forward to backward, by default what the config says
+    warm        compiles kernels before the model is built, and returns lines for the log
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Trainer:
         stop: StopSignal,
         watchdog: Watchdog,
         fit_memory: Callable[[TrainConfig, torch.device], Kept] | None = None,
-        start_warming: Callable[..., Any] | None = None,
+        warm: Callable[..., list[str]] | None = None,
     ):
         self.config, self.device, self.watchdog = config, device, watchdog
         self.rank, self.root = dist.get_rank(), Path(config.output)
@@ -68,9 +67,10 @@ class Trainer:
         path = resume.choose_checkpoint(config)
         self.inputs = ranks.together(lambda: keep_documents_apart(opened, config, path))
         self.sources = source_names(self.inputs.training)
-        warming = ranks.together(lambda: self._start_warming(start_warming))
         # before the model takes memory, since each process that compiles needs some
-        self.compiled = warming.finish(watchdog) if warming else []
+        rows = self.batches.micro_batch_size
+        run = config, self.inputs, self.sp, rows, device, watchdog
+        self.compiled = warm(*run) if warm else []
         watchdog.alive("building the model")
         kept = fit_memory(config, device) if fit_memory else None
         self.engine = make_engine(config, self.inputs.model, self.sp, device, kept)
@@ -90,12 +90,6 @@ class Trainer:
         self.profiler = Profiler(
             config.profiled_steps, self.root / "profile", device, self.metrics.say
         )
-
-    def _start_warming(self, start: Callable[..., Any] | None) -> Any:
-        if start is None:
-            return None
-        rows = self.batches.micro_batch_size
-        return start(self.config, self.inputs, self.sp, rows, self.device)
 
     def _open_metrics(self) -> Metrics | NoMetrics:
         if self.rank:
