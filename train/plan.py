@@ -80,11 +80,9 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> str:
     sp_size = given.get("sp_size", cluster.gpus)
     groups = max(cluster.gpus // max(sp_size, 1), 1)
     sizes = {"sp_size": sp_size, "batch_size": groups, "micro_batch_size": 1, "dtype": "bf16"}
-    engine = given.get("engine", "auto")
-    if engine == "auto":
-        engine = "torch" if given.get("fp8") else "bmtrain"
     seq_len = given.pop("seq_len", None)
     config = TrainConfig(**(sizes | given), seq_len=max(seq_len or 0, 1024 * sp_size, 1024))
+    engine = config.pick_engine(has_bmtrain=True)
     planned = plan(config, cluster, engine)
     seq_len = find_any_longest(planned) if seq_len is None else seq_len
     planned = plan(dataclasses.replace(config, seq_len=seq_len), cluster, engine)

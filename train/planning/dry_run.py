@@ -58,11 +58,8 @@ def _plan(config: TrainConfig) -> Planned:
     """Plan a run on the GPUs of this machine, or on H200 if it has none."""
     gpus = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else config.processes
     has_bmtrain = kernels.installed("bmtrain") or not torch.cuda.is_available()
-    engine = config.engine
-    if engine == "auto":
-        engine = "bmtrain" if has_bmtrain and not config.fp8 else "torch"
     hardware, gib = _find_hardware()
-    return as_run(plan(config, Cluster(gpus, gib, hardware), engine))
+    return as_run(plan(config, Cluster(gpus, gib, hardware), config.pick_engine(has_bmtrain)))
 
 
 def _find_hardware() -> tuple[Hardware, float]:

@@ -44,12 +44,9 @@ def init_distributed(config: TrainConfig) -> torch.device:
 def choose_engine(config: TrainConfig, device: torch.device) -> str:
     """Return "bmtrain" or "torch". Raises ValueError if it is not available or does not fit."""
     available = device.type == "cuda" and kernels.installed("bmtrain")
-    engine = config.engine
+    engine = config.pick_engine(available)
     if config.fp8:
         check_device(device)
-        engine = "torch"
-    if engine == "auto":
-        engine = "bmtrain" if available else "torch"
     if engine == "bmtrain" and not available:
         raise ValueError(
             "--engine bmtrain needs GPUs and the package bmtrain: see train/install_gpu.sh"

@@ -251,6 +251,12 @@ class Settings:
         None, "HH:MM, HH:MM:SS or D-HH:MM since the start of the command: save and stop before"
     )
 
+    def pick_engine(self, has_bmtrain: bool) -> str:
+        """Return the engine. "auto" is torch for --fp8, else bmtrain if there is one."""
+        if self.engine != "auto":
+            return self.engine
+        return "bmtrain" if has_bmtrain and not self.fp8 else "torch"
+
     @property
     def attention(self) -> dict[str, Any]:
         """The options of burst_attn_func for every attention of the model."""
