@@ -199,9 +199,9 @@ def as_run(planned: Planned) -> Planned:
     chosen = config.checkpointing_blocks, config.checkpointing_every
     if config.checkpointing == "selective" and not config.offload and chosen == (None, None):
         planned = _save_more(dataclasses.replace(planned, cluster=careful))
-    kept = plan(planned.config, careful, planned.engine, keeps_weights=True)
-    if planned.engine == "torch" and kept.fits:
-        planned = kept
+    if planned.engine == "torch":
+        kept = plan(planned.config, careful, planned.engine, keeps_weights=True)
+        planned = kept if kept.fits else planned
     return dataclasses.replace(planned, cluster=cluster)
 
 
