@@ -1,15 +1,15 @@
 """Rehearsal of a run's steps: it finds the kernels that the run will need, and compiles some.
 
-    python -m train.planning.rehearsal '{"heads": 32, ...}' SHARE SHARES $$
+    python -m train.planning.rehearsal '{"heads": 32, ...}' PROCESSES $$
 
 The last argument is the process that waits for it. They end together.
 
 All calls of a few ranks are made with short sequences, and with peers that are only imagined. So
 memory and time are small, and masks of all kinds are tried: one document, many, and documents that
 are cut at any place. Calls launch nothing. FlashAttention-4's are noted by their `Kernel.variant`,
-and Triton's by its own signatures. Then this process compiles its share of them onto disk.
+and Triton's by its own signatures. Several processes make them, and compile a part each onto disk.
 
-`warming.py` runs several such processes.
+`warming.py` runs this module.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +52,32 @@ from .imagined import ImaginedRing
 _TOKENS = 1 << 12  # of a rank
 _FEW_TOKENS = 1 << 13  # of a rank, for which "auto" may take one-call as well as the ring
 
+KERNELS = (  # the modules of all Triton kernels of a run
+    "bmt_burst.merging.fused",
+    "bmt_burst.kernels.triton_blocks",
+    "bmt_burst.sparse.tiles",
+    "bmt_burst.sparse.triton_far",
+    "bmt_burst.sparse.triton_choice",
+    "bmt_burst.fused.triton_passes",
+    "train.engine.triton_adamw",
+)
+
 Job = Callable[..., Any]
+
+
+def settle_keys() -> None:
+    """Compute the names of all kernels on disk, before the first launch. Each process of a run must
+    call it.
+
+    Triton hashes a kernel with those globals of its inner functions that it has seen before. So the
+    names depend on the order in which a process computes them.
+    """
+    from triton import JITFunction
+
+    for module in map(importlib.import_module, KERNELS):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                _ = kernel.cache_key  # kept from now on
 
 
 @dataclass(frozen=True)
@@ -315,7 +343,7 @@ def _noting_launches(found: dict[str, Job]) -> Iterator[None]:
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         data = compile["specialization_data"]
-        found[data] = functools.partial(fn.jit_function.preload, data)
+        found[data] = functools.partial(_compile, fn.jit_function, data)
         return True  # do not go on
 
     knobs.runtime.jit_cache_hook = note
@@ -323,6 +351,11 @@ def _noting_launches(found: dict[str, Job]) -> Iterator[None]:
         yield
     finally:
         knobs.runtime.jit_cache_hook = None
+
+
+def _compile(function: Any, data: str) -> None:
+    """Compile a kernel of Triton, and the C code that launches it."""
+    _ = function.preload(data).run  # the first access makes what launches it
 
 
 def find_jobs(rehearsal: Rehearsal, device: torch.device) -> list[Job]:
@@ -396,19 +429,43 @@ def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
         triton_adamw.update(master, master, master, gradient, weight, numbers)
 
 
+_jobs: list[Job] = []  # of this process, if it compiles
+
+
+def _find_once(rehearsal: Rehearsal) -> list[Job]:
+    if not _jobs:
+        # only GPUs of the run: others may be in use
+        device = torch.device("cuda", os.getpid() % int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        torch.cuda.set_device(device)
+        _jobs.extend(find_jobs(rehearsal, device))
+        torch.cuda.empty_cache()  # ranks need the memory
+    return _jobs
+
+
+def _count(rehearsal: Rehearsal) -> int:
+    return len(_find_once(rehearsal))
+
+
+def _do(rehearsal: Rehearsal, nth: int) -> None:
+    _find_once(rehearsal)[nth]()
+
+
 def main(argv: Sequence[str]) -> None:
-    """Compile a share of a run's kernels. Print how many kernels there are in all."""
-    share, shares, parent = map(int, argv[1:])
+    """Compile a run's kernels. Print how many there are."""
+    processes, parent = map(int, argv[1:])
     die_with(parent)
-    # only GPUs of the run: others may be in use
-    device = torch.device("cuda", share % int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    torch.cuda.set_device(device)
-    jobs = find_jobs(Rehearsal(**json.loads(argv[0])), device)
-    torch.cuda.empty_cache()  # ranks need the memory
-    for job in jobs[share::shares]:
-        job()
+    rehearsal = Rehearsal(**json.loads(argv[0]))
+    # All processes share these imports, which take seconds. They touch no GPU: a process that is
+    # forked after that cannot use one.
+    settle_keys()
+    kernels.load(rehearsal.flash).broken()
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, fork, die_with, (os.getpid(),)) as pool:
+        counts = [pool.submit(_count, rehearsal) for _ in range(processes)]
+        jobs = range(counts[0].result())
+        for _ in pool.map(_do, itertools.repeat(rehearsal), jobs):
+            pass
     print(len(jobs), flush=True)
-    os._exit(0)  # at once: packages would print after the number
 
 
 if __name__ == "__main__":

@@ -62,17 +62,25 @@ class Outcome(NamedTuple):
 _NOTHING = Outcome()
 
 
+class Compiler(NamedTuple):
+    """A process that compiles by some others, the file that it writes to, and their number."""
+
+    process: subprocess.Popen[str]
+    output: IO[str]
+    processes: int
+
+
 @dataclass
 class Warming:
     """The compilation of the kernels that the ranks of this host need.
 
-    processes  those that compile, each with the file that it writes to
-    marks      files next to the kernels. They have the number of kernels once all are there
-    outcome    the outcome, if no process compiles
+    compiler  what compiles them, if they are not on disk
+    marks     files next to the kernels. They have the number of kernels once all are there
+    outcome   the outcome without a compiler
     """
 
     outcome: Outcome = _NOTHING
-    processes: Sequence[tuple[subprocess.Popen[str], IO[str]]] = ()
+    compiler: Compiler | None = None
     marks: Sequence[Path] = ()
     began: float = field(default_factory=time.monotonic)
 
@@ -80,25 +88,27 @@ class Warming:
         """Wait until the kernels of all ranks are on disk. Return lines for the log. Every rank
         must call it.
         """
-        outcome = self._wait(watchdog) if self.processes else self.outcome
+        outcome = self._wait(watchdog, *self.compiler) if self.compiler else self.outcome
         outcomes = ranks.gather(outcome)
         shown = [each for n, each in enumerate(outcomes) if each.line and (each.failed or not n)]
         return list(dict.fromkeys(each.line for each in shown))
 
-    def _wait(self, watchdog: Watchdog) -> Outcome:
-        """Wait for the processes. Leave marks if all of them succeeded."""
-        ranks.say(f"compiling kernels by {counted(len(self.processes), 'process', 'processes')}")
-        while any(process.poll() is None for process, _ in self.processes):
+    def _wait(
+        self, watchdog: Watchdog, process: subprocess.Popen[str], output: IO[str], processes: int
+    ) -> Outcome:
+        """Wait for the compiler. Leave marks if it succeeded."""
+        ranks.say(f"compiling kernels by {counted(processes, 'process', 'processes')}")
+        while process.poll() is None:
             watchdog.alive("compiling kernels")
             # the other ranks wait without a sign of life
             if time.monotonic() - self.began > min(_MOST_SECONDS, watchdog.timeout / 2):
                 break
             time.sleep(_POLL_SECONDS)
         now = time.monotonic()
-        ends = [_end(process, output) for process, output in self.processes]
-        if failures := [text for code, text in ends if code]:
-            return Outcome(f"{_NOT_COMPILED}: {failures[0]}", failed=True)
-        count = int(ends[0][1])
+        code, text = _end(process, output)
+        if code:
+            return Outcome(f"{_NOT_COMPILED}: {text}", failed=True)
+        count = int(text)
         try:
             for mark in self.marks:
                 mark.write_text(f"{count}\n")
@@ -143,21 +153,26 @@ def start_warming(
     """Start to compile the kernels that a run on GPUs will need, unless they are on disk. `rows`
     are the sequences that a rank computes at once.
 
-    One rank of each host starts processes. Models with biases are left out.
+    One rank of each host starts a process. Models with biases are left out.
     """
     model, leads = inputs.model, int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if device.type != "cuda" or not isinstance(model, CPMConfig) or not leads:
+    if device.type != "cuda" or not isinstance(model, CPMConfig):
+        return Warming()
+    rehearsing.settle_keys()
+    if not leads:
         return Warming()
     rehearsal = make_rehearsal(config, model, inputs.training, sp, rows)
+    kernel = rehearsal.pick_kernel(device).name
+    rehearsal = dataclasses.replace(rehearsal, flash=kernel)
     try:
-        folders = _find_folders(rehearsal.pick_kernel(device).name)
+        folders = _find_folders(kernel)
     except OSError as error:
         return Warming(Outcome(f"{_NOT_COMPILED}: {error}", failed=True))
     name = f"bmt_burst-{_digest(rehearsal, torch.cuda.get_device_name(device))}"
     marks = [folder / name for folder in folders]
     if count := min(map(_read_mark, marks)):
         return Warming(Outcome(f"found {counted(count, 'compiled kernel')} in {_places(marks)}"))
-    return Warming(processes=_start_processes(rehearsal), marks=marks)
+    return Warming(compiler=_start_compiler(rehearsal), marks=marks)
 
 
 def make_rehearsal(
@@ -229,29 +244,24 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _start_processes(rehearsal: Rehearsal) -> list[tuple[subprocess.Popen[str], IO[str]]]:
-    """Start the processes. Return each with the file that it writes to."""
+def _start_compiler(rehearsal: Rehearsal) -> Compiler:
     free, _ = torch.cuda.mem_get_info()
     room = int(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * free / 2**30 / _GIB_OF_PROCESS)
     count = max(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, room), 1)
     facts = json.dumps(dataclasses.asdict(rehearsal))
     paths = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "train.planning.rehearsal", facts]
-    started: list[tuple[subprocess.Popen[str], IO[str]]] = []
-    for share in range(count):
-        output = tempfile.TemporaryFile("w+")
-        process = subprocess.Popen(
-            [*command, str(share), str(count), str(os.getpid())],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=True,  # Ctrl-C stops the run after its step
-        )
-        started.append((process, output))
-    return started
+    output = tempfile.TemporaryFile("w+")
+    process = subprocess.Popen(
+        [*command, str(count), str(os.getpid())],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        text=True,
+        start_new_session=True,  # Ctrl-C stops the run after its step
+    )
+    return Compiler(process, output, count)
 
 
 def _read_mark(mark: Path) -> int:
