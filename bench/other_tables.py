@@ -103,6 +103,25 @@ def steps_table(rows: list[Row]) -> str:
     return table([*header, "MFU before", "after", "tokens/s", "GiB"], lines)
 
 
+def fp8_table(rows: list[Row]) -> str:
+    """Format whole steps with --fp8, and the same runs without it. Their cases end in "-fp8"."""
+    steps = {row["case"]: row for row in rows if row["kind"] == "steps"}
+    pairs = ((steps[case.removesuffix("-fp8")], row) for case, row in steps.items() if row["fp8"])
+    lines = [
+        [
+            bf16["case"],
+            bf16["step_s"],
+            fp8["step_s"],
+            f"{bf16['step_s'] / fp8['step_s']:.2f} x",
+            round(fp8["tokens_per_s"]),
+            *(or_dash(row.get("peak_gib")) for row in (bf16, fp8)),
+        ]
+        for bf16, fp8 in pairs
+    ]
+    header = ["run", "s/step in bf16", "in float8", "as fast", "tokens/s", "GiB in bf16"]
+    return table([*header, "in float8"], lines)
+
+
 def checkpointing(row: Row) -> str:
     """Return a row's checkpointing in words."""
     words = {
@@ -280,6 +299,7 @@ TABLES = {
     "Sparse and dense attention": sparse_table,
     "Training": training_table,
     "Whole steps before and after": steps_table,
+    "Whole steps in float8": fp8_table,
     "Trainers": trainers_table,
     "Saves": saving_table,
     "Where the time goes: ms": timeline_table,

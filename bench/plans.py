@@ -2,17 +2,22 @@
 
     python bench/plans.py
 
-It plans every row of bench/results/training-*.jsonl, and runs on some numbers of GPUs. It takes a
-minute and needs no GPU.
+It plans the rows of bench/results/training-*.jsonl, the newest ones of steps-*.jsonl, and runs on
+some numbers of GPUs. It takes a minute and needs no GPU.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import itertools
+import json
+import os
 import re
 import sys
+import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +29,8 @@ from bench.tables import Row, read_rows, table, tokens
 from models.config import PRESETS
 from train.planning.memory import Step, plan_step
 from train.planning.report import saving_flags
-from train.planning.search import Cluster, plan, recommend, with_options
-from train.planning.seconds import GIB, H200, step_seconds
+from train.planning.search import Cluster, as_run, plan, recommend, with_options
+from train.planning.seconds import GIB, GPUS, H200, step_seconds
 from train.run.config import TrainConfig
 from train.run.options import parse_options
 
@@ -34,11 +39,12 @@ PAGE = ROOT / "docs/planning.md"
 MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # The runs that the rates of train/planning/seconds.py are from: model, layers, GPUs, tokens,
-# checkpointing.
+# checkpointing, engine.
 CALIBRATION = {
-    ("minicpm-2b", 40, 1, 32768, "selective"),
-    ("minicpm4-8b", 8, 1, 32768, "selective"),
-    ("minicpm4-8b", 4, 1, 131072, "selective"),
+    ("minicpm-2b", 40, 1, 32768, "selective", "bmtrain"),
+    ("minicpm4-8b", 8, 1, 32768, "selective", "bmtrain"),
+    ("minicpm4-8b", 4, 1, 131072, "selective", "bmtrain"),
+    ("minicpm4-8b", 6, 2, 4096, "none", "torch"),
 }
 
 
@@ -52,11 +58,15 @@ class Comparison:
     seconds: float
 
     @property
+    def run(self) -> tuple:
+        """The run as in CALIBRATION."""
+        names = ("model", "layers", "gpus", "seq_len", "checkpointing", "engine")
+        return tuple(self.row[name] for name in names)
+
+    @property
     def calibrates(self) -> bool:
         """Whether rates are from this run."""
-        row = self.row
-        names = ("model", "layers", "gpus", "seq_len", "checkpointing")
-        return tuple(row[name] for name in names) in CALIBRATION and not row["offload"]
+        return self.run in CALIBRATION and not self.row["offload"]
 
 
 def config_of(row: Row) -> TrainConfig:
@@ -83,9 +93,18 @@ def step_of(row: Row) -> Step:
 @functools.cache
 def compare() -> tuple[Comparison, ...]:
     """Return every measured run with its plan."""
-    files = sorted((ROOT / "bench/results").glob("training-*.jsonl"))
-    rows = (row for row in read_rows(files) if "error" not in row)
-    return tuple(_compare(row) for row in rows if not _is_outdated(row))
+    results = ROOT / "bench/results"
+    training = [row for row in read_rows(sorted(results.glob("training-*"))) if "error" not in row]
+    steps = itertools.chain(*(_newest(file) for file in sorted(results.glob("steps-*"))))
+    return (
+        *(_compare(row) for row in training if not _is_outdated(row)),
+        *(_compare_step(row) for row in steps if row["mask"] == "causal"),
+    )
+
+
+def _newest(file: Path) -> Iterable[Row]:
+    """Return the last row of each run. Those before it are of older commits."""
+    return {(row["case"], row["engine"]): row for row in read_rows([file])}.values()
 
 
 def _is_outdated(row: Row) -> bool:
@@ -100,6 +119,32 @@ def _compare(row: Row) -> Comparison:
     return Comparison(row, config_of(row), step.memory.total / GIB, seconds)
 
 
+def _compare_step(row: Row) -> Comparison:
+    """Plan a row of bench/steps.py, which ran as pretrain.py does."""
+    sparse, rows = row["sparse"], row["batch_size"] * row["sp"] // row["gpus"]
+    names = "seq_len", "batch_size", "dtype", "checkpointing", "offload", "fp8"
+    config = TrainConfig(
+        **{name: row[name] for name in names},
+        model=_write_model(row["model"], row["layers"]),
+        sparse=sparse,
+        sp_size=row["sp"],
+        micro_batch_size=row["micro_batch_size"] or rows,
+    )
+    hardware = next(x for name, x in GPUS.items() if name.upper() in row["gpu_name"])
+    planned = as_run(plan(config, Cluster(row["gpus"], hardware.gib, hardware), row["engine"]))
+    memory = planned.step.memory.total / GIB
+    return Comparison(row, planned.config, memory, planned.seconds.total)
+
+
+@functools.cache
+def _write_model(name: str, layers: int) -> str:
+    """Write the configuration of a model with other layers. Return the file."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(dataclasses.replace(PRESETS[name], num_layers=layers).to_dict(), file)
+    atexit.register(os.unlink, file.name)
+    return file.name
+
+
 def plans_table() -> str:
     """Return the table of measured runs and their plans."""
     header = ["model, layers", "engine", "GPUs", "tokens", "options"]
@@ -110,13 +155,14 @@ def plans_table() -> str:
 def _plan_cells(each: Comparison) -> list[str | int]:
     row = each.row
     more = ["--offload-optimizer"] if each.config.offload_optimizer else []
+    more += ["--fp8"] if each.config.fp8 else []
     more += ["sparse"] if row.get("sparse") else []
     return [
         f"{row['model']}, {row['layers']}",
         row["engine"],
-        row["gpus"],
-        tokens(row["seq_len"]),
-        " ".join(saving_flags(each.config) + more),
+        f"{row['gpus']} {row['gpu_name'].split()[1]}",
+        f"{each.config.micro_batch_size} x {tokens(row['seq_len'])}",
+        " ".join(saving_flags(each.config) + more) or "none",
         f"{row['peak_gib']:.1f}",
         f"{each.gib:.1f} ({each.gib / row['peak_gib'] - 1:+.1%})",
         f"{row['step_s']:.2f}",

@@ -95,6 +95,7 @@ SECTIONS = {
         "bench/training.py --steps 1 --warm-up 0",
     ),
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
+    "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
     "steps-*": Section("training", "Whole steps before and after a change", "bench/steps.py"),
     "live-training-*": Section(
         "training",

@@ -84,8 +84,6 @@ def _describe_time(planned: Planned) -> Iterator[str]:
     yield f"  {'total':<36}{seconds.total:10.2f}"
     speed = planned.tokens_per_s
     yield f"{speed:,.0f} tokens/s, {speed / planned.cluster.gpus:,.0f} for each GPU"
-    if planned.config.fp8:
-        yield f"Products in float8 are assumed to be {hardware.fp8} times as fast, not measured."
     if planned.config.dtype == "fp32":
         yield "These are rates of 16 bits. Steps in fp32 take longer."
     if seconds.total < _SHORT_S:

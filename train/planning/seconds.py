@@ -41,8 +41,8 @@ class Hardware:
     link            bytes a second between the GPU and the host's memory, each way
     update          parameters a second that AdamW updates; `host_update` those on the host
     measured        whether the rates were measured
-    fp8             how many times as fast products in float8 are, with casts: assumed. None if the
-                    GPU has none
+    fp8             how many times as fast products in float8 are, with casts. None if the GPU has
+                    none
     """
 
     name: str
@@ -55,7 +55,7 @@ class Hardware:
     update: float
     host_update: float
     measured: bool = False
-    fp8: float | None = 1.5
+    fp8: float | None = 1.3
 
     def attention_rates(self, head_size: int) -> tuple[float, float]:
         """Return the rates of attention with heads of this size."""
@@ -85,11 +85,11 @@ H200 = Hardware(
     name="h200",
     gib=139.8,
     products=665e12,
-    backward_products=565e12,
+    backward_products=620e12,
     traffic=2.7e12,
     attention={64: (508e12, 540e12), 128: (650e12, 605e12)},
     link=45e9,
-    update=58e9,
+    update=110e9,
     host_update=1e9,
     measured=True,
 )

@@ -46,6 +46,8 @@ _MOST_PROCESSES = 16
 _GIB_OF_PROCESS = 1.5  # of a GPU's memory that is free, at least
 _MOST_SECONDS = 120.0
 _PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
+# NVML counts GPUs. CUDA would start, and no process that is forked after that can use it.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _SAMPLED_ROWS = 16  # of a source, whose documents are counted
 _POLL_SECONDS = 0.05
 _NOT_COMPILED = "kernels will be compiled in the steps that first need them"
@@ -254,7 +256,7 @@ def _start_compiler(rehearsal: Rehearsal) -> Compiler:
     output = tempfile.TemporaryFile("w+")
     process = subprocess.Popen(
         [*command, str(count), str(os.getpid())],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": paths, **_ENVIRONMENT},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
