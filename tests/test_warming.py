@@ -154,10 +154,8 @@ def test_triton_kernels_are_found_and_compiled_without_a_launch(tmp_path):
     assert done.returncode == 0, done.stderr
     passes = {"_normalize", "_norm_gradients", "_gate", "_gate_gradients", "_rotate_pairs"}
     others = {"_merge_outputs", "_sum_gradients", "_compute_losses", "_update"}
-    *names, count = done.stdout.split()
-    assert set(names) == passes | others
-    assert count == "3"
-    assert len(list(tmp_path.rglob("*.cubin"))) == 3
+    assert set(done.stdout.split()) == passes | others
+    assert list(tmp_path.rglob("_merge_outputs.cubin"))
 
 
 def test_the_keys_of_all_kernels_are_settled():
@@ -173,7 +171,7 @@ def test_the_keys_of_all_kernels_are_settled():
 
 def test_a_process_ends_with_its_run():
     """Here the run has ended before."""
-    command = [sys.executable, "-m", "train.planning.rehearsal", "{}", "1", "1"]
+    command = [sys.executable, "-m", "train.planning.rehearsal", "{}", "0", "1", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (1, "the process that started this one is gone\n")
 
@@ -185,7 +183,7 @@ class FakeData(SimpleNamespace):
 
 
 def start(monkeypatch, folder, code):
-    """Start to compile as on a GPU, with a process that runs `code`."""
+    """Start to compile as on a GPU, with processes that run `code`."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 0))
     monkeypatch.setattr(Rehearsal, "pick_kernel", lambda *_: Fa4Kernel())
@@ -197,8 +195,8 @@ def start(monkeypatch, folder, code):
         facts = json.loads(command[4])
         assert facts["dtype"] == "float32"
         assert command[1:4] == ["-P", "-m", "train.planning.rehearsal"]
-        assert 1 <= int(command[5]) <= 2, "memory has room for two"
-        assert int(command[6]) == os.getpid()
+        assert int(command[5]) < int(command[6]) <= 2, "memory has room for two"
+        assert int(command[7]) == os.getpid()
         return popen([sys.executable, "-c", code], **options)
 
     inputs, gpu = SimpleNamespace(model=SMALL, training=FakeData()), torch.device("cuda", 0)
@@ -215,12 +213,12 @@ def test_the_log_says_what_was_compiled_and_what_was_found(monkeypatch, tmp_path
     assert line.startswith("compiled 14 kernels in ")
     assert line.endswith(f"; kept in {tmp_path}/triton and {tmp_path}/fa4")
     found = start(monkeypatch, tmp_path, "raise SystemExit('not again')")
-    assert not found.compiler, "nothing is left to compile"
+    assert not found.processes, "nothing is left to compile"
     places = f"{tmp_path}/triton and {tmp_path}/fa4"
     assert found.finish(WATCHDOG) == [f"found 14 compiled kernels in {places}"]
     [mark] = (tmp_path / "fa4").iterdir()
     mark.unlink()  # as where the kernels were removed
-    assert start(monkeypatch, tmp_path, "print(14)").compiler
+    assert start(monkeypatch, tmp_path, "print(14)").processes
 
 
 def test_a_run_goes_on_without_compiled_kernels(monkeypatch, tmp_path):

@@ -1,15 +1,15 @@
 """Rehearsal of a run's steps: it finds the kernels that the run will need, and compiles some.
 
-    python -m train.planning.rehearsal '{"heads": 32, ...}' PROCESSES $$
+    python -m train.planning.rehearsal '{"heads": 32, ...}' SHARE SHARES $$
 
 The last argument is the process that waits for it. They end together.
 
 All calls of a few ranks are made with short sequences, and with peers that are only imagined. So
 memory and time are small, and masks of all kinds are tried: one document, many, and documents that
 are cut at any place. Calls launch nothing. FlashAttention-4's are noted by their `Kernel.variant`,
-and Triton's by its own signatures. Several processes make them, and compile a part each onto disk.
+and Triton's by its own signatures. Then this process compiles its share of them onto disk.
 
-`warming.py` runs this module.
+`warming.py` runs several such processes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import functools
 import importlib
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -429,43 +427,20 @@ def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
         triton_adamw.update(master, master, master, gradient, weight, numbers)
 
 
-_jobs: list[Job] = []  # of this process, if it compiles
-
-
-def _find_once(rehearsal: Rehearsal) -> list[Job]:
-    if not _jobs:
-        # only GPUs of the run: others may be in use
-        device = torch.device("cuda", os.getpid() % int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        torch.cuda.set_device(device)
-        _jobs.extend(find_jobs(rehearsal, device))
-        torch.cuda.empty_cache()  # ranks need the memory
-    return _jobs
-
-
-def _count(rehearsal: Rehearsal) -> int:
-    return len(_find_once(rehearsal))
-
-
-def _do(rehearsal: Rehearsal, nth: int) -> None:
-    _find_once(rehearsal)[nth]()
-
-
 def main(argv: Sequence[str]) -> None:
-    """Compile a run's kernels. Print how many there are."""
-    processes, parent = map(int, argv[1:])
+    """Compile a share of a run's kernels. Print how many kernels there are in all."""
+    share, shares, parent = map(int, argv[1:])
     die_with(parent)
-    rehearsal = Rehearsal(**json.loads(argv[0]))
-    # All processes share these imports, which take seconds. They touch no GPU: a process that is
-    # forked after that cannot use one.
+    # only GPUs of the run: others may be in use
+    device = torch.device("cuda", share % int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    torch.cuda.set_device(device)
     settle_keys()
-    kernels.load(rehearsal.flash).broken()
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, fork, die_with, (os.getpid(),)) as pool:
-        counts = [pool.submit(_count, rehearsal) for _ in range(processes)]
-        jobs = range(counts[0].result())
-        for _ in pool.map(_do, itertools.repeat(rehearsal), jobs):
-            pass
+    jobs = find_jobs(Rehearsal(**json.loads(argv[0])), device)
+    torch.cuda.empty_cache()  # ranks need the memory
+    for job in jobs[share::shares]:
+        job()
     print(len(jobs), flush=True)
+    os._exit(0)  # at once: packages would print after the number
 
 
 if __name__ == "__main__":

@@ -46,8 +46,6 @@ _MOST_PROCESSES = 16
 _GIB_OF_PROCESS = 1.5  # of a GPU's memory that is free, at least
 _MOST_SECONDS = 120.0
 _PACKAGES = "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"
-# NVML counts GPUs. CUDA would start, and no process that is forked after that can use it.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _SAMPLED_ROWS = 16  # of a source, whose documents are counted
 _POLL_SECONDS = 0.05
 _NOT_COMPILED = "kernels will be compiled in the steps that first need them"
@@ -64,25 +62,17 @@ class Outcome(NamedTuple):
 _NOTHING = Outcome()
 
 
-class Compiler(NamedTuple):
-    """A process that compiles by some others, the file that it writes to, and their number."""
-
-    process: subprocess.Popen[str]
-    output: IO[str]
-    processes: int
-
-
 @dataclass
 class Warming:
     """The compilation of the kernels that the ranks of this host need.
 
-    compiler  what compiles them, if they are not on disk
-    marks     files next to the kernels. They have the number of kernels once all are there
-    outcome   the outcome without a compiler
+    processes  those that compile, each with the file that it writes to
+    marks      files next to the kernels. They have the number of kernels once all are there
+    outcome    the outcome, if no process compiles
     """
 
     outcome: Outcome = _NOTHING
-    compiler: Compiler | None = None
+    processes: Sequence[tuple[subprocess.Popen[str], IO[str]]] = ()
     marks: Sequence[Path] = ()
     began: float = field(default_factory=time.monotonic)
 
@@ -90,27 +80,25 @@ class Warming:
         """Wait until the kernels of all ranks are on disk. Return lines for the log. Every rank
         must call it.
         """
-        outcome = self._wait(watchdog, *self.compiler) if self.compiler else self.outcome
+        outcome = self._wait(watchdog) if self.processes else self.outcome
         outcomes = ranks.gather(outcome)
         shown = [each for n, each in enumerate(outcomes) if each.line and (each.failed or not n)]
         return list(dict.fromkeys(each.line for each in shown))
 
-    def _wait(
-        self, watchdog: Watchdog, process: subprocess.Popen[str], output: IO[str], processes: int
-    ) -> Outcome:
-        """Wait for the compiler. Leave marks if it succeeded."""
-        ranks.say(f"compiling kernels by {counted(processes, 'process', 'processes')}")
-        while process.poll() is None:
+    def _wait(self, watchdog: Watchdog) -> Outcome:
+        """Wait for the processes. Leave marks if all of them succeeded."""
+        ranks.say(f"compiling kernels by {counted(len(self.processes), 'process', 'processes')}")
+        while any(process.poll() is None for process, _ in self.processes):
             watchdog.alive("compiling kernels")
             # the other ranks wait without a sign of life
             if time.monotonic() - self.began > min(_MOST_SECONDS, watchdog.timeout / 2):
                 break
             time.sleep(_POLL_SECONDS)
         now = time.monotonic()
-        code, text = _end(process, output)
-        if code:
-            return Outcome(f"{_NOT_COMPILED}: {text}", failed=True)
-        count = int(text)
+        ends = [_end(process, output) for process, output in self.processes]
+        if failures := [text for code, text in ends if code]:
+            return Outcome(f"{_NOT_COMPILED}: {failures[0]}", failed=True)
+        count = int(ends[0][1])
         try:
             for mark in self.marks:
                 mark.write_text(f"{count}\n")
@@ -155,7 +143,7 @@ def start_warming(
     """Start to compile the kernels that a run on GPUs will need, unless they are on disk. `rows`
     are the sequences that a rank computes at once.
 
-    One rank of each host starts a process. Models with biases are left out.
+    One rank of each host starts processes. Models with biases are left out.
     """
     model, leads = inputs.model, int(os.environ.get("LOCAL_RANK", 0)) == 0
     if device.type != "cuda" or not isinstance(model, CPMConfig):
@@ -164,17 +152,15 @@ def start_warming(
     if not leads:
         return Warming()
     rehearsal = make_rehearsal(config, model, inputs.training, sp, rows)
-    kernel = rehearsal.pick_kernel(device).name
-    rehearsal = dataclasses.replace(rehearsal, flash=kernel)
     try:
-        folders = _find_folders(kernel)
+        folders = _find_folders(rehearsal.pick_kernel(device).name)
     except OSError as error:
         return Warming(Outcome(f"{_NOT_COMPILED}: {error}", failed=True))
     name = f"bmt_burst-{_digest(rehearsal, torch.cuda.get_device_name(device))}"
     marks = [folder / name for folder in folders]
     if count := min(map(_read_mark, marks)):
         return Warming(Outcome(f"found {counted(count, 'compiled kernel')} in {_places(marks)}"))
-    return Warming(compiler=_start_compiler(rehearsal), marks=marks)
+    return Warming(processes=_start_processes(rehearsal), marks=marks)
 
 
 def make_rehearsal(
@@ -246,24 +232,29 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _start_compiler(rehearsal: Rehearsal) -> Compiler:
+def _start_processes(rehearsal: Rehearsal) -> list[tuple[subprocess.Popen[str], IO[str]]]:
+    """Start the processes. Return each with the file that it writes to."""
     free, _ = torch.cuda.mem_get_info()
     room = int(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * free / 2**30 / _GIB_OF_PROCESS)
     count = max(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, room), 1)
     facts = json.dumps(dataclasses.asdict(rehearsal))
     paths = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "train.planning.rehearsal", facts]
-    output = tempfile.TemporaryFile("w+")
-    process = subprocess.Popen(
-        [*command, str(count), str(os.getpid())],
-        env={**os.environ, "PYTHONPATH": paths, **_ENVIRONMENT},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        text=True,
-        start_new_session=True,  # Ctrl-C stops the run after its step
-    )
-    return Compiler(process, output, count)
+    started: list[tuple[subprocess.Popen[str], IO[str]]] = []
+    for share in range(count):
+        output = tempfile.TemporaryFile("w+")
+        process = subprocess.Popen(
+            [*command, str(share), str(count), str(os.getpid())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,  # Ctrl-C stops the run after its step
+        )
+        started.append((process, output))
+    return started
 
 
 def _read_mark(mark: Path) -> int:
