@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bmt_burst import IGNORE_INDEX, Layout, SequenceParallel, shard, shift_labels, unshard
+from tests.refusals import refusal
 
 
 @pytest.mark.parametrize("name", ["zigzag", "striped"])
@@ -29,6 +30,36 @@ def test_divisible_shards_are_the_usual_ones():
     assert shard(x, 1, 3, 0, "zigzag").tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
     assert shard(x, 1, 3, 0, "striped").tolist() == list(range(1, 24, 3))
     assert shard(x, 1, 3, 0, "contiguous").tolist() == list(range(8, 16))
+
+
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize(("tokens", "most"), [(96, 32), (97, 32), (31, 8), (31, 30), (31, 99)])
+def test_a_rank_has_an_equal_share_of_every_chunk(name, tokens, most):
+    """Chunks have the sizes of torch.tensor_split, and each is cut as a sequence of its own."""
+    x, size = torch.arange(tokens), 3
+    chunks = Layout.chunks(tokens, size, most, name)
+    pieces = x.tensor_split(-(-tokens // most))
+    assert [x[slice(*span)].tolist() for span in chunks.spans] == [p.tolist() for p in pieces]
+    assert max(map(len, pieces)) <= most
+    for rank in range(size):
+        expected = torch.cat([shard(piece, rank, size, 0, name) for piece in pieces])
+        assert chunks.layout.shard(x, rank, 0).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((96, 8, 7), "ValueError: a chunk of 6 tokens is too short for 8 ranks: expected chunks"),
+        ((31, 8, 8), "ValueError: a chunk of 7 tokens is too short for 8 ranks"),
+        ((7, 8, 8), "ValueError: a sequence of 7 tokens is too short for 8 ranks"),
+        ((96, 8, 0), "ValueError: expected chunks of at least one token, got tokens=0"),
+        ((96, 8, 32.0), r"TypeError: tokens must be a whole number, got 32\.0"),
+        ((96, 8, 32, "balanced"), "ValueError: unknown layout 'balanced'"),
+    ],
+)
+def test_chunks_that_cannot_be_cut_are_refused(arguments, error):
+    with refusal(error):
+        Layout.chunks(*arguments)
 
 
 def test_labels_are_shifted_over_the_whole_sequence():

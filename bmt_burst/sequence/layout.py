@@ -56,8 +56,8 @@ RunFields = tuple[int, int, int, Span]
 class Layout(ABC):
     """The positions of `seq_len` tokens on `size` ranks. It prints the positions of each rank.
 
-    Make one with zigzag, striped, contiguous, balanced or named. Layouts are equal if they have the
-    same kind and put all tokens in the same places.
+    Make one with zigzag, striped, contiguous, balanced, chunks or named. Layouts are equal if they
+    have the same kind and put all tokens in the same places.
 
     Raises ValueError for a size below 1 or fewer tokens than ranks, TypeError for anything but
     whole numbers.
@@ -117,11 +117,25 @@ class Layout(ABC):
             raise TypeError(f"expected a Mask, got {type(mask).__name__}")
         return Balanced(mask, size)
 
+    @staticmethod
+    def chunks(seq_len: int, size: int, tokens: int, layout: str = "zigzag") -> Chunked:
+        """Return the layout that cuts a sequence into chunks, and each chunk by itself.
+
+        So a rank has an equal share of every chunk, and its shares lie one after the other.
+
+        tokens  the most tokens of a chunk, on all ranks together. There are ceil(seq_len / tokens)
+                chunks of the sizes of torch.tensor_split, so none is a short rest.
+        layout  how each chunk is cut: one of LAYOUTS
+
+        Raises ValueError for tokens below 1, and for chunks with fewer tokens than ranks.
+        """
+        return Chunked(seq_len, size, tokens, layout)
+
     @abstractmethod
     def ranges(self, rank: int) -> Sequence[range]:
         """Return the positions of `rank`'s shard: rising ranges in rising order.
 
-        All ranges of a layout have the same step. Empty ranges do not count.
+        Ranges of one step need the fewest kernel calls. Empty ranges do not count.
         """
 
     @functools.cached_property
@@ -286,6 +300,38 @@ class Stacked(Layout):
     def term(self) -> str:
         terms = repr([(layout.seq_len, layout.term) for layout in self.layouts])
         return f"{self.name} {hashlib.blake2b(terms.encode(), digest_size=12).hexdigest()}"
+
+
+class Chunked(Stacked):
+    """See `Layout.chunks`.
+
+    spans  the positions of each chunk
+    """
+
+    name = "chunks"
+
+    def __init__(self, seq_len: int, size: int, tokens: int, layout: str):
+        whole, most = layout_class(layout)(seq_len, size), as_int("tokens", tokens)
+        if most < 1:
+            raise ValueError(f"expected chunks of at least one token, got tokens={most}")
+        count = -(-whole.seq_len // most)
+        if (shortest := whole.seq_len // count) < whole.size:
+            raise ValueError(
+                f"a chunk of {shortest} tokens is too short for {whole.size} ranks: expected "
+                f"chunks of at least {whole.size} tokens, got tokens={most}"
+            )
+        cut = [_chunk(whole.seq_len, count, index) for index in range(count)]
+        self.spans = tuple((positions.start, positions.stop) for positions in cut)
+        super().__init__([type(whole)(len(positions), whole.size) for positions in cut])
+
+    @property
+    def layout(self) -> Layout:
+        """This layout: x, positions and labels are its shards."""
+        return self
+
+    def __repr__(self) -> str:
+        kind, count = self.layouts[0].name, len(self.spans)
+        return f"<{count} {kind} chunks of {self.seq_len} tokens on {self.size} ranks>"
 
 
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Zigzag, Striped, Contiguous)}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, shard, unshard
-from bmt_burst.sequence.layout import LAYOUTS, Balanced
+from bmt_burst.sequence.layout import LAYOUTS, Balanced, Chunked
 
-NAMES = [*LAYOUTS, Balanced.name]
+NAMES = [*LAYOUTS, Balanced.name, Chunked.name]
 # tokens, ranks
 SHAPES = [(1, 1), (7, 1), (2, 2), (9, 2), (3, 3), (10, 3), (31, 4), (8, 8), (37, 8), (64, 8)]
 
@@ -25,6 +25,8 @@ def made(name: str, tokens: int, size: int) -> Layout:
         return Layout.balanced(
             Mask.documents(sorted({0, tokens // 3, tokens}), window=max(tokens // 2, 1)), size
         )
+    if name == Chunked.name:
+        return Layout.chunks(tokens, size, max(2 * size, 4))
     return Layout.named(name, tokens, size)
 
 
@@ -37,7 +39,8 @@ def test_each_position_has_one_owner(name, tokens, size):
     assert all(mine == sorted(mine) for mine in positions), "positions rise in a shard"
     lengths = [layout.length(rank) for rank in range(size)]
     assert lengths == list(map(len, positions))
-    assert max(lengths) - min(lengths) <= 1
+    chunks = len(layout.spans) if name == Chunked.name else 1
+    assert max(lengths) - min(lengths) <= chunks, "one token of each chunk"
     for rank in range(size):
         assert [
             p for run in layout.runs(rank) for p in range(run.start, run.stop, run.step)
