@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmt_burst import Layout, Mask, Slice
 from bmt_burst.bias.call_bias import CallBias, Segments
-from bmt_burst.sequence.layout import LAYOUTS, Balanced
+from bmt_burst.sequence.layout import LAYOUTS, Balanced, Chunked
 from bmt_burst.sequence.tile import KernelCall
 
 
@@ -217,6 +217,22 @@ def random_slices(chance: random.Random, tokens: int):
                 yield Slice(q, kv, high, high + 3)
 
 
+def random_two_lengths(chance: random.Random, size: int) -> tuple[Mask, Layout, Layout]:
+    """Return a mask of two lengths, or of one length and two layouts, and layouts of its queries
+    and keys.
+    """
+    tokens = chance.randint(size, 60)
+    start = chance.randint(0, tokens - size)
+    mask = random_mask(chance, tokens).rows(start, chance.randint(start + size, tokens))
+    if chance.random() < 0.3:
+        cuts = [sorted(chance.choices(range(30), k=3)) for _ in range(2)]
+        queries, keys = ((0, *some, 30 + chance.randint(0, 9)) for some in cuts)
+        window = chance.choice((None, chance.randint(1, 20)))
+        mask = Mask.documents(queries, chance.random() < 0.7, window, kv_cu_seqlens=keys)
+    mask = mask.transposed if chance.random() < 0.4 else mask
+    return mask, random_layout(chance, mask, size), random_layout(chance, mask.transposed, size)
+
+
 def made_layout(name: str, mask: Mask, size: int) -> Layout:
     """Return the layout with this name, or "balanced", for the tokens of a mask."""
     if name == Balanced.name:
@@ -225,5 +241,9 @@ def made_layout(name: str, mask: Mask, size: int) -> Layout:
 
 
 def random_layout(chance: random.Random, mask: Mask, size: int) -> Layout:
-    """Return one of the named layouts, or the balanced layout of the mask."""
-    return made_layout(chance.choice([*LAYOUTS, Balanced.name]), mask, size)
+    """Return one of the named layouts, the balanced layout of the mask, or chunks."""
+    name = chance.choice([*LAYOUTS, Balanced.name, Chunked.name])
+    if name == Chunked.name:
+        tokens = chance.randint(2 * size, 2 * size + 20)
+        return Layout.chunks(mask.seq_len, size, tokens, chance.choice([*LAYOUTS]))
+    return made_layout(name, mask, size)

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask, Slice
+from bmt_burst.kernels.reference import visible
 from bmt_burst.sequence.gathered_calls import flipped, kernel_calls
+from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import in_turn
 from bmt_burst.sequence.tile import Tile
 from bmt_burst.sequence.tiling import Tiling
+from tests.cases import random_mask
 
 
 def in_a_row(runs):
@@ -109,26 +112,65 @@ def test_a_mask_that_hides_all_has_no_tiles():
     assert [one.seen(rank) != [] for rank in range(3)] == [True, False, False]
 
 
+def count_pairs(calls, queries, keys, shape):
+    """Count how often kernel calls compute each pair of some queries and keys, by position."""
+    counts = torch.zeros(shape, dtype=torch.int)
+    for rows, columns, call, _ in calls:
+        i, j = (
+            torch.cat([positions[slice(*span)] for span in spans])
+            for positions, spans in ((queries, rows), (keys, columns))
+        )
+        counts[i.unsqueeze(1), j] += visible(call).int()
+    return counts
+
+
+def test_layouts_of_other_steps():
+    """A band is a staircase then. Rectangles of one size are one call, so calls of striped queries
+    grow with the logarithm of their number.
+    """
+    names = [*LAYOUTS, "two steps"]
+    for name, kv_name, seed in itertools.product(names, names, range(6)):
+        chance = random.Random(seed)
+        mask = Mask.causal(90, kv_len=120) if seed == 0 else random_mask(chance, 120).rows(20, 110)
+        layouts = [
+            TwoSteps(n, 3) if x == "two steps" else Layout.named(x, n, 3)
+            for x, n in ((name, 90), (kv_name, 120))
+        ]
+        tiling, total = Tiling(mask, *layouts), 0
+        for rank, owner in itertools.product(range(3), range(3)):
+            runs = tiling.kv_layout.runs(owner)
+            tiles = tiling.tiles(rank, runs, [run.span for run in runs])
+            calls = kernel_calls(tiling.own_tiles(rank) if owner == rank else tiles)
+            positions = layouts[0].positions(rank), layouts[1].positions(owner)
+            total = total + count_pairs(calls, *positions, mask.dense().shape)
+            if seed == 0 and name == "striped" and kv_name in ("contiguous", "zigzag"):
+                assert len(calls) <= 7
+        assert total.equal(mask.dense().int()), (name, kv_name, mask)
+
+
 class TwoSteps(Layout):
     name = "two steps"
 
     def ranges(self, rank):
+        middle = self.seq_len // 2
         return [
-            range(rank, self.seq_len - 2, 2),
-            range(self.seq_len - 2 + rank, self.seq_len - 1 + rank),
+            range(rank, middle, self.size),
+            *(range(p, p + 1) for p in range(middle + rank, self.seq_len, self.size)),
         ]
 
 
-def test_a_layout_with_ranges_of_two_steps_is_refused():
-    """A tile's band counts tokens: it would hide the wrong ones where those of two runs are not
-    equally far apart.
-    """
-    tiling = Tiling(Mask.window(10, 4), TwoSteps(10, 2))
-    runs = tiling.seen(1)
-    with pytest.raises(
-        AssertionError, match="expected one step for all ranges of a layout, got 1 and 2"
-    ):
-        tiling.tiles(1, runs, [span for *_, span in runs])
+def test_keys_of_earlier_chunks_are_one_run_of_each_rank():
+    """All queries see them, so their order is free. Only the last chunk's order counts."""
+    keys = Layout.chunks(64 * 32, 4, 32)
+    start, stop = keys.spans[-1]
+    mask = Mask.documents((0, 1000, 64 * 32)).rows(start, stop)
+    tiling = Tiling(mask, Layout.zigzag(stop - start, 4), keys)
+    for rank in range(4):
+        # before the document, in it, and two runs of the last chunk. Rank 0 has the first token of
+        # the last chunk, which all queries see.
+        assert len(tiling.kv_layout.runs(rank)) <= 5
+        assert len(keys.runs(rank)) == 128
+        assert tiling.kv_layout.length(rank) == keys.length(rank)
 
 
 def test_what_is_known_of_a_layout_is_shared_between_masks():
@@ -143,3 +185,5 @@ def test_what_is_known_of_a_layout_is_shared_between_masks():
     ):
         assert other._owners is first._owners
     assert first.with_mask(Mask.full(24)).mask == Mask.full(24)
+    other = Tiling(Mask.causal(9, kv_len=24), Layout.zigzag(9, 3), Layout.zigzag(24, 3))
+    assert other.transposed._viewers is other._owners

@@ -104,6 +104,7 @@ class Scores:
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask must be a Mask, got {type(self.mask).__name__}")
+        self.mask.check_one_length("scores of a bias")
         numbers = self._numbers
         for name, x in zip(_Numbers._fields[:3], numbers[:3], strict=True):
             if (tokens := len(x)) != self.seq_len:

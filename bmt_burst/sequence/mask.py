@@ -1,7 +1,8 @@
 """Masks: which (query, key) pairs of a whole sequence are visible.
 
 A mask is data. It consists of disjoint slices. Each slice is a rectangle of positions in which a
-band along the diagonal is visible. Masks know no ranks.
+band along the diagonal is visible. Masks know no ranks. Queries and keys may be two sequences of
+different lengths. Positions of each start at 0.
 
 To add a kind of mask, write a method that makes slices. Nothing else knows kinds. A mask that is no
 set of bands needs a slice for each rectangle, and planning takes longer with each.
@@ -54,7 +55,10 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """The visible pairs of `seq_len` tokens: those in `slices`. No pair may be in two slices.
+    """The visible pairs of `seq_len` queries and `kv_len` keys: those in `slices`. No pair may be
+    in two slices.
+
+    kv_len  by default seq_len. Then queries and keys usually are the same tokens.
 
     Raises ValueError for slices that overlap or leave the sequence, and for numbers beyond 64 bits.
     Raises TypeError for anything but whole numbers.
@@ -62,24 +66,36 @@ class Mask:
 
     seq_len: int
     slices: tuple[Slice, ...]
+    kv_len: int = None  # type: ignore[assignment]  # it is a number once the mask is made
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seq_len", _number("seq_len", self.seq_len))
-        if self.seq_len < 1:
-            raise ValueError(f"seq_len must be at least 1, got {self.seq_len}")
-        slices = sorted((_check_slice(s, self.seq_len) for s in self.slices), key=_start)
+        for name in ("seq_len", "kv_len"):
+            given = getattr(self, name)
+            number = self.seq_len if name == "kv_len" and given is None else _positive(name, given)
+            object.__setattr__(self, name, number)
+        lengths = self.seq_len, self.kv_len
+        slices = sorted((_check_slice(s, *lengths) for s in self.slices), key=_start)
         _check_disjoint(slices)
         object.__setattr__(self, "slices", tuple(s for s in slices if s.area))
 
     @staticmethod
-    def causal(seq_len: int) -> Mask:
-        """Return the mask in which every token sees itself and all earlier tokens."""
-        return _mask(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n), 0),))
+    def causal(seq_len: int, kv_len: int | None = None) -> Mask:
+        """Return the mask in which every token sees itself and all earlier tokens.
+
+        kv_len  the number of keys, if it differs. The queries are the last tokens of the keys, as
+                in flash-attn. With fewer keys than queries, the first queries see nothing.
+        """
+        n, m = _lengths(seq_len, kv_len)
+        return _mask(n, (Slice((0, n), (0, m), n - m),), m)
 
     @staticmethod
-    def full(seq_len: int) -> Mask:
-        """Return the mask in which every token sees every token."""
-        return _mask(seq_len, (Slice((0, n := _positive("seq_len", seq_len)), (0, n)),))
+    def full(seq_len: int, kv_len: int | None = None) -> Mask:
+        """Return the mask in which every one of `seq_len` queries sees every one of `kv_len` keys.
+
+        kv_len  by default seq_len
+        """
+        n, m = _lengths(seq_len, kv_len)
+        return _mask(n, (Slice((0, n), (0, m)),), m)
 
     @staticmethod
     def window(seq_len: int, window: int) -> Mask:
@@ -93,26 +109,40 @@ class Mask:
 
     @staticmethod
     def documents(
-        cu_seqlens: Sequence[int] | Tensor, causal: bool = True, window: int | None = None
+        cu_seqlens: Sequence[int] | Tensor,
+        causal: bool = True,
+        window: int | None = None,
+        *,
+        kv_cu_seqlens: Sequence[int] | Tensor | None = None,
     ) -> Mask:
         """Return the mask in which tokens see only their own document.
 
         Document d has positions cu_seqlens[d] to cu_seqlens[d + 1] - 1.
 
-        cu_seqlens  (0, ..., seq_len), a sequence or an integer tensor on the CPU. Two equal numbers
-                    are an empty document.
-        causal      whether tokens see no later ones
-        window      if given, tokens see only those less than `window` positions away. With
-                    `causal` this is as in `Mask.window`.
+        cu_seqlens     (0, ..., seq_len), a sequence or an integer tensor on the CPU. Two equal
+                       numbers are an empty document.
+        causal         whether tokens see no later ones
+        window         if given, tokens see only those less than `window` positions away. With
+                       `causal` this is as in `Mask.window`.
+        kv_cu_seqlens  the keys of the same documents, if they differ: (0, ..., kv_len). The queries
+                       of a document are the last tokens of its keys, as in `Mask.causal`.
 
-        Raises ValueError for cu_seqlens that do not start at 0, decrease or end at 0, and for a
-        window below 1. Raises TypeError for anything but whole numbers.
+        Raises ValueError for cu_seqlens that do not start at 0, decrease or end at 0, for a window
+        below 1, and for another number of documents in kv_cu_seqlens. Raises TypeError for anything
+        but whole numbers.
         """
-        bounds = read_bounds("cu_seqlens", cu_seqlens)
+        queries, keys = read_documents(cu_seqlens, kv_cu_seqlens)
         high = None if window is None else _positive("window", window)
         low = 0 if as_bool("causal", causal) else None if high is None else 1 - high
-        spans = itertools.pairwise(bounds)
-        return _mask(bounds[-1], tuple(Slice(span, span, low, high) for span in spans))
+        spans = zip(itertools.pairwise(queries), itertools.pairwise(keys), strict=True)
+        slices = [
+            # the last query is at the last key
+            band if q[1] == kv[1] else _move_band(band, q[1] - kv[1])
+            for q, kv in spans
+            if q[0] < q[1] and kv[0] < kv[1]
+            for band in [Slice(q, kv, low, high)]
+        ]
+        return _mask(queries[-1], slices, keys[-1])
 
     @staticmethod
     def stacked(masks: Sequence[Mask]) -> Mask:
@@ -121,22 +151,47 @@ class Mask:
 
         Raises ValueError without masks, TypeError for anything but a Mask.
         """
-        slices, start = [], 0
+        slices, start, kv_start = [], 0, 0
         if not masks:
             raise ValueError("expected at least one mask to stack, got none")
         for mask in masks:
             if not isinstance(mask, Mask):
                 raise TypeError(f"expected Masks to stack, got {type(mask).__name__}")
+            by = start - kv_start
             slices += [
-                s._replace(q=shifted(s.q, start), kv=shifted(s.kv, start)) for s in mask.slices
+                _move_band(s._replace(q=shifted(s.q, start), kv=shifted(s.kv, kv_start)), by)
+                for s in mask.slices
             ]
-            start += mask.seq_len
-        return _mask(start, tuple(slices))
+            start, kv_start = start + mask.seq_len, kv_start + mask.kv_len
+        return _mask(start, slices, kv_start)
+
+    def rows(self, start: int, stop: int) -> Mask:
+        """Return the mask of queries start to stop - 1 and all keys. Its first query is `start`.
+
+        Raises ValueError unless 0 <= start < stop <= seq_len, TypeError for anything but whole
+        numbers.
+        """
+        rows = as_int("start", start), as_int("stop", stop)
+        if not 0 <= rows[0] < rows[1] <= self.seq_len:
+            raise ValueError(
+                f"expected rows 0 <= start < stop <= {self.seq_len}, got start={rows[0]} and "
+                f"stop={rows[1]}"
+            )
+        slices = [
+            _move_band(s._replace(q=shifted(overlap(s.q, rows), -rows[0])), -rows[0])
+            for s in self.slices
+            if length(overlap(s.q, rows))
+        ]
+        found = [s for s in slices if s.area]
+        return _mask(length(rows), sorted(found, key=_start), self.kv_len)
 
     def windowed(self, window: int) -> Mask:
         """Return the mask of the visible pairs whose key is less than `window` positions before the
         query.
+
+        Raises ValueError for a mask of two lengths: see `check_one_length`.
         """
+        self.check_one_length("windowed()")
         high = _positive("window", window)
         slices = (
             s._replace(high=high if s.high is None else min(s.high, high)) for s in self.slices
@@ -152,6 +207,8 @@ class Mask:
     def digest(self) -> str:
         """A hash of the mask. It is the same in every process."""
         numbers = array("q", [self.seq_len])
+        if self.kv_len != self.seq_len:
+            numbers.append(self.kv_len)
         for (a, b), (c, d), low, high in self.slices:
             numbers.extend((a, b, c, d, low is None, low or 0, high is None, high or 0))
         return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
@@ -161,10 +218,13 @@ class Mask:
         """The documents: the most parts of the sequence that do not see each other.
 
         No slice reaches out of a part. Tokens in no slice are a part for each gap between the
-        others.
+        others. With two lengths these are parts of the queries: no slice has queries of two parts.
         """
         found, at = [], 0
-        for start, stop in _connect_slices(self.slices):
+        one_length = self.kv_len == self.seq_len
+        for start, stop in _connect_slices(
+            self.slices if one_length else [s._replace(kv=s.q) for s in self.slices]
+        ):
             found += [(at, start)] * (at < start) + [(start, stop)]
             at = stop
         return tuple(found + [(at, self.seq_len)] * (at < self.seq_len))
@@ -173,8 +233,10 @@ class Mask:
     def first_break(self) -> int | None:
         """The first token that does not see the token before it in its document, or None.
 
-        In a window of 1, where tokens see only themselves, that breaks nothing.
+        In a window of 1, where tokens see only themselves, that breaks nothing. Raises ValueError
+        for a mask of two lengths.
         """
+        self.check_one_length("positions in documents")
         near = [s for s in self.slices if (s.low is None or s.low <= 1)]
         ends = dict(
             merged(overlap(s.q, shifted(s.kv, 1)) for s in near if s.high is None or s.high > 1)
@@ -192,7 +254,38 @@ class Mask:
             Slice(kv, q, None if high is None else 1 - high, None if low is None else 1 - low)
             for q, kv, low, high in self.slices
         ]
-        return _mask(self.seq_len, tuple(sorted(flipped, key=_start)))
+        return _mask(self.kv_len, sorted(flipped, key=_start), self.seq_len)
+
+    @functools.cached_property
+    def equal_keys(self) -> tuple[Span, ...]:
+        """Ranges of keys that exactly the same queries see, rising: every key of a range.
+
+        Other keys are in none: there the band of a slice ends.
+        """
+        edges, bands = {0, self.kv_len}, list[Span]()
+        for (q_start, q_stop), kv, low, high in self.slices:
+            edges.update(kv)
+            for bound in (low, high):
+                if bound is not None:  # some queries see the keys of this band, others do not
+                    band = q_start - bound + 1, q_stop - bound
+                    edges.update(x for x in band if kv[0] < x < kv[1])
+                    bands.append(overlap(kv, band))
+        found, uneven = [], iter((*merged(bands), (self.kv_len, self.kv_len)))
+        band = next(uneven)
+        for span in itertools.pairwise(sorted(edges)):
+            while band[1] <= span[0]:
+                band = next(uneven)
+            if span[1] <= band[0]:
+                found.append(span)
+        return tuple(found)
+
+    def check_one_length(self, what: str) -> None:
+        """Raise ValueError if the numbers of queries and keys differ. `what` needs one sequence."""
+        if self.kv_len != self.seq_len:
+            raise ValueError(
+                f"{what}: expected a mask of queries and keys of one sequence, got one of "
+                f"{self.seq_len} queries and {self.kv_len} keys"
+            )
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Return the position of each token in its document, for rotary embedding: (seq_len,)
@@ -200,7 +293,7 @@ class Mask:
 
         Documents are `parts`. Raises ValueError unless each token of a document sees the token
         before it, as under causal and full masks, windows of 2 or more, and prefixes. A tree of
-        drafts has no such positions.
+        drafts has no such positions, and neither has a mask of two lengths.
         """
         if (token := self.first_break) is not None:
             raise ValueError(
@@ -213,11 +306,11 @@ class Mask:
         return (torch.arange(self.seq_len) - starts.repeat_interleave(lengths)).to(device)
 
     def dense(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the mask as (seq_len, seq_len) bool: True where a query (row) sees a key (column).
+        """Return the mask as (seq_len, kv_len) bool: True where a query (row) sees a key (column).
 
         For tests: it takes O(n^2) memory.
         """
-        visible = torch.zeros(self.seq_len, self.seq_len, dtype=torch.bool, device=device)
+        visible = torch.zeros(self.seq_len, self.kv_len, dtype=torch.bool, device=device)
         for s in self.slices:
             i, j = (torch.arange(*span, device=device) for span in (s.q, s.kv))
             distance = i.unsqueeze(1) - j
@@ -236,24 +329,26 @@ class Mask:
         shown = ", ".join(f"Slice{tuple(s)}" for s in self.slices[:3]) + ", ..." * (
             len(self.slices) > 3
         )
-        return f"Mask({self.seq_len}, ({shown}))"
+        keys = f", kv_len={self.kv_len}" * (self.kv_len != self.seq_len)
+        return f"Mask({self.seq_len}, ({shown}){keys})"
 
     def __str__(self) -> str:
         """Describe the mask in a line and draw it. Rows are queries and columns are keys."""
-        share = self.area / self.seq_len**2
+        share = self.area / (self.seq_len * self.kv_len)
         parts = len(self.parts)
-        documents = f"{parts:,} document{'s' * (parts > 1)}"
+        tokens = f"{self.seq_len:,} tokens, {parts:,} document{'s' * (parts > 1)}"
+        if self.kv_len != self.seq_len:
+            tokens = f"{self.seq_len:,} queries, {self.kv_len:,} keys"
         pairs = f"{self.area:,} visible pairs ({share:.1%})"
-        return "\n".join([f"{self.seq_len:,} tokens, {documents}, {pairs}", *self._draw_rows()])
+        return "\n".join([f"{tokens}, {pairs}", *self._draw_rows()])
 
     def _draw_rows(self) -> Iterator[str]:
         """Draw squares of the mask, darker where more pairs are visible."""
-        cells = min(_DRAWN, self.seq_len)
-        cuts = [self.seq_len * i // cells for i in range(cells + 1)]
-        for rows in itertools.pairwise(cuts):
+        row_cuts, column_cuts = map(_cut_cells, (self.seq_len, self.kv_len))
+        for rows in itertools.pairwise(row_cuts):
             crossing = [s for s in self.slices if length(overlap(s.q, rows))]
             line = []
-            for columns in itertools.pairwise(cuts):
+            for columns in itertools.pairwise(column_cuts):
                 visible = sum(_crop_slice(s, rows, columns).area for s in crossing)
                 line.append(
                     _SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))]
@@ -262,17 +357,42 @@ class Mask:
 
 
 @functools.lru_cache(maxsize=_MOST_PLAIN)
-def plain_mask(seq_len: int, causal: bool = True) -> Mask:
+def plain_mask(seq_len: int, causal: bool = True, kv_len: int | None = None) -> Mask:
     """Return Mask.causal or Mask.full. All layers get one object, so that they share its plans."""
-    return (Mask.causal if causal else Mask.full)(seq_len)
+    return (Mask.causal if causal else Mask.full)(seq_len, kv_len)
 
 
-def _mask(seq_len: int, slices: Sequence[Slice]) -> Mask:
+def _mask(seq_len: int, slices: Sequence[Slice], kv_len: int | None = None) -> Mask:
     """Make a mask of slices that are known to be valid and in order."""
     mask = object.__new__(Mask)
     object.__setattr__(mask, "seq_len", seq_len)
     object.__setattr__(mask, "slices", tuple(slices))
+    object.__setattr__(mask, "kv_len", seq_len if kv_len is None else kv_len)
     return mask
+
+
+def _lengths(seq_len: Any, kv_len: Any) -> tuple[int, int]:
+    n = _positive("seq_len", seq_len)
+    return n, n if kv_len is None else _positive("kv_len", kv_len)
+
+
+def _move_band(s: Slice, by: int) -> Slice:
+    """Return the slice with its band moved by a distance. Bounds that would be beyond 64 bits hide
+    the same pairs.
+    """
+    if not by:
+        return s
+    low, high = (
+        None if bound is None else max(1 - _LARGEST, min(bound + by, _LARGEST))
+        for bound in (s.low, s.high)
+    )
+    return s._replace(low=low, high=high)
+
+
+def _cut_cells(tokens: int) -> list[int]:
+    """Return the bounds of the cells in which tokens are drawn."""
+    cells = min(_DRAWN, tokens)
+    return [tokens * i // cells for i in range(cells + 1)]
 
 
 def _count_from(q: Span, kv: Span, bound: int) -> int:
@@ -329,6 +449,10 @@ def _positive(name: str, value: Any) -> int:
 
 def read_bounds(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
     """Return the bounds of documents, without empty documents. `name` is for errors."""
+    return list(dict.fromkeys(_read_numbers(name, cu_seqlens)))
+
+
+def _read_numbers(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
     if isinstance(cu_seqlens, Tensor):
         if (
             cu_seqlens.dim() != 1
@@ -355,21 +479,42 @@ def read_bounds(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
         if after < before:
             raise ValueError(f"{name} must not decrease, got {after} after {before}")
     _number(name, bounds[-1])
-    return list(dict.fromkeys(bounds))  # without empty documents
+    return bounds
 
 
-def _check_slice(s: Any, seq_len: int) -> Slice:
+def read_documents(
+    cu_seqlens: Sequence[int] | Tensor,
+    kv_cu_seqlens: Sequence[int] | Tensor | None,
+    kv_name: str = "kv_cu_seqlens",
+) -> tuple[list[int], list[int]]:
+    """Return the bounds of documents in queries and in keys, by default the same ones.
+
+    kv_name  what errors call the second ones
+    """
+    queries = _read_numbers("cu_seqlens", cu_seqlens)
+    if kv_cu_seqlens is None:
+        return queries, queries
+    keys = _read_numbers(kv_name, kv_cu_seqlens)
+    if len(keys) != len(queries):
+        raise ValueError(
+            f"expected {kv_name} of as many documents as cu_seqlens, {len(queries) - 1}, got "
+            f"{len(keys) - 1}"
+        )
+    return queries, keys
+
+
+def _check_slice(s: Any, seq_len: int, kv_len: int) -> Slice:
     if not isinstance(s, Slice):
         raise TypeError(f"slices must be Slices, got {type(s).__name__}")
     spans: list[Span] = []
-    for name, span in (("q", s.q), ("kv", s.kv)):
+    for name, span, tokens in (("q", s.q, seq_len), ("kv", s.kv, kv_len)):
         if not isinstance(span, Sequence) or len(span) != 2:
             raise TypeError(f"{name} of a slice must be (start, stop), got {span!r}")
         start, stop = (as_int(f"{name} of a slice", x) for x in span)
-        if not 0 <= start <= stop <= seq_len:
+        if not 0 <= start <= stop <= tokens:
+            kind = "tokens" if seq_len == kv_len else "queries" if name == "q" else "keys"
             raise ValueError(
-                f"{name}=({start}, {stop}) of a slice is out of range: "
-                f"the mask has {seq_len} tokens"
+                f"{name}=({start}, {stop}) of a slice is out of range: the mask has {tokens} {kind}"
             )
         spans.append((start, stop))
     low, high = (

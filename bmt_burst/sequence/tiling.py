@@ -1,4 +1,4 @@
-"""A tiling: a mask cut by a layout, as tiles of queries and keys that ranks have.
+"""A tiling: a mask cut by layouts, as tiles of queries and keys that ranks have.
 
 `seen` finds which tokens of which ranks a rank's queries attend to. `tiles` finds how they attend
 to tokens that lie somewhere in memory. The work grows with what the asked ranks need, not with the
@@ -14,6 +14,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from .joining import join_neighbours
 from .layout import Layout, Run, RunFields
 from .mask import Mask, Slice
 from .span import Span, length, merged
@@ -47,26 +48,39 @@ class _Sorted:
 
 
 class Tiling:
-    """`mask` cut by `layout`, both of one length."""
+    """`mask` cut by a layout of its queries and one of its keys.
 
-    def __init__(self, mask: Mask, layout: Layout):
-        self.mask, self.layout = mask, layout
+    kv_layout  by default `layout`: queries and keys are the same tokens. With two layouts, tokens
+               of equal visibility are joined, so positions may differ from those of the layouts
+               that were passed. Spans of shards do not.
+    """
+
+    def __init__(self, mask: Mask, layout: Layout, kv_layout: Layout | None = None):
+        if kv_layout is not None:
+            layout = join_neighbours(layout, mask.transposed)
+            kv_layout = join_neighbours(kv_layout, mask)
+        self.mask, self.layout, self.kv_layout = mask, layout, kv_layout or layout
+        self.is_one_layout = kv_layout is None
         self._slices = _Sorted([s.q for s in mask.slices])
         self._parts_of: dict[int, list[_QueryRun]] = {}
 
     @functools.cached_property
     def transposed(self) -> Tiling:
         """The tiling of the transposed mask."""
-        return self.with_mask(self.mask.transposed)
+        other = Tiling(self.mask.transposed, self.kv_layout)
+        other.kv_layout, other.is_one_layout = self.layout, self.is_one_layout
+        other._owners, other._viewers = self._viewers, self._owners
+        return other
 
     def with_mask(self, mask: Mask) -> Tiling:
         """Return the tiling of another mask by the same layout. Both share the layout's runs."""
+        assert self.is_one_layout, "positions of two layouts are those for one mask"
         other = Tiling(mask, self.layout)
         other._owners = self._owners
         return other
 
     def seen(self, rank: int) -> list[RunFields]:
-        """Return the tokens of other ranks that queries of `rank` attend to, in order of position.
+        """Return the keys of other ranks that queries of `rank` attend to, in order of position.
 
         Each is part of one run of a shard. With steps, it may include tokens that no query attends
         to.
@@ -75,7 +89,7 @@ class Tiling:
         return [run for span in spans for run in self.runs_at(span) if run[2] != rank]
 
     def runs_at(self, positions: Span) -> list[RunFields]:
-        """Return the tokens of all ranks at some positions: parts of runs, in order of position.
+        """Return the keys of all ranks at some positions: parts of runs, in order of position.
 
         Documents of a striped layout have ranks x ranks of these each, and each rank plans with
         all of them. So this is one loop with plain tuples.
@@ -96,13 +110,13 @@ class Tiling:
         return found
 
     def seen_by(self, rank: int, inner: int) -> dict[int, tuple[Span, ...]]:
-        """Return the tokens of `rank`'s shard that other ranks need, as rising spans of it.
+        """Return the keys of `rank`'s shard that other ranks need, as rising spans of it.
 
         They are sorted by the host of the viewer, if a host has `inner` ranks.
         """
-        runs, order = self._owners
+        runs, order = self._viewers
         found: dict[int, set[Span]] = {}
-        for own in self.layout.runs(rank):
+        for own in self.kv_layout.runs(rank):
             for index in self._keys.around(own.start, own.stop):
                 s = self._slices_by_key[index]
                 first = s.q[0] if s.low is None else max(s.q[0], own.start + s.low)
@@ -115,13 +129,13 @@ class Tiling:
         return {host: merged(spans) for host, spans in found.items()}
 
     def own_tiles(self, rank: int) -> list[TileFields]:
-        """Return how queries of `rank` attend to its own keys, in tokens of its shard."""
-        runs = self.layout.runs(rank)
+        """Return how queries of `rank` attend to its own keys, in tokens of its shards."""
+        runs = self.kv_layout.runs(rank)
         tiles: list[TileFields] = []
         for s, of_slice in itertools.groupby(self._parts(rank), lambda part: part.slice):
             parts = list(of_slice)
             # Positions rise within a shard, so a causal slice is one triangle of the shard.
-            if s.q == s.kv and s.low == 0 and s.high is None:
+            if self.is_one_layout and s.q == s.kv and s.low == 0 and s.high is None:
                 span = parts[0].span[0], parts[-1].span[1]
                 tiles.append(Tile(span, span, 0 if length(span) > 1 else None))
             else:
@@ -146,7 +160,7 @@ class Tiling:
             start, stop, step = positions.start, positions.stop, positions.step
             near = self._slices.around(start, stop)
             for s in self.mask.slices[near.start : near.stop]:
-                if step == 1 and start <= s.kv[0] and s.kv[1] <= stop:
+                if self.is_one_layout and step == 1 and start <= s.kv[0] and s.kv[1] <= stop:
                     continue  # as with a whole document
                 first, last = _inside(start, step, len(positions), *s.q)
                 if first < last:
@@ -166,9 +180,13 @@ class Tiling:
 
     @functools.cached_property
     def _owners(self) -> tuple[list[Run], _Sorted]:
-        """The runs of all ranks in the order of their starts, and their positions."""
-        runs = sorted(run for rank in range(self.layout.size) for run in self.layout.runs(rank))
-        return runs, _Sorted([(run.start, run.stop) for run in runs])
+        """The runs of keys of all ranks in the order of their starts, and their positions."""
+        return _sort_runs(self.kv_layout)
+
+    @functools.cached_property
+    def _viewers(self) -> tuple[list[Run], _Sorted]:
+        """The runs of queries of all ranks."""
+        return self._owners if self.is_one_layout else _sort_runs(self.layout)
 
     @functools.cached_property
     def _slices_by_key(self) -> Sequence[Slice]:
@@ -177,6 +195,12 @@ class Tiling:
     @functools.cached_property
     def _keys(self) -> _Sorted:
         return _Sorted([s.kv for s in self._slices_by_key])
+
+
+def _sort_runs(layout: Layout) -> tuple[list[Run], _Sorted]:
+    """Return the runs of all ranks in the order of their starts, and their positions."""
+    runs = sorted(run for rank in range(layout.size) for run in layout.runs(rank))
+    return runs, _Sorted([(run.start, run.stop) for run in runs])
 
 
 def _part(s: Slice, run: Run) -> _QueryRun | None:
@@ -223,11 +247,51 @@ def _tiles(
     order = _Sorted(positions)
     tiles: list[TileFields] = []
     for part in parts:
-        start, stop = part.visible
+        (start, stop), step = part.visible, part.step
         for index in order.around(start, stop) if start < stop else ():
-            if tile := _tile(part, runs[index], places[index]):
+            if runs[index][1] != step:
+                for rectangle in _cut_staircase(part, runs[index], places[index]):
+                    _append(tiles, rectangle)
+            elif tile := _tile(part, runs[index], places[index]):
                 _append(tiles, tile)
     return tiles
+
+
+def _cut_staircase(part: _QueryRun, run: RunFields, place: Span) -> Iterator[TileFields]:
+    """Yield rectangles with all that a part's queries see of a run with another step.
+
+    With another step a band is a staircase. Rectangles of one depth at one edge of the band share
+    neither queries nor keys, so they may be one kernel call.
+    """
+    (_, kv, low, high), first, step, (q_start, q_stop) = part
+    position, its_step, _, _ = run
+
+    def find_key(start: int) -> int:
+        """Return the first key at or after a position, as its place."""
+        return place[0] + min(max(-((position - start) // its_step), 0), length(place))
+
+    def starts(row: int) -> int:
+        return find_key(kv[0] if high is None else max(kv[0], first + step * row - high + 1))
+
+    def stops(row: int) -> int:
+        return find_key(kv[1] if low is None else min(kv[1], first + step * row - low + 1))
+
+    def cut(rows: Span, keys: Span) -> Iterator[TileFields]:
+        """Yield rectangles of the visible pairs of some queries with some keys."""
+        last = rows[1] - 1
+        if max(keys[0], starts(rows[0])) >= min(keys[1], stops(last)):
+            return
+        begin = min(max(keys[0], starts(last)), keys[1])
+        end = max(begin, min(keys[1], stops(rows[0])))
+        if begin < end:
+            yield (q_start + rows[0], q_start + rows[1]), (begin, end), None, None
+        if length(rows) > 1:
+            middle = (rows[0] + rows[1]) // 2
+            for half in ((rows[0], middle), (middle, rows[1])):
+                yield from cut(half, (keys[0], begin))
+                yield from cut(half, (end, keys[1]))
+
+    yield from cut((0, q_stop - q_start), place)
 
 
 def _tile(part: _QueryRun, run: RunFields, place: Span) -> TileFields | None:
@@ -249,9 +313,6 @@ def _tile(part: _QueryRun, run: RunFields, place: Span) -> TileFields | None:
     columns, rows = min(end, kv_end - place[0]) - begin, q_stop - q_start
     if columns <= 0:
         return None
-    assert its_step == step, (
-        f"expected one step for all ranges of a layout, got {step} and {its_step}"
-    )
     ahead = first_position - position
     below = -columns if low is None else -((ahead - low) // step)
     above = rows + 1 if high is None else -((ahead - high) // step)

@@ -88,7 +88,10 @@ def choose(
 def find_fault(mask: Mask) -> str | None:
     """Return why sparse attention cannot use this mask, or None if it can. Answers are kept, since
     each call needs one and a mask may have thousands of slices.
+
+    Raises ValueError for a mask of two lengths.
     """
+    mask.check_one_length("sparse attention")
     if mask.seq_len > MOST_TOKENS:
         return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.seq_len}"
     for s in mask.slices:

@@ -12,7 +12,7 @@ import torch
 
 from bmt_burst import Layout, Mask
 from examples.mask_kinds import EXAMPLES
-from tests.cases import random_mask, random_qkv
+from tests.cases import random_mask, random_qkv, random_two_lengths
 from tests.launcher import run_script
 from tests.reference import assert_close, dense_results
 from tests.rings import ring_results
@@ -25,14 +25,14 @@ each_length = pytest.mark.parametrize("tokens", LENGTHS)
 
 def check_pairs(mask):
     """Count pairs one by one, by the definition of a slice."""
-    tokens, dense = mask.seq_len, mask.dense()
-    one_by_one = torch.zeros(tokens, tokens, dtype=torch.int)
+    tokens, dense = (mask.seq_len, mask.kv_len), mask.dense()
+    one_by_one = torch.zeros(tokens, dtype=torch.int)
     for part in mask.slices:
         (q0, q1), (k0, k1), low, high = part
         for i in range(q0, q1):
             for j in range(k0, k1):
                 one_by_one[i, j] += (low is None or low <= i - j) and (high is None or i - j < high)
-        assert part.area == Mask(tokens, (part,)).dense().sum() > 0
+        assert part.area == Mask(tokens[0], (part,), kv_len=tokens[1]).dense().sum() > 0
     assert one_by_one.max() <= 1, "slices share no pair"
     assert dense.equal(one_by_one.bool())
     assert mask.area == int(dense.sum())
@@ -43,18 +43,28 @@ def check_derived(mask):
     tokens, dense = mask.seq_len, mask.dense()
     assert mask.transposed.dense().equal(dense.T)
     assert mask.transposed.transposed == mask
-    ahead = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
-    for window in (1, 3, 50):
-        assert mask.windowed(window).dense().equal(dense & (ahead < window))
-    stacked = Mask.stacked([mask, Mask.causal(3), mask])
-    assert stacked.dense().equal(torch.block_diag(dense, torch.ones(3, 3).tril(), dense).bool())
-    for made in (mask, mask.transposed, mask.windowed(3), stacked):
-        checked = Mask(made.seq_len, made.slices)  # the public constructor accepts its slices
-        assert (checked, checked.digest) == (made, made.digest)
+    assert mask.rows(0, tokens) == mask
+    some = mask.rows(tokens // 3, tokens // 2 + 1)
+    assert some.dense().equal(dense[tokens // 3 : tokens // 2 + 1])
+    made = [mask, mask.transposed, some, some.transposed]
+    if mask.kv_len == tokens:
+        ahead = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
+        for window in (1, 3, 50):
+            made.append(mask.windowed(window))
+            assert made[-1].dense().equal(dense & (ahead < window))
+    made.append(Mask.stacked([mask, Mask.causal(3), mask]))
+    assert made[-1].dense().equal(torch.block_diag(dense, torch.ones(3, 3).tril(), dense).bool())
+    for each in made:
+        checked = Mask(each.seq_len, each.slices, kv_len=each.kv_len)  # its slices are accepted
+        assert (checked, checked.digest) == (each, each.digest)
+    free = [dense[:, slice(*span)] for span in mask.equal_keys]
+    assert all(columns.eq(columns[:, :1]).all() for columns in free)
     assert [p for part in mask.parts for p in range(*part)] == list(range(tokens))
     lengths = torch.tensor([stop - start for start, stop in mask.parts])
     part_of = torch.arange(len(lengths)).repeat_interleave(lengths)
-    assert not dense[part_of.unsqueeze(1) != part_of].any(), "parts see nothing of each other"
+    assert all(part_of[s.q[0]] == part_of[s.q[1] - 1] for s in mask.slices)
+    if mask.kv_len == tokens:
+        assert not dense[part_of.unsqueeze(1) != part_of].any(), "parts see nothing of each other"
 
 
 @each_mask
@@ -69,9 +79,11 @@ def test_each_kind_is_what_its_slices_are(kind, tokens):
 
 
 def test_random_masks_are_what_their_slices_are():
+    """Every other one has two lengths."""
     for seed in range(200):
         chance = random.Random(seed)
         mask = random_mask(chance, chance.randint(1, 20))
+        mask = random_two_lengths(chance, 4)[0] if seed % 2 else mask
         check_pairs(mask)
         check_derived(mask)
 
