@@ -35,7 +35,7 @@ from .calls.refusal import (
 from .extensions import AllScores, find_extension
 from .ranks.rings import Group, make_rings
 from .sequence.layout import Layout
-from .sequence.mask import Mask
+from .sequence.mask import Mask, read_documents
 from .sparse.config import InfLLMV2
 from .strategies import GROUP_BYTES
 
@@ -65,6 +65,7 @@ class Keywords(SharedKeywords, total=False):
 
     mask: Masks | None
     layout: Layouts
+    kv_layout: Layouts | None
     scores: AllScores | None
     bias: Tensor | None
 
@@ -74,6 +75,8 @@ class VarlenKeywords(SharedKeywords, total=False):
 
     window: int | None
     layout: str | Layout
+    kv_layout: str | Layout | None
+    cu_seqlens_k: Sequence[int] | Tensor | None
 
 
 def _overloaded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,6 +122,7 @@ def burst_attn_func(
     *,
     mask: Masks | None = None,
     layout: Layouts = "zigzag",
+    kv_layout: Layouts | None = None,
     strategy: str = "auto",
     backward: str = "auto",
     return_lse: bool = False,
@@ -138,16 +142,18 @@ def burst_attn_func(
     Args:
         q: (B, S_local, H, D) queries of this rank's tokens, in fp16, bf16, fp32 or fp64. Autocast
             casts q, k and v to its dtype, unless they are fp64.
-        k: (B, S_local, G, D) keys of the same tokens. H is a multiple of G, and query head h
-            attends to kv head h // (H // G). Heads are never repeated.
-        v: (B, S_local, G, D_v) values of the same tokens. If D_v is not D, as in multi-head latent
+        k: (B, T_local, G, D) keys, usually of the same tokens. H is a multiple of G, and query head
+            h attends to kv head h // (H // G). Heads are never repeated. Keys of other tokens, or
+            of more of them, have a `kv_layout`; see attention.md.
+        v: (B, T_local, G, D_v) values of the keys' tokens. If D_v is not D, as in multi-head latent
             attention, the smaller one is padded with zeros, which are computed and sent. "fa4"
             computes 192:128 without them on Hopper, if G is H.
         softmax_scale: positive factor of the scores, by default 1 / sqrt(D).
         flash: the block kernel: "auto" for the fastest that can compute the call, or a name from
             `bmt_burst.kernels`. "cuda" is the best kernel of the flash-attn packages.
         causal: whether a token sees only tokens at its own or earlier positions. `layout` gives
-            the positions.
+            the positions. Queries of another number than the keys are their last tokens, as in
+            `Mask.causal`.
         optimize_bwd_comm: has no effect, and is here for calls written for BurstAttention's
             package. A backward that sends queries sends delta = rowsum(out * dout) with them, which
             is fewer bytes than out.
@@ -162,6 +168,10 @@ def burst_attn_func(
             "contiguous", "balanced" for Layout.balanced of the mask, a `bmt_burst.Layout`, or one
             of these for each row of the batch. Rows must give a rank equally many tokens. Cut q, k
             and v by the layout's `shard`.
+        kv_layout: the layout of the keys and values, in the same forms, if they are other tokens
+            than the queries or lie elsewhere. By default it is `layout`; a `Layout` then needs as
+            many keys as queries. Takes no bias and no `sparse`, and not the strategies "ulysses"
+            and "usp".
         strategy: "ring", "all-gather", "one-call", "ulysses", "usp", or "auto", which is "one-call"
             for short calls on GPUs, and otherwise "ring". With "usp" the ranks of a double_group's
             `intra` share heads. "one-call" and "ulysses" take no double_group.
@@ -226,6 +236,7 @@ def burst_attn_func(
         return_lse=return_lse,
         group_bytes=group_bytes,
         softcap=softcap,
+        kv_layout=kv_layout,
     )
     extend = functools.partial(find_extension, scores, bias, sparse, choose_by)
     rings = make_rings(process_group, double_group)
@@ -289,7 +300,7 @@ def burst_attn_kvpacked_func(
 def burst_attn_kvpacked_func(
     q: Tensor, kv: Tensor, *options: Any, **keywords: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `burst_attn_func` of q (B, S_local, H, D) and packed kv (B, S_local, 2, G, D).
+    """Compute `burst_attn_func` of q (B, S_local, H, D) and packed kv (B, T_local, 2, G, D).
 
     Keys and values are not copied. All other arguments, results and errors are burst_attn_func's.
     """
@@ -371,6 +382,8 @@ def burst_attn_varlen_func(
     double_group: Sequence[Group | None] = (None, None),
     *,
     layout: str | Layout = "zigzag",
+    kv_layout: str | Layout | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
     return_lse: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -385,26 +398,30 @@ def burst_attn_varlen_func(
     """Compute `burst_attn_func` of packed documents, with the tensors of flash-attn's varlen form.
 
     Args:
-        q: (T_local, H, D) queries of this rank's tokens of the packed sequence.
-        k: (T_local, G, D) keys of the same tokens.
-        v: (T_local, G, D_v) values of the same tokens.
-        cu_seqlens: (0, ..., T), the starts of the documents in the whole sequence, and its length:
+        q: (S_local, H, D) queries of this rank's tokens of the packed sequence.
+        k: (T_local, G, D) keys, by default of the same tokens.
+        v: (T_local, G, D_v) values of the keys' tokens.
+        cu_seqlens: (0, ..., S), the starts of the documents in the whole sequence, and its length:
             a sequence, or an integer tensor on the CPU, identical on every rank. Documents may be
             empty.
         causal: whether a token sees only tokens at its own or earlier positions of its document.
         window: tokens see only tokens less than `window` positions away, so with `causal`
             themselves and the window - 1 tokens before.
-        layout: as burst_attn_func's, for the packed sequence as a whole.
+        layout, kv_layout: as burst_attn_func's, for the packed sequence as a whole.
+        cu_seqlens_k: (0, ..., T), the starts of the same documents in the keys, if these are other
+            tokens. The queries of a document are the last tokens of its keys.
 
     All other arguments and errors are burst_attn_func's.
 
     Returns:
-        out (T_local, H, D_v), and with return_lse also lse (H, T_local).
+        out (S_local, H, D_v), and with return_lse also lse (H, S_local).
     """
     try:
         if second := find_second_cu_seqlens(softmax_scale):
             raise second
-        mask = Mask.documents(cu_seqlens, causal, window)
+        if cu_seqlens_k is not None:  # errors have the name that the user typed
+            read_documents(cu_seqlens, cu_seqlens_k, "cu_seqlens_k")
+        mask = Mask.documents(cu_seqlens, causal, window, kv_cu_seqlens=cu_seqlens_k)
     except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
         refuse_call(error, process_group, double_group)
     options = Options(
@@ -421,6 +438,7 @@ def burst_attn_varlen_func(
         group_bytes=group_bytes,
         softcap=softcap,
         is_packed=True,
+        kv_layout=kv_layout,
     )
     extend = functools.partial(find_extension, None, None, sparse, choose_by)
     rings = make_rings(process_group, double_group)

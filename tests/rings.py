@@ -37,6 +37,7 @@ def ring_results(
     inner: int | None = None,
     strided: bool = False,
     dlse: Tensor | None = None,
+    kv_layout: Layout | None = None,
     **options,
 ) -> list[Tensor]:
     """Return whole out, lse, dq, dk, dv of a simulated ring, and the gradients of a bias and sinks.
@@ -44,10 +45,12 @@ def ring_results(
     The ring is double with `inner` ranks a host. With dlse (B, H, S), gradients are those of both
     results. With `strided`, ranks get transposed tensors.
     """
-    arguments = {"layout": whole, **options}
+    arguments = {"layout": whole, "kv_layout": kv_layout, **options}
+    keys = kv_layout or whole
+    layouts = whole, keys, keys, whole  # of q, k, v and the output gradient
 
     def work(ring):
-        shards = [whole.shard(x, ring.rank) for x in tensors]
+        shards = [x.shard(y, ring.rank) for x, y in zip(layouts, tensors, strict=True)]
         if strided:
             shards = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards]
         own = None if dlse is None else whole.shard(dlse, ring.rank, dim=2)
@@ -55,7 +58,10 @@ def ring_results(
         return shard_results(shards, scale, own, **arguments, **groups)
 
     results = simulate(whole.size, work)
-    joined = [whole.unshard([r[i] for r in results], 2 if i == 1 else 1) for i in range(5)]
+    joined = [
+        layout.unshard([r[i] for r in results], 2 if i == 1 else 1)
+        for i, layout in enumerate((whole, whole, whole, keys, keys))
+    ]
     return [*joined, *(sum(shares) for shares in zip(*(r[5:] for r in results), strict=True))]
 
 
@@ -121,15 +127,21 @@ def rank_results(
     tensors: Sequence[Tensor],
     expected: Sequence[Tensor],
     scale: float,
+    kv_layout: Layout | None = None,
     **options,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return this rank's results of a call, and its part of the whole `expected` ones.
 
     `options` are those of burst_attn_func. Gradients of a bias and sinks stay whole.
     """
-    shards = [whole.shard(x, rank) for x in tensors]
-    got = shard_results(shards, scale, **{"layout": whole, **options})
-    parts = [whole.shard(x, rank, 2 if i == 1 else 1) for i, x in enumerate(expected[:5])]
+    keys = kv_layout or whole
+    sides = zip((whole, keys, keys, whole), tensors, strict=True)
+    shards = [layout.shard(x, rank) for layout, x in sides]
+    got = shard_results(shards, scale, **{"layout": whole, "kv_layout": kv_layout, **options})
+    parts = [
+        layout.shard(expected[i], rank, 2 if i == 1 else 1)
+        for i, layout in enumerate((whole, whole, whole, keys, keys))
+    ]
     return got, [*parts, *expected[5:]]
 
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from bmt_burst import burst_attn_func, init_sequence_parallel
 from bmt_burst.ranks.groups import _count_ranks_a_host
-from tests.cases import random_layout, random_mask, random_qkv
+from bmt_burst.sequence.tile import KernelCall
+from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
 from tests.launcher import run_ranks
 from tests.reference import dense_results
 from tests.rings import worst_rank_error
@@ -19,16 +20,24 @@ RANDOM_MASKS = 5
 
 
 def worst_error(groups: dict, rank: int, size: int) -> float:
-    """Return the largest relative error of this rank's out, lse, dq, dk, dv over random masks."""
+    """Return the largest relative error of this rank's out, lse, dq, dk, dv over random masks.
+
+    Every other mask has keys of another length or layout.
+    """
     worst = 0.0
     for seed in range(RANDOM_MASKS):
         chance = random.Random(seed)
         mask = random_mask(chance, 29)
-        whole = random_layout(chance, mask, size)
-        options = {"mask": mask, "backward": chance.choice(("q", "kv"))}
+        whole, kv_layout = random_layout(chance, mask, size), None
+        strategies = ["ring", "all-gather", "ulysses"]
+        if seed % 2 and "strategy" not in groups:
+            mask, whole, kv_layout = random_two_lengths(chance, size)
+            strategies = ["ring", "one-call", "plain-ring"]
+        options = {"mask": mask, "backward": chance.choice(("q", "kv")), "kv_layout": kv_layout}
         if "double_group" not in groups:
-            options["strategy"] = chance.choice(("ring", "all-gather", "ulysses"))
-        tensors = random_qkv(2, 29, 4, 2, 8, seed=29)
+            options["strategy"] = chance.choice(strategies)
+        call = KernelCall.whole(mask.seq_len, mask.kv_len)
+        tensors = call_tensors(call, 2, 4, 2, 8, seed=29)
         call = rank, whole, tensors, dense_results(mask, tensors, 0.3), 0.3
         worst = max(worst, worst_rank_error(*call, **options, **groups))
     return worst

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from bmt_burst import (
+    InfLLMV2,
     Layout,
     Mask,
+    Scores,
     SequenceParallel,
     Slice,
     burst_attn_func,
@@ -20,7 +22,9 @@ from bmt_burst import (
     shift_labels,
     simulate,
 )
-from tests.cases import random_mask, random_qkv
+from bmt_burst.sequence.tile import KernelCall
+from bmt_burst.sparse import choose
+from tests.cases import call_tensors, random_mask, random_qkv
 from tests.refusals import refusal, refusal_of_rank
 
 
@@ -59,6 +63,26 @@ def test_masks_that_have_names():
     assert Mask.documents((0, 5)) == Mask.causal(5)
     assert Mask.documents((0, 5), causal=False) == Mask.full(5)
     assert Mask.window(9, 3) == Mask.documents((0, 9), window=3)  # itself and two before it
+
+
+def test_queries_are_the_last_tokens_of_the_keys():
+    """As in flash-attn, in the whole sequence and in each document."""
+    for n, m in ((3, 7), (7, 3), (1, 5), (4, 4)):
+        expected = torch.ones(n, m).tril(m - n).bool()
+        assert Mask.causal(n, kv_len=m).dense().equal(expected)
+        assert Mask.full(n, kv_len=m).dense().equal(torch.ones(n, m).bool())
+    assert Mask.causal(9).rows(5, 9) == Mask.causal(4, kv_len=9)
+    assert Mask.causal(4, kv_len=4) == Mask.causal(4)
+    cuts, kv_cuts = (0, 3, 3, 4, 9), (0, 5, 6, 6, 8)  # the third document has no keys
+    for causal, window in itertools.product((True, False), (None, 1, 2, 4, 99)):
+        mask = Mask.documents(cuts, causal, window, kv_cu_seqlens=kv_cuts)
+        expected = torch.zeros(9, 8, dtype=torch.bool)
+        for q, kv in zip(itertools.pairwise(cuts), itertools.pairwise(kv_cuts), strict=True):
+            for i, j in itertools.product(range(*q), range(*kv)):
+                ahead = (i - q[1]) - (j - kv[1])
+                near = window is None or abs(ahead) < window
+                expected[i, j] = (ahead >= 0 or not causal) and near
+        assert mask.dense().equal(expected), (causal, window)
 
 
 def test_cu_seqlens_may_be_any_sequence_of_whole_numbers():
@@ -131,6 +155,8 @@ def test_equal_masks_are_equal_and_unlike_ones_are_not():
         Mask(9, (*slices, Slice((4, 5), (0, 1)))),
         Mask(9, (Slice((0, 4), (0, 4)), slices[1])),
         Mask(10, slices),
+        Mask(9, slices, kv_len=10),
+        Mask(10, slices, kv_len=9),
         Mask(9, ()),
     ]
     assert len({mask, *others}) == len({m.digest for m in (mask, *others)}) == 1 + len(others)
@@ -147,6 +173,12 @@ def test_a_mask_prints_a_drawing():
     lines = str(Mask.documents((0, 2, 4))).splitlines()
     assert lines[0] == "4 tokens, 2 documents, 6 visible pairs (37.5%)"
     assert lines[1:] == ["#", "# #", "    #", "    # #"]
+    assert str(Mask.causal(2, kv_len=4)).splitlines() == [
+        "2 queries, 4 keys, 7 visible pairs (87.5%)",
+        "# # #",
+        "# # # #",
+    ]
+    assert repr(Mask.full(2, kv_len=4)) == "Mask(2, (Slice((0, 2), (0, 4), None, None)), kv_len=4)"
     long = str(Mask.causal(1 << 20)).splitlines()
     assert long[0].startswith("1,048,576 tokens, 1 document, ")
     assert len(long) == 33
@@ -159,6 +191,7 @@ def test_a_mask_prints_a_drawing():
 
 
 SQUARE = Slice((0, 4), (0, 4))
+QKV = random_qkv(1, 4, 1, 1, 8)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +240,42 @@ def test_overlaps_are_found_whenever_there_are_some():
         (lambda: Mask(8, (SQUARE._replace(low=-1 << 63),)), r"ValueError: low must be below 2\^63"),
         (lambda: Mask.stacked([]), "ValueError: expected at least one mask to stack"),
         (lambda: Mask.stacked(["causal"]), "TypeError: expected Masks to stack, got str"),
+        (lambda: Mask.full(8, kv_len=0), "ValueError: kv_len must be at least 1, got 0"),
+        (lambda: Mask(8, (), kv_len=9.0), r"TypeError: kv_len must be a whole number, got 9\.0"),
+        (
+            lambda: Mask(8, (Slice((0, 4), (0, 10)),), kv_len=9),
+            r"ValueError: kv=\(0, 10\) of a slice is out of range: the mask has 9 keys",
+        ),
+        (
+            lambda: Mask.documents((0, 8), kv_cu_seqlens=(0, 4, 9)),
+            "ValueError: expected kv_cu_seqlens of as many documents as cu_seqlens, 1, got 2",
+        ),
+        (
+            lambda: Mask.documents((0, 8), kv_cu_seqlens=(0, 9, 4)),
+            "ValueError: kv_cu_seqlens must not decrease, got 4 after 9",
+        ),
+        (
+            lambda: Mask.causal(8).rows(4, 4),
+            "ValueError: expected rows 0 <= start < stop <= 8, got",
+        ),
+        (lambda: Mask.causal(8).rows(0, 9), "ValueError: expected rows .* start=0 and stop=9"),
+        (lambda: Mask.causal(8).rows(0.0, 4), r"TypeError: start must be a whole .* got 0\.0"),
+        *(
+            (make, f"ValueError: {name}: expected a mask of queries and keys of one sequence")
+            for name, make in (
+                (r"windowed\(\)", lambda: Mask.causal(3, 8).windowed(2)),
+                ("positions in documents", lambda: Mask.causal(3, 8).positions()),
+                (
+                    "positions in documents",
+                    lambda: shift_labels(torch.zeros(1, 3).long(), mask=Mask.causal(3, 8)),
+                ),
+                (
+                    "scores of a bias",
+                    lambda: Scores.by_distance(Mask.causal(3, 8), torch.zeros(1).int()),
+                ),
+                ("sparse attention", lambda: choose(QKV[0], QKV[1], Mask.full(4, 8), InfLLMV2())),
+            )
+        ),
     ],
 )
 def test_what_makes_no_mask_is_refused(make, error):
@@ -260,6 +329,7 @@ def test_many_slices_of_the_same_queries_cost_little():
     assert time.process_time() - began < 1.7  # 0.2 s; 3.5 s if bands were compared each with each
 
 
+SCORES = Scores.by_distance(Mask.causal(12), torch.zeros(1, dtype=torch.int32))
 # What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4
 # of 12 tokens.
 WRONG_ON_ALL = [
@@ -287,6 +357,36 @@ WRONG_ON_ALL = [
         {"layout": [Layout.zigzag(12, 3), Layout.zigzag(13, 3)]},
         "ValueError: layouts of rows must give a rank the same number of tokens",
     ),
+    ({"mask": Mask.causal(12, 13)}, r"ValueError: the mask has 13 keys, the ranks hold 12: \[4, 4"),
+    ({"mask": Mask.causal(13, 12)}, r"ValueError: the mask has 13 queries, the ranks hold 12: \["),
+    ({"keys": 5, "mask": Mask.full(12)}, "ValueError: the mask has 12 keys, the ranks hold 15: "),
+    ({"keys": 0}, "ValueError: expected q, k and v with tokens, got none on any rank"),
+    ({"keys": 5, "layout": Layout.zigzag(12, 3)}, "ValueError: expected a kv_layout for 15 keys"),
+    ({"kv_layout": Layout.zigzag(12, 4)}, "ValueError: a kv_layout on 3 ranks, got one on 4"),
+    (
+        {"kv_layout": Layout.zigzag(13, 3)},
+        r"ValueError: the ranks hold \[4, 4, 4\] keys, but zigzag cuts 13 into",
+    ),
+    ({"kv_layout": "spiral"}, "ValueError: unknown kv_layout 'spiral'"),
+    ({"kv_layout": 3}, "TypeError: kv_layout must be .*, got int: pass its name"),
+    ({"kv_layout": ["zigzag"] * 3}, "ValueError: kv_layout has 3 entries for a batch of 2 rows"),
+    (
+        {"kv_layout": [Layout.zigzag(12, 3), Layout.zigzag(13, 3)], "mask": Mask.causal(12)},
+        "ValueError: a row's mask has 12 tokens, its layout 13",
+    ),
+    *(
+        ({**options, "strategy": name}, f"ValueError: strategy '{name}': expected queries and keys")
+        for name in ("ulysses", "usp")
+        for options in ({"keys": 5}, {"kv_layout": "striped"})
+    ),
+    *(
+        ({**options, **extension}, f"ValueError: {name} takes queries and keys of one sequence")
+        for name, extension in (
+            ("a bias", {"scores": SCORES, "bias": torch.zeros(1, 2).double()}),
+            ("sparse attention", {"causal": True, "sparse": InfLLMV2()}),
+        )
+        for options in ({"keys": 5}, {"kv_layout": "striped"})
+    ),
 ]
 
 
@@ -295,7 +395,8 @@ BALANCED = {cut: Layout.balanced(mask, 3) for cut, mask in DOCUMENTS.items()}
 
 
 def attend(ring, **options):
-    q, k, v = random_qkv(2, 4, 2, 2, 8)[:3]
+    call = KernelCall.whole(4, options.pop("keys", 4))
+    q, k, v = call_tensors(call, 2, 2, 2, 8)[:3]
     return burst_attn_func(q, k, v, process_group=ring, **options)
 
 
@@ -306,6 +407,7 @@ def test_wrong_masks_of_all_ranks_or_one_are_an_error_on_every_rank(options, err
     def work(ring):
         with refusal(error):
             attend(ring, **options)
+        assert not ring.traffic, "nothing is sent"
         assert attend(ring, mask=Mask.causal(12)).shape == (2, 4, 2, 8)  # all goes on
         with pytest.raises((ValueError, TypeError)) as caught:
             attend(ring, **(options if ring.rank == 2 else {"mask": Mask.causal(12)}))
@@ -327,6 +429,8 @@ def test_wrong_masks_of_all_ranks_or_one_are_an_error_on_every_rank(options, err
         ({"mask": DOCUMENTS[5]}, {"mask": [*DOCUMENTS.values()]}, "masks or layouts by row"),
         ({"layout": BALANCED[5]}, {"layout": BALANCED[6]}, "layout"),
         ({"layout": [*BALANCED.values()]}, {"layout": BALANCED[5]}, "masks or layouts by row"),
+        ({"kv_layout": "striped"}, {"kv_layout": "contiguous"}, "kv_layout"),
+        ({"kv_layout": "striped"}, {}, "kv_layout"),
     ],
 )
 def test_ranks_with_unlike_masks_all_raise(mine, theirs, term):

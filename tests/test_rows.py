@@ -8,14 +8,24 @@ import random
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, burst_attn_func, burst_attn_varlen_func, simulate
+from bmt_burst import (
+    Layout,
+    Mask,
+    burst_attn_func,
+    burst_attn_kvpacked_func,
+    burst_attn_varlen_func,
+    simulate,
+)
 from bmt_burst.calls.call import _MOST_PLANS
-from tests.cases import made_layout, random_layout, random_mask, random_qkv
+from bmt_burst.sequence.layout import LAYOUTS, Balanced
+from bmt_burst.sequence.tile import KernelCall
+from tests.cases import call_tensors, made_layout, random_mask, random_qkv
 from tests.reference import assert_close, dense_results, relative_error
 from tests.refusals import refusal
 from tests.rings import call_messages, ring_arguments, shard_results, worst_rank_error
 
 SCALE = 0.3
+NAMES = [*LAYOUTS, Balanced.name]
 
 
 def assert_equal(got, mask, tensors):
@@ -23,18 +33,18 @@ def assert_equal(got, mask, tensors):
     assert_close(got, dense_results(mask, tensors, SCALE), tensors[3], SCALE, 1e-12)
 
 
-def results_of_rows(masks, layouts, tensors, inner=None, **options):
+def results_of_rows(masks, layouts, tensors, inner=None, kv_layouts=None, **options):
     """out, lse, dq, dk, dv of each row; a call of all rows together with masks and layouts of their
     own.
     """
-    size = layouts[0].size
+    size, keys = layouts[0].size, kv_layouts or layouts
 
     def work(ring):
         shards = [
             torch.stack(
-                [layout.shard(row, ring.rank, 0) for layout, row in zip(layouts, x, strict=True)]
+                [layout.shard(row, ring.rank, 0) for layout, row in zip(rows, x, strict=True)]
             )
-            for x in tensors
+            for rows, x in zip((layouts, keys, keys, layouts), tensors, strict=True)
         ]
         groups = ring_arguments(ring, inner or size)
         return shard_results(shards, SCALE, mask=masks, **options, **groups)
@@ -42,7 +52,10 @@ def results_of_rows(masks, layouts, tensors, inner=None, **options):
     results = simulate(size, work)
     rows = range(len(layouts))
     whole = [
-        [layouts[row].unshard([r[i][row] for r in results], int(i == 1)) for i in range(5)]
+        [
+            (keys if i > 2 else layouts)[row].unshard([r[i][row] for r in results], int(i == 1))
+            for i in range(5)
+        ]
         for row in rows
     ]
     return [[x.unsqueeze(0) for x in row] for row in whole]
@@ -50,18 +63,25 @@ def results_of_rows(masks, layouts, tensors, inner=None, **options):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_have_masks_and_layouts_of_their_own(seed):
-    """Each row is what it is alone."""
+    """Each row is what it is alone. The last seeds have keys of other lengths and layouts."""
     chance = random.Random(seed)
     size, inner = [(1, 1), (2, 2), (3, 3), (4, 2)][seed % 4]
     tokens, rows = size * chance.randint(2, 8), chance.randint(2, 3)
-    masks = [random_mask(chance, tokens) for _ in range(rows)]
-    layouts = [random_layout(chance, mask, size) for mask in masks]
-    tensors = random_qkv(rows, tokens, 4, 2, 8, seed=seed)
+    keys = tokens + size * chance.randint(0, 4) if seed > 3 else tokens
+    masks = [random_mask(chance, keys).rows(keys - tokens, keys) for _ in range(rows)]
+    layouts = [made_layout(chance.choice(NAMES), mask, size) for mask in masks]
     options = {
         "backward": chance.choice(("q", "kv")),
         "group_bytes": chance.choice((0, 5000, 1 << 30)),
+        "layout": layouts,
     }
-    got = results_of_rows(masks, layouts, tensors, inner, layout=layouts, **options)
+    kv_layouts = None
+    if seed > 3:
+        kv_layouts = [made_layout(chance.choice(NAMES), mask.transposed, size) for mask in masks]
+        options["kv_layout"] = kv_layouts
+    call = KernelCall.whole(tokens, keys)
+    tensors = call_tensors(call, rows, 4, 2, 8, seed=seed)
+    got = results_of_rows(masks, layouts, tensors, inner, kv_layouts, **options)
     for row, (mask, mine) in enumerate(zip(masks, got, strict=True)):
         assert_equal(mine, mask, [x[row : row + 1] for x in tensors])
 
@@ -111,11 +131,15 @@ def test_many_rows_fit_into_a_message():
         assert outs[0].shape == (120, 65, 1, 8)
 
 
-def packed_results(whole, tensors, cu_seqlens, **options):
+def packed_results(whole, tensors, cu_seqlens, kv_whole=None, **options):
     """As ring_results, of burst_attn_varlen_func on the first row."""
+    keys = kv_whole or whole
 
     def work(ring):
-        q, k, v, dout = (whole.shard(x[0], ring.rank, 0) for x in tensors)
+        layouts = whole, keys, keys, whole
+        q, k, v, dout = (
+            layout.shard(x[0], ring.rank, 0) for layout, x in zip(layouts, tensors, strict=True)
+        )
         inputs = [x.requires_grad_() for x in (q, k, v)]
         out, lse = burst_attn_varlen_func(
             *inputs, cu_seqlens, SCALE, process_group=ring, return_lse=True, **options
@@ -124,7 +148,10 @@ def packed_results(whole, tensors, cu_seqlens, **options):
         return out.detach(), lse, *torch.autograd.grad(out, inputs, dout)
 
     results = simulate(whole.size, work)
-    return [whole.unshard([r[i] for r in results], int(i == 1)).unsqueeze(0) for i in range(5)]
+    return [
+        layout.unshard([r[i] for r in results], int(i == 1)).unsqueeze(0)
+        for i, layout in enumerate((whole, whole, whole, keys, keys))
+    ]
 
 
 CUTS = (0, 3, 4, 17, 31)
@@ -141,6 +168,40 @@ def test_packed_documents(causal, window, size):
         whole = made_layout(layout, mask, size) if isinstance(layout, str) else layout
         got = packed_results(whole, tensors, cuts, causal=causal, window=window, layout=layout)
         assert_equal(got, mask, tensors)
+
+
+KV_CUTS = (0, 5, 5, 30, 35)  # of the same documents; the second has no keys
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced", "striped"])
+def test_packed_documents_of_two_lengths(layout):
+    """By name a layout is that of both sides, each for its own length."""
+    tensors = call_tensors(KernelCall.whole(31, 35), 1, 4, 2, 8)
+    for causal, window in ((True, None), (False, None), (True, 4)):
+        mask = Mask.documents(CUTS, causal, window, kv_cu_seqlens=KV_CUTS)
+        layouts = [made_layout(layout, x, 3) for x in (mask, mask.transposed)]
+        options = {"causal": causal, "window": window, "cu_seqlens_k": torch.tensor(KV_CUTS)}
+        got = packed_results(layouts[0], tensors, CUTS, layouts[1], layout=layout, **options)
+        assert_equal(got, mask, tensors)
+        options |= {"layout": layouts[0], "kv_layout": layouts[1]}
+        again = packed_results(layouts[0], tensors, CUTS, layouts[1], **options)
+        assert all(x.equal(y) for x, y in zip(got, again, strict=True))
+
+
+def test_causal_queries_are_the_last_tokens_of_the_keys():
+    """Without a mask: packed keys and values, on one rank and three."""
+    q, k, v, _ = call_tensors(KernelCall.whole(7, 31), 2, 4, 2, 8)
+    for causal, size in itertools.product((True, False), (1, 3)):
+        mask = (Mask.causal if causal else Mask.full)(7, kv_len=31)
+        layouts = Layout.zigzag(7, size), Layout.zigzag(31, size)
+
+        def work(ring, layouts=layouts, causal=causal):
+            kv = layouts[1].shard(torch.stack((k, v), 2), ring.rank)
+            q_local = layouts[0].shard(q, ring.rank)
+            return burst_attn_kvpacked_func(q_local, kv, SCALE, causal=causal, process_group=ring)
+
+        out = layouts[0].unshard(simulate(size, work))
+        assert relative_error(out, dense_results(mask, [q, k, v], SCALE)[0]) < 1e-12
 
 
 def test_packed_documents_alone_and_without_lse():
@@ -161,6 +222,13 @@ def test_packed_documents_alone_and_without_lse():
     [
         ({"q": torch.zeros(1, 31, 4, 8)}, r"ValueError: q must be packed, \(tokens, heads, head"),
         ({"v": torch.zeros(31, 1, 8).double()}, "ValueError: k and v must have the same batch"),
+        ({"cu_seqlens_k": (0, 31)}, "ValueError: expected cu_seqlens_k of as many documents as"),
+        (
+            {"cu_seqlens_k": (0, 3, 4, 17, 32)},
+            r"ValueError: cu_seqlens_k .* has 32 keys, the ranks",
+        ),
+        ({"cu_seqlens_k": (0, 5, 4, 17, 31)}, "ValueError: cu_seqlens_k must not decrease"),
+        ({"kv_layout": 3}, "TypeError: kv_layout must be .*, got int"),
     ],
 )
 def test_wrong_packed_documents_are_refused(change, error):
@@ -178,7 +246,7 @@ def test_flash_attns_order_of_arguments_is_refused_by_the_first_wrong_one(count)
     )
     flash_attn = [cu_seqlens, cu_seqlens, 7, 7, 0.0, None, True][: count - 3]
     message = (
-        r"softmax_scale must be a number, got a Tensor: .* takes one cu_seqlens "
+        r"softmax_scale must be a number, got a Tensor: .* takes cu_seqlens_k by name "
         r"and no"
     )
     with pytest.raises(TypeError, match=message):

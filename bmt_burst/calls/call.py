@@ -30,7 +30,7 @@ from ..strategies import Plan, choose
 from ..strategies.extension import Extension, Tensors
 from .autograd import PlannedAttention
 from .inputs import Inputs, check_inputs
-from .masking import Masking, check_lengths, resolve_layout
+from .masking import Masking, check_extension, check_lengths, resolve_layouts
 from .options import Options
 from .refusal import CALL
 from .terms import Terms, find_terms
@@ -62,6 +62,7 @@ def attend(
             extension, tensors = extend()
             inputs = check_inputs(q, k, v, sinks, options.is_packed)
             if extension:
+                check_extension(extension, inputs.q, inputs.k, options)
                 extension.check(tensors, q, k)
                 tensors = extension.prepare(tensors, inputs.q)
             check_transforms("burst_attn_func", *inputs.tensors, *tensors)
@@ -87,8 +88,9 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
     plan: Plan | None = plans.pop(lines, None)
     if plan is None:
         try:
-            everyone = read_equal_terms(lines, but=("tokens",))
-            plan = _make_plan(rings, terms, [theirs["tokens"] for theirs in everyone])
+            everyone = read_equal_terms(lines, but=("tokens", "keys"))
+            tokens, keys = ([theirs[x] for theirs in everyone] for x in ("tokens", "keys"))
+            plan = _make_plan(rings, terms, tokens, keys)
         except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
             mark_known(error)
             raise
@@ -101,16 +103,19 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
     return plan
 
 
-def _make_plan(rings: Rings, terms: Terms, tokens: list[int]) -> Plan:
-    """Return this rank's plan of a call in which rank r holds tokens[r] tokens.
+def _make_plan(rings: Rings, terms: Terms, tokens: list[int], keys: list[int]) -> Plan:
+    """Return this rank's plan of a call in which rank r holds tokens[r] queries and keys[r] keys.
 
     Raises ValueError if these numbers do not fit the mask and the layout, or the strategy refuses.
     """
     masking = terms.masking
-    mask = masking.mask_of(tokens)
-    layout = resolve_layout(masking.layout, mask, len(tokens))
-    check_lengths(layout, tokens)
-    problem = terms.make_problem(mask, layout)
+    mask = masking.mask_of(tokens, keys)
+    layout, kv_layout = resolve_layouts(masking.layout, masking.kv_layout, mask, len(tokens))
+    is_one = kv_layout is None and tokens == keys
+    check_lengths(layout, tokens, "tokens" if is_one else "queries")
+    if not is_one:
+        check_lengths(kv_layout or layout, keys, "keys")
+    problem = terms.make_problem(mask, layout, kv_layout)
     if masking.extension:
         return masking.extension.plan(problem, rings.rank, terms.strategy)
     return choose(terms.strategy, problem).plan(problem, rings.rank)

@@ -4,7 +4,8 @@ Values may have another head size than queries and keys, as in multi-head latent
 smaller one is padded with zeros, which changes no score and no output: so kernels and strategies
 know one size.
 
-Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size.
+Letters: B batch, S queries of this rank, T keys of this rank, H query heads, G kv heads, D head
+size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Inputs(NamedTuple):
     """Checked tensors on one device.
 
     q           (B, S, H, D)
-    k, v        (B, S, G, D) in q's dtype; G divides H
+    k, v        (B, T, G, D) in q's dtype; G divides H
     sinks       (H,) fp32 (fp64 for fp64 inputs), or None
     autocast    the dtype that autocast cast q, k and v to, or None if it is off
     head_size   the head size of q and k as they were passed. D is the larger one of these two.
@@ -108,12 +109,10 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
             "k and v must have the same batch, tokens and heads, "
             f"got shapes {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    for dim, meaning in ((0, "batch"), (1, "tokens"), (3, "head size")):
+    for dim, meaning in ((0, "batch"), (3, "head size")):
         if q.shape[dim] != k.shape[dim]:
-            hint = "; keys of other tokens, as in cross-attention, are not supported"
             raise ValueError(
                 f"q and k differ in {meaning}: shapes {tuple(q.shape)} and {tuple(k.shape)}"
-                f"{hint if dim == 1 else ''}"
             )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"k has {k.shape[2]} heads, which does not divide q's {q.shape[2]}")

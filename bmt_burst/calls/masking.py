@@ -7,8 +7,11 @@ another row.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from ..base.arguments import expand_rows
 from ..sequence.layout import Balanced, Layout, Stacked
@@ -25,7 +28,8 @@ class Masking:
 
     mask       the mask, or None for sequences of any length: then all pairs are visible, or with
                `causal` the pairs of Mask.causal
-    layout     a layout, or the name of one
+    layout     a layout of the queries, or the name of one
+    kv_layout  that of the keys, or None for `layout`
     extension  the extension, if any. It may have brought the mask.
     rows       the batch size if the rows were stacked as one sequence, otherwise 0
     packed     whether the mask was made of the cu_seqlens that the user passed
@@ -37,32 +41,57 @@ class Masking:
     extension: Extension | None
     rows: int
     packed: bool = False
+    kv_layout: str | Layout | None = None
 
     @property
     def arguments(self) -> str:
         """The arguments that the mask follows from."""
         return "cu_seqlens, causal or window" if self.packed else "mask or causal"
 
-    def mask_of(self, tokens: Sequence[int]) -> Mask:
-        """Return the mask. Raises ValueError if it is not as long as the sequence of all ranks."""
-        seq_len = sum(tokens)
-        if not seq_len:
+    def mask_of(self, tokens: list[int], keys: list[int]) -> Mask:
+        """Return the mask. Raises ValueError if it is not as long as the sequences of all ranks.
+
+        tokens, keys  the numbers of queries and of keys of each rank
+        """
+        if not (sum(tokens) and sum(keys)):
             raise ValueError("expected q, k and v with tokens, got none on any rank")
-        mask = self.mask or plain_mask(seq_len, self.causal)
-        check_seq_len(mask, tokens, "cu_seqlens" if self.packed else "the mask")
+        kv_len = None if sum(keys) == sum(tokens) else sum(keys)
+        mask = self.mask or plain_mask(sum(tokens), self.causal, kv_len)
+        is_one = tokens == keys and mask.kv_len == mask.seq_len
+        name = "cu_seqlens" if self.packed else "the mask"
+        check_seq_len(mask, tokens, name, "tokens" if is_one else "queries")
+        if not is_one:
+            name = "cu_seqlens_k (by default cu_seqlens)" if self.packed else "the mask"
+            check_seq_len(mask.transposed, keys, name, "keys")
         return mask
 
 
-def check_seq_len(mask: Mask, tokens: Sequence[int], name: str = "the mask") -> None:
+def check_seq_len(
+    mask: Mask, tokens: Sequence[int], name: str = "the mask", kind: str = "tokens"
+) -> None:
     """Raise ValueError unless the mask is as long as the sequence of all ranks.
 
     tokens  the number of tokens of each rank
     name    what the user passed
+    kind    what the tokens are
     """
     if mask.seq_len != (seq_len := sum(tokens)):
         raise ValueError(
-            f"{name} has {mask.seq_len} tokens, the ranks hold {seq_len}: {tokens}; expected "
+            f"{name} has {mask.seq_len} {kind}, the ranks hold {seq_len}: {tokens}; expected "
             f"{name.removeprefix('the ')} of the whole sequence, identical on every rank"
+        )
+
+
+def check_extension(extension: Extension, q: Tensor, k: Tensor, options: Options) -> None:
+    """Raise ValueError if an extension gets keys of other tokens than its queries.
+
+    Ranks compare layouts, and a rank with other numbers raises. So no rank gets further.
+    """
+    if q.shape[1] != k.shape[1] or options.kv_layout not in (None, options.layout):
+        raise ValueError(
+            f"{extension.name} takes queries and keys of one sequence and one layout, got "
+            f"{q.shape[1]} queries and {k.shape[1]} keys, layout={options.layout!r} and "
+            f"kv_layout={options.kv_layout!r}"
         )
 
 
@@ -74,6 +103,9 @@ def find_masking(options: Options, extension: Extension | None, batch: int, size
     causal = options.causal
     masks = masks_of_rows(options.mask, batch)
     layouts = layouts_of_rows(options.layout, batch)
+    kv_layouts = (
+        () if options.kv_layout is None else layouts_of_rows(options.kv_layout, batch, "kv_layout")
+    )
     extensions = extension.of_rows(batch) if extension else ()
     if masks and causal:
         raise ValueError(
@@ -85,17 +117,20 @@ def find_masking(options: Options, extension: Extension | None, batch: int, size
             f"expected {extensions[0].brings} alone, got mask or causal too: "
             f"{extensions[0].brings} have a mask"
         )
-    for layout in layouts:
-        if isinstance(layout, Layout) and layout.size != size:
-            raise ValueError(f"expected a layout on {size} ranks, got one on {layout.size}")
+    for name, given in (("layout", layouts), ("kv_layout", kv_layouts)):
+        for layout in given:
+            if isinstance(layout, Layout) and layout.size != size:
+                raise ValueError(f"expected a {name} on {size} ranks, got one on {layout.size}")
     masks = masks or brought
-    if all(len(set(rows)) <= 1 for rows in (masks, layouts, extensions)):
+    if all(len(set(rows)) <= 1 for rows in (masks, layouts, kv_layouts, extensions)):
         mask = masks[0] if masks else None
         same = extensions[0] if extensions else None
-        return Masking(mask, causal, layouts[0], same, 0, options.is_packed)
-    mask, layout = _stack_rows(masks or masks_of_layouts(layouts, causal), layouts, size)
+        kv_layout = kv_layouts[0] if kv_layouts else None
+        return Masking(mask, causal, layouts[0], same, 0, options.is_packed, kv_layout)
+    masks = masks or masks_of_layouts(layouts, causal, kv_layouts=kv_layouts)
+    mask, layout, kv_layout = _stack_rows(masks, layouts, kv_layouts, size)
     joined = extension.join(extensions) if extension else None
-    return Masking(mask, causal, layout, joined, rows=batch)
+    return Masking(mask, causal, layout, joined, rows=batch, kv_layout=kv_layout)
 
 
 def masks_of_rows(masks: Masks | None, batch: int) -> tuple[Mask, ...]:
@@ -104,50 +139,64 @@ def masks_of_rows(masks: Masks | None, batch: int) -> tuple[Mask, ...]:
     return expand_rows("mask", masks, (Mask,), batch, hint)
 
 
-def layouts_of_rows(layouts: Layouts, batch: int) -> tuple[str | Layout, ...]:
+def layouts_of_rows(layouts: Layouts, batch: int, name: str = "layout") -> tuple[str | Layout, ...]:
     """Return a layout or the name of one for each row. Raises TypeError or ValueError."""
     hint = ": pass its name, such as 'zigzag', or make one, such as Layout.zigzag(n, size)"
-    return expand_rows("layout", layouts, (str, Layout), batch, hint)
+    return expand_rows(name, layouts, (str, Layout), batch, hint)
 
 
 def masks_of_layouts(
-    layouts: Sequence[str | Layout], causal: bool = True, seq_len: int | None = None
+    layouts: Sequence[str | Layout],
+    causal: bool = True,
+    seq_len: int | None = None,
+    kv_layouts: Sequence[str | Layout] = (),
 ) -> tuple[Mask, ...]:
     """Return a causal or full mask for each layout, as long as that.
 
-    seq_len  the length of sequences whose layout is a name, if it is known
+    seq_len     the length of sequences whose layout is a name, if it is known
+    kv_layouts  the layouts of the keys, if they are other ones
 
     Raises ValueError if a length is not known.
     """
-    lengths = [x.seq_len if isinstance(x, Layout) else seq_len for x in layouts]
+    lengths = [x.seq_len if isinstance(x, Layout) else seq_len for x in (*layouts, *kv_layouts)]
     if None in lengths:
-        name = layouts[lengths.index(None)]
+        name = (*layouts, *kv_layouts)[lengths.index(None)]
         raise ValueError(
             f"a rank does not know the length of a sequence with layout={name!r}: expected a mask "
             "for it, such as Mask.causal(seq_len), or a Layout"
         )
-    return tuple(plain_mask(length, causal) for length in lengths if length is not None)
+    known = [length for length in lengths if length is not None]
+    queries, keys = known[: len(layouts)], known[len(layouts) :] or known
+    return tuple(
+        plain_mask(n, causal, None if n == m else m) for n, m in zip(queries, keys, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
 def _stack_rows(
-    masks: tuple[Mask, ...], layouts: tuple[str | Layout, ...], size: int
-) -> tuple[Mask, Layout]:
-    """Return the mask and the layout of all rows as one sequence."""
-    of_rows = [
-        resolve_layout(layout, mask, size) for layout, mask in zip(layouts, masks, strict=True)
-    ]
-    for mask, layout in zip(masks, of_rows, strict=True):
-        if mask.seq_len != layout.seq_len:
-            raise ValueError(f"a row's mask has {mask.seq_len} tokens, its layout {layout.seq_len}")
-    for rank in range(size):
+    masks: tuple[Mask, ...],
+    layouts: tuple[str | Layout, ...],
+    kv_layouts: tuple[str | Layout, ...],
+    size: int,
+) -> tuple[Mask, Layout, Layout | None]:
+    """Return the mask and the layouts of all rows as one sequence."""
+    rows = zip(layouts, kv_layouts or (None,) * len(masks), masks, strict=True)
+    resolved = [resolve_layouts(*row, size) for row in rows]
+    queries = [layout for layout, _ in resolved]
+    keys = [layout if kv_layout is None else kv_layout for layout, kv_layout in resolved]
+    for mask, *own in zip(masks, queries, keys, strict=True):
+        for tokens, layout in zip((mask.seq_len, mask.kv_len), own, strict=True):
+            if tokens != layout.seq_len:
+                raise ValueError(f"a row's mask has {tokens} tokens, its layout {layout.seq_len}")
+    for of_rows, rank in itertools.product((queries, keys), range(size)):
         lengths = [layout.length(rank) for layout in of_rows]
         if len(set(lengths)) > 1:
             raise ValueError(
                 "layouts of rows must give a rank the same number of tokens of each row, got "
                 f"{lengths} for rank {rank}"
             )
-    return Mask.stacked(masks), Stacked(of_rows)
+    is_one = all(kv_layout is None for _, kv_layout in resolved)
+    return Mask.stacked(masks), Stacked(queries), None if is_one else Stacked(keys)
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
@@ -160,11 +209,34 @@ def resolve_layout(layout: str | Layout, mask: Mask, size: int) -> Layout:
     return Layout.named(layout, mask.seq_len, size)
 
 
-def check_lengths(layout: Layout, tokens: Sequence[int]) -> None:
-    """Raise ValueError unless each rank holds as many tokens as the layout gives it."""
+def resolve_layouts(
+    layout: str | Layout, kv_layout: str | Layout | None, mask: Mask, size: int
+) -> tuple[Layout, Layout | None]:
+    """Return the layouts of the queries and of the keys, or None for keys that lie as queries do.
+
+    Raises ValueError for a mask of two lengths and only one Layout.
+    """
+    queries = resolve_layout(layout, mask, size)
+    if kv_layout is None:
+        if mask.kv_len == mask.seq_len:
+            return queries, None
+        if isinstance(layout, Layout):
+            raise ValueError(
+                f"expected a kv_layout for {mask.kv_len} keys, got none: a Layout, such as this of "
+                f"{layout.seq_len} tokens, is for sequences of its own length"
+            )
+    keys = resolve_layout(layout if kv_layout is None else kv_layout, mask.transposed, size)
+    return queries, None if keys == queries else keys
+
+
+def check_lengths(layout: Layout, tokens: Sequence[int], kind: str = "tokens") -> None:
+    """Raise ValueError unless each rank holds as many tokens as the layout gives it.
+
+    kind  what the tokens are
+    """
     expected = [layout.length(rank) for rank in range(layout.size)]
     if sum(tokens) != layout.seq_len or list(tokens) != expected:
         raise ValueError(
-            f"the ranks hold {tokens} tokens, but {layout.name} cuts {layout.seq_len} into "
+            f"the ranks hold {tokens} {kind}, but {layout.name} cuts {layout.seq_len} into "
             f"{expected}; cut tensors with bmt_burst.shard or with the layout's shard"
         )

@@ -24,6 +24,7 @@ _BACKWARDS = ("auto", "q", "kv")
 class Options(NamedTuple):
     """The options of a call, as they were passed or as `check_options` returned them.
 
+    kv_layout  the layout of the keys, or None for `layout`
     is_packed  whether q, k and v have no batch dimension, as burst_attn_varlen_func's. Its mask
                follows from cu_seqlens.
     """
@@ -41,6 +42,7 @@ class Options(NamedTuple):
     group_bytes: int
     softcap: float | None
     is_packed: bool = False
+    kv_layout: Layouts | None = None
 
 
 def check_options(options: Options) -> Options:
@@ -50,8 +52,9 @@ def check_options(options: Options) -> Options:
     """
     _check_choice("backward", options.backward, _BACKWARDS)
     _check_choice("strategy", options.strategy, ("auto", *strategies.names()))
-    if isinstance(options.layout, str):
-        _check_choice("layout", options.layout, (*LAYOUTS, Balanced.name))
+    for name, layout in (("layout", options.layout), ("kv_layout", options.kv_layout)):
+        if isinstance(layout, str):
+            _check_choice(name, layout, (*LAYOUTS, Balanced.name))
     if options.layout is None:
         raise TypeError("layout must be a Layout or one for each row, got NoneType")
     if not isinstance(options.flash, str):

@@ -20,7 +20,7 @@ ALIBI = (
     "bias=-torch.arange(n, device=slopes.device).unsqueeze(1) * slopes"
 )
 _MASK = "burst_attn_func takes a mask, such as Mask.documents(cu_seqlens, window=window)"
-_VARLEN = "burst_attn_varlen_func takes packed documents, with one cu_seqlens"
+_VARLEN = "burst_attn_varlen_func takes packed documents, with cu_seqlens and cu_seqlens_k"
 _BIAS = "a bias is a table, for the rows that scores name: see the docstring of burst_attn_func"
 # arguments of other packages' functions, and what to write here
 _INSTEAD = {
@@ -102,14 +102,16 @@ def refuse_wrong_arguments(
 def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:
     """Return the error of a call with flash-attn's arguments, or None for other calls.
 
-    The fifth argument of flash-attn's function is cu_seqlens_k. Here that is softmax_scale.
+    The fifth argument of flash-attn's function is cu_seqlens_k. Here that is softmax_scale, and
+    cu_seqlens_k is passed by name.
     """
     is_tensor = isinstance(softmax_scale, Tensor) and softmax_scale.dim() == 1
     if not is_tensor and not isinstance(softmax_scale, list | tuple):
         return None
     return TypeError(
         f"softmax_scale must be a number, got a {type(softmax_scale).__name__}: unlike "
-        "flash_attn_varlen_func, burst_attn_varlen_func takes one cu_seqlens and no max_seqlen"
+        "flash_attn_varlen_func, burst_attn_varlen_func takes cu_seqlens_k by name and no "
+        "max_seqlen"
     )
 
 

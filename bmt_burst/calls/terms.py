@@ -6,7 +6,6 @@ compare their terms in each call.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,8 +27,8 @@ from .options import Options, check_options, check_scale
 class Terms(NamedTuple):
     """A call as one rank understands it: everything but the values of tensors.
 
-    compared        what this rank sends to the others. All but "tokens" must be equal.
-    make_problem    returns the problem with a mask and a layout. If rows were stacked as one
+    compared        what this rank sends to the others. All but "tokens" and "keys" must be equal.
+    make_problem    returns the problem with a mask and layouts. If rows were stacked as one
                     sequence, its batch is 1.
     strategy        the strategy that was asked for. Where "auto" always means the ring, it is that.
     needs_gradient  whether autograd records the call
@@ -37,7 +36,7 @@ class Terms(NamedTuple):
 
     compared: dict[str, Any]
     masking: Masking
-    make_problem: Callable[[Mask, Layout], Problem]
+    make_problem: Callable[[Mask, Layout, Layout | None], Problem]
     strategy: str
     needs_gradient: bool
 
@@ -74,6 +73,7 @@ def find_terms(
         "softcap": spec.softcap,
         masking.arguments: _describe_mask(masking),
         "layout": describe_layout(masking.layout),
+        "kv_layout": masking.kv_layout and describe_layout(masking.kv_layout),
         "deterministic": options.deterministic,
         "strategy": options.strategy,
         "backward": options.backward,
@@ -91,16 +91,21 @@ def find_terms(
         dtype=q.dtype,
         partial=kernel.partial_dtype(q.dtype),
     )
-    make_problem = functools.partial(
-        Problem,
-        spec=spec,
-        kernel=kernel,
-        sizes=sizes,
-        inner=rings.inner.size,
-        outer=rings.outer.size,
-        backward=options.backward,
-        group_bytes=options.group_bytes,
-    )
+
+    def make_problem(mask: Mask, layout: Layout, kv_layout: Layout | None) -> Problem:
+        return Problem(
+            mask=mask,
+            layout=layout,
+            kv_layout=kv_layout,
+            spec=spec,
+            kernel=kernel,
+            sizes=sizes,
+            inner=rings.inner.size,
+            outer=rings.outer.size,
+            backward=options.backward,
+            group_bytes=options.group_bytes,
+        )
+
     strategy = _find_strategy(options.strategy, q.device.type)
     return Terms(terms, masking, make_problem, strategy, needs_gradient)
 
@@ -130,6 +135,7 @@ def _describe_inputs(inputs: Inputs, rows: int) -> dict[str, Any]:
         "batch": batch,
         "masks or layouts by row": rows > 0,
         "tokens": tokens * max(rows, 1),
+        "keys": inputs.k.shape[1] * max(rows, 1),
         "q heads": heads,
         "kv heads": inputs.k.shape[2],
         "head size": inputs.head_size,
@@ -145,7 +151,8 @@ def _describe_mask(masking: Masking) -> str:
     mask = masking.mask
     if mask is None:
         return "causal" if masking.causal else "full"
-    return f"{mask.seq_len} tokens in {len(mask.slices)} slices, digest {mask.digest}"
+    keys = f" and {mask.kv_len} keys" * (mask.kv_len != mask.seq_len)
+    return f"{mask.seq_len} tokens{keys} in {len(mask.slices)} slices, digest {mask.digest}"
 
 
 def describe_layout(layout: str | Layout) -> str:

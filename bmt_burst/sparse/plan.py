@@ -67,7 +67,7 @@ class SparsePlan(Plan):
         problem, sizes, tokens = self.problem, self.problem.sizes, self._most_tokens
         entries = 2 * sizes.batch * sizes.kv_heads * sizes.head_size
         visit = min(tokens, problem.layout.seq_len) * entries * sizes.dtype.itemsize
-        column = min(tokens, problem.outer * problem.most_tokens)  # at one place of all hosts
+        column = min(tokens, problem.outer * problem.most_queries)  # at one place of all hosts
         returned = problem.inner * column * entries * sizes.partial.itemsize
         rings.reserve({"visit": visit, "return": returned * with_backward}, device)
 

@@ -93,12 +93,14 @@ class Plan(ABC):
 class Strategy(ABC):
     """A way to compute attention over ranks.
 
-    takes_hosts     whether it supports a double group
-    takes_scorings  whether it supports pairs that an extension computes
+    takes_hosts      whether it supports a double group
+    takes_kv_layout  whether keys may be other tokens than queries, or lie elsewhere
+    takes_scorings   whether it supports pairs that an extension computes
     """
 
     name: str
     takes_hosts: bool = True
+    takes_kv_layout: bool = True
     takes_scorings: bool = True
 
     def refuses(self, problem: Problem) -> str | None:
@@ -109,6 +111,12 @@ class Strategy(ABC):
         if problem.outer > 1 and not self.takes_hosts:
             sizes = f"{problem.outer} x {problem.inner}"
             return f"expected a single group, got a double_group of {sizes}"
+        if problem.kv_layout is not None and not self.takes_kv_layout:
+            return (
+                "expected queries and keys of one length and one layout, got "
+                f"{problem.mask.seq_len} queries ({problem.layout.name}) and "
+                f"{problem.mask.kv_len} keys ({problem.kv_layout.name})"
+            )
         if problem.scoring is not DENSE and not self.takes_scorings:
             return f"it supports dense attention only, not {problem.scoring.name}"
         return None
@@ -160,7 +168,7 @@ def choose(name: str, problem: Problem) -> Strategy:
 
 def _choose_automatically(problem: Problem) -> Strategy:
     one_call, work, size = load("one-call"), _count_operations(problem), problem.layout.size
-    is_short = work < _SHORT and problem.most_tokens <= _FEW_TOKENS
+    is_short = work < _SHORT and max(problem.most_queries, problem.most_keys) <= _FEW_TOKENS
     fits = _count_gathered_bytes(problem) <= problem.group_bytes
     takes_one_call = size > 1 and is_short and fits and one_call.refuses(problem) is None
     chosen = one_call if takes_one_call else load("ring")
@@ -184,6 +192,6 @@ def _count_gathered_bytes(problem: Problem) -> int:
     their gradients.
     """
     sizes = problem.sizes
-    tokens = 2 * problem.layout.size * problem.most_tokens
+    tokens = 2 * problem.layout.size * problem.most_keys
     width = max(sizes.dtype.itemsize, sizes.partial.itemsize)
     return tokens * sizes.batch * 2 * sizes.kv_heads * sizes.head_size * width

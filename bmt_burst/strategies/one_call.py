@@ -40,9 +40,9 @@ class OneCall(Strategy):
     takes_hosts = takes_scorings = False
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
-        shards = problem.layout.shards
+        layouts = problem.layout, problem.kv_layout or problem.layout
         # With steps, no neighbours lie in one tile.
-        if all(positions.step == 1 for shard in shards for positions in shard):
+        if all(r.step == 1 for layout in layouts for shard in layout.shards for r in shard):
             plan = OneCallPlan(problem, rank)
             if plan.gains():
                 return plan
@@ -65,13 +65,13 @@ class OneCallPlan(RingPlan):
         """Whether a rank needs another one's tokens, and none land too often."""
         by_hop = list(zip(*self._seen.tokens, strict=True))  # of each rank
         most = max(map(max, by_hop))
-        return any(map(any, by_hop[1:])) and most <= _MOST_COPIES * self.problem.most_tokens
+        return any(map(any, by_hop[1:])) and most <= _MOST_COPIES * self.problem.most_keys
 
     def _gather(self, viewer: int) -> tuple[list[RunFields], list[TileFields]]:
         """Return the keys that a rank gathers, as runs in the order in which they land, and the
         tiles of its queries with them. The keys of each tile follow those of the tile before.
         """
-        everyone = (0, self._tiling.mask.seq_len)
+        everyone = (0, self._tiling.mask.kv_len)
         by_position = self._tiling.tiles(viewer, [(0, 1, viewer, everyone)], [everyone])
         by_position.sort(key=lambda tile: tile[0])  # the tiles of a call rise on both sides
         runs, tiles = list[RunFields](), list[TileFields]()
@@ -101,7 +101,7 @@ class OneCallPlan(RingPlan):
         )
 
     def _most_bytes(self, payload: Payload) -> tuple[int, int]:
-        sizes, tokens = self.problem.sizes, _MOST_COPIES * self.problem.most_tokens
+        sizes, tokens = self.problem.sizes, _MOST_COPIES * self.problem.most_keys
         packings = payload.packing(sizes), payload.return_packing(sizes)
         there, back = (p.token_bytes() * tokens * self.problem.inner for p in packings)
         return there, back

@@ -98,9 +98,9 @@ class PlainRingPlan(Plan):
     @functools.cached_property
     def _calls(self) -> list[Sequence[GatheredCall]]:
         """The kernel calls of each hop: this rank's queries with the block that it holds."""
-        layout = self.problem.layout
-        tiling = Tiling(self.problem.mask, layout)
-        shards = [layout.runs(self._owner(hop)) for hop in range(self.size)]
+        problem = self.problem
+        tiling = Tiling(problem.mask, problem.layout, problem.kv_layout)
+        shards = [tiling.kv_layout.runs(self._owner(hop)) for hop in range(self.size)]
         return [
             kernel_calls(tiling.tiles(self.rank, runs, [run.span for run in runs]))
             for runs in shards
@@ -112,7 +112,8 @@ class PlainRingPlan(Plan):
         """
         if self.size == 1:
             return list(block)
-        tokens = self.problem.layout.length(self._owner(hop + 1))
+        layout = self.problem.kv_layout or self.problem.layout
+        tokens = layout.length(self._owner(hop + 1))
         received = [x.new_empty(len(x), tokens, *x.shape[2:]) for x in block]
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         rings.inner.exchange([(x, after) for x in block], [(x, before) for x in received]).wait()

@@ -86,7 +86,7 @@ DENSE = Scoring()
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes and dtypes of q (B, S, H, D) and k, v (B, S, G, D).
+    """The sizes and dtypes of q (B, S, H, D) and k, v (B, T, G, D).
 
     `partial` is the dtype of the kernel's gradients.
     """
@@ -103,10 +103,12 @@ class Sizes:
 class Problem:
     """A call of attention as the ranks agreed on it. It is identical on all ranks.
 
+    layout         that of the queries
     inner, outer   the number of ranks of a host, and of hosts
     backward       the side that a ring's backward sends: "q", "kv" or "auto"
     group_bytes    the most bytes of a ring's blocks in one stage, unless a single block is larger
     scoring        how pairs are computed: by the kernel, unless an extension computes them
+    kv_layout      the layout of the keys, or None if keys are the same tokens as queries
     """
 
     mask: Mask
@@ -119,6 +121,7 @@ class Problem:
     backward: str = "auto"
     group_bytes: int = GROUP_BYTES
     scoring: Scoring = DENSE
+    kv_layout: Layout | None = None
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -126,6 +129,12 @@ class Problem:
         return self.scoring.parts(self)
 
     @functools.cached_property
-    def most_tokens(self) -> int:
-        """The number of tokens of the longest shard."""
+    def most_queries(self) -> int:
+        """The number of queries of the longest shard."""
         return max(map(self.layout.length, range(self.layout.size)))
+
+    @functools.cached_property
+    def most_keys(self) -> int:
+        """The number of keys of the longest shard."""
+        layout = self.kv_layout
+        return self.most_queries if layout is None else max(map(layout.length, range(layout.size)))

@@ -17,9 +17,10 @@ import torch
 
 from bmt_burst import Layout, Mask, Scores, burst_attn_func, simulate, strategies
 from bmt_burst.ranks.rings import Rings
+from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.strategies import Problem, load
 from bmt_burst.transport import LANES
-from tests.cases import random_layout, random_mask, random_qkv
+from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
 from tests.reference import assert_close, dense_results, relative_error
 from tests.rings import CPU_KERNELS, problem, ring_arguments, ring_results
 
@@ -40,7 +41,7 @@ LIMITS = {
     "strategies.ulysses.heads._ENOUGH_ROWS": (1 << 18, 60),
     "strategies.ulysses.heads._ENOUGH_WORK": (1 << 40, 0),
 }
-EXACT = 1e-11  # fp64 rounds at 1e-16; sums have some hundred terms
+EXACT = 1e-12  # fp64 rounds at 1e-16; sums have some hundred terms
 
 each_strategy = pytest.mark.parametrize("name", NAMES)
 
@@ -55,21 +56,24 @@ def refusal(
 
 def case(
     seed: int, name: str
-) -> tuple[Mask, Layout, int, tuple[int, int], list[torch.Tensor]] | None:
+) -> tuple[Mask, list[Layout | None], int, tuple[int, int], list[torch.Tensor]] | None:
     """Return a random call, or None if the strategy refuses it. Values may have another head size
-    than queries and keys.
+    than queries and keys. Every other seed has keys of another length or layout.
     """
     chance = random.Random(seed)
     size, inner = RINGS[seed % len(RINGS)]
     mask = random_mask(chance, chance.randint(size, 60))
-    layout = random_layout(chance, mask, size)
+    layouts = [random_layout(chance, mask, size), None]
+    if seed % 2 and load(name).takes_kv_layout:
+        mask, *layouts = random_two_lengths(chance, size)
     heads = chance.choice(HEADS)
-    if refusal(name, mask, layout, inner, *heads):
+    if refusal(name, mask, layouts[0], inner, *heads, kv_layout=layouts[1]):
         return None
-    tensors = random_qkv(chance.choice((1, 2)), mask.seq_len, *heads, 8, seed=seed)
+    call = KernelCall.whole(mask.seq_len, mask.kv_len)
+    tensors = call_tensors(call, chance.choice((1, 2)), *heads, 8, seed=seed)
     sizes = chance.choice(((8, 8), (8, 8), (8, 5), (3, 8)))
     tensors = [x[..., : sizes[i > 1]] for i, x in enumerate(tensors)]
-    return mask, layout, inner, heads, tensors
+    return mask, layouts, inner, heads, tensors
 
 
 def lse_gradient(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -93,7 +97,7 @@ def test_equals_dense_attention(name, monkeypatch):
     done = 0
     for seed in range(6 * len(RINGS)):
         if found := case(seed, name):
-            mask, layout, inner, (heads, _), tensors = found
+            mask, (layout, kv_layout), inner, (heads, _), tensors = found
             chance = random.Random(seed)
             for limit, values in LIMITS.items():
                 monkeypatch.setattr(f"bmt_burst.{limit}", chance.choice(values))
@@ -110,9 +114,9 @@ def test_equals_dense_attention(name, monkeypatch):
                 "strided": chance.random() < 0.3,
             }
             options = {"mask": mask, "strategy": name, **learned, **options}
-            got = ring_results(layout, tensors, SCALE, inner, **options)
+            got = ring_results(layout, tensors, SCALE, inner, kv_layout=kv_layout, **options)
             expected = dense_results(mask, tensors, SCALE, **learned)
-            what = seed, layout, inner, options
+            what = seed, layout, kv_layout, inner, options
             assert_close(got, expected, tensors[3], SCALE, EXACT, what)
             done += 1
     assert done >= len(RINGS), "it refuses nearly everything"

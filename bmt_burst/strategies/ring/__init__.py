@@ -100,7 +100,7 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def _tiling(self) -> Tiling:
-        return Tiling(self.problem.mask, self.problem.layout)
+        return Tiling(self.problem.mask, self.problem.layout, self.problem.kv_layout)
 
     @functools.cached_property
     def _parts(self) -> list[tuple[Part, Tiling]]:
@@ -176,7 +176,7 @@ class RingPlan(Plan):
         if self.problem.layout.size == 1 or not routes.traffic():
             return []
         nbytes, _ = self._most_bytes(payload)
-        count = self._count_passes(payload, nbytes, *self._count_landing(routes))
+        count = self._count_passes(payload, nbytes, *self._count_landing(payload, routes))
         if count == 1:
             return [make_pass(payload, sizes, ALL, ALL)]
         ratio = sizes.heads // sizes.kv_heads
@@ -196,15 +196,16 @@ class RingPlan(Plan):
         sizes = self.problem.sizes
         head_bytes = max(payload.packing(sizes).token_bytes() // sizes.kv_heads, 1)
         within, in_one = (nbytes // (head_bytes * max(tokens, 1)) for tokens in (block, ring))
-        rows = sizes.batch * self.problem.most_tokens * (sizes.heads // sizes.kv_heads)
+        rows = sizes.batch * self.problem.most_queries * (sizes.heads // sizes.kv_heads)
         most = min(max(in_one, -(-_ENOUGH_ROWS // rows)), max(within, 1), sizes.kv_heads)
         return -(-sizes.kv_heads // most)
 
-    def _count_landing(self, routes: Routes) -> tuple[int, int]:
+    def _count_landing(self, payload: Payload, routes: Routes) -> tuple[int, int]:
         """Return the most tokens of one block that land on a rank, and of all blocks of a round."""
         hops = range(1, self.schedule.inner)
         if self.schedule.outer > 1:
-            return self.problem.most_tokens, len(hops) * self.problem.most_tokens
+            tokens = payload.most_tokens(self.problem)
+            return tokens, len(hops) * tokens
         return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
 
     def _find_limits(self, passes: list[Pass], payload: Payload) -> tuple[int, int | None]:
@@ -225,7 +226,7 @@ class RingPlan(Plan):
         problem, hops = self.problem, self.schedule.inner - 1
         if not hops:
             return 0, 0
-        tokens, sizes = problem.most_tokens, problem.sizes
+        tokens, sizes = payload.most_tokens(problem), problem.sizes
         count = self._count_passes(payload, self.stage_bytes, tokens, hops * tokens)
         part = select_heads(sizes, -(-sizes.kv_heads // count))
         there, back = (

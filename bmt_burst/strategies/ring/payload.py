@@ -55,6 +55,10 @@ class Payload(ABC):
     def arrive(self, tensors: Sequence[Tensor]) -> Side:
         """Return the block from the tensors of `depart`."""
 
+    def most_tokens(self, problem: Problem) -> int:
+        """Return the number of tokens of the longest block."""
+        return problem.most_queries if self.sends_queries else problem.most_keys
+
     def token_bytes(self, sizes: Sizes) -> int:
         """Count the bytes per token and hop, of the block and its gradients."""
         return self.packing(sizes).token_bytes() + self.return_packing(sizes).token_bytes()
@@ -106,7 +110,10 @@ def backward_payload(problem: Problem) -> Payload:
     """Return the payload of a problem's backward. "auto" picks the one with fewer bytes."""
     choices: dict[str, Payload] = {"q": QueriesDelta(), "kv": KeysValues()}
     if problem.backward == "auto":
-        return min(choices.values(), key=lambda payload: payload.token_bytes(problem.sizes))
+        return min(
+            choices.values(),
+            key=lambda payload: payload.token_bytes(problem.sizes) * payload.most_tokens(problem),
+        )
     return choices[problem.backward]
 
 

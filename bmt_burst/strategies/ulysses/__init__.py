@@ -51,7 +51,7 @@ class Ulysses(Strategy):
     """Heads are shared by all ranks."""
 
     name = "ulysses"
-    takes_hosts = False
+    takes_hosts = takes_kv_layout = False
 
     def plan(self, problem: Problem, rank: int) -> Plan:
         """Return the part of `rank`. Hosts of one rank share no heads, so they are just a ring."""
@@ -72,7 +72,7 @@ class USP(Ulysses):
                 f"expected at most {_MOST_RUNS} runs of positions on a host, got {runs} of a "
                 f"{layout.name} layout: choose another layout"
             )
-        return None
+        return super().refuses(problem)
 
 
 class UlyssesPlan(Plan):
