@@ -117,6 +117,11 @@ def _make_plan(rings: Rings, terms: Terms, tokens: list[int], keys: list[int]) -
         check_lengths(kv_layout or layout, keys, "keys")
     problem = terms.make_problem(mask, layout, kv_layout)
     if masking.extension:
+        if kv_layout is not None:  # "balanced" differs between queries and keys
+            raise ValueError(
+                f"{masking.extension.name} takes queries and keys of one layout, got {layout!r} "
+                f"and a kv_layout, {kv_layout!r}: omit kv_layout"
+            )
         return masking.extension.plan(problem, rings.rank, terms.strategy)
     return choose(terms.strategy, problem).plan(problem, rings.rank)
 
