@@ -359,7 +359,10 @@ WRONG_ON_ALL = [
     ),
     ({"mask": Mask.causal(12, 13)}, r"ValueError: the mask has 13 keys, the ranks hold 12: \[4, 4"),
     ({"mask": Mask.causal(13, 12)}, r"ValueError: the mask has 13 queries, the ranks hold 12: \["),
-    ({"keys": 5, "mask": Mask.full(12)}, "ValueError: the mask has 12 keys, the ranks hold 15: "),
+    (
+        {"keys": 5, "mask": Mask.full(12)},
+        "ValueError: the mask has 12 keys, the ranks hold 15: .*, pass a mask with their kv_len",
+    ),
     ({"keys": 0}, "ValueError: expected q, k and v with tokens, got none on any rank"),
     ({"keys": 5, "layout": Layout.zigzag(12, 3)}, "ValueError: expected a kv_layout for 15 keys"),
     ({"kv_layout": Layout.zigzag(12, 4)}, "ValueError: a kv_layout on 3 ranks, got one on 4"),
@@ -368,11 +371,15 @@ WRONG_ON_ALL = [
         r"ValueError: the ranks hold \[4, 4, 4\] keys, but zigzag cuts 13 into",
     ),
     ({"kv_layout": "spiral"}, "ValueError: unknown kv_layout 'spiral'"),
-    ({"kv_layout": 3}, "TypeError: kv_layout must be .*, got int: pass its name"),
+    ({"kv_layout": 3}, "TypeError: kv_layout must be a Layout or one .*, got int: pass its name"),
     ({"kv_layout": ["zigzag"] * 3}, "ValueError: kv_layout has 3 entries for a batch of 2 rows"),
     (
         {"kv_layout": [Layout.zigzag(12, 3), Layout.zigzag(13, 3)], "mask": Mask.causal(12)},
-        "ValueError: a row's mask has 12 tokens, its layout 13",
+        "ValueError: a row's mask has 12 keys, its kv_layout 13",
+    ),
+    (
+        {"layout": Layout.zigzag(12, 3), "kv_layout": ["zigzag", "striped"]},
+        "ValueError: .* length of a sequence with kv_layout='zigzag': expected a mask",
     ),
     *(
         ({**options, "strategy": name}, f"ValueError: strategy '{name}': expected queries and keys")
@@ -386,6 +393,16 @@ WRONG_ON_ALL = [
             ("sparse attention", {"causal": True, "sparse": InfLLMV2()}),
         )
         for options in ({"keys": 5}, {"kv_layout": "striped"})
+    ),
+    # the balanced layout of keys is another one
+    (
+        {
+            "layout": "balanced",
+            "kv_layout": "balanced",
+            "mask": Mask.documents((0, 5, 12)),
+            "sparse": InfLLMV2(),
+        },
+        "ValueError: sparse attention takes queries and keys of one layout, got .*: omit kv_layout",
     ),
 ]
 

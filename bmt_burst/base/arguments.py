@@ -136,7 +136,7 @@ def expand_rows(
     for row in rows:
         if not isinstance(row, kinds) or row is given:
             raise TypeError(
-                f"{name} must be a {name.capitalize()} or one for each row, "
+                f"{name} must be a {kinds[-1].__name__} or one for each row, "
                 f"got {type(row).__name__}{hint}"
             )
     if len(rows) != batch:

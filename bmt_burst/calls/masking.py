@@ -7,7 +7,6 @@ another row.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,23 +61,30 @@ class Masking:
         check_seq_len(mask, tokens, name, "tokens" if is_one else "queries")
         if not is_one:
             name = "cu_seqlens_k (by default cu_seqlens)" if self.packed else "the mask"
-            check_seq_len(mask.transposed, keys, name, "keys")
+            hint = "; for keys of other tokens, pass a mask with their kv_len, or a kv_layout"
+            ending = hint if mask.kv_len == mask.seq_len and not self.packed else ""
+            check_seq_len(mask.transposed, keys, name, "keys", ending)
         return mask
 
 
 def check_seq_len(
-    mask: Mask, tokens: Sequence[int], name: str = "the mask", kind: str = "tokens"
+    mask: Mask,
+    tokens: Sequence[int],
+    name: str = "the mask",
+    kind: str = "tokens",
+    hint: str = "",
 ) -> None:
     """Raise ValueError unless the mask is as long as the sequence of all ranks.
 
     tokens  the number of tokens of each rank
     name    what the user passed
     kind    what the tokens are
+    hint    ends the error
     """
     if mask.seq_len != (seq_len := sum(tokens)):
         raise ValueError(
             f"{name} has {mask.seq_len} {kind}, the ranks hold {seq_len}: {tokens}; expected "
-            f"{name.removeprefix('the ')} of the whole sequence, identical on every rank"
+            f"{name.removeprefix('the ')} of the whole sequence, identical on every rank{hint}"
         )
 
 
@@ -160,10 +166,12 @@ def masks_of_layouts(
     """
     lengths = [x.seq_len if isinstance(x, Layout) else seq_len for x in (*layouts, *kv_layouts)]
     if None in lengths:
-        name = (*layouts, *kv_layouts)[lengths.index(None)]
+        index = lengths.index(None)
+        argument = "layout" if index < len(layouts) else "kv_layout"
         raise ValueError(
-            f"a rank does not know the length of a sequence with layout={name!r}: expected a mask "
-            "for it, such as Mask.causal(seq_len), or a Layout"
+            "a rank does not know the length of a sequence with "
+            f"{argument}={(*layouts, *kv_layouts)[index]!r}: expected a mask for it, such as "
+            "Mask.causal(seq_len), or a Layout"
         )
     known = [length for length in lengths if length is not None]
     queries, keys = known[: len(layouts)], known[len(layouts) :] or known
@@ -184,17 +192,20 @@ def _stack_rows(
     resolved = [resolve_layouts(*row, size) for row in rows]
     queries = [layout for layout, _ in resolved]
     keys = [layout if kv_layout is None else kv_layout for layout, kv_layout in resolved]
-    for mask, *own in zip(masks, queries, keys, strict=True):
-        for tokens, layout in zip((mask.seq_len, mask.kv_len), own, strict=True):
-            if tokens != layout.seq_len:
-                raise ValueError(f"a row's mask has {tokens} tokens, its layout {layout.seq_len}")
-    for of_rows, rank in itertools.product((queries, keys), range(size)):
-        lengths = [layout.length(rank) for layout in of_rows]
-        if len(set(lengths)) > 1:
-            raise ValueError(
-                "layouts of rows must give a rank the same number of tokens of each row, got "
-                f"{lengths} for rank {rank}"
-            )
+    for name, kind, of_rows, lengths in (
+        ("layout", "tokens", queries, [mask.seq_len for mask in masks]),
+        ("kv_layout", "keys", keys, [mask.kv_len for mask in masks]),
+    ):
+        for length, layout in zip(lengths, of_rows, strict=True):
+            if length != layout.seq_len:
+                raise ValueError(f"a row's mask has {length} {kind}, its {name} {layout.seq_len}")
+        for rank in range(size):
+            held = [layout.length(rank) for layout in of_rows]
+            if len(set(held)) > 1:
+                raise ValueError(
+                    f"{name}s of rows must give a rank the same number of tokens of each row, got "
+                    f"{held} for rank {rank}"
+                )
     is_one = all(kv_layout is None for _, kv_layout in resolved)
     return Mask.stacked(masks), Stacked(queries), None if is_one else Stacked(keys)
 
