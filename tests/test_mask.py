@@ -330,6 +330,7 @@ def test_many_slices_of_the_same_queries_cost_little():
 
 
 SCORES = Scores.by_distance(Mask.causal(12), torch.zeros(1, dtype=torch.int32))
+UNEVEN = Scores.by_distance(Mask.documents((0, 5, 12)), torch.zeros(1, dtype=torch.int32))
 # What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4
 # of 12 tokens.
 WRONG_ON_ALL = [
@@ -395,14 +396,15 @@ WRONG_ON_ALL = [
         for options in ({"keys": 5}, {"kv_layout": "striped"})
     ),
     # the balanced layout of keys is another one
-    (
-        {
-            "layout": "balanced",
-            "kv_layout": "balanced",
-            "mask": Mask.documents((0, 5, 12)),
-            "sparse": InfLLMV2(),
-        },
-        "ValueError: sparse attention takes queries and keys of one layout, got .*: omit kv_layout",
+    *(
+        (
+            {"layout": "balanced", "kv_layout": "balanced", **extension},
+            f"ValueError: {name} takes queries and keys of one layout, got .*: omit kv_layout",
+        )
+        for name, extension in (
+            ("a bias", {"scores": UNEVEN, "bias": torch.zeros(1, 2).double()}),
+            ("sparse attention", {"mask": UNEVEN.mask, "sparse": InfLLMV2()}),
+        )
     ),
 ]
 
