@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,49 @@ from ..ranks.agreement import admit_one_thread, report_failure, run_together
 from ..ranks.rings import Rings
 from ..strategies import Plan
 from ..strategies.compute import Keys, QueryGradients
+
+
+@dataclass(frozen=True)
+class Past:
+    """Keys and values of a call that earlier calls left, and last the call's own ones. Autograd
+    records only the own ones.
+
+    k, v    (B, T, G, D)
+    dk, dv  (B, T, G, D) in the accumulator's dtype: sums of gradients, to which the backward adds.
+            None in calls without gradient
+    own     the tokens of the call's own keys. Their gradients are these sums, rounded once.
+    done    called when the backward has added to the sums
+    rows    the batch size if the rows are stacked as one sequence, otherwise 0
+    """
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor | None
+    dv: Tensor | None
+    own: slice
+    done: Callable[[], None]
+    rows: int = 0
+
+    def keys(self) -> Keys:
+        """Return all keys and values, with their sums."""
+        sums = (x if x is None else self._join(x) for x in (self.dk, self.dv))
+        return Keys(self._join(self.k), self._join(self.v), *sums)
+
+    def own_gradients(self, keys: Keys) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the own keys and values, once a backward added to the sums of
+        `keys`.
+        """
+        grads = []
+        for total, x in ((self.dk, keys.dk), (self.dv, keys.dv)):
+            assert total is not None and x is not None, "a call with gradient has sums"
+            if self.rows:  # then the sums were copied
+                total.copy_(x.view(total.shape))
+            grads.append(self._join(total[:, self.own].to(self.k.dtype)))
+        self.done()
+        return grads[0], grads[1]
+
+    def _join(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unsqueeze(0) if self.rows else x
 
 
 class PlannedAttention(torch.autograd.Function):
@@ -33,15 +78,20 @@ class PlannedAttention(torch.autograd.Function):
         rings: Rings,
         plan: Plan,
         number: int,
+        past: Past | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse of the call with this number."""
+        """Return out and lse of the call with this number. k and v are the last of a `past`."""
+        if past is not None:
+            keys = past.keys()
+            k, v = keys.k, keys.v
         with without_autocast(q):
             out, lse, kept = plan.forward(rings, q, k, v, inputs)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *inputs, *kept)
         ctx.rings, ctx.plan, ctx.number, ctx.input_count = rings, plan, number, len(inputs)
+        ctx.past = past
         ctx.set_materialize_grads(False)  # most backwards have no gradient of lse
         return out, lse
 
@@ -52,6 +102,7 @@ class PlannedAttention(torch.autograd.Function):
         doing = f"the backward of call {ctx.number}"
         rings: Rings = ctx.rings
         plan: Plan = ctx.plan
+        past: Past | None = ctx.past
 
         def begin() -> tuple[Tensor, tuple[Any, ...]]:
             check_first_derivative("burst_attn_func")
@@ -70,9 +121,12 @@ class PlannedAttention(torch.autograd.Function):
                 if dlse is not None:
                     out, dout = add_lse_gradient(out, dout, lse, dlse)
                 queries = QueryGradients(q, dout, lse, out)
+                keys = Keys(k, v) if past is None else past.keys()
                 dq, dk, dv, of_inputs = plan.backward(
-                    rings, queries, Keys(k, v), tuple(inputs), tuple(kept)
+                    rings, queries, keys, tuple(inputs), tuple(kept)
                 )
+                if past is not None:
+                    dk, dv = past.own_gradients(keys)
                 if sinks is not None and ctx.needs_input_grad[3]:
                     dsinks = sinks_gradient(dout, out, lse, sinks)
-        return dq, dk, dv, dsinks, None, None, None, *of_inputs
+        return dq, dk, dv, dsinks, None, None, None, None, *of_inputs

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..ranks.agreement import (
 from ..ranks.rings import Rings
 from ..strategies import Plan, choose
 from ..strategies.extension import Extension, Tensors
-from .autograd import PlannedAttention
+from .autograd import Past, PlannedAttention
 from .inputs import Inputs, check_inputs
 from .masking import Masking, check_extension, check_lengths, resolve_layouts
 from .options import Options
@@ -46,10 +47,12 @@ def attend(
     sinks: Tensor | None,
     options: Options,
     extend: Callable[[], tuple[Extension | None, tuple[Any, ...]]] = lambda: (None, ()),
+    past: Past | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, S, H, D of v) and lse (B, H, S) of a call that all ranks of `rings` make.
 
     extend  returns the extension of the call, if any, and its tensors
+    past    all keys and values, if k and v are only the last of them
 
     Raises on every rank if arguments are wrong on any rank.
     """
@@ -60,7 +63,8 @@ def attend(
 
         def check() -> dict[str, Any]:
             extension, tensors = extend()
-            inputs = check_inputs(q, k, v, sinks, options.is_packed)
+            keys = (k, v) if past is None else (past.k, past.v)
+            inputs = check_inputs(q, *keys, sinks, options.is_packed)
             if extension:
                 check_extension(extension, inputs.q, inputs.k, options)
                 extension.check(tensors, q, k)
@@ -76,7 +80,9 @@ def attend(
         with report_failure(rings, f"call {number}"):
             plan = find_plan(rings, terms, lines, inputs.q.device)
             rings.history.calls = number
-            return _compute(rings, plan, number, inputs, tensors, terms.masking)
+            if past is not None:
+                inputs = inputs._replace(k=k, v=v)
+            return _compute(rings, plan, number, inputs, tensors, terms.masking, past)
 
 
 def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torch.device) -> Plan:
@@ -127,7 +133,13 @@ def _make_plan(rings: Rings, terms: Terms, tokens: list[int], keys: list[int]) -
 
 
 def _compute(
-    rings: Rings, plan: Plan, number: int, inputs: Inputs, tensors: Tensors, masking: Masking
+    rings: Rings,
+    plan: Plan,
+    number: int,
+    inputs: Inputs,
+    tensors: Tensors,
+    masking: Masking,
+    past: Past | None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse. If rows differ, all are computed as one sequence."""
     q, k, v, rows = inputs.q, inputs.k, inputs.v, masking.rows
@@ -135,8 +147,9 @@ def _compute(
     if rows:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
         tensors = masking.extension.join_rows(tensors) if masking.extension else tensors
+        past = past and replace(past, rows=rows)
     run: Callable[..., tuple[Tensor, Tensor]] = PlannedAttention.apply
-    out, lse = run(q, k, v, inputs.sinks, rings, plan, number, *tensors)
+    out, lse = run(q, k, v, inputs.sinks, rings, plan, number, past, *tensors)
     if rows:
         out = out.squeeze(0).unflatten(0, (rows, -1))
         lse = lse.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1)

@@ -93,6 +93,8 @@ def check_extension(extension: Extension, q: Tensor, k: Tensor, options: Options
 
     Ranks compare layouts, and a rank with other numbers raises. So no rank gets further.
     """
+    if extension.takes_two_lengths:
+        return
     if q.shape[1] != k.shape[1] or options.kv_layout not in (None, options.layout):
         raise ValueError(
             f"{extension.name} takes queries and keys of one sequence and one layout, got "

@@ -83,10 +83,16 @@ class QueryGradients(Queries):
 
 @dataclass(frozen=True)
 class Keys(Side):
-    """The key side: k and v (B, S, G, D)."""
+    """The key side: k and v (B, S, G, D).
+
+    dk, dv  sums of gradients in the accumulator's dtype, if any. A backward adds to them, and
+            returns them.
+    """
 
     k: Tensor
     v: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
 
 
 def _gather(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:

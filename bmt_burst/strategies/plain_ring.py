@@ -80,12 +80,15 @@ class PlainRingPlan(Plan):
         block = [k.contiguous(), v.contiguous()]
         block += [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)]
         for hop in range(self.size):
-            keys, (dk, dv) = Keys(*block[:2]), block[2:]
-            for parts in compute_gradients(attention, self._calls[hop], queries, keys):
+            here, (dk, dv) = Keys(*block[:2]), block[2:]
+            for parts in compute_gradients(attention, self._calls[hop], queries, here):
                 for total, (spans, part) in zip((dq, dk, dv), parts, strict=True):
                     _add_gradient(total, spans, part)
             block = self._pass_on(rings, block, hop)
-        return dq.to(q.dtype), block[2].to(k.dtype), block[3].to(v.dtype), ()
+        dk, dv = block[2:]
+        if keys.dk is not None and keys.dv is not None:
+            return dq.to(q.dtype), keys.dk.add_(dk), keys.dv.add_(dv), ()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ()
 
     def __str__(self) -> str:
         hops = (f"  hop {hop}: {len(self._calls[hop])} kernel calls" for hop in range(self.size))

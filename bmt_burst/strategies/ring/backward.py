@@ -64,8 +64,8 @@ class Backward(Execution):
         self.computed: list[list[Part]] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensors]:
-        """Run. Return dq, dk and dv in the inputs' dtype, and this rank's shares of the gradients
-        of the scoring's inputs.
+        """Run. Return dq, dk and dv in the inputs' dtype, or the sums that the keys have, and this
+        rank's shares of the gradients of the scoring's inputs.
         """
         self.run()
         dq, dk, dv = self.grads
@@ -76,7 +76,12 @@ class Backward(Execution):
             for parts, part in zip(self.own_parts, found, strict=True):
                 parts.append(part)
         inputs = self.queries.q, self.keys.k, self.keys.v
-        for parts, x in zip(self.own_parts, inputs, strict=True):
+        sums = None, self.keys.dk, self.keys.dv
+        for parts, x, earlier in zip(self.own_parts, inputs, sums, strict=True):
+            if earlier is not None:
+                parts.insert(0, ([(0, x.shape[1])], earlier))
+                self.grads.append(earlier)
+                continue
             whole = is_whole(parts, x.shape[1])
             self.grads.append(
                 parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
