@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..base.arguments import DTYPES, as_positive, check_tensor
 from ..base.streams import send_to_device
-from ..sequence.mask import Mask
+from ..sequence.mask import Mask, Slice
 from . import torch_choice
 from .blocks import MOST_TOKENS
 from .compressed import CompressedKeys, compress, sum_strides
@@ -88,19 +88,26 @@ def choose(
 def find_fault(mask: Mask) -> str | None:
     """Return why sparse attention cannot use this mask, or None if it can. Answers are kept, since
     each call needs one and a mask may have thousands of slices.
-
-    Raises ValueError for a mask of two lengths.
     """
-    mask.check_one_length("sparse attention")
-    if mask.seq_len > MOST_TOKENS:
-        return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.seq_len}"
+    if mask.kv_len > MOST_TOKENS:
+        return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.kv_len}"
+    end = 0
     for s in mask.slices:
-        if s.q != s.kv or s.low != 0 or s.high is not None:
+        is_one = mask.seq_len == mask.kv_len
+        fits = s.q == s.kv and s.low == 0 if is_one else _ends_document(s, end)
+        if not fits or s.high is not None:
             return (
                 "sparse attention needs causal documents, whole sequences or Mask.documents("
                 f"..., causal=True); got a mask with Slice{tuple(s)}"
             )
+        end = s.kv[1]
     return None
+
+
+def _ends_document(s: Slice, end: int) -> bool:
+    """Whether the queries of a slice are tokens of its keys, which begin at `end` or later."""
+    low, (start, stop) = s.low, s.kv
+    return low is not None and end <= start <= s.q[0] - low and s.q[1] - low <= stop
 
 
 def choose_in_document(

@@ -31,6 +31,7 @@ class Sparse(Extension):
     config: InfLLMV2 | None
 
     name = "sparse attention"
+    takes_two_lengths = True
 
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
         if self.config is not None and not isinstance(self.config, InfLLMV2):

@@ -11,6 +11,9 @@ dense call. Far are the blocks beyond the window that the later tokens choose:
     backward  ranks gather keys and values again, and return the gradients of each span to the
               owners of its tokens.
 
+Queries may be only some of the sequence's tokens: those of a chunk, which attend to the keys up to
+its end. Positions of queries are then those of their tokens among the keys.
+
 A span has as many tokens as `span_bytes` of keys and values allow. Nearly every block is chosen by
 some query of each rank, so sending only chosen blocks would save nothing. The choice depends
 neither on ranks nor on spans (see `bmt_burst.sparse`).
@@ -42,7 +45,7 @@ from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 from .far import find_kernels
 from .memory import find_choice
-from .queries import Choosers, find_longest
+from .queries import Choosers, cut_documents, find_longest, own_keys
 from .spans import Spans
 
 
@@ -66,8 +69,8 @@ class SparsePlan(Plan):
         self.near.reserve(rings, device, with_backward)
         problem, sizes, tokens = self.problem, self.problem.sizes, self._most_tokens
         entries = 2 * sizes.batch * sizes.kv_heads * sizes.head_size
-        visit = min(tokens, problem.layout.seq_len) * entries * sizes.dtype.itemsize
-        column = min(tokens, problem.outer * problem.most_queries)  # at one place of all hosts
+        visit = min(tokens, problem.mask.kv_len) * entries * sizes.dtype.itemsize
+        column = min(tokens, problem.outer * problem.most_keys)  # at one place of all hosts
         returned = problem.inner * column * entries * sizes.partial.itemsize
         rings.reserve({"visit": visit, "return": returned * with_backward}, device)
 
@@ -121,14 +124,16 @@ class SparsePlan(Plan):
             for total, part in zip((dk, dv), given, strict=True):
                 total[:, own] += part
         none = (None,) * len(inputs)  # no gradient flows through the choice
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), none
+        if keys.dk is None:
+            dk, dv = dk.to(q.dtype), dv.to(q.dtype)
+        return dq.to(q.dtype), dk, dv, none
 
     def _gather_far(
         self, rings: Rings, k: Tensor, v: Tensor, chosen: Tensor
     ) -> Iterator[list[FarKeys]]:
         """Yield the keys of each span, as the queries of each row attend to them."""
         ends, size = self._ends(chosen.device), self.sparse.block_size
-        tokens, scale = self.problem.mask.seq_len, self.problem.spec.scale
+        tokens, scale = self.problem.mask.kv_len, self.problem.spec.scale
         blocks = [FarBlocks.of_choice(row.int(), *ends, size, tokens) for row in chosen]
         for number, (first, _) in enumerate(self.spans.spans):
             rows = zip(*self.spans.gather(rings, [k, v], number), blocks, strict=True)
@@ -157,7 +162,12 @@ class SparsePlan(Plan):
     @functools.cached_property
     def choosers(self) -> Choosers:
         """This rank's queries that choose."""
-        return Choosers.of_tokens(self.spans.positions[self.rank], self.problem.mask, self.sparse)
+        return Choosers.of_tokens(self._positions, self.problem.mask, self.sparse)
+
+    @functools.cached_property
+    def _positions(self) -> Tensor:
+        """The positions of this rank's queries among the keys: (S,) int64."""
+        return own_keys(self.problem.layout.positions(self.rank), self.problem.mask)
 
     def _ends(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return where the documents of the queries that choose start, (F,) int64, which tokens
@@ -165,7 +175,7 @@ class SparsePlan(Plan):
         """
 
         def make() -> tuple[Tensor, ...]:
-            stops = self.spans.positions[self.rank] - self.sparse.window_size
+            stops = self._positions - self.sparse.window_size
             parts = self.choosers.starts(), self.choosers.tokens, stops
             return tuple(send_to_device(x, device) for x in parts)
 
@@ -189,8 +199,8 @@ class SparsePlan(Plan):
         stride of a document.
         """
         problem, stride = self.problem, self.sparse.kernel_stride
-        cut = _cut_sequence(problem.mask.parts, self._most_tokens, stride)
-        return Spans(problem.layout, self.rank, problem.inner, cut)
+        cut = _cut_sequence(cut_documents(problem.mask), self._most_tokens, stride)
+        return Spans(problem.kv_layout or problem.layout, self.rank, problem.inner, cut)
 
     @property
     def _most_tokens(self) -> int:

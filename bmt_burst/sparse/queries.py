@@ -16,13 +16,41 @@ import torch
 from torch import Tensor
 
 from ..sequence.mask import Mask, Slice
-from ..sequence.span import Span, length
+from ..sequence.span import Span, length, overlap, shifted
 from .config import InfLLMV2
 
 
 def documents(mask: Mask) -> list[Span]:
-    """Return the documents of a mask. Tokens in none of them, such as padding, see nothing."""
-    return [s.q for s in mask.slices]
+    """Return the documents of a mask, as spans of the keys. Other tokens see nothing."""
+    return [s.kv for s in mask.slices]
+
+
+def cut_documents(mask: Mask) -> list[Span]:
+    """Return the keys of a mask, cut into documents and what is between them."""
+    found, at = list[Span](), 0
+    for start, stop in documents(mask):
+        found += [(at, start)] * (at < start) + [(start, stop)]
+        at = stop
+    return found + [(at, mask.kv_len)] * (at < mask.kv_len)
+
+
+def own_keys(queries: Tensor, mask: Mask) -> Tensor:
+    """Return the positions of rising queries among the keys: (S,) int64, rising.
+
+    Each query is a token of its document's keys. If all keys have their query, that is the query's
+    own position.
+    """
+    if not mask.slices:
+        return queries
+    starts = torch.tensor([s.q[0] for s in mask.slices])
+    shifts = torch.tensor([-_low(s) for s in mask.slices])
+    nearest = torch.searchsorted(starts, queries, right=True).sub(1).clamp_min(0)
+    return queries + shifts[nearest]
+
+
+def _low(s: Slice) -> int:
+    assert s.low is not None, "the mask is of causal documents"
+    return s.low
 
 
 def find_longest(mask: Mask) -> int:
@@ -35,13 +63,17 @@ def near_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
     document see, and the windows of later tokens.
     """
     slices = []
-    for start, stop in documents(mask):
+    for s in mask.slices:
+        (start, stop), low = s.kv, _low(s)
         middle = min(start + sparse.exact_tokens, stop)
-        slices.append(Slice((start, middle), (start, middle), low=0))
-        if middle < stop:
-            keys = middle - sparse.window_size, stop
-            slices.append(Slice((middle, stop), keys, low=0, high=sparse.window_size + 1))
-    return Mask(mask.seq_len, tuple(slices))
+        for tokens, keys, high in (
+            ((start, middle), (start, middle), None),
+            ((middle, stop), (middle - sparse.window_size, stop), sparse.window_size + 1),
+        ):
+            queries = overlap(shifted(tokens, low), s.q)
+            if length(queries):
+                slices.append(Slice(queries, keys, low, high and high + low))
+    return Mask(mask.seq_len, tuple(slices), mask.kv_len)
 
 
 def work_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
@@ -92,7 +124,7 @@ class Choosers:
 
     @staticmethod
     def of_tokens(positions: Tensor, mask: Mask, sparse: InfLLMV2) -> Choosers:
-        """Return those among tokens at rising positions (S,) of the sequence."""
+        """Return those among tokens at rising positions (S,) of the keys."""
         spans = [span for span in documents(mask) if length(span) > sparse.exact_tokens]
         later = torch.tensor(spans, dtype=torch.int64).view(-1, 2)
         later[:, 0] += sparse.exact_tokens

@@ -42,12 +42,14 @@ class Extension(ABC):
 
     It is immutable, and equal extensions have equal hashes.
 
-    name    what messages call it
-    brings  the argument that brings a mask, if any
+    name               what messages call it
+    brings             the argument that brings a mask, if any
+    takes_two_lengths  whether queries and keys may be other tokens, or lie elsewhere
     """
 
     name: str
     brings: str = "nothing"
+    takes_two_lengths: bool = False
 
     @property
     def mask(self) -> Mask | None:
