@@ -21,6 +21,7 @@ from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, res
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
 from .calls.refusal import refuse_call, refuse_wrong_arguments
+from .chunks import Chunk
 from .fused import functions
 from .fused.norm import RMSNorm
 from .kernels import load
@@ -207,7 +208,7 @@ class BurstAttention(SequenceParallelModule):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: KVCache | None = None,
+        cache: KVCache | Chunk | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor:
@@ -272,7 +273,7 @@ class BurstAttention(SequenceParallelModule):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: KVCache | None = None,
+        cache: KVCache | Chunk | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
         choose_by: tuple[Tensor, Tensor] | None = None,
@@ -296,6 +297,10 @@ class BurstAttention(SequenceParallelModule):
             batch, tokens = q.shape[:2]
         except _WRONG_INPUTS as error:
             self._refuse(error)
+        if isinstance(cache, Chunk):
+            return cache.attend(
+                self.layer, q, k, v, window=self.window, sinks=sinks, **self.options
+            ).flatten(2)
         if cache is not None:
             return self._attend_to_cache(q, k, v, cache, sinks, choose_by).flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
@@ -329,13 +334,17 @@ class BurstAttention(SequenceParallelModule):
 
     def _check_cache(
         self,
-        cache: KVCache | None,
+        cache: KVCache | Chunk | None,
         mask: Masks | None,
         layout: Layouts | None,
         choose_by: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Raise ValueError for a cache that does not fit the other arguments."""
         if cache is None:
+            return
+        if isinstance(cache, Chunk):
+            if mask is not None or layout is not None:
+                raise ValueError("expected a chunk or a mask and layout, got both: Chunks has them")
             return
         if self.sp.size > 1:
             raise ValueError(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst.base.autocast import autocast_dtype
+from bmt_burst.chunks import Chunk
 from bmt_burst.fused.norm import RMSNorm
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
@@ -92,11 +93,12 @@ class CPMBlock(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: KVCache | None = None,
+        cache: KVCache | Chunk | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor:
-        saving = self.saving if cache is None else Saving()
+        saves = cache is None or isinstance(cache, Chunk)
+        saving = self.saving if saves else Saving()
         return saving.run(self._whole, x, cos, sin, cache, mask, layout, keep=(cos, sin))
 
     def _whole(self, runner: Runner, x: Tensor, cos: Tensor, sin: Tensor, *seen: Any) -> Tensor:
@@ -179,7 +181,7 @@ class CPM(SequenceParallelModule):
         tokens: Tensor,
         positions: Tensor,
         labels: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | Chunk | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
         by_token: bool = False,
@@ -200,12 +202,19 @@ class CPM(SequenceParallelModule):
 
         The ranks exchange the length that some rotary scalings depend on (models/rope.py). With a
         cache it is the number of tokens so far. As in transformers, cached keys stay rotated as
-        they were.
+        they were. With a Chunk it is that of the whole sequence. Where only its keys and values
+        are kept (Chunks.forward), logits are (B, 0, V).
         """
+        if isinstance(cache, Chunk) and self.saving.offload:
+            raise ValueError(
+                "expected a Chunk or an offload, got both: kept keys stay on the device"
+            )
         x = self.embed_tokens(tokens) * self.config.scale_emb
-        cos, sin = self._rope_tables(positions)
+        cos, sin = self._rope_tables(positions, cache)
         seen = cos, sin, cache, mask, layout
         x = self.saving.run_all(self.layers, x, *seen, keep=(cos, sin))
+        if isinstance(cache, Chunk) and cache.is_only_kept:
+            return x.new_empty(len(x), 0, self.config.vocab_size)
         x = self.norm(x) / self.config.width_scale
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         if labels is None:
@@ -215,13 +224,17 @@ class CPM(SequenceParallelModule):
         loss = linear_cross_entropy_by_row if by_row else linear_cross_entropy_sum
         return loss(x, head.weight, labels)
 
-    def _rope_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope_tables(
+        self, positions: Tensor, cache: KVCache | Chunk | None
+    ) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of the rotation at `positions`."""
         scaling, theta = self.config.rope_scaling, self.config.rope_theta
         frequencies = rope_frequencies(self.config.head_dim, theta, positions.device)
         if scaling is None:
             return rotations(positions, frequencies)
-        length = self.sp.longest(positions) if scaling.by_length else None
+        length = None
+        if scaling.by_length:
+            length = (cache if isinstance(cache, Chunk) else self.sp).longest(positions)
         frequencies = scaling.frequencies(frequencies, theta, length)
         return rotations(positions, frequencies, scaling.attention_scale)
 

@@ -329,6 +329,12 @@ class Chunked(Stacked):
         """This layout: x, positions and labels are its shards."""
         return self
 
+    @functools.cached_property
+    def beginnings(self) -> tuple[Layout, ...]:
+        """For each chunk, the layout of all tokens up to its end."""
+        first, *_ = self.layouts
+        return (first, *(Stacked(self.layouts[: n + 1]) for n in range(1, len(self.layouts))))
+
     def __repr__(self) -> str:
         kind, count = self.layouts[0].name, len(self.spans)
         return f"<{count} {kind} chunks of {self.seq_len} tokens on {self.size} ranks>"

@@ -1,0 +1,413 @@
+"""Training on a sequence in chunks: memory grows by the keys, values and their gradients only.
+
+The forward runs chunk by chunk without a graph, and keeps keys and values of each layer. The
+backward goes from the last chunk to the first. It computes a chunk again with a graph, whose
+queries attend to the kept keys. The gradients of earlier keys are added up in fp32. Those of the
+chunk's own keys, to which later chunks have added, go to autograd, rounded once.
+
+    chunks = Chunks(mask, tokens=65536, layers=32, sp=sp)
+    for chunk in chunks.forward():
+        model(x[:, chunk.span], positions[:, chunk.span], cache=chunk)
+    for chunk in chunks.backward():
+        mine = (tensor[:, chunk.span] for tensor in (x, positions, labels))
+        loss, _ = model(*mine, cache=chunk)
+        (loss / targets).backward()
+
+Here x, positions and labels are this rank's shards by `chunks.layout`. Gradients are those of one
+step on the whole sequence.
+
+Letters: B batch, S tokens of a rank, C those of a chunk, H query heads, G kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base.arguments import as_bool, as_int
+from .base.dtypes import accumulator_dtype
+from .calls.autograd import Past
+from .calls.call import attend
+from .calls.options import Masks, Options
+from .calls.refusal import refuse_call
+from .ranks.rings import make_rings
+from .ranks.sequence_parallel import SequenceParallel
+from .sequence.layout import Layout
+from .sequence.mask import Mask
+from .sequence.span import Span, overlap
+from .sparse.config import InfLLMV2
+from .sparse.extension import Sparse
+from .sparse.queries import find_longest
+from .strategies import GROUP_BYTES
+
+# what chunks are in: errors name it
+_READY, _FORWARD, _KEPT, _BACKWARD = "without kept keys", "in forward()", "kept", "in backward()"
+_DEFAULTS = {
+    "softmax_scale": None,
+    "flash": "auto",
+    "causal": False,
+    "optimize_bwd_comm": True,
+    "deterministic": False,
+    "strategy": "auto",
+    "backward": "auto",
+    "return_lse": False,
+    "group_bytes": GROUP_BYTES,
+    "softcap": None,
+}
+
+
+class Chunks:
+    """A sequence, or a batch of them, in chunks. It keeps keys and values of one step.
+
+    mask    the mask of the whole sequence, or one for each row. No token may see a later chunk.
+    tokens  the most tokens of a chunk, on all ranks together
+    layers  the number of attention layers of the model
+    sp      the ranks that share the sequence, by default this one alone. Their layout does not
+            count: `layout` is the one of the chunks.
+    layout  how each chunk is cut over the ranks: the name of a layout
+    length  the length by which rotary scalings choose their frequencies, by default that of the
+            longest document. Positions must be below it.
+
+    Raises ValueError for a mask in which a token sees a later chunk, for masks of different
+    lengths, and as `Layout.chunks`. Raises TypeError for arguments of other types.
+    """
+
+    def __init__(
+        self,
+        mask: Masks,
+        tokens: int,
+        layers: int,
+        sp: SequenceParallel | None = None,
+        *,
+        layout: str = "zigzag",
+        length: int | None = None,
+    ):
+        self.sp = SequenceParallel() if sp is None else sp
+        if not isinstance(self.sp, SequenceParallel):
+            raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
+        self.masks = (mask,) if isinstance(mask, Mask) else tuple(mask)
+        for row in self.masks:
+            if not isinstance(row, Mask):
+                raise TypeError(f"expected a Mask or one for each row, got {type(row).__name__}")
+        if len({(row.seq_len, row.kv_len) for row in self.masks}) != 1:
+            raise ValueError("expected masks of one length for all rows, at least one")
+        seq_len, kv_len = self.masks[0].seq_len, self.masks[0].kv_len
+        if seq_len != kv_len:
+            raise ValueError(
+                f"expected a mask of as many queries as keys, got {seq_len} and {kv_len}"
+            )
+        self.layers = as_int("layers", layers)
+        if self.layers < 1:
+            raise ValueError(f"layers must be at least 1, got {layers}")
+        self.layout = Layout.chunks(seq_len, self.sp.size, tokens, layout)
+        self.lengths = self._find_lengths(length)
+        mine = itertools.accumulate(
+            (part.length(self.sp.rank) for part in self.layout.layouts), initial=0
+        )
+        cut = zip(self.layout.spans, itertools.pairwise(mine), strict=True)
+        self.chunks = tuple(
+            Chunk(self, n, positions, slice(*span)) for n, (positions, span) in enumerate(cut)
+        )
+        for chunk in self.chunks:  # an error here is better than one in the middle of a step
+            chunk.masks(None)
+        self._phase, self._kept = _READY, dict[int, _Kept]()
+        self._evaluates = False
+        self._current: Chunk | None = None
+        self._calls, self._backwards = Counter[int](), Counter[int]()
+        self._ends: dict[int, Tensor] = {}  # of the positions of chunks that asked for a length
+
+    def forward(self, last: bool = False) -> Iterator[Chunk]:
+        """Yield the chunks in their order, without gradient. The last one is left out, since its
+        backward computes it, unless `last`, as in an evaluation.
+
+        Forgets what an earlier step kept. Raises ValueError if a chunk was not computed by all
+        layers.
+        """
+        self._evaluates = is_whole = as_bool("last", last)
+        self._forget()
+        yield from self._run(_FORWARD, self.chunks if is_whole else self.chunks[:-1])
+        if is_whole:
+            self._forget()
+        else:
+            self._phase = _KEPT
+
+    def backward(self) -> Iterator[Chunk]:
+        """Yield the chunks from the last one to the first. Compute a loss of each, and call its
+        backward before the next.
+
+        Raises ValueError unless `forward` has ended, if a chunk was not computed by all layers, if
+        keys or values are not those that the forward kept, as with dropout or other weights, and
+        unless each layer's backward ran once.
+        """
+        if self._phase != _KEPT and len(self.chunks) > 1:
+            raise ValueError(
+                f"expected chunks whose forward() has ended, which each backward() needs, got "
+                f"chunks that are {self._phase}"
+            )
+        yield from self._run(_BACKWARD, self.chunks[::-1])
+        self._forget()
+
+    def _run(self, phase: str, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+        self._phase = phase
+        for chunk in chunks:
+            self._current = chunk
+            self._calls.clear()
+            self._backwards.clear()
+            with torch.no_grad() if phase == _FORWARD else nullcontext():
+                yield chunk
+            self._check_done(chunk)
+        self._current = None
+
+    def _forget(self) -> None:
+        self._phase, self._current = _READY, None
+        self._kept.clear()
+        self._ends.clear()
+
+    def _keep(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Past:
+        """Keep k and v of a chunk, and return all keys up to its end."""
+        if chunk is not self._current:
+            now = self._current.number if self._current else "none"
+            raise ValueError(
+                f"expected the chunk that forward() or backward() yielded last, {now}, got chunk "
+                f"{chunk.number}"
+            )
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"expected a layer below {self.layers} in these Chunks, got {layer}")
+        tokens, rows = chunk.span.stop - chunk.span.start, len(self.masks)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 4 or x.shape[1] != tokens or rows not in (1, len(x)):
+                raise ValueError(
+                    f"expected {name} ({rows if rows > 1 else 'batch'}, {tokens}, heads, head "
+                    f"size), this rank's tokens of chunk {chunk.number}, got shape {tuple(x.shape)}"
+                )
+        if v.shape[3] != q.shape[3]:
+            raise ValueError(
+                f"chunks take values of the keys' head size, {q.shape[3]}, got {v.shape[3]}"
+            )
+        kept = self._kept.get(layer)
+        if kept is None:
+            kept = self._kept[layer] = _Kept(k, v, self.layout.length(self.sp.rank))
+        shapes = (len(k), *k.shape[2:]), (len(kept.k), *kept.k.shape[2:])
+        if shapes[0] != shapes[1] or k.dtype != kept.k.dtype:
+            raise ValueError(
+                f"layer {layer} has keys of {shapes[0]} and {k.dtype} in chunk {chunk.number}, "
+                f"earlier ones are of {shapes[1]} and {kept.k.dtype}"
+            )
+        self._calls[layer] += 1
+        is_last = chunk is self.chunks[-1]
+        differentiates = self._phase == _BACKWARD
+        if differentiates and not is_last:
+            kept.compare(k, v, chunk.span)
+        else:
+            kept.put(k, v, chunk.span)
+        so_far = slice(chunk.span.stop)
+        dk, dv = kept.sums if differentiates else (None, None)
+        return Past(
+            kept.k[:, so_far],
+            kept.v[:, so_far],
+            None if dk is None else dk[:, so_far],
+            None if dv is None else dv[:, so_far],
+            chunk.span,
+            lambda: self._backwards.update([layer]),
+        )
+
+    def _check_done(self, chunk: Chunk) -> None:
+        """Raise ValueError unless all layers computed a chunk, and in a backward all gradients."""
+        missing = [layer for layer in range(self.layers) if not self._calls[layer]]
+        if missing:
+            raise ValueError(
+                f"chunk {chunk.number} was not computed by {len(missing)} of {self.layers} layers, "
+                f"the first is layer {missing[0]}: pass cache=chunk to the model, and its number "
+                "of layers to Chunks"
+            )
+        again = [layer for layer, count in self._calls.items() if count > 1]
+        if again and self._phase == _FORWARD:
+            raise ValueError(
+                f"chunk {chunk.number} was computed {self._calls[again[0]]} times by layer "
+                f"{again[0]}: run the model once, and give each attention a layer of its own"
+            )
+        if len(self._ends) == len(self.chunks) and chunk is self.chunks[-1]:
+            self._check_lengths()
+        if self._phase != _BACKWARD:
+            return
+        wrong = [layer for layer in range(self.layers) if self._backwards[layer] != 1]
+        if wrong:
+            raise ValueError(
+                f"expected one backward of chunk {chunk.number} before the next chunk, got "
+                f"{self._backwards[wrong[0]]} of layer {wrong[0]}"
+            )
+        differences = [kept.difference for kept in self._kept.values()]
+        worst = self.sp.sum(torch.stack(differences).amax()) if differences else 0.0
+        if worst > torch.finfo(next(iter(self._kept.values())).k.dtype).eps ** 0.5:
+            raise ValueError(
+                f"the keys or values of chunk {chunk.number} differ from those that the forward "
+                f"kept, by {float(worst):.1e} of the largest: both runs need the same weights, and "
+                "a model without dropout"
+            )
+
+    def _check_lengths(self) -> None:
+        """Raise ValueError if positions do not have the lengths that were expected."""
+        ends = torch.stack([*self._ends.values()]).amax(0)
+        found = self.sp.longest(ends.unsqueeze(-1) - 1)
+        lengths = torch.tensor(self.lengths, device=found.device)
+        if bool((found != (lengths if found.dim() else lengths.amax())).any()):
+            raise ValueError(
+                f"the largest positions plus 1 are {found.tolist()}, the documents of the mask are "
+                f"up to {self.lengths} tokens long: pass length= to Chunks, since rotary scalings "
+                "depend on it"
+            )
+
+    def _find_extension(self, sparse: InfLLMV2 | None) -> Sparse | None:
+        """Return sparse attention, unless calls of the whole sequence are dense."""
+        if sparse is None or sparse.is_dense(max(map(find_longest, self.masks))):
+            return None
+        if sparse.use_nope:
+            raise ValueError(
+                "Chunks keep rotated keys only: expected sparse attention without use_nope"
+            )
+        return Sparse(replace(sparse, dense_len=-1))
+
+    def _find_lengths(self, length: int | None) -> tuple[int, ...]:
+        """Return the length that rotary scalings take, for each mask."""
+        if length is not None:
+            return (as_int("length", length),) * len(self.masks)
+        return tuple(max(stop - start for start, stop in mask.parts) for mask in self.masks)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A part of the sequence, which a model takes as its cache.
+
+    number     counts from 0
+    positions  its tokens in the whole sequence
+    span       its tokens in this rank's shard
+    """
+
+    chunks: Chunks = field(repr=False)
+    number: int
+    positions: Span
+    span: slice
+
+    @property
+    def is_only_kept(self) -> bool:
+        """Whether nobody needs results of the present run: its keys and values are kept."""
+        return self.chunks._phase == _FORWARD and not self.chunks._evaluates
+
+    def longest(self, positions: Tensor) -> Tensor:
+        """Return the length by which rotary scalings choose frequencies: () for `positions` (C,)
+        int64, (B,) for (B, C). It is SequenceParallel.longest of the whole sequence.
+        """
+        chunks = self.chunks
+        chunks._ends[self.number] = positions.amax(-1) + 1
+        lengths = torch.tensor(chunks.lengths, device=positions.device)
+        return lengths.amax() if positions.dim() == 1 else lengths.expand(len(positions))
+
+    def masks(self, window: int | None) -> tuple[Mask, ...]:
+        """Return the mask of the chunk's queries and the keys up to its end, for each row or for
+        all.
+        """
+        return _masks_of_chunk(self.chunks.masks, self.positions, window)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the attention of the chunk's queries to the keys up to its end: (B, C, H, D).
+
+        layer    the number of the layer, 0 to `layers` - 1
+        q        (B, C, H, D) of this rank's tokens
+        k, v     (B, C, G, D)
+        options  as burst_attn_func's: flash, deterministic, strategy, softcap, sinks, sparse
+
+        Raises ValueError on all ranks for a chunk that is not the present one, for a layer that
+        there is not, and for tensors of another number of rows or tokens.
+        """
+        chunks = self.chunks
+        try:
+            sinks, sparse = options.pop("sinks", None), options.pop("sparse", None)
+            masks = self.masks(window)
+            extension = chunks._find_extension(sparse)
+            past = chunks._keep(self, layer, q, k, v)
+            asked = Options(
+                **_DEFAULTS | options,
+                mask=masks[0] if len(masks) == 1 else masks,
+                layout=chunks.layout.layouts[self.number],
+                kv_layout=chunks.layout.beginnings[self.number],
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            refuse_call(error, chunks.sp.process_group, chunks.sp.double_group)
+        rings = make_rings(chunks.sp.process_group, chunks.sp.double_group)
+        out, _ = attend(rings, q, k, v, sinks, asked, lambda: (extension, ()), past)
+        return out
+
+
+class _Kept:
+    """The keys and values of a layer, of all of this rank's tokens so far.
+
+    k, v        (B, S, G, D)
+    sums        of their gradients, in the accumulator's dtype
+    difference  the largest one of the last chunk from what was kept, relative to the largest entry
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, tokens: int):
+        self.k, self.v = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
+        self.difference = torch.zeros((), dtype=torch.float32, device=k.device)
+
+    @functools.cached_property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        wide = accumulator_dtype(self.k.dtype)
+        return torch.zeros_like(self.k, dtype=wide), torch.zeros_like(self.v, dtype=wide)
+
+    @torch.no_grad()
+    def put(self, k: Tensor, v: Tensor, at: slice) -> None:
+        for total, x in ((self.k, k), (self.v, v)):
+            total[:, at] = x
+
+    @torch.no_grad()
+    def compare(self, k: Tensor, v: Tensor, at: slice) -> None:
+        """Find the difference of a chunk's keys and values from the kept ones."""
+        found = []
+        for total, x in ((self.k, k), (self.v, v)):
+            kept = total[:, at]
+            largest = kept.abs().amax().clamp_min(torch.finfo(kept.dtype).tiny)
+            found.append(((x - kept).abs().amax() / largest).float())
+        self.difference = torch.stack(found).amax()
+
+
+@functools.lru_cache(maxsize=256)
+def _masks_of_chunk(
+    masks: tuple[Mask, ...], positions: Span, window: int | None
+) -> tuple[Mask, ...]:
+    """Return the masks of some queries, with the keys up to the last of them."""
+    found = {}
+    for mask in masks:  # equal rows share an object
+        if mask not in found:
+            whole = mask if window is None else mask.windowed(window)
+            found[mask] = _mask_of_chunk(whole, positions)
+    return tuple(found[mask] for mask in masks)
+
+
+def _mask_of_chunk(mask: Mask, positions: Span) -> Mask:
+    start, stop = positions
+    rows = mask.rows(start, stop)
+    slices = [s._replace(kv=overlap(s.kv, (0, stop))) for s in rows.slices]
+    chunk = Mask(stop - start, tuple(slices), kv_len=stop)
+    if chunk.area != rows.area:
+        raise ValueError(
+            f"expected a mask in which no token sees a later chunk, as causal ones, but tokens of "
+            f"positions {start} to {stop - 1} see keys from {stop} on"
+        )
+    return chunk

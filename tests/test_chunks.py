@@ -1,0 +1,225 @@
+"""Training in chunks: its losses and gradients are those of one step on the whole sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from bmt_burst import Chunks, InfLLMV2, Mask, SequenceParallel, simulate
+from models.blocks import Saving
+from models.config import CPMConfig
+from models.cpm import CPM
+
+DENSE = CPMConfig(40, 32, 48, 3, 4, 2, 8, scale_emb=3.0, scale_depth=1.4)
+SPARSE = dataclasses.replace(
+    DENSE,
+    sparse=InfLLMV2(
+        block_size=16, kernel_size=8, kernel_stride=4, window_size=32, topk=3, dense_len=90
+    ),
+)
+SCALED = dataclasses.replace(
+    DENSE,
+    window=20,
+    window_pattern="wf",
+    qk_norm=True,
+    rope_scaling={
+        "kind": "longrope",
+        "original_length": 64,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+)
+TARGETS, LARGEST = 97.0, 1e-12
+
+
+def build(config: CPMConfig, sp: SequenceParallel | None = None, saving: str = "none") -> CPM:
+    """Return a model whose weights depend on nothing else."""
+    model = CPM(config, sp, Saving(saving)).double()
+    chance = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(float(p.dim() == 1), 0.3, generator=chance)
+    return model
+
+
+def make_data(masks: Mask | list[Mask]) -> list[torch.Tensor]:
+    """Return tokens, labels and positions of two whole rows."""
+    masks = [masks] * 2 if isinstance(masks, Mask) else masks
+    positions = torch.stack([mask.positions() for mask in masks])
+    x, y = torch.randint(0, 40, (2, *positions.shape), generator=torch.Generator().manual_seed(5))
+    return [x, y.masked_fill(x % 7 == 0, -100), positions]
+
+
+def in_chunks(chunks: Chunks, model: CPM, data, evaluate: bool = False) -> float:
+    """Return this rank's loss, after its backward unless `evaluate`."""
+    sp, total = chunks.sp, 0.0
+    x, y, positions = (chunks.layout.shard(part, sp.rank) for part in data)
+    for chunk in chunks.forward(last=evaluate):
+        labels = y[:, chunk.span] if evaluate else None
+        found = model(x[:, chunk.span], positions[:, chunk.span], labels, cache=chunk)
+        total += float(found[0]) if evaluate else 0.0
+    for chunk in () if evaluate else chunks.backward():
+        loss, _ = model(x[:, chunk.span], positions[:, chunk.span], y[:, chunk.span], cache=chunk)
+        (loss / TARGETS).backward()
+        total += float(loss.detach())
+    return total
+
+
+def on_ranks(size: int, work):
+    """Return the results of work(sp) on each of `size` ranks."""
+    if size == 1:
+        return [work(SequenceParallel())]
+    return simulate(size, lambda ring: work(SequenceParallel(ring.rank, size, process_group=ring)))
+
+
+DOCUMENTS = Mask.documents((0, 61, 68, 69, 240))
+CASES = [
+    # config, ranks, masks, tokens of a chunk, layout, saving
+    (DENSE, 2, Mask.causal(61), 13, "striped", "selective"),
+    (DENSE, 4, [Mask.documents((0, 20, 64)), Mask.causal(64)], 22, "zigzag", "none"),
+    (SCALED, 1, DOCUMENTS, 70, "zigzag", "selective"),
+    (SCALED, 3, [Mask.causal(80), Mask.documents((0, 41, 80))], 40, "contiguous", "full"),
+    (SPARSE, 1, Mask.causal(300), 70, "zigzag", "full"),
+    (SPARSE, 2, DOCUMENTS, 50, "contiguous", "none"),
+    (SPARSE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "selective"),
+    (SPARSE, 8, DOCUMENTS, 120, "zigzag", "none"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[str(n) for n in range(len(CASES))])
+def test_a_step_in_chunks_is_a_step_on_the_whole_sequence(case):
+    config, size, masks, tokens, layout, saving = case
+    data = make_data(masks)
+    whole = build(config)
+    loss, _ = whole(data[0], data[2], data[1], mask=masks)
+    (loss / TARGETS).backward()
+
+    def work(sp):
+        model = build(config, sp, saving)
+        chunks = Chunks(masks, tokens, config.num_layers, sp, layout=layout)
+        evaluated = in_chunks(chunks, model, data, evaluate=True)
+        return evaluated, in_chunks(chunks, model, data), [p.grad for p in model.parameters()]
+
+    evaluated, losses, grads = zip(*on_ranks(size, work), strict=True)
+    assert sum(evaluated) == pytest.approx(float(loss), rel=LARGEST)
+    assert sum(losses) == pytest.approx(float(loss), rel=LARGEST)
+    for p, *shares in zip(whole.parameters(), *grads, strict=True):
+        error = (sum(shares) - p.grad).abs().max() / p.grad.abs().max()
+        assert error < LARGEST
+
+
+def test_sparse_chunks_choose():
+    """Otherwise the test above would compare dense attention."""
+    data, model = make_data(Mask.causal(300)), build(SPARSE)
+    chunks = Chunks(Mask.causal(300), 70, 3)
+    sparse = in_chunks(chunks, model, data, evaluate=True)
+    dense = dataclasses.replace(SPARSE, sparse=None)
+    assert abs(in_chunks(chunks, build(dense), data, evaluate=True) - sparse) > 1e-3
+
+
+def take(model: CPM, chunk) -> torch.Tensor:
+    """Compute a chunk of zeros. Return its loss, or nothing in a forward."""
+    x = torch.zeros(1, chunk.span.stop - chunk.span.start, dtype=torch.int64)
+    return model(x, torch.arange(*chunk.positions), x, cache=chunk)[0]
+
+
+def step(chunks: Chunks, model: CPM, change=lambda model: None, backwards: int = 1) -> None:
+    """Take a step. `change` may change the model between the runs."""
+    for chunk in chunks.forward():
+        take(model, chunk)
+    change(model)
+    for chunk in chunks.backward():
+        loss = take(model, chunk)
+        for _ in range(backwards):
+            loss.backward(retain_graph=backwards > 1)
+
+
+def scale_weights(model: CPM) -> None:
+    with torch.no_grad():
+        model.layers[1].self_attn.k_proj.weight.mul_(1.01)
+
+
+def use_chunk_again(chunks: Chunks, model: CPM) -> None:
+    first = next(chunks.forward())
+    step(chunks, model)
+    take(model, first)
+
+
+def pass_tokens(chunks: Chunks, model: CPM, tokens: int, **more) -> None:
+    x = torch.zeros(1, tokens, dtype=torch.int64)
+    model(x, torch.arange(tokens), cache=next(chunks.forward()), **more)
+
+
+WRONG = {
+    "no forward": (lambda chunks, model: next(chunks.backward()), "whose forward.. has ended"),
+    "no model": (lambda chunks, model: [*chunks.forward()], "not computed by 3 of 3 layers"),
+    "no backward": (lambda chunks, model: step(chunks, model, backwards=0), "got 0 of layer 0"),
+    "two backwards": (lambda chunks, model: step(chunks, model, backwards=2), "got 2 of layer 0"),
+    "other weights": (lambda chunks, model: step(chunks, model, scale_weights), "chunk 1 differ"),
+    "an old chunk": (use_chunk_again, "yielded last, none, got chunk 0"),
+    "a mask": (
+        lambda chunks, model: pass_tokens(chunks, model, 20, mask=Mask.causal(20)),
+        "expected a chunk or a mask and layout, got both",
+    ),
+    "other tokens": (
+        lambda chunks, model: pass_tokens(chunks, model, 19),
+        r"expected q \(batch, 20, heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_is_refused(case):
+    do, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        do(Chunks(Mask.causal(60), 20, 3), build(DENSE))
+
+
+def test_a_step_after_a_failed_one_is_whole():
+    chunks, model, fresh = Chunks(Mask.causal(60), 20, 3), build(DENSE), build(DENSE)
+    next(chunks.forward())
+    with pytest.raises(ValueError, match="in forward"):
+        next(chunks.backward())
+    step(chunks, model)
+    step(Chunks(Mask.causal(60), 20, 3), fresh)
+    for p, same in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(p.grad, same.grad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((Mask.full(60), 20, 3), "no token sees a later chunk"),
+        (([Mask.causal(60), Mask.causal(61)], 20, 3), "masks of one length"),
+        (([], 20, 3), "at least one"),
+        ((Mask.causal(20, kv_len=60), 20, 3), "as many queries as keys"),
+        ((Mask.causal(60), 20, 0), "layers must be at least 1"),
+        ((Mask.causal(60), 0, 3), "tokens=0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Chunks(*arguments)
+
+
+def test_lengths_that_do_not_fit_positions_are_refused():
+    """Rotary scalings depend on the length, which no rank sees before the last chunk."""
+    model, mask = build(SCALED), Mask.documents((0, 30, 60))
+    with pytest.raises(ValueError, match=r"plus 1 are 60, .* up to \(30,\) tokens long: pass len"):
+        step(Chunks(mask, 20, 3), model)
+    step(Chunks(mask, 20, 3, length=60), model)
+
+
+def test_an_error_on_one_rank_is_raised_on_all():
+    def work(sp):
+        chunks = Chunks(Mask.causal(60), 30, 3, sp)
+        try:
+            pass_tokens(chunks, build(DENSE, sp), 15 - (sp.rank == 1))
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    assert all("expected q (batch, 15, heads" in text for text in on_ranks(2, work))
