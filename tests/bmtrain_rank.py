@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_burst import InfLLMV2, init_sequence_parallel, shift_labels
+from bmt_burst import Chunks, InfLLMV2, Mask, init_sequence_parallel, shift_labels
 from bmt_burst.nn import BurstAttention as TorchBurstAttention
 from bmt_burst.nn import rope_tables
 from bmt_burst.sparse import Choices
@@ -23,6 +23,7 @@ from models.cpm import CPM
 from tests import fake_cuda
 from tests.sparse import record_choices
 from tests.test_model import SMALL
+from train.data.batches import MicroBatch
 
 # It has what Qwen2 and Qwen3 have, and positions that go by the length of the 41 tokens that ranks
 # share.
@@ -35,8 +36,11 @@ SHAPE = dataclasses.replace(
 STEPS = 3
 
 
-def curve(engine, sp) -> list[float]:
-    """Losses and gradient norms of steps of two micro-batches, and a loss without gradient."""
+def curve(engine, sp, chunk: int | None = None) -> list[float]:
+    """Losses and gradient norms of steps of two micro-batches, and a loss without gradient.
+
+    chunk  tokens of a chunk of which a sequence is computed at a time
+    """
     found = []
     for step in range(STEPS):
         tokens = torch.randint(0, 300, (2, 41), generator=torch.Generator().manual_seed(step))
@@ -44,17 +48,29 @@ def curve(engine, sp) -> list[float]:
         labels[:, :30] = -100  # most ranks have few targets
         losses = []
         for row in range(2):
+            chunks = Chunks(Mask.causal(41), chunk or 41, SHAPE.num_layers, sp)
+            at = chunks.layout
             part = (
-                sp.shard(tokens[row : row + 1]),
-                sp.positions(41),
-                sp.shard(labels[row : row + 1]),
+                at.shard(tokens[row : row + 1], sp.rank),
+                at.positions(sp.rank),
+                at.shard(labels[row : row + 1], sp.rank),
             )
-            loss, _ = engine.model(*part)
-            engine.backward(loss / 20)
-            losses.append(float(loss.detach()))
+            batch = MicroBatch(
+                tokens=part[0],
+                positions=part[1],
+                labels=part[2],
+                work=(),
+                masks=None,
+                layouts=at,
+                documents=0,
+                chunks=chunks if chunk else None,
+            )
+            for loss, _ in batch.losses_by_part(engine.model):
+                engine.backward(loss / 20)
+                losses.append(float(loss.detach()))
         found += [engine.sum([sum(losses)])[0] / 20, engine.step(1e-2, 0.5)]
     with torch.no_grad():
-        loss, _ = engine.model(*part)
+        loss, _ = batch.losses(engine.model)
     return [*found, *engine.sum([float(loss)])]
 
 
@@ -65,15 +81,15 @@ def engines(folder: Path) -> dict[str, list[float]]:
     curves, sp = {}, init_sequence_parallel()
     for name, saving, tied, offload in (
         ("selective", Saving("selective"), True, False),
-        ("none", Saving(), False, True),
+        ("none in chunks", Saving(), False, True),
         ("tiled selective pairs", Saving("selective", every=2, tile=5), True, False),
-        ("tiled full pairs", Saving("full", every=2, tile=5), False, False),
+        ("tiled full pairs in chunks", Saving("full", every=2, tile=5), False, False),
         ("full", Saving("full"), True, False),
     ):
         config = dataclasses.replace(SHAPE, tie_embeddings=tied)
         build = lambda config=config, saving=saving: CPM(config, sp, saving)  # noqa: E731
         engine = BMTrainEngine(build, dtype=torch.float32, seed=3, offload=offload)
-        curves[f"{name} {tied}"] = curve(engine, sp)
+        curves[f"{name} {tied}"] = curve(engine, sp, 15 if "chunks" in name else None)
     check_loading(engine, BMTrainEngine(build, dtype=torch.float32, seed=4), folder / "model.pt")
     engine = BMTrainEngine(build, dtype=torch.bfloat16, seed=3)
     norm = engine.model.norm._parameters["weight"]

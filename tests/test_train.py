@@ -82,9 +82,27 @@ def test_losses_and_gradient_norms_do_not_depend_on_the_ranks(folder, whole_run)
     numbers, by more.
     """
     train(folder, "usp", processes=4, sp_size=4, ulysses_size=2, micro_batch_size=4)
-    for mine, expected in zip(curve(folder, "usp", "loss", "grad_norm"), whole_run, strict=True):
-        assert mine[:2] == pytest.approx(expected[:2], rel=1e-6)
-        assert mine[2] == pytest.approx(expected[2], rel=2e-6)
+    check_curve(folder, "usp", whole_run)
+
+
+def test_nor_on_chunks(folder, whole_run):
+    """Nor does the loss of the validation data. A run may resume with other chunks."""
+    options = {"processes": 4, "sp_size": 2, "micro_batch_size": 1, "eval_every": 3}
+    options |= {"val_data": folder / "data/train", "eval_sequences": 5}
+    train(folder, "chunks", chunk=25, checkpointing="full", stop_after=4, **options)
+    train(folder, "chunks", chunk=13, resume="auto", **options)
+    check_curve(folder, "chunks", whole_run)
+    mine, expected = (
+        [r["val_loss"] for r in read_records(folder / name) if "val_loss" in r]
+        for name in ("chunks", "whole")
+    )
+    assert mine == pytest.approx(expected, rel=1e-6)
+
+
+def check_curve(folder: Path, output: str, expected: list[tuple]) -> None:
+    for mine, other in zip(curve(folder, output, "loss", "grad_norm"), expected, strict=True):
+        assert mine[:2] == pytest.approx(other[:2], rel=1e-6)
+        assert mine[2] == pytest.approx(other[2], rel=2e-6)
 
 
 def test_the_run_learns_and_leaves_its_records(folder, whole_run):

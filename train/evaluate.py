@@ -53,7 +53,7 @@ _SHARED = {  # options of pretrain.py that have the same meaning here
     *("model", "init_from", "allow_other_tokenizer", "untie", "dtype"),
     *("documents", "bos", "seq_len", "micro_batch_size", "eval_sequences"),
     *("processes", "sp_size", "strategy", "inner_size", "ulysses_size", "layout"),
-    *("engine", "device", "flash", "deterministic", "timeout", "mlp_tile"),
+    *("engine", "device", "flash", "deterministic", "timeout", "mlp_tile", "chunk"),
 }
 
 

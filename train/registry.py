@@ -51,6 +51,7 @@ _INSTANCES_REFUSE = {
     "rope_scaling": "it has no rotary positions",
     "window": "its layers have no windows",
     "fp8": "its blocks are not converted",
+    "chunk": "its attention has a bias",
     "sparse": "its attention has a bias",
     "eval_tasks": "the tasks are texts to continue",
     "untie": "its head is its embeddings",

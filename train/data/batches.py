@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmt_burst import Layout, SequenceParallel
+from bmt_burst import Chunks, Layout, SequenceParallel
+from bmt_burst.chunks import Chunk
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.sequence.span import length
 from bmt_burst.sparse import InfLLMV2
@@ -42,6 +43,8 @@ class Settings(Protocol):
     @property
     def layout(self) -> str: ...
     @property
+    def chunk(self) -> int | None: ...
+    @property
     def seed(self) -> int: ...
 
 
@@ -69,6 +72,12 @@ class Work(ABC):
         """Return this rank's sum of losses and its number of targets. With `sources`, also return
         the sum of each row, (B,) without a gradient.
         """
+
+    def losses_by_part(self, model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
+        """Yield `losses` of parts that add up to the whole. Each must have its backward before the
+        next is computed.
+        """
+        yield self.losses(model)
 
 
 SomeWork = TypeVar("SomeWork", bound=Work)
@@ -155,22 +164,44 @@ class MicroBatch(Work):
     masks: Mask | tuple[Mask, ...] | None
     layouts: Layout | tuple[Layout, ...] | None
     documents: int
+    chunks: Chunks | None = None
 
     @property
     def counts(self) -> dict[str, int]:
         return {"documents": self.documents} if self.documents else {}
 
     def losses(self, model: nn.Module) -> tuple[Tensor, ...]:
-        return self._run(model, by_row=self.sources is not None)
+        by_row = self.sources is not None
+        if self.chunks is None:
+            return self._run(model, by_row=by_row)
+        parts = [self._run_chunk(model, x, by_row=by_row) for x in self.chunks.forward(last=True)]
+        return tuple(torch.stack(x).sum(0) for x in zip(*parts, strict=True))
+
+    def losses_by_part(self, model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
+        if self.chunks is None:
+            yield self.losses(model)
+            return
+        for chunk in self.chunks.forward():
+            self._run_chunk(model, chunk)
+        for chunk in self.chunks.backward():
+            yield self._run_chunk(model, chunk, by_row=self.sources is not None)
 
     def score_tokens(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return each token's loss, 0 without a target, and the most likely next token: (B, S)."""
-        losses, best = self._run(model, by_token=True)
+        if self.chunks is None:
+            losses, best = self._run(model, by_token=True)
+            return losses, best
+        parts = [self._run_chunk(model, x, by_token=True) for x in self.chunks.forward(last=True)]
+        losses, best = (torch.cat(x, 1) for x in zip(*parts, strict=True))
         return losses, best
 
     def _run(self, model: nn.Module, **how: bool) -> tuple[Tensor, ...]:
         inputs = self.tokens, self.positions, self.labels
         return model(*inputs, mask=self.masks, layout=self.layouts, **how)
+
+    def _run_chunk(self, model: nn.Module, chunk: Chunk, **how: bool) -> tuple[Tensor, ...]:
+        inputs = (x[..., chunk.span] for x in (self.tokens, self.positions, self.labels))
+        return model(*inputs, cache=chunk, **how)
 
 
 @dataclass(frozen=True)
@@ -234,6 +265,7 @@ class Batches(Dealer[MicroBatch]):
             masks=plan.mask if windowed else None,
             layouts=plan.layout if windowed else None,
             documents=0,
+            chunks=self._cut(plan.mask),
         )
 
     def _of_documents(self, rows: Sequence[Row]) -> MicroBatch:
@@ -247,7 +279,19 @@ class Batches(Dealer[MicroBatch]):
             masks=tuple(masks),
             layouts=layouts,
             documents=sum(len(row.documents) - 1 for row in rows),
+            chunks=self._cut(masks),
         )
+
+    def _cut(self, masks: Mask | list[Mask]) -> Chunks | None:
+        """Return the chunks of rows with these masks, if the run has chunks."""
+        tokens, layers = self.config.chunk, self._model.num_layers
+        if tokens is None:
+            return None
+        return Chunks(masks, tokens, layers, self.sp, layout=self._chunk_layout)
+
+    @property
+    def _chunk_layout(self) -> str:
+        return "zigzag" if self.config.layout == "auto" else self.config.layout
 
     def _shard_rows(self, rows: Sequence[Row], plans: Sequence[_RowPlan]) -> dict[str, Any]:
         """Return this rank's tokens and labels of each row, and the work of all ranks."""
@@ -267,7 +311,11 @@ class Batches(Dealer[MicroBatch]):
         in_layers = {
             window: mask if window is None else mask.windowed(window) for window in self._windows
         }
-        layout = self.sp.layout_of(mask.seq_len)
+        if self.config.chunk is None:
+            layout = self.sp.layout_of(mask.seq_len)
+        else:
+            cut = mask.seq_len, self.sp.size, self.config.chunk
+            layout, balanced = Layout.chunks(*cut, self._chunk_layout), False
         sparse = self._model.sparse if is_sparse else None
         if balanced and self.sp.size > 1:
             # full layers first

@@ -79,6 +79,8 @@ def plan(
 ) -> Planned:
     """Plan a run. Raises ValueError for a model or sizes that cannot be planned."""
     model = dense_model(config)
+    if config.chunk is not None:
+        raise ValueError("--chunk is not planned: leave it out of the plan")
     if cluster.gpus % config.sp_size:
         raise ValueError(
             f"--sp-size {config.sp_size} does not divide the number of GPUs, {cluster.gpus}"

@@ -146,7 +146,7 @@ def start_warming(
     One rank of each host starts processes. Models with biases are left out.
     """
     model, leads = inputs.model, int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if device.type != "cuda" or not isinstance(model, CPMConfig):
+    if device.type != "cuda" or not isinstance(model, CPMConfig) or config.chunk is not None:
         return Warming()
     rehearsing.settle_keys()
     if not leads:

@@ -38,6 +38,7 @@ def check_settings(settings: Settings) -> None:
     if settings.fp8:
         _check_fp8(settings)
     _check_saving(settings)
+    _check_chunk(settings)
     _check_tables(settings)
     _check_choices(settings)
     check_strategy(settings, _check_groups(settings))
@@ -126,6 +127,31 @@ def _check_saving(settings: Settings) -> None:
             raise ValueError(f"{option} needs --checkpointing selective or full")
     if every is not None and blocks is not None:
         raise ValueError("--checkpointing-every excludes --checkpointing-blocks: give one of them")
+
+
+def _check_chunk(settings: Settings) -> None:
+    """Raise ValueError for options that exclude --chunk, and for chunks that are too short."""
+    tokens, ranks = settings.chunk, settings.sp_size
+    if tokens is None:
+        return
+    shortest = settings.seq_len // -(-settings.seq_len // tokens)
+    if shortest < ranks:
+        raise ValueError(
+            f"--chunk {tokens} cuts --seq-len {settings.seq_len} into chunks of {shortest} tokens, "
+            f"too few for {counted(ranks, 'rank')}: give at least {ranks}"
+        )
+    if settings.offload:
+        raise ValueError("--chunk excludes --offload, which would move kept keys and values")
+    if settings.strategy in ("ulysses", "usp") or settings.ulysses_size is not None:
+        raise ValueError(
+            f"--chunk excludes --strategy {settings.strategy} and --ulysses-size: queries of a "
+            "chunk attend to keys of earlier ones, which only the ring and all-gather send"
+        )
+    if settings.fp8 and shortest % (MULTIPLE * ranks):
+        raise ValueError(
+            f"--fp8 with --sp-size {ranks} needs chunks of a multiple of {MULTIPLE * ranks} "
+            f"tokens, got chunks of {shortest} by --chunk {tokens}"
+        )
 
 
 def _check_tables(settings: Settings) -> None:

@@ -31,7 +31,7 @@ from train.run.settings import fields_by_group
 _TECHNICAL = {
     *(field.name for field in fields_by_group()["the run"]),
     *("processes", "restarts", "max_skips", "stop_after"),
-    *("checkpointing", "checkpointing_blocks", "checkpointing_every"),
+    *("checkpointing", "checkpointing_blocks", "checkpointing_every", "chunk"),
     *("offload", "offload_optimizer", "allow_other_tokenizer"),
     *("untie", "grow_vocabulary"),  # the model itself is compared
 } - {"seed", "skip_data"}

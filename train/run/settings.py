@@ -176,6 +176,12 @@ class Settings:
         "tokens that the part of a block after its attention computes at once; by default all",
         least=1,
     )
+    chunk: int | None = option(
+        None,
+        "train in chunks of this many tokens, over all ranks of a sequence: memory grows by keys "
+        "and values only, and each chunk is computed twice; by default a sequence is one chunk",
+        least=1,
+    )
     offload: bool = option(
         False,
         "keep saved activations in host memory; needs --checkpointing, and has no effect on CPUs",

@@ -197,12 +197,17 @@ class Trainer:
         """Return the mean loss, after its backward, whether to stop, and each source's losses."""
         sums = LossSums(len(self.sources))
         for batch in micro_batches:
-            self.watchdog.alive(f"step {self.progress.step + 1}")
-            with self.clock.phase("forward"):
-                loss, _, *of_rows = batch.losses(self.engine.model)
-            with self.clock.phase("backward"):
-                self.engine.backward(loss / targets)
-            sums.add(batch, *(of_rows or [loss]))
+            parts = batch.losses_by_part(self.engine.model)
+            while True:
+                self.watchdog.alive(f"step {self.progress.step + 1}")
+                with self.clock.phase("forward"):
+                    part = next(parts, None)
+                if part is None:
+                    break
+                loss, _, *of_rows = part
+                with self.clock.phase("backward"):
+                    self.engine.backward(loss / targets)
+                sums.add(batch, *(of_rows or [loss]))
         mine = sums.read()  # waits for the device
         # one sum over the ranks also tells whether any of them must stop or failed to save
         stops, failures, total, *of_sources = self.stopping.decide_with(
