@@ -38,13 +38,13 @@ from .calls.autograd import Past
 from .calls.call import attend
 from .calls.options import Masks, Options
 from .calls.refusal import refuse_call
+from .extensions import find_extension
 from .ranks.rings import make_rings
 from .ranks.sequence_parallel import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
 from .sequence.span import Span, overlap
 from .sparse.config import InfLLMV2
-from .sparse.extension import Sparse
 from .sparse.queries import find_longest
 from .strategies import GROUP_BYTES
 
@@ -265,15 +265,15 @@ class Chunks:
                 "depend on it"
             )
 
-    def _find_extension(self, sparse: InfLLMV2 | None) -> Sparse | None:
-        """Return sparse attention, unless calls of the whole sequence are dense."""
+    def _adapt(self, sparse: InfLLMV2 | None) -> InfLLMV2 | None:
+        """Return constants with which a chunk is sparse if a call of the whole sequence is."""
         if sparse is None or sparse.is_dense(max(map(find_longest, self.masks))):
             return None
         if sparse.use_nope:
             raise ValueError(
                 "Chunks keep rotated keys only: expected sparse attention without use_nope"
             )
-        return Sparse(replace(sparse, dense_len=-1))
+        return replace(sparse, dense_len=-1)
 
     def _find_lengths(self, length: int | None) -> tuple[int, ...]:
         """Return the length that rotary scalings take, for each mask."""
@@ -339,7 +339,7 @@ class Chunk:
         try:
             sinks, sparse = options.pop("sinks", None), options.pop("sparse", None)
             masks = self.masks(window)
-            extension = chunks._find_extension(sparse)
+            extend = functools.partial(find_extension, None, None, chunks._adapt(sparse), None)
             past = chunks._keep(self, layer, q, k, v)
             asked = Options(
                 **_DEFAULTS | options,
@@ -350,7 +350,7 @@ class Chunk:
         except (TypeError, ValueError, AttributeError) as error:
             refuse_call(error, chunks.sp.process_group, chunks.sp.double_group)
         rings = make_rings(chunks.sp.process_group, chunks.sp.double_group)
-        out, _ = attend(rings, q, k, v, sinks, asked, lambda: (extension, ()), past)
+        out, _ = attend(rings, q, k, v, sinks, asked, extend, past)
         return out
 
 
