@@ -331,6 +331,7 @@ def test_many_slices_of_the_same_queries_cost_little():
 
 SCORES = Scores.by_distance(Mask.causal(12), torch.zeros(1, dtype=torch.int32))
 UNEVEN = Scores.by_distance(Mask.documents((0, 5, 12)), torch.zeros(1, dtype=torch.int32))
+BIAS = {"scores": SCORES, "bias": torch.zeros(1, 2).double()}
 # What calls refuse of masks and layouts: the change that rank 2 of 3 makes, or all do; each holds 4
 # of 12 tokens.
 WRONG_ON_ALL = [
@@ -388,23 +389,20 @@ WRONG_ON_ALL = [
         for options in ({"keys": 5}, {"kv_layout": "striped"})
     ),
     *(
-        ({**options, **extension}, f"ValueError: {name} takes queries and keys of one sequence")
-        for name, extension in (
-            ("a bias", {"scores": SCORES, "bias": torch.zeros(1, 2).double()}),
-            ("sparse attention", {"causal": True, "sparse": InfLLMV2()}),
-        )
+        ({**options, **BIAS}, "ValueError: a bias takes queries and keys of one sequence")
         for options in ({"keys": 5}, {"kv_layout": "striped"})
     ),
     # the balanced layout of keys is another one
+    (
+        {"layout": "balanced", "kv_layout": "balanced", **BIAS, "scores": UNEVEN},
+        "ValueError: a bias takes queries and keys of one layout, got .*: omit kv_layout",
+    ),
     *(
         (
-            {"layout": "balanced", "kv_layout": "balanced", **extension},
-            f"ValueError: {name} takes queries and keys of one layout, got .*: omit kv_layout",
+            {"keys": 5, "mask": mask, "sparse": InfLLMV2()},
+            "ValueError: sparse attention needs causal documents",
         )
-        for name, extension in (
-            ("a bias", {"scores": UNEVEN, "bias": torch.zeros(1, 2).double()}),
-            ("sparse attention", {"mask": UNEVEN.mask, "sparse": InfLLMV2()}),
-        )
+        for mask in (Mask.full(12, 15), Mask.documents((0, 12), window=3, kv_cu_seqlens=(0, 15)))
     ),
 ]
 

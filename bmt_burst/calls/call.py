@@ -123,7 +123,8 @@ def _make_plan(rings: Rings, terms: Terms, tokens: list[int], keys: list[int]) -
         check_lengths(kv_layout or layout, keys, "keys")
     problem = terms.make_problem(mask, layout, kv_layout)
     if masking.extension:
-        if kv_layout is not None:  # "balanced" differs between queries and keys
+        takes = masking.extension.takes_two_lengths
+        if kv_layout is not None and not takes:  # "balanced" differs between queries and keys
             raise ValueError(
                 f"{masking.extension.name} takes queries and keys of one layout, got {layout!r} "
                 f"and a kv_layout, {kv_layout!r}: omit kv_layout"

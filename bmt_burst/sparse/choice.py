@@ -168,6 +168,7 @@ def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2) -> None:
         )
     if mask.seq_len != q.shape[-3]:
         raise ValueError(f"expected a mask of {q.shape[-3]} tokens, got one of {mask.seq_len}")
+    mask.check_one_length("sparse attention")
     if fault := find_fault(mask):
         raise ValueError(fault)
     if sparse.is_dense(longest := find_longest(mask)):
