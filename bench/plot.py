@@ -37,7 +37,9 @@ def plot(rows: list[Row], file: Path, most: int | None = None) -> None:
     import matplotlib.pyplot as plt
 
     # identical files in every run, and small ones
+    # each text names its fonts
     matplotlib.rcParams |= {"svg.hashsalt": "bmt_burst", "svg.fonttype": "none"}
+    matplotlib.rcParams["font.sans-serif"] = ["DejaVu Sans", "Arial"]
     across = min(len(groups), 3)
     down = -(-len(groups) // across)
     figure, panels = plt.subplots(
