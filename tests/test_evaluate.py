@@ -234,7 +234,9 @@ def test_a_trained_model_finds_needles_and_an_untrained_one_does_not(folder):
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_the_ranks(folder, data):
-    """Losses differ by fp32's rounding. 35 and 71 tokens are no multiples of 2 ranks."""
+    """Losses are differences of logits of about 20, which fp32 rounds at 2e-6. 35 and 71 tokens are
+    no multiples of 2 ranks.
+    """
     more = ("--data", data, "--seq-len", 35, "--bins", 6, "--samples", 3, "--lengths", "35,71")
     more = (*more, "--tasks", "needle,positions")
     evaluate(folder, "trained", "one", *more)
@@ -250,7 +252,7 @@ def test_results_do_not_depend_on_the_ranks(folder, data):
         found = results(folder / f"ranks-{ranks}")
         for mine, cell in zip(found["needle"]["cells"], expected["needle"]["cells"], strict=True):
             assert mine["found"] == cell["found"]
-            assert mine["loss"] == pytest.approx(cell["loss"], rel=1e-5, abs=1e-6)
+            assert mine["loss"] == pytest.approx(cell["loss"], rel=1e-5, abs=1e-5)
         for mine, b in zip(found["positions"]["bins"], bins, strict=True):
             assert mine["targets"] == b["targets"]
             assert mine["perplexity"] == pytest.approx(b["perplexity"], rel=1e-5)
