@@ -73,6 +73,11 @@ class Work(ABC):
         the sum of each row, (B,) without a gradient.
         """
 
+    @property
+    def part_count(self) -> int:
+        """The number of parts that `losses_by_part` yields."""
+        return 1
+
     def losses_by_part(self, model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
         """Yield `losses` of parts that add up to the whole. Each must have its backward before the
         next is computed.
@@ -176,6 +181,10 @@ class MicroBatch(Work):
             return self._run(model, by_row=by_row)
         parts = [self._run_chunk(model, x, by_row=by_row) for x in self.chunks.forward(last=True)]
         return tuple(torch.stack(x).sum(0) for x in zip(*parts, strict=True))
+
+    @property
+    def part_count(self) -> int:
+        return len(self.chunks.chunks) if self.chunks else 1
 
     def losses_by_part(self, model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
         if self.chunks is None:

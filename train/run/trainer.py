@@ -198,16 +198,14 @@ class Trainer:
         sums = LossSums(len(self.sources))
         for batch in micro_batches:
             parts = batch.losses_by_part(self.engine.model)
-            while True:
+            for _ in range(batch.part_count):
                 self.watchdog.alive(f"step {self.progress.step + 1}")
                 with self.clock.phase("forward"):
-                    part = next(parts, None)
-                if part is None:
-                    break
-                loss, _, *of_rows = part
+                    loss, _, *of_rows = next(parts)
                 with self.clock.phase("backward"):
                     self.engine.backward(loss / targets)
                 sums.add(batch, *(of_rows or [loss]))
+            next(parts, None)  # chunks check the last backward
         mine = sums.read()  # waits for the device
         # one sum over the ranks also tells whether any of them must stop or failed to save
         stops, failures, total, *of_sources = self.stopping.decide_with(
