@@ -25,7 +25,6 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,7 +120,9 @@ class Chunks:
         self._phase, self._kept = _READY, dict[int, _Kept]()
         self._evaluates = False
         self._current: Chunk | None = None
+        self._run_number = 0  # counts forward() and backward()
         self._calls, self._backwards = Counter[int](), Counter[int]()
+        self._needed = set[int]()  # layers whose backward will run
         self._ends: dict[int, Tensor] = {}  # of the positions of chunks that asked for a length
 
     def forward(self, last: bool = False) -> Iterator[Chunk]:
@@ -156,14 +157,26 @@ class Chunks:
         self._forget()
 
     def _run(self, phase: str, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-        self._phase = phase
-        for chunk in chunks:
-            self._current = chunk
-            self._calls.clear()
-            self._backwards.clear()
-            with torch.no_grad() if phase == _FORWARD else nullcontext():
-                yield chunk
-            self._check_done(chunk)
+        self._phase, self._run_number = phase, self._run_number + 1
+        run = self._run_number
+        try:
+            for chunk in chunks:
+                self._current = chunk
+                self._calls.clear()
+                self._backwards.clear()
+                self._needed.clear()
+                with torch.set_grad_enabled(phase == _BACKWARD):
+                    yield chunk
+                if run != self._run_number:
+                    raise ValueError(
+                        "forward() or backward() began before the one whose chunks are taken here "
+                        "had ended: run one at a time, or make Chunks for each"
+                    )
+                self._check_done(chunk)
+        except BaseException:  # also if a loop was left before its end
+            if run == self._run_number:
+                self._forget()
+            raise
         self._current = None
 
     def _forget(self) -> None:
@@ -173,11 +186,15 @@ class Chunks:
 
     def _keep(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Past:
         """Keep k and v of a chunk, and return all keys up to its end."""
-        if chunk is not self._current:
-            now = self._current.number if self._current else "none"
+        if self._current is None:
             raise ValueError(
-                f"expected the chunk that forward() or backward() yielded last, {now}, got chunk "
-                f"{chunk.number}"
+                f"expected a chunk inside the loop over forward() or backward() that yielded it, "
+                f"got chunk {chunk.number} after this loop"
+            )
+        if chunk is not self._current:
+            raise ValueError(
+                f"expected the chunk that forward() or backward() yielded last, "
+                f"{self._current.number}, got chunk {chunk.number}"
             )
         if not 0 <= layer < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in these Chunks, got {layer}")
@@ -202,6 +219,8 @@ class Chunks:
                 f"earlier ones are of {shapes[1]} and {kept.k.dtype}"
             )
         self._calls[layer] += 1
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            self._needed.add(layer)
         is_last = chunk is self.chunks[-1]
         differentiates = self._phase == _BACKWARD
         if differentiates and not is_last:
@@ -238,18 +257,20 @@ class Chunks:
             self._check_lengths()
         if self._phase != _BACKWARD:
             return
-        wrong = [layer for layer in range(self.layers) if self._backwards[layer] != 1]
-        if wrong:
+        # below the first trainable weight, layers have no backward
+        without = sorted(self._needed - self._backwards.keys())
+        if without or not self._backwards:
             raise ValueError(
-                f"expected one backward of chunk {chunk.number} before the next chunk, got "
-                f"{self._backwards[wrong[0]]} of layer {wrong[0]}"
+                f"expected a backward of chunk {chunk.number} before the next chunk, got none of "
+                f"layer {without[0] if without else 0}"
             )
-        differences = [kept.difference for kept in self._kept.values()]
-        worst = self.sp.sum(torch.stack(differences).amax()) if differences else 0.0
-        if worst > torch.finfo(next(iter(self._kept.values())).k.dtype).eps ** 0.5:
+        worst = torch.stack([kept.difference for kept in self._kept.values()]).amax()
+        most = max(torch.finfo(kept.k.dtype).eps for kept in self._kept.values()) ** 0.5
+        # the sum over ranks has only differences beyond rounding
+        if (found := self.sp.sum(torch.where(worst > most, worst, 0.0))) > 0:
             raise ValueError(
                 f"the keys or values of chunk {chunk.number} differ from those that the forward "
-                f"kept, by {float(worst):.1e} of the largest: both runs need the same weights, and "
+                f"kept, by {float(found):.1e} of the largest: both runs need the same weights, and "
                 "a model without dropout"
             )
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bmt_burst import (
     Chunks,
@@ -174,23 +175,24 @@ def scale_weights(model: CPM) -> None:
 
 
 def use_chunk_again(chunks: Chunks, model: CPM) -> None:
-    first = next(chunks.forward())
+    [first, *_] = (chunk for chunk in chunks.forward() if take(model, chunk) is not None)
     step(chunks, model)
     take(model, first)
 
 
 def pass_tokens(chunks: Chunks, model: CPM, tokens: int, **more) -> None:
     x = torch.zeros(1, tokens, dtype=torch.int64)
-    model(x, torch.arange(tokens), cache=next(chunks.forward()), **more)
+    for chunk in chunks.forward():
+        model(x, torch.arange(tokens), cache=chunk, **more)
 
 
 WRONG = {
     "no forward": (lambda chunks, model: next(chunks.backward()), "whose forward.. has ended"),
     "no model": (lambda chunks, model: [*chunks.forward()], "not computed by 3 of 3 layers"),
-    "no backward": (lambda chunks, model: step(chunks, model, backwards=0), "got 0 of layer 0"),
-    "two backwards": (lambda chunks, model: step(chunks, model, backwards=2), "got 2 of layer 0"),
+    "no backward": (lambda chunks, model: step(chunks, model, backwards=0), "got none of layer 0"),
+    "two backwards": (lambda chunks, model: step(chunks, model, backwards=2), "ran twice"),
     "other weights": (lambda chunks, model: step(chunks, model, scale_weights), "chunk 1 differ"),
-    "an old chunk": (use_chunk_again, "yielded last, none, got chunk 0"),
+    "an old chunk": (use_chunk_again, "got chunk 0 after this loop"),
     "a mask": (
         lambda chunks, model: pass_tokens(chunks, model, 20, mask=Mask.causal(20)),
         "expected a chunk or a mask and layout, got both",
@@ -211,13 +213,61 @@ def test_wrong_use_is_refused(case):
 
 def test_a_step_after_a_failed_one_is_whole():
     chunks, model, fresh = Chunks(Mask.causal(60), 20, 3), build(DENSE), build(DENSE)
-    next(chunks.forward())
-    with pytest.raises(ValueError, match="in forward"):
+    for chunk in chunks.forward():
+        take(model, chunk)
+        break
+    assert torch.is_grad_enabled()
+    with pytest.raises(ValueError, match="that are without kept keys"):
         next(chunks.backward())
+    old = chunks.forward()
+    next(old)
     step(chunks, model)
+    with pytest.raises(ValueError, match="run one at a time"):
+        next(old)
     step(Chunks(Mask.causal(60), 20, 3), fresh)
     for p, same in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p.grad, same.grad)
+
+
+def test_layers_below_the_first_trainable_weight_need_no_backward():
+    model, whole = build(DENSE), build(DENSE)
+    for one in (model, whole):
+        one.embed_tokens.requires_grad_(False)
+        one.layers[0].requires_grad_(False)
+    step(Chunks(Mask.causal(60), 20, 3), model)
+    step(Chunks(Mask.causal(60), 60, 3), whole)
+    for p, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (p.grad is None) == (expected.grad is None)
+        assert p.grad is None or (p.grad - expected.grad).abs().max() < 1e-12
+
+
+def test_a_loss_that_is_held_does_not_hold_kept_keys():
+    chunks, model, kept = Chunks(Mask.causal(60), 20, 3), build(DENSE), []
+    for chunk in chunks.forward():
+        take(model, chunk)
+    for chunk in chunks.backward():
+        loss = take(model, chunk)
+        loss.backward()
+        layer = chunks._kept[0]
+        kept = [StorageWeakRef(x.untyped_storage()) for x in (layer.k, layer.v, *layer.sums)]
+        del layer
+    assert loss.grad_fn is not None
+    assert kept and all(storage.expired() for storage in kept)
+
+
+def test_a_step_that_fails_frees_kept_keys():
+    chunks, model, kept = Chunks(Mask.causal(60), 20, 3), build(DENSE), []
+
+    def fail() -> None:
+        for chunk in chunks.forward():
+            take(model, chunk)
+            kept.append(StorageWeakRef(chunks._kept[0].k.untyped_storage()))
+            if chunk.number == 1:
+                raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail()
+    assert kept and all(storage.expired() for storage in kept)
 
 
 @pytest.mark.parametrize(

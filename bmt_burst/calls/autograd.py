@@ -41,10 +41,14 @@ class Past:
     done: Callable[[], None]
     rows: int = 0
 
-    def keys(self) -> Keys:
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Return all keys and values."""
+        return self._join(self.k), self._join(self.v)
+
+    def keys_with_sums(self) -> Keys:
         """Return all keys and values, with their sums."""
-        sums = (x if x is None else self._join(x) for x in (self.dk, self.dv))
-        return Keys(self._join(self.k), self._join(self.v), *sums)
+        assert self.dk is not None and self.dv is not None, "a call with gradient has sums"
+        return Keys(*self.keys(), self._join(self.dk), self._join(self.dv))
 
     def own_gradients(self, keys: Keys) -> tuple[Tensor, Tensor]:
         """Return the gradients of the own keys and values, once a backward added to the sums of
@@ -83,15 +87,15 @@ class PlannedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse of the call with this number. k and v are the last of a `past`."""
         if past is not None:
-            keys = past.keys()
-            k, v = keys.k, keys.v
+            k, v = past.keys()
         with without_autocast(q):
             out, lse, kept = plan.forward(rings, q, k, v, inputs)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *inputs, *kept)
+        own = (k, v) if past is None else (None, None)  # a past may have joined its rows in copies
+        ctx.save_for_backward(q, *own, out, lse, sinks, *inputs, *kept)
         ctx.rings, ctx.plan, ctx.number, ctx.input_count = rings, plan, number, len(inputs)
-        ctx.past = past
+        ctx.past, ctx.has_past = past, past is not None
         ctx.set_materialize_grads(False)  # most backwards have no gradient of lse
         return out, lse
 
@@ -107,6 +111,11 @@ class PlannedAttention(torch.autograd.Function):
         def begin() -> tuple[Tensor, tuple[Any, ...]]:
             check_first_derivative("burst_attn_func")
             saved, dout = ctx.saved_tensors, grads[0]  # raises if they were freed
+            if ctx.has_past and past is None:
+                raise ValueError(
+                    "the backward of a chunk ran twice: call it once on each chunk's loss, before "
+                    "the next chunk"
+                )
             given = (x for x in grads if x is not None)
             check_transforms("the backward of burst_attn_func", *given)
             if dout is None:  # nothing that used out, which is saved[3], returned a gradient for it
@@ -121,12 +130,13 @@ class PlannedAttention(torch.autograd.Function):
                 if dlse is not None:
                     out, dout = add_lse_gradient(out, dout, lse, dlse)
                 queries = QueryGradients(q, dout, lse, out)
-                keys = Keys(k, v) if past is None else past.keys()
+                keys = Keys(k, v) if past is None else past.keys_with_sums()
                 dq, dk, dv, of_inputs = plan.backward(
                     rings, queries, keys, tuple(inputs), tuple(kept)
                 )
                 if past is not None:
                     dk, dv = past.own_gradients(keys)
+                    ctx.past = None  # a loss that is still held would hold all keys and sums
                 if sinks is not None and ctx.needs_input_grad[3]:
                     dsinks = sinks_gradient(dout, out, lse, sinks)
         return dq, dk, dv, dsinks, None, None, None, None, *of_inputs
