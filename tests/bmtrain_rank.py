@@ -65,7 +65,7 @@ def curve(engine, sp, chunk: int | None = None) -> list[float]:
                 documents=0,
                 chunks=chunks if chunk else None,
             )
-            for loss, _ in batch.losses_by_part(engine.model):
+            for loss, _ in filter(None, batch.losses_by_part(engine.model)):
                 engine.backward(loss / 20)
                 losses.append(float(loss.detach()))
         found += [engine.sum([sum(losses)])[0] / 20, engine.step(1e-2, 0.5)]

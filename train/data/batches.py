@@ -80,7 +80,7 @@ class Work(ABC):
 
     def losses_by_part(self, model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
         """Yield `losses` of parts that add up to the whole. Each must have its backward before the
-        next is computed.
+        next is computed. Yield () after work without a loss, so that a watchdog hears of it.
         """
         yield self.losses(model)
 
@@ -184,7 +184,8 @@ class MicroBatch(Work):
 
     @property
     def part_count(self) -> int:
-        return len(self.chunks.chunks) if self.chunks else 1
+        # all chunks but the last are computed twice
+        return 2 * len(self.chunks.chunks) - 1 if self.chunks else 1
 
     def losses_by_part(self, model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
         if self.chunks is None:
@@ -192,6 +193,7 @@ class MicroBatch(Work):
             return
         for chunk in self.chunks.forward():
             self._run_chunk(model, chunk)
+            yield ()
         for chunk in self.chunks.backward():
             yield self._run_chunk(model, chunk, by_row=self.sources is not None)
 

@@ -201,7 +201,10 @@ class Trainer:
             for _ in range(batch.part_count):
                 self.watchdog.alive(f"step {self.progress.step + 1}")
                 with self.clock.phase("forward"):
-                    loss, _, *of_rows = next(parts)
+                    part = next(parts)
+                if not part:
+                    continue
+                loss, _, *of_rows = part
                 with self.clock.phase("backward"):
                     self.engine.backward(loss / targets)
                 sums.add(batch, *(of_rows or [loss]))
