@@ -134,23 +134,30 @@ def _check_chunk(settings: Settings) -> None:
     tokens, ranks = settings.chunk, settings.sp_size
     if tokens is None:
         return
-    shortest = settings.seq_len // -(-settings.seq_len // tokens)
+    count = -(-settings.seq_len // tokens)
+    shortest = settings.seq_len // count
     if shortest < ranks:
         raise ValueError(
             f"--chunk {tokens} cuts --seq-len {settings.seq_len} into chunks of {shortest} tokens, "
             f"too few for {counted(ranks, 'rank')}: give at least {ranks}"
         )
     if settings.offload:
-        raise ValueError("--chunk excludes --offload, which would move kept keys and values")
-    if settings.strategy in ("ulysses", "usp") or settings.ulysses_size is not None:
         raise ValueError(
-            f"--chunk excludes --strategy {settings.strategy} and --ulysses-size: queries of a "
-            "chunk attend to keys of earlier ones, which only the ring and all-gather send"
+            "--chunk excludes --offload, which would move kept keys and values: leave out "
+            "--offload, and give a smaller --chunk if memory is short"
         )
-    if settings.fp8 and shortest % (MULTIPLE * ranks):
+    strategy = settings.attention["strategy"]
+    if strategy in ("ulysses", "usp"):
+        given = f"--strategy {strategy}" if settings.ulysses_size is None else "--ulysses-size"
+        raise ValueError(
+            f"--chunk excludes {given}, which refuses queries that attend to keys of earlier "
+            "chunks: give --strategy ring"
+        )
+    if settings.fp8 and settings.seq_len % (count * MULTIPLE * ranks):
         raise ValueError(
             f"--fp8 with --sp-size {ranks} needs chunks of a multiple of {MULTIPLE * ranks} "
-            f"tokens, got chunks of {shortest} by --chunk {tokens}"
+            f"tokens, got {counted(count, 'chunk')} of --seq-len {settings.seq_len} by --chunk "
+            f"{tokens}"
         )
 
 
