@@ -151,7 +151,7 @@ def _check_chunk(settings: Settings) -> None:
         given = f"--strategy {strategy}" if settings.ulysses_size is None else "--ulysses-size"
         raise ValueError(
             f"--chunk excludes {given}, which refuses queries that attend to keys of earlier "
-            "chunks: give --strategy ring"
+            "chunks: leave it out, and the ring is used"
         )
     if settings.fp8 and settings.seq_len % (count * MULTIPLE * ranks):
         raise ValueError(
