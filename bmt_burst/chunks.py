@@ -212,12 +212,14 @@ class Chunks:
         kept = self._kept.get(layer)
         if kept is None:
             kept = self._kept[layer] = _Kept(k, v, self.layout.length(self.sp.rank))
-        shapes = (len(k), *k.shape[2:]), (len(kept.k), *kept.k.shape[2:])
-        if shapes[0] != shapes[1] or k.dtype != kept.k.dtype:
-            raise ValueError(
-                f"layer {layer} has keys of {shapes[0]} and {k.dtype} in chunk {chunk.number}, "
-                f"earlier ones are of {shapes[1]} and {kept.k.dtype}"
-            )
+        for name, x, earlier in (("k", k, kept.k), ("v", v, kept.v)):
+            found, expected = ((len(t), *t.shape[2:]) for t in (x, earlier))
+            if found != expected or x.dtype != earlier.dtype:
+                raise ValueError(
+                    f"expected {name} of {expected} rows, heads and head size and {earlier.dtype}, "
+                    f"as in the first chunk of layer {layer}, got {found} and {x.dtype} in chunk "
+                    f"{chunk.number}"
+                )
         self._calls[layer] += 1
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             self._needed.add(layer)

@@ -345,6 +345,11 @@ class BurstAttention(SequenceParallelModule):
         if isinstance(cache, Chunk):
             if mask is not None or layout is not None:
                 raise ValueError("expected a chunk or a mask and layout, got both: Chunks has them")
+            if self.sp.size not in (1, cache.chunks.sp.size):
+                raise ValueError(
+                    f"expected Chunks of this model's {self.sp.size} ranks, got Chunks of "
+                    f"{cache.chunks.sp.size}: pass sp to Chunks"
+                )
             return
         if self.sp.size > 1:
             raise ValueError(

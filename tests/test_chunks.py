@@ -186,7 +186,14 @@ def pass_tokens(chunks: Chunks, model: CPM, tokens: int, **more) -> None:
         model(x, torch.arange(tokens), cache=chunk, **more)
 
 
+def change_batch(chunks: Chunks, model: CPM) -> None:
+    for chunk in chunks.forward():
+        x = torch.zeros(2 - chunk.number, 20, dtype=torch.int64)
+        model(x, torch.arange(*chunk.positions), cache=chunk)
+
+
 WRONG = {
+    "another batch": (change_batch, r"expected k of \(2, 2, 8\).* got \(1, 2, 8\)"),
     "no forward": (lambda chunks, model: next(chunks.backward()), "whose forward.. has ended"),
     "no model": (lambda chunks, model: [*chunks.forward()], "not computed by 3 of 3 layers"),
     "no backward": (lambda chunks, model: step(chunks, model, backwards=0), "got none of layer 0"),
@@ -292,6 +299,14 @@ def test_lengths_that_do_not_fit_positions_are_refused():
     with pytest.raises(ValueError, match=r"plus 1 are 60, .* up to \(30,\) tokens long: pass len"):
         step(Chunks(mask, 20, 3), model)
     step(Chunks(mask, 20, 3, length=60), model)
+
+
+def test_chunks_of_other_ranks_than_the_model_are_refused():
+    def work(sp):
+        with pytest.raises(ValueError, match="this model's 2 ranks, got Chunks of 1: pass sp"):
+            step(Chunks(Mask.causal(60), 30, 3), build(DENSE, sp))
+
+    on_ranks(2, work)
 
 
 def test_an_error_on_one_rank_is_raised_on_all():
