@@ -15,6 +15,7 @@ from .attention import (
     burst_attn_qkvpacked_func,
     burst_attn_varlen_func,
 )
+from .cache import Cache
 from .chunks import Chunks
 from .ranks.groups import init_sequence_parallel
 from .ranks.sequence_parallel import SequenceParallel
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IGNORE_INDEX",
+    "Cache",
     "Chunks",
     "InfLLMV2",
     "Layout",

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.arguments import as_bool, as_int
+from .base.arguments import as_bool, as_int, check_dim
 from .base.dtypes import accumulator_dtype
 from .calls.autograd import Past
 from .calls.call import attend
@@ -113,11 +113,11 @@ class Chunks:
         )
         cut = zip(self.layout.spans, itertools.pairwise(mine), strict=True)
         self.chunks = tuple(
-            Chunk(self, n, positions, slice(*span)) for n, (positions, span) in enumerate(cut)
+            self._make_chunk(n, positions, slice(*span)) for n, (positions, span) in enumerate(cut)
         )
         for chunk in self.chunks:  # an error here is better than one in the middle of a step
             chunk.masks(None)
-        self._phase, self._kept = _READY, dict[int, _Kept]()
+        self._phase, self._kept = _READY, dict[int, Kept]()
         self._evaluates = False
         self._current: Chunk | None = None
         self._run_number = 0  # counts forward() and backward()
@@ -155,6 +155,14 @@ class Chunks:
             )
         yield from self._run(_BACKWARD, self.chunks[::-1])
         self._forget()
+
+    def _make_chunk(self, number: int, positions: Span, span: slice) -> Chunk:
+        return Chunk(self, number, positions, span)
+
+    @property
+    def _most_tokens(self) -> int:
+        """The tokens of this rank that there is memory for."""
+        return self.layout.length(self.sp.rank)
 
     def _run(self, phase: str, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         self._phase, self._run_number = phase, self._run_number + 1
@@ -211,7 +219,7 @@ class Chunks:
             )
         kept = self._kept.get(layer)
         if kept is None:
-            kept = self._kept[layer] = _Kept(k, v, self.layout.length(self.sp.rank))
+            kept = self._kept[layer] = Kept(k, v, self._most_tokens)
         for name, x, earlier in (("k", k, kept.k), ("v", v, kept.v)):
             found, expected = ((len(t), *t.shape[2:]) for t in (x, earlier))
             if found != expected or x.dtype != earlier.dtype:
@@ -324,6 +332,16 @@ class Chunk:
         """Whether nobody needs results of the present run: its keys and values are kept."""
         return self.chunks._phase == _FORWARD and not self.chunks._evaluates
 
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's tokens of the chunk: C entries of the whole x along `dim`."""
+        dim, (start, stop) = check_dim(x, dim), self.positions
+        layout = self.chunks.layout.layouts[self.number]
+        return layout.shard(x.narrow(dim, start, stop - start), self.chunks.sp.rank, dim)
+
+    def select(self, x: Tensor) -> Tensor:
+        """Return the tokens of x (B, C, E) whose results somebody needs: all, or none."""
+        return x[:, :0] if self.is_only_kept else x
+
     def longest(self, positions: Tensor) -> Tensor:
         """Return the length by which rotary scalings choose frequencies: () for `positions` (C,)
         int64, (B,) for (B, C). It is SequenceParallel.longest of the whole sequence.
@@ -377,7 +395,7 @@ class Chunk:
         return out
 
 
-class _Kept:
+class Kept:
     """The keys and values of a layer, of all of this rank's tokens so far.
 
     k, v        (B, S, G, D)

@@ -17,6 +17,7 @@ from .attention import burst_attn_func
 from .base.arguments import as_bool, as_int, as_positive
 from .base.compiled import not_compiled
 from .base.dtypes import accumulator_dtype
+from .cache import Cache
 from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
 from .calls.options import Layouts as Layouts
 from .calls.options import Masks as Masks
@@ -208,15 +209,15 @@ class BurstAttention(SequenceParallelModule):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: KVCache | Chunk | None = None,
+        cache: KVCache | Chunk | Cache | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor:
         """Map x (B, S, E) of this rank's tokens to (B, S, E). `cos` and `sin` are `rope_tables` of
         their positions. The other arguments are `attend`'s.
 
-        With a cache, x continues the tokens that the cache holds. Raises on all ranks if inputs are
-        wrong on any rank.
+        With a cache, x continues the tokens that the cache holds. With a bmt_burst.Cache, x is the
+        same on all ranks. Raises on all ranks if inputs are wrong on any rank.
         """
         try:
             self._check_inputs(x, cos, sin)
@@ -273,7 +274,7 @@ class BurstAttention(SequenceParallelModule):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: KVCache | Chunk | None = None,
+        cache: KVCache | Chunk | Cache | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
         choose_by: tuple[Tensor, Tensor] | None = None,
@@ -286,8 +287,8 @@ class BurstAttention(SequenceParallelModule):
                    is Layout.balanced of the mask, without this layer's window.
         choose_by  as burst_attn_func's
 
-        Raises on all ranks ValueError for a cache with a mask, with a layout, or with an `sp` of
-        more than one rank, and for use_nope without choose_by or with a cache that is no
+        Raises on all ranks ValueError for a cache with a mask or with a layout, for a KVCache with
+        an `sp` of more than one rank, and for use_nope without choose_by or with a cache that is no
         SparseKVCache. Raises ValueError if a layer with a window cannot make its mask, since
         one rank does not know the sequence's length: pass a mask or a Layout then.
         """
@@ -297,7 +298,7 @@ class BurstAttention(SequenceParallelModule):
             batch, tokens = q.shape[:2]
         except _WRONG_INPUTS as error:
             self._refuse(error)
-        if isinstance(cache, Chunk):
+        if isinstance(cache, Chunk | Cache):
             return cache.attend(
                 self.layer, q, k, v, window=self.window, sinks=sinks, **self.options
             ).flatten(2)
@@ -334,7 +335,7 @@ class BurstAttention(SequenceParallelModule):
 
     def _check_cache(
         self,
-        cache: KVCache | Chunk | None,
+        cache: KVCache | Chunk | Cache | None,
         mask: Masks | None,
         layout: Layouts | None,
         choose_by: tuple[Tensor, Tensor] | None,
@@ -342,19 +343,24 @@ class BurstAttention(SequenceParallelModule):
         """Raise ValueError for a cache that does not fit the other arguments."""
         if cache is None:
             return
-        if isinstance(cache, Chunk):
+        if isinstance(cache, Chunk | Cache):
             if mask is not None or layout is not None:
-                raise ValueError("expected a chunk or a mask and layout, got both: Chunks has them")
-            if self.sp.size not in (1, cache.chunks.sp.size):
+                kind = "chunk" if isinstance(cache, Chunk) else "Cache"
                 raise ValueError(
-                    f"expected Chunks of this model's {self.sp.size} ranks, got Chunks of "
-                    f"{cache.chunks.sp.size}: pass sp to Chunks"
+                    f"expected a {kind} or a mask and layout, got both: it has its own"
+                )
+            sp = cache.chunks.sp if isinstance(cache, Chunk) else cache.sp
+            if self.sp.size not in (1, sp.size):
+                kind = "Chunks" if isinstance(cache, Chunk) else "Cache"
+                raise ValueError(
+                    f"expected {kind} of this model's {self.sp.size} ranks, got {kind} of "
+                    f"{sp.size}: pass sp to {kind}"
                 )
             return
         if self.sp.size > 1:
             raise ValueError(
                 f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: generate with "
-                "sp=None"
+                "sp=None, or with a bmt_burst.Cache"
             )
         if mask is not None or layout is not None:
             raise ValueError(
@@ -407,9 +413,11 @@ def _attend_to_past(
     call = KernelCall(new, total, (((0, new), (0, total)),), left, right=0)
     if softcap is None and sinks is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible(call, q.device), enable_gqa=True
-        )
+        # a mask of a long prompt would not fit into memory
+        seen: dict[str, Any] = {"is_causal": True}
+        if not call.is_causal or new < total:
+            seen = {"attn_mask": visible(call, q.device)}
+        out = F.scaled_dot_product_attention(q, k, v, **seen, enable_gqa=True)
         return out.transpose(1, 2)
     spec = Spec(q.shape[-1] ** -0.5, softcap=softcap)
     out, lse = load("reference").forward(q, k, v, call, spec)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmt_burst.base.autocast import autocast_dtype
+from bmt_burst.cache import Cache
 from bmt_burst.chunks import Chunk
 from bmt_burst.fused.norm import RMSNorm
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
@@ -93,7 +94,7 @@ class CPMBlock(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: KVCache | Chunk | None = None,
+        cache: KVCache | Chunk | Cache | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor:
@@ -181,7 +182,7 @@ class CPM(SequenceParallelModule):
         tokens: Tensor,
         positions: Tensor,
         labels: Tensor | None = None,
-        cache: KVCache | Chunk | None = None,
+        cache: KVCache | Chunk | Cache | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
         by_token: bool = False,
@@ -203,7 +204,8 @@ class CPM(SequenceParallelModule):
         The ranks exchange the length that some rotary scalings depend on (models/rope.py). With a
         cache it is the number of tokens so far. As in transformers, cached keys stay rotated as
         they were. With a Chunk it is that of the whole sequence. Where only its keys and values
-        are kept (Chunks.forward), logits are (B, 0, V).
+        are kept (Chunks.forward), logits are (B, 0, V). In Cache.prefill, the last chunk has those
+        of the last token, (B, 1, V), on all ranks.
         """
         if isinstance(cache, Chunk) and self.saving.offload:
             raise ValueError(
@@ -213,8 +215,10 @@ class CPM(SequenceParallelModule):
         cos, sin = self._rope_tables(positions, cache)
         seen = cos, sin, cache, mask, layout
         x = self.saving.run_all(self.layers, x, *seen, keep=(cos, sin))
-        if isinstance(cache, Chunk) and cache.is_only_kept:
-            return x.new_empty(len(x), 0, self.config.vocab_size)
+        if isinstance(cache, Chunk):
+            x = cache.select(x)
+            if not x.shape[1]:
+                return x.new_empty(len(x), 0, self.config.vocab_size)
         x = self.norm(x) / self.config.width_scale
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         if labels is None:
@@ -225,7 +229,7 @@ class CPM(SequenceParallelModule):
         return loss(x, head.weight, labels)
 
     def _rope_tables(
-        self, positions: Tensor, cache: KVCache | Chunk | None
+        self, positions: Tensor, cache: KVCache | Chunk | Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of the rotation at `positions`."""
         scaling, theta = self.config.rope_scaling, self.config.rope_theta
@@ -234,7 +238,7 @@ class CPM(SequenceParallelModule):
             return rotations(positions, frequencies)
         length = None
         if scaling.by_length:
-            length = (cache if isinstance(cache, Chunk) else self.sp).longest(positions)
+            length = (cache if isinstance(cache, Chunk | Cache) else self.sp).longest(positions)
         frequencies = scaling.frequencies(frequencies, theta, length)
         return rotations(positions, frequencies, scaling.attention_scale)
 

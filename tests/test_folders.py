@@ -25,7 +25,7 @@ LEVELS = [
     ("calls",),
     ("bias", "sparse", "scores"),
     ("extensions",),
-    ("attention", "chunks", "loss", "offload", "nn", "", "doctor"),
+    ("attention", "cache", "chunks", "loss", "offload", "nn", "", "doctor"),
     ("adapters", "bmtrain", "compat"),
 ]
 # The core, and words of its extensions.

@@ -3,30 +3,55 @@ r"""Continue a text with a trained model, or fill in the texts under "<ans>" of 
     python train/generate.py --run runs/cpm --prompt "def main(" --tokens 300 --temperature 0.8
     python train/generate.py --run runs/bee --prompt '{"question": "2 + 3", "<ans>": ""}' \
         --tokens 10 --temperature 0
+    python train/generate.py --init-from FOLDER --processes 2 --dtype bf16 --chunk 16384 \
+        --prompt-file book.txt
+
+With several ranks, each has the whole model. They share the prompt, and the keys and values of all
+tokens. Rank 0 chooses the tokens.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 # As a script, Python puts this folder first in the path. Put the repository there instead.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from train.base.signals import die_with_parent
 
+    die_with_parent()  # early, since the parent may die while torch is imported
+
+import torch.distributed as dist
+
+from bmt_burst import init_sequence_parallel
 from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
+from train.base import ranks
 from train.base.command_line import ArgumentParser
 from train.checkpoints import checkpoint
 from train.data.tokenizer import Tokenizer
-from train.generation.decoding import Generator, sampler
+from train.generation.decoding import Choose, Generator, Speed, continue_text, sampler
 from train.registry import load
-from train.run import resume
+from train.run import ending, resume
+from train.run.config import TrainConfig
+from train.run.distributed import choose_device, init_distributed, rank_timeout
 from train.run.kinds import config_of, kind_of
-from train.run.trained import checkpoint_tokenizer
+from train.run.launch import launch
+from train.run.options import add_options
+from train.run.settings import DTYPES
+from train.run.trained import checkpoint_tokenizer, open_trained
+from train.run.watchdog import Watchdog
+
+_PROGRAM = "generate.py"
+_SHARED = {"init_from", "model", "processes", "device", "timeout"}  # options of pretrain.py, too
 
 
 def load_model(
@@ -50,19 +75,45 @@ def generate(
     tokens: int,
     *,
     bos: int | None = None,
+    chunk: int | None = None,
+    speed: Speed | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
     """Return the prompt with up to `tokens` more tokens, by the model's generator (registry.py).
-    Raises ValueError for settings out of range, and for a prompt that it cannot answer.
+
+    If the model has several ranks, all call this, and rank 0 chooses the tokens. `chunk` and
+    `speed` are continue_text's. Raises ValueError for settings out of range, and for a prompt that
+    the model cannot answer.
     """
     _check_tokens(tokens)
     device = next(model.parameters()).device
     choose = sampler(device, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    answer: Generator = load(kind_of(model.config).generator)
-    return answer(model, tokenizer, prompt, tokens, choose, bos)
+    if model.sp.size == 1 and chunk is None:
+        answer: Generator = load(kind_of(model.config).generator)
+        return answer(model, tokenizer, prompt, tokens, choose, bos)
+    if not isinstance(model, CPM):
+        raise ValueError(
+            "expected a dense CPM for --processes and --chunk, got a "
+            f"{kind_of(model.config).name}, whose attention has a bias"
+        )
+    choose = choose if model.sp.size == 1 else _share(choose, device)
+    return continue_text(model, tokenizer, prompt, tokens, choose, bos, chunk, speed)
+
+
+def _share(choose: Choose, device: torch.device) -> Choose:
+    """Return a function that returns rank 0's choice on all ranks of the world."""
+
+    def choose_together(logits: torch.Tensor) -> int:
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        if ranks.rank() == 0:
+            token.fill_(choose(logits))
+        dist.broadcast(token, 0)
+        return int(token)
+
+    return choose_together
 
 
 def _check_tokens(tokens: int) -> None:
@@ -75,24 +126,23 @@ def _begin_token(path: Path, prompt: str) -> int | None:
     state = checkpoint.Checkpoint(path).state
     bos = resume.saved_begin_token(state)
     if bos is None and not prompt and resume.saved_documents(state) == "mask":
-        print(
+        ranks.warn(
             "this model was trained without begin tokens (--bos) and cannot begin a text: give a "
-            "--prompt",
-            file=sys.stderr,
+            "--prompt"
         )
     return bos
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser("generate.py", __doc__)
+    parser = ArgumentParser(_PROGRAM, __doc__)
     add = parser.add_argument
-    add("--run", type=Path, required=True, help="the --output of a run, or one checkpoint in it")
+    add("--run", type=Path, help="the --output of a run, or one checkpoint in it")
     add(
         "--prompt",
-        default="",
         help="text to continue (default: none); for a CPM-Bee an instance as JSON, see the second "
         "example",
     )
+    add("--prompt-file", type=Path, help="file with the text to continue")
     add("--tokens", type=int, default=200, help="most tokens to add to each text (default: 200)")
     add("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     add("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
@@ -103,25 +153,98 @@ def _parser() -> ArgumentParser:
         help="sample from the most likely tokens with total probability p (default: 0.95)",
     )
     add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of the model (default: fp32)")
+    add(
+        "--chunk",
+        type=int,
+        help="compute the prompt in chunks of this many tokens, over all ranks (default: at once)",
+    )
+    add_options(parser, _SHARED)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    args = parser.parse_args(argv)
-    names = ("temperature", "top_k", "top_p", "seed")
-    sampling = {name: getattr(args, name) for name in names}
-    try:
+@dataclass(frozen=True)
+class _Request:
+    """A checked command line. `settings` are arguments of TrainConfig, `sampling` of sampler."""
+
+    args: argparse.Namespace
+    prompt: str
+    settings: dict[str, Any]
+    sampling: dict[str, Any]
+
+    @staticmethod
+    def read(args: argparse.Namespace) -> _Request:
+        """Check the options and read the prompt. Raises ValueError or OSError."""
+        names = ("temperature", "top_k", "top_p", "seed")
+        sampling = {name: getattr(args, name) for name in names}
         _check_tokens(args.tokens)
-        sampler(torch.device("cpu"), **sampling)  # checks the settings before anything is read
-        path = checkpoint.find(args.run)
-        tokenizer = checkpoint_tokenizer(path)
-        model = load_model(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        bos = _begin_token(path, args.prompt)
-        print(generate(model, tokenizer, args.prompt, args.tokens, bos=bos, **sampling))
+        sampler(torch.device("cpu"), **sampling)
+        settings = {name: vars(args)[name] for name in _SHARED if name in args}
+        if (args.run is None) == ("init_from" not in settings):
+            raise ValueError("give a trained model: either --run or --init-from")
+        if args.run and "model" in settings:
+            raise ValueError("--model is for --init-from, got --run")
+        if args.prompt is not None and args.prompt_file is not None:
+            raise ValueError("give --prompt or --prompt-file, got both")
+        if args.chunk is not None and args.chunk < 1:
+            raise ValueError(f"--chunk must be at least 1, got {args.chunk}")
+        TrainConfig(**settings)
+        prompt = args.prompt_file.read_text() if args.prompt_file else args.prompt or ""
+        return _Request(args, prompt, settings, sampling)
+
+    def open(self, device: torch.device) -> tuple[CPM | LiveModel, Tokenizer, int | None]:
+        """Return the whole model on one device, its tokenizer and its begin token."""
+        dtype = DTYPES[self.args.dtype]
+        if self.args.run:
+            path = checkpoint.find(self.args.run)
+            tokenizer = checkpoint_tokenizer(path)
+            return load_model(path, device, dtype), tokenizer, _begin_token(path, self.prompt)
+        settings = {**self.settings, "dtype": self.args.dtype}
+        trained = open_trained(settings, None, None, device)
+        return trained.read(device, dtype), trained.tokenizer, trained.bos
+
+    def answer(
+        self, model: CPM | LiveModel, tokenizer: Tokenizer, bos: int | None, speed: Speed
+    ) -> None:
+        """Print the answer and, where several ranks or chunks compute it, the speed."""
+        args, options = self.args, {"bos": bos, "speed": speed, **self.sampling}
+        text = generate(model, tokenizer, self.prompt, args.tokens, chunk=args.chunk, **options)
+        ranks.say(text)
+        if model.sp.size > 1 or args.chunk is not None:
+            ranks.warn(str(speed))
+
+
+def _work(request: _Request, watchdog: Watchdog) -> None:
+    """Answer on one of several ranks."""
+    watchdog.alive("waiting for the other ranks to join")
+    config = TrainConfig(**request.settings, engine="torch")
+    device = init_distributed(config)
+    sp = init_sequence_parallel(timeout=rank_timeout(config))
+    watchdog.alive("reading weights")
+    model, tokenizer, bos = ranks.together(lambda: request.open(device))
+    model.attach(sp)
+    ranks.together(lambda: request.answer(model, tokenizer, bos, Speed(watchdog.alive)))
+    watchdog.alive("leaving the other ranks")
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    try:
+        request = _Request.read(parser.parse_args(argv))
+        config = TrainConfig(**request.settings)
+        if "RANK" not in os.environ and config.processes == 1:
+            device = choose_device(config.device)
+            request.answer(*request.open(device), Speed())
+            return 0
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         parser.fail(error)
+    if "RANK" not in os.environ:
+        return launch([__file__, *argv], config.processes)
+    watchdog = Watchdog(ranks.rank(), config.timeout, _PROGRAM)
+    return ending.run_rank(lambda: _work(request, watchdog), watchdog)
 
 
 if __name__ == "__main__":
-    main()
+    ending.run_script(main)

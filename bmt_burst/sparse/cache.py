@@ -11,17 +11,26 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..base.growing import Growing
+from ..kernels.few_queries import attend_grouped
 from ..merging.merge import empty_lse
 from ..merging.sinks import with_sinks
+from ..spec import Spec
 from .blocks import FarBlocks, FarKeys
 from .choice import choose_in_document
-from .compressed import CompressedKeys, compress, sum_strides
+from .compressed import (
+    CompressedKeys,
+    compress,
+    compress_normalizing,
+    compress_scored,
+    sum_strides,
+)
 from .config import InfLLMV2
 from .far import find_kernels
 
 
 class KeySums:
-    """Sums of strides of the keys that a layer chooses by. They grow with a cache.
+    """The compressed keys that a layer chooses by. They grow with a cache.
 
     Each key is added once, so that a new token need not read all keys to compress them.
 
@@ -31,8 +40,11 @@ class KeySums:
     def __init__(self, sparse: InfLLMV2):
         self.tokens = 0
         self._sparse = sparse
-        self._strides: Tensor | None = None  # (T // stride, B, G, D)
         self._rest: Tensor | None = None  # (T % stride, B, G, D), keys of an unfinished stride
+        # (n, B, G, D), sums of the last strides, which begin compressed keys that are not finished
+        self._strides: Tensor | None = None
+        self._first = 0  # the number of the first of them
+        self._compressed: tuple[Growing, Growing] | None = None  # (n, B, G, D), as CompressedKeys
 
     @torch.no_grad()
     def extend(self, keys: Tensor) -> None:
@@ -42,15 +54,31 @@ class KeySums:
         if self._rest is not None:
             fresh = torch.cat((self._rest, fresh))
         count = len(fresh) // self._sparse.kernel_stride
-        if count or self._strides is None:
+        if count or self._compressed is None:
             sums = sum_strides(fresh.flatten(1, 2), self._sparse).unflatten(1, fresh.shape[1:3])
-            self._strides = sums if self._strides is None else torch.cat((self._strides, sums))
+            self._compress(sums)
         self._rest = fresh[count * self._sparse.kernel_stride :].clone()
+
+    def _compress(self, strides: Tensor) -> None:
+        """Add the compressed keys that new strides finish."""
+        if self._strides is not None:
+            strides = torch.cat((self._strides, strides))
+        if self._compressed is None:
+            found = CompressedKeys(*compress(strides, self._sparse))
+            self._compressed = Growing(found.scored), Growing(found.normalizing)
+        else:
+            scored, normalizing = self._compressed
+            later = strides[scored.count - self._first :]
+            scored.add(compress_scored(later, self._sparse))
+            normalizing.add(compress_normalizing(strides, self._sparse))
+        unfinished = 4 * self._compressed[1].count
+        self._strides, self._first = strides[unfinished - self._first :].clone(), unfinished
 
     def compress(self) -> list[CompressedKeys]:
         """Return the compressed keys of each row."""
-        assert self._strides is not None, "extend comes first"
-        return [compress(row, self._sparse) for row in self._strides.unbind(1)]
+        assert self._compressed is not None, "extend comes first"
+        rows = (x.rows.unbind(1) for x in self._compressed)
+        return [CompressedKeys(*(x.contiguous() for x in row)) for row in zip(*rows, strict=True)]
 
 
 @runtime_checkable
@@ -136,3 +164,39 @@ def attend_to_cache(
     if sinks is not None:
         out, _ = with_sinks(out, lse, sinks)
     return out.to(q.dtype)
+
+
+def attend_to_chosen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    places: Tensor,
+    chosen: Tensor,
+    sparse: InfLLMV2,
+    spec: Spec,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of a few queries to those keys in their blocks that are at hand: out (S,
+    H, D) and lse (H, S), in the accumulator's dtype.
+
+    q          (S, H, D)
+    k, v       (T, G, D), some keys of a document
+    positions  (T,) int64, rising, on q's device: their positions in the document
+    places     (S,) int64: those of the queries
+    chosen     (S, G, N) int32: blocks of the document, -1 for none
+    """
+    (queries, heads, _), groups, size = q.shape, k.shape[1], sparse.block_size
+    out = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype))
+    lse = out.new_full((heads, queries), -torch.inf)
+    if not len(k):
+        return out, lse
+    inside = torch.arange(size, device=q.device)
+    group = torch.arange(groups, device=q.device).unsqueeze(1)
+    for n, place in enumerate(places.tolist()):  # one query at a time, as keys are copied
+        tokens = (chosen[n].long().unsqueeze(-1) * size + inside).flatten(1)  # (G, N * size)
+        at = torch.searchsorted(positions, tokens).clamp_max(len(k) - 1)
+        seen = (positions[at] == tokens) & (tokens <= place)
+        rows = q[n].unflatten(0, (groups, -1))  # (G, H / G, D)
+        found = attend_grouped(rows, k[at, group], v[at, group], seen.unsqueeze(1), spec)
+        out[n], lse[:, n] = (x.flatten(0, 1) for x in found)
+    return out, lse

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.tensor_files import is_file, open_file, open_folder
-from models.weights import Expected, Weights
+from models.weights import Expected, Shapes, Weights
 from train.base import ranks
 from train.engine import Engine, Shard
 
@@ -26,9 +26,7 @@ def load_weights(source: str, engine: Engine, expected: Expected, seed: int = 0)
     others with small noise, by `seed`. Raises ValueError for weights of another model than
     `expected`, or that are not finite, and OSError if they cannot be read.
     """
-    path = Path(source)
-    files = open_file(path) if is_file(path) else open_folder(path)
-    weights = Weights(source, files, expected, lambda: _shapes_before(engine, expected))
+    weights = open_weights(source, expected, lambda: _shapes_before(engine, expected))
     _say_growth(engine, expected)
 
     def read(key: str, shard: Shard) -> Tensor:
@@ -41,6 +39,13 @@ def load_weights(source: str, engine: Engine, expected: Expected, seed: int = 0)
         return mine
 
     engine.load(read, optimizer_steps=0)
+
+
+def open_weights(source: str, expected: Expected, shapes: Shapes) -> Weights:
+    """Open the weights in `source`, a folder or a file. Raises Weights' errors, or OSError."""
+    path = Path(source)
+    files = open_file(path) if is_file(path) else open_folder(path)
+    return Weights(source, files, expected, shapes)
 
 
 def _shapes_before(engine: Engine, expected: Expected) -> dict[str, tuple[int, ...]]:

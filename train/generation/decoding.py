@@ -1,4 +1,5 @@
-"""Decoding with a cache of keys and values. For CPM-Live's models it also keeps the bias's inputs.
+"""Decoding with a cache of keys and values, on one rank or several. For CPM-Live's models it also
+keeps the bias's inputs.
 
 The given tokens are computed once, as in training. The bias needs one row of its table for each
 earlier token. So a later token takes time and memory in proportion to the tokens before it.
@@ -7,12 +8,15 @@ earlier token. So a later token takes time and memory in proportion to the token
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from bmt_burst import Cache as SharedCache
 from bmt_burst import Scores
 from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.sparse.cache import KeySums
@@ -24,6 +28,8 @@ from models.cpm_live.config import LiveConfig
 from models.cpm_live.layers import LiveModel
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
+
+_TICK = 1.0  # seconds between signs of life, at least
 
 Choose = Callable[[Tensor], int]  # a token from logits (V,)
 
@@ -112,6 +118,41 @@ class Cache:
         return self._k[layer, :, :stop], self._v[layer, :, :stop]
 
 
+class Speed:
+    """The times of a prompt and of the tokens after it.
+
+    alive  is called now and then, with what is computed next
+    """
+
+    def __init__(self, alive: Callable[[str], None] = lambda doing: None):
+        self.alive = alive
+        self.prompt, self.prefill, self._steps = 0, 0.0, list[float]()
+        self._since = self._told = 0.0
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self._since = time.perf_counter()
+
+    def note(self, tokens: int, are_prompt: bool) -> None:
+        """Note that tokens were computed: some of the prompt, or a new one."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        if are_prompt:
+            self.prompt, self.prefill = self.prompt + tokens, self.prefill + seconds
+        else:
+            self._steps.append(seconds)
+        if now - self._told > _TICK:
+            self._told = now
+            self.alive(f"computing token {self.prompt + len(self._steps)}")
+
+    def __str__(self) -> str:
+        rate = self.prompt / self.prefill if self.prefill else 0.0
+        said = f"prefill of {counted(self.prompt, 'token')}: {rate:,.1f} tokens/s"
+        if not self._steps:
+            return said
+        return f"{said}; decoding: {statistics.median(self._steps) * 1e3:,.2f} ms a token"
+
+
 def continue_text(
     model: CPM,
     tokenizer: Tokenizer,
@@ -119,29 +160,60 @@ def continue_text(
     tokens: int,
     choose: Choose,
     bos: int | None = None,
+    chunk: int | None = None,
+    speed: Speed | None = None,
 ) -> str:
     """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
 
+    chunk  the most tokens of the prompt that all ranks of the model compute at once, by default all
+    speed  notes the times
+
     The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
     end-of-text token for an empty prompt. Rotary scalings by length use that of the text so far,
-    as in transformers: earlier tokens are not rotated again.
+    as in transformers: earlier tokens are not rotated again. If the model has several ranks, all
+    call this, and `choose` must return the same token on each.
     """
-    device = model.norm.weight.device
     begin = [] if bos is None else [bos]
     ids = [*begin, *(int(i) for i in tokenizer.encode(prompt))] or [tokenizer.eos_id]
-    cache = Cache(model.config, len(ids) + tokens, model.norm.weight)
+    speed, limit = speed or Speed(), len(ids) + tokens
+    cache: Cache | SharedCache
+    if model.sp.size > 1 or chunk is not None:
+        cache = SharedCache(model.sp, model.config.num_layers, limit)
+    else:
+        cache = Cache(model.config, limit, model.norm.weight)
     fresh = ids
+    speed.begin()
     for _ in range(tokens):
-        positions = torch.arange(len(ids) - len(fresh), len(ids), device=device)
-        logits = model(torch.tensor([fresh], device=device), positions, cache=cache)[
-            0, -1, : tokenizer.vocab_size
-        ]
-        token = choose(logits)
+        logits = _compute(model, cache, fresh, len(ids) - len(fresh), chunk, speed)
+        token = choose(logits[0, -1, : tokenizer.vocab_size])
+        speed.note(len(fresh), fresh is ids)
         if token == tokenizer.eos_id:
             break
         fresh = [token]
         ids = ids + fresh
     return tokenizer.decode(ids[len(begin) :])
+
+
+def _compute(
+    model: CPM,
+    cache: Cache | SharedCache,
+    fresh: list[int],
+    start: int,
+    chunk: int | None,
+    speed: Speed,
+) -> Tensor:
+    """Return the logits of the last of some tokens, (1, any, V). They begin at position `start`."""
+    device = model.norm.weight.device
+    tokens = torch.tensor([fresh], device=device)
+    positions = torch.arange(start, start + len(fresh), device=device)
+    # a chunk cannot have fewer tokens than ranks
+    if isinstance(cache, Cache) or start or len(fresh) < model.sp.size:
+        logits: Tensor = model(tokens, positions, cache=cache)
+        return logits
+    for part in cache.prefill(len(fresh), chunk):
+        speed.alive(f"computing tokens {part.positions[0]} to {part.positions[1] - 1}")
+        logits = model(part.shard(tokens), part.shard(positions, 0), cache=part)
+    return logits
 
 
 class _Row:

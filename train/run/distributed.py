@@ -21,7 +21,7 @@ def init_distributed(config: TrainConfig) -> torch.device:
     """Join the ranks of the environment, or run alone. Return the device, or raise ValueError."""
     if config.restarts and "RANK" in os.environ and not has_launcher():
         raise ValueError("--restarts is for --processes; under torchrun give it --max-restarts")
-    device = _device(config.device)
+    device = choose_device(config.device)
     engine = choose_engine(config, device)
     open_store()
     # Beside BMTrain, torch.distributed only carries messages between hosts.
@@ -67,7 +67,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _device(wanted: str) -> torch.device:
+def choose_device(wanted: str) -> torch.device:
     """Return this process's device. Raises ValueError if --device cuda has too few GPUs."""
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if wanted == "cuda" and gpus < here:

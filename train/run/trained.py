@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from models.config import CPMConfig
+from models.cpm import CPM
 from models.tensor_files import folder_of
 from train.checkpoints import checkpoint
-from train.checkpoints.weights import load_weights
+from train.checkpoints.weights import load_weights, open_weights
 from train.data.folder import Sequences
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from train.engine import Engine
@@ -45,6 +46,24 @@ class Trained:
             load_weights(self.config.init_from, engine, self.config.expected_weights())
         else:
             engine.load(checkpoint.Checkpoint(self.path).read, optimizer_steps=0)
+
+    def read(self, device: torch.device, dtype: torch.dtype) -> CPM:
+        """Return the model of --init-from, whole, on one device. Raises ValueError as
+        load_weights.
+        """
+        assert self.config.init_from is not None
+        with torch.device("meta"):
+            model = CPM(self.model)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        expected = self.config.expected_weights()
+        weights = open_weights(self.config.init_from, expected, lambda: shapes)
+        read = {}
+        for name in weights:
+            read[name] = weights[name].to(device, dtype)
+            if not read[name].isfinite().all():
+                raise ValueError(f"{self.config.init_from}: {name} is not finite in {dtype}")
+        model.load_state_dict(read, assign=True)
+        return model.eval()
 
     def open_data(self, folder: str) -> Sequences:
         """Open a data folder, as in training. Raises ValueError if it has another tokenizer."""

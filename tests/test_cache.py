@@ -1,0 +1,201 @@
+"""Generation over ranks: its logits are those of one forward of the whole sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from bmt_burst import Cache, InfLLMV2, Mask, nn
+from bmt_burst.kernels import few_queries
+from models.cpm import CPM
+from tests.test_chunks import DENSE, LARGEST, SCALED, SPARSE, build, on_ranks
+
+WINDOWED = dataclasses.replace(SCALED, rope_scaling=None)
+
+
+def generate(
+    model: CPM,
+    cache: Cache,
+    tokens: torch.Tensor,
+    prompt: int,
+    chunk: int | None,
+    steps: tuple[int, ...],
+    layout: str = "zigzag",
+) -> torch.Tensor:
+    """Return the logits from the prompt's last token on. `steps` are numbers of new tokens."""
+    found, positions = [], torch.arange(tokens.shape[1])
+    for part in cache.prefill(prompt, chunk, layout) if prompt else ():
+        mine = part.shard(tokens[:, :prompt]), part.shard(positions[:prompt], 0)
+        found.append(model(*mine, cache=part))
+    for step in steps:
+        now = slice(cache.length, cache.length + step)
+        found.append(model(tokens[:, now], positions[now], cache=cache))
+    return torch.cat(found, 1)
+
+
+CASES = [
+    # config, numbers of ranks, tokens of the prompt, of a chunk, of the steps after it, layout
+    (DENSE, (1, 2, 4), 61, 20, (1, 1, 1, 10, 1, 75), "zigzag"),
+    (DENSE, (3,), 61, None, (1, 66), "striped"),
+    (DENSE, (2, 3), 0, None, (3, 1, 190, 1, 4), "zigzag"),
+    (WINDOWED, (1, 3), 70, 31, (1, 1, 30, 1, 80, 1, 1, 5), "contiguous"),
+    (WINDOWED, (2, 4), 40, 9, (1,) * 20, "striped"),
+    (SPARSE, (1, 2, 3), 260, 70, (1, 5, 1, 60, 1), "zigzag"),
+    (SPARSE, (4,), 300, None, (1, 1, 1), "striped"),
+    (SPARSE, (2,), 60, 30, (20, 20, 1), "zigzag"),
+]
+FLAT = [
+    pytest.param(config, size, *case, id=f"{number}-{size}")
+    for number, (config, sizes, *case) in enumerate(CASES)
+    for size in sizes
+]
+
+
+@pytest.mark.parametrize(("config", "size", "prompt", "chunk", "steps", "layout"), FLAT)
+def test_logits_are_those_of_the_whole_forward(
+    config, size, prompt, chunk, steps, layout, monkeypatch
+):
+    monkeypatch.setattr(few_queries, "_FEWEST_KEYS", 8)
+    monkeypatch.setattr(few_queries, "_STEP", 3)
+    monkeypatch.setattr(few_queries, "_SCORES", 2000)
+    end = prompt + sum(steps)
+    tokens = torch.randint(0, 40, (2, end), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        whole = build(config)(tokens, torch.arange(end))[:, max(prompt - 1, 0) :]
+
+        def work(sp):
+            cache = Cache(sp, config.num_layers, end)
+            return generate(build(config, sp), cache, tokens, prompt, chunk, steps, layout)
+
+        results = on_ranks(size, work)
+    for logits in results:
+        assert torch.equal(logits, results[0])
+        assert logits.shape == whole.shape
+        assert (logits - whole).abs().max() / whole.abs().max() < LARGEST
+
+
+def test_a_layer_attends_to_a_cache_on_several_ranks():
+    """With a soft cap and sinks, and a batch."""
+    torch.manual_seed(0)
+    layer = nn.BurstAttention(32, 4, 2, softcap=3.0, sinks=True).double()
+    torch.nn.init.normal_(layer.sinks)
+    x, positions = torch.randn(2, 90, 32, dtype=torch.float64), torch.arange(90)
+
+    def rotary(at):
+        return (table.double() for table in nn.rope_tables(at, layer.head_dim))
+
+    @torch.no_grad()
+    def work(sp):
+        cache = Cache(sp, 1, 90)
+        for part in cache.prefill(70, 30):
+            layer(part.shard(x[:, :70]), *rotary(part.shard(positions[:70], 0)), part)
+        steps = ((70, 71), (71, 90))
+        return [layer(x[:, a:b], *rotary(positions[a:b]), cache) for a, b in steps]
+
+    expected = layer(x, *rotary(positions))[:, 70:]
+    for size in (1, 3):
+        for found in on_ranks(size, work):
+            error = (torch.cat(found, 1) - expected).abs().max()
+            assert error < LARGEST
+
+
+def step(model: CPM, cache: Cache, tokens: int = 1, rows: int = 1, **more) -> None:
+    new = torch.zeros(rows, tokens, dtype=torch.int64)
+    model(new, torch.arange(cache.length, cache.length + tokens), cache=cache, **more)
+
+
+def fill(model: CPM, cache: Cache, tokens: int, chunk: int | None = None) -> None:
+    for part in cache.prefill(tokens, chunk):
+        count = part.span.stop - part.span.start
+        model(torch.zeros(1, count, dtype=torch.int64), torch.arange(count), cache=part)
+
+
+def begin_twice(model, cache, rank):
+    step(model, cache)
+    fill(model, cache, 10)
+
+
+def leave_a_prefill(model, cache, rank):
+    next(cache.prefill(20))
+    step(model, cache)
+
+
+def skip_a_layer(model, cache, rank):
+    model.layers[0](torch.zeros(1, 1, 32).double(), *(torch.zeros(1, 4),) * 2, cache)
+    model.layers[0](torch.zeros(1, 1, 32).double(), *(torch.zeros(1, 4),) * 2, cache)
+
+
+def change_rows(model, cache, rank):
+    step(model, cache)
+    step(model, cache, rows=2)
+
+
+NOPE = InfLLMV2(
+    block_size=16, kernel_size=8, kernel_stride=4, window_size=32, topk=3, use_nope=True
+)
+WRONG = {
+    "a long prompt": (
+        lambda model, cache, rank: fill(model, cache, 101),
+        "the cache is full: it has a limit of 100 tokens, expected at most 100 new ones, got 101",
+    ),
+    "a full cache": (
+        lambda model, cache, rank: (fill(model, cache, 99), step(model, cache, 2)),
+        "the cache is full: .* at most 1 new ones, got 2",
+    ),
+    "short chunks": (lambda model, cache, rank: fill(model, cache, 50, 1), "too short for 2 ranks"),
+    "chunks that differ": (
+        lambda model, cache, rank: fill(model, cache, 50, 20 + rank * 10),
+        "ranks differ in ",
+    ),
+    "prompts that differ": (lambda model, cache, rank: fill(model, cache, 50 + rank), "differ in"),
+    "new tokens that differ": (
+        lambda model, cache, rank: step(model, cache, 1 + rank),
+        "ranks differ in shapes of a Cache",
+    ),
+    "rows that change": (change_rows, "layer 0 of the cache has keys"),
+    "a second prefill": (begin_twice, "expected an empty Cache, got one with 1 tokens"),
+    "an unfinished prefill": (leave_a_prefill, "expected a Cache whose prefill has ended"),
+    "a skipped layer": (skip_a_layer, "layer 1 has 0 tokens, layer 0 has 1: expected all 3 layers"),
+    "an error of one rank": (
+        lambda model, cache, rank: fill(model, cache, 50 if rank else "50"),
+        "length must be a whole number",
+    ),
+    "a mask": (
+        lambda model, cache, rank: step(model, cache, mask=Mask.causal(1)),
+        "expected a Cache or a mask and layout, got both",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_raises_on_all_ranks(case):
+    do, message = WRONG[case]
+
+    @torch.no_grad()
+    def work(sp):
+        try:
+            do(build(DENSE, sp), Cache(sp, 3, 100), sp.rank)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return "no error"
+
+    for said in on_ranks(2, work):
+        assert re.search(message, said)
+
+
+def test_sparse_attention_without_rotary_positions_is_refused():
+    model = build(dataclasses.replace(DENSE, sparse=NOPE))
+    for do in (step, lambda *given: fill(*given, 20)):
+        with pytest.raises(ValueError, match="a Cache keeps rotated keys only"):
+            do(model, Cache(None, 3, 100))
+
+
+def test_wrong_arguments_are_refused():
+    for arguments, message in (((0, 10), "layers must be at least 1"), ((1, 0), "limit must be")):
+        with pytest.raises(ValueError, match=message):
+            Cache(None, *arguments)
+    with pytest.raises(TypeError, match="sp must be a SequenceParallel, got int"):
+        Cache(2, 1, 10)

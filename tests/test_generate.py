@@ -1,0 +1,110 @@
+"""generate.py on weights of --init-from, in chunks and on several ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from bmt_burst import SequenceParallel
+from models.huggingface import save_weights
+from tests.launcher import run_script
+from tests.test_chunks import DENSE, build, on_ranks
+from tests.test_evaluate import TINY
+from tests.test_model import initialized
+from train import generate as script
+from train.data.tokenizer import JsonTokenizer
+from train.generation.decoding import continue_text
+
+PROMPT = "to be or not to be that is the question " * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return weights that were not trained, with a tokenizer of letters."""
+    folder = tmp_path_factory.mktemp("generate")
+    words = {word: i for i, word in enumerate(("[UNK]", "</s>", " ", *map(chr, range(97, 123))))}
+    backend = Backend(models.WordLevel(words, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    weights = {name: p.detach() for name, p in initialized(TINY).named_parameters()}
+    save_weights(folder, TINY, weights, max_position_embeddings=512)
+    (folder / "prompt.txt").write_text(PROMPT)
+    return folder
+
+
+def line(folder: Path, *more: object) -> list[str]:
+    given = ("--init-from", folder, "--prompt-file", folder / "prompt.txt", "--temperature", 0)
+    return [*map(str, (*given, "--tokens", 80, *more))]
+
+
+def test_ranks_and_chunks_give_the_text_of_one_process(folder, capsys):
+    script.main(line(folder))
+    alone, said = capsys.readouterr()
+    assert alone.startswith(PROMPT) and len(alone) > len(PROMPT) + 20
+    assert not said
+    script.main(line(folder, "--chunk", 50))
+    in_chunks, said = capsys.readouterr()
+    assert in_chunks == alone
+    speed = r"prefill of 121 tokens: [\d,.]+ tokens/s; decoding: [\d,.]+ ms a token\n"
+    assert re.fullmatch(speed, said)
+    ended, printed = run_script(2, "train/generate.py", *line(folder, "--chunk", 50))
+    assert ended == 0, printed
+    assert alone in printed and re.search(speed, printed)
+
+
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_greedy_tokens_are_the_same_on_any_ranks(folder, chunk):
+    tokenizer, prompt = JsonTokenizer(folder / "tokenizer.json"), PROMPT[:50]
+
+    def choose(logits):
+        """Choose the most likely letter, and never the end."""
+        return 3 + int(logits[3:].argmax())
+
+    @torch.inference_mode()
+    def work(sp):
+        model = build(DENSE, sp)
+        return continue_text(model, tokenizer, prompt, 25, choose, chunk=chunk)
+
+    expected = work(SequenceParallel())
+    assert len(set(expected[len(prompt) :])) > 2
+    for size in (2, 3, 4):
+        assert set(on_ranks(size, work)) == {expected}
+
+
+def test_a_prompt_may_have_fewer_tokens_than_ranks(folder, capsys):
+    short = ["--init-from", folder, "--tokens", 5, "--temperature", 0]
+    script.main([*map(str, short)])
+    alone = capsys.readouterr().out
+    ended, printed = run_script(2, "train/generate.py", *short)
+    assert ended == 0, printed
+    assert alone in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--prompt", "a"], "give --prompt or --prompt-file, got both"),
+        (["--run", "runs"], "either --run or --init-from"),
+        (["--chunk", 0], "--chunk must be at least 1, got 0"),
+        (["--processes", 0], "--processes must be at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line(folder, capsys, more, message):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(line(folder, *more))
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert message in printed and printed.count("\n") == 1
+
+
+def test_chunks_that_are_too_short_are_refused_once(folder):
+    ended, printed = run_script(2, "train/generate.py", *line(folder, "--chunk", 1))
+    assert ended == 2
+    assert printed.count("a chunk of 1 tokens is too short for 2 ranks") == 1
