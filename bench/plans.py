@@ -3,7 +3,7 @@
     python bench/plans.py
 
 It plans the rows of bench/results/training-*.jsonl, the newest ones of steps-*.jsonl, and runs on
-some numbers of GPUs. It takes a minute and needs no GPU.
+some numbers of GPUs. It takes minutes and needs no GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # As a script: Python put this folder first in the path, but imports begin at the repository.
 if __name__ == "__main__":
@@ -28,8 +29,8 @@ if __name__ == "__main__":
 from bench.tables import Row, read_rows, table, tokens
 from models.config import PRESETS
 from train.planning.memory import Step, plan_step
-from train.planning.report import saving_flags
-from train.planning.search import Cluster, as_run, plan, recommend, with_options
+from train.planning.report import inputs_of_token, kept_of_token, saving_flags
+from train.planning.search import Cluster, as_run, find_longest, plan, recommend, with_options
 from train.planning.seconds import GIB, GPUS, H200, step_seconds
 from train.run.config import TrainConfig
 from train.run.options import parse_options
@@ -206,7 +207,60 @@ def _describe(config: TrainConfig) -> str:
     return " ".join(f"`{pair}`" for pair in pairs) or "none"
 
 
-TABLES = {"plans": plans_table, "options": options_table}
+# model, GPUs, their kind, engine, whether attention is sparse, whether the optimizer is on the host
+CHUNKED = (
+    ("minicpm4-0.5b", 1, "h100", "torch", True, False),
+    ("minicpm4-8b", 2, "h200", "torch", True, False),
+    ("minicpm4-8b", 2, "h100", "bmtrain", True, True),
+    ("minicpm4-8b", 8, "h200", "torch", False, False),
+    ("minicpm4-8b", 8, "h100", "torch", False, False),
+    ("llama3-8b", 8, "h200", "torch", False, False),
+    ("minicpm-2b", 1, "h200", "torch", False, False),
+)
+_RANK_CHUNK = 16384
+_WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("`full` `--mlp-tile 16384`", {"checkpointing": "full", "mlp_tile": 16384}),
+    (
+        "and `--checkpointing-every 4`",
+        {"checkpointing": "full", "mlp_tile": 16384, "checkpointing_every": 4},
+    ),
+    ("`--chunk`, `selective`", {"checkpointing": "selective", "chunk": _RANK_CHUNK}),
+    ("`--chunk`, `full`", {"checkpointing": "full", "chunk": _RANK_CHUNK}),
+)
+
+
+def chunks_table() -> str:
+    """Return the table of the longest sequences with and without chunks."""
+    header = ["model", "GPUs", "engine", "kept", "inputs", *(name for name, _ in _WAYS)]
+    return table(header, [in_chunks(*run) for run in CHUNKED])
+
+
+def in_chunks(
+    model: str, gpus: int, gpu: str, engine: str, is_sparse: bool, offloads_optimizer: bool
+) -> list[str | int]:
+    """Return a row: KiB of a token, and the longest sequence of each way."""
+    config = TrainConfig(
+        model=model,
+        dtype="bf16",
+        seq_len=4 * _RANK_CHUNK * gpus,
+        sp_size=gpus,
+        batch_size=1,
+        micro_batch_size=1,
+        sparse={} if is_sparse else None,
+        offload_optimizer=offloads_optimizer,
+    )
+    run = plan(config, Cluster(gpus, GPUS[gpu].gib, GPUS[gpu]), engine)
+    kept, inputs = kept_of_token(run, _RANK_CHUNK * gpus), inputs_of_token(run)
+    longest = []
+    for _, options in _WAYS:
+        chunk = options.get("chunk") and options["chunk"] * gpus
+        longest.append(find_longest(with_options(run, **options | {"chunk": chunk})))
+    more = " sparse" * is_sparse + " `--offload-optimizer`" * offloads_optimizer
+    sizes = [f"{nbytes / 1024:.0f}" for nbytes in (kept, inputs)]
+    return [model + more, f"{gpus} {gpu.upper()}", engine, *sizes, *map(tokens, longest)]
+
+
+TABLES = {"plans": plans_table, "options": options_table, "chunks": chunks_table}
 
 
 def main() -> None:

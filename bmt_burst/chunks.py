@@ -357,6 +357,14 @@ class Chunk:
         """
         return _masks_of_chunk(self.chunks.masks, self.positions, window)
 
+    def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Past:
+        """Keep k and v (B, C, G, D) of a layer. Return all keys and values up to the chunk's end,
+        with the sums of their gradients in backward(). `attend` begins with it.
+
+        Raises ValueError as `attend`, on this rank only.
+        """
+        return self.chunks._keep(self, layer, q, k, v)
+
     def attend(
         self,
         layer: int,
@@ -381,7 +389,7 @@ class Chunk:
             sinks, sparse = options.pop("sinks", None), options.pop("sparse", None)
             masks = self.masks(window)
             extend = functools.partial(find_extension, None, None, chunks._adapt(sparse), None)
-            past = chunks._keep(self, layer, q, k, v)
+            past = self.keep(layer, q, k, v)
             asked = Options(
                 **_DEFAULTS | options,
                 mask=masks[0] if len(masks) == 1 else masks,

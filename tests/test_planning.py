@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import torch
 
 from bench.plans import (
     CALIBRATION,
+    CHUNKED,
     MARKED,
     PAGE,
     TABLES,
     compare,
+    in_chunks,
     plans_table,
     recommended,
     step_of,
@@ -28,7 +31,7 @@ from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run
 from train.planning.fitting import fit_memory
 from train.planning.memory import AttentionRun
-from train.planning.report import command
+from train.planning.report import advice, command
 from train.planning.search import (
     Cluster,
     Planned,
@@ -73,7 +76,8 @@ def test_the_page_has_the_errors_and_more_checks_than_rates():
     assert {found[2] for found in MARKED.finditer(page)} == TABLES.keys()
     # one of the rows: a test below plans the same model
     [line] = table([""], [recommended("minicpm4-8b", 8, 139)]).splitlines()[2:]
-    for expected in (plans_table(), line):
+    [of_chunks] = table([""], [in_chunks(*CHUNKED[0])]).splitlines()[2:]
+    for expected in (plans_table(), line, of_chunks):
         assert f"\n{expected}\n" in page, "run python bench/plans.py"
 
 
@@ -204,6 +208,124 @@ def test_sparse_attention_is_planned_with_its_choices():
     assert short[0].memory == short[1].memory
 
 
+def test_a_sequence_of_one_chunk_is_planned_as_a_whole():
+    for chunk in (8192, 10000):
+        one, whole = planned(chunk=chunk), planned()
+        assert (one.step, one.seconds) == (whole.step, whole.seconds)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch_size", "dtype", "options"),
+    [
+        (1, 1, "bf16", {}),
+        (2, 3, "bf16", {"checkpointing": "selective", "checkpointing_every": 2}),
+        (2, 1, "fp32", {"checkpointing": "full", "mlp_tile": 1024}),
+    ],
+)
+def test_chunks_keep_keys_values_and_sums_of_their_gradients(gpus, batch_size, dtype, options):
+    sizes = {"batch_size": batch_size, "micro_batch_size": batch_size, "dtype": dtype}
+    run = planned(gpus, seq_len=65536, chunk=8192, **sizes, **options)
+    model, itemsize = run.model, 4 if dtype == "fp32" else 2
+    of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (itemsize + 4)
+    assert run.step.chunks == 8
+    assert run.step.memory.parts["kept keys"] == of_token * batch_size * 65536 // gpus
+    assert run.step.kept == run.step.memory.parts["kept keys"]
+
+
+@pytest.mark.parametrize("sparse", [None, {}])
+def test_memory_of_chunks_grows_by_what_they_keep(sparse):
+    options = {"model": "minicpm4-8b", "checkpointing": "selective", "sparse": sparse}
+    lengths = 262144, 524288
+    runs = [planned(seq_len=n, chunk=16384, **options) for n in lengths]
+    grown = runs[1].step.memory.total - runs[0].step.memory.total
+    model = runs[0].model
+    kept = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 6 * 262144
+    assert kept <= grown <= 1.05 * kept
+    whole = [planned(seq_len=n, **options).step.memory.total for n in lengths]
+    assert whole[1] - whole[0] > 2 * grown
+
+
+def test_seconds_of_chunks_are_those_of_the_second_forward():
+    chunks, tokens = 4, 65536
+    whole, cut = planned(seq_len=tokens), planned(seq_len=tokens, chunk=tokens // chunks)
+    model = whole.model
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads  # of the four projections
+    matrices = model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
+    matrices *= model.num_layers
+    loss = 6 * model.vocab_size * model.hidden_size * tokens
+    products = [run.step.forward.products + run.step.backward.products for run in (whole, cut)]
+    assert products[0] == pytest.approx(6 * matrices * tokens + loss, rel=1e-6)
+    assert products[1] == pytest.approx((8 - 2 / chunks) * matrices * tokens + loss, rel=1e-6)
+
+    [shape] = {run.shape for run in whole.step.attention}
+    forward, backward = (
+        model.num_layers * attention_seconds(AttentionRun(shape, run), H200)
+        for run in ("forward", "backward")
+    )
+    again = 1 - (2 / chunks - 1 / chunks**2)  # all chunks but the last
+    for checkpointing, times in (("none", 1), ("selective", 1), ("full", 2)):
+        run = with_options(cut, checkpointing=checkpointing)
+        expected = (times + again) * forward + backward
+        assert run.seconds.parts["attention"] == pytest.approx(expected, rel=1e-3)
+    sparse = [with_options(run, sparse={}).seconds.parts["attention"] for run in (whole, cut)]
+    assert 1.1 * sparse[0] < sparse[1] < 2 * sparse[0]
+
+
+def test_gradients_of_chunks_are_added_up_as_of_micro_batches():
+    whole, cut = planned(seq_len=65536), planned(seq_len=65536, chunk=16384)
+    of_parameter = cut.step.memory.parts["gradients"] - whole.step.memory.parts["gradients"]
+    assert of_parameter >= 3.9 * whole.model.num_parameters
+
+
+def test_the_longest_sequence_in_chunks_fits_and_a_longer_one_does_not():
+    whole = planned(checkpointing="full", mlp_tile=8192)
+    cut = with_options(whole, chunk=16384)
+    longest = find_longest(cut)
+    assert longest % 1024 == 0
+    assert with_options(cut, seq_len=longest).fits
+    assert not with_options(cut, seq_len=int(longest * 1.02) + 16384).fits
+    assert longest < find_longest(whole), "eight kv heads of 128, and a hidden size of 1024"
+    assert find_longest(planned(gib=5.0, chunk=16384)) == 0
+
+
+def test_chunks_are_recommended_where_they_pay_and_not_elsewhere():
+    many_heads = planned(2, 80.0, model="minicpm-2b", seq_len=131072)
+    found = recommend(many_heads)
+    assert found is not None
+    assert found.config.chunk is None
+    assert "chunks (--chunk) do not pay for this model: they keep 1,080 KiB" in advice(many_heads)
+    config = planned(2, model="minicpm4-8b", seq_len=1 << 19, sparse={}).config
+    run = plan(config, Cluster(2, GPUS["h100"].gib, GPUS["h100"], host_gib=70.0), "bmtrain")
+    for options, offload in itertools.product(savings(), (False, True)):
+        assert not with_options(run, **options, offload_optimizer=offload).fits
+    found = recommend(run)
+    assert found is not None
+    assert found.config.chunk
+    assert "--chunk" in command(found)
+
+
+def test_a_dry_run_and_a_run_plan_chunks(capsys, monkeypatch):
+    options = ["--dry-run", "--model", "qwen3-0.6b", "--dtype", "bf16", "--seq-len", "32768"]
+    options += ["--checkpointing", "selective", "--chunk", "8192"]
+    assert dry_run(options) == 0
+    out = capsys.readouterr().out
+    assert "each in 4 chunks of up to 8,192 tokens" in out
+    assert "  kept keys " in out
+    assert "saving --checkpointing selective" in out
+    cut = planned(checkpointing="selective", seq_len=65536, chunk=8192).config
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(40 * GIB), 0))
+    blocks = fit_memory(cut, torch.device("cuda")).saving.blocks
+    assert 0 < blocks < 28
+    for count in (blocks, blocks - 1):
+        chosen = dataclasses.replace(cut, checkpointing_blocks=count)
+        assert plan(chosen, Cluster(1, 40 * 0.92, H200), "torch").fits == (count == blocks)
+
+
+def test_an_exhausted_memory_is_helped_by_shorter_chunks():
+    run = planned(seq_len=262144, chunk=131072, checkpointing="full")
+    assert {x.config.chunk for x in helping_options(run)} == {131072, 65536}
+
+
 def run_script(capsys, *argv: str) -> tuple[int, str, str]:
     try:
         code = plan_script.main(argv)
@@ -271,6 +393,12 @@ def test_wrong_options_are_refused(capsys):
         (["--sp-size", "4", "--batch-size", "3"], "--batch-size 3 is not a multiple of 2 data"),
         (["--engine", "torch", "--offload-optimizer"], "need --engine bmtrain"),
         (["--fp8", "--gpu", "a100", "--model", "minicpm4-8b"], "which a100 lacks"),
+        (["--chunk", "7", "--seq-len", "65536"], "into chunks of 6 tokens, too few for 8 ranks"),
+        (["--chunk", "8192", "--strategy", "ulysses"], "--chunk excludes --strategy ulysses"),
+        (
+            ["--chunk", "8192", "--seq-len", "65536", "--sparse", '{"use_nope": true}'],
+            "--chunk 8192 keeps rotated keys only",
+        ),
         (["--model", "14b", "--gpus", "1", "--gpu-memory", "20"], "no sequence fits"),
     ):
         code, _, printed = run_script(capsys, *("--gpus", "8", "--model", "qwen3-0.6b"), *options)

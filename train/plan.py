@@ -30,7 +30,7 @@ from train.run.options import add_options
 # The options of pretrain.py that matter for a plan. The others of what blocks save are found.
 _OPTIONS = {
     *("model", "init_from", "untie", "rope_theta", "rope_scaling", "sparse", "window", "dtype"),
-    "fp8",
+    *("fp8", "chunk"),
     *("seq_len", "batch_size", "micro_batch_size"),
     *("sp_size", "strategy", "inner_size", "ulysses_size", "engine", "offload_optimizer"),
 }
@@ -87,7 +87,7 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> str:
     seq_len = find_any_longest(planned) if seq_len is None else seq_len
     planned = plan(dataclasses.replace(config, seq_len=seq_len), cluster, engine)
     found = recommend(planned) or planned
-    return "\n\n".join((describe(found, budget), table(found), advice(planned)))
+    return "\n\n".join((describe(found, budget), table(planned, found), advice(planned)))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Settings(Protocol):
     @property
     def layout(self) -> str: ...
     @property
-    def chunk(self) -> int | None: ...
+    def tokens_of_chunk(self) -> int | None: ...
     @property
     def seed(self) -> int: ...
 
@@ -295,7 +295,7 @@ class Batches(Dealer[MicroBatch]):
 
     def _cut(self, masks: Mask | list[Mask]) -> Chunks | None:
         """Return the chunks of rows with these masks, if the run has chunks."""
-        tokens, layers = self.config.chunk, self._model.num_layers
+        tokens, layers = self.config.tokens_of_chunk, self._model.num_layers
         if tokens is None:
             return None
         return Chunks(masks, tokens, layers, self.sp, layout=self._chunk_layout)
@@ -322,10 +322,11 @@ class Batches(Dealer[MicroBatch]):
         in_layers = {
             window: mask if window is None else mask.windowed(window) for window in self._windows
         }
-        if self.config.chunk is None:
+        chunk = self.config.tokens_of_chunk
+        if chunk is None:
             layout = self.sp.layout_of(mask.seq_len)
         else:
-            cut = mask.seq_len, self.sp.size, self.config.chunk
+            cut = mask.seq_len, self.sp.size, chunk
             layout, balanced = Layout.chunks(*cut, self._chunk_layout), False
         sparse = self._model.sparse if is_sparse else None
         if balanced and self.sp.size > 1:

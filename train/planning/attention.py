@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from bmt_burst import InfLLMV2, Layout, Mask, strategies
+from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
+from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
@@ -59,7 +61,11 @@ class _Ring(ImaginedRing):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """An attention of one rank. `inner` ranks are of a host, or share heads with Ulysses."""
+    """An attention of one rank. `inner` ranks are of a host, or share heads with Ulysses.
+
+    chunk  the most queries of a chunk, on all ranks: only the last chunk of the tokens has queries.
+           None if all tokens have
+    """
 
     batch: int
     tokens: int
@@ -72,11 +78,27 @@ class AttentionShape:
     strategy: str = "auto"
     window: int | None = None
     sparse: InfLLMV2 | None = None
+    chunk: int | None = None
 
     @property
     def rank_tokens(self) -> int:
         """The most tokens of a rank."""
         return -(-self.tokens // self.ranks)
+
+    @property
+    def queries(self) -> int:
+        """The queries of all ranks."""
+        return self.tokens if self.chunk is None else chunk_tokens(self.tokens, self.chunk)
+
+
+def count_chunks(tokens: int, most: int) -> int:
+    """Return the number of chunks of at most so many tokens, as `Layout.chunks`."""
+    return -(-tokens // most)
+
+
+def chunk_tokens(tokens: int, most: int) -> int:
+    """Return the tokens of the longest of these chunks."""
+    return -(-tokens // count_chunks(tokens, most))
 
 
 @dataclass(frozen=True)
@@ -93,18 +115,27 @@ def attention_memory(shape: AttentionShape) -> AttentionMemory:
     """Return the memory of an attention. Raises ValueError if its strategy refuses it."""
     if shape.sparse is not None:
         return _sparse_memory(shape, shape.sparse)
-    problem = _make_problem(shape)
+    return _run_problem(shape, _make_problem(shape))
+
+
+def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
+    """Run the plan of a problem in ledgers."""
     plan = strategies.choose(shape.strategy, problem).plan(problem, 0)
     double = shape.inner != shape.ranks
     inner = _Ring(0, shape.inner) if shape.inner > 1 else ALONE
     outer = _Ring(0, shape.ranks // shape.inner) if double else ALONE
     rings = Rings(inner, outer, double)
     plan.reserve(rings, META, with_backward=True)
-    tokens = problem.layout.length(0)
+    sums: tuple[Tensor, ...] = ()
+    queries = problem.layout.length(0)
+    tokens = queries if problem.kv_layout is None else problem.kv_layout.length(0)
     q, k, v = (
-        torch.empty(shape.batch, tokens, heads, shape.head_size, dtype=shape.dtype, device=META)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        torch.empty(shape.batch, *some, shape.head_size, dtype=shape.dtype, device=META)
+        for some in ((queries, shape.heads), (tokens, shape.kv_heads), (tokens, shape.kv_heads))
     )
+    if shape.chunk is not None:  # sums that chunks keep, to which the backward adds
+        wide = accumulator_dtype(shape.dtype)
+        sums = torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
     imagined = [ring for ring in (inner, outer) if isinstance(ring, _Ring)]
     slots = [x for ring in imagined for lane in ring.slots.values() for x in lane]
     forward, backward = Ledger(), Ledger()
@@ -112,12 +143,14 @@ def attention_memory(shape: AttentionShape) -> AttentionMemory:
     with forward:
         out, lse, _ = plan.forward(rings, q, k, v)
     dout = torch.empty_like(out)
-    backward.ignore(q, k, v, out, lse, dout, *slots)
+    backward.ignore(q, k, v, out, lse, dout, *sums, *slots)
     with backward:
-        grads = plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v), (), ())[:3]
+        keys = Keys(k, v, *sums)
+        grads = plan.backward(rings, QueryGradients(q, dout, lse, out), keys, (), ())[:3]
+    made = grads[:1] if sums else grads
     return AttentionMemory(
         forward.most - out.nbytes - lse.nbytes,
-        backward.most - sum(x.nbytes for x in grads),
+        backward.most - sum(x.nbytes for x in made),
         inner.held_bytes + outer.held_bytes,
     )
 
@@ -126,9 +159,15 @@ def _make_problem(shape: AttentionShape) -> Problem:
     mask = Mask.causal(shape.tokens)
     if shape.window is not None:
         mask = mask.windowed(shape.window)
+    layout, kv_layout = Layout.named("zigzag", shape.tokens, shape.ranks), None
+    if shape.chunk is not None:
+        chunks = Layout.chunks(shape.tokens, shape.ranks, shape.chunk)
+        mask, kv_layout = mask.rows(*chunks.spans[-1]), chunks.beginnings[-1]
+        layout = chunks.layouts[-1]
     return Problem(
         mask=mask,
-        layout=Layout.named("zigzag", shape.tokens, shape.ranks),
+        layout=layout,
+        kv_layout=kv_layout,
         spec=Spec(1.0),
         kernel=_Kernel(),
         sizes=Sizes(
@@ -144,6 +183,10 @@ def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
     dense = attention_memory(replace(shape, sparse=None))
     if sparse.is_dense(shape.tokens):
         return dense
-    blocks = shape.batch * shape.rank_tokens * shape.kv_heads * sparse.most_blocks
+    if shape.chunk is not None:  # dense calls of few queries have near keys only, not all
+        problem = _make_problem(replace(shape, sparse=None))
+        dense = _run_problem(shape, replace(problem, mask=near_mask(problem.mask, sparse)))
+    queries = -(-shape.queries // shape.ranks)
+    blocks = shape.batch * queries * shape.kv_heads * sparse.most_blocks
     beyond = _SPARSE_BYTES + _SPARSE_BYTES_OF_BLOCK * blocks
     return AttentionMemory(dense.forward + beyond, dense.backward + beyond, dense.held)

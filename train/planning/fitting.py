@@ -20,8 +20,7 @@ def fit_memory(config: TrainConfig, device: torch.device) -> Kept:
     """Return what a run keeps from forward to backward. On GPUs it is planned by `as_run`, and the
     log tells it. Every rank must call this before the model is built, when memory is free.
     """
-    is_planned = isinstance(config.model_config(), CPMConfig) and config.chunk is None
-    if device.type != "cuda" or not is_planned:
+    if device.type != "cuda" or not isinstance(config.model_config(), CPMConfig):
         return Kept(config.saving())
     free, _ = torch.cuda.mem_get_info(device)
     gib = min(ranks.gather(free)) / GIB

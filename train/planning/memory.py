@@ -14,7 +14,13 @@ from train.data.batches import choose_micro_batch_size
 from train.run.config import TrainConfig
 from train.run.settings import DTYPES
 
-from .attention import AttentionMemory, AttentionShape, attention_memory
+from .attention import (
+    AttentionMemory,
+    AttentionShape,
+    attention_memory,
+    chunk_tokens,
+    count_chunks,
+)
 from .ledger import Work
 from .sharding import Sharding, find_sharding
 from .units import Shape, Unit, find_unit
@@ -25,6 +31,7 @@ PARTS = (
     "gradients",
     "gathered weights",
     "activations",
+    "kept keys",
     "working memory",
     "loss",
     "rings",
@@ -69,12 +76,16 @@ class AttentionRun:
 class Step:
     """A step of one rank, which updates a `shard` of parameters after all micro-batches.
 
+    chunks             of a sequence: 1 if it is computed as a whole
+    kept               bytes that chunks keep from forward to backward
     forward, backward  the work of one micro-batch, without attention
     attention          how often each attention runs in it
     """
 
     memory: StepMemory
     micro_batches: int
+    chunks: int
+    kept: int
     forward: Work
     backward: Work
     attention: Mapping[AttentionRun, float]
@@ -92,6 +103,11 @@ class _Layers:
     unit: Unit
     attention: Sequence[AttentionShape]
     parameters: int
+
+    @property
+    def whole_attention(self) -> Iterator[AttentionShape]:
+        """Its attentions to the whole sequence, by all tokens."""
+        return (replace(shape, chunk=None) for shape in self.attention)
 
     @property
     def memory(self) -> AttentionMemory:
@@ -119,41 +135,89 @@ def plan_step(
     groups = gpus // config.sp_size
     micro_batch_size = choose_micro_batch_size(config, groups)
     micro_batches = config.batch_size // groups // micro_batch_size
+    chunk = config.tokens_of_chunk
+    chunks = 1 if chunk is None else count_chunks(config.seq_len, chunk)
     dtype = DTYPES[config.dtype]
     sharding = find_sharding(
         engine,
         dtype.itemsize,
         config.offload_optimizer,
-        accumulates=micro_batches > 1,
+        accumulates=micro_batches * chunks > 1,  # an engine adds up chunks like micro-batches
         keeps_weights=keeps_weights,
     )
     layers = _find_layers(config, model, micro_batch_size)
-    memory = _find_memory(config, model, gpus, sharding, layers)
-    attention: defaultdict[AttentionRun, float] = defaultdict(float)
-    for each in layers:
-        for run, count in each.unit.runs.items():
-            for shape in each.attention:
-                attention[AttentionRun(shape, run)] += count / len(each.attention)
+    kept = _count_kept(config, layers, micro_batch_size)
+    memory = _find_memory(config, model, gpus, sharding, layers, kept)
+    forward = sum((each.unit.forward_work for each in layers), Work())
+    backward = sum((each.unit.backward_work for each in layers), Work())
+    if chunks > 1:
+        *blocks, _ = layers
+        # all but the last chunk run twice, and without the loss where only keys are kept
+        twice = sum((each.unit.forward_work for each in blocks), Work()) * (chunks - 1)
+        forward, backward = forward * chunks + twice, backward * chunks
     return Step(
         memory,
         micro_batches,
-        sum((each.unit.forward_work for each in layers), Work()),
-        sum((each.unit.backward_work for each in layers), Work()),
-        attention,
+        chunks,
+        kept,
+        forward,
+        backward,
+        _count_attention(layers, chunks),
         -(-model.num_parameters // gpus),
         config.offload_optimizer,
     )
 
 
+def _count_attention(layers: list[_Layers], chunks: int) -> Mapping[AttentionRun, float]:
+    """Return how often each attention runs in a micro-batch.
+
+    The chunks' attentions are together one attention to the whole sequence. The forward that keeps
+    keys is one to all tokens before the last chunk.
+    """
+    found: defaultdict[AttentionRun, float] = defaultdict(float)
+    for each in layers:
+        for whole in each.whole_attention:
+            for run, count in each.unit.runs.items():
+                found[AttentionRun(whole, run)] += count / len(each.attention)
+        for shape in each.attention if chunks > 1 else ():
+            earlier = replace(shape, tokens=shape.tokens - shape.tokens // chunks, chunk=None)
+            found[AttentionRun(earlier, "forward")] += 1
+    return found
+
+
+def _count_kept(config: TrainConfig, layers: list[_Layers], batch: int) -> int:
+    """Count the bytes of keys, values and sums of their gradients that chunks keep."""
+    tokens = -(-config.seq_len // config.sp_size)
+    return batch * tokens * sum(each.unit.kept_of_token for each in layers)
+
+
+def _unit_tokens(config: TrainConfig) -> int:
+    """Return the tokens of each row that a rank computes at once, those of a chunk if there are
+    chunks.
+    """
+    chunk = config.tokens_of_chunk
+    tokens = config.seq_len if chunk is None else chunk_tokens(config.seq_len, chunk)
+    return -(-tokens // config.sp_size)
+
+
 def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Layers]:
     """Return the row of units, with the loss at its end."""
-    tokens = -(-config.seq_len // config.sp_size)
-    dense = model.sparse is None or model.sparse.is_dense(config.seq_len)
-    model = replace(model, sparse=None if dense else model.sparse)
+    tokens, chunk = _unit_tokens(config), config.tokens_of_chunk
+    sparse = model.sparse
+    if sparse is not None and sparse.is_dense(config.seq_len):
+        sparse = None
+    if sparse is not None and chunk is not None:  # the whole sequence decides, not a chunk
+        sparse = replace(sparse, dense_len=-1)
+    model = replace(model, sparse=sparse)
     whole = replace(config.saving(), offload=None)
     blocks = 0 if model.sparse is None else -(-config.seq_len // model.sparse.block_size)
     shape = Shape(
-        model, DTYPES[config.dtype], batch, offload=config.offload, chosen=packed_dtype(blocks)
+        model,
+        DTYPES[config.dtype],
+        batch,
+        offload=config.offload,
+        chosen=packed_dtype(blocks),
+        chunked=chunk is not None,
     )
     outside = _count_outside(model)
     of_block = (model.num_parameters - outside) // model.num_layers
@@ -171,7 +235,7 @@ def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Lay
             unit = _in_fp8(unit, blocks_shape, tokens)
         shapes = [attention_shape(config, model, batch, window) for window in windows]
         row.append(_Layers(unit, shapes, count * of_block))
-    loss = find_unit(replace(shape, layers=0, offload=False), tokens)
+    loss = find_unit(replace(shape, layers=0, offload=False, chunked=False), tokens)
     return [*row, _Layers(loss, (), 0)]
 
 
@@ -216,23 +280,33 @@ def attention_shape(
         strategy=config.attention["strategy"],
         window=window,
         sparse=model.sparse,
+        chunk=config.tokens_of_chunk,
     )
 
 
 def _find_memory(
-    config: TrainConfig, model: CPMConfig, gpus: int, sharding: Sharding, layers: list[_Layers]
+    config: TrainConfig,
+    model: CPMConfig,
+    gpus: int,
+    sharding: Sharding,
+    layers: list[_Layers],
+    kept: int,
 ) -> StepMemory:
     """Return the moment that needs most."""
     shard = -(-model.num_parameters // gpus)
     outside, head = _count_outside(model), model.vocab_size * model.hidden_size
-    tables = 2 * _FP32 * (model.head_dim // 2) * -(-config.seq_len // config.sp_size)
+    tables = 2 * _FP32 * (model.head_dim // 2) * _unit_tokens(config)
     constant = {
         "weights": sharding.weights * shard,
         "optimizer": sharding.optimizer * shard,
         "gradients": sharding.summed * shard,
         "rings": max(each.memory.held for each in layers),
     }
-    running = {"activations": tables, "gathered weights": sharding.outside * outside}
+    running = {
+        "activations": tables,
+        "kept keys": kept,
+        "gathered weights": sharding.outside * outside,
+    }
     moments = [("optimizer", _add(constant, {"gradients": sharding.gradients * shard}))]
     for name, parts in _find_moments(sharding, layers, gpus, head):
         moments.append((name, _add(constant, running, parts)))

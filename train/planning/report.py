@@ -11,13 +11,23 @@ from dataclasses import dataclass
 from train.base.wording import counted, flag
 from train.data.shares import source_words
 from train.run.config import TrainConfig
+from train.run.settings import DTYPES
 
-from .search import Planned, find_longest, helping_options, recommend, savings, with_options
+from .search import (
+    Planned,
+    find_longest,
+    helping_options,
+    possible_chunks,
+    recommend,
+    savings,
+    with_options,
+)
 from .seconds import GIB
 
 _GPUS_OF_HOST = 8  # at most
 _MEETING = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500"]
 _DAY = 86400.0
+_KIB = 1 << 10
 _SHORT_S = 0.1  # shorter steps are not planned well
 
 
@@ -55,9 +65,22 @@ def _describe_run(planned: Planned) -> str:
             f"{counted(cluster.gpus, 'GPU')} of {cluster.gib:g} GiB",
             f"{counted(config.batch_size, 'sequence')} of {counted(config.seq_len, 'token')} a "
             f"step, each over {counted(config.sp_size, 'rank')}, {groups} data parallel",
-            "saving " + (" ".join(saving_flags(config)) or "everything"),
+            *_describe_chunks(planned),
+            "saving " + (" ".join(_flags_within_chunk(config)) or "everything"),
         )
     )
+
+
+def _flags_within_chunk(config: TrainConfig) -> list[str]:
+    """Return the options for what blocks save, without --chunk."""
+    return saving_flags(dataclasses.replace(config, chunk=None))
+
+
+def _describe_chunks(planned: Planned) -> Iterator[str]:
+    """Yield the chunks of a sequence, if there are several."""
+    if planned.step.chunks > 1:
+        tokens = -(-planned.config.seq_len // planned.step.chunks)
+        yield f"each in {planned.step.chunks} chunks of up to {counted(tokens, 'token')}"
 
 
 def _describe_memory(planned: Planned) -> Iterator[str]:
@@ -100,11 +123,20 @@ def _describe_cost(planned: Planned, tokens: float, price: float | None) -> str:
     return f"{sentence} and {hours:,.0f} GPU hours, which cost {hours * price:,.0f}"
 
 
-def table(planned: Planned) -> str:
-    """Return the longest sequence of each combination of what blocks save."""
+def table(planned: Planned, recommended: Planned) -> str:
+    """Return the longest sequence of each combination of what blocks save, otherwise with the
+    options of the `recommended` plan. If `planned` has no chunks, there are also rows with those
+    that are recommended, or with some if these keep less than layer inputs.
+    """
     rows: list[tuple[str, ...]] = [("options", "longest", "GiB", "host", "s/step", "tokens/s")]
-    for options in savings():
-        other = with_options(planned, **options)
+    combinations = [*savings(planned.config.chunk)]
+    chunk = recommended.config.chunk
+    if planned.config.chunk is None and chunk is None:
+        chunk = next((n for n in possible_chunks(planned)[1:2] if _is_small(planned, n)), None)
+    if planned.config.chunk is None and chunk is not None:
+        combinations += [x for x in savings(chunk) if x["mlp_tile"] is None]
+    for options in combinations:
+        other = with_options(recommended, **options)
         name = " ".join(saving_flags(other.config)) or "(none)"
         speed = (f"{other.seconds.total:.2f}", f"{other.tokens_per_s:,.0f}")
         speed = speed if other.fits else ("does not fit", "")
@@ -126,7 +158,38 @@ def advice(planned: Planned) -> str:
         return f"No options fit. Give a shorter --seq-len, or more than {gpus}"
     gib = found.step.memory.total / GIB
     sentence = f"recommended ({gib:.1f} GiB, {found.seconds.total:.2f} s a step):"
-    return f"{sentence}\n{command(found)}"
+    return "\n".join((*_explain_chunks(planned, found), sentence, command(found)))
+
+
+def _explain_chunks(planned: Planned, found: Planned) -> Iterator[str]:
+    """Yield why chunks are not recommended, if the run could have some."""
+    chunks = possible_chunks(planned)
+    if planned.config.chunk is not None or found.config.chunk is not None or not chunks:
+        return
+    kept, inputs = kept_of_token(planned, chunks[0]), inputs_of_token(planned)
+    verdict = "would not be faster" if kept < inputs else "do not pay for this model"
+    yield (
+        f"chunks (--chunk) {verdict}: they keep {kept / _KIB:,.0f} KiB a token, the inputs of all "
+        f"layers are {inputs / _KIB:,.0f} KiB"
+    )
+
+
+def _is_small(planned: Planned, chunk: int) -> bool:
+    """Whether chunks keep less than the inputs of all layers."""
+    return kept_of_token(planned, chunk) < inputs_of_token(planned)
+
+
+def kept_of_token(planned: Planned, chunk: int) -> float:
+    """Return the bytes that chunks keep of each token."""
+    step, config = with_options(planned, **next(savings(chunk))).step, planned.config
+    rows = config.batch_size * config.sp_size / planned.cluster.gpus / step.micro_batches
+    return step.kept / rows / -(-config.seq_len // config.sp_size)
+
+
+def inputs_of_token(planned: Planned) -> int:
+    """Return the bytes of the inputs of all layers, for each token."""
+    model = planned.model
+    return model.num_layers * model.hidden_size * DTYPES[planned.config.dtype].itemsize
 
 
 def command(planned: Planned) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from models.config import CPMConfig
+from train.run.checks import refuses_chunk
 from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig, kind_of
 
@@ -21,6 +22,7 @@ _GRAIN = 1024  # tokens of a rank: the longest sequence is a multiple of these
 _TRIES = 24
 _TRUSTED = 0.92  # of the memory: docs/planning.md has the errors of plans
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
+CHUNKS = (8192, 16384, 32768, 65536)  # tokens of a rank that chunks which plans recommend have
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,6 @@ def plan(
 ) -> Planned:
     """Plan a run. Raises ValueError for a model or sizes that cannot be planned."""
     model = dense_model(config)
-    if config.chunk is not None:
-        raise ValueError("--chunk is not planned: leave it out of the plan")
     if cluster.gpus % config.sp_size:
         raise ValueError(
             f"--sp-size {config.sp_size} does not divide the number of GPUs, {cluster.gpus}"
@@ -95,6 +95,8 @@ def plan(
         )
     if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
         raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain")
+    if config.chunk is not None and (reason := _refuses_chunk(config, model, config.chunk)):
+        raise ValueError(reason)
     if config.fp8 and cluster.hardware.fp8 is None:
         raise ValueError(
             f"--fp8 needs GPUs that multiply in float8, which {cluster.hardware.name} lacks"
@@ -115,13 +117,36 @@ def dense_model(config: TrainConfig) -> CPMConfig:
     return model
 
 
-def savings() -> Iterator[dict[str, object]]:
-    """Yield the combinations of options for what blocks save, the simplest first."""
+def savings(chunk: int | None = None) -> Iterator[dict[str, object]]:
+    """Yield the combinations of options for what blocks save, the simplest first. A `chunk`, which
+    all of them have, excludes offloading.
+    """
     ways = ("none", "selective", "full")
-    for offload, tile, checkpointing in itertools.product((False, True), (None, TILE), ways):
+    offloads = (False, True) if chunk is None else (False,)
+    for offload, tile, checkpointing in itertools.product(offloads, (None, TILE), ways):
         if not offload or checkpointing != "none":
-            others = {"checkpointing_blocks": None, "checkpointing_every": None}
+            others = {"checkpointing_blocks": None, "checkpointing_every": None, "chunk": chunk}
             yield {"checkpointing": checkpointing, "offload": offload, "mlp_tile": tile, **others}
+
+
+def possible_chunks(planned: Planned) -> list[int]:
+    """Return the tokens of the chunks that the same run may be recommended with."""
+    config = dataclasses.replace(planned.config, offload=False)
+    if config.chunk is not None:
+        return [config.chunk]
+    sizes = [tokens * config.sp_size for tokens in CHUNKS]
+    return [n for n in sizes if n < config.seq_len and not _refuses_chunk(config, planned.model, n)]
+
+
+def _refuses_chunk(config: TrainConfig, model: CPMConfig, tokens: int) -> str | None:
+    """Return why a run with this model cannot have --chunk `tokens`, or None if it can."""
+    sparse = model.sparse
+    if sparse is not None and sparse.use_nope and not sparse.is_dense(config.seq_len):
+        return (
+            f"--chunk {tokens} keeps rotated keys only: expected --sparse without use_nope, by "
+            "whose keys without rotation it would choose"
+        )
+    return refuses_chunk(config, tokens)
 
 
 def with_options(planned: Planned, **options: object) -> Planned:
@@ -131,8 +156,28 @@ def with_options(planned: Planned, **options: object) -> Planned:
 
 
 def find_longest(planned: Planned) -> int:
-    """Return the longest sequence that fits, a multiple of 1024 tokens on each rank, or 0."""
-    grain = _GRAIN * planned.config.sp_size
+    """Return the longest sequence that fits, a multiple of 1024 tokens on each rank, or 0. With
+    --chunk it may be a multiple of the chunk instead.
+    """
+    grain, chunk = _GRAIN * planned.config.sp_size, planned.config.chunk
+    if chunk is None or not grain <= chunk < _LONGEST:
+        return _search_longest(planned, grain)
+    whole = _search_longest(planned, chunk)
+    # One chunk more makes all of them shorter. With as many chunks, memory grows with the length.
+    if not whole or planned.config.fp8:  # which takes few lengths
+        return whole or _search_longest(planned, grain)
+    fits, too_long = whole // grain, -(-(whole + chunk) // grain)
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if with_options(planned, seq_len=middle * grain).fits:
+            fits = middle
+        else:
+            too_long = middle
+    return max(whole, fits * grain)
+
+
+def _search_longest(planned: Planned, grain: int) -> int:
+    """Return the longest sequence that fits, a multiple of `grain` tokens, or 0."""
     if not with_options(planned, seq_len=grain).fits:
         return 0
     fits, too_long = 1, _LONGEST // grain  # in grains
@@ -155,7 +200,7 @@ def find_any_longest(planned: Planned) -> int:
     for more in ({}, offloads):
         longest = max(
             find_longest(with_options(planned, **(options | more)))
-            for options in savings()
+            for options in savings(planned.config.chunk)
             if not options["offload"]
         )
         if longest:
@@ -169,25 +214,43 @@ def find_any_longest(planned: Planned) -> int:
 def _guess(tried: Planned, grains: int) -> int:
     """Guess how many grains fill the memory. All but the weights grows with the length."""
     memory = tried.step.memory
-    fixed = sum(memory.parts[part] for part in ("weights", "optimizer", "gradients", "rings"))
+    constant = ["weights", "optimizer", "gradients", "rings"]
+    constant += ["activations"] * (tried.step.chunks > 1)  # those of one chunk
+    fixed = sum(memory.parts[part] for part in constant)
     room = (tried.cluster.usable - fixed) / max(memory.total - fixed, 1)
-    if tried.cluster.host_gib is not None and memory.host:
-        room = min(room, tried.cluster.host_gib * GIB / memory.host)
+    if tried.cluster.host_gib is not None and memory.parked:
+        of_optimizer = memory.host - memory.parked  # nearly
+        room = min(room, (tried.cluster.host_gib * GIB - of_optimizer) / memory.parked)
     return int(grains * min(max(room, 0.1), 10.0))
 
 
 def recommend(planned: Planned) -> Planned | None:
-    """Return the fastest plan that fits, or None. Options must make it faster by 1 %."""
-    found: Planned | None = None
-    plans = [with_options(planned, **options) for options in savings()]
+    """Return the fastest plan that fits, or None. Options must make it faster by 1 %.
+
+    Chunks are among the options if the run has none. They are the last.
+    """
+    chunks = possible_chunks(planned)
+    if planned.config.chunk is not None:
+        return _find_fastest(planned, chunks)
+    return _pick_faster(_find_fastest(planned, (None,)), _find_fastest(planned, chunks))
+
+
+def _find_fastest(planned: Planned, chunks: Iterable[int | None]) -> Planned | None:
+    """Return the fastest plan that fits with one of these chunks, or None."""
+    plans = [with_options(planned, **options) for chunk in chunks for options in savings(chunk)]
     if planned.engine == "bmtrain" and not any(other.fits for other in plans):
         plans += [with_options(other, offload_optimizer=True) for other in plans]
+    found: Planned | None = None
     for candidate in (each for other in plans for each in (other, *_with_groups(other))):
-        if candidate.fits and (
-            found is None or candidate.seconds.total < 0.99 * found.seconds.total
-        ):
-            found = candidate
+        found = _pick_faster(found, candidate if candidate.fits else None)
     return found and _save_more(found)
+
+
+def _pick_faster(found: Planned | None, other: Planned | None) -> Planned | None:
+    """Return the plan `found`, or the other one if it is faster by 1 %, or if none was found."""
+    if found is None or other is None:
+        return found or other
+    return other if other.seconds.total < 0.99 * found.seconds.total else found
 
 
 def as_run(planned: Planned) -> Planned:
@@ -248,8 +311,11 @@ def helping_options(planned: Planned) -> Sequence[Planned]:
         changes += [{"checkpointing": "full"}]
     if tile is None or tile > TILE:
         changes += [{"mlp_tile": TILE}]
-    if config.checkpointing != "none" and not config.offload:
+    if config.checkpointing != "none" and not config.offload and config.chunk is None:
         changes += [{"offload": True}]
+    half = (config.tokens_of_chunk or 0) // 2
+    if half and not _refuses_chunk(config, planned.model, half):
+        changes += [{"chunk": half}]
     if planned.engine == "bmtrain" and not config.offload_optimizer:
         changes += [{"offload_optimizer": True}]
     if planned.step.micro_batches * planned.cluster.gpus // config.sp_size < config.batch_size:
@@ -258,4 +324,7 @@ def helping_options(planned: Planned) -> Sequence[Planned]:
     total = planned.step.memory.total
     smaller = [other for other in plans if other.step.memory.total < total]
     fit = sorted((x for x in smaller if x.fits), key=lambda x: x.seconds.total)
+    if not fit and config.chunk is None and not config.offload:
+        in_chunks = [with_options(planned, chunk=n) for n in possible_chunks(planned)]
+        fit = sorted((x for x in in_chunks if x.fits), key=lambda x: x.seconds.total)
     return fit + sorted((x for x in smaller if not x.fits), key=lambda x: x.step.memory.total)

@@ -1,6 +1,9 @@
 """The units of a model, run one at a time on tensors without values: a block, a group of blocks
 that are recomputed together, or the last norm with the loss.
 
+In a step in chunks, the tokens of a unit are those of one chunk. `bmt_burst.Chunks` keeps its keys
+and values, as in training.
+
 Letters: N tokens of a rank, E hidden size, V vocabulary.
 """
 
@@ -9,13 +12,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bmt_burst import Chunks, Mask
+from bmt_burst.calls.autograd import Past
+from bmt_burst.chunks import Chunk
 from bmt_burst.loss import tile_tokens
 from models.blocks import Saving
 from models.config import CPMConfig
@@ -26,13 +32,15 @@ from .ledger import META, Ledger, PlannedOffload, Work
 # Memory and work are linear in the number of tokens from here on, so more are not run.
 _ENOUGH_TOKENS, _ENOUGH_TOKENS_OF_LOSS = 1 << 14, 1 << 16
 _ENOUGH_TILES = 64
+_CHUNKS = 2  # of a unit in chunks: the earlier one has been kept
 
 
 @dataclass(frozen=True)
 class Unit:
     """Bytes and work of a unit, without its weights.
 
-    saved              bytes on the GPU from its forward to its backward, including its input
+    saved              bytes on the GPU from its forward to its backward, including its input, but
+                       without what chunks keep
     parked             bytes of each tensor that waits on the host instead
     forward, backward  the most bytes in its forward and backward. Both include its input or what
                        it saved, and its result or its gradient
@@ -42,6 +50,7 @@ class Unit:
                        work, without that of attention
     runs               how often its attentions run "forward", "again" in its backward, to
                        recompute it, and "backward"
+    kept_of_token      bytes that chunks keep of each token
     """
 
     saved: float
@@ -53,6 +62,7 @@ class Unit:
     forward_work: Work
     backward_work: Work
     runs: Mapping[str, int]
+    kept_of_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class Shape:
     saving   what blocks save, without an Offload; `offload` tells whether that is offloaded
     batch    rows of tokens
     chosen   dtype in which the choices of sparse attention are kept
+    chunked  whether its tokens are those of the last of several chunks
     """
 
     model: CPMConfig
@@ -71,6 +82,7 @@ class Shape:
     saving: Saving = field(default_factory=Saving)
     offload: bool = False
     chosen: torch.dtype = torch.int16
+    chunked: bool = False
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,12 +116,17 @@ def _run(shape: Shape, tokens: int) -> Unit:
     ledger, offload = Ledger(), PlannedOffload()
     model = _build(shape, offload)
     attention = _Attention(ledger, shape.model, shape.chosen)
-    for block in model.layers:
-        setattr(block.self_attn, "attend", attention.attend)  # noqa: B010 - instead of a method
+    for layer, block in enumerate(model.layers):
+        attend = functools.partial(attention.attend, layer)
+        setattr(block.self_attn, "attend", attend)  # noqa: B010 - instead of a method
     with META:
         start = torch.empty(1, requires_grad=True)
         tables = tuple(torch.empty(tokens, shape.model.head_dim // 2) for _ in ("cos", "sin"))
-    work = _find_blocks(model, tables) if shape.layers else _find_loss(model, ledger)
+    backward, chunk, kept = iter(tuple[Chunk]()), None, list[Tensor]()
+    if shape.chunked and shape.layers:
+        backward, chunk, kept = _begin_last_chunk(shape, tokens)
+    ledger.ignore(*kept)
+    work = _find_blocks(model, tables, chunk) if shape.layers else _find_loss(model, ledger)
     ledger.ignore(start, *tables, *model.parameters())
     ledger.ignore(*(p.grad for p in model.parameters() if p.grad is not None))
     with ledger:
@@ -122,6 +139,7 @@ def _run(shape: Shape, tokens: int) -> Unit:
         ledger.start()
         attention.in_backward = True
         end.backward()
+    del backward  # ends the chunk's run
     levels = attention.levels
     return Unit(
         saved=float(saved),
@@ -133,6 +151,7 @@ def _run(shape: Shape, tokens: int) -> Unit:
         forward_work=forward_work,
         backward_work=ledger.work,
         runs=attention.runs,
+        kept_of_token=sum(x.nbytes for x in kept) // (_CHUNKS * shape.batch * tokens),
     )
 
 
@@ -150,15 +169,35 @@ def _build(shape: Shape, offload: PlannedOffload) -> CPM:
     return model
 
 
+def _begin_last_chunk(shape: Shape, tokens: int) -> tuple[Iterator[Chunk], Chunk, list[Tensor]]:
+    """Keep chunks of so many tokens of each row. Return their backward, which must be held, its
+    first chunk, which is the last one, and what all chunks of all layers keep.
+    """
+    model = shape.model
+    chunks = Chunks(Mask.causal(_CHUNKS * tokens), tokens, shape.layers)
+    q, k, v = (
+        torch.empty(shape.batch, tokens, heads, model.head_dim, dtype=shape.dtype, device=META)
+        for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+    )
+    for chunk in chunks.forward():
+        for layer in range(shape.layers):
+            chunk.keep(layer, q, k, v)
+    backward = chunks.backward()
+    last = next(backward)
+    pasts = [last.keep(layer, q, k, v) for layer in range(shape.layers)]
+    kept = [x for past in pasts for x in (past.k, past.v, past.dk, past.dv) if x is not None]
+    return backward, last, kept
+
+
 Run = Callable[[Tensor], Tensor]
 
 
-def _find_blocks(model: CPM, tables: tuple[Tensor, ...]) -> Run:
+def _find_blocks(model: CPM, tables: tuple[Tensor, ...], chunk: Chunk | None) -> Run:
     """Return the forward of all blocks. `tables` are those of rotary positions."""
 
     def run(x: Tensor) -> Tensor:
-        nothing = None, None, None  # no cache, no documents
-        return model.saving.run_all(model.layers, x, *tables, *nothing, keep=tables)
+        seen = chunk, None, None  # no documents
+        return model.saving.run_all(model.layers, x, *tables, *seen, keep=tables)
 
     return run
 
@@ -214,8 +253,11 @@ class _Attention:
         self.levels: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        return _Attend.apply(q, k, v, self).flatten(2)
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk | None, *_: Any
+    ) -> Tensor:
+        past = None if chunk is None else chunk.keep(layer, q, k, v)
+        return _Attend.apply(q, k, v, self, past).flatten(2)
 
     def note(self, run: str) -> None:
         self.runs[run] += 1
@@ -224,9 +266,13 @@ class _Attention:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: _Attention) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: _Attention, past: Past | None
+    ) -> Tensor:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, lse)
+        seen = (k, v) if past is None else (past.k, past.v)
+        ctx.save_for_backward(q, *seen, out, lse)
+        ctx.past = past
         # Offloading does not move choices, and a recomputation takes those of the first forward.
         # A document's first queries choose nothing, but a rank may have only later ones.
         chosen = 0 if attention.in_backward else attention.far_blocks * k.shape[:3].numel()
@@ -238,9 +284,13 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _ = ctx.saved_tensors
-        results = tuple(map(torch.empty_like, (q, k, v)))
+        past: Past | None = ctx.past
+        if past is None:
+            results = tuple(map(torch.empty_like, (q, k, v)))
+        else:
+            results = torch.empty_like(q), *past.own_gradients(past.keys_with_sums())
         ctx.attention.note("backward")
-        return *results, None
+        return *results, None, None
 
 
 class _Loss(torch.autograd.Function):

@@ -131,34 +131,38 @@ def _check_saving(settings: Settings) -> None:
 
 def _check_chunk(settings: Settings) -> None:
     """Raise ValueError for options that exclude --chunk, and for chunks that are too short."""
-    tokens, ranks = settings.chunk, settings.sp_size
-    if tokens is None:
-        return
-    count = -(-settings.seq_len // tokens)
+    if settings.chunk is not None and (reason := refuses_chunk(settings, settings.chunk)):
+        raise ValueError(reason)
+
+
+def refuses_chunk(settings: Settings, tokens: int) -> str | None:
+    """Return why a run with these settings cannot have --chunk `tokens`, or None if it can."""
+    ranks, count = settings.sp_size, -(-settings.seq_len // tokens)
     shortest = settings.seq_len // count
     if shortest < ranks:
-        raise ValueError(
+        return (
             f"--chunk {tokens} cuts --seq-len {settings.seq_len} into chunks of {shortest} tokens, "
             f"too few for {counted(ranks, 'rank')}: give at least {ranks}"
         )
     if settings.offload:
-        raise ValueError(
+        return (
             "--chunk excludes --offload, which would move kept keys and values: leave out "
             "--offload, and give a smaller --chunk if memory is short"
         )
     strategy = settings.attention["strategy"]
     if strategy in ("ulysses", "usp"):
         given = f"--strategy {strategy}" if settings.ulysses_size is None else "--ulysses-size"
-        raise ValueError(
+        return (
             f"--chunk excludes {given}, which refuses queries that attend to keys of earlier "
             "chunks: leave it out, and the ring is used"
         )
     if settings.fp8 and settings.seq_len % (count * MULTIPLE * ranks):
-        raise ValueError(
+        return (
             f"--fp8 with --sp-size {ranks} needs chunks of a multiple of {MULTIPLE * ranks} "
             f"tokens, got {counted(count, 'chunk')} of --seq-len {settings.seq_len} by --chunk "
             f"{tokens}"
         )
+    return None
 
 
 def _check_tables(settings: Settings) -> None:

@@ -178,8 +178,9 @@ class Settings:
     )
     chunk: int | None = option(
         None,
-        "train in chunks of this many tokens, over all ranks of a sequence: memory grows by keys "
-        "and values only, and each chunk is computed twice; by default a sequence is one chunk",
+        "train in chunks of this many tokens, over all ranks of a sequence: memory grows by keys, "
+        "values and sums of their gradients only, and the forward of all chunks but the last runs "
+        "twice; by default a sequence is one chunk",
         least=1,
     )
     offload: bool = option(
@@ -269,6 +270,14 @@ class Settings:
         has_groups = self.strategy == "auto" and self.ulysses_size is not None
         strategy = "usp" if has_groups else self.strategy
         return {"flash": self.flash, "deterministic": self.deterministic, "strategy": strategy}
+
+    @property
+    def tokens_of_chunk(self) -> int | None:
+        """--chunk, or None if a sequence is no longer: a single chunk would keep keys for
+        nothing.
+        """
+        is_one = self.chunk is None or self.chunk >= self.seq_len
+        return None if is_one else self.chunk
 
     @property
     def evaluation_tasks(self) -> tuple[str, ...]:
