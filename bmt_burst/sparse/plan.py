@@ -45,7 +45,7 @@ from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 from .far import find_kernels
 from .memory import find_choice
-from .queries import Choosers, cut_documents, find_longest, own_keys
+from .queries import Choosers, find_longest, own_keys
 from .spans import Spans
 
 
@@ -199,7 +199,7 @@ class SparsePlan(Plan):
         stride of a document.
         """
         problem, stride = self.problem, self.sparse.kernel_stride
-        cut = _cut_sequence(cut_documents(problem.mask), self._most_tokens, stride)
+        cut = _cut_sequence(problem.mask.transposed.parts, self._most_tokens, stride)
         return Spans(problem.kv_layout or problem.layout, self.rank, problem.inner, cut)
 
     @property

@@ -25,15 +25,6 @@ def documents(mask: Mask) -> list[Span]:
     return [s.kv for s in mask.slices]
 
 
-def cut_documents(mask: Mask) -> list[Span]:
-    """Return the keys of a mask, cut into documents and what is between them."""
-    found, at = list[Span](), 0
-    for start, stop in documents(mask):
-        found += [(at, start)] * (at < start) + [(start, stop)]
-        at = stop
-    return found + [(at, mask.kv_len)] * (at < mask.kv_len)
-
-
 def own_keys(queries: Tensor, mask: Mask) -> Tensor:
     """Return the positions of rising queries among the keys: (S,) int64, rising.
 
