@@ -45,22 +45,9 @@ from .sequence.mask import Mask
 from .sequence.span import Span, overlap
 from .sparse.config import InfLLMV2
 from .sparse.queries import find_longest
-from .strategies import GROUP_BYTES
 
 # what chunks are in: errors name it
 _READY, _FORWARD, _KEPT, _BACKWARD = "without kept keys", "in forward()", "kept", "in backward()"
-_DEFAULTS = {
-    "softmax_scale": None,
-    "flash": "auto",
-    "causal": False,
-    "optimize_bwd_comm": True,
-    "deterministic": False,
-    "strategy": "auto",
-    "backward": "auto",
-    "return_lse": False,
-    "group_bytes": GROUP_BYTES,
-    "softcap": None,
-}
 
 
 class Chunks:
@@ -391,7 +378,7 @@ class Chunk:
             extend = functools.partial(find_extension, None, None, chunks._adapt(sparse), None)
             past = self.keep(layer, q, k, v)
             asked = Options(
-                **_DEFAULTS | options,
+                **options,
                 mask=masks[0] if len(masks) == 1 else masks,
                 layout=chunks.layout.layouts[self.number],
                 kv_layout=chunks.layout.beginnings[self.number],

@@ -29,18 +29,18 @@ class Options(NamedTuple):
                follows from cu_seqlens.
     """
 
-    softmax_scale: float | None
-    flash: str
-    causal: bool
-    optimize_bwd_comm: bool
-    deterministic: bool
-    mask: Masks | None
-    layout: Layouts
-    strategy: str
-    backward: str
-    return_lse: bool
-    group_bytes: int
-    softcap: float | None
+    softmax_scale: float | None = None
+    flash: str = "auto"
+    causal: bool = False
+    optimize_bwd_comm: bool = True
+    deterministic: bool = False
+    mask: Masks | None = None
+    layout: Layouts = "zigzag"
+    strategy: str = "auto"
+    backward: str = "auto"
+    return_lse: bool = False
+    group_bytes: int = strategies.GROUP_BYTES
+    softcap: float | None = None
     is_packed: bool = False
     kv_layout: Layouts | None = None
 
