@@ -29,6 +29,7 @@ from .base.growing import Growing
 from .calls.refusal import refuse_call
 from .chunks import Chunk, Chunks, Kept
 from .kernels.few_queries import Partials, attend_masked, attend_whole, merge
+from .merging.sinks import decoded_with_sinks
 from .ranks.agreement import admit_one_thread, agree, report_failure
 from .ranks.rings import Rings, check_device, make_rings
 from .ranks.sequence_parallel import SequenceParallel
@@ -166,8 +167,8 @@ class Cache:
                 else:
                     parts = self._attend_sparse(layer, q, *kept, sparse, spec)
                 out, lse = _merge_ranks(rings, *merge(parts, q))
-        if sinks is not None:  # not `with_sinks`, which is compiled on GPUs
-            out = out * (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
+        if sinks is not None:
+            out = decoded_with_sinks(out, lse, sinks)
         return out.to(q.dtype)
 
     def _describe(

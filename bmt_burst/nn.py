@@ -27,6 +27,7 @@ from .fused import functions
 from .fused.norm import RMSNorm
 from .kernels import load
 from .kernels.reference import visible
+from .merging.sinks import decoded_with_sinks
 from .ranks.sequence_parallel import SequenceParallel
 from .sequence.layout import Layout
 from .sequence.mask import Mask
@@ -422,6 +423,5 @@ def _attend_to_past(
     spec = Spec(q.shape[-1] ** -0.5, softcap=softcap)
     out, lse = load("reference").forward(q, k, v, call, spec)
     if sinks is not None:
-        # not `with_sinks`: it is compiled on GPUs, which takes longer than a short generation
-        out = out * (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
+        out = decoded_with_sinks(out, lse, sinks)
     return out.to(q.dtype)

@@ -35,6 +35,13 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return _outputs(out, lse, sinks), torch.logaddexp(lse, sinks.unsqueeze(-1))
 
 
+def decoded_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return o' (B, S, H, D) of a few queries that all see a key. It is not compiled on GPUs, which
+    would take longer than a short generation.
+    """
+    return out * (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
+
+
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient (H,) of the sinks from o', l' and the gradient of o'."""
     delta = stack_lse_delta(out, dout, lse)[..., 1].transpose(1, 2)
