@@ -1,0 +1,95 @@
+"""Training in chunks and generation on GPUs: bf16 results have the errors of one whole call."""
+
+import itertools
+
+import pytest
+import torch
+
+from bmt_burst import Cache, Chunks, Mask, SequenceParallel, init_sequence_parallel
+from bmt_burst.transport import ALONE
+from bmt_burst.transport.torch_dist import TorchTransport
+from tests.cases import random_qkv
+from tests.launcher import needs_ranks, run_ranks
+from tests.reference import dense_results, relative_error
+from tests.rings import shard_results
+
+pytestmark = [pytest.mark.gpu, needs_ranks(1)]
+
+TOKENS, CHUNK, HEADS, KV_HEADS, SIZE = 4099, 1000, 8, 2, 128
+MASKS = {
+    "causal": Mask.causal(TOKENS),
+    "documents": Mask.documents((0, 1, 700, 1640, 1650, 4000, TOKENS)),
+    "window": Mask.window(TOKENS, 600),
+}
+BOUND = 3.0e-3  # rounding of operands and results to 8 bits, as measured: 2 to 3e-3
+BESIDE_WHOLE = 1.1
+RESULTS = "out", "dq", "dk", "dv"
+
+
+def make_tensors() -> list[torch.Tensor]:
+    return [x.cuda() for x in random_qkv(1, TOKENS, HEADS, KV_HEADS, SIZE, torch.bfloat16, 0)]
+
+
+def compute_in_chunks(mask: Mask, sp: SequenceParallel, tensors, **options) -> dict:
+    """Return this rank's errors of out, dq, dk and dv against fp64."""
+    out, _, *grads = dense_results(mask, tensors, SIZE**-0.5)
+    chunks = Chunks(mask, CHUNK, 1, sp)
+    q, k, v, dout = (chunks.layout.shard(x, sp.rank) for x in tensors)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    found = torch.empty_like(q)
+    for chunk in chunks.forward():
+        chunk.attend(0, *(x[:, chunk.span] for x in (q, k, v)), **options)
+    for chunk in chunks.backward():
+        part = chunk.attend(0, *(x[:, chunk.span] for x in inputs), **options)
+        part.backward(dout[:, chunk.span])
+        found[:, chunk.span] = part.detach()
+    expected = (chunks.layout.shard(x, sp.rank) for x in (out, *grads))
+    got = found, *(x.grad for x in inputs)
+    return {n: relative_error(*pair) for n, *pair in zip(RESULTS, got, expected, strict=True)}
+
+
+@pytest.mark.parametrize("flash", ["fa4", "cudnn", "triton"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_chunks_have_the_errors_of_the_whole_call(kind, flash):
+    mask, tensors = MASKS[kind], make_tensors()
+    out, _, *grads = dense_results(mask, tensors, SIZE**-0.5)
+    whole = shard_results(tensors, SIZE**-0.5, mask=mask, process_group=ALONE, flash=flash)
+    del whole[1]  # lse
+    found = compute_in_chunks(mask, SequenceParallel(), tensors, flash=flash)
+    for got, expected, (name, error) in zip(whole, (out, *grads), found.items(), strict=True):
+        of_whole = relative_error(got, expected)
+        assert error < max(BOUND, BESIDE_WHOLE * of_whole), (name, error, of_whole)
+
+
+def find_errors(rank: int, size: int) -> dict[str, dict[str, float]]:
+    group = TorchTransport(init_sequence_parallel(size).process_group, engine_use="always")
+    sp = SequenceParallel(rank, size, process_group=group)
+    ways = itertools.product(MASKS, ("auto", "all-gather", "one-call"))
+    return {
+        f"{kind} {strategy}": compute_in_chunks(MASKS[kind], sp, make_tensors(), strategy=strategy)
+        for kind, strategy in ways
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 4])
+def test_chunks_over_ranks(size):
+    for errors in run_ranks(size, find_errors, size, backend="nccl"):
+        assert max(max(found.values()) for found in errors.values()) < 1.2 * BOUND, errors
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_new_tokens_attend_to_a_cache(window):
+    mask = Mask.causal(TOKENS) if window is None else Mask.window(TOKENS, window)
+    tensors = make_tensors()[:3]
+    expected, _ = dense_results(mask, tensors, SIZE**-0.5)
+    cache, found = Cache(None, 1, TOKENS), []
+    with torch.no_grad():
+        for part in cache.prefill(4000, CHUNK):
+            mine = (part.shard(x[:, :4000]) for x in tensors)
+            found.append(part.attend(0, *mine, window))
+        for step in (1, 1, 70, 1, TOKENS - 4073):
+            now = slice(cache.length, cache.length + step)
+            found.append(cache.attend(0, *(x[:, now] for x in tensors), window))
+    for got, at in zip(found, itertools.accumulate(x.shape[1] for x in found), strict=True):
+        assert relative_error(got, expected[:, at - got.shape[1] : at]) < BOUND
