@@ -66,7 +66,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
         "sp": config.sp_size,
         **{key: getattr(config, key) for key in ("seq_len", "batch_size", "micro_batch_size")},
         **{key: getattr(config, key) for key in ("dtype", "checkpointing", "offload")},
-        "fp8": getattr(config, "fp8", False),
+        **{key: getattr(config, key, None) for key in ("fp8", "chunk", "mlp_tile")},
         "sparse": model.sparse and model.sparse.to_dict(),
     }
     return facts | summarize(Path(folder) / "metrics.jsonl", args.warm_up)
