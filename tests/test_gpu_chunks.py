@@ -15,14 +15,15 @@ from tests.rings import shard_results
 
 pytestmark = [pytest.mark.gpu, needs_ranks(1)]
 
-TOKENS, CHUNK, HEADS, KV_HEADS, SIZE = 4099, 1000, 8, 2, 128
+TOKENS, CHUNK, HEADS, KV_HEADS, SIZE = 2051, 500, 8, 2, 128
 MASKS = {
     "causal": Mask.causal(TOKENS),
-    "documents": Mask.documents((0, 1, 700, 1640, 1650, 4000, TOKENS)),
-    "window": Mask.window(TOKENS, 600),
+    "documents": Mask.documents((0, 1, 350, 820, 825, 2000, TOKENS)),
+    "window": Mask.window(TOKENS, 300),
 }
 BOUND = 3.0e-3  # rounding of operands and results to 8 bits, as measured: 2 to 3e-3
-BESIDE_WHOLE = 1.1
+# beside one call; cudnn's results of each chunk are rounded before they are added up
+BESIDE_WHOLE = {"fa4": 1.1, "triton": 1.1, "cudnn": 1.4}
 RESULTS = "out", "dq", "dk", "dv"
 
 
@@ -48,7 +49,7 @@ def compute_in_chunks(mask: Mask, sp: SequenceParallel, tensors, **options) -> d
     return {n: relative_error(*pair) for n, *pair in zip(RESULTS, got, expected, strict=True)}
 
 
-@pytest.mark.parametrize("flash", ["fa4", "cudnn", "triton"])
+@pytest.mark.parametrize("flash", BESIDE_WHOLE)
 @pytest.mark.parametrize("kind", MASKS)
 def test_chunks_have_the_errors_of_the_whole_call(kind, flash):
     mask, tensors = MASKS[kind], make_tensors()
@@ -58,7 +59,7 @@ def test_chunks_have_the_errors_of_the_whole_call(kind, flash):
     found = compute_in_chunks(mask, SequenceParallel(), tensors, flash=flash)
     for got, expected, (name, error) in zip(whole, (out, *grads), found.items(), strict=True):
         of_whole = relative_error(got, expected)
-        assert error < max(BOUND, BESIDE_WHOLE * of_whole), (name, error, of_whole)
+        assert error < max(BOUND, BESIDE_WHOLE[flash] * of_whole), (name, error, of_whole)
 
 
 def find_errors(rank: int, size: int) -> dict[str, dict[str, float]]:
@@ -78,17 +79,17 @@ def test_chunks_over_ranks(size):
         assert max(max(found.values()) for found in errors.values()) < 1.2 * BOUND, errors
 
 
-@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("window", [None, 300])
 def test_new_tokens_attend_to_a_cache(window):
     mask = Mask.causal(TOKENS) if window is None else Mask.window(TOKENS, window)
     tensors = make_tensors()[:3]
     expected, _ = dense_results(mask, tensors, SIZE**-0.5)
     cache, found = Cache(None, 1, TOKENS), []
     with torch.no_grad():
-        for part in cache.prefill(4000, CHUNK):
-            mine = (part.shard(x[:, :4000]) for x in tensors)
+        for part in cache.prefill(1900, CHUNK):
+            mine = (part.shard(x[:, :1900]) for x in tensors)
             found.append(part.attend(0, *mine, window))
-        for step in (1, 1, 70, 1, TOKENS - 4073):
+        for step in (1, 1, 70, 1, TOKENS - 1973):
             now = slice(cache.length, cache.length + step)
             found.append(cache.attend(0, *(x[:, now] for x in tensors), window))
     for got, at in zip(found, itertools.accumulate(x.shape[1] for x in found), strict=True):

@@ -1,0 +1,140 @@
+"""Measures a model's prefill and decoding over ranks, with random weights and tokens.
+
+    torchrun --nproc-per-node 2 bench/generation.py --model minicpm4-8b \\
+        --output bench/results/generation-mine.jsonl prefill:131072 new:524288 decode:1048576 \\
+        decode:1048576:sparse
+
+prefill:N  the tokens a second of a prompt of N tokens, in chunks of --chunk tokens a rank
+new:N      the milliseconds of 128 new tokens after N tokens
+decode:N   the milliseconds of a new token after N tokens
+
+":sparse" takes InfLLM-V2. The keys and values of the N tokens before new ones are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# As a script: Python put this folder first in the path, but imports begin at the repository.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import options
+from bench.machine import Machine
+from bmt_burst import Cache, InfLLMV2, init_sequence_parallel
+from models.config import PRESETS, CPMConfig
+from models.cpm import CPM
+
+_NEW = 128  # tokens of "new"
+_STEPS = 24  # calls that are measured, after as many
+
+
+class Bench:
+    """A model on the ranks of a machine."""
+
+    def __init__(self, config: CPMConfig, chunk: int, machine: Machine):
+        self.config, self.machine, self.chunk = config, machine, chunk
+        self.sp = init_sequence_parallel(machine.size)
+        with torch.device("meta"):
+            self.model = CPM(config, self.sp).to(machine.dtype)
+        self.model.to_empty(device=machine.device)
+        chance = torch.Generator(machine.device).manual_seed(0)
+        for weight in self.model.parameters():
+            weight.normal_(float(weight.dim() == 1), 0.02, generator=chance)
+
+    def tokens(self, count: int) -> Tensor:
+        """Make tokens (1, count), the same on all ranks."""
+        chance = torch.Generator().manual_seed(count)
+        ids = torch.randint(self.config.vocab_size, (1, count), generator=chance)
+        return ids.to(self.machine.device)
+
+    def measure(self, what: str, length: int) -> dict:
+        """Return what was measured after or of `length` tokens."""
+        cache = Cache(self.sp, self.config.num_layers, length + 2 * _STEPS * _NEW)
+        if what == "prefill":
+            seconds = self.prefill(cache, length)
+            return {"seconds": seconds, "tokens_per_s": length / seconds}
+        self.fill(cache, length)
+        count = _NEW if what == "new" else 1
+        times = [self.compute(cache, count) for _ in range(2 * _STEPS)][_STEPS:]
+        return {"new_tokens": count, "ms": statistics.median(times) * 1e3}
+
+    def prefill(self, cache: Cache, length: int) -> float:
+        """Return the seconds of a prompt."""
+        x, positions = self.tokens(length), torch.arange(length, device=self.machine.device)
+        self.machine.settle()
+        start = time.perf_counter()
+        for part in cache.prefill(length, self.chunk * self.machine.size):
+            logits = self.model(part.shard(x), part.shard(positions, 0), cache=part)
+        assert logits.isfinite().all()
+        return self.machine.slowest(time.perf_counter() - start)
+
+    def fill(self, cache: Cache, length: int) -> None:
+        """Fill the cache with random keys and values, without the time of a prefill."""
+        of, chance = self.config, torch.Generator(self.machine.device).manual_seed(0)
+        for part in cache.prefill(length, self.chunk * self.machine.size):
+            tokens = part.span.stop - part.span.start
+            like = {"device": self.machine.device, "dtype": self.machine.dtype}
+            q = torch.empty(1, tokens, of.num_heads, of.head_dim, **like)
+            for layer in range(of.num_layers):
+                keys = torch.randn(2, 1, tokens, of.num_kv_heads, of.head_dim, **like)
+                part.keep(layer, q, *keys)
+                if of.sparse is not None:
+                    shape = 1, part.positions[1] - part.positions[0], *keys.shape[3:]
+                    whole = torch.randn(*shape, generator=chance, **like)  # equal on all ranks
+                    cache._add_sums(layer, whole, of.sparse)
+
+    def compute(self, cache: Cache, count: int) -> float:
+        """Return the seconds of new tokens, with the choice of the next one."""
+        at = torch.arange(cache.length, cache.length + count, device=self.machine.device)
+        x = self.tokens(count)
+        self.machine.settle()
+        start = time.perf_counter()
+        logits = self.model(x, at, cache=cache)
+        int(logits[0, -1].argmax())
+        return self.machine.slowest(time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
+    """Measure all cases. Yield their rows."""
+    dense = PRESETS[args.model]
+    if args.layers:
+        dense = dataclasses.replace(dense, num_layers=args.layers)
+    for case in args.cases:
+        what, length, *sparse = case.split(":")
+        config = dataclasses.replace(dense, sparse=InfLLMV2() if sparse else None)
+        machine.at = case
+        bench = Bench(config, args.chunk, machine)
+        row = {"kind": "generation", "case": what, "tokens": int(length), "model": args.model}
+        row |= {"layers": config.num_layers, "gpus": machine.size, "chunk": args.chunk}
+        row |= {"sparse": config.sparse and config.sparse.to_dict()}
+        yield row | bench.measure(what, int(length))
+        del bench
+        gc.collect()
+        if machine.cuda:
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = options.make_parser(__doc__)
+    parser.add_argument("--model", choices=tuple(PRESETS), default="minicpm4-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--chunk", type=int, default=16384, help="tokens of a rank in a chunk")
+    parser.add_argument("cases", nargs="+", metavar="WHAT:TOKENS[:sparse]")
+    args, machine = parser.parse_args(), Machine()
+    machine.record(run(args, machine), args.output)
+
+
+if __name__ == "__main__":
+    main()
