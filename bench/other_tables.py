@@ -122,6 +122,76 @@ def fp8_table(rows: list[Row]) -> str:
     return table([*header, "in float8"], lines)
 
 
+def loss_curves_table(rows: list[Row]) -> str:
+    """Format the losses of runs with --fp8, and of the same runs without it: means over as many
+    steps as lie between two lines.
+    """
+    curves = {
+        r["case"]: r["losses"] for r in rows if r["kind"] == "steps" and len(r["losses"]) > 99
+    }
+    lines = []
+    for case, fp8 in curves.items():
+        if (bf16 := curves.get(case.removesuffix("-fp8"))) is fp8 or bf16 is None:
+            continue
+        part = len(fp8) // 6
+        for last in range(part, len(fp8) + 1, part):
+            means = [sum(losses[last - part : last]) / part for losses in (bf16, fp8)]
+            change = f"{100 * (means[1] / means[0] - 1):+.2f}%"
+            lines.append([case, f"{last - part + 1} to {last}", *means, change])
+    return table(["run", "steps", "loss in bf16", "in float8", "change"], lines)
+
+
+def chunks_table(rows: list[Row]) -> str:
+    """Format whole steps in chunks, and what they take beside the same step without chunks."""
+    facts = "model", "layers", "engine", "gpus", "seq_len"
+    steps = [row for row in rows if row["kind"] == "steps"]
+
+    def key(row: Row) -> tuple:
+        return *(row[name] for name in facts), bool(row["sparse"])
+
+    whole = {key(row): row for row in steps if not row.get("chunk")}
+    lines = []
+    for row in steps if any(row.get("chunk") for row in steps) else ():
+        beside = whole.get(key(row))
+        gain = "-" if beside is None else f"{row['step_s'] / beside['step_s']:.2f} x"
+        words = checkpointing(row)
+        name = row["model"] + (", sparse" if row["sparse"] else "")
+        chunk = tokens(row["chunk"]) if row["chunk"] else "-"
+        facts_of_row = [name, row["layers"], row["gpus"], tokens(row["seq_len"]), chunk, words]
+        lines.append([*facts_of_row, row["step_s"], gain, row["peak_gib"]])
+    header = ["model", "layers", "GPUs", "tokens", "chunk", "checkpointing", "s/step"]
+    return table([*header, "beside no chunks", "GiB"], lines)
+
+
+def generation_table(rows: list[Row]) -> str:
+    """Format the speed of prompts and of new tokens after them."""
+    words = {"prefill": "prompt", "new": "{} new tokens", "decode": "one new token"}
+    columns: dict[str, Column] = {
+        "model": "model",
+        "attention": lambda row: "sparse" if row["sparse"] else "dense",
+        "GPUs": "gpus",
+        "what": lambda row: words[row["case"]].format(row.get("new_tokens")),
+        "tokens": lambda row: tokens(row["tokens"]),
+        "tokens/s": lambda row: round(row["tokens_per_s"]) if "tokens_per_s" in row else "-",
+        "ms": lambda row: or_dash(row.get("ms")),
+    }
+    return list_rows(rows, "generation", columns)
+
+
+def passes_table(rows: list[Row]) -> str:
+    """Format the milliseconds of a forward and backward: a line for each pass."""
+    cases: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["kind"] == "passes":
+            cases[row["case"]][row["impl"]] = row
+    names = list(dict.fromkeys(name for by in cases.values() for name in by))
+    lines = [
+        [case, *(by[name]["ms"] for name in names), *(by[name]["extra_gib"] for name in names)]
+        for case, by in cases.items()
+    ]
+    return table(["pass", *(f"{n}, ms" for n in names), *(f"{n}, GiB" for n in names)], lines)
+
+
 def checkpointing(row: Row) -> str:
     """Return a row's checkpointing in words."""
     words = {
@@ -300,6 +370,10 @@ TABLES = {
     "Training": training_table,
     "Whole steps before and after": steps_table,
     "Whole steps in float8": fp8_table,
+    "Losses in float8": loss_curves_table,
+    "Steps in chunks": chunks_table,
+    "Prompts and new tokens": generation_table,
+    "Passes and the loss": passes_table,
     "Trainers": trainers_table,
     "Saves": saving_table,
     "Where the time goes: ms": timeline_table,
