@@ -73,7 +73,7 @@ def find_errors(rank: int, size: int) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=needs_ranks(size)) for size in (2, 4)])
 def test_chunks_over_ranks(size):
     for errors in run_ranks(size, find_errors, size, backend="nccl"):
         assert max(max(found.values()) for found in errors.values()) < 1.2 * BOUND, errors
