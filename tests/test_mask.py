@@ -44,6 +44,16 @@ def test_the_area_of_any_slice():
             assert Slice(q, kv, low, high).area == inside.sum()
 
 
+def test_the_keys_that_queries_see():
+    for seed in range(200):
+        mask = random_mask(chance := random.Random(seed), chance.randint(1, 30))
+        start = chance.randrange(mask.seq_len)
+        rows = mask.rows(start, chance.randint(start + 1, mask.seq_len))
+        for one in (rows, *(Mask(rows.seq_len, (s,), rows.kv_len) for s in rows.slices)):
+            seen = one.dense().any(0).nonzero().flatten().tolist()
+            assert one.seen == ((seen[0], seen[-1] + 1) if seen else (0, 0))
+
+
 def test_masks_that_have_names():
     assert Mask.causal(7).dense().equal(pairs(7, lambda i, j: j <= i))
     assert Mask.full(7).dense().all()

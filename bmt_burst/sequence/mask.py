@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import as_bool, as_int
-from .span import Span, length, merged, overlap, shifted
+from .span import Span, hull, length, merged, overlap, shifted
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
@@ -51,6 +51,13 @@ class Slice(NamedTuple):
         pairs = rectangle if self.low is None else _count_from(self.q, self.kv, self.low)
         too_far = 0 if self.high is None else _count_from(self.q, self.kv, self.high)
         return max(pairs - too_far, 0)
+
+    @property
+    def seen(self) -> Span:
+        """The keys from the first to the last one that any query sees, if there are pairs."""
+        (q_start, q_stop), (start, stop), low, high = self
+        first = start if high is None else max(start, q_start - high + 1)
+        return first, stop if low is None else min(stop, q_stop - low)
 
 
 @dataclass(frozen=True)
@@ -202,6 +209,11 @@ class Mask:
     def area(self) -> int:
         """The number of visible pairs, from which FLOPs are counted."""
         return sum(s.area for s in self.slices)
+
+    @property
+    def seen(self) -> Span:
+        """The keys from the first to the last one that any query sees, (0, 0) if none sees any."""
+        return hull(s.seen for s in self.slices)
 
     @functools.cached_property
     def digest(self) -> str:
