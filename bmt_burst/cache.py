@@ -379,6 +379,8 @@ class _Positions:
 class _Prompt(Chunks):
     """The chunks of a cache's first tokens."""
 
+    _keeps_all = True
+
     def __init__(self, cache: Cache, length: int, tokens: int, layout: str):
         self.cache, self.length = cache, length
         self.results: dict[int, Kept] = {}
@@ -387,9 +389,9 @@ class _Prompt(Chunks):
     def _make_chunk(self, number: int, positions: Span, span: slice) -> PrefillChunk:
         return PrefillChunk(self, number, positions, span)
 
-    @property
-    def _most_tokens(self) -> int:
-        return super()._most_tokens + self.cache.count_own(self.length, self.cache.limit)
+    def _count_places(self, window: int | None) -> int:
+        new = self.cache.count_own(self.length, self.cache.limit)
+        return super()._count_places(window) + new
 
     def _forget(self) -> None:
         self.results = dict(self._kept)

@@ -40,9 +40,10 @@ from .calls.refusal import refuse_call
 from .extensions import find_extension
 from .ranks.rings import make_rings
 from .ranks.sequence_parallel import SequenceParallel
+from .sequence.chunk_keys import ChunkKeys, count_places, find_keys
 from .sequence.layout import Layout
 from .sequence.mask import Mask
-from .sequence.span import Span, overlap
+from .sequence.span import Span
 from .sparse.config import InfLLMV2
 from .sparse.queries import find_longest
 
@@ -65,6 +66,8 @@ class Chunks:
     Raises ValueError for a mask in which a token sees a later chunk, for masks of different
     lengths, and as `Layout.chunks`. Raises TypeError for arguments of other types.
     """
+
+    _keeps_all = False  # whether keys are kept for tokens that the mask does not have
 
     def __init__(
         self,
@@ -102,8 +105,7 @@ class Chunks:
         self.chunks = tuple(
             self._make_chunk(n, positions, slice(*span)) for n, (positions, span) in enumerate(cut)
         )
-        for chunk in self.chunks:  # an error here is better than one in the middle of a step
-            chunk.masks(None)
+        self._keys(None)  # an error here is better than one in the middle of a step
         self._phase, self._kept = _READY, dict[int, Kept]()
         self._evaluates = False
         self._current: Chunk | None = None
@@ -146,10 +148,13 @@ class Chunks:
     def _make_chunk(self, number: int, positions: Span, span: slice) -> Chunk:
         return Chunk(self, number, positions, span)
 
-    @property
-    def _most_tokens(self) -> int:
-        """The tokens of this rank that there is memory for."""
-        return self.layout.length(self.sp.rank)
+    def _keys(self, window: int | None) -> tuple[ChunkKeys, ...]:
+        """Return the keys of each chunk, in layers with this window."""
+        return find_keys(self.masks, self.layout, self.sp.rank, window, self._keeps_all)
+
+    def _count_places(self, window: int | None) -> int:
+        """Return the number of keys of a layer that there is memory for."""
+        return count_places(self._keys(window))
 
     def _run(self, phase: str, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         self._phase, self._run_number = phase, self._run_number + 1
@@ -168,6 +173,9 @@ class Chunks:
                         "had ended: run one at a time, or make Chunks for each"
                     )
                 self._check_done(chunk)
+                if phase == _FORWARD:
+                    for kept in self._kept.values():
+                        kept.close(self._keys(kept.window)[chunk.number])
         except BaseException:  # also if a loop was left before its end
             if run == self._run_number:
                 self._forget()
@@ -179,8 +187,36 @@ class Chunks:
         self._kept.clear()
         self._ends.clear()
 
-    def _keep(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Past:
-        """Keep k and v of a chunk, and return all keys up to its end."""
+    def _keep(
+        self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None
+    ) -> Past:
+        """Keep k and v of a chunk, and return all keys that its queries see."""
+        self._check_chunk(chunk)
+        self._check_tensors(chunk, layer, q, k, v)
+        keys = self._keys(window)[chunk.number]
+        kept = self._kept.get(layer)
+        if kept is None:
+            kept = self._kept[layer] = Kept(k, v, self._count_places(window), window)
+        kept.check(layer, k, v, window)
+        is_first, differentiates = not self._calls[layer], self._phase == _BACKWARD
+        self._calls[layer] += 1
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            self._needed.add(layer)
+        if differentiates and is_first and chunk is not self.chunks[-1]:
+            kept.open(k, v, keys)
+        kept.put(k, v, keys.own)
+        dk, dv = (x[:, keys.seen] for x in kept.sums) if differentiates else (None, None)
+        return Past(
+            kept.k[:, keys.seen],
+            kept.v[:, keys.seen],
+            dk,
+            dv,
+            slice(keys.own.start - keys.seen.start, None),
+            lambda: self._backwards.update([layer]),
+        )
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        """Raise ValueError unless this chunk is the present one."""
         if self._current is None:
             raise ValueError(
                 f"expected a chunk inside the loop over forward() or backward() that yielded it, "
@@ -191,6 +227,9 @@ class Chunks:
                 f"expected the chunk that forward() or backward() yielded last, "
                 f"{self._current.number}, got chunk {chunk.number}"
             )
+
+    def _check_tensors(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError for a wrong layer, and for tensors of other tokens than the chunk's."""
         if not 0 <= layer < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in these Chunks, got {layer}")
         tokens, rows = chunk.span.stop - chunk.span.start, len(self.masks)
@@ -204,36 +243,6 @@ class Chunks:
             raise ValueError(
                 f"chunks take values of the keys' head size, {q.shape[3]}, got {v.shape[3]}"
             )
-        kept = self._kept.get(layer)
-        if kept is None:
-            kept = self._kept[layer] = Kept(k, v, self._most_tokens)
-        for name, x, earlier in (("k", k, kept.k), ("v", v, kept.v)):
-            found, expected = ((len(t), *t.shape[2:]) for t in (x, earlier))
-            if found != expected or x.dtype != earlier.dtype:
-                raise ValueError(
-                    f"expected {name} of {expected} rows, heads and head size and {earlier.dtype}, "
-                    f"as in the first chunk of layer {layer}, got {found} and {x.dtype} in chunk "
-                    f"{chunk.number}"
-                )
-        self._calls[layer] += 1
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            self._needed.add(layer)
-        is_last = chunk is self.chunks[-1]
-        differentiates = self._phase == _BACKWARD
-        if differentiates and not is_last:
-            kept.compare(k, v, chunk.span)
-        else:
-            kept.put(k, v, chunk.span)
-        so_far = slice(chunk.span.stop)
-        dk, dv = kept.sums if differentiates else (None, None)
-        return Past(
-            kept.k[:, so_far],
-            kept.v[:, so_far],
-            None if dk is None else dk[:, so_far],
-            None if dv is None else dv[:, so_far],
-            chunk.span,
-            lambda: self._backwards.update([layer]),
-        )
 
     def _check_done(self, chunk: Chunk) -> None:
         """Raise ValueError unless all layers computed a chunk, and in a backward all gradients."""
@@ -338,19 +347,13 @@ class Chunk:
         lengths = torch.tensor(chunks.lengths, device=positions.device)
         return lengths.amax() if positions.dim() == 1 else lengths.expand(len(positions))
 
-    def masks(self, window: int | None) -> tuple[Mask, ...]:
-        """Return the mask of the chunk's queries and the keys up to its end, for each row or for
-        all.
-        """
-        return _masks_of_chunk(self.chunks.masks, self.positions, window)
-
-    def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Past:
-        """Keep k and v (B, C, G, D) of a layer. Return all keys and values up to the chunk's end,
-        with the sums of their gradients in backward(). `attend` begins with it.
+    def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Past:
+        """Keep k and v (B, C, G, D) of a layer. Return the keys and values that the chunk's queries
+        see, with the sums of their gradients in backward(). `attend` begins with it.
 
         Raises ValueError as `attend`, on this rank only.
         """
-        return self.chunks._keep(self, layer, q, k, v)
+        return self.chunks._keep(self, layer, q, k, v, window)
 
     def attend(
         self,
@@ -374,14 +377,14 @@ class Chunk:
         chunks = self.chunks
         try:
             sinks, sparse = options.pop("sinks", None), options.pop("sparse", None)
-            masks = self.masks(window)
+            keys = chunks._keys(window)[self.number]
             extend = functools.partial(find_extension, None, None, chunks._adapt(sparse), None)
-            past = self.keep(layer, q, k, v)
+            past = self.keep(layer, q, k, v, window)
             asked = Options(
                 **options,
-                mask=masks[0] if len(masks) == 1 else masks,
+                mask=keys.masks[0] if len(keys.masks) == 1 else keys.masks,
                 layout=chunks.layout.layouts[self.number],
-                kv_layout=chunks.layout.beginnings[self.number],
+                kv_layout=keys.layout,
             )
         except (TypeError, ValueError, AttributeError) as error:
             refuse_call(error, chunks.sp.process_group, chunks.sp.double_group)
@@ -391,15 +394,19 @@ class Chunk:
 
 
 class Kept:
-    """The keys and values of a layer, of all of this rank's tokens so far.
+    """The keys and values of a layer that are kept, and those of the present chunk, in the places
+    that `ChunkKeys` gives them. `close` ends a chunk of the forward, `open` begins one of the
+    backward.
 
-    k, v        (B, S, G, D)
+    k, v        (B, T, G, D)
     sums        of their gradients, in the accumulator's dtype
+    window      that of the layer, if it has one
     difference  the largest one of the last chunk from what was kept, relative to the largest entry
     """
 
-    def __init__(self, k: Tensor, v: Tensor, tokens: int):
+    def __init__(self, k: Tensor, v: Tensor, tokens: int, window: int | None = None):
         self.k, self.v = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
+        self.window = window
         self.difference = torch.zeros((), dtype=torch.float32, device=k.device)
 
     @functools.cached_property
@@ -407,43 +414,53 @@ class Kept:
         wide = accumulator_dtype(self.k.dtype)
         return torch.zeros_like(self.k, dtype=wide), torch.zeros_like(self.v, dtype=wide)
 
+    def check(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> None:
+        """Raise ValueError for keys, values or a window that are not as in the first chunk."""
+        if window != self.window:
+            raise ValueError(
+                f"expected window={self.window}, as in the first chunk of layer {layer}, got "
+                f"window={window}"
+            )
+        for name, x, earlier in (("k", k, self.k), ("v", v, self.v)):
+            found, expected = ((len(t), *t.shape[2:]) for t in (x, earlier))
+            if found != expected or x.dtype != earlier.dtype:
+                raise ValueError(
+                    f"expected {name} of {expected} rows, heads and head size and {earlier.dtype}, "
+                    f"as in the first chunk of layer {layer}, got {found} and {x.dtype}"
+                )
+
     @torch.no_grad()
     def put(self, k: Tensor, v: Tensor, at: slice) -> None:
         for total, x in ((self.k, k), (self.v, v)):
             total[:, at] = x
 
     @torch.no_grad()
-    def compare(self, k: Tensor, v: Tensor, at: slice) -> None:
-        """Find the difference of a chunk's keys and values from the kept ones."""
-        found = []
-        for total, x in ((self.k, k), (self.v, v)):
-            kept = total[:, at]
-            largest = kept.abs().amax().clamp_min(torch.finfo(kept.dtype).tiny)
-            found.append(((x - kept).abs().amax() / largest).float())
-        self.difference = torch.stack(found).amax()
+    def close(self, keys: ChunkKeys) -> None:
+        """Forget the keys of a chunk that no later one sees."""
+        if keys.kept != keys.own:
+            for x in (self.k, self.v):
+                x[:, keys.kept] = x[:, keys.last].clone()
 
-
-@functools.lru_cache(maxsize=256)
-def _masks_of_chunk(
-    masks: tuple[Mask, ...], positions: Span, window: int | None
-) -> tuple[Mask, ...]:
-    """Return the masks of some queries, with the keys up to the last of them."""
-    found = {}
-    for mask in masks:  # equal rows share an object
-        if mask not in found:
-            whole = mask if window is None else mask.windowed(window)
-            found[mask] = _mask_of_chunk(whole, positions)
-    return tuple(found[mask] for mask in masks)
-
-
-def _mask_of_chunk(mask: Mask, positions: Span) -> Mask:
-    start, stop = positions
-    rows = mask.rows(start, stop)
-    slices = [s._replace(kv=overlap(s.kv, (0, stop))) for s in rows.slices]
-    chunk = Mask(stop - start, tuple(slices), kv_len=stop)
-    if chunk.area != rows.area:
-        raise ValueError(
-            f"expected a mask in which no token sees a later chunk, as causal ones, but tokens of "
-            f"positions {start} to {stop - 1} see keys from {stop} on"
+    @torch.no_grad()
+    def open(self, k: Tensor, v: Tensor, keys: ChunkKeys) -> None:
+        """Compare the keys and values of a chunk with the kept ones, and make room for all of its
+        sums. Keys that no later chunk sees have sums of 0.
+        """
+        last = slice(keys.last.start - keys.own.start, None)
+        self.difference = torch.maximum(
+            _find_difference(k[:, last], self.k[:, keys.kept]),
+            _find_difference(v[:, last], self.v[:, keys.kept]),
         )
-    return chunk
+        if keys.kept != keys.own:
+            for x in self.sums:
+                later = x[:, keys.kept].clone()
+                x[:, keys.own] = 0
+                x[:, keys.last] = later
+
+
+def _find_difference(x: Tensor, kept: Tensor) -> Tensor:
+    """Return the largest difference of two tensors, relative to the largest kept entry."""
+    if not kept.numel():
+        return torch.zeros((), dtype=torch.float32, device=kept.device)
+    largest = kept.abs().amax().clamp_min(torch.finfo(kept.dtype).tiny)
+    return ((x - kept).abs().amax() / largest).float()

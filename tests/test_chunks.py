@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -17,10 +18,14 @@ from bmt_burst import (
     burst_attn_func,
     simulate,
 )
+from bmt_burst.calls import call
+from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.transport import ALONE
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
+from tests.cases import random_mask
+from tests.test_chunk_keys import count_kept, hide_later_chunks
 
 DENSE = CPMConfig(40, 32, 48, 3, 4, 2, 8, scale_emb=3.0, scale_depth=1.4)
 SPARSE = dataclasses.replace(
@@ -42,6 +47,7 @@ SCALED = dataclasses.replace(
         "long_factor": [1.0, 2.0, 3.0, 4.0],
     },
 )
+WINDOWED = dataclasses.replace(DENSE, window=9, window_pattern="wwf")
 TARGETS, LARGEST = 97.0, 1e-12
 
 
@@ -96,6 +102,24 @@ CASES = [
     (SPARSE, 2, DOCUMENTS, 50, "contiguous", "none"),
     (SPARSE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "selective"),
     (SPARSE, 8, DOCUMENTS, 120, "zigzag", "none"),
+    (WINDOWED, 4, Mask.causal(131), 33, "contiguous", "full"),
+    (
+        WINDOWED,
+        8,
+        [Mask.documents((0, 25, 50, 99)), Mask.documents((0, 30, 99))],
+        25,
+        "zigzag",
+        "none",
+    ),
+    (
+        DENSE,
+        2,
+        [Mask.documents((0, 20, 41, 60)), Mask.documents((0, 20, 60))],
+        20,
+        "striped",
+        "full",
+    ),
+    (SPARSE, 3, [Mask.documents((0, 80, 240)), DOCUMENTS], 40, "striped", "full"),
 ]
 
 
@@ -141,6 +165,44 @@ def test_sparse_queries_may_be_the_last_tokens_of_their_keys(layout):
 
         out = queries.unshard(simulate(3, work))
         assert (out - whole[:, first:]).abs().max() < LARGEST
+
+
+def attend_in_chunks(masks, tokens, sp, layout, window, q, k, v, dout):
+    """Return this rank's out, dq, dk and dv of all chunks."""
+    chunks = Chunks(masks, tokens, 1, sp, layout=layout)
+    mine = [chunks.layout.shard(x, sp.rank) for x in (q, k, v, dout)]
+    for chunk in chunks.forward():
+        chunk.attend(0, *(x[:, chunk.span] for x in mine[:3]), window)
+    found = []
+    for chunk in chunks.backward():
+        *inputs, gradient = (x[:, chunk.span].contiguous() for x in mine)
+        inputs = [x.requires_grad_() for x in inputs]
+        out = chunk.attend(0, *inputs, window)
+        out.backward(gradient)
+        found.insert(0, (out.detach(), *(x.grad for x in inputs)))
+    return [chunks.layout, *(torch.cat(x, 1) for x in zip(*found, strict=True))]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_attention_in_chunks_of_any_mask_is_attention_to_the_whole_sequence(seed):
+    chance = random.Random(seed)
+    size, tokens = chance.choice((1, 2, 3, 8)), chance.randint(48, 70)
+    most, window = chance.randint(2 * size + 2, 30), chance.choice((None, chance.randint(1, 40)))
+    layout, rows = chance.choice([*LAYOUTS]), chance.choice((1, 2))
+    chunks = Layout.chunks(tokens, size, most, layout)
+    masks = [hide_later_chunks(random_mask(chance, tokens), chunks) for _ in range(rows)]
+    inputs = torch.randn(4, rows, tokens, 2, 8, dtype=torch.float64)
+    q, k, v, dout = inputs[0], *inputs[1:3, :, :, :1], inputs[3]
+    results = on_ranks(
+        size, lambda sp: attend_in_chunks(masks, most, sp, layout, window, q, k, v, dout)
+    )
+    limited = masks if window is None else [mask.windowed(window) for mask in masks]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = burst_attn_func(*leaves, mask=limited, process_group=ALONE)
+    out.backward(dout)
+    parts = zip(*(found[1:] for found in results), strict=True)
+    for expected, found in zip((out, *(x.grad for x in leaves)), parts, strict=True):
+        assert (chunks.unshard(found) - expected).abs().max() < LARGEST
 
 
 def test_sparse_chunks_choose():
@@ -192,7 +254,18 @@ def change_batch(chunks: Chunks, model: CPM) -> None:
         model(x, torch.arange(*chunk.positions), cache=chunk)
 
 
+def change_window(chunks: Chunks, model: CPM) -> None:
+    x = torch.zeros(1, 20, 2, 8)
+    for chunk in chunks.forward():
+        for layer in range(3):
+            chunk.attend(layer, x, x, x, 9 + chunk.number)
+
+
 WRONG = {
+    "another window": (
+        change_window,
+        "expected window=9, as in the first chunk of layer 0, got wi",
+    ),
     "another batch": (change_batch, r"expected k of \(2, 2, 8\).* got \(1, 2, 8\)"),
     "no forward": (lambda chunks, model: next(chunks.backward()), "whose forward.. has ended"),
     "no model": (lambda chunks, model: [*chunks.forward()], "not computed by 3 of 3 layers"),
@@ -246,6 +319,46 @@ def test_layers_below_the_first_trainable_weight_need_no_backward():
     for p, expected in zip(model.parameters(), whole.parameters(), strict=True):
         assert (p.grad is None) == (expected.grad is None)
         assert p.grad is None or (p.grad - expected.grad).abs().max() < 1e-12
+
+
+KEPT = {
+    # masks, window, what the chunks before the last keep of 20 tokens, the places of a layer's keys
+    "causal": (Mask.causal(60), None, (20, 20), 60),
+    "window": (Mask.causal(60), 8, (7, 7), 7 + 7 + 20),
+    "ending at borders": (Mask.documents((0, 10, 20, 40, 60)), None, (0, 0), 20),
+    "crossing borders": (Mask.documents((0, 15, 25, 60)), None, (5, 15), 5 + 15 + 20),
+    "crossing one": (Mask.documents((0, 5, 40, 60)), None, (15, 0), 15 + 20),
+    "rows": ([Mask.documents((0, 20, 60)), Mask.documents((0, 15, 25, 60))], None, (5, 20), 45),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_only_what_later_chunks_see_is_kept(case):
+    masks, window, kept, places = KEPT[case]
+    config = dataclasses.replace(DENSE, window=window)
+    chunks, model, (x, _, positions) = Chunks(masks, 20, 3), build(config), make_data(masks)
+    for chunk in chunks.forward():
+        model(x[:, chunk.span], positions[:, chunk.span], cache=chunk)
+    assert tuple(map(count_kept, chunks._keys(window))) == (*kept, 0)
+    run = chunks.backward()
+    last = next(run)
+    model(x[:, last.span], positions[:, last.span], cache=last)
+    memory = [x for layer in chunks._kept.values() for x in (layer.k, layer.v, *layer.sums)]
+    entries = 2 * places * config.num_kv_heads * config.head_dim  # of two rows
+    assert sum(x.nbytes for x in memory) == 3 * 2 * entries * (8 + 8)  # three layers in float64
+
+
+def test_chunks_of_a_window_share_plans(monkeypatch):
+    made, make = [], call._make_plan
+    monkeypatch.setattr(call, "_make_plan", lambda *given: made.append(1) or make(*given))
+    config, mask = dataclasses.replace(DENSE, window=9), Mask.causal(160)
+
+    def work(sp):
+        in_chunks(Chunks(mask, 20, 3, sp), build(config, sp), make_data(mask))
+
+    on_ranks(2, work)
+    # on each rank with and without gradient: of the first chunk, and of the seven others
+    assert len(made) == 2 * 2 * 2
 
 
 def test_a_loss_that_is_held_does_not_hold_kept_keys():

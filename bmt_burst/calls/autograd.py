@@ -59,7 +59,8 @@ class Past:
             assert total is not None and x is not None, "a call with gradient has sums"
             if self.rows:  # then the sums were copied
                 total.copy_(x.view(total.shape))
-            grads.append(self._join(total[:, self.own].to(self.k.dtype)))
+            # a copy: the place of the sums is used again
+            grads.append(self._join(total[:, self.own].to(self.k.dtype, copy=True)))
         self.done()
         return grads[0], grads[1]
 

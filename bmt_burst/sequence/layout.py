@@ -13,12 +13,13 @@ is a class here.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -171,6 +172,10 @@ class Layout(ABC):
         """Return the number of tokens of `rank`'s shard."""
         return sum(map(len, self._shard(rank)))
 
+    def count(self, rank: int, positions: Span) -> int:
+        """Return how many tokens of `rank`'s shard are at some positions."""
+        return sum(map(len, _cut_ranges(self._shard(rank), positions)))
+
     def _shard(self, rank: int) -> tuple[range, ...]:
         if type(rank) is not int:
             rank = as_int("rank", rank)
@@ -302,6 +307,20 @@ class Stacked(Layout):
         return f"{self.name} {hashlib.blake2b(terms.encode(), digest_size=12).hexdigest()}"
 
 
+class Tail(Layout):
+    """The tokens of a layout from position `first` on. Positions count from there."""
+
+    name = "tail"
+
+    def __init__(self, layout: Layout, first: int):
+        super().__init__(layout.seq_len - first, layout.size)
+        self.layout, self.first = layout, first
+
+    def ranges(self, rank: int) -> Sequence[range]:
+        kept = _cut_ranges(self.layout.shards[rank], (self.first, self.layout.seq_len))
+        return [range(r.start - self.first, r.stop - self.first, r.step) for r in kept]
+
+
 class Chunked(Stacked):
     """See `Layout.chunks`.
 
@@ -329,11 +348,18 @@ class Chunked(Stacked):
         """This layout: x, positions and labels are its shards."""
         return self
 
-    @functools.cached_property
-    def beginnings(self) -> tuple[Layout, ...]:
-        """For each chunk, the layout of all tokens up to its end."""
-        first, *_ = self.layouts
-        return (first, *(Stacked(self.layouts[: n + 1]) for n in range(1, len(self.layouts))))
+    def find_chunk(self, position: int) -> int:
+        """Return the number of the chunk with a position."""
+        return bisect.bisect_right(self.spans, (position, self.seq_len)) - 1
+
+    def since(self, first: int, number: int) -> Layout:
+        """Return the layout of the tokens from position `first` to the end of chunk `number`.
+        Positions count from `first`.
+        """
+        begin = self.find_chunk(first)
+        layouts, before = self.layouts[begin : number + 1], first - self.spans[begin][0]
+        whole = layouts[0] if len(layouts) == 1 else Stacked(layouts)
+        return Tail(whole, before) if before else whole
 
     def __repr__(self) -> str:
         kind, count = self.layouts[0].name, len(self.spans)
@@ -419,6 +445,13 @@ def _chunk(seq_len: int, chunks: int, index: int) -> range:
     small, longer = divmod(seq_len, chunks)
     start = index * small + min(index, longer)
     return range(start, start + small + (index < longer))
+
+
+def _cut_ranges(ranges: Iterable[range], span: Span) -> Iterator[range]:
+    """Yield the positions of each range that are in a span."""
+    for r in ranges:
+        first, stop = (max(-((r.start - edge) // r.step), 0) for edge in span)
+        yield r[first:stop]
 
 
 def _last_tokens(mask: Mask, seq_len: int, device: torch.device) -> Tensor:

@@ -42,6 +42,9 @@ def test_each_position_has_one_owner(name, tokens, size):
     chunks = len(layout.spans) if name == Chunked.name else 1
     assert max(lengths) - min(lengths) <= chunks, "one token of each chunk"
     for rank in range(size):
+        for start, stop in ((0, tokens), (tokens // 3, tokens - 1), (1, 1), (2, 1)):
+            inside = [p for p in positions[rank] if start <= p < stop]
+            assert layout.count(rank, (start, stop)) == len(inside)
         assert [
             p for run in layout.runs(rank) for p in range(run.start, run.stop, run.step)
         ] == positions[rank]

@@ -12,6 +12,7 @@ from bmt_burst import InfLLMV2, Layout, Mask, strategies
 from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
+from bmt_burst.sequence.chunk_keys import ChunkKeys, find_keys
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -155,15 +156,20 @@ def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
     )
 
 
+def _find_keys(shape: AttentionShape, chunk: int) -> tuple[ChunkKeys, ...]:
+    """Return the keys of chunks of one document, on the first rank."""
+    chunks = Layout.chunks(shape.tokens, shape.ranks, chunk)
+    return find_keys((Mask.causal(shape.tokens),), chunks, 0, shape.window)
+
+
 def _make_problem(shape: AttentionShape) -> Problem:
     mask = Mask.causal(shape.tokens)
     if shape.window is not None:
         mask = mask.windowed(shape.window)
     layout, kv_layout = Layout.named("zigzag", shape.tokens, shape.ranks), None
     if shape.chunk is not None:
-        chunks = Layout.chunks(shape.tokens, shape.ranks, shape.chunk)
-        mask, kv_layout = mask.rows(*chunks.spans[-1]), chunks.beginnings[-1]
-        layout = chunks.layouts[-1]
+        last = _find_keys(shape, shape.chunk)[-1]
+        [mask], layout, kv_layout = last.masks, last.chunks.layouts[-1], last.layout
     return Problem(
         mask=mask,
         layout=layout,
