@@ -232,6 +232,17 @@ def test_chunks_keep_keys_values_and_sums_of_their_gradients(gpus, batch_size, d
     assert run.step.kept == run.step.memory.parts["kept keys"]
 
 
+def test_chunks_keep_the_last_tokens_of_each_for_a_window():
+    run = planned(2, seq_len=65536, chunk=8192, window=1000)
+    model = run.model
+    of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * (2 + 4)
+    # the first rank has the last tokens of seven chunks, and its half of the last chunk
+    assert run.step.kept == of_token * (7 * 999 + 4096)
+    full = AttentionShape(1, 65536, 16, 8, 128, torch.bfloat16, 2, 2, chunk=8192)
+    seen = attention_memory(dataclasses.replace(full, window=1000))
+    assert 2 * seen.backward < attention_memory(full).backward, "keys of one chunk, not of eight"
+
+
 @pytest.mark.parametrize("sparse", [None, {}])
 def test_memory_of_chunks_grows_by_what_they_keep(sparse):
     options = {"model": "minicpm4-8b", "checkpointing": "selective", "sparse": sparse}

@@ -12,7 +12,7 @@ from bmt_burst import InfLLMV2, Layout, Mask, strategies
 from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
-from bmt_burst.sequence.chunk_keys import ChunkKeys, find_keys
+from bmt_burst.sequence.chunk_keys import ChunkKeys, count_places, find_keys
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -160,6 +160,11 @@ def _find_keys(shape: AttentionShape, chunk: int) -> tuple[ChunkKeys, ...]:
     """Return the keys of chunks of one document, on the first rank."""
     chunks = Layout.chunks(shape.tokens, shape.ranks, chunk)
     return find_keys((Mask.causal(shape.tokens),), chunks, 0, shape.window)
+
+
+def count_kept(shape: AttentionShape) -> int:
+    """Return the keys that chunks have memory for, on a rank in each row. 0 without chunks."""
+    return 0 if shape.chunk is None else count_places(_find_keys(shape, shape.chunk))
 
 
 def _make_problem(shape: AttentionShape) -> Problem:

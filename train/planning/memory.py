@@ -20,6 +20,7 @@ from .attention import (
     attention_memory,
     chunk_tokens,
     count_chunks,
+    count_kept,
 )
 from .ledger import Work
 from .sharding import Sharding, find_sharding
@@ -146,7 +147,7 @@ def plan_step(
         keeps_weights=keeps_weights,
     )
     layers = _find_layers(config, model, micro_batch_size)
-    kept = _count_kept(config, layers, micro_batch_size)
+    kept = _count_kept(layers)
     memory = _find_memory(config, model, gpus, sharding, layers, kept)
     forward = sum((each.unit.forward_work for each in layers), Work())
     backward = sum((each.unit.backward_work for each in layers), Work())
@@ -185,10 +186,13 @@ def _count_attention(layers: list[_Layers], chunks: int) -> Mapping[AttentionRun
     return found
 
 
-def _count_kept(config: TrainConfig, layers: list[_Layers], batch: int) -> int:
+def _count_kept(layers: list[_Layers]) -> int:
     """Count the bytes of keys, values and sums of their gradients that chunks keep."""
-    tokens = -(-config.seq_len // config.sp_size)
-    return batch * tokens * sum(each.unit.kept_of_token for each in layers)
+    return sum(
+        shape.batch * count_kept(shape) * each.unit.kept_of_token // len(each.attention)
+        for each in layers
+        for shape in each.attention
+    )
 
 
 def _unit_tokens(config: TrainConfig) -> int:
