@@ -32,7 +32,7 @@ from .kernels.few_queries import Partials, attend_masked, attend_whole, merge
 from .merging.sinks import decoded_with_sinks
 from .ranks.agreement import admit_one_thread, agree, report_failure
 from .ranks.rings import Rings, check_device, make_rings
-from .ranks.sequence_parallel import SequenceParallel
+from .ranks.sequence_parallel import SequenceParallel, check_sp
 from .sequence.mask import Mask
 from .sequence.span import Span
 from .sparse.cache import KeySums, attend_to_chosen
@@ -60,9 +60,7 @@ class Cache:
     """
 
     def __init__(self, sp: SequenceParallel | None, layers: int, limit: int):
-        self.sp = SequenceParallel() if sp is None else sp
-        if not isinstance(self.sp, SequenceParallel):
-            raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
+        self.sp = check_sp(SequenceParallel() if sp is None else sp)
         self.layers, self.limit = as_int("layers", layers), as_int("limit", limit)
         for name in ("layers", "limit"):
             if getattr(self, name) < 1:

@@ -39,7 +39,7 @@ from .calls.options import Masks, Options
 from .calls.refusal import refuse_call
 from .extensions import find_extension
 from .ranks.rings import make_rings
-from .ranks.sequence_parallel import SequenceParallel
+from .ranks.sequence_parallel import SequenceParallel, check_sp
 from .sequence.chunk_keys import ChunkKeys, count_places, find_keys
 from .sequence.layout import Layout
 from .sequence.mask import Mask
@@ -79,9 +79,7 @@ class Chunks:
         layout: str = "zigzag",
         length: int | None = None,
     ):
-        self.sp = SequenceParallel() if sp is None else sp
-        if not isinstance(self.sp, SequenceParallel):
-            raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
+        self.sp = check_sp(SequenceParallel() if sp is None else sp)
         self.masks = (mask,) if isinstance(mask, Mask) else tuple(mask)
         for row in self.masks:
             if not isinstance(row, Mask):

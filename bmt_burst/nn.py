@@ -28,7 +28,7 @@ from .fused.norm import RMSNorm
 from .kernels import load
 from .kernels.reference import visible
 from .merging.sinks import decoded_with_sinks
-from .ranks.sequence_parallel import SequenceParallel
+from .ranks.sequence_parallel import SequenceParallel, check_sp
 from .sequence.layout import Layout
 from .sequence.mask import Mask
 from .sequence.tile import KernelCall
@@ -102,8 +102,7 @@ class SequenceParallelModule(nn.Module):
         Call it before the first use of a module that was read from a pickle: a pickle has no
         groups. Raises TypeError if sp is not a SequenceParallel.
         """
-        if not isinstance(sp, SequenceParallel):
-            raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
+        check_sp(sp)
         for part in self.modules():
             if isinstance(part, SequenceParallelModule):
                 part.sp = sp

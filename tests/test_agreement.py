@@ -318,9 +318,9 @@ def test_a_model_is_attached_with_all_its_layers():
     sp = SequenceParallel(1, 2, process_group=object())
     whole.attach(sp)
     assert all(part.sp is sp for part in (whole, *model))
-    with pytest.raises(TypeError, match="sp must be a SequenceParallel, got dict"):
+    with pytest.raises(TypeError, match=r"sp must be a SequenceParallel, .*, got dict"):
         whole.attach(sp.groups)
-    with pytest.raises(TypeError, match="sp must be a SequenceParallel, got dict"):
+    with pytest.raises(TypeError, match=r"sp must be a SequenceParallel, .*, got dict"):
         nn.BurstAttention(16, 2, sp={})
 
 

@@ -8,16 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ..ranks.sequence_parallel import SequenceParallel
-
-
-def check_sp(sp: Any) -> None:
-    """Raise TypeError if sp is not a SequenceParallel."""
-    if not isinstance(sp, SequenceParallel):
-        raise TypeError(
-            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
-        )
-
 
 def find_base(
     model: Any,

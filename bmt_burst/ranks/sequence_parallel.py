@@ -177,6 +177,15 @@ class SequenceParallel:
             return apply_together(rings, Sum(), x)
 
 
+def check_sp(sp: Any) -> SequenceParallel:
+    """Return sp. Raises TypeError if it is not a SequenceParallel."""
+    if not isinstance(sp, SequenceParallel):
+        raise TypeError(
+            f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
+        )
+    return sp
+
+
 def _find_longest(positions: Tensor) -> Tensor:
     """Return the largest position plus 1, of each row. Raises TypeError unless they are int64."""
     check_tensor("positions", positions)

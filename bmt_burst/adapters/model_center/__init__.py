@@ -37,8 +37,8 @@ from __future__ import annotations
 from model_center.layer import Attention
 from torch import nn
 
-from ...ranks.sequence_parallel import SequenceParallel
-from ..enabling import check_sp, put_before
+from ...ranks.sequence_parallel import SequenceParallel, check_sp
+from ..enabling import put_before
 from .attention import RingAttention
 from .models import EnabledModel, RotaryModel
 from .supported import check_layer, find_family

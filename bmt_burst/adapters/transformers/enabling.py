@@ -5,8 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from ...base.arguments import as_bool
-from ...ranks.sequence_parallel import SequenceParallel
-from ..enabling import check_sp
+from ...ranks.sequence_parallel import SequenceParallel, check_sp
 from .changing import change_model
 from .supported import find_target
 from .untested import compare_with_plain
