@@ -231,9 +231,14 @@ def step(chunks: Chunks, model: CPM, change=lambda model: None, backwards: int =
             loss.backward(retain_graph=backwards > 1)
 
 
-def scale_weights(model: CPM) -> None:
+def scale_keys(model: CPM) -> None:
     with torch.no_grad():
         model.layers[1].self_attn.k_proj.weight.mul_(1.01)
+
+
+def scale_last_values(model: CPM) -> None:
+    with torch.no_grad():
+        model.layers[2].self_attn.v_proj.weight.mul_(1.01)
 
 
 def use_chunk_again(chunks: Chunks, model: CPM) -> None:
@@ -271,7 +276,11 @@ WRONG = {
     "no model": (lambda chunks, model: [*chunks.forward()], "not computed by 3 of 3 layers"),
     "no backward": (lambda chunks, model: step(chunks, model, backwards=0), "got none of layer 0"),
     "two backwards": (lambda chunks, model: step(chunks, model, backwards=2), "ran twice"),
-    "other weights": (lambda chunks, model: step(chunks, model, scale_weights), "chunk 1 differ"),
+    "other keys": (lambda chunks, model: step(chunks, model, scale_keys), "chunk 1 differ"),
+    "other values": (
+        lambda chunks, model: step(chunks, model, scale_last_values),
+        "chunk 1 differ",
+    ),
     "an old chunk": (use_chunk_again, "got chunk 0 after this loop"),
     "a mask": (
         lambda chunks, model: pass_tokens(chunks, model, 20, mask=Mask.causal(20)),
