@@ -333,7 +333,7 @@ class Chunked(Stacked):
         whole, most = layout_class(layout)(seq_len, size), as_int("tokens", tokens)
         if most < 1:
             raise ValueError(f"expected chunks of at least one token, got tokens={most}")
-        count = -(-whole.seq_len // most)
+        count = count_chunks(whole.seq_len, most)
         if (shortest := whole.seq_len // count) < whole.size:
             raise ValueError(
                 f"a chunk of {shortest} tokens is too short for {whole.size} ranks: expected "
@@ -367,6 +367,11 @@ class Chunked(Stacked):
 
 
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Zigzag, Striped, Contiguous)}
+
+
+def count_chunks(tokens: int, most: int) -> int:
+    """Return the number of chunks of a sequence, if a chunk has at most `most` tokens."""
+    return -(-tokens // most)
 
 
 def layout_class(name: str) -> type[Layout]:

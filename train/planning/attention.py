@@ -13,6 +13,7 @@ from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.chunk_keys import ChunkKeys, count_places, find_keys
+from bmt_burst.sequence.layout import count_chunks
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -92,13 +93,8 @@ class AttentionShape:
         return self.tokens if self.chunk is None else chunk_tokens(self.tokens, self.chunk)
 
 
-def count_chunks(tokens: int, most: int) -> int:
-    """Return the number of chunks of at most so many tokens, as `Layout.chunks`."""
-    return -(-tokens // most)
-
-
 def chunk_tokens(tokens: int, most: int) -> int:
-    """Return the tokens of the longest of these chunks."""
+    """Return the tokens of the longest chunk, if a chunk has at most `most` tokens."""
     return -(-tokens // count_chunks(tokens, most))
 
 

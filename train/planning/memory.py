@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from bmt_burst.offload import PIECE_BYTES
+from bmt_burst.sequence.layout import count_chunks
 from bmt_burst.sparse.blocks import packed_dtype
 from models.config import CPMConfig
 from train.data.batches import choose_micro_batch_size
@@ -19,7 +20,6 @@ from .attention import (
     AttentionShape,
     attention_memory,
     chunk_tokens,
-    count_chunks,
     count_kept,
 )
 from .ledger import Work

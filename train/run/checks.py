@@ -10,6 +10,7 @@ import torch
 from bmt_burst import InfLLMV2, Layout, Scores, kernels, strategies
 from bmt_burst.bias.kernels import load
 from bmt_burst.bias.scoring import TableScoring
+from bmt_burst.sequence.layout import count_chunks
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.spec import Spec
 from models.rope import RopeScaling
@@ -137,7 +138,7 @@ def _check_chunk(settings: Settings) -> None:
 
 def refuses_chunk(settings: Settings, tokens: int) -> str | None:
     """Return why a run with these settings cannot have --chunk `tokens`, or None if it can."""
-    ranks, count = settings.sp_size, -(-settings.seq_len // tokens)
+    ranks, count = settings.sp_size, count_chunks(settings.seq_len, tokens)
     shortest = settings.seq_len // count
     if shortest < ranks:
         return (
