@@ -398,14 +398,18 @@ WRONG_ON_ALL = [
         for name in ("ulysses", "usp")
         for options in ({"keys": 5}, {"kv_layout": "striped"})
     ),
+    ({"keys": 5, **BIAS}, "ValueError: a bias takes queries and keys of one sequence, got 4 quer"),
     *(
-        ({**options, **BIAS}, "ValueError: a bias takes queries and keys of one sequence")
-        for options in ({"keys": 5}, {"kv_layout": "striped"})
-    ),
-    # the balanced layout of keys is another one
-    (
-        {"layout": "balanced", "kv_layout": "balanced", **BIAS, "scores": UNEVEN},
-        "ValueError: a bias takes queries and keys of one layout, got .*: omit kv_layout",
+        (
+            {**BIAS, **options},
+            "ValueError: a bias takes queries and keys of one layout, got .*: omit kv_layout",
+        )
+        for options in (
+            {"kv_layout": "striped"},
+            {"kv_layout": ["zigzag", "striped"]},
+            # the balanced layout of keys is another one
+            {"layout": "balanced", "kv_layout": "balanced", "scores": UNEVEN},
+        )
     ),
     *(
         (

@@ -66,7 +66,7 @@ def attend(
             keys = (k, v) if past is None else (past.k, past.v)
             inputs = check_inputs(q, *keys, sinks, options.is_packed)
             if extension:
-                check_extension(extension, inputs.q, inputs.k, options)
+                check_extension(extension, inputs.q, inputs.k)
                 extension.check(tensors, q, k)
                 tensors = extension.prepare(tensors, inputs.q)
             check_transforms("burst_attn_func", *inputs.tensors, *tensors)
@@ -121,16 +121,15 @@ def _make_plan(rings: Rings, terms: Terms, tokens: list[int], keys: list[int]) -
     check_lengths(layout, tokens, "tokens" if is_one else "queries")
     if not is_one:
         check_lengths(kv_layout or layout, keys, "keys")
-    problem = terms.make_problem(mask, layout, kv_layout)
-    if masking.extension:
-        takes = masking.extension.takes_two_lengths
-        if kv_layout is not None and not takes:  # "balanced" differs between queries and keys
-            raise ValueError(
-                f"{masking.extension.name} takes queries and keys of one layout, got {layout!r} "
-                f"and a kv_layout, {kv_layout!r}: omit kv_layout"
-            )
-        return masking.extension.plan(problem, rings.rank, terms.strategy)
-    return choose(terms.strategy, problem).plan(problem, rings.rank)
+    problem, extension = terms.make_problem(mask, layout, kv_layout), masking.extension
+    if extension is None:
+        return choose(terms.strategy, problem).plan(problem, rings.rank)
+    if kv_layout is not None and not extension.takes_two_lengths:
+        raise ValueError(
+            f"{extension.name} takes queries and keys of one layout, got {layout!r} and a "
+            f"kv_layout, {kv_layout!r}: omit kv_layout"
+        )
+    return extension.plan(problem, rings.rank, terms.strategy)
 
 
 def _compute(

@@ -88,18 +88,12 @@ def check_seq_len(
         )
 
 
-def check_extension(extension: Extension, q: Tensor, k: Tensor, options: Options) -> None:
-    """Raise ValueError if an extension gets keys of other tokens than its queries.
-
-    Ranks compare layouts, and a rank with other numbers raises. So no rank gets further.
-    """
-    if extension.takes_two_lengths:
-        return
-    if q.shape[1] != k.shape[1] or options.kv_layout not in (None, options.layout):
+def check_extension(extension: Extension, q: Tensor, k: Tensor) -> None:
+    """Raise ValueError if an extension gets another number of keys than queries, and refuses it."""
+    if not extension.takes_two_lengths and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"{extension.name} takes queries and keys of one sequence and one layout, got "
-            f"{q.shape[1]} queries and {k.shape[1]} keys, layout={options.layout!r} and "
-            f"kv_layout={options.kv_layout!r}"
+            f"{extension.name} takes queries and keys of one sequence, got {q.shape[1]} queries "
+            f"and {k.shape[1]} keys"
         )
 
 
