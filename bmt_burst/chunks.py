@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from .base.arguments import as_bool, as_int, check_dim
 from .base.dtypes import accumulator_dtype
+from .base.kept import KeptResults
 from .calls.autograd import Past
 from .calls.call import attend
 from .calls.options import Masks, Options
@@ -105,6 +107,7 @@ class Chunks:
         )
         self._keys(None)  # an error here is better than one in the middle of a step
         self._phase, self._kept = _READY, dict[int, Kept]()
+        self._results = defaultdict[tuple[int, int], list[Tensor]](list)  # by chunk and layer
         self._evaluates = False
         self._current: Chunk | None = None
         self._run_number = 0  # counts forward() and backward()
@@ -183,6 +186,7 @@ class Chunks:
     def _forget(self) -> None:
         self._phase, self._current = _READY, None
         self._kept.clear()
+        self._results.clear()
         self._ends.clear()
 
     def _keep(
@@ -212,6 +216,15 @@ class Chunks:
             slice(keys.own.start - keys.seen.start, None),
             lambda: self._backwards.update([layer]),
         )
+
+    def _keep_results(self, chunk: Chunk, layer: int) -> AbstractContextManager[None]:
+        """Return the context of a chunk's attention. In it the second run takes the first one's
+        results: the choices of sparse attention.
+        """
+        if self._evaluates or chunk is self.chunks[-1]:  # computed once
+            return nullcontext()
+        kept = self._results[chunk.number, layer]
+        return KeptResults(kept, recomputes=self._phase == _BACKWARD)
 
     def _check_chunk(self, chunk: Chunk) -> None:
         """Raise ValueError unless this chunk is the present one."""
@@ -387,7 +400,8 @@ class Chunk:
         except (TypeError, ValueError, AttributeError) as error:
             refuse_call(error, chunks.sp.process_group, chunks.sp.double_group)
         rings = make_rings(chunks.sp.process_group, chunks.sp.double_group)
-        out, _ = attend(rings, q, k, v, sinks, asked, extend, past)
+        with chunks._keep_results(self, layer):
+            out, _ = attend(rings, q, k, v, sinks, asked, extend, past)
         return out
 
 

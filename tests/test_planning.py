@@ -250,7 +250,8 @@ def test_memory_of_chunks_grows_by_what_they_keep(sparse):
     runs = [planned(seq_len=n, chunk=16384, **options) for n in lengths]
     grown = runs[1].step.memory.total - runs[0].step.memory.total
     model = runs[0].model
-    kept = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 6 * 262144
+    of_head = model.head_dim * 6 + (model.sparse.topk if sparse is not None else 0)
+    kept = 2 * model.num_layers * model.num_kv_heads * of_head * 262144
     assert kept <= grown <= 1.05 * kept
     whole = [planned(seq_len=n, **options).step.memory.total for n in lengths]
     assert whole[1] - whole[0] > 2 * grown

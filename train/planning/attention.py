@@ -14,6 +14,7 @@ from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.chunk_keys import ChunkKeys, count_places, find_keys
 from bmt_burst.sequence.layout import count_chunks
+from bmt_burst.sparse.blocks import packed_dtype
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
@@ -161,6 +162,18 @@ def _find_keys(shape: AttentionShape, chunk: int) -> tuple[ChunkKeys, ...]:
 def count_kept(shape: AttentionShape) -> int:
     """Return the keys that chunks have memory for, on a rank in each row. 0 without chunks."""
     return 0 if shape.chunk is None else count_places(_find_keys(shape, shape.chunk))
+
+
+def count_choices(shape: AttentionShape) -> int:
+    """Return the bytes of the choices of sparse attention that chunks keep, on a rank in each row:
+    those of all but the first tokens, which choose nothing.
+    """
+    sparse = shape.sparse
+    if shape.chunk is None or sparse is None:
+        return 0
+    choosing = max(shape.tokens - sparse.exact_tokens, 0) // shape.ranks
+    dtype = packed_dtype(-(-shape.tokens // sparse.block_size))
+    return choosing * shape.kv_heads * sparse.topk * dtype.itemsize
 
 
 def _make_problem(shape: AttentionShape) -> Problem:

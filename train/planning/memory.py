@@ -20,6 +20,7 @@ from .attention import (
     AttentionShape,
     attention_memory,
     chunk_tokens,
+    count_choices,
     count_kept,
 )
 from .ledger import Work
@@ -173,7 +174,7 @@ def _count_attention(layers: list[_Layers], chunks: int) -> Mapping[AttentionRun
     """Return how often each attention runs in a micro-batch.
 
     The chunks' attentions are together one attention to the whole sequence. The forward that keeps
-    keys is one to all tokens before the last chunk.
+    keys is one to all tokens before the last chunk. Choices of sparse attention are made once.
     """
     found: defaultdict[AttentionRun, float] = defaultdict(float)
     for each in layers:
@@ -182,17 +183,18 @@ def _count_attention(layers: list[_Layers], chunks: int) -> Mapping[AttentionRun
                 found[AttentionRun(whole, run)] += count / len(each.attention)
         for shape in each.attention if chunks > 1 else ():
             earlier = replace(shape, tokens=shape.tokens - shape.tokens // chunks, chunk=None)
-            found[AttentionRun(earlier, "forward")] += 1
+            found[AttentionRun(earlier, "again")] += 1
     return found
 
 
 def _count_kept(layers: list[_Layers]) -> int:
-    """Count the bytes of keys, values and sums of their gradients that chunks keep."""
-    return sum(
-        shape.batch * count_kept(shape) * each.unit.kept_of_token // len(each.attention)
-        for each in layers
-        for shape in each.attention
-    )
+    """Count the bytes that chunks keep: keys, values, sums of their gradients, and choices."""
+    found = 0
+    for each in layers:
+        for shape in each.attention:
+            keys = count_kept(shape) * each.unit.kept_of_token // len(each.attention)
+            found += shape.batch * (keys + count_choices(shape))
+    return found
 
 
 def _unit_tokens(config: TrainConfig) -> int:
