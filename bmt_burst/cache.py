@@ -16,6 +16,7 @@ heads, D head size, E model width.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -26,6 +27,7 @@ from torch import Tensor
 from .base.arguments import as_int
 from .base.autocast import without_autocast
 from .base.growing import Growing
+from .calls.autograd import Past
 from .calls.refusal import refuse_call
 from .chunks import Chunk, Chunks, Kept
 from .kernels.few_queries import Partials, attend_masked, attend_whole, merge
@@ -69,7 +71,7 @@ class Cache:
         self._kept: dict[int, Kept] = {}
         self._sums: dict[int, KeySums] = {}  # of layers with sparse attention
         self._lengths = [0] * self.layers  # tokens of each layer
-        self._is_filling = False
+        self._filling: _Prompt | None = None  # its prefill has not ended
         self._positions = _Positions()
         self._new = _NewTokens()
 
@@ -85,9 +87,11 @@ class Cache:
         prompt's last token only, (B, 1, V), on all ranks with the last chunk. Rotary scalings by
         length, and `dense_len` of sparse attention, take the length of the prompt.
 
+        A prefill that failed or was left early may be started again, with other arguments.
+
         Raises ValueError on all ranks if the cache is not empty, if the prompt exceeds its limit,
-        or if a chunk has fewer tokens than there are ranks. The first attention raises
-        RanksDisagree on all ranks if they passed different arguments.
+        if a chunk has fewer tokens than there are ranks, or if there is not enough memory. The
+        first attention raises RanksDisagree on all ranks if they passed different arguments.
         """
         try:
             length = as_int("length", length)
@@ -100,15 +104,12 @@ class Cache:
             prompt = _Prompt(self, length, length if tokens is None else tokens, layout)
         except (TypeError, ValueError) as error:
             refuse_call(error, self.sp.process_group, self.sp.double_group)
-        return self._compute(prompt)
-
-    def _compute(self, prompt: _Prompt) -> Iterator[PrefillChunk]:
-        self._is_filling = True  # for good, if the prefill does not end
+        self._filling, self._sums = prompt, {}  # those of an earlier attempt do not count
         yield from cast("Iterator[PrefillChunk]", prompt.forward(last=True))
         self._kept = prompt.results
         self.length, self._lengths = prompt.length, [prompt.length] * self.layers
         self._positions.add([prompt.layout.positions(self.sp.rank)])
-        self._is_filling = False
+        self._filling = None
 
     def longest(self, positions: Tensor) -> Tensor:
         """Return the length by which rotary scalings choose frequencies, that of the text so far:
@@ -175,7 +176,7 @@ class Cache:
         """Return what ranks agree on before new tokens. Raises ValueError for wrong ones."""
         if not 0 <= layer < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in this Cache, got {layer}")
-        if self._is_filling:
+        if self._filling is not None:
             raise ValueError("expected a Cache whose prefill has ended, got one in a prefill")
         refuse_nope(sparse)
         behind = [n for n, length in enumerate(self._lengths) if length < self.length]
@@ -244,7 +245,8 @@ class Cache:
         """
         kept, new = self._kept.get(layer), self._new
         if kept is None:
-            kept = self._kept[layer] = Kept(k, v, self.count_own(0, self.limit))
+            with reserve_memory(self.limit):
+                kept = self._kept[layer] = Kept(k, v, self.count_own(0, self.limit))
         at = new.before
         for start, stop in new.own:
             some = slice(start - new.start, stop - new.start)
@@ -391,6 +393,14 @@ class _Prompt(Chunks):
         new = self.cache.count_own(self.length, self.cache.limit)
         return super()._count_places(window) + new
 
+    def _keep(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Past:
+        if self.cache._filling is not self:
+            raise ValueError(
+                "expected a chunk of the prefill that began last, got one of an earlier prefill"
+            )
+        with reserve_memory(self.cache.limit):
+            return super()._keep(chunk, layer, q, k, v)
+
     def _forget(self) -> None:
         self.results = dict(self._kept)
         super()._forget()
@@ -434,6 +444,18 @@ class PrefillChunk(Chunk):
             whole = sp.with_layout(layout).unshard(k, layout.seq_len)
             self.chunks.cache._add_sums(layer, whole, sparse)
         return out
+
+
+@contextlib.contextmanager
+def reserve_memory(tokens: int) -> Iterator[None]:
+    """Raise ValueError instead of torch's RuntimeError if memory does not suffice inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(
+            f"not enough memory for the keys and values of {tokens:,} tokens: expected a smaller "
+            "limit of the cache, or more ranks"
+        ) from error
 
 
 def refuse_nope(sparse: InfLLMV2 | None) -> None:

@@ -133,6 +133,13 @@ def change_rows(model, cache, rank):
     step(model, cache, rows=2)
 
 
+def mix_prefills(model, cache, rank):
+    for parts in zip(cache.prefill(20, 10), cache.prefill(20, 10), strict=True):
+        for part in parts:
+            positions = part.shard(torch.arange(20), 0)
+            model(torch.zeros(1, len(positions), dtype=torch.int64), positions, cache=part)
+
+
 NOPE = InfLLMV2(
     block_size=16, kernel_size=8, kernel_stride=4, window_size=32, topk=3, use_nope=True
 )
@@ -158,6 +165,15 @@ WRONG = {
     "rows that change": (change_rows, "layer 0 of the cache has keys"),
     "a second prefill": (begin_twice, "expected an empty Cache, got one with 1 tokens"),
     "an unfinished prefill": (leave_a_prefill, "expected a Cache whose prefill has ended"),
+    "two prefills at once": (mix_prefills, "expected a chunk of the prefill that began last"),
+    "too much memory": (
+        lambda model, cache, rank: (setattr(cache, "limit", 1 << 60), step(model, cache)),
+        f"not enough memory for the keys and values of {1 << 60:,} tokens",
+    ),
+    "too much memory in a prefill": (
+        lambda model, cache, rank: (setattr(cache, "limit", 1 << 60), fill(model, cache, 20)),
+        "not enough memory",
+    ),
     "a skipped layer": (skip_a_layer, "layer 1 has 0 tokens, layer 0 has 1: expected all 3 layers"),
     "an error of one rank": (
         lambda model, cache, rank: fill(model, cache, 50 if rank else "50"),
@@ -184,6 +200,24 @@ def test_wrong_use_raises_on_all_ranks(case):
 
     for said in on_ranks(2, work):
         assert re.search(message, said)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_prefill_that_failed_may_start_again(size):
+    """What the first attempt kept, also for the choice of sparse attention, does not count."""
+    tokens = torch.randint(0, 40, (1, 270), generator=torch.Generator().manual_seed(5))
+
+    @torch.no_grad()
+    def work(sp):
+        model, cache = build(SPARSE, sp), Cache(sp, 3, 270)
+        for first in cache.prefill(260, 100):
+            model(first.shard(tokens), first.shard(torch.arange(260), 0), cache=first)
+            break
+        return generate(model, cache, tokens, 260, 70, (1,) * 10)
+
+    whole = build(SPARSE)(tokens, torch.arange(270))[:, 259:]
+    for logits in on_ranks(size, work):
+        assert (logits - whole).abs().max() / whole.abs().max() < LARGEST
 
 
 def test_sparse_attention_without_rotary_positions_is_refused():
