@@ -13,10 +13,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from bmt_burst import SequenceParallel
 from models.huggingface import save_weights
 from tests.launcher import run_script
+from tests.test_cache import WINDOWED
 from tests.test_chunks import DENSE, build, on_ranks
 from tests.test_evaluate import TINY
 from tests.test_model import initialized
 from train import generate as script
+from train.data.records import read_text
 from train.data.tokenizer import JsonTokenizer
 from train.generation.decoding import continue_text
 
@@ -94,6 +96,8 @@ def test_a_prompt_may_have_fewer_tokens_than_ranks(folder, capsys):
         (["--run", "runs"], "either --run or --init-from"),
         (["--chunk", 0], "--chunk must be at least 1, got 0"),
         (["--processes", 0], "--processes must be at least 1, got 0"),
+        (["--prompt-file", "/dev/null"], "expected a file, got /dev/null"),
+        (["--tokens", 2**31 - 1], "not enough memory for the keys and values of 2,147,483,768"),
     ],
 )
 def test_wrong_options_are_refused_in_a_line(folder, capsys, more, message):
@@ -102,6 +106,34 @@ def test_wrong_options_are_refused_in_a_line(folder, capsys, more, message):
     printed = capsys.readouterr().err
     assert stopped.value.code == 2
     assert message in printed and printed.count("\n") == 1
+
+
+def test_a_prompt_file_is_read_as_training_data_is(folder, tmp_path, capsys):
+    """With its line ends, without a byte order mark, and in UTF-8 only."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xef\xbb\xbfto\r\nbe")
+    assert read_text(file) == "to\r\nbe"
+    file.write_bytes(b"to \xff")
+    with pytest.raises(SystemExit):
+        script.main(line(folder, "--prompt-file", file))
+    assert f"{file}: not UTF-8: invalid start byte at byte 3" in capsys.readouterr().err
+
+
+def test_ranks_with_other_prompts_are_refused(folder, monkeypatch):
+    given = script._parser().parse_args(line(folder))
+    request = script._Request.read(given)
+    monkeypatch.setattr(script.ranks, "gather", lambda mine: [mine, ("other", *mine[1:])])
+    with pytest.raises(ValueError, match="rank 1 got another prompt or other options than rank 0"):
+        request.check_same()
+
+
+@torch.inference_mode()
+def test_logits_of_a_prompt_are_those_of_its_last_token(folder):
+    model, shapes = build(WINDOWED), []
+    model.norm.register_forward_hook(lambda _, given, out: shapes.append(given[0].shape))
+    tokenizer = JsonTokenizer(folder / "tokenizer.json")
+    continue_text(model, tokenizer, PROMPT, 2, lambda logits: 3)
+    assert shapes == [(1, 1, 32)] * 2
 
 
 def test_chunks_that_are_too_short_are_refused_once(folder):

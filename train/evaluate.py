@@ -35,6 +35,7 @@ from train.base.wording import counted
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
+from train.data.records import read_text
 from train.data.shares import evaluated_folders, validation_folders
 from train.evaluation import tasks
 from train.evaluation.retrieval import SENTENCES
@@ -187,7 +188,7 @@ class Evaluation:
                 self.trained.bos,
                 self._open_data() if "positions" in request.tasks else {},
                 watchdog.alive,
-                request.text.read_text() if request.text else SENTENCES,
+                read_text(request.text) if request.text else SENTENCES,
             )
         )
         ranks.together(lambda: tasks.check_tasks(request.tasks, self.subject, self.grid))

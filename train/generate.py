@@ -37,6 +37,7 @@ from models.cpm_live.layers import LiveModel
 from train.base import ranks
 from train.base.command_line import ArgumentParser
 from train.checkpoints import checkpoint
+from train.data.records import read_text
 from train.data.tokenizer import Tokenizer
 from train.generation.decoding import Choose, Generator, Speed, continue_text, sampler
 from train.registry import load
@@ -91,14 +92,15 @@ def generate(
     _check_tokens(tokens)
     device = next(model.parameters()).device
     choose = sampler(device, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if model.sp.size == 1 and chunk is None:
-        answer: Generator = load(kind_of(model.config).generator)
-        return answer(model, tokenizer, prompt, tokens, choose, bos)
     if not isinstance(model, CPM):
-        raise ValueError(
-            "expected a dense CPM for --processes and --chunk, got a "
-            f"{kind_of(model.config).name}, whose attention has a bias"
-        )
+        kind = kind_of(model.config)
+        if model.sp.size > 1 or chunk is not None:
+            raise ValueError(
+                f"expected a dense CPM for --processes and --chunk, got a {kind.name}, whose "
+                "attention has a bias"
+            )
+        answer: Generator = load(kind.generator)
+        return answer(model, tokenizer, prompt, tokens, choose, bos)
     choose = choose if model.sp.size == 1 else _share(choose, device)
     return continue_text(model, tokenizer, prompt, tokens, choose, bos, chunk, speed)
 
@@ -189,8 +191,19 @@ class _Request:
         if args.chunk is not None and args.chunk < 1:
             raise ValueError(f"--chunk must be at least 1, got {args.chunk}")
         TrainConfig(**settings)
-        prompt = args.prompt_file.read_text() if args.prompt_file else args.prompt or ""
+        prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt or ""
         return _Request(args, prompt, settings, sampling)
+
+    def check_same(self) -> None:
+        """Raise ValueError on rank 0 if ranks do not get the same prompt and options."""
+        args = self.args
+        mine = (self.prompt, args.tokens, args.chunk, args.dtype, self.sampling)
+        for rank, other in enumerate(ranks.gather(mine)):
+            if ranks.rank() == 0 and other != mine:
+                raise ValueError(
+                    f"rank {rank} got another prompt or other options than rank 0: expected the "
+                    "same command and the same --prompt-file on all hosts"
+                )
 
     def open(self, device: torch.device) -> tuple[CPM | LiveModel, Tokenizer, int | None]:
         """Return the whole model on one device, its tokenizer and its begin token."""
@@ -220,6 +233,7 @@ def _work(request: _Request, watchdog: Watchdog) -> None:
     config = TrainConfig(**request.settings, engine="torch")
     device = init_distributed(config)
     sp = init_sequence_parallel(timeout=rank_timeout(config))
+    ranks.together(request.check_same)
     watchdog.alive("reading weights")
     model, tokenizer, bos = ranks.together(lambda: request.open(device))
     model.attach(sp)

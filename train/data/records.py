@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from train.base.wording import counted
@@ -79,6 +80,19 @@ def decode_utf8(line: bytes) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         raise BadRecord(f"not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file as it is, without a byte order mark.
+
+    Raises BadRecord unless it is a file, as not a pipe, in UTF-8.
+    """
+    if not path.is_file():  # each rank reads it, and a pipe only once
+        raise BadRecord(f"expected a file, got {path}")
+    try:
+        return decode_utf8(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    except BadRecord as error:
+        raise BadRecord(f"{path}: {error}") from error
 
 
 @dataclass

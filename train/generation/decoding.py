@@ -1,8 +1,9 @@
 """Decoding with a cache of keys and values, on one rank or several. For CPM-Live's models it also
 keeps the bias's inputs.
 
-The given tokens are computed once, as in training. The bias needs one row of its table for each
-earlier token. So a later token takes time and memory in proportion to the tokens before it.
+The given tokens are computed once, as in training. For them a dense CPM computes the logits of the
+last token only. The bias needs one row of its table for each earlier token. So a later token takes
+time and memory in proportion to the tokens before it.
 """
 
 from __future__ import annotations
@@ -176,12 +177,7 @@ def continue_text(
     begin = [] if bos is None else [bos]
     ids = [*begin, *(int(i) for i in tokenizer.encode(prompt))] or [tokenizer.eos_id]
     speed, limit = speed or Speed(), len(ids) + tokens
-    cache: Cache | SharedCache
-    if model.sp.size > 1 or chunk is not None:
-        cache = SharedCache(model.sp, model.config.num_layers, limit)
-    else:
-        cache = Cache(model.config, limit, model.norm.weight)
-    fresh = ids
+    cache, fresh = _make_cache(model, limit, chunk), ids
     speed.begin()
     for _ in range(tokens):
         logits = _compute(model, cache, fresh, len(ids) - len(fresh), chunk, speed)
@@ -192,6 +188,16 @@ def continue_text(
         fresh = [token]
         ids = ids + fresh
     return tokenizer.decode(ids[len(begin) :])
+
+
+def _make_cache(model: CPM, limit: int, chunk: int | None) -> Cache | SharedCache:
+    """Return an empty cache of up to `limit` tokens. Only one that keeps them on one rank, without
+    chunks, has keys before their rotation, by which use_nope chooses.
+    """
+    sparse = model.config.sparse
+    if sparse is not None and sparse.use_nope and model.sp.size == 1 and chunk is None:
+        return Cache(model.config, limit, model.norm.weight)
+    return SharedCache(model.sp, model.config.num_layers, limit)
 
 
 def _compute(
