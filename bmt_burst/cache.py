@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .base.arguments import as_int
-from .base.autocast import without_autocast
+from .base.autocast import autocast, without_autocast
 from .base.growing import Growing
 from .calls.autograd import Past
 from .calls.refusal import refuse_call
@@ -133,7 +133,7 @@ class Cache:
         strategy: str = "auto",
     ) -> Tensor:
         """Keep k and v of new tokens, and return the attention of q to all tokens so far: (B, S, H,
-        D), in q's dtype, without gradient. All ranks pass the same tensors.
+        D), in q's dtype or autocast's, without gradient. All ranks pass the same tensors.
 
         layer     the number of the layer, 0 to `layers` - 1. All layers compute the same tokens
                   before there are new ones.
@@ -148,6 +148,7 @@ class Cache:
         """
         rings = make_rings(self.sp.process_group, self.sp.double_group)
         doing = "a call with a Cache"
+        q, k, v = (autocast(x) for x in (q, k, v))
         on_device = torch.cuda.device_of(q)  # kernels rely on it being the current one
         with on_device, torch.no_grad(), admit_one_thread(rings, doing), without_autocast(q):
             if not 0 <= layer < self.layers or self._lengths[layer] == self.length:
@@ -441,7 +442,7 @@ class PrefillChunk(Chunk):
         out = super().attend(layer, q, k, v, window, **options)
         if sparse is not None:
             layout = self.chunks.layout.layouts[self.number]
-            whole = sp.with_layout(layout).unshard(k, layout.seq_len)
+            whole = sp.with_layout(layout).unshard(autocast(k), layout.seq_len)
             self.chunks.cache._add_sums(layer, whole, sparse)
         return out
 

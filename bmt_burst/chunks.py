@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from .base.arguments import as_bool, as_int, check_dim
+from .base.autocast import autocast
 from .base.dtypes import accumulator_dtype
 from .base.kept import KeptResults
 from .calls.autograd import Past
@@ -389,6 +390,7 @@ class Chunk:
         try:
             sinks, sparse = options.pop("sinks", None), options.pop("sparse", None)
             keys = chunks._keys(window)[self.number]
+            q, k, v = (autocast(x) for x in (q, k, v))
             extend = functools.partial(find_extension, None, None, chunks._adapt(sparse), None)
             past = self.keep(layer, q, k, v, window)
             asked = Options(

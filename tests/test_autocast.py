@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bmt_burst import (
+    Cache,
     SequenceParallel,
     burst_attn_func,
     burst_attn_kvpacked_func,
@@ -74,6 +75,19 @@ def test_fp32_inputs_are_cast_as_torchs_attention_casts_them(function, dtype):
         assert mine.dtype == other.dtype
         assert mine.to(half.dtype).equal(half)
         assert relative_error(mine, other) < BF16
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 4, MIXED])
+def test_kept_keys_are_cast_too(dtypes):
+    """Those of chunks, and of new tokens."""
+    *qkv, dout = inputs(*dtypes)
+    expected, *_ = results(FUNCTIONS["dense"], [*qkv, dout], torch.bfloat16)
+    cache = Cache(None, layers=1, limit=12)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [chunk.attend(0, *(x[:, chunk.span] for x in qkv)) for chunk in cache.prefill(9, 5)]
+        found.append(cache.attend(0, *(x[:, 9:] for x in qkv)))
+    assert {out.dtype for out in found} == {torch.bfloat16}
+    assert relative_error(torch.cat(found, 1), expected) < BF16
 
 
 @pytest.mark.parametrize("function", ["dense", "kvpacked", "varlen"])
