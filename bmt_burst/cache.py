@@ -394,13 +394,15 @@ class _Prompt(Chunks):
         new = self.cache.count_own(self.length, self.cache.limit)
         return super()._count_places(window) + new
 
-    def _keep(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Past:
+    def _keep(
+        self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None
+    ) -> Past:
         if self.cache._filling is not self:
             raise ValueError(
                 "expected a chunk of the prefill that began last, got one of an earlier prefill"
             )
         with reserve_memory(self.cache.limit):
-            return super()._keep(chunk, layer, q, k, v)
+            return super()._keep(chunk, layer, q, k, v, window)
 
     def _forget(self) -> None:
         self.results = dict(self._kept)

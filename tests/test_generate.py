@@ -139,4 +139,4 @@ def test_logits_of_a_prompt_are_those_of_its_last_token(folder):
 def test_chunks_that_are_too_short_are_refused_once(folder):
     ended, printed = run_script(2, "train/generate.py", *line(folder, "--chunk", 1))
     assert ended == 2
-    assert printed.count("a chunk of 1 tokens is too short for 2 ranks") == 1
+    assert printed.count("a chunk of 1 of 121 tokens is too short for 2 ranks") == 1

@@ -298,6 +298,8 @@ def test_the_longest_sequence_in_chunks_fits_and_a_longer_one_does_not():
     assert not with_options(cut, seq_len=int(longest * 1.02) + 16384).fits
     assert longest < find_longest(whole), "eight kv heads of 128, and a hidden size of 1024"
     assert find_longest(planned(gib=5.0, chunk=16384)) == 0
+    # more chunks take too long to plan
+    assert find_longest(planned(gpus=8, chunk=8)) == 57344
 
 
 def test_chunks_are_recommended_where_they_pay_and_not_elsewhere():
@@ -405,7 +407,11 @@ def test_wrong_options_are_refused(capsys):
         (["--sp-size", "4", "--batch-size", "3"], "--batch-size 3 is not a multiple of 2 data"),
         (["--engine", "torch", "--offload-optimizer"], "need --engine bmtrain"),
         (["--fp8", "--gpu", "a100", "--model", "minicpm4-8b"], "which a100 lacks"),
-        (["--chunk", "7", "--seq-len", "65536"], "into chunks of 6 tokens, too few for 8 ranks"),
+        (
+            ["--chunk", "7", "--seq-len", "65536"],
+            "into chunks of 6 tokens, too few for 8 ranks",
+        ),
+        (["--chunk", "8", "--seq-len", "65544"], "into 8,193 chunks: expected at most 8,192"),
         (["--chunk", "8192", "--strategy", "ulysses"], "--chunk excludes --strategy ulysses"),
         (
             ["--chunk", "8192", "--seq-len", "65536", "--sparse", '{"use_nope": true}'],

@@ -335,9 +335,10 @@ class Chunked(Stacked):
             raise ValueError(f"expected chunks of at least one token, got tokens={most}")
         count = count_chunks(whole.seq_len, most)
         if (shortest := whole.seq_len // count) < whole.size:
+            least = -(-whole.seq_len // (whole.seq_len // whole.size))
             raise ValueError(
-                f"a chunk of {shortest} tokens is too short for {whole.size} ranks: expected "
-                f"chunks of at least {whole.size} tokens, got tokens={most}"
+                f"a chunk of {shortest} of {whole.seq_len} tokens is too short for {whole.size} "
+                f"ranks: expected chunks of at least {least} tokens, got tokens={most}"
             )
         cut = [_chunk(whole.seq_len, count, index) for index in range(count)]
         self.spans = tuple((positions.start, positions.stop) for positions in cut)

@@ -12,8 +12,7 @@ from bmt_burst import InfLLMV2, Layout, Mask, strategies
 from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
-from bmt_burst.sequence.chunk_keys import ChunkKeys, count_places, find_keys
-from bmt_burst.sequence.layout import count_chunks
+from bmt_burst.sequence.layout import Chunked, count_chunks
 from bmt_burst.sparse.blocks import packed_dtype
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
@@ -153,15 +152,24 @@ def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
     )
 
 
-def _find_keys(shape: AttentionShape, chunk: int) -> tuple[ChunkKeys, ...]:
-    """Return the keys of chunks of one document, on the first rank."""
-    chunks = Layout.chunks(shape.tokens, shape.ranks, chunk)
-    return find_keys((Mask.causal(shape.tokens),), chunks, 0, shape.window)
+def _cut(shape: AttentionShape, chunk: int) -> Chunked:
+    """Return the chunks of one document."""
+    return Layout.chunks(shape.tokens, shape.ranks, chunk)
 
 
 def count_kept(shape: AttentionShape) -> int:
-    """Return the keys that chunks have memory for, on a rank in each row. 0 without chunks."""
-    return 0 if shape.chunk is None else count_places(_find_keys(shape, shape.chunk))
+    """Return the keys that chunks have memory for, on the first rank in each row: all, or those in
+    the window of the next chunk, and the last chunk's. 0 without chunks.
+    """
+    if shape.chunk is None:
+        return 0
+    chunks = _cut(shape, shape.chunk)
+    if shape.window is None:
+        return chunks.length(0)
+    first, *_ = chunks.layouts
+    stop = first.seq_len
+    in_window = first.count(0, (max(stop - shape.window + 1, 0), stop))
+    return (len(chunks.spans) - 1) * in_window + chunks.layouts[-1].length(0)
 
 
 def count_choices(shape: AttentionShape) -> int:
@@ -182,8 +190,12 @@ def _make_problem(shape: AttentionShape) -> Problem:
         mask = mask.windowed(shape.window)
     layout, kv_layout = Layout.named("zigzag", shape.tokens, shape.ranks), None
     if shape.chunk is not None:
-        last = _find_keys(shape, shape.chunk)[-1]
-        [mask], layout, kv_layout = last.masks, last.chunks.layouts[-1], last.layout
+        chunks = _cut(shape, shape.chunk)
+        (start, stop), first = chunks.spans[-1], 0
+        if shape.window is not None:
+            first = max(start - shape.window + 1, 0)
+        mask = mask.rows(start, stop).transposed.rows(first, stop).transposed
+        layout, kv_layout = chunks.layouts[-1], chunks.since(first, len(chunks.spans) - 1)
     return Problem(
         mask=mask,
         layout=layout,

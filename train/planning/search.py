@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bmt_burst.sequence.layout import count_chunks
 from models.config import CPMConfig
 from train.run.checks import refuses_chunk
 from train.run.config import TrainConfig
@@ -18,6 +19,7 @@ from .seconds import GIB, Hardware, StepSeconds, step_seconds, usable_bytes
 TILE = 16384  # tokens of --mlp-tile that plans recommend
 _LONGEST = 1 << 26  # tokens of a sequence, more are not planned
 _MOST_RANKS = 1 << 10  # that share a sequence
+_MOST_CHUNKS = 1 << 13  # of a sequence, since the time for a plan grows with them
 _GRAIN = 1024  # tokens of a rank: the longest sequence is a multiple of these
 _TRIES = 24
 _TRUSTED = 0.92  # of the memory: docs/planning.md has the errors of plans
@@ -140,6 +142,12 @@ def possible_chunks(planned: Planned) -> list[int]:
 
 def _refuses_chunk(config: TrainConfig, model: CPMConfig, tokens: int) -> str | None:
     """Return why a run with this model cannot have --chunk `tokens`, or None if it can."""
+    count = count_chunks(config.seq_len, tokens)
+    if count > _MOST_CHUNKS:
+        return (
+            f"--chunk {tokens} cuts --seq-len {config.seq_len} into {count:,} chunks: expected at "
+            f"most {_MOST_CHUNKS:,} in a plan"
+        )
     sparse = model.sparse
     if sparse is not None and sparse.use_nope and not sparse.is_dense(config.seq_len):
         return (
@@ -180,7 +188,8 @@ def _search_longest(planned: Planned, grain: int) -> int:
     """Return the longest sequence that fits, a multiple of `grain` tokens, or 0."""
     if not with_options(planned, seq_len=grain).fits:
         return 0
-    fits, too_long = 1, _LONGEST // grain  # in grains
+    longest = min(_LONGEST, _MOST_CHUNKS * (planned.config.chunk or _LONGEST))
+    fits, too_long = 1, longest // grain  # in grains
     guess = 2 * fits
     for _ in range(_TRIES):
         if too_long - fits <= max(fits // 128, 1):

@@ -39,10 +39,10 @@ def check_settings(settings: Settings) -> None:
     if settings.fp8:
         _check_fp8(settings)
     _check_saving(settings)
-    _check_chunk(settings)
     _check_tables(settings)
     _check_choices(settings)
     check_strategy(settings, _check_groups(settings))
+    _check_chunk(settings)
     _check_schedule(settings)
     _check_ends(settings)
 
@@ -142,8 +142,9 @@ def refuses_chunk(settings: Settings, tokens: int) -> str | None:
     shortest = settings.seq_len // count
     if shortest < ranks:
         return (
-            f"--chunk {tokens} cuts --seq-len {settings.seq_len} into chunks of {shortest} tokens, "
-            f"too few for {counted(ranks, 'rank')}: give at least {ranks}"
+            f"--chunk {tokens} cuts --seq-len {settings.seq_len} into chunks of "
+            f"{counted(shortest, 'token')}, too few for {counted(ranks, 'rank')}: give at least "
+            f"{-(-settings.seq_len // (settings.seq_len // ranks))}"
         )
     if settings.offload:
         return (
