@@ -174,7 +174,9 @@ class Cache:
     def _describe(
         self, rings: Rings, layer: int, q: Tensor, k: Tensor, v: Tensor, sparse: InfLLMV2 | None
     ) -> dict[str, Any]:
-        """Return what ranks agree on before new tokens. Raises ValueError for wrong ones."""
+        """Return the terms that ranks compare before new tokens. Raises ValueError for wrong
+        inputs.
+        """
         if not 0 <= layer < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in this Cache, got {layer}")
         if self._filling is not None:

@@ -144,7 +144,7 @@ def _parser() -> ArgumentParser:
         help="text to continue (default: none); for a CPM-Bee an instance as JSON, see the second "
         "example",
     )
-    add("--prompt-file", type=Path, help="file with the text to continue")
+    add("--prompt-file", type=Path, help="UTF-8 file with the text to continue")
     add("--tokens", type=int, default=200, help="most tokens to add to each text (default: 200)")
     add("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     add("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")

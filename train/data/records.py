@@ -83,11 +83,11 @@ def decode_utf8(line: bytes) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file as it is, without a byte order mark.
+    """Return the text of a file, with its line ends, without a byte order mark.
 
-    Raises BadRecord unless it is a file, as not a pipe, in UTF-8.
+    Raises BadRecord if it is not UTF-8, or no file. Pipes are none: each rank reads the file.
     """
-    if not path.is_file():  # each rank reads it, and a pipe only once
+    if not path.is_file():
         raise BadRecord(f"expected a file, got {path}")
     try:
         return decode_utf8(path.read_bytes().removeprefix(codecs.BOM_UTF8))
