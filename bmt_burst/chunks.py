@@ -1,9 +1,10 @@
 """Training on a sequence in chunks: memory grows by the keys, values and their gradients only.
 
-The forward runs chunk by chunk without a graph, and keeps keys and values of each layer. The
-backward goes from the last chunk to the first. It computes a chunk again with a graph, whose
-queries attend to the kept keys. The gradients of earlier keys are added up in fp32. Those of the
-chunk's own keys, to which later chunks have added, go to autograd, rounded once.
+The forward runs chunk by chunk without a graph, and keeps the keys and values of each layer that
+later chunks see (`sequence/chunk_keys.py`). The backward goes from the last chunk to the first. It
+computes a chunk again with a graph, whose queries attend to the kept keys. The gradients of earlier
+keys are added up in fp32. Those of the chunk's own keys, to which later chunks have added, go to
+autograd, rounded once.
 
     chunks = Chunks(mask, tokens=65536, layers=32, sp=sp)
     for chunk in chunks.forward():
@@ -384,7 +385,8 @@ class Chunk:
         options  as burst_attn_func's: flash, deterministic, strategy, softcap, sinks, sparse
 
         Raises ValueError on all ranks for a chunk that is not the present one, for a layer that
-        there is not, and for tensors of another number of rows or tokens.
+        there is not, for another window than in earlier chunks, and for tensors of another number
+        of rows or tokens.
         """
         chunks = self.chunks
         try:
