@@ -96,7 +96,8 @@ def compare() -> tuple[Comparison, ...]:
     """Return every measured run with its plan."""
     results = ROOT / "bench/results"
     training = [row for row in read_rows(sorted(results.glob("training-*"))) if "error" not in row]
-    steps = itertools.chain(*(_newest(file) for file in sorted(results.glob("steps-*"))))
+    files = itertools.chain(*(sorted(results.glob(f"{name}-*")) for name in ("steps", "chunks")))
+    steps = itertools.chain(*map(_newest, files))
     return (
         *(_compare(row) for row in training if not _is_outdated(row)),
         *(_compare_step(row) for row in steps if row["mask"] == "causal"),
@@ -126,6 +127,7 @@ def _compare_step(row: Row) -> Comparison:
     names = "seq_len", "batch_size", "dtype", "checkpointing", "offload", "fp8"
     config = TrainConfig(
         **{name: row[name] for name in names},
+        **{name: row.get(name) for name in ("chunk", "mlp_tile")},  # older rows have none
         model=_write_model(row["model"], row["layers"]),
         sparse=sparse,
         sp_size=row["sp"],

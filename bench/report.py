@@ -97,11 +97,9 @@ SECTIONS = {
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
     "steps-*": Section("training", "Whole steps before and after a change", "bench/steps.py"),
-    "chunks-*": Section("training", "Training in chunks", "bench/steps.py"),
+    "chunks-*": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
     "generation-*": Section("training", "Generation over ranks", "bench/generation.py"),
-    "passes-*": Section(
-        "time", "Elementwise passes and the loss, 16K tokens of minicpm4-8b", "bench/passes.py"
-    ),
+    "passes-*": Section("time", "Elementwise passes and the loss", "bench/passes.py"),
     "live-training-*": Section(
         "training",
         "Training CPM-Bee",
