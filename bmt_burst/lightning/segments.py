@@ -1,0 +1,251 @@
+"""The plan of lightning attention over ranks: segments of tokens, and the states that ranks send.
+
+A run is consecutive positions of one rank. Document borders cut it into segments. Only its first
+segment may begin with a state of earlier runs, and only its last one may leave a state for later
+runs. All follows from the documents and the layout, so ranks exchange nothing but states.
+
+Plain numbers, no torch. `print(plan_states(layout, borders, rank))` shows a plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..sequence.layout import Layout, Run
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The parts of a rank's tokens that have a state of their own.
+
+    cuts    (0, ..., T), strictly rising: segment i has tokens cuts[i] to cuts[i + 1] - 1
+    opens   segments that begin with a state of other runs, rising. The others begin with 0.
+    leaves  segments that leave their last state to other runs, rising
+    """
+
+    cuts: tuple[int, ...]
+    opens: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
+    # what kernels keep for these segments
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+class Message(NamedTuple):
+    """The state of a run, and the rank of a ring that it is sent to or received from."""
+
+    run: int
+    peer: int
+
+
+class Hop(NamedTuple):
+    """The messages of one ring, in the same order at both ends."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+class Term(NamedTuple):
+    """A state that is added to another one, after it decayed over `tokens`."""
+
+    run: int
+    tokens: int
+
+
+class Sum(NamedTuple):
+    """The state that a run takes: the last state of each of `terms`, decayed.
+
+    earlier  how many tokens the previous Sum of this rank decays over until it is added, or None
+             if it belongs to another document
+    """
+
+    terms: tuple[Term, ...]
+    earlier: int | None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The states that a rank sends, receives and adds up in one direction. Runs are numbered in
+    that direction.
+
+    own     the runs whose states this rank computes
+    across  messages between hosts, among the ranks at one place of all hosts
+    within  messages within this host, afterwards
+    sums    the states that this rank takes, in the order of their runs
+    """
+
+    own: tuple[int, ...]
+    across: Hop
+    within: Hop
+    sums: tuple[Sum, ...]
+
+    def __str__(self) -> str:
+        hops = "; ".join(
+            f"{ring}: sends {_format(hop.sends)}, receives {_format(hop.receives)}"
+            for ring, hop in (("between hosts", self.across), ("within the host", self.within))
+            if hop.sends or hop.receives
+        )
+        return f"adds {len(self.sums)} states, {hops or 'sends and receives nothing'}"
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """The part of one rank. `backward` numbers runs from the end of the sequence."""
+
+    rank: int
+    runs: tuple[Run, ...]
+    segments: Segments
+    forward: Exchange
+    backward: Exchange
+
+    def __str__(self) -> str:
+        runs = ", ".join(f"{run.start} to {run.stop - 1}" for run in self.runs)
+        segments = self.segments
+        return "\n".join(
+            (
+                f"rank {self.rank}: positions {runs}, {len(segments.cuts) - 1} segments, "
+                f"{len(segments.opens)} open, {len(segments.leaves)} leave a state",
+                f"  forward {self.forward}",
+                f"  backward {self.backward}",
+            )
+        )
+
+
+def plan_states(
+    layout: Layout, borders: Sequence[int], rank: int, inner: int | None = None
+) -> StatePlan:
+    """Return the part of a rank.
+
+    borders  where documents begin, rising from 0, and last the length of the sequence
+    inner    the number of ranks of a host, by default all
+
+    Raises ValueError if a run has steps, as in striped layouts.
+    """
+    by_rank = [tuple(_join_runs(layout, r)) for r in range(layout.size)]
+    runs = sorted(itertools.chain(*by_rank))
+    end = layout.seq_len
+    forward = [(run.start, run.stop, run.owner) for run in runs]
+    backward = [(end - stop, end - start, owner) for start, stop, owner in reversed(forward)]
+    mirrored = [end - border for border in reversed(borders)]
+    inner = inner or layout.size
+    return StatePlan(
+        rank,
+        by_rank[rank],
+        _cut_segments(by_rank[rank], borders),
+        _plan_exchange(forward, borders, rank, inner),
+        _plan_exchange(backward, mirrored, rank, inner),
+    )
+
+
+def _join_runs(layout: Layout, rank: int) -> Iterator[Run]:
+    """Yield the runs of a rank, neighbours joined."""
+    last = None
+    for run in layout.runs(rank):
+        length = run.span[1] - run.span[0]
+        if run.step != 1 and length > 1:
+            raise ValueError(
+                f"lightning attention needs consecutive tokens, got {layout!r}: each of its runs "
+                "would send a state for one token; use layout='zigzag'"
+            )
+        if last is not None and last.start + last.span[1] - last.span[0] == run.start:
+            last = last._replace(span=(last.span[0], run.span[1]))
+            continue
+        if last is not None:
+            yield last
+        last = run._replace(step=1)
+    if last is not None:
+        yield last
+
+
+def _cut_segments(runs: Sequence[Run], borders: Sequence[int]) -> Segments:
+    cuts, opens, leaves = [0], list[int](), list[int]()
+    for run in runs:
+        first, last = bisect_left(borders, run.start), bisect_left(borders, run.stop)
+        if borders[first] != run.start:
+            opens.append(len(cuts) - 1)
+        shift = run.span[0] - run.start
+        cuts += [b + shift for b in borders[first:last] if b > run.start]
+        if borders[last] != run.stop:
+            leaves.append(len(cuts) - 1)
+        cuts.append(run.span[1])
+    return Segments(tuple(cuts), tuple(opens), tuple(leaves))
+
+
+def _plan_exchange(
+    runs: Sequence[tuple[int, int, int]], borders: Sequence[int], rank: int, inner: int
+) -> Exchange:
+    """Plan the exchange of states from earlier to later runs (start, stop, owner)."""
+    starts, inside = [start for start, _, _ in runs], set(borders)
+    needed: dict[int, set[int]] = {owner: set() for _, _, owner in runs}
+    sums, previous = list[Sum](), dict[int, int]()  # by rank its last run that takes a state
+    for number, (start, _, owner) in enumerate(runs):
+        if start in inside:
+            continue
+        document = borders[bisect_right(borders, start) - 1]
+        first, earlier = bisect_right(starts, document) - 1, previous.get(owner, 0)
+        joins = earlier > first
+        sources = range(max(first, earlier), number)
+        needed[owner].update(sources)
+        if owner == rank:
+            terms = tuple(Term(run, start - runs[run][1]) for run in sources)
+            sums.append(Sum(terms, start - starts[earlier] if joins else None))
+        previous[owner] = number
+    own = [
+        number for number, (_, stop, owner) in enumerate(runs)
+        if owner == rank and stop not in inside
+    ]  # fmt: skip
+    owners = [owner for _, _, owner in runs]
+    return Exchange(tuple(own), *_plan_hops(owners, needed, rank, inner), tuple(sums))
+
+
+def _plan_hops(
+    owners: Sequence[int], needed: dict[int, set[int]], rank: int, inner: int
+) -> tuple[Hop, Hop]:
+    """Plan the messages of a rank that bring each rank the states of its `needed` runs.
+
+    A state that another host needs is sent there once: to the rank at the owner's place. That one
+    passes it on within its host.
+    """
+    host, place = divmod(rank, inner)
+    by_host: dict[int, set[int]] = {}
+    for owner, its_runs in needed.items():
+        by_host.setdefault(owner // inner, set()).update(its_runs)
+    here = range(host * inner, (host + 1) * inner)
+    across = Hop(
+        tuple(
+            Message(run, to)
+            for to in sorted(by_host.keys() - {host})
+            for run in sorted(by_host[to])
+            if owners[run] == rank
+        ),
+        tuple(
+            Message(run, owners[run] // inner)
+            for run in sorted(by_host.get(host, ()), key=lambda run: (owners[run], run))
+            if owners[run] not in here and owners[run] % inner == place
+        ),
+    )
+    within = Hop(
+        tuple(
+            Message(run, to % inner)
+            for to in here
+            if to != rank
+            for run in sorted(needed.get(to, ()))
+            if owners[run] % inner == place
+        ),
+        tuple(
+            Message(run, owners[run] % inner)
+            for run in sorted(needed.get(rank, ()))
+            if owners[run] % inner != place
+        ),
+    )
+    return across, within
+
+
+def _format(messages: Sequence[Message]) -> str:
+    by_peer: dict[int, int] = {}
+    for _, peer in messages:
+        by_peer[peer] = by_peer.get(peer, 0) + 1
+    return ", ".join(f"{n} with rank {peer}" for peer, n in by_peer.items()) or "nothing"
