@@ -26,10 +26,11 @@ from bmt_burst import (
     simulate,
     strategies,
 )
+from bmt_burst.base import kept
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
-from bmt_burst.sparse import Choices, choose, keep_choices, memory
+from bmt_burst.sparse import Choices, choose, keep_choices
 from bmt_burst.sparse import cache as cache_module
 from bmt_burst.sparse.blocks import packed_dtype
 from bmt_burst.sparse.compressed import compress, sum_strides
@@ -525,7 +526,7 @@ def test_a_layer_that_runs_twice_in_a_forward_does_not_take_its_first_choice():
 def test_a_recomputation_that_chooses_again_warns_once(caplog):
     attend = functools.partial(burst_attn_func, causal=True, sparse=SMALL)
     leaves = [x.requires_grad_() for x in random_qkv(1, 64, 4, 2, 8)[:3]]
-    memory._warn_of_choosing_again.cache_clear()
+    kept._warn_of_choosing_again.cache_clear()
     for _ in range(2):
         checkpoint(attend, *leaves, use_reentrant=True).sum().backward()
     assert [x.message.split(":")[0] for x in caplog.records if "chooses" in x.message] == [

@@ -10,7 +10,6 @@ blocks      the chosen blocks beyond the window, as places in a sequence
 far         attention to them, by `torch_far`, or on GPUs `triton_far`
 tiles       the blocks of neighbouring queries, and the queries of each block, for GPUs
 cache       attention of new tokens to a cache of keys and values
-memory      choices that outlive activation checkpointing
 spans       gathers tokens of the sequence from all ranks, and returns gradients to their owners
 plan        the part of a rank in a call
 extension   the seam to a call of attention
@@ -20,8 +19,8 @@ extension   the seam to a call of attention
 checkpointing.
 """
 
+from ..base.kept import Choices, keep_choices
 from .choice import choose
 from .config import InfLLMV2
-from .memory import Choices, keep_choices
 
 __all__ = ["Choices", "InfLLMV2", "choose", "keep_choices"]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..base.arguments import DTYPES, check_tensor
+from ..base.kept import is_recomputing
 from ..kernels import Kernel
 from ..sequence.mask import Mask
 from ..spec import Spec
@@ -17,7 +18,6 @@ from ..strategies import Plan, Problem, choose
 from ..strategies.extension import Extension, Tensors
 from .choice import find_fault
 from .config import InfLLMV2
-from .memory import is_recomputing
 from .plan import SparsePlan
 from .queries import find_longest, near_mask
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..base.kept import find_choice
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
 from ..merging.merge import stack_lse_delta
@@ -44,7 +45,6 @@ from .choice import choose_by_score
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 from .far import find_kernels
-from .memory import find_choice
 from .queries import Choosers, find_longest, own_keys
 from .spans import Spans
 

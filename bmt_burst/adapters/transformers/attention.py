@@ -13,8 +13,8 @@ from ...base.compiled import not_compiled
 from ...base.dtypes import accumulator_dtype
 from ...calls.refusal import refuse_call
 from ...nn import limit_masks
+from ...sparse import Choices
 from ...sparse.config import InfLLMV2
-from ...sparse.memory import Choices
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
 

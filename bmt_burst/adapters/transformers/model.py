@@ -19,7 +19,7 @@ from ...loss import cross_entropy_sum
 from ...ranks.agreement import gather_terms, read_equal_terms, run_together
 from ...ranks.rings import make_rings
 from ...ranks.sequence_parallel import SequenceParallel
-from ...sparse.memory import Choices
+from ...sparse import Choices
 from ..enabling import check_sp, put_before
 from .attention import ForwardContext
 from .configs import check_configs
