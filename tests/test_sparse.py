@@ -512,7 +512,7 @@ def test_a_recomputation_with_more_calls_than_the_first_run_is_refused():
         return q.sin()
 
     out = checkpoint(work, *leaves, use_reentrant=False, context_fn=keep_choices)
-    with pytest.raises(RuntimeError, match="with 1 calls of sparse attention"):
+    with pytest.raises(RuntimeError, match="with 1 calls that keep results"):
         out.sum().backward()
 
 
@@ -526,7 +526,7 @@ def test_a_layer_that_runs_twice_in_a_forward_does_not_take_its_first_choice():
 def test_a_recomputation_that_chooses_again_warns_once(caplog):
     attend = functools.partial(burst_attn_func, causal=True, sparse=SMALL)
     leaves = [x.requires_grad_() for x in random_qkv(1, 64, 4, 2, 8)[:3]]
-    kept._warn_of_choosing_again.cache_clear()
+    kept._warn_of_finding_again.cache_clear()
     for _ in range(2):
         checkpoint(attend, *leaves, use_reentrant=True).sum().backward()
     assert [x.message.split(":")[0] for x in caplog.records if "chooses" in x.message] == [

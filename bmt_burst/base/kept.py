@@ -1,14 +1,15 @@
-"""Choices that are kept while activation checkpointing drops everything else.
+"""Results that are kept while activation checkpointing drops everything else: the choices of sparse
+attention, and the states of lightning attention.
 
-A checkpointed function runs again in the backward. To choose again would gather all keys again and
-score them. So the first run keeps its choices, and the second takes them in the same order.
+A checkpointed function runs again in the backward. To find these results again, ranks would
+exchange tensors again. So the first run keeps them, and the second takes them in the same order.
 
 A call cannot find out which first run its recomputation belongs to. So the caller states it:
-`keep_choices` makes the contexts of one checkpointed function, as torch's checkpointing without
-reentrance takes them. `Choices` is for all other ways to checkpoint.
+`keep_results` makes the contexts of one checkpointed function, as torch's checkpointing without
+reentrance takes them. `Results` is for all other ways to checkpoint.
 
 Checkpointed functions may be nested. The outer one's recomputation runs the inner one for the first
-time again. Then the inner one takes its choices from the outer one.
+time again. Then the inner one takes its results from the outer one.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from torch import Tensor
 logger = logging.getLogger("bmt_burst")
 
 
-def keep_choices() -> tuple[KeptChoices, KeptChoices]:
+def keep_results() -> tuple[KeptResults, KeptResults]:
     """Return the contexts of a first run and of its recomputation.
 
     Pass it as `context_fn` to torch.utils.checkpoint.checkpoint(..., use_reentrant=False). All
     ranks of a group must do so, or none.
     """
     kept: list[Tensor] = []
-    return KeptChoices(kept, recomputes=False), KeptChoices(kept, recomputes=True)
+    return KeptResults(kept, recomputes=False), KeptResults(kept, recomputes=True)
 
 
-class Choices:
-    """The choices of one forward of a model, for the recomputations of its layers.
+class Results:
+    """The kept results of one forward of a model, for the recomputations of its layers.
 
     It fits every kind of activation checkpointing, also reentrant ones and BMTrain's blocks. Make
     one for each forward of the model, and pass it to each layer as an argument, so that a
@@ -54,17 +55,17 @@ class Choices:
     """
 
     def __init__(self) -> None:
-        self._recomputations: dict[Hashable, KeptChoices] = {}
+        self._recomputations: dict[Hashable, KeptResults] = {}
 
-    def of(self, layer: Hashable) -> KeptChoices:
+    def of(self, layer: Hashable) -> KeptResults:
         """Return the context of one run of `layer`, which is the layer itself or a name.
 
-        Its first run keeps its choices. Recomputations, which run inside a backward, take them.
+        Its first run keeps its results. Recomputations, which run inside a backward, take them.
         Raises ValueError if the layer runs twice in a forward.
         """
         again = self._recomputations.get(layer)
         if again is None:
-            first, self._recomputations[layer] = keep_choices()
+            first, self._recomputations[layer] = keep_results()
             return first
         if not _is_in_backward():
             raise ValueError(
@@ -75,13 +76,13 @@ class Choices:
         return again
 
 
-class KeptChoices:
-    """A context in which choices are kept, or taken if it or one around it `recomputes`."""
+class KeptResults:
+    """A context in which results are kept, or taken if it or one around it `recomputes`."""
 
     def __init__(self, kept: list[Tensor], recomputes: bool):
         self.kept, self.recomputes = kept, recomputes
         self._taken = 0
-        self._tokens: list[Token[tuple[KeptChoices, ...]]] = []
+        self._tokens: list[Token[tuple[KeptResults, ...]]] = []
 
     def __enter__(self) -> None:
         self._taken = 0
@@ -93,10 +94,10 @@ class KeptChoices:
         _contexts.reset(self._tokens.pop())
 
     def take(self) -> Tensor:
-        """Return the next choice of the first run. Raises RuntimeError if there is none."""
+        """Return the next result of the first run. Raises RuntimeError if there is none."""
         if self._taken == len(self.kept):
             raise RuntimeError(
-                f"expected a recomputation with {len(self.kept)} calls of sparse attention, as in "
+                f"expected a recomputation with {len(self.kept)} calls that keep results, as in "
                 "the first run, got more"
             )
         self._taken += 1
@@ -104,27 +105,29 @@ class KeptChoices:
 
 
 # the contexts that a call is in, the outermost first
-_contexts: ContextVar[tuple[KeptChoices, ...]] = ContextVar("kept_choices", default=())
+_contexts: ContextVar[tuple[KeptResults, ...]] = ContextVar("kept_results", default=())
 
 
 def is_recomputing() -> bool:
-    """Whether calls take the choices of an earlier run."""
+    """Whether calls take the results of an earlier run."""
     return any(context.recomputes for context in _contexts.get())
 
 
-def find_choice(choose: Callable[[], Tensor]) -> Tensor:
-    """Return the choice that an earlier run kept for this call. If nothing recomputes, choose.
+def find_kept(find: Callable[[], Tensor], finding: str) -> Tensor:
+    """Return the result that an earlier run kept for this call. If nothing recomputes, find it.
 
     All contexts that recompute take it. The others keep it for their own recomputations.
+
+    finding  what `find` does, for the report of a process that does it again
     """
     taken = [context.take() for context in _contexts.get() if context.recomputes]
     if not taken and _is_in_backward():
-        _warn_of_choosing_again()
-    choice = taken[-1] if taken else choose()
+        _warn_of_finding_again(finding)
+    result = taken[-1] if taken else find()
     for context in _contexts.get():
         if not context.recomputes:
-            context.kept.append(choice)
-    return choice
+            context.kept.append(result)
+    return result
 
 
 def _is_in_backward() -> bool:
@@ -133,10 +136,10 @@ def _is_in_backward() -> bool:
 
 
 @functools.cache
-def _warn_of_choosing_again() -> None:
+def _warn_of_finding_again(finding: str) -> None:
     """Warn once in each process."""
     logger.warning(
-        "sparse attention chooses its blocks again in a recomputation, which costs time: pass "
+        f"{finding} again in a recomputation, which costs time: pass "
         "context_fn=bmt_burst.sparse.keep_choices and use_reentrant=False to "
         "torch.utils.checkpoint, or use bmt_burst.sparse.Choices"
     )

@@ -16,10 +16,11 @@ extension   the seam to a call of attention
 
 `choose` returns the choice of whole sequences on one process, for inspection. `burst_attn_func` and
 `nn.BurstAttention` take `sparse=InfLLMV2()`. `keep_choices` and `Choices` are for activation
-checkpointing.
+checkpointing (`base/kept.py`). They also keep the states of lightning attention.
 """
 
-from ..base.kept import Choices, keep_choices
+from ..base.kept import Results as Choices
+from ..base.kept import keep_results as keep_choices
 from .choice import choose
 from .config import InfLLMV2
 

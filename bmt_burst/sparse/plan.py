@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
-from ..base.kept import find_choice
+from ..base.kept import find_kept
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
 from ..merging.merge import stack_lse_delta
@@ -85,7 +85,7 @@ class SparsePlan(Plan):
                 keys = self._compress(rings, k)
                 return torch.stack([self._choose_row(*row) for row in zip(q, keys, strict=True)])
 
-        return find_choice(choose)
+        return find_kept(choose, "sparse attention chooses its blocks")
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
