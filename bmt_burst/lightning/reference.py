@@ -1,4 +1,4 @@
-"""Lightning attention in torch, in chunks: for CPUs, fp64, and as the specification of other kernels.
+"""Lightning attention in torch, in chunks: for CPUs and fp64. It specifies the other kernels.
 
 In a chunk, tokens attend to each other as in attention without a softmax. What is before the chunk
 is one state S (D, D) a head. With decay d = e^(-slope) and tokens t = 0 .. n - 1 of a chunk:
