@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
 from .segments import Segments
+from .slopes import decay
 
 CHUNK = 64  # tokens
 
@@ -170,11 +171,6 @@ def _decays(slopes: Tensor, n: int) -> _Decays:
         decay(slopes, distances).tril(),
         decay(slopes, t[:1] + n).unsqueeze(2),
     )
-
-
-def decay(slopes: Tensor, tokens: Tensor) -> Tensor:
-    """Return e^(-slope * tokens) (H, ...) for slopes (H,) and numbers of tokens of any shape."""
-    return torch.exp(slopes.view(-1, *[1] * tokens.dim()) * -tokens)
 
 
 def _cut(segments: Segments) -> list[_Chunk]:

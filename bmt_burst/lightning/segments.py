@@ -35,10 +35,13 @@ class Segments:
 
 
 class Message(NamedTuple):
-    """The state of a run, and the rank of a ring that it is sent to or received from."""
+    """The state of a run, the rank of a ring that it is sent to or received from, and its place
+    among the states that the receiver gets.
+    """
 
     run: int
     peer: int
+    place: int
 
 
 class Hop(NamedTuple):
@@ -74,13 +77,17 @@ class Exchange:
     own     the runs whose states this rank computes
     across  messages between hosts, among the ranks at one place of all hosts
     within  messages within this host, afterwards
+    most    the most states that any rank receives from ranks of its host
     sums    the states that this rank takes, in the order of their runs
+    is_any  whether any rank takes a state. Otherwise no rank sends one.
     """
 
     own: tuple[int, ...]
     across: Hop
     within: Hop
+    most: int
     sums: tuple[Sum, ...]
+    is_any: bool
 
     def __str__(self) -> str:
         hops = "; ".join(
@@ -135,8 +142,8 @@ def plan_states(
         rank,
         by_rank[rank],
         _cut_segments(by_rank[rank], borders),
-        _plan_exchange(forward, borders, rank, inner),
-        _plan_exchange(backward, mirrored, rank, inner),
+        _plan_exchange(forward, borders, rank, layout.size, inner),
+        _plan_exchange(backward, mirrored, rank, layout.size, inner),
     )
 
 
@@ -175,11 +182,15 @@ def _cut_segments(runs: Sequence[Run], borders: Sequence[int]) -> Segments:
 
 
 def _plan_exchange(
-    runs: Sequence[tuple[int, int, int]], borders: Sequence[int], rank: int, inner: int
+    runs: Sequence[tuple[int, int, int]],
+    borders: Sequence[int],
+    rank: int,
+    size: int,
+    inner: int,
 ) -> Exchange:
     """Plan the exchange of states from earlier to later runs (start, stop, owner)."""
     starts, inside = [start for start, _, _ in runs], set(borders)
-    needed: dict[int, set[int]] = {owner: set() for _, _, owner in runs}
+    needed = [set[int]() for _ in range(size)]
     sums, previous = list[Sum](), dict[int, int]()  # by rank its last run that takes a state
     for number, (start, _, owner) in enumerate(runs):
         if start in inside:
@@ -198,54 +209,58 @@ def _plan_exchange(
         if owner == rank and stop not in inside
     ]  # fmt: skip
     owners = [owner for _, _, owner in runs]
-    return Exchange(tuple(own), *_plan_hops(owners, needed, rank, inner), tuple(sums))
+    across, within, most = _plan_hops(owners, needed, rank, inner)
+    return Exchange(tuple(own), across, within, most, tuple(sums), any(needed))
 
 
 def _plan_hops(
-    owners: Sequence[int], needed: dict[int, set[int]], rank: int, inner: int
-) -> tuple[Hop, Hop]:
-    """Plan the messages of a rank that bring each rank the states of its `needed` runs.
+    owners: Sequence[int], needed: Sequence[set[int]], rank: int, inner: int
+) -> tuple[Hop, Hop, int]:
+    """Plan the messages of a rank that bring each rank the states of its `needed` runs, and find
+    the most that any rank receives within its host.
 
     A state that another host needs is sent there once: to the rank at the owner's place. That one
     passes it on within its host.
     """
-    host, place = divmod(rank, inner)
-    by_host: dict[int, set[int]] = {}
-    for owner, its_runs in needed.items():
-        by_host.setdefault(owner // inner, set()).update(its_runs)
-    here = range(host * inner, (host + 1) * inner)
+    size, place = len(needed), rank % inner
+    host = range(rank - place, rank - place + inner)
+
+    def find_crossing(to: int) -> list[int]:
+        """Return the runs of other hosts whose states a rank receives for its host."""
+        first = to - to % inner
+        of_host = set[int]().union(*needed[first : first + inner])
+        return [
+            run for run in sorted(of_host)
+            if owners[run] != to and (owners[run] - to) % inner == 0
+        ]  # fmt: skip
+
+    def find_within(to: int) -> list[int]:
+        """Return the runs whose states a rank receives from its host."""
+        return [run for run in sorted(needed[to]) if (owners[run] - to) % inner]
+
     across = Hop(
         tuple(
-            Message(run, to)
-            for to in sorted(by_host.keys() - {host})
-            for run in sorted(by_host[to])
+            Message(run, to // inner, at)
+            for to in range(place, size, inner)
+            for at, run in enumerate(find_crossing(to))
             if owners[run] == rank
         ),
-        tuple(
-            Message(run, owners[run] // inner)
-            for run in sorted(by_host.get(host, ()), key=lambda run: (owners[run], run))
-            if owners[run] not in here and owners[run] % inner == place
-        ),
+        tuple(Message(run, owners[run] // inner, at) for at, run in enumerate(find_crossing(rank))),
     )
     within = Hop(
         tuple(
-            Message(run, to % inner)
-            for to in here
-            if to != rank
-            for run in sorted(needed.get(to, ()))
+            Message(run, to % inner, at)
+            for to in host
+            for at, run in enumerate(find_within(to))
             if owners[run] % inner == place
         ),
-        tuple(
-            Message(run, owners[run] % inner)
-            for run in sorted(needed.get(rank, ()))
-            if owners[run] % inner != place
-        ),
+        tuple(Message(run, owners[run] % inner, at) for at, run in enumerate(find_within(rank))),
     )
-    return across, within
+    return across, within, max(len(find_within(to)) for to in range(size))
 
 
 def _format(messages: Sequence[Message]) -> str:
     by_peer: dict[int, int] = {}
-    for _, peer in messages:
+    for _, peer, _ in messages:
         by_peer[peer] = by_peer.get(peer, 0) + 1
     return ", ".join(f"{n} with rank {peer}" for peer, n in by_peer.items()) or "nothing"
