@@ -2,9 +2,10 @@
 
 A head has one state (D, D), so ranks send states instead of keys and values.
 
-attention  `lightning_attn_func`: checks, plan, forward and backward
+attention  `lightning_attn_func`, and the checks of its calls
+plan       the part of a rank in a call: forward and backward
 slopes     how fast states decay
-segments   the plan: which tokens have a state of their own, and which states ranks send
+segments   which tokens have a state of their own, and which states ranks send
 exchange   sends states and adds them up
 kernels    the contract of kernels
 reference  the kernel in torch

@@ -1,9 +1,9 @@
-"""The function lightning_attn_func: its checks, its plan, and its forward and backward.
+"""The function lightning_attn_func, and the checks of its calls.
 
-Ranks agree on each call and each backward as in `burst_attn_func` (`ranks/agreement.py`). A plan
-follows from their terms, and is kept for later calls.
+Ranks agree on each call as in `burst_attn_func` (`ranks/agreement.py`). A plan follows from their
+terms, and is kept for later calls.
 
-Letters: B batch, S tokens of this rank, T = B S, H heads, D head size, N states.
+Letters: B batch, S tokens of this rank, T = B S, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -11,44 +11,39 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import as_positive
-from ..base.autocast import without_autocast
-from ..base.autograd import check_first_derivative, check_transforms
+from ..base.autograd import check_transforms
 from ..base.compiled import not_compiled
 from ..base.dtypes import accumulator_dtype
-from ..base.kept import find_kept, is_recomputing
-from ..base.streams import send_to_device
+from ..base.kept import is_recomputing
 from ..calls.call import find_kept_plan
 from ..calls.inputs import Inputs, check_inputs
 from ..calls.masking import Masking, check_lengths, find_masking, resolve_layout
 from ..calls.options import Layouts, Masks, Options, check_options
 from ..calls.refusal import refuse_arguments, refuse_wrong_arguments
 from ..calls.terms import describe_inputs, describe_layout, describe_mask
-from ..kernels.packed import prepare_once
 from ..ranks.agreement import (
     admit_one_thread,
     gather_terms,
     mark_known,
     read_equal_terms,
     report_failure,
-    run_together,
 )
 from ..ranks.rings import Group, Rings, check_device, make_rings
 from ..sequence.layout import Layout, Stacked
 from ..sequence.mask import Mask
 from ..transport import LANES
 from . import kernels
-from .exchange import exchange_states, find_weights, state_bytes
-from .segments import Exchange, StatePlan, plan_states
+from .exchange import state_bytes
+from .plan import NAME, LightningAttention, Plan
+from .segments import find_borders, plan_states
 from .slopes import check_slopes, describe_slopes
 
-NAME = "lightning_attn_func"
 CALL = f"a call of {NAME}"
 
 _SOFTMAX = "lightning attention has no softmax, so it takes no scores, bias, softcap or sinks"
@@ -105,8 +100,8 @@ def lightning_attn_func(
         mask: causal documents of the whole sequence, such as Mask.documents(cu_seqlens), or one
             such mask for each row of the batch. By default a row is one document.
         layout: the positions of each rank's tokens, as in burst_attn_func: "zigzag", "contiguous",
-            "balanced", a `bmt_burst.Layout`, or one of these for each row of the batch. All
-            balance the work, since each token costs the same. "striped" is refused.
+            "balanced", a `bmt_burst.Layout`, or one of these for each row of the batch. Each token
+            costs the same, so all balance the work. "striped" is refused.
         flash: the kernel: "auto" for the fastest that can compute the call, or "reference".
         process_group: the ranks that share the sequence, as in burst_attn_func.
         double_group: (intra, inter) groups of a double ring, instead of `process_group`.
@@ -140,7 +135,7 @@ def lightning_attn_func(
             plan = find_kept_plan(rings, lines, lambda: _make_plan(rings, call, lines))
             rings.history.calls = number
             tensors = (_flatten(x) for x in call.inputs.tensors)
-            run: Callable[..., Tensor] = _LightningAttention.apply
+            run: Callable[..., Tensor] = LightningAttention.apply
             return run(*tensors, rings, plan, number).view(call.inputs.q.shape)
 
 
@@ -151,7 +146,7 @@ class _Call(NamedTuple):
     slopes: tuple[float, ...]
     scale: float
     masking: Masking
-    kernel: kernels.Kernel
+    kernel: str
     terms: dict[str, Any]
 
 
@@ -175,7 +170,7 @@ def _check_call(
     _check_layouts(options.layout)
     if masking.mask is not None:
         find_borders(masking.mask)
-    name, kernel = kernels.pick(options.flash, q)
+    kernel = kernels.pick(options.flash, q)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.tensors)
     terms = {
         **describe_inputs(inputs, masking.rows),
@@ -184,7 +179,7 @@ def _check_call(
         "mask": describe_mask(masking),
         "layout": describe_layout(masking.layout),
         "recording of gradients": recorded,
-        "the kernel of flash": name,
+        "the kernel of flash": kernel,
         "kept states": is_recomputing(),
     }
     return _Call(inputs, values, scale, masking, kernel, terms)
@@ -215,85 +210,7 @@ def _check_layouts(layouts: Layouts) -> None:
             )
 
 
-@functools.lru_cache(maxsize=64)  # each call needs them, and a mask may have thousands of slices
-def find_borders(mask: Mask) -> tuple[int, ...]:
-    """Return where the documents of a mask begin, rising from 0, and last the mask's length.
-
-    Raises ValueError unless the mask is of causal documents.
-    """
-    mask.check_one_length("lightning attention")
-    borders = [0]
-    for q, kv, low, high in mask.slices:
-        tokens = q[1] - q[0]
-        is_causal = tokens == 1 or (low == 0 and (high is None or high >= tokens))
-        if q != kv or q[0] != borders[-1] or not is_causal:
-            kind = "a full" if low is None else "a window's" if high is not None else "another"
-            raise ValueError(
-                "lightning attention needs causal documents, such as Mask.documents(cu_seqlens), "
-                f"not windows, prefixes or full masks; got {kind} Slice{(q, kv, low, high)}"
-            )
-        borders.append(q[1])
-    if borders[-1] != mask.seq_len:
-        raise ValueError(
-            "lightning attention needs causal documents, in which each token sees itself; got a "
-            f"mask in which token {borders[-1]} sees nothing"
-        )
-    return tuple(borders)
-
-
-@dataclass(eq=False)
-class _Plan:
-    """The part of one rank in calls with the same terms.
-
-    prepared  tensors that are kept on devices
-    """
-
-    states: StatePlan
-    kernel: kernels.Kernel
-    slopes: tuple[float, ...]
-    scale: float
-    prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def slopes_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the slopes (H,) on a device, in the accumulator's dtype of q's."""
-
-        def make() -> Tensor:
-            slopes = torch.tensor(self.slopes, dtype=accumulator_dtype(dtype))
-            return send_to_device(slopes, device)
-
-        return prepare_once(self, ("slopes", dtype), device, make)
-
-    def take_initial(self, rings: Rings, last: Tensor) -> Tensor:
-        """Return the states (N, H, D, D) with which segments begin, from those after segments. A
-        recomputation takes those of the first run.
-        """
-        plan = self.states.forward
-        if not plan.is_any:
-            return last
-        finding = "lightning attention exchanges its states"
-        return find_kept(lambda: self._exchange(rings, "forward", plan, last), finding)
-
-    def take_final(self, rings: Rings, first: Tensor) -> Tensor:
-        """Return the gradients (N, H, D, D) of the states after segments, from those of the states
-        before segments.
-        """
-        plan = self.states.backward
-        if not plan.is_any:
-            return first
-        # its runs are numbered from the end of the sequence
-        return self._exchange(rings, "backward", plan, first.flip(0)).flip(0)
-
-    def _exchange(self, rings: Rings, name: str, plan: Exchange, own: Tensor) -> Tensor:
-        def make() -> Tensor:
-            slopes = torch.tensor(self.slopes, dtype=torch.float64)
-            return send_to_device(find_weights(plan.sums, slopes).to(own.dtype), own.device)
-
-        weights = prepare_once(self, (name, own.dtype), own.device, make)
-        found = exchange_states(rings, plan, own.unbind(), own, weights)
-        return torch.stack(found) if found else own[:0]
-
-
-def _make_plan(rings: Rings, call: _Call, lines: Sequence[bytes]) -> _Plan:
+def _make_plan(rings: Rings, call: _Call, lines: Sequence[bytes]) -> Plan:
     """Return this rank's plan, which follows from the lines of all ranks.
 
     Raises ValueError on all ranks if the terms do not agree.
@@ -312,9 +229,9 @@ def _make_plan(rings: Rings, call: _Call, lines: Sequence[bytes]) -> _Plan:
     like = torch.empty(1, q.shape[2], size, size, dtype=accumulator_dtype(q.dtype), device="meta")
     most = max(states.forward.most, states.backward.most)
     rings.reserve({**dict.fromkeys(LANES, 0), "visit": most * state_bytes(like)}, q.device)
-    has_tokens = len(states.segments.cuts) > 1
-    kernel = call.kernel if has_tokens else kernels.load("reference")
-    return _Plan(states, kernel, call.slopes, call.scale)
+    # other kernels need tokens
+    kernel = call.kernel if len(states.segments.cuts) > 1 else "reference"
+    return Plan(states, kernels.load(kernel), call.slopes, call.scale)
 
 
 def _find_sequence(call: _Call, tokens: list[int]) -> tuple[Mask, Layout]:
@@ -337,54 +254,3 @@ def _flatten(x: Tensor) -> Tensor:
     """Return x (B, S, H, D) as (T, H, D), with entries of a head side by side."""
     x = x.flatten(0, 1)
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-class _LightningAttention(torch.autograd.Function):
-    """Lightning attention of one rank by its plan: (T, H, D), differentiable once in q, k and v."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rings: Rings, plan: _Plan, number: int
-    ) -> Tensor:
-        """Return out of the call with this number."""
-        segments, kernel = plan.states.segments, plan.kernel
-        slopes = plan.slopes_on(q.device, q.dtype)
-        with without_autocast(q):
-            states = kernel.forward_states(k, v, slopes, segments)
-            initial = plan.take_initial(rings, states.last)
-            out = kernel.outputs(q, k, v, slopes, plan.scale, segments, states, initial)
-        ctx.save_for_backward(q, k, v, initial)
-        ctx.rings, ctx.plan, ctx.number = rings, plan, number
-        return out
-
-    @staticmethod
-    @not_compiled  # not by compiled autograd either
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of forward's arguments, once all ranks are in this backward."""
-        doing = f"the backward of call {ctx.number}, of {NAME}"
-        rings: Rings = ctx.rings
-        plan: _Plan = ctx.plan
-
-        def begin() -> tuple[Tensor, ...]:
-            check_first_derivative(NAME)
-            check_transforms(f"the backward of {NAME}", dout)
-            saved: tuple[Tensor, ...] = ctx.saved_tensors  # raises if they were freed
-            return saved
-
-        with admit_one_thread(rings, doing):
-            q, k, v, initial = run_together(rings, doing, begin)
-            with without_autocast(dout), report_failure(rings, doing):
-                dq, dk, dv = _differentiate(rings, plan, q, k, v, dout, initial)
-        return dq, dk, dv, None, None, None
-
-
-def _differentiate(
-    rings: Rings, plan: _Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, initial: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of this rank's tokens."""
-    segments, kernel, scale = plan.states.segments, plan.kernel, plan.scale
-    slopes = plan.slopes_on(q.device, q.dtype)
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    states = kernel.backward_states(q, dout, slopes, scale, segments)
-    dfinal = plan.take_final(rings, states.last)
-    return kernel.gradients(q, k, v, dout, slopes, scale, segments, initial, states, dfinal)

@@ -4,11 +4,12 @@ A run is consecutive positions of one rank. Document borders cut it into segment
 segment may begin with a state of earlier runs, and only its last one may leave a state for later
 runs. All follows from the documents and the layout, so ranks exchange nothing but states.
 
-Plain numbers, no torch. `print(plan_states(layout, borders, rank))` shows a plan.
+Plain numbers, no torch. Try `print(plan_states(Layout.zigzag(60, 2), (0, 9, 60), rank=0))`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..sequence.layout import Layout, Run
+from ..sequence.mask import Mask
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,31 @@ class StatePlan:
                 f"  backward {self.backward}",
             )
         )
+
+
+@functools.lru_cache(maxsize=64)  # each call needs them, and a mask may have thousands of slices
+def find_borders(mask: Mask) -> tuple[int, ...]:
+    """Return where the documents of a mask begin, rising from 0, and last the mask's length.
+
+    Raises ValueError unless the mask is of causal documents.
+    """
+    mask.check_one_length("lightning attention")
+    borders = [0]
+    for q, kv, low, high in mask.slices:
+        tokens = q[1] - q[0]
+        is_causal = tokens == 1 or (low == 0 and (high is None or high >= tokens))
+        if q != kv or q[0] != borders[-1] or not is_causal:
+            raise ValueError(
+                "lightning attention needs causal documents, such as Mask.documents(cu_seqlens), "
+                f"not windows, prefixes or full masks; got Slice{(q, kv, low, high)}"
+            )
+        borders.append(q[1])
+    if borders[-1] != mask.seq_len:
+        raise ValueError(
+            "lightning attention needs causal documents, in which each token sees itself; got a "
+            f"mask in which token {borders[-1]} sees nothing"
+        )
+    return tuple(borders)
 
 
 def plan_states(
