@@ -107,12 +107,15 @@ def worst_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(error / size for error, size in zip(errors, sizes, strict=True))
 
 
-def worst_rank_error(groups: dict, rank: int, size: int) -> float:
+def worst_rank_error(
+    groups: dict, rank: int, size: int, layout: Layout | None = None, device: str = "cpu"
+) -> float:
     """Return the error of this rank of `groups`, in two calls: the second finds a plan."""
-    mask, layout = Mask.documents((0, 20, 21, 60)), Layout.zigzag(60, size)
+    mask, layout = Mask.documents((0, 20, 21, 60)), layout or Layout.zigzag(60, size)
     torch.manual_seed(0)
     tensors, slopes = random_tensors(1, 60)
     parts = [layout.shard(x, rank) for x in expected_results(tensors, slopes, 0.3, [mask])]
-    shards = [layout.shard(x, rank) for x in tensors]
-    calls = [shard_results(shards, slopes, scale=0.3, mask=mask, **groups) for _ in range(2)]
-    return max(worst_error(got, parts) for got in calls)
+    shards = [layout.shard(x, rank).to(device) for x in tensors]
+    options = {"scale": 0.3, "mask": mask, "layout": layout, **groups}
+    calls = [shard_results(shards, slopes.to(device), **options) for _ in range(2)]
+    return max(worst_error([x.cpu() for x in got], parts) for got in calls)
