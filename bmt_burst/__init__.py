@@ -17,6 +17,7 @@ from .attention import (
 )
 from .cache import Cache
 from .chunks import Chunks
+from .lightning import alibi_slopes, lightning_attn_func
 from .ranks.groups import init_sequence_parallel
 from .ranks.sequence_parallel import SequenceParallel
 from .ranks.simulation import simulate
@@ -39,11 +40,13 @@ __all__ = [
     "SequenceParallel",
     "Slice",
     "Transport",
+    "alibi_slopes",
     "burst_attn_func",
     "burst_attn_kvpacked_func",
     "burst_attn_qkvpacked_func",
     "burst_attn_varlen_func",
     "init_sequence_parallel",
+    "lightning_attn_func",
     "shard",
     "shift_labels",
     "simulate",

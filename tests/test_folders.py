@@ -23,14 +23,14 @@ LEVELS = [
     ("ranks",),
     ("strategies",),
     ("calls",),
-    ("bias", "sparse", "scores"),
+    ("bias", "sparse", "lightning", "scores"),
     ("extensions",),
     ("attention", "cache", "chunks", "loss", "offload", "nn", "", "doctor"),
     ("adapters", "bmtrain", "compat"),
 ]
 # The core, and words of its extensions.
 CORE = ("sequence", "merging", "transport", "ranks", "strategies")
-WORDS = re.compile(r"\b(?i:bias|learned|sparse|selected)\b|\bScores\b")
+WORDS = re.compile(r"\b(?i:bias|learned|sparse|lightning|selected)\b|\bScores\b")
 
 
 def modules(package: str) -> dict[str, Path]:

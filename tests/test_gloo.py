@@ -10,6 +10,7 @@ import torch.distributed as dist
 from bmt_burst import burst_attn_func, init_sequence_parallel
 from bmt_burst.ranks.groups import _count_ranks_a_host
 from bmt_burst.sequence.tile import KernelCall
+from tests import lightning
 from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
 from tests.launcher import run_ranks
 from tests.reference import dense_results
@@ -45,7 +46,7 @@ def worst_error(groups: dict, rank: int, size: int) -> float:
 
 def equality(rank: int) -> list[float]:
     size = dist.get_world_size()
-    errors = [worst_error({}, rank, size)]
+    errors = [worst_error({}, rank, size), lightning.worst_rank_error({}, rank, size)]
     x = torch.arange(3 * 13 * 2).view(3, 13, 2)
     for sp in [
         init_sequence_parallel(size),
@@ -58,7 +59,9 @@ def equality(rank: int) -> list[float]:
             sp.unshard(sp.shard(x), 99)
     if size == 4:
         sp = init_sequence_parallel(4, inner_size=2)
-        errors.append(worst_error({"double_group": sp.double_group}, rank, size))
+        groups = {"double_group": sp.double_group}
+        errors.append(worst_error(groups, rank, size))
+        errors.append(lightning.worst_rank_error(groups, rank, size))
         for ulysses_size in (1, 2, 4):  # each way in which a rank may be alone
             sp = init_sequence_parallel(4, ulysses_size=ulysses_size)
             groups = {"process_group": sp.process_group, "double_group": sp.double_group}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from .masking import Masking, check_extension, check_lengths, resolve_layouts
 from .options import Options
 from .refusal import CALL
 from .terms import Terms, find_terms
+
+Kept = TypeVar("Kept")
 
 _MOST_PLANS = 64  # kept for some rings
 
@@ -90,9 +92,8 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
 
     Raises ValueError on all ranks if the terms do not agree or no strategy can compute the problem.
     """
-    plans = rings.history.plans
-    plan: Plan | None = plans.pop(lines, None)
-    if plan is None:
+
+    def make() -> Plan:
         try:
             everyone = read_equal_terms(lines, but=("tokens", "keys"))
             tokens, keys = ([theirs[x] for theirs in everyone] for x in ("tokens", "keys"))
@@ -101,6 +102,17 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
             mark_known(error)
             raise
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
+        return plan
+
+    return find_kept_plan(rings, lines, make)
+
+
+def find_kept_plan(rings: Rings, lines: tuple[bytes, ...], make: Callable[[], Kept]) -> Kept:
+    """Return the plan that `make` made for the lines of all ranks. The latest plans are kept."""
+    plans = rings.history.plans
+    plan: Kept | None = plans.pop(lines, None)
+    if plan is None:
+        plan = make()
         # Several threads without a group may do this at once. So the keys are copied, which is
         # atomic. The least recently used ones are the first.
         for old in list(plans)[: 1 - _MOST_PLANS]:

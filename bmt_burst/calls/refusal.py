@@ -62,16 +62,24 @@ def bind_arguments(
 
 
 def refuse_arguments(
-    error: Exception, signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]
+    error: Exception,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    instead: Mapping[str, str] = _INSTEAD,
+    doing: str = CALL,
 ) -> NoReturn:
-    """Raise `error` as `refuse_call` does, in the group that the arguments name."""
+    """Raise `error` as `refuse_call` does, in the group that the arguments name.
+
+    instead  hints for arguments that the function does not have
+    """
     given = {**dict(zip(signature.parameters, args, strict=False)), **named}
     unknown = named.keys() - signature.parameters.keys()
-    if hints := sorted({_INSTEAD[name] for name in unknown & _INSTEAD.keys()}):
+    if hints := sorted({instead[name] for name in unknown & instead.keys()}):
         error = TypeError(f"{error}: {'; '.join(hints)}")
     if "cu_seqlens" in signature.parameters:
         error = find_second_cu_seqlens(given.get("softmax_scale")) or error
-    refuse_call(error, given.get("process_group"), given.get("double_group", (None, None)))
+    refuse_call(error, given.get("process_group"), given.get("double_group", (None, None)), doing)
 
 
 def refuse_wrong_arguments(
@@ -116,9 +124,12 @@ def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:
 
 
 def refuse_call(
-    error: Exception, process_group: Group | None, double_group: Sequence[Group | None]
+    error: Exception,
+    process_group: Group | None,
+    double_group: Sequence[Group | None],
+    doing: str = CALL,
 ) -> NoReturn:
-    """Raise `error` instead of calling burst_attn_func. The other ranks raise ValueError.
+    """Raise `error` instead of `doing` a call. The other ranks raise ValueError.
 
     If the groups are wrong too, only this rank raises.
     """
@@ -130,5 +141,5 @@ def refuse_call(
     def fail() -> NoReturn:
         raise error
 
-    gather_terms(rings, CALL, fail)
+    gather_terms(rings, doing, fail)
     raise AssertionError("gather_terms returned although its terms failed")

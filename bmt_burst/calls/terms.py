@@ -68,10 +68,10 @@ def find_terms(
     needs_gradient = torch.is_grad_enabled() and recorded
     # Arguments come before the kernels that follow from them: the first difference is reported.
     terms = {
-        **_describe_inputs(inputs, masking.rows),
+        **describe_inputs(inputs, masking.rows),
         "softmax_scale": spec.scale,
         "softcap": spec.softcap,
-        masking.arguments: _describe_mask(masking),
+        masking.arguments: describe_mask(masking),
         "layout": describe_layout(masking.layout),
         "kv_layout": masking.kv_layout and describe_layout(masking.kv_layout),
         "deterministic": options.deterministic,
@@ -128,7 +128,7 @@ def _make_spec(options: Options, inputs: Inputs) -> Spec:
     )
 
 
-def _describe_inputs(inputs: Inputs, rows: int) -> dict[str, Any]:
+def describe_inputs(inputs: Inputs, rows: int) -> dict[str, Any]:
     """Return the terms of the tensors. `rows` are those that were stacked as one sequence."""
     batch, tokens, heads, _ = inputs.q.shape
     return {
@@ -147,7 +147,7 @@ def _describe_inputs(inputs: Inputs, rows: int) -> dict[str, Any]:
     }
 
 
-def _describe_mask(masking: Masking) -> str:
+def describe_mask(masking: Masking) -> str:
     mask = masking.mask
     if mask is None:
         return "causal" if masking.causal else "full"

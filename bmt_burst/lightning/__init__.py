@@ -1,0 +1,17 @@
+"""Lightning attention over ranks: linear attention with a decay, the mixer of MiniCPM-SALA.
+
+A head has one state (D, D), so ranks send states instead of keys and values.
+
+attention  `lightning_attn_func`, and the checks of its calls
+plan       the part of a rank in a call: forward and backward
+slopes     how fast states decay
+segments   which tokens have a state of their own, and which states ranks send
+exchange   sends states and adds them up
+kernels    the contract of kernels
+reference  the kernel in torch
+"""
+
+from .attention import lightning_attn_func
+from .slopes import alibi_slopes
+
+__all__ = ["alibi_slopes", "lightning_attn_func"]

@@ -1,0 +1,63 @@
+"""Kernels of lightning attention: their contract, and the choice of one.
+
+A kernel is a module with the functions of `reference.py`, which specifies them. A forward and a
+backward have two passes each, and ranks exchange states in between. So what ranks send is a part of
+what kernels compute anyway:
+
+    forward_states   finds the state before each chunk, as if all segments began with 0. Ranks
+                     exchange `last`, the states after segments, and add them up to `initial`.
+    outputs          adds the decayed `initial`, and returns out
+    backward_states  finds the gradient of the state after each chunk, as if all were 0 after
+                     segments. Ranks exchange `last`, those of the states before segments, and add
+                     them up to `dfinal`.
+    gradients        adds the decayed `dfinal`, and returns dq, dk and dv. It finds the states of
+                     the forward again, from k, v and `initial`.
+
+Only `last` of the result of a first pass has a meaning outside of the kernel. A second pass uses
+such a result once.
+
+Tokens are flat: T tokens of this rank, at least 1, the rows of the batch one after the other. q, k,
+v and dout are (T, H, D) in one dtype, and the last dimension is contiguous. So are results, which
+are contiguous. slopes (H,) and states (N, H, D, D) are wide: fp32, or fp64 for fp64 inputs. N may
+be 0. States have first the entries of k or q, then those of v or dout. For any finite slope from 0
+on all numbers are finite, so no exponent is positive. Two runs return the same bits. A segment's
+first chunk begins with 0, so a thousand short segments need no memory for states.
+
+To add a kernel, write a module with these functions, and name it in `_MODULES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from torch import Tensor
+
+_MODULES = {"reference": "reference"}  # by their names, the fastest first
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all kernels, the fastest first."""
+    return tuple(_MODULES)
+
+
+def load(name: str) -> ModuleType:
+    """Return the kernel called `name`."""
+    return importlib.import_module(f".{_MODULES[name]}", __package__)
+
+
+def pick(name: str, q: Tensor) -> str:
+    """Return the name of the kernel that `name` asks for: itself, or for "auto" the fastest.
+
+    Raises ValueError for an unknown name, and for a kernel that cannot compute with tensors like q
+    (B, S, H, D). Raises TypeError for anything but a string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"flash must be the name of a kernel, got {name!r}")
+    if name == "auto":
+        return next(other for other in _MODULES if load(other).refuses(q) is None)
+    if name not in _MODULES:
+        raise ValueError(f"unknown flash {name!r}; expected 'auto' or one of {list(_MODULES)}")
+    if reason := load(name).refuses(q):
+        raise ValueError(f"flash={name!r} cannot compute this call: {reason}")
+    return name

@@ -1,0 +1,55 @@
+"""Lightning attention on GPUs: one process and several ranks equal the recurrence in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bmt_burst import Layout, lightning_attn_func
+from bmt_burst.lightning import slopes as slopes_module
+from tests.launcher import needs_ranks, run_ranks
+from tests.lightning import SLOPES, worst_rank_error
+from tests.test_gpu import rings
+
+pytestmark = [pytest.mark.gpu, needs_ranks(1)]
+
+EXACT = 1e-12
+
+
+def test_one_gpu_equals_the_recurrence():
+    assert worst_rank_error({}, 0, 1, device="cuda") < EXACT
+
+
+def test_slopes_of_a_gpu_are_read_once_for_each_change():
+    x, slopes = torch.randn(1, 70, 4, 16, device="cuda"), torch.tensor(SLOPES, device="cuda")
+    first = lightning_attn_func(x, x, x, slopes)
+    assert slopes_module._known[slopes][1] == tuple(torch.tensor(SLOPES).tolist())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = lightning_attn_func(x, x, x, slopes)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again.equal(first)
+    slopes.fill_(1e30)
+    own = (x * x).sum(-1, keepdim=True) * x / 4  # only the own token is left
+    assert (lightning_attn_func(x, x, x, slopes) - own).abs().max() < 1e-4
+
+
+def errors_of_rank(rank: int, size: int) -> dict[str, float]:
+    layouts = {
+        "zigzag": Layout.zigzag(60, size),
+        "runs": Layout.chunks(60, size, 2 * size, "contiguous"),
+    }
+    return {
+        f"{name} {layout}": worst_rank_error(groups, rank, size, whole, device="cuda")
+        for name, groups in rings(size).items()
+        for layout, whole in layouts.items()
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_equal_the_recurrence(size):
+    for errors in run_ranks(size, errors_of_rank, size, backend="nccl"):
+        name, worst = max(errors.items(), key=lambda entry: entry[1])
+        assert worst < EXACT, (name, worst)
