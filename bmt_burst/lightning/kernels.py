@@ -33,7 +33,10 @@ from types import ModuleType
 
 from torch import Tensor
 
-_MODULES = {"reference": "reference"}  # by their names, the fastest first
+_MODULES = {
+    "triton": "triton_kernel",
+    "reference": "reference",
+}  # by their names, the fastest first
 
 
 def names() -> tuple[str, ...]:
