@@ -5,14 +5,15 @@ Segments are cut into pieces of up to 2,048 tokens. A state exists in memory onl
 forward_states  sums up k v^T of each piece, then adds up the sums along the pieces of a segment
 outputs         goes through each piece in chunks, with the state in registers
 
-So a forward reads k and v twice, and q once. Gradients are the same computation of other operands:
+So a forward reads k and v twice, and q once. Gradients are the same computation with other
+operands, which are called queries, keys and values:
 
 dq  queries dout, keys v, values k, with the states of the forward transposed
 dk  queries v, keys dout, values q, against time, with the gradients of states transposed
 dv  queries k, keys q, values dout, against time, with the gradients of states
 
-Neither depends on results of the other passes, so sums have a fixed order and results are
-bit-identical between runs. Operands of products are of the inputs' dtype, and sums are fp32.
+No two programs add to the same sum, so results are bit-identical between runs. Operands of products
+are of the inputs' dtype, and sums are fp32.
 
 `triton_blocks.py` has the programs. Letters: T tokens, H heads, D head size, N states.
 """
@@ -156,8 +157,8 @@ def _find_states(k: Tensor, v: Tensor, slopes: Tensor, segments: Segments, again
     if chains:
         programs = chains * heads * -(-size * size // _CHAINED)
         tables = slopes, pieces.spans, pieces.chains
-        kernel = _load_programs().chain_states
-        kernel[programs,](*tables, states, heads, SIZE=size * size, BLOCK=_CHAINED)
+        constants = {"SIZE": size * size, "BLOCK": _CHAINED, "enable_fp_fusion": True}
+        _load_programs().chain_states[programs,](*tables, states, heads, **constants)
     return States(states.index_select(0, pieces.last), states)
 
 
