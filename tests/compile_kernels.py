@@ -17,6 +17,9 @@ from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.bias.kernels import triton_table
 from bmt_burst.fused import triton_passes
 from bmt_burst.kernels import triton_blocks
+from bmt_burst.lightning import triton_blocks as lightning_blocks
+from bmt_burst.lightning import triton_kernel as lightning
+from bmt_burst.lightning.segments import Segments
 from bmt_burst.merging import fused
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.sparse import tiles, triton_choice, triton_far
@@ -34,6 +37,7 @@ SPARSE = {
     triton_far: ("_forward", "_dq", "_dkdv", "_add_parts"),
     triton_choice: ("_normalize", "_fill_scores", "_take"),
 }
+LIGHTNING = "sum_pieces", "chain_states", "attend", "attend_back"
 
 
 def compile_attention():
@@ -117,6 +121,22 @@ def compile_sparse():
         triton_choice.choose_by_score(q, choosers, keys, InfLLMV2(), 0.3)
 
 
+def compile_lightning():
+    """Compile the kernels of both directions, for a document that begins and ends elsewhere."""
+    for name in LIGHTNING:
+        setattr(lightning_blocks, name, Compiler(getattr(lightning_blocks, name)))
+    slopes, edge = torch.zeros(3), torch.zeros(1, 3, 48, 48)
+    for tokens in (1_000, 999):  # compiled once for both
+        x, segments = (
+            torch.zeros(tokens, 3, 48, dtype=torch.bfloat16),
+            Segments((0, tokens), (0,), (0,)),
+        )
+        states = lightning.forward_states(x, x, slopes, segments)
+        lightning.outputs(x, x, x, slopes, 0.3, segments, states, edge)
+        states = lightning.backward_states(x, x, slopes, 0.3, segments)
+        lightning.gradients(x, x, x, x, slopes, 0.3, segments, edge, states, edge)
+
+
 def compile_copies():
     """Compile the kernels that load blocks by the copy engine."""
     triton_far._can_copy = lambda *_: True
@@ -147,3 +167,4 @@ if __name__ == "__main__":
     compile_passes()
     compile_sparse()
     compile_copies()
+    compile_lightning()

@@ -347,7 +347,7 @@ def test_without_a_gpu_nobody_gets_it():
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="other tests compile them")
 def test_kernels_compile_for_gpus(tmp_path):
-    """Once for all numbers of tokens, also passes, merges, sparse attention and AdamW."""
+    """Once for all numbers of tokens: also passes, merges, AdamW, sparse, lightning attention."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.compile_kernels"]
     done = subprocess.run(
@@ -363,4 +363,6 @@ def test_kernels_compile_for_gpus(tmp_path):
     passes = ["_rotate_pairs", "_normalize", "_norm_gradients", "_gate", "_gate_gradients"]
     compiled = [*names * 3, *others, *fused, "_fill_lse_delta", *sparse, *passes]
     compiled += ["_update"] * 2
+    # in time and against it, and with states as they are and transposed
+    compiled += [*["sum_pieces", "attend"] * 2, "chain_states", "attend_back"]
     assert sorted(done.stdout.split()) == sorted(compiled)

@@ -1,0 +1,203 @@
+"""The Triton kernel of lightning attention against the reference: on GPUs where there are some,
+else in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bmt_burst import lightning_attn_func
+from bmt_burst.lightning import kernels, reference
+from bmt_burst.lightning.segments import Segments
+from tests.lightning import SLOPES, worst_error
+
+pytest.importorskip("triton")
+
+from bmt_burst.lightning import triton_kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.filterwarnings("ignore:(divide by zero|overflow):RuntimeWarning")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
+# Operands are rounded to 24, 11 or 8 bits. On GPUs a product of fp32 is three of TF32.
+BOUNDS = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+SCALE = 0.3
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    """Segments have several pieces, and those several chunks."""
+    monkeypatch.setattr(triton_kernel, "_LONGEST", 48)
+
+
+def random_case(segments: Segments, size: int, dtype=torch.float32, heads: int = len(SLOPES)):
+    """Return q, k, v and dout, parts of a packed tensor, and the states at edges of segments."""
+    packed = torch.randn(segments.cuts[-1], heads, 4 * size).to(DEVICE, dtype)
+    edges = [
+        torch.randn(len(x), heads, size, size, device=DEVICE)
+        for x in (segments.opens, segments.leaves)
+    ]
+    return packed.split(size, dim=2), edges
+
+
+def run(kernel, tensors, edges, segments, slopes=SLOPES):
+    """Return the states after segments, out, the gradients of states before segments, dq, dk and
+    dv.
+    """
+    (q, k, v, dout), (initial, dfinal) = tensors, edges
+    slopes = torch.tensor(slopes).to(q.device, initial.dtype)
+    states = kernel.forward_states(k, v, slopes, segments)
+    out = kernel.outputs(q, k, v, slopes, SCALE, segments, states, initial)
+    back = kernel.backward_states(q, dout, slopes, SCALE, segments)
+    grads = kernel.gradients(q, k, v, dout, slopes, SCALE, segments, initial, back, dfinal)
+    return [states.last, out, back.last, *grads]
+
+
+def check(segments: Segments, size: int, dtype=torch.float32):
+    tensors, edges = random_case(segments, size, dtype)
+    got = run(triton_kernel, tensors, edges, segments)
+    wide = [[x.double().cpu() for x in group] for group in (tensors, edges)]
+    expected = run(reference, *wide, Segments(segments.cuts, segments.opens, segments.leaves))
+    for mine, exact in zip(got, expected, strict=True):
+        assert mine.shape == exact.shape and mine.is_contiguous()
+        if exact.numel():
+            assert worst_error([mine.double().cpu()], [exact]) < BOUNDS[dtype]
+    assert {x.dtype for x in (got[1], *got[3:])} == {dtype}
+    assert got[0].dtype == got[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        Segments((0, 1)),
+        Segments((0, 100)),
+        Segments((0, 100), (0,), (0,)),  # the middle of a document
+        Segments((0, 1, 2, 37, 120), (0, 3), (2, 3)),
+        Segments((0, 48, 49), (1,), (0, 1)),
+    ],
+    ids=lambda segments: "-".join(map(str, segments.cuts)),
+)
+def test_equals_the_reference(segments):
+    check(segments, 16)
+
+
+def test_head_sizes_that_are_padded():
+    check(Segments((0, 3, 60), (1,), (1,)), 48)
+
+
+def test_half_precision():
+    check(Segments((0, 3, 60), (1,), (1,)), 32, torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has other shapes, and is slow")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [64, 128, 80, 256])
+def test_gpus_equal_the_reference(size, dtype, monkeypatch):
+    if size > 128 and dtype == torch.float32:
+        pytest.skip("refused")
+    monkeypatch.setattr(triton_kernel, "_LONGEST", 512)
+    check(Segments((0, 5, 2000, 3001), (1, 2), (0, 2)), size, dtype)
+
+
+@pytest.mark.parametrize("slope", [0.0, 1 / 256, 20.0, 1e30, 3e38])
+def test_no_slope_overflows(slope):
+    segments = Segments((0, 70), (0,), (0,))
+    tensors, edges = random_case(segments, 16, heads=1)
+    got = run(triton_kernel, tensors, edges, segments, [slope])
+    assert all(x.isfinite().all() for x in got)
+    if slope >= 1e30:  # only the own token is left
+        q, k, v, _ = tensors
+        assert worst_error([got[1]], [SCALE * (q * k).sum(-1, keepdim=True) * v]) < 1e-5
+
+
+def test_nothing_crosses_a_border():
+    """What is not finite in a segment stays there."""
+    segments = Segments((0, 20, 21, 90, 130), (1,), (2,))
+    tensors, edges = random_case(segments, 16, heads=1)
+    clean = run(triton_kernel, tensors, edges, segments, [0.0])
+    for which, segment in ((0, 0), (1, 2), (2, 1), (3, 3)):
+        spoilt, (start, stop) = [x.clone() for x in tensors], segments.cuts[segment : segment + 2]
+        spoilt[which][start:stop] = torch.nan
+        got = run(triton_kernel, spoilt, edges, segments, [0.0])
+        for x, y in zip(got[1:2] + got[3:], clean[1:2] + clean[3:], strict=True):
+            assert x[:start].equal(y[:start]) and x[stop:].equal(y[stop:])
+        assert any(x[start:stop].isnan().any() for x in got[1:2] + got[3:])
+
+
+def test_two_runs_are_bitwise_equal():
+    segments = Segments((0, 30, 130), (1,), (1,))
+    case = random_case(segments, 16, heads=1)
+    runs = [run(triton_kernel, *case, segments, [1 / 256]) for _ in range(2)]
+    assert all(x.equal(y) for x, y in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_pieces_cover_segments_in_order(against):
+    """A piece begins with the sum of the pieces before it, and one state is kept for each."""
+    segments = Segments((0, 1, 48, 97, 500), (1, 3), (0, 3))
+    begins, leaves = segments.opens, segments.leaves
+    if against:
+        begins, leaves = leaves, begins
+    tables = triton_kernel._cut(segments, 48, against, torch.device("cpu"))
+    rows, spans = tables.pieces.tolist(), tables.spans.tolist()
+    assert [row[1] for row in rows] == sorted((row[1] for row in rows), reverse=True)
+    for number, (start, stop) in enumerate(itertools.pairwise(segments.cuts)):
+        own = sorted((row for row in rows if start <= row[0] < stop), key=lambda row: row[4])
+        position = stop - 1 if against else start
+        for place, (first, count, slot, edge, distance) in enumerate(own):
+            assert (first, distance) == (position, abs(position - own[0][0])) and 0 < count <= 48
+            assert edge == (begins.index(number) if number in begins else -1)
+            assert slot == -1 if place == 0 else spans[slot] == own[place - 1][:2]
+            position += -count if against else count
+        assert position == (start - 1 if against else stop)
+        if number in leaves:
+            assert spans[tables.last[leaves.index(number)]] == own[-1][:2]
+        kept = len(own) - 1 + (number in leaves)
+        chained = [slots for slots in tables.chains.tolist() if spans[slots[0]] == own[0][:2]]
+        assert [end - begin for begin, end in chained] == ([kept] if kept > 1 else [])
+    assert len(spans) == len(rows) - 4 + 2
+
+
+def test_a_thousand_short_documents_have_no_states():
+    segments = Segments((*range(1_000), 1_200), (999,))
+    k = torch.randn(1_200, 1, 16, device=DEVICE)
+    states = triton_kernel.forward_states(k, k, torch.zeros(1, device=DEVICE), segments)
+    assert states.last.shape == (0, 1, 16, 16)
+    assert len(states.chunks) == -(-201 // 48) - 1
+
+
+def test_pieces_are_shorter_where_there_are_few(monkeypatch):
+    monkeypatch.setattr(triton_kernel, "_LONGEST", 2048)
+    for tokens, longest in ((1 << 16, 2048), (1 << 13, 512), (1 << 10, 256)):
+        segments = Segments((0, tokens))
+        pieces = triton_kernel._prepare(segments, torch.empty(tokens, 32, 0), False).pieces
+        assert pieces[:, 1].tolist() == [longest] * (tokens // longest)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "reason"),
+    [
+        (torch.bfloat16, 128, None),
+        (torch.float32, 64, None),
+        (torch.bfloat16, 24, "must be a multiple of 16 up to 256 for torch.bfloat16, got 24"),
+        (torch.float32, 256, "must be a multiple of 16 up to 128 for torch.float32, got 256"),
+        (torch.float64, 64, "inputs are torch.float64, not fp16, bf16 or fp32"),
+    ],
+)
+def test_what_it_refuses(monkeypatch, dtype, size, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        refusal = triton_kernel.refuses(torch.empty(1, 3, 2, size, dtype=dtype, device="cuda"))
+    assert refusal is None if reason is None else reason in refusal
+
+
+def test_cpus_take_the_reference():
+    x = torch.randn(1, 3, 2, 16)
+    assert kernels.pick("auto", x) == "reference"
+    with pytest.raises(ValueError, match="'triton' cannot compute this call: inputs are on cpu"):
+        lightning_attn_func(x, x, x, torch.zeros(2), flash="triton")
