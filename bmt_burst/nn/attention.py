@@ -1,4 +1,4 @@
-"""Layers: rotary embedding by explicit positions, SwiGLU, and sequence parallel self-attention.
+"""Sequence parallel self-attention as a layer.
 
 Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, E model width.
 """
@@ -6,112 +6,36 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import burst_attn_func
-from .base.arguments import as_bool, as_int, as_positive
-from .base.compiled import not_compiled
-from .base.dtypes import accumulator_dtype
-from .cache import Cache
-from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
-from .calls.options import Layouts as Layouts
-from .calls.options import Masks as Masks
-from .calls.refusal import refuse_call, refuse_wrong_arguments
-from .chunks import Chunk
-from .fused import functions
-from .fused.norm import RMSNorm
-from .kernels import load
-from .kernels.reference import visible
-from .merging.sinks import decoded_with_sinks
-from .ranks.sequence_parallel import SequenceParallel
-from .sequence.layout import Layout
-from .sequence.mask import Mask
-from .sequence.tile import KernelCall
-from .sparse.cache import SparseKVCache as SparseKVCache
-from .sparse.cache import attend_to_cache, check_cache, sum_keys
-from .sparse.config import InfLLMV2, check_layer
-from .spec import Spec
+from ..attention import burst_attn_func
+from ..base.arguments import as_bool, as_int, as_positive
+from ..base.compiled import not_compiled
+from ..base.dtypes import accumulator_dtype
+from ..cache import Cache
+from ..calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
+from ..calls.options import Layouts, Masks
+from ..calls.refusal import refuse_call
+from ..chunks import Chunk
+from ..fused.norm import RMSNorm
+from ..kernels import load
+from ..kernels.reference import visible
+from ..merging.sinks import decoded_with_sinks
+from ..ranks.sequence_parallel import SequenceParallel
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask
+from ..sequence.tile import KernelCall
+from ..sparse.cache import attend_to_cache, check_cache, sum_keys
+from ..sparse.config import InfLLMV2, check_layer
+from ..spec import Spec
+from .modules import WRONG_INPUTS, KVCache, SequenceParallelModule, refuse_wrong_forward
+from .rotary import apply_rope
 
 _MOST_BATCHES = 32  # their masks within a window are kept in a cache
-# Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
-_WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
-
-Parameters = ParamSpec("Parameters")
-
-
-def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) int64, or
-    (B, S) if rows differ.
-
-    Both are (S, D / 2), or (B, S, D / 2), fp32. Positions count from the start of the whole
-    sequence. Documents that do not attend to each other may count from their own start
-    (`Mask.positions`). (RoFormer, arXiv 2104.09864.)
-    """
-    return rotations(positions, rope_frequencies(head_dim, theta, positions.device))
-
-
-def rope_frequencies(
-    head_dim: int, theta: float, device: torch.device | str | None = None
-) -> Tensor:
-    """Return theta^(-2 j / D), j < D / 2: (D / 2,) fp64, radians from one position to the next."""
-    return theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
-
-
-def rotations(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of position * frequency, times `scale`, in the shapes of `rope_tables`.
-
-    `frequencies` are (D / 2,), or (B, D / 2) if rows differ, fp64. Phases are computed in fp64: at
-    position 10^6 an fp32 phase is off by up to 0.06 rad.
-    """
-    phases = positions.double().unsqueeze(-1) * frequencies.unsqueeze(-2)
-    return (phases.cos() * scale).float(), (phases.sin() * scale).float()
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64.
-    Return x's dtype.
-    """
-    return functions.rotate(x, cos, sin)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, elementwise. (arXiv 2002.05202.)"""
-    return functions.gate(gate, up)
-
-
-class KVCache(Protocol):
-    """Keys and values of earlier tokens, for generation."""
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, S, G, D) to the earlier ones of `layer`, and return all."""
-
-
-class SequenceParallelModule(nn.Module):
-    """A module over the ranks of `sp`."""
-
-    sp: SequenceParallel
-
-    def attach(self, sp: SequenceParallel) -> None:
-        """Run this module, and all such modules inside it, over the ranks of `sp`.
-
-        Call it before the first use of a module that was read from a pickle: a pickle has no
-        groups. Raises TypeError if sp is not a SequenceParallel.
-        """
-        if not isinstance(sp, SequenceParallel):
-            raise TypeError(f"sp must be a SequenceParallel, got {type(sp).__name__}")
-        for part in self.modules():
-            if isinstance(part, SequenceParallelModule):
-                part.sp = sp
-
-
-def _refuse_wrong_arguments(forward: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
-    """Return a layer's `forward`. A call that does not fit its signature raises on all ranks."""
-    return refuse_wrong_arguments(forward, lambda error, _, args, _named: args[0]._refuse(error))
 
 
 class BurstAttention(SequenceParallelModule):
@@ -204,7 +128,7 @@ class BurstAttention(SequenceParallelModule):
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
-    @_refuse_wrong_arguments
+    @refuse_wrong_forward
     def forward(
         self,
         x: Tensor,
@@ -223,7 +147,7 @@ class BurstAttention(SequenceParallelModule):
         try:
             self._check_inputs(x, cos, sin)
             q, k, v, choose_by = self.project_all(x, cos, sin)
-        except _WRONG_INPUTS as error:
+        except WRONG_INPUTS as error:
             self._refuse(error)
         return self.o_proj(self.attend(q, k, v, cache, mask, layout, choose_by))
 
@@ -297,7 +221,7 @@ class BurstAttention(SequenceParallelModule):
             self._check_cache(cache, mask, layout, choose_by)
             sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
             batch, tokens = q.shape[:2]
-        except _WRONG_INPUTS as error:
+        except WRONG_INPUTS as error:
             self._refuse(error)
         if isinstance(cache, Chunk | Cache):
             return cache.attend(
