@@ -2,12 +2,16 @@
 
 rotary     rotary embedding
 modules    the base of layers over ranks, caches of generation, SwiGLU
+heads      projections to heads and back, and gates
 attention  softmax attention
+lightning  lightning attention
 """
 
 from ..calls.options import Layouts, Masks
+from ..lightning.cache import StateCache
 from ..sparse.cache import SparseKVCache
 from .attention import BurstAttention, limit_masks
+from .lightning import LightningAttention
 from .modules import KVCache, SequenceParallelModule, swiglu
 from .rotary import apply_rope, rope_frequencies, rope_tables, rotations
 
@@ -15,9 +19,11 @@ __all__ = [
     "BurstAttention",
     "KVCache",
     "Layouts",
+    "LightningAttention",
     "Masks",
     "SequenceParallelModule",
     "SparseKVCache",
+    "StateCache",
     "apply_rope",
     "limit_masks",
     "rope_frequencies",

@@ -5,6 +5,7 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NoReturn
 
@@ -21,7 +22,6 @@ from ..calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, re
 from ..calls.options import Layouts, Masks
 from ..calls.refusal import refuse_call
 from ..chunks import Chunk
-from ..fused.norm import RMSNorm
 from ..kernels import load
 from ..kernels.reference import visible
 from ..merging.sinks import decoded_with_sinks
@@ -32,13 +32,13 @@ from ..sequence.tile import KernelCall
 from ..sparse.cache import attend_to_cache, check_cache, sum_keys
 from ..sparse.config import InfLLMV2, check_layer
 from ..spec import Spec
-from .modules import WRONG_INPUTS, KVCache, SequenceParallelModule, refuse_wrong_forward
-from .rotary import apply_rope
+from .heads import SelfAttention
+from .modules import WRONG_INPUTS, KVCache
 
 _MOST_BATCHES = 32  # their masks within a window are kept in a cache
 
 
-class BurstAttention(SequenceParallelModule):
+class BurstAttention(SelfAttention):
     """Self-attention with rotary positions over the ranks of `sp`. It is causal unless a mask is
     given, and GQA where num_kv_heads < num_heads.
 
@@ -62,6 +62,10 @@ class BurstAttention(SequenceParallelModule):
     sparse         as burst_attn_func's. It excludes window and softcap. With a cache it counts all
                    tokens of the cache as one document, and has no gradient. A SparseKVCache makes
                    it faster, and use_nope needs one.
+    rotary         False: q and k are not rotated, and the layer needs no rope_tables. MiniCPM-SALA
+                   has such layers. use_nope then changes nothing.
+    output_gate    whether the attention is multiplied by sigmoid(o_gate(x)) before o_proj, x being
+                   the layer's input
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
     dtype, whatever the dtype of q and k after norms and rotary tables.
@@ -90,27 +94,28 @@ class BurstAttention(SequenceParallelModule):
         softcap: float | None = None,
         sinks: bool = False,
         sparse: InfLLMV2 | None = None,
+        rotary: bool = True,
+        output_gate: bool = False,
     ):
-        super().__init__()
-        hidden_size, num_heads = as_int("hidden_size", hidden_size), as_int("num_heads", num_heads)
-        if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
-            raise ValueError(
-                f"num_heads={num_heads} does not divide hidden_size={hidden_size}: pass head_dim"
-            )
-        num_kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads)
-        head_dim = hidden_size // num_heads if head_dim is None else as_int("head_dim", head_dim)
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}")
-        if head_dim < 2 or head_dim % 2:
-            raise ValueError(f"rotary embedding needs an even head_dim above 0, got {head_dim}")
+        super().__init__(
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            sp=sp,
+            layer=layer,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm_eps=qk_norm_eps,
+            output_gate=output_gate,
+            rotary=rotary,
+        )
         if window is not None and as_int("window", window) < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         softcap = None if softcap is None else as_positive("softcap", softcap)
-        if qk_norm_eps is not None:
-            qk_norm_eps = as_positive("qk_norm_eps", qk_norm_eps)
         check_layer(sparse, window=window, softcap=softcap)
-        self.hidden_size, self.head_dim = hidden_size, head_dim
-        self.attach(SequenceParallel() if sp is None else sp)
+        if sparse is not None and not rotary:  # the choice is the same, by the same q and k
+            sparse = dataclasses.replace(sparse, use_nope=False)
         self.options: dict[str, Any] = {
             "flash": flash,
             "deterministic": deterministic,
@@ -119,80 +124,14 @@ class BurstAttention(SequenceParallelModule):
             "sparse": sparse,
         }
         self.window = None if window is None else int(window)
-        self.layer = layer
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
-    @refuse_wrong_forward
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | Chunk | Cache | None = None,
-        mask: Masks | None = None,
-        layout: Layouts | None = None,
-    ) -> Tensor:
-        """Map x (B, S, E) of this rank's tokens to (B, S, E). `cos` and `sin` are `rope_tables` of
-        their positions. The other arguments are `attend`'s.
-
-        With a cache, x continues the tokens that the cache holds. With a bmt_burst.Cache, x is the
-        same on all ranks. Raises on all ranks if inputs are wrong on any rank.
-        """
-        try:
-            self._check_inputs(x, cos, sin)
-            q, k, v, choose_by = self.project_all(x, cos, sin)
-        except WRONG_INPUTS as error:
-            self._refuse(error)
-        return self.o_proj(self.attend(q, k, v, cache, mask, layout, choose_by))
-
-    def _check_inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        for name, given in (("x", x), ("cos", cos), ("sin", sin)):
-            if not isinstance(given, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
-        if x.dim() != 3 or x.shape[2] != self.hidden_size:
-            raise ValueError(
-                f"x must be (batch, tokens, {self.hidden_size}), got shape {tuple(x.shape)}"
-            )
-        for name, given in (("cos", cos), ("sin", sin)):
-            if given.dim() < 2 or given.shape[-2:] != (x.shape[1], self.head_dim // 2):
-                raise ValueError(
-                    f"{name} must be (..., {x.shape[1]}, {self.head_dim // 2}), rope_tables of the "
-                    f"positions of x, got shape {tuple(given.shape)}"
-                )
-
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raise `error` instead of a call. The other ranks raise ValueError."""
         refuse_call(error, self.sp.process_group, self.sp.double_group)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to q (B, S, H, D) and k (B, S, G, D), both rotated, and v (B, S, G, D)."""
-        q, k, v, _ = self.project_all(x, cos, sin)
-        return q, k, v
-
-    def project_all(
-        self, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Project x as `project` does. Also return the `choose_by` of `attend`: q and k before they
-        are rotated, or None unless sparse attention has use_nope.
-        """
-        return self.rotate_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin)
-
-    def rotate_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Return what `project_all` does, from the projections q (B, S, H * D), k and v."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+    def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
         sparse: InfLLMV2 | None = self.options["sparse"]
-        choose_by = (q.detach(), k.detach()) if sparse is not None and sparse.use_nope else None
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, choose_by
+        return (q.detach(), k.detach()) if sparse is not None and sparse.use_nope else None
 
     def attend(
         self,
