@@ -11,6 +11,7 @@ from ..calls.options import Layouts, Masks
 from ..lightning.cache import StateCache
 from ..sparse.cache import SparseKVCache
 from .attention import BurstAttention, limit_masks
+from .heads import SelfAttention
 from .lightning import LightningAttention
 from .modules import KVCache, SequenceParallelModule, swiglu
 from .rotary import apply_rope, rope_frequencies, rope_tables, rotations
@@ -21,6 +22,7 @@ __all__ = [
     "Layouts",
     "LightningAttention",
     "Masks",
+    "SelfAttention",
     "SequenceParallelModule",
     "SparseKVCache",
     "StateCache",

@@ -1,0 +1,193 @@
+"""Models with lightning layers: their configuration, their loss on any ranks, their logits."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from bmt_burst import IGNORE_INDEX, Layout, Mask, shift_labels, simulate
+from bmt_burst.offload import Offload
+from bmt_burst.ranks.sequence_parallel import SequenceParallel
+from models.blocks import Saving
+from models.config import PRESETS, CPMConfig
+from models.cpm import CPM
+from tests import sala
+from tests.test_sparse import SMALL as SPARSE
+
+SMALL = CPMConfig(
+    320, 32, 48, 5, 4, 2, 8, rms_norm_eps=1e-6, scale_emb=12.0, scale_depth=1.4, dim_model_base=16,
+    tie_embeddings=False, init_std=0.1, attention_rotary=False, attention_gate=True,
+    mixers=("attention", "lightning", "lightning", "attention", "lightning"),
+)  # fmt: skip
+BORDERS = (0, 1, 30, 57, 90)
+TOKENS = torch.randint(320, (1, 90), generator=torch.Generator().manual_seed(7))
+
+
+def initialized(config=SMALL, **options):
+    """Return a model in fp64. Weights of norms are random, too."""
+    model = CPM(config, **options).double()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        model.init_parameter(name, weight.data, generator)
+        if weight.dim() == 1:
+            weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def loss_and_gradients(model, sp, layout, borders=BORDERS, tokens=TOKENS):
+    """Return this rank's sum of losses and its gradients."""
+    model = copy.deepcopy(model)
+    model.attach(sp)
+    mask = Mask.documents(borders)
+    labels = shift_labels(tokens, mask=mask)
+    mine = [layout.shard(x, sp.rank) for x in (tokens, labels, mask.positions().unsqueeze(0))]
+    loss, _ = model(mine[0], mine[2], mine[1], mask=mask, layout=layout)
+    return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
+
+
+def assert_equal(found, exact, bound):
+    """Compare losses and gradients, also their norm."""
+    for mine, expected in zip(found, exact, strict=True):
+        assert (mine - expected).norm() <= bound * expected.norm()
+    mine, expected = (
+        torch.cat([x.flatten() for x in grads[1:]]).norm() for grads in (found, exact)
+    )
+    assert abs(mine - expected) <= bound * expected
+
+
+def test_the_preset_is_the_release():
+    config = PRESETS["minicpm-sala"]
+    assert config.num_parameters == 9_477_203_968  # 18.954 GB in bf16, as published
+    assert config.lightning_layers == 24 and config.attention_layers == tuple(
+        layer for layer, mixer in enumerate(sala.RELEASED_MIXERS) if mixer == "minicpm4"
+    )
+    assert CPMConfig.from_dict(config.to_dict()) == config
+    tiny = PRESETS["sala-tiny"]
+    assert tiny.num_parameters == sum(p.numel() for p in CPM(tiny).parameters())
+    vectors = sum(p.numel() for p in CPM(tiny).parameters() if p.dim() == 1)
+    assert tiny.num_vector_parameters == vectors
+
+
+def test_mixers_are_checked():
+    for mixers in (("lightning",) * 4, ("softmax",) * 5, "lightning", ("lightning",) * 4 + (None,)):
+        with pytest.raises(ValueError, match="mixers must be attention or lightning for each of 5"):
+            dataclasses.replace(SMALL, mixers=mixers)
+    with pytest.raises(ValueError, match="expected a window or lightning layers, got window=8 and"):
+        dataclasses.replace(SMALL, window=8)
+    same = dataclasses.replace(SMALL, mixers=["attention"] * 5)
+    assert same.num_parameters == dataclasses.replace(SMALL, mixers=None).num_parameters
+
+
+@pytest.mark.parametrize("sparse", [None, SPARSE], ids=["dense", "sparse"])
+def test_loss_and_gradients_do_not_depend_on_the_ranks(sparse):
+    model = initialized(dataclasses.replace(SMALL, sparse=sparse))
+    exact = loss_and_gradients(model, SequenceParallel(), Layout.zigzag(90, 1))
+    sizes = ((2, "zigzag"), (3, "contiguous"), (4, "zigzag"), (8, "balanced"))
+    for size, name in sizes if sparse is None else sizes[:2]:
+        mask = Mask.documents(BORDERS)
+        layout = Layout.balanced(mask, size) if name == "balanced" else Layout.named(name, 90, size)
+
+        def work(ring, size=size, layout=layout):
+            sp = SequenceParallel(ring.rank, size, process_group=ring)
+            return loss_and_gradients(model, sp, layout)
+
+        assert_equal([*map(sum, zip(*simulate(size, work), strict=True))], exact, 1e-12)
+
+
+def test_packed_documents_have_the_loss_and_gradients_of_those_alone():
+    model = initialized()
+    alone = [
+        loss_and_gradients(
+            model, SequenceParallel(), Layout.zigzag(b - a, 1), (0, b - a), TOKENS[:, a:b]
+        )
+        for a, b in itertools.pairwise(BORDERS)
+    ]
+    packed = loss_and_gradients(model, SequenceParallel(), Layout.zigzag(90, 1))
+    assert_equal(packed, [*map(sum, zip(*alone, strict=True))], 1e-12)
+
+
+SAVINGS = [
+    Saving("selective"),
+    Saving("selective", blocks=2, tile=30),
+    Saving("full", tile=30),
+    Saving("selective", every=2),
+    Saving("full", every=3),
+    Saving("full", offload=Offload()),
+]
+
+
+def run_on_two_ranks(config, saving, has_hooks=False):
+    """Return loss and gradients, and how many messages of a state or more the ranks sent."""
+
+    def work(ring):
+        model = initialized(config, saving=saving)
+        for block in model.layers if has_hooks else ():  # which then calls its modules
+            block.mlp.register_forward_hook(lambda *_: None)
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        found = loss_and_gradients(model, sp, Layout.zigzag(90, 2))
+        return found, sum(sent >= 4 * 8 * 8 * 8 for _, sent in ring.traffic)
+
+    found, sent = zip(*simulate(2, work), strict=True)
+    return [*map(sum, zip(*found, strict=True))], sum(sent)
+
+
+def test_all_ways_to_save_are_equal():
+    """Also where modules of a block are called alone."""
+    exact, _ = run_on_two_ranks(SMALL, Saving())
+    for saving in SAVINGS:
+        assert_equal(run_on_two_ranks(SMALL, saving)[0], exact, 1e-13)
+    assert_equal(run_on_two_ranks(SMALL, Saving("full"), has_hooks=True)[0], exact, 1e-13)
+
+
+def test_recomputations_send_no_states():
+    """Of layers without keys and values, which "full" sends again."""
+    config = dataclasses.replace(SMALL, num_layers=3, mixers=("lightning",) * 3)
+    _, sent = run_on_two_ranks(config, Saving())
+    assert sent == 3 * 2 * 2, "layers, directions, and runs that take a state of another rank"
+    for saving in (Saving("selective"), Saving("full"), Saving("full", every=2)):
+        assert run_on_two_ranks(config, saving)[1] == sent
+
+
+def test_selective_checkpointing_saves_less_and_normalizes_again():
+    """No block saves its normalized input, which its gate needs again."""
+    saved = {}
+    for kind in ("none", "selective", "full"):
+        model, sizes = initialized(saving=Saving(kind)), []
+        with saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x):
+            model(TOKENS, torch.arange(90), shift_labels(TOKENS))
+        saved[kind] = sum(sizes)
+    assert saved["full"] < saved["selective"] < 0.8 * saved["none"]
+
+
+def test_logits_are_those_of_the_released_layers():
+    """Below 8,192 tokens, in fp32, and with its sparse_config."""
+    config = dataclasses.replace(SMALL, sparse=PRESETS["minicpm-sala"].sparse)
+    model = initialized(config).float()
+    weights = {
+        n if n == "lm_head.weight" else f"model.{n}": x for n, x in model.state_dict().items()
+    }
+    tokens = torch.randint(320, (2, 300))
+    exact = sala.logits({n: x.double() for n, x in weights.items()}, sala.SMALL, tokens)
+    found = model(tokens, torch.arange(300))
+    assert (found - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_rows_have_documents_and_layouts_of_their_own():
+    model = initialized()
+    tokens = torch.cat((TOKENS, TOKENS.flip(1)))
+    masks = Mask.documents(BORDERS), Mask.causal(90)
+    labels = torch.cat(
+        [shift_labels(row, mask=mask) for row, mask in zip(tokens.split(1), masks, strict=True)]
+    )
+    positions = torch.stack([mask.positions() for mask in masks])
+    loss, count, rows = model(tokens, positions, labels, mask=masks, by_row=True)
+    for row, mask in enumerate(masks):
+        one = slice(row, row + 1)
+        alone, _ = model(tokens[one], positions[one], labels[one], mask=mask)
+        assert abs(alone - rows[row]) <= 1e-12 * alone
+    assert count == (labels != IGNORE_INDEX).sum() and abs(rows.sum() - loss) <= 1e-12 * loss
