@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_burst import IGNORE_INDEX, Layout, Mask, shift_labels, simulate
@@ -16,6 +17,8 @@ from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
+from models.hf_config import config_from_hf, config_to_hf
+from models.huggingface import load_cpm, read_folder, save_weights
 from tests import sala
 from tests.test_sparse import SMALL as SPARSE
 
@@ -191,3 +194,85 @@ def test_rows_have_documents_and_layouts_of_their_own():
         alone, _ = model(tokens[one], positions[one], labels[one], mask=mask)
         assert abs(alone - rows[row]) <= 1e-12 * alone
     assert count == (labels != IGNORE_INDEX).sum() and abs(rows.sum() - loss) <= 1e-12 * loss
+
+
+def test_a_released_config_is_read_and_written():
+    """All fields that change a result are the same again."""
+    config = config_from_hf(sala.RELEASED)
+    preset = PRESETS["minicpm-sala"]
+    assert dataclasses.replace(config, max_position_embeddings=None) == preset
+    written = config_to_hf(config)
+    no_matter = {"auto_map", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"}
+    no_matter |= {"shift_labels", "torch_dtype", "use_cache", "rope_scaling"}
+    assert {**sala.RELEASED, **written} == {**written, **{n: sala.RELEASED[n] for n in no_matter}}
+    assert config_from_hf(written) == config
+    others = ["lightning" if layer % 2 else "lightning_attn" for layer in range(32)]
+    aliases = config_from_hf(sala.RELEASED | {"mixer_types": others})
+    assert aliases.lightning_layers == 32
+    dense = config_from_hf(sala.RELEASED | {"sparse_config": None})
+    assert dense == dataclasses.replace(config, sparse=None)
+    assert config_from_hf(config_to_hf(dense)) == dense
+    rotated = config_from_hf(sala.RELEASED | {"attn_use_rope": True, "attn_use_output_gate": False})
+    assert rotated.attention_rotary and not rotated.attention_gate
+    assert config_from_hf(config_to_hf(rotated)) == rotated
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lightning_nh": 16}, "lightning_nh must be num_attention_heads, 32, got 16"),
+        ({"lightning_nkv": 2}, "lightning_nkv must be lightning_nh, 32, got 2"),
+        ({"lightning_nkv": None}, "lightning_nkv must be lightning_nh, 32, got 2"),
+        ({"lightning_head_dim": 64}, "lightning_head_dim must be head_dim, 128, got 64"),
+        ({"mixer_types": ["minicpm4"] * 31}, "mixer_types must be one of .* each of 32 layers"),
+        ({"mixer_types": ["mamba"] * 32}, "mixer_types must be one of .*minicpm4.*'mamba'"),
+        ({"mixer_types": [["minicpm4"]] * 32}, "mixer_types must be one of"),
+        ({"mixer_types": None}, "mixer_types must be one of .* got None"),
+        ({"lightning_scale": "1/d"}, "lightning_scale must be '1/sqrt.d.', .* got '1/d'"),
+        ({"lightning_scale": None}, "lightning_scale must be .* got nothing"),
+        ({"lightning_use_rope": False}, "lightning_use_rope must be true, .* got false"),
+        ({"qk_norm": False}, "qk_norm must be true, as lightning layers compute it, got false"),
+        ({"use_output_norm": 1}, "use_output_norm must be true, .* got 1"),
+        ({"use_output_gate": None}, "use_output_gate must be true, .* got nothing"),
+        ({"attn_use_rope": None}, "attn_use_rope must be true or false, got nothing"),
+        ({"attn_use_output_gate": "yes"}, "attn_use_output_gate must be true or false, got 'yes'"),
+        ({"lightning_layerwise_decay": True}, "lightning_layerwise_decay is not computed"),
+        ({"attn_logits_scaling": 100}, "attn_logits_scaling is not computed: .* got 100"),
+        ({"quantization_config": {"bits": 4}}, "unsupported fields {'quantization_config'"),
+        ({"attention_bias": True}, "unsupported fields {'attention_bias': True"),
+        ({"mup_denominator": 16}, "unsupported fields {'mup_denominator': 16"),
+        ({"scale_depth": None}, r"config.json lacks \['scale_depth'\]"),
+        ({"sliding_window": 512}, "cannot tell which layers of a minicpm_sala have a window"),
+        ({"sparse_config": {"top_k": 3}}, "sparse_config: expected some of"),
+    ],
+    ids=str,
+)
+def test_other_configs_are_refused_by_name(changed, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(sala.RELEASED | changed)
+
+
+def test_models_that_no_folder_has_are_refused():
+    for change in ({"qk_norm": True}, {"qkv_bias": True}):
+        with pytest.raises(ValueError, match="no other model has its layers"):
+            config_to_hf(dataclasses.replace(SMALL, **change))
+
+
+def test_a_folder_is_written_and_read(tmp_path):
+    """Under the released names, and with equal logits."""
+    model = initialized().float()
+    save_weights(tmp_path, model.config, model.state_dict())
+    names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    of_lightning = {"q_proj", "k_proj", "v_proj", "o_proj", "z_proj", "q_norm", "k_norm", "o_norm"}
+    for layer, expected in (
+        (1, of_lightning),
+        (0, {"q_proj", "k_proj", "v_proj", "o_proj", "o_gate"}),
+    ):
+        prefix = f"model.layers.{layer}.self_attn."
+        found = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        assert found == {f"{name}.weight" for name in expected}
+    assert not list(tmp_path.glob("*.py")) and "auto_map" not in read_folder(tmp_path)
+    read = load_cpm(tmp_path)
+    assert read.config == dataclasses.replace(model.config, init_std=read.config.init_std)
+    places = torch.arange(90)
+    assert read(TOKENS, places).equal(model(TOKENS, places))
