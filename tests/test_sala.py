@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
@@ -20,7 +21,22 @@ from models.cpm import CPM
 from models.hf_config import config_from_hf, config_to_hf
 from models.huggingface import load_cpm, read_folder, save_weights
 from tests import sala
+from tests.launcher import run_script
+from tests.runs import train, written_text
 from tests.test_sparse import SMALL as SPARSE
+from train.checkpoints import checkpoint
+from train.data.batches import Batches
+from train.data.tokenizer import ByteTokenizer
+from train.export import main as export_main
+from train.generate import generate, load_model
+from train.generate import main as generate_main
+from train.generation.decoding import Cache
+from train.planning.lightning import LightningShape
+from train.planning.search import Cluster, plan
+from train.planning.seconds import H200
+from train.planning.units import Shape, find_unit
+from train.run.config import TrainConfig
+from train.run.measure import step_flops
 
 SMALL = CPMConfig(
     320, 32, 48, 5, 4, 2, 8, rms_norm_eps=1e-6, scale_emb=12.0, scale_depth=1.4, dim_model_base=16,
@@ -276,3 +292,122 @@ def test_a_folder_is_written_and_read(tmp_path):
     assert read.config == dataclasses.replace(model.config, init_std=read.config.init_std)
     places = torch.arange(90)
     assert read(TOKENS, places).equal(model(TOKENS, places))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sparse", [None, SPARSE], ids=["dense", "sparse"])
+def test_generation_goes_on_from_a_whole_forward(sparse):
+    """In pieces of a prompt, then token by token. Only attention layers keep keys."""
+    config = dataclasses.replace(SMALL, sparse=sparse)
+    model, places = initialized(config), torch.arange(90)
+    whole, cache = model(TOKENS, places), Cache(config, 90, model.norm.weight)
+    cuts = (0, 33, 70, *range(71, 91))
+    pieces = [model(TOKENS[:, a:b], places[a:b], cache=cache) for a, b in itertools.pairwise(cuts)]
+    assert (torch.cat(pieces, 1) - whole).abs().max() <= 1e-10 * whole.abs().max()
+    assert sorted(cache.states) == [1, 2, 4]
+    assert all(state.shape == (1, 4, 8, 8) for state in cache.states.values())
+    assert len(cache._k) == len(config.attention_layers) == 2
+
+
+def test_texts_do_not_depend_on_the_pieces_of_a_prompt():
+    model, tokenizer = initialized().float(), ByteTokenizer()
+    prompt = "def main(a, b):\n" * 3
+    texts = [generate(model, tokenizer, prompt, 8, chunk=n, temperature=0) for n in (None, 7, 48)]
+    assert texts[0] == texts[1] == texts[2] and texts[0].startswith(prompt)
+    model.attach(SequenceParallel(0, 2, process_group=object()))
+    with pytest.raises(ValueError, match="leave out --processes, got 2"):
+        generate(model, tokenizer, prompt, 8)
+
+
+def test_options_that_exclude_lightning_layers_are_refused_by_name():
+    for option, value, message in (
+        ("chunk", 32, "--chunk 32: lightning layers compute a sequence as a whole"),
+        ("layout", "striped", "--layout striped excludes lightning layers"),
+        ("window", 8, "--window with --model sala-tiny: expected a window or lightning layers"),
+    ):
+        config = TrainConfig(model="sala-tiny", seq_len=64, sp_size=2, **{option: value})
+        with pytest.raises(ValueError, match=message):
+            config.model_config()
+
+
+def test_flops_are_those_of_each_mixer():
+    config, tokens = PRESETS["minicpm-sala"], 1000
+    dense = dataclasses.replace(config, mixers=None)
+    assert step_flops(dense, tokens, 7) == 6 * dense.num_multiplied * tokens + 12 * 4096 * 7
+    of_mixers = step_flops(config, tokens, 7) - 6 * config.num_multiplied * tokens - 12 * 4096 * 7
+    of_token = of_mixers / tokens / 24
+    assert of_token == 14 * 4096 * (128 + 64)
+    assert of_token == pytest.approx(3.1e6 + 7.8e6, rel=0.02)
+
+
+@pytest.mark.usefixtures("alone")
+def test_batches_count_pairs_of_attention_layers_only():
+    settings = {"seq_len": 64, "batch_size": 1, "micro_batch_size": 1}
+    for model, layers in ((PRESETS["sala-tiny"], 1), (PRESETS["cpm-tiny"], 4)):
+        config = TrainConfig(model="sala-tiny", **settings)
+        batches = Batches(config, model, SequenceParallel(), torch.device("cpu"))
+        assert batches._whole.work == (layers * 64 * 65 // 2,)
+    alone = dataclasses.replace(PRESETS["sala-tiny"], mixers=("lightning",) * 4)
+    assert Batches(config, alone, SequenceParallel(), torch.device("cpu"))._whole.work == (0,)
+
+
+def test_plans_have_states_and_the_parameters_of_each_layer():
+    """A plan of one layer of each kind: 16 KiB a token more for k and v, and less attention."""
+
+    def planned(**change):
+        options = {"model": "minicpm-sala", "seq_len": 1 << 17, "sp_size": 2, "dtype": "bf16"}
+        options |= {"batch_size": 1, "checkpointing": "selective", "engine": "torch"}
+        return plan(TrainConfig(**options | change), Cluster(2, 140.0, H200), "torch")
+
+    sala_plan = planned()
+    shapes = [run.shape for run in sala_plan.step.attention]
+    of_lightning = [shape for shape in shapes if isinstance(shape, LightningShape)]
+    assert {shape.rank_tokens for shape in of_lightning} == {1 << 16}
+    counts = {run: n for run, n in sala_plan.step.attention.items() if run.run == "backward"}
+    assert sorted(counts.values()) == [8, 24]
+    saved = [
+        find_unit(
+            Shape(PRESETS["minicpm-sala"], torch.bfloat16, saving=Saving(kind), mixers=(mixer,)),
+            1 << 16,
+        ).saved
+        for kind, mixer in itertools.product(("selective", "full"), ("attention", "lightning"))
+    ]
+    tokens, lse = 1 << 16, 32 * 4
+    of_attention, of_states = (saved[i] - saved[2 + i] for i in range(2))
+    assert of_states - of_attention == pytest.approx(tokens * (15 * 1024 - lse), rel=1e-3)
+    one, many = (
+        planned(checkpointing="full", seq_len=n).step.memory.total for n in (1 << 17, 1 << 18)
+    )
+    assert one < many
+    with pytest.raises(ValueError, match="--chunk 4096: lightning layers"):
+        planned(chunk=4096)
+
+
+def test_a_folder_is_trained_exported_and_read_again(alone, tmp_path, capsys):
+    """With the released fields and small sizes: a step on two ranks, and one more on one rank."""
+    folder, data = tmp_path / "release", written_text(tmp_path / "text", ByteTokenizer())
+    save_weights(folder, config_from_hf(sala.SMALL), initialized().float().state_dict())
+    (folder / "config.json").write_text(json.dumps(sala.SMALL))
+    ByteTokenizer().save(folder)
+    options = {"init_from": str(folder), "data": str(data), "seq_len": 60, "batch_size": 2}
+    options |= {"steps": 2, "micro_batch_size": 2, "output": str(tmp_path / "run")}
+    first = {**options, "processes": 2, "sp_size": 2, "stop_after": 1}
+    words = [w for n, v in first.items() for w in ("--" + n.replace("_", "-"), str(v))]
+    ended, printed = run_script(2, "train/pretrain.py", *words)
+    assert ended == 0, printed
+    assert "lightning attention in 3 of 5 layers" in printed
+    assert train(options, resume="auto", checkpointing="full")
+    export_main(["--run", str(tmp_path / "run"), "--output", str(tmp_path / "exported")])
+    assert "no modelling file is written" in capsys.readouterr().out
+    written = read_folder(tmp_path / "exported")
+    no_matter = {"auto_map", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"}
+    no_matter |= {"shift_labels", "torch_dtype", "use_cache", "rope_scaling"}
+    assert {n: written[n] for n in sala.SMALL.keys() - no_matter} == {
+        n: value for n, value in sala.SMALL.items() if n not in no_matter
+    }
+    trained = load_model(checkpoint.newest(tmp_path / "run"), torch.device("cpu"))
+    again = load_cpm(tmp_path / "exported")
+    places = torch.arange(90)
+    assert again(TOKENS, places).equal(trained(TOKENS, places))
+    generate_main(["--init-from", str(tmp_path / "exported"), "--prompt", "def ", "--tokens", "4"])
+    assert capsys.readouterr().out.startswith("def ")

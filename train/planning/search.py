@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from models.config import CPMConfig
-from train.run.checks import refuses_chunk
+from train.run.checks import NO_CHUNKS, refuses_chunk
 from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig, kind_of
 
@@ -140,6 +140,8 @@ def possible_chunks(planned: Planned) -> list[int]:
 
 def _refuses_chunk(config: TrainConfig, model: CPMConfig, tokens: int) -> str | None:
     """Return why a run with this model cannot have --chunk `tokens`, or None if it can."""
+    if model.lightning_layers:
+        return f"--chunk {tokens}: {NO_CHUNKS}"
     sparse = model.sparse
     if sparse is not None and sparse.use_nope and not sparse.is_dense(config.seq_len):
         return (
