@@ -172,7 +172,7 @@ class CPMConfig:
     @property
     def lightning_layers(self) -> int:
         """The number of layers with lightning attention."""
-        return self.num_layers - len(self.attention_layers)
+        return self.mixers.count(LIGHTNING) if self.mixers else 0
 
     @property
     def keeps_results(self) -> bool:
@@ -190,7 +190,8 @@ class CPMConfig:
     @property
     def num_parameters(self) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return sum(self.layer_parameters) + embeddings + self.hidden_size
+        matrices, _ = self._count_layers()
+        return matrices + embeddings + self.num_vector_parameters
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
@@ -200,8 +201,15 @@ class CPMConfig:
     @property
     def num_vector_parameters(self) -> int:
         """Parameters of norms and biases, which are not matrices."""
-        vectors = (self._count_layer(mixer)[1] for mixer in self.mixer_of_layers)
-        return sum(vectors) + self.hidden_size
+        _, vectors = self._count_layers()
+        return vectors + self.hidden_size
+
+    def _count_layers(self) -> tuple[int, int]:
+        """Count the parameters of all layers in matrices, and those in norms and biases."""
+        of_lightning = self.lightning_layers  # sizes are not checked yet: there may be 10^15 layers
+        counts = {ATTENTION: self.num_layers - of_lightning, LIGHTNING: of_lightning}
+        found = [(n, *self._count_layer(mixer)) for mixer, n in counts.items()]
+        return sum(n * matrices for n, matrices, _ in found), sum(n * x for n, _, x in found)
 
     def _count_layer(self, mixer: str) -> tuple[int, int]:
         """Count the parameters of a layer in matrices, and those in norms and biases."""
