@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bmt_burst import sparse
+from bmt_burst.base import kept
 from bmt_burst.offload import Offload
 
 from .tiled import run_tiled
@@ -60,7 +60,8 @@ class Saving:
                    blocks again, and meanwhile they save what `checkpointing` says, on the device
     tile           how many tokens the part of a block after its attention computes at a time, in
                    all blocks. It saves its inputs, and its backward computes it again. None: all
-    keep_choices   whether blocks that run their attention again keep its choices, if it is sparse
+    keep_results   whether blocks that run their attention again keep what ranks exchanged: choices
+                   of sparse attention, and states of lightning attention
     """
 
     checkpointing: str = "none"
@@ -68,7 +69,7 @@ class Saving:
     blocks: int | None = None
     every: int | None = None
     tile: int | None = None
-    keep_choices: bool = False
+    keep_results: bool = False
 
     def __post_init__(self):
         kind = self.checkpointing
@@ -107,7 +108,7 @@ class Saving:
         runner = Runner(run, run if self.offload else _call, self.tile)
         with self._around(keep):
             if self.checkpointing == "full":
-                return recompute(whole, runner, *args, keep_choices=self.keep_choices)
+                return recompute(whole, runner, *args, keep_results=self.keep_results)
             return whole(runner, *args)
 
     def run_all(self, blocks: Any, x: Tensor, *args: Any, keep: Sequence[Tensor] = ()) -> Tensor:
@@ -118,7 +119,7 @@ class Saving:
         for first in range(0, len(in_order), self.every):
             group = in_order[first : first + self.every]
             with self._around(keep):
-                x = recompute(_apply, group, x, *args, keep_choices=self.keep_choices)
+                x = recompute(_apply, group, x, *args, keep_results=self.keep_results)
         return x
 
     def _around(self, keep: Sequence[Tensor]) -> AbstractContextManager:
@@ -134,9 +135,9 @@ class Layers(nn.ModuleList):
         return _apply(self, x, *args)
 
 
-def recompute(function: Callable, *args: Any, keep_choices: bool = False) -> Any:
-    """Call function(*args), and save only `args`, and sparse attention's choices if asked."""
-    contexts: dict[str, Any] = {"context_fn": sparse.keep_choices} if keep_choices else {}
+def recompute(function: Callable, *args: Any, keep_results: bool = False) -> Any:
+    """Call function(*args), and save only `args`, and if asked the results that attention keeps."""
+    contexts: dict[str, Any] = {"context_fn": kept.keep_results} if keep_results else {}
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 

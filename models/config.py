@@ -1,4 +1,4 @@
-"""Configuration of the dense CPM family, and presets."""
+"""Configuration of the CPM family, dense or hybrid, and presets."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from bmt_burst.sparse.config import check_layer
 from .fields import check_fields, check_names, check_size
 from .rope import Llama3, LongRope, RopeScaling
 
+ATTENTION, LIGHTNING = "attention", "lightning"
+
 
 @dataclass(frozen=True)
 class CPMConfig:
-    """The shape and scalings of a dense CPM.
+    """The shape and scalings of a CPM.
 
-    This is the MiniCPM family. With its scalings off it is a Llama, Qwen2 or Qwen3.
+    This is the MiniCPM family. With its scalings off it is a Llama, Qwen2 or Qwen3. Layers may have
+    lightning attention instead of softmax attention, as in MiniCPM-SALA.
 
     rope_scaling    how rotary positions are scaled: a RopeScaling, or its to_dict
     qkv_bias        whether the projections to q, k and v have a bias; o_bias is the same for the
@@ -39,8 +42,14 @@ class CPMConfig:
                     layer, repeated. "w" is all layers, "wwwf" all except every fourth
     max_position_embeddings  tokens of the longest sequence that the weights were made for, or None
                     if that is not known. It changes no result
-    sparse          the constants of sparse attention in all layers: an InfLLMV2, or its to_dict;
-                    None: attention is dense
+    sparse          the constants of sparse attention in all layers with softmax attention: an
+                    InfLLMV2, or its to_dict; None: attention is dense
+    mixers          the mixer of each layer: "attention", or "lightning" for bmt_burst.nn's
+                    LightningAttention with num_heads, norms, rotary positions and a gate, as in
+                    MiniCPM-SALA. None: all layers have softmax attention, which num_kv_heads,
+                    biases, qk_norm and the next two are for. Lightning layers exclude a window
+    attention_rotary  whether softmax attention has rotary positions
+    attention_gate  whether it is multiplied by the sigmoid of a projection of the layer's input
 
     MiniCPM, arXiv 2404.06395, appendix A.1, defines the scalings. Raises ValueError for values of
     another type, out of range, or that contradict each other.
@@ -69,6 +78,9 @@ class CPMConfig:
     qk_norm: bool = False
     max_position_embeddings: int | None = None
     sparse: InfLLMV2 | None = None
+    mixers: tuple[str, ...] | None = None
+    attention_rotary: bool = True
+    attention_gate: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -81,8 +93,27 @@ class CPMConfig:
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.head_dim, self.rope_theta)
         self._take("sparse", InfLLMV2)
+        self._check_mixers()
         self._check_windows()
         check_size(self.num_parameters)
+
+    def _check_mixers(self) -> None:
+        if self.mixers is None:
+            return
+        known = isinstance(self.mixers, list | tuple) and all(
+            mixer in (ATTENTION, LIGHTNING) for mixer in self.mixers
+        )
+        if not known or len(self.mixers) != self.num_layers:
+            raise ValueError(
+                f"mixers must be {ATTENTION} or {LIGHTNING} for each of {self.num_layers} layers, "
+                f"got {self.mixers!r}"
+            )
+        object.__setattr__(self, "mixers", tuple(self.mixers))
+        if self.window is not None and self.lightning_layers:
+            raise ValueError(
+                f"expected a window or lightning layers, got window={self.window} and "
+                f"{self.lightning_layers} lightning layers, which have no window"
+            )
 
     def _check_windows(self) -> None:
         window, pattern, layers = self.window, self.window_pattern, self.num_layers
@@ -129,6 +160,26 @@ class CPMConfig:
         return tuple(self.window if letter == "w" else None for letter in letters)
 
     @property
+    def mixer_of_layers(self) -> tuple[str, ...]:
+        """The mixer of each layer."""
+        return self.mixers or (ATTENTION,) * self.num_layers
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with softmax attention."""
+        return tuple(i for i, mixer in enumerate(self.mixer_of_layers) if mixer == ATTENTION)
+
+    @property
+    def lightning_layers(self) -> int:
+        """The number of layers with lightning attention."""
+        return self.mixers.count(LIGHTNING) if self.mixers else 0
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether some attention exchanges what recomputations should not exchange again."""
+        return self.sparse is not None or self.lightning_layers > 0
+
+    @property
     def longest_sequence(self) -> int | None:
         """The longest sequence that the weights were made for, or that their scaling extends to."""
         if self.max_position_embeddings is None:
@@ -138,20 +189,43 @@ class CPMConfig:
 
     @property
     def num_parameters(self) -> int:
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.num_vector_parameters
+        matrices, _ = self._count_layers()
+        return matrices + embeddings + self.num_vector_parameters
+
+    @property
+    def layer_parameters(self) -> tuple[int, ...]:
+        """The parameters of each layer."""
+        return tuple(sum(self._count_layer(mixer)) for mixer in self.mixer_of_layers)
 
     @property
     def num_vector_parameters(self) -> int:
         """Parameters of norms and biases, which are not matrices."""
-        layer = 2 * self.hidden_size
-        layer += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        layer += self.o_bias * self.hidden_size
-        layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        layer += self.qk_norm * 2 * self.head_dim
-        return self.num_layers * layer + self.hidden_size
+        _, vectors = self._count_layers()
+        return vectors + self.hidden_size
+
+    def _count_layers(self) -> tuple[int, int]:
+        """Count the parameters of all layers in matrices, and those in norms and biases."""
+        of_lightning = self.lightning_layers  # sizes are not checked yet: there may be 10^15 layers
+        counts = {ATTENTION: self.num_layers - of_lightning, LIGHTNING: of_lightning}
+        found = [(n, *self._count_layer(mixer)) for mixer, n in counts.items()]
+        return sum(n * matrices for n, matrices, _ in found), sum(n * x for n, _, x in found)
+
+    def _count_layer(self, mixer: str) -> tuple[int, int]:
+        """Count the parameters of a layer in matrices, and those in norms and biases."""
+        matrices, vectors = self._count_mixer(mixer)
+        matrices += 3 * self.hidden_size * self.intermediate_size
+        vectors += 2 * self.hidden_size
+        vectors += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        return matrices, vectors
+
+    def _count_mixer(self, mixer: str) -> tuple[int, int]:
+        width, of_keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if mixer == LIGHTNING:
+            return 5 * self.hidden_size * width, 2 * self.head_dim + width
+        columns = (2 + self.attention_gate) * width + 2 * of_keys
+        vectors = self.qkv_bias * (width + 2 * of_keys) + self.o_bias * self.hidden_size
+        return self.hidden_size * columns, vectors + self.qk_norm * 2 * self.head_dim
 
     @property
     def num_multiplied(self) -> int:
@@ -171,6 +245,7 @@ class CPMConfig:
         return dataclasses.asdict(self) | {
             "rope_scaling": None if scaling is None else scaling.to_dict(),
             "sparse": None if self.sparse is None else self.sparse.to_dict(),
+            "mixers": None if self.mixers is None else list(self.mixers),
         }
 
 
@@ -195,11 +270,22 @@ _MINICPM5: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 5e6, "tie_embed
 _QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True}
 _QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
 _UNTIED: dict[str, Any] = {"tie_embeddings": False}
+# MiniCPM-SALA's layers
+_SALA: dict[str, Any] = {"attention_rotary": False, "attention_gate": True}
+_SALA_MIXERS = tuple(
+    ATTENTION if layer in (0, 9, 16, 17, 22, 29, 30, 31) else LIGHTNING for layer in range(32)
+)
 # fmt: off
 PRESETS = {
     # For a laptop: trains in minutes on two cores, bytes as tokens.
     "cpm-tiny": CPMConfig(
         320, 128, 384, 4, 4, 2, 32, scale_emb=12.0, scale_depth=1.4, dim_model_base=64, init_std=0.1
+    ),
+    # The same with three lightning layers.
+    "sala-tiny": CPMConfig(
+        320, 128, 384, 4, 4, 2, 32,
+        scale_emb=12.0, scale_depth=1.4, dim_model_base=64, init_std=0.1, rms_norm_eps=1e-6,
+        mixers=(LIGHTNING, ATTENTION, LIGHTNING, LIGHTNING), **_SALA,
     ),
     "minicpm-1b": CPMConfig(73440, 1536, 3840, 52, 24, 8, 64, **_MINICPM),
     "minicpm-2b": CPMConfig(122753, 2304, 5760, 40, 36, 36, 64, **_MINICPM),
@@ -215,6 +301,10 @@ PRESETS = {
     "minicpm4.1-8b": CPMConfig(
         73448, 4096, 16384, 32, 32, 2, 128,
         rms_norm_eps=1e-6, rope_scaling=_MINICPM41, sparse=InfLLMV2(), **_UNTIED, **_MINICPM,
+    ),
+    "minicpm-sala": CPMConfig(
+        73448, 4096, 16384, 32, 32, 2, 128,
+        rms_norm_eps=1e-6, sparse=InfLLMV2(), mixers=_SALA_MIXERS, **_SALA, **_UNTIED, **_MINICPM,
     ),
     "minicpm5-1b": CPMConfig(130560, 1536, 4608, 24, 16, 2, 128, **_MINICPM5),
     # rms_norm_eps is minicpm5-1b's. Public code repeats the rest of its config.json.

@@ -1,5 +1,5 @@
-"""The dense CPM: pre-norm RMSNorm, rotary positions, GQA, SwiGLU, MiniCPM's scalings, Qwen's biases
-and norms.
+"""The CPM: pre-norm RMSNorm, rotary positions, GQA, SwiGLU, MiniCPM's scalings, Qwen's biases and
+norms, MiniCPM-SALA's lightning attention and gates.
 
 The modules are plain torch. Engines shard the parameters and the blocks in `layers`. Therefore
 blocks take only positional arguments. Parameters have the names of Hugging Face's Llama, Qwen and
@@ -23,7 +23,6 @@ from bmt_burst.chunks import Chunk
 from bmt_burst.fused.norm import RMSNorm
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
-    BurstAttention,
     KVCache,
     Layouts,
     Masks,
@@ -36,7 +35,15 @@ from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
 from .blocks import Layers, Runner, Saving
 from .config import CPMConfig
-from .linears import add_linear, add_swiglu_linear, are_plain, is_original, norm_linears
+from .linears import (
+    add_gated_linear,
+    add_linear,
+    add_swiglu_linear,
+    are_plain,
+    is_original,
+    norm_linears,
+)
+from .mixers import is_mixer, make_mixer
 
 # a block's input, q, k and v, and by what sparse attention chooses
 Begun = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]
@@ -56,7 +63,7 @@ class SwiGLU(nn.Module):
 
 
 class CPMBlock(nn.Module):
-    """x + scale * attention(norm(x)), then x + scale * feed_forward(norm(x))."""
+    """x + scale * mixer(norm(x)), then x + scale * feed_forward(norm(x))."""
 
     def __init__(
         self, config: CPMConfig, sp: SequenceParallel, layer: int, saving: Saving, **attention: Any
@@ -65,20 +72,7 @@ class CPMBlock(nn.Module):
         self.saving = saving
         self.scale = config.residual_scale
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = BurstAttention(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            sp=sp,
-            layer=layer,
-            window=config.windows[layer],
-            sparse=config.sparse,
-            qkv_bias=config.qkv_bias,
-            o_bias=config.o_bias,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            **attention,
-        )
+        self.self_attn = make_mixer(config, sp, layer, **attention)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
@@ -112,19 +106,27 @@ class CPMBlock(nn.Module):
         x, q, k, v, choose_by = begin(before, x, cos, sin)
         cache, mask, layout = seen
         attended = attention.attend(q, k, v, cache, mask, layout, choose_by)
-        modules = attention.o_proj, self.post_attention_layernorm, self.mlp
+        modules = [attention.o_proj, self.post_attention_layernorm, self.mlp]
+        if attention.gate is not None:
+            gating = self.input_layernorm, attention.gate, attention.o_norm
+            modules += [module for module in gating if module is not None]
         after = self._after_fused if fuses else self._after
         return runner.finish(after, modules, x, attended)
 
     def _fuses(self, x: Tensor) -> bool:
         """Whether the functions of linears.py compute this block."""
         mlp, attention = self.mlp, self.self_attn
-        norms = self.input_layernorm, self.post_attention_layernorm
-        parts = (mlp, SwiGLU), (attention, BurstAttention), *((norm, RMSNorm) for norm in norms)
-        if autocast_dtype(x) is not None or not all(is_original(*part) for part in parts):
+        norms = [self.input_layernorm, self.post_attention_layernorm]
+        if attention.o_norm is not None:
+            norms.append(attention.o_norm)
+        parts = (mlp, SwiGLU), *((norm, RMSNorm) for norm in norms)
+        are_original = is_mixer(attention) and all(is_original(*part) for part in parts)
+        if autocast_dtype(x) is not None or not are_original:
             return False
-        of_attention = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        linears = *of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if attention.gate is not None:
+            linears.append(attention.gate)
         return all(n.weight is not None and n.weight.dtype == x.dtype for n in norms) and are_plain(
             linears
         )
@@ -140,13 +142,23 @@ class CPMBlock(nn.Module):
         return x, *attention.rotate_heads(q, k, v, cos, sin)
 
     def _after(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = torch.add(x, self.self_attn.o_proj(attended), alpha=self.scale)
+        attention = self.self_attn
+        if attention.gate is not None:
+            # normalized again, which costs less memory than to save it
+            attended = attention.gate_heads(attended, self.input_layernorm(x))
+        x = torch.add(x, attention.o_proj(attended), alpha=self.scale)
         return torch.add(x, self.mlp(self.post_attention_layernorm(x)), alpha=self.scale)
 
     def _after_fused(self, x: Tensor, attended: Tensor) -> Tensor:
         """Compute `_after` with less memory, in fewer passes."""
         mlp, norm = self.mlp, self.post_attention_layernorm
-        x = add_linear(x, attended, self.self_attn.o_proj, self.scale)
+        attention = self.self_attn
+        if attention.gate is None:
+            x = add_linear(x, attended, attention.o_proj, self.scale)
+        else:
+            x, gate = norm_linears(x, self.input_layernorm, (attention.gate,))
+            norm_of_heads = attention.o_norm
+            x = add_gated_linear(x, attended, norm_of_heads, gate, attention.o_proj, self.scale)
         x, gate, up = norm_linears(x, norm, (mlp.gate_proj, mlp.up_proj))
         return add_swiglu_linear(x, gate, up, mlp.down_proj, self.scale)
 
@@ -167,7 +179,7 @@ class CPM(SequenceParallelModule):
     ):
         super().__init__()
         self.config, self.sp = config, sp or SequenceParallel()
-        self.saving = replace(saving or Saving(), keep_choices=config.sparse is not None)
+        self.saving = replace(saving or Saving(), keep_results=config.keeps_results)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(
             CPMBlock(config, self.sp, layer, self.saving.for_block(layer), **attention)

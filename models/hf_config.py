@@ -16,6 +16,7 @@ from bmt_burst import InfLLMV2
 from .config import CPMConfig
 from .fields import check_sizes
 from .hf_rope import longest_to_hf, partial_factors, read_rope, rope_to_hf
+from .hf_sala import ARCHITECTURE, KIND, has_mixers, mixers_to_hf, read_mixers
 from .rope import Linear, LongRope, RopeScaling
 
 _SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
@@ -36,7 +37,9 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
+    KIND: ARCHITECTURE,
 }
+MINICPMS = ("minicpm", KIND)  # models with MiniCPM's scalings
 _QWEN = ("qwen2", "qwen3")
 # models with windows -> the fields that say which layers have one
 _WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}
@@ -56,7 +59,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     _refuse_others(hf)
     theta, scaling = read_rope(hf)
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
-    if hf["model_type"] == "minicpm":
+    if hf["model_type"] in MINICPMS:
         # without these MiniCPM's own code uses 1, transformers 12, 1.4 and 256
         required |= {*_SCALINGS}
     check_sizes(hf, required, {*_SAME_NAME, *_RENAMED.values(), "head_dim"} - {"rms_norm_eps"})
@@ -64,7 +67,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
         if type(hf[name]) is not bool:
             raise ValueError(f"{name} must be true or false, got {hf[name]!r}")
     heads, kind = hf["num_attention_heads"], hf["model_type"]
-    same = (*_SAME_NAME, *_SCALINGS) if kind == "minicpm" else _SAME_NAME
+    same = (*_SAME_NAME, *_SCALINGS) if kind in MINICPMS else _SAME_NAME
     renamed = {name: hf[theirs] for name, theirs in _RENAMED.items() if theirs in hf}
     head_dim = _QWEN3_HEAD_DIM if kind == "qwen3" else hf["hidden_size"] // heads
     return CPMConfig(
@@ -73,7 +76,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
         head_dim=hf.get("head_dim", head_dim),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_embeddings=hf.get("tie_word_embeddings", kind == "minicpm"),
+        tie_embeddings=hf.get("tie_word_embeddings", kind in MINICPMS),
         qkv_bias=kind == "qwen2" or hf.get("attention_bias", False),
         o_bias=kind != "qwen2" and hf.get("attention_bias", False),
         mlp_bias=hf.get("mlp_bias", False),
@@ -81,6 +84,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
         max_position_embeddings=hf.get("max_position_embeddings"),
         sparse=_sparse(hf),
         **(_qwen_windows(whole) if kind in _QWEN else _windows(whole)),
+        **read_mixers(hf),
     )
 
 
@@ -93,14 +97,14 @@ def _by_architecture(hf: dict[str, Any]) -> str | None:
 def _refuse_others(hf: dict[str, Any]) -> None:
     """Refuse models that CPM does not compute. Raises ValueError."""
     kind = hf.get("model_type")
-    scales, layers = kind == "minicpm", hf.get("num_hidden_layers")
+    scales, layers = kind in MINICPMS, hf.get("num_hidden_layers")
     partial = partial_factors(hf)
     unsupported = {
         "model_type": not isinstance(kind, str) or kind not in _ARCHITECTURES,
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")) and kind not in ("llama", "qwen3"),
         "mlp_bias": bool(hf.get("mlp_bias")) and kind != "llama",
-        "sparse_config": hf.get("sparse_config") is not None and kind != "minicpm",
+        "sparse_config": hf.get("sparse_config") is not None and not scales,
         "use_mup": hf.get("use_mup", scales) != scales,
         "mup_denominator": hf.get("mup_denominator", layers) != layers,
         "partial_rotary_factor": any(factor != 1 for factor in partial),
@@ -109,7 +113,7 @@ def _refuse_others(hf: dict[str, Any]) -> None:
         shown = hf | {"partial_rotary_factor": partial}
         values = {name: shown.get(name) for name in refused}
         raise ValueError(
-            f"expected a dense {', '.join(_ARCHITECTURES)}, got unsupported fields {values}"
+            f"expected one of {', '.join(_ARCHITECTURES)}, got unsupported fields {values}"
         )
 
 
@@ -212,16 +216,18 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
         hf["attention_bias"] = config.qkv_bias
     if kind == "llama":
         hf["mlp_bias"] = config.mlp_bias
-    if kind == "minicpm":
+    if kind in MINICPMS:
         hf |= {
             "scale_emb": config.scale_emb,
-            "scale_depth": config.residual_scale * config.num_layers**0.5,
+            "scale_depth": config.scale_depth or config.num_layers**0.5,
             "dim_model_base": config.dim_model_base or config.hidden_size,
         }
         if config.sparse:
             hf["sparse_config"] = config.sparse.to_dict()
+    if kind == KIND:
+        hf |= mixers_to_hf(config)
     original = config.max_position_embeddings or 0
-    most = longest_to_hf(config.rope_scaling, kind, max(longest or 0, original) or None)
+    most = longest_to_hf(config.rope_scaling, kind in MINICPMS, max(longest or 0, original) or None)
     if most is not None:
         hf["max_position_embeddings"] = most
         if 0 < original < most and isinstance(config.rope_scaling, Linear | None):
@@ -234,8 +240,10 @@ def _kind(config: CPMConfig) -> str:
     biases = [name for name in ("qkv_bias", "o_bias", "mlp_bias") if getattr(config, name)]
     has = biases + ["qk_norm"] * config.qk_norm
     scalings = (config.scale_emb, config.residual_scale, config.width_scale)
-    if scalings != (1.0, 1.0, 1.0) or config.sparse:
+    if has_mixers(config) or scalings != (1.0, 1.0, 1.0) or config.sparse:
         advice = "no other model is sparse" if config.sparse else "fold the scalings"
+        if has_mixers(config):
+            advice = "no other model has its layers"
         if config.window:
             raise ValueError(
                 "Hugging Face's MiniCPM has no window, this one has "
@@ -244,7 +252,7 @@ def _kind(config: CPMConfig) -> str:
         if has:
             raise ValueError(f"Hugging Face's MiniCPM has none of {has}: {advice}")
         _check_longrope(config.rope_scaling, advice)
-        return "minicpm"
+        return KIND if has_mixers(config) else "minicpm"
     if config.qk_norm and biases in ([], ["qkv_bias", "o_bias"]):
         return "qwen3"
     if has == ["qkv_bias"]:

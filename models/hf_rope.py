@@ -143,7 +143,7 @@ def rope_to_hf(config: CPMConfig) -> dict[str, Any]:
     return theta | scalings
 
 
-def longest_to_hf(scaling: RopeScaling | None, kind: str, longest: int | None) -> int | None:
+def longest_to_hf(scaling: RopeScaling | None, is_minicpm: bool, longest: int | None) -> int | None:
     """Return `longest`, or the length that a scaling extends to if that is more.
 
     transformers reads a dynamic scaling's original length from this number, and MiniCPM's code
@@ -155,4 +155,4 @@ def longest_to_hf(scaling: RopeScaling | None, kind: str, longest: int | None) -
         return scaling.original_length
     assert isinstance(scaling, Yarn | Llama3 | LongRope), "all others have an original length"
     extended = scaling.extended_length
-    return extended if kind == "minicpm" else max(longest or 0, extended)
+    return extended if is_minicpm else max(longest or 0, extended)

@@ -64,6 +64,18 @@ def add_linear(x: Tensor, inputs: Tensor, linear: Any, scale: float) -> Tensor:
     return result
 
 
+def add_gated_linear(
+    x: Tensor, inputs: Tensor, norm: RMSNorm | None, gate: Tensor, linear: Any, scale: float
+) -> Tensor:
+    """Return x + scale * linear(sigmoid(gate) * norm(inputs)), for x (N, F), inputs and gate
+    (N, E). Without a norm inputs are as they are.
+    """
+    of_norm = (None, 0.0) if norm is None else (norm.weight, norm.eps_of(inputs))
+    parameters = linear.weight, linear.bias
+    result: Tensor = _AddGatedLinear.apply(x, inputs, gate, *of_norm, *parameters, scale)
+    return result
+
+
 def add_swiglu_linear(x: Tensor, gate: Tensor, up: Tensor, linear: Any, scale: float) -> Tensor:
     """Return x + scale * linear(silu(gate) * up), for x (N, F), gate and up (N, E)."""
     parameters = linear.weight, linear.bias
@@ -127,6 +139,45 @@ class _AddLinear(torch.autograd.Function):
         wanted, of_bias = ctx.needs_input_grad[2:4]
         dweight = _weight_gradient(grad, inputs, ctx.scale) if wanted else None
         return grad, dinputs, dweight, _sum_rows(grad, of_bias, ctx.scale), None
+
+
+class _AddGatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        inputs: Tensor,
+        gate: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, gate, norm, weight)
+        ctx.eps, ctx.scale = eps, scale
+        passes = find_passes(x)
+        normed = inputs if norm is None else passes.normalize(inputs, norm, eps)[0]
+        return _add_product(x, passes.gate(gate, normed, silu=False), weight, bias, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("a block")
+        inputs, gate, norm, weight = ctx.saved_tensors
+        [grad] = grads
+        passes = find_passes(grad)
+        normed, r = (inputs, None) if norm is None else passes.normalize(inputs, norm, ctx.eps)
+        dgated = _scaled_product(grad, weight, ctx.scale).view_as(gate)
+        dgate, dinputs, gated = passes.gate_gradients(gate, normed, dgated, again=True, silu=False)
+        del dgated, normed
+        wanted, of_bias = ctx.needs_input_grad[5:7]
+        dweight = _weight_gradient(grad, gated, ctx.scale) if wanted else None
+        del gated
+        dnorm = None
+        if norm is not None:
+            dinputs, dnorm = passes.norm_gradients(dinputs, inputs, norm, r, None)
+        dbias = _sum_rows(grad, of_bias, ctx.scale)
+        return grad, dinputs, dgate, dnorm, None, dweight, dbias, None
 
 
 class _SaveSwiGLULinear(torch.autograd.Function):

@@ -33,6 +33,18 @@ SHAPE = dataclasses.replace(
     qk_norm=True,
     rope_scaling={"kind": "dynamic", "factor": 2.0, "original_length": 16},
 )
+HYBRID = dataclasses.replace(
+    SHAPE,
+    mixers=("lightning", "attention", "lightning"),
+    attention_rotary=False,
+    attention_gate=True,
+    qkv_bias=False,
+)
+SHAPES = {  # of the engines
+    "tied": SHAPE,
+    "untied": dataclasses.replace(SHAPE, tie_embeddings=False),
+    "hybrid": HYBRID,
+}
 STEPS = 3
 
 
@@ -79,17 +91,18 @@ def engines(folder: Path) -> dict[str, list[float]]:
     from train.engine.bmtrain import BMTrainEngine
 
     curves, sp = {}, init_sequence_parallel()
-    for name, saving, tied, offload in (
-        ("selective", Saving("selective"), True, False),
-        ("none in chunks", Saving(), False, True),
-        ("tiled selective pairs", Saving("selective", every=2, tile=5), True, False),
-        ("tiled full pairs in chunks", Saving("full", every=2, tile=5), False, False),
-        ("full", Saving("full"), True, False),
+    for name, saving, shape, offload in (
+        ("selective", Saving("selective"), "tied", False),
+        ("none in chunks", Saving(), "untied", True),
+        ("tiled full pairs", Saving("full", every=2, tile=5), "hybrid", False),
+        ("tiled selective pairs", Saving("selective", every=2, tile=5), "tied", False),
+        ("tiled full pairs in chunks", Saving("full", every=2, tile=5), "untied", False),
+        ("full", Saving("full"), "tied", False),
     ):
-        config = dataclasses.replace(SHAPE, tie_embeddings=tied)
+        config = SHAPES[shape]
         build = lambda config=config, saving=saving: CPM(config, sp, saving)  # noqa: E731
         engine = BMTrainEngine(build, dtype=torch.float32, seed=3, offload=offload)
-        curves[f"{name} {tied}"] = curve(engine, sp, 15 if "chunks" in name else None)
+        curves[f"{name} {shape}"] = curve(engine, sp, 15 if "chunks" in name else None)
     check_loading(engine, BMTrainEngine(build, dtype=torch.float32, seed=4), folder / "model.pt")
     engine = BMTrainEngine(build, dtype=torch.bfloat16, seed=3)
     norm = engine.model.norm._parameters["weight"]

@@ -2,7 +2,6 @@
 fake_cuda.py.
 """
 
-import dataclasses
 import json
 import re
 
@@ -11,7 +10,7 @@ import torch
 
 from bmt_burst import SequenceParallel, kernels
 from models.cpm import CPM
-from tests.bmtrain_rank import SHAPE
+from tests.bmtrain_rank import SHAPES
 from tests.bmtrain_rank import curve as engine_curve
 from tests.launcher import run_script, world_of_one
 from tests.runs import forget
@@ -35,15 +34,14 @@ def run(size: int, results, what: str, *arguments: str) -> tuple[list[dict], str
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[bool, list[float]]:
-    """The torch engine's curve on one rank, with tied and untied embeddings."""
+def expected() -> dict[str, list[float]]:
+    """The torch engine's curve of each shape on one rank."""
     with world_of_one():
-        configs = {tied: dataclasses.replace(SHAPE, tie_embeddings=tied) for tied in (True, False)}
         engines = {
-            tied: TorchEngine(lambda c=c: CPM(c), device=torch.device("cpu"), seed=3)
-            for tied, c in configs.items()
+            name: TorchEngine(lambda c=c: CPM(c), device=torch.device("cpu"), seed=3)
+            for name, c in SHAPES.items()
         }
-        return {tied: engine_curve(engine, SequenceParallel()) for tied, engine in engines.items()}
+        return {name: engine_curve(engine, SequenceParallel()) for name, engine in engines.items()}
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -53,9 +51,9 @@ def test_engine_equals_the_torch_engine(size, expected, tmp_path):
     Ranks also check what is saved and loaded, and the layer.
     """
     for curves in run(size, tmp_path, "library")[0]:
-        assert len(curves) == 5
+        assert len(curves) == 6
         for name, value in curves.items():
-            assert value == pytest.approx(expected[name.endswith("True")], rel=1e-5), name
+            assert value == pytest.approx(expected[name.split()[-1]], rel=1e-5), name
 
 
 def test_pretraining_and_checkpoints_do_not_depend_on_the_engine(tmp_path, folder):  # noqa: F811

@@ -445,7 +445,8 @@ def test_presets_go_to_hugging_face_and_back(preset):
     hf = json.loads(json.dumps(config_to_hf(config)))
     kinds = dict.fromkeys(("cpm", "minicpm", "minicpm4", "minicpm4.1"), "minicpm")
     kinds |= {"qwen2.5": "qwen2", "qwen3": "qwen3"}
-    assert hf["model_type"] == kinds.get(preset.split("-")[0], "llama")
+    kind = "minicpm_sala" if config.lightning_layers else kinds.get(preset.split("-")[0], "llama")
+    assert hf["model_type"] == kind
     again = config_from_hf(hf)
     expected = with_length(config, hf.get("max_position_embeddings"))
     same = {"scale_depth": config.scale_depth, "init_std": config.init_std}

@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from bmt_burst.fused.norm import RMSNorm
 from models.cpm import CPM
-from models.linears import add_linear, add_swiglu_linear, are_plain, norm_linears
+from models.linears import add_gated_linear, add_linear, add_swiglu_linear, are_plain, norm_linears
 from tests.test_model import SMALL
 from tests.test_passes import DEVICE, random
 
@@ -38,6 +38,40 @@ class FusedPart(Part):
         x, one, two = norm_linears(x, self.norm, (self.one, self.two))
         x = add_swiglu_linear(x, one, two, self.down, 0.3)
         return add_linear(x, one, self.out, 0.3)
+
+
+class Gated(nn.Module):
+    """A gate and a projection, with a norm or without."""
+
+    def __init__(self, bias, has_norm):
+        super().__init__()
+        self.norm = RMSNorm(12, 1e-5) if has_norm else None
+        self.gate, self.out = nn.Linear(12, 12), nn.Linear(12, 12, bias=bias)
+
+    def forward(self, x):
+        normed = x if self.norm is None else self.norm(x)
+        return x + 0.3 * self.out(normed * self.gate(x).sigmoid())
+
+
+class FusedGated(Gated):
+    def forward(self, x):
+        return add_gated_linear(x, x, self.norm, self.gate(x), self.out, 0.3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_gate_before_a_linear_layer_equals_modules(bias, has_norm):
+    plain = Gated(bias, has_norm).double().to(DEVICE)
+    fused = copy.deepcopy(plain)
+    fused.__class__ = FusedGated
+    found = []
+    for part in (plain, fused):
+        x = random(2, 7, 12).double().requires_grad_()
+        y = part(x)
+        y.backward(random(2, 7, 12, seed=1).double())
+        found.append([y.detach(), x.grad, *(p.grad for p in part.parameters())])
+    for x, y in zip(*found, strict=True):
+        assert torch.allclose(x, y, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("bias", [False, True])

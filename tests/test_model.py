@@ -61,6 +61,8 @@ SIZES = {  # billions of parameters
     "minicpm4-0.5b": 0.434,
     "minicpm4-8b": 8.19,
     "minicpm4.1-8b": 8.19,
+    "minicpm-sala": 9.477,
+    "sala-tiny": 0.000944,
     "minicpm5-1b": 1.08,
     "minicpm5-2b": 2.516756480,
     "llama3-8b": 8.03,

@@ -66,16 +66,17 @@ def test_tables_of_wrong_sizes_raise(table):
         passes().rotate(random(3, 5, 2, 6), random(*table), random(*table))
 
 
+@pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_a_gate_is_one_pass(dtype):
+def test_a_gate_is_one_pass(dtype, silu):
     tensors = [random(3, 1401, seed=i, dtype=dtype) for i in range(3)]
     gate, up, dout = tensors
-    expected = torch_passes.gate_gradients(*doubles(*tensors), again=True)
-    check([passes().gate(gate, up)], [torch_passes.gate(*doubles(gate, up))], dtype)
-    found = passes().gate_gradients(gate, up, dout, again=False)
+    expected = torch_passes.gate_gradients(*doubles(*tensors), again=True, silu=silu)
+    check([passes().gate(gate, up, silu)], [torch_passes.gate(*doubles(gate, up), silu)], dtype)
+    found = passes().gate_gradients(gate, up, dout, again=False, silu=silu)
     check(found, (*expected[:2], None), dtype)
     assert dout.equal(random(3, 1401, seed=2, dtype=dtype)), "nothing is written"
-    check(passes().gate_gradients(gate, up, dout, again=True), expected, dtype)
+    check(passes().gate_gradients(gate, up, dout, again=True, silu=silu), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -122,10 +123,11 @@ def test_losses_are_one_pass(monkeypatch, dtype, columns):
 def test_the_specification_is_that_of_torch():
     """Functions and gradients are autograd's in fp64, to rounding."""
     gate, up, dout = (random(4, 50, seed=i).double().requires_grad_() for i in range(3))
-    gated = F.silu(gate) * up
-    grads = torch.autograd.grad(gated, (gate, up), dout)
-    found = torch_passes.gate_gradients(gate, up, dout, again=True)
-    assert all(map(torch.allclose, found, (*grads, gated)))
+    for silu, gated in ((True, F.silu(gate) * up), (False, gate.sigmoid() * up)):
+        grads = torch.autograd.grad(gated, (gate, up), dout)
+        found = torch_passes.gate_gradients(gate, up, dout, again=True, silu=silu)
+        assert all(map(torch.allclose, found, (*grads, gated)))
+        assert torch_passes.gate(gate, up, silu).allclose(gated)
     weight = random(50, seed=3).double().requires_grad_()
     normed = F.rms_norm(gate, (50,), weight, 1e-5)
     found, r = torch_passes.normalize(gate, weight, 1e-5)

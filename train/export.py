@@ -8,6 +8,9 @@ model needs that. MiniCPM's scalings are folded into the weights, so transformer
 other code. With --keep-scalings, and with sparse attention, it is a MiniCPM's instead, with this
 project's own code for transformers 5 (trust_remote_code=True).
 
+With lightning layers it is a MiniCPM-SALA's, always with its scalings, and without a modelling
+file: transformers has none, and the release has its own.
+
 `bmtrain.load(model, "exported/model.pt")` reads the other format, as does pretrain.py --init-from.
 CPM-Live's models are exported only so, under CPM-Live's names.
 
@@ -31,6 +34,8 @@ if __name__ == "__main__":
 
 from models.config import CPMConfig
 from models.hf_config import config_to_hf
+from models.hf_sala import KIND as SALA
+from models.hf_sala import has_mixers
 from models.huggingface import fold_scalings, round_weight, save_weights
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
@@ -62,7 +67,7 @@ def export_huggingface(
         raise ValueError(
             f"a {kind_of(config).name} has no Hugging Face format here: give --format bmtrain"
         )
-    if not keep_scalings:
+    if not keep_scalings and not has_mixers(config):
         config, weights = fold_scalings(config, weights)
     rows = resume.longest_row(saved.state)
     longest = max(rows, config.max_position_embeddings or 0)
@@ -157,7 +162,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"wrote {args.output} from {path}")
     if beside:
         print(beside)
-    if written and config_to_hf(written)["model_type"] == "minicpm":
+    kind = config_to_hf(written)["model_type"] if written else None
+    if kind == SALA:
+        print(
+            "no modelling file is written, and transformers has none of MiniCPM-SALA: to load it "
+            "there, copy the release's *.py files into it, and auto_map of its config.json"
+        )
+    if written and kind == "minicpm":
         why = "without --keep-scalings it needs none"
         if written.sparse:
             why = "no model of transformers has its sparse attention"

@@ -32,6 +32,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from bmt_burst import init_sequence_parallel
+from models.config import CPMConfig
 from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
 from train.base import ranks
@@ -44,7 +45,7 @@ from train.registry import load
 from train.run import ending, resume
 from train.run.config import TrainConfig
 from train.run.distributed import choose_device, init_distributed, rank_timeout
-from train.run.kinds import config_of, kind_of
+from train.run.kinds import ModelConfig, config_of, kind_of
 from train.run.launch import launch
 from train.run.options import add_options
 from train.run.settings import DTYPES
@@ -101,8 +102,18 @@ def generate(
             )
         answer: Generator = load(kind.generator)
         return answer(model, tokenizer, prompt, tokens, choose, bos)
+    check_ranks(model.config, model.sp.size)
     choose = choose if model.sp.size == 1 else _share(choose, device)
     return continue_text(model, tokenizer, prompt, tokens, choose, bos, chunk, speed)
+
+
+def check_ranks(config: ModelConfig, count: int) -> None:
+    """Raise ValueError if a model does not generate on so many ranks."""
+    if count > 1 and isinstance(config, CPMConfig) and config.lightning_layers:
+        raise ValueError(
+            "expected one process for a model with lightning layers, whose states are on one rank: "
+            f"leave out --processes, got {count}"
+        )
 
 
 def _share(choose: Choose, device: torch.device) -> Choose:
@@ -205,15 +216,21 @@ class _Request:
                     "same command and the same --prompt-file on all hosts"
                 )
 
-    def open(self, device: torch.device) -> tuple[CPM | LiveModel, Tokenizer, int | None]:
-        """Return the whole model on one device, its tokenizer and its begin token."""
+    def open(
+        self, device: torch.device, count: int = 1
+    ) -> tuple[CPM | LiveModel, Tokenizer, int | None]:
+        """Return the whole model on one device, its tokenizer and its begin token, for a number of
+        ranks.
+        """
         dtype = DTYPES[self.args.dtype]
         if self.args.run:
             path = checkpoint.find(self.args.run)
+            check_ranks(config_of(checkpoint.Checkpoint(path).state["model"]), count)
             tokenizer = checkpoint_tokenizer(path)
             return load_model(path, device, dtype), tokenizer, _begin_token(path, self.prompt)
         settings = {**self.settings, "dtype": self.args.dtype}
         trained = open_trained(settings, None, None, device)
+        check_ranks(trained.model, count)
         return trained.read(device, dtype), trained.tokenizer, trained.bos
 
     def answer(
@@ -235,7 +252,7 @@ def _work(request: _Request, watchdog: Watchdog) -> None:
     sp = init_sequence_parallel(timeout=rank_timeout(config))
     ranks.together(request.check_same)
     watchdog.alive("reading weights")
-    model, tokenizer, bos = ranks.together(lambda: request.open(device))
+    model, tokenizer, bos = ranks.together(lambda: request.open(device, sp.size))
     model.attach(sp)
     ranks.together(lambda: request.answer(model, tokenizer, bos, Speed(watchdog.alive)))
     watchdog.alive("leaving the other ranks")

@@ -1,4 +1,4 @@
-"""Rotary positions, SwiGLU and RMSNorm, each in one pass over memory and differentiable once.
+"""Rotary positions, gates and RMSNorm, each in one pass over memory and differentiable once.
 
 torch.compile sees plain operations instead, which it fuses with their neighbours.
 """
@@ -24,12 +24,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
-def gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
+def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:
+    """Return silu(gate) * up, or sigmoid(gate) * up without `silu`."""
     fits = gate.dtype == up.dtype and gate.shape == up.shape
     if torch.compiler.is_compiling() or gate.is_cpu or not fits:
-        return functional.silu(gate) * up
-    gated: Tensor = _Gate.apply(gate, up)
+        return (functional.silu(gate) if silu else gate.sigmoid()) * up
+    gated: Tensor = _Gate.apply(gate, up, silu)
     return gated
 
 
@@ -57,17 +57,19 @@ class _Rotate(torch.autograd.Function):
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, silu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        gated: Tensor = find_passes(gate).gate(gate, up)
+        ctx.silu = silu
+        gated: Tensor = find_passes(gate).gate(gate, up, silu)
         return gated
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        check_first_derivative("swiglu")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        check_first_derivative("a gate")
         gate, up = ctx.saved_tensors
-        dgate, dup, _ = find_passes(gate).gate_gradients(gate, up, grads[0], again=False)
-        return dgate, dup
+        passes = find_passes(gate)
+        dgate, dup, _ = passes.gate_gradients(gate, up, grads[0], again=False, silu=ctx.silu)
+        return dgate, dup, None
 
 
 class _Norm(torch.autograd.Function):

@@ -15,12 +15,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 rotate_back = rotate
 
 
-def gate(gate: Tensor, up: Tensor) -> Tensor:
+def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:
     return torch.empty_like(gate)
 
 
 def gate_gradients(
-    gate: Tensor, up: Tensor, dout: Tensor, again: bool
+    gate: Tensor, up: Tensor, dout: Tensor, again: bool, silu: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     return torch.empty_like(gate), torch.empty_like(up), dout if again else None
 

@@ -29,24 +29,27 @@ def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x, cos, -sin)
 
 
-def gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
+def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:
+    """Return silu(gate) * up, or sigmoid(gate) * up without `silu`."""
     wide = accumulator_dtype(gate.dtype)
-    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+    x = gate.to(wide)
+    factor = torch.nn.functional.silu(x) if silu else x.sigmoid()
+    return (factor * up.to(wide)).to(gate.dtype)
 
 
 def gate_gradients(
-    gate: Tensor, up: Tensor, dout: Tensor, again: bool
+    gate: Tensor, up: Tensor, dout: Tensor, again: bool, silu: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of gate and up, and if asked silu(gate) * up `again`, which may lie in
-    the memory of `dout`.
+    """Return the gradients of gate and up, and if asked the result of `gate` `again`, which may lie
+    in the memory of `dout`.
     """
     wide = accumulator_dtype(gate.dtype)
     x, y, dz = gate.to(wide), up.to(wide), dout.to(wide)
     share = x.sigmoid()
-    silu = x * share
-    dgate = (dz * y * share * (1 + x * (1 - share))).to(gate.dtype)
-    return dgate, (dz * silu).to(gate.dtype), (silu * y).to(gate.dtype) if again else None
+    factor = x * share if silu else share
+    slope = share * (1 + x * (1 - share)) if silu else share * (1 - share)
+    dgate, dup = (dz * y * slope).to(gate.dtype), (dz * factor).to(gate.dtype)
+    return dgate, dup, (factor * y).to(gate.dtype) if again else None
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -68,21 +68,21 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 @_on_its_device
-def gate(gate: Tensor, up: Tensor) -> Tensor:
+def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out, entries = torch.empty_like(gate), gate.numel()
-    _gate[triton.cdiv(entries, _GATED),](gate, up, out, entries, BLOCK=_GATED)
+    _gate[triton.cdiv(entries, _GATED),](gate, up, out, entries, SILU=silu, BLOCK=_GATED)
     return out
 
 
 @_on_its_device
 def gate_gradients(
-    gate: Tensor, up: Tensor, dout: Tensor, again: bool
+    gate: Tensor, up: Tensor, dout: Tensor, again: bool, silu: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     gate, up, dout = gate.contiguous(), up.contiguous(), dout.contiguous()
     dgate, dup, entries = torch.empty_like(gate), torch.empty_like(up), gate.numel()
     _gate_gradients[triton.cdiv(entries, _GATED),](
-        gate, up, dout, dgate, dup, entries, AGAIN=again, BLOCK=_GATED
+        gate, up, dout, dgate, dup, entries, AGAIN=again, SILU=silu, BLOCK=_GATED
     )
     return dgate, dup, dout if again else None
 
@@ -162,17 +162,21 @@ def _rotate_pairs(
 
 
 @triton.jit
-def _gate(gate, up, out, entries, BLOCK: tl.constexpr):
+def _gate(gate, up, out, entries, SILU: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < entries
     x = tl.load(gate + at, mask=inside).to(tl.float32)
     y = tl.load(up + at, mask=inside).to(tl.float32)
-    tl.store(out + at, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), mask=inside)
+    factor = tl.sigmoid(x)
+    if SILU:
+        factor *= x
+    tl.store(out + at, (factor * y).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gate_gradients(
-    gate, up, dout, dgate, dup, entries, AGAIN: tl.constexpr, BLOCK: tl.constexpr
+    gate, up, dout, dgate, dup, entries,
+    AGAIN: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill dgate and dup. If asked, write the result of `_gate` into dout."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -182,11 +186,15 @@ def _gate_gradients(
     y = tl.load(up + at, mask=inside).to(tl.float32)
     dz = tl.load(dout + at, mask=inside).to(tl.float32)
     share = tl.sigmoid(x)
-    silu = x * share
-    tl.store(dgate + at, (dz * y * share * (1 + x * (1 - share))).to(kind), mask=inside)
-    tl.store(dup + at, (dz * silu).to(kind), mask=inside)
+    factor = share
+    slope = share * (1 - share)
+    if SILU:
+        factor = x * share
+        slope = share * (1 + x * (1 - share))
+    tl.store(dgate + at, (dz * y * slope).to(kind), mask=inside)
+    tl.store(dup + at, (dz * factor).to(kind), mask=inside)
     if AGAIN:
-        tl.store(dout + at, (silu * y).to(kind), mask=inside)
+        tl.store(dout + at, (factor * y).to(kind), mask=inside)
 
 
 @triton.jit(do_not_specialize=["eps", "rows"])

@@ -7,6 +7,7 @@ plan       the part of a rank in a call: forward and backward
 slopes     how fast states decay
 segments   which tokens have a state of their own, and which states ranks send
 exchange   sends states and adds them up
+cache      states of generation
 kernels    the contract of kernels
 reference  the kernel in torch
 """

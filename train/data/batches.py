@@ -235,7 +235,8 @@ class Batches(Dealer[MicroBatch]):
         self, config: Settings, model: CPMConfig, sp: SequenceParallel, device: torch.device
     ):
         super().__init__(config, sp, device)
-        self._model, self._windows = model, Counter(model.windows)
+        self._model = model
+        self._windows = Counter(model.windows[layer] for layer in model.attention_layers)
         whole, balanced = Mask.causal(config.seq_len), config.layout == "auto" and model.window
         self._whole = self._plan_row(whole, bool(balanced), self._is_sparse([whole]))
 
@@ -245,6 +246,8 @@ class Batches(Dealer[MicroBatch]):
             least = f" if a document has {sparse.dense_len:,} tokens"
             blocks = f"{sparse.most_blocks} blocks of {counted(sparse.block_size, 'token')}"
             seen += f", sparse attention to {blocks}{least if sparse.dense_len != -1 else ''}"
+        if found := model.lightning_layers:
+            seen += f", lightning attention in {found} of {counted(model.num_layers, 'layer')}"
         if model.window is None:
             return seen
         windowed, layers = model.windows.count(model.window), counted(model.num_layers, "layer")
@@ -331,13 +334,14 @@ class Batches(Dealer[MicroBatch]):
         sparse = self._model.sparse if is_sparse else None
         if balanced and self.sp.size > 1:
             # full layers first
-            full = in_layers[min(in_layers, key=bool)]
+            full = in_layers[min(in_layers, key=bool)] if in_layers else mask
             layout = Layout.balanced(work_mask(full, sparse) if sparse else full, self.sp.size)
         seen = [
             count * (sparse_keys(mask, sparse) if sparse else keys_seen(in_layers[window]))
             for window, count in self._windows.items()
         ]
-        return _RowPlan(mask, layout, self._count_pairs(torch.stack(seen).sum(0), layout))
+        pairs = sum(seen, torch.zeros(mask.seq_len, dtype=torch.int64))
+        return _RowPlan(mask, layout, self._count_pairs(pairs, layout))
 
 
 def sparse_keys(mask: Mask, sparse: InfLLMV2) -> Tensor:

@@ -81,16 +81,16 @@ def convert(model: nn.Module, *, emulate: bool = False, backend: str = "inductor
     for block in blocks:
         # Tokens of a run are constant, and kernels for constant sizes are faster.
         block.compile_parts(fullgraph=True, dynamic=False, backend=backend)
-    return _describe(blocks[0])
+    return _describe(blocks)
 
 
 def _is_converted(layer: nn.Module, name: str) -> bool:
     return isinstance(layer, nn.Linear) and pays(layer.out_features, layer.in_features)
 
 
-def _describe(block: nn.Module) -> str:
-    """Return which layers of a block multiply in float8."""
-    linear = {n.split(".")[-1]: m for n, m in block.named_modules() if isinstance(m, nn.Linear)}
+def _describe(blocks: nn.Module) -> str:
+    """Return which layers of the blocks multiply in float8."""
+    linear = {n.split(".")[-1]: m for n, m in blocks.named_modules() if isinstance(m, nn.Linear)}
     others = [name for name, layer in linear.items() if type(layer) is nn.Linear]
     text = f"fp8: {', '.join(name for name in linear if name not in others)} multiply in float8"
     if others:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from models.cpm_live.layers import LiveModel
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
 
+_PIECE = 8192  # tokens of a prompt, at least InfLLMV2's dense_len
 _TICK = 1.0  # seconds between signs of life, at least
 
 Choose = Callable[[Tensor], int]  # a token from logits (V,)
@@ -97,26 +98,33 @@ def _sample(
 
 
 class Cache:
-    """Keys and values of up to `limit` tokens, as bmt_burst.nn.SparseKVCache. Raises ValueError if
+    """Keys and values of up to `limit` tokens for layers of softmax attention, and states for those
+    of lightning attention: a bmt_burst.nn.SparseKVCache and a StateCache. Raises ValueError if
     there is not enough memory.
     """
 
     def __init__(self, config: CPMConfig | LiveConfig, limit: int, like: Tensor):
-        shape = (config.num_layers, 1, limit, config.num_kv_heads, config.head_dim)
+        layers: Sequence[int] = range(config.num_layers)
+        if isinstance(config, CPMConfig):
+            layers = config.attention_layers
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        shape = (len(layers), 1, limit, config.num_kv_heads, config.head_dim)
         try:
             self._k, self._v = like.new_empty(shape), like.new_empty(shape)
         except RuntimeError as error:
             raise ValueError(
                 f"not enough memory for the keys and values of {counted(limit, 'token')}"
             ) from error
-        self._filled = [0] * config.num_layers
+        self._filled = [0] * len(layers)
         self.key_sums: dict[int, KeySums] = {}
+        self.states: dict[int, Tensor] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        start, stop = self._filled[layer], self._filled[layer] + k.shape[1]
-        self._k[layer, :, start:stop], self._v[layer, :, start:stop] = k, v
-        self._filled[layer] = stop
-        return self._k[layer, :, :stop], self._v[layer, :, :stop]
+        place = self._places[layer]
+        start, stop = self._filled[place], self._filled[place] + k.shape[1]
+        self._k[place, :, start:stop], self._v[place, :, start:stop] = k, v
+        self._filled[place] = stop
+        return self._k[place, :, :stop], self._v[place, :, :stop]
 
 
 class Speed:
@@ -166,18 +174,22 @@ def continue_text(
 ) -> str:
     """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
 
-    chunk  the most tokens of the prompt that all ranks of the model compute at once, by default all
+    chunk  the most tokens of the prompt that all ranks of the model compute at once. By default
+           all, or 8,192 if the model has lightning layers
     speed  notes the times
 
     The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
     end-of-text token for an empty prompt. Rotary scalings by length use that of the text so far,
     as in transformers: earlier tokens are not rotated again. If the model has several ranks, all
-    call this, and `choose` must return the same token on each.
+    call this, and `choose` must return the same token on each. Models with lightning layers have
+    one rank.
     """
     begin = [] if bos is None else [bos]
     ids = [*begin, *(int(i) for i in tokenizer.encode(prompt))] or [tokenizer.eos_id]
     speed, limit = speed or Speed(), len(ids) + tokens
     cache, fresh = _make_cache(model, limit, chunk), ids
+    if model.config.lightning_layers:
+        chunk = chunk or _PIECE
     speed.begin()
     for _ in range(tokens):
         logits = _compute(model, cache, fresh, len(ids) - len(fresh), chunk, speed)
@@ -191,11 +203,13 @@ def continue_text(
 
 
 def _make_cache(model: CPM, limit: int, chunk: int | None) -> Cache | SharedCache:
-    """Return an empty cache of up to `limit` tokens. Only one that keeps them on one rank, without
-    chunks, has keys before their rotation, by which use_nope chooses.
+    """Return an empty cache of up to `limit` tokens. Only one that keeps them on one rank has states
+    of lightning layers. Without chunks, it also has keys before their rotation, by which use_nope
+    chooses.
     """
     sparse = model.config.sparse
-    if sparse is not None and sparse.use_nope and model.sp.size == 1 and chunk is None:
+    by_nope = sparse is not None and sparse.use_nope and model.sp.size == 1 and chunk is None
+    if model.config.lightning_layers or by_nope:
         return Cache(model.config, limit, model.norm.weight)
     return SharedCache(model.sp, model.config.num_layers, limit)
 
@@ -212,9 +226,16 @@ def _compute(
     device = model.norm.weight.device
     tokens = torch.tensor([fresh], device=device)
     positions = torch.arange(start, start + len(fresh), device=device)
+    logits: Tensor
+    if isinstance(cache, Cache):
+        size = chunk or len(fresh)
+        for piece in zip(tokens.split(size, 1), positions.split(size), strict=True):
+            logits = model(*piece, cache=cache)
+            speed.alive(f"computed tokens to {int(piece[1][-1])}")
+        return logits
     # a chunk cannot have fewer tokens than ranks
-    if isinstance(cache, Cache) or start or len(fresh) < model.sp.size:
-        logits: Tensor = model(tokens, positions, cache=cache)
+    if start or len(fresh) < model.sp.size:
+        logits = model(tokens, positions, cache=cache)
         return logits
     for part in cache.prefill(len(fresh), chunk):
         speed.alive(f"computing tokens {part.positions[0]} to {part.positions[1] - 1}")

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from bmt_burst.offload import PIECE_BYTES
 from bmt_burst.sequence.layout import count_chunks
 from bmt_burst.sparse.blocks import packed_dtype
-from models.config import CPMConfig
+from models.config import LIGHTNING, CPMConfig
 from train.data.batches import choose_micro_batch_size
 from train.run.config import TrainConfig
 from train.run.settings import DTYPES
@@ -24,6 +24,7 @@ from .attention import (
     count_kept,
 )
 from .ledger import Work
+from .lightning import LightningShape, lightning_memory
 from .sharding import Sharding, find_sharding
 from .units import Shape, Unit, find_unit
 
@@ -39,6 +40,7 @@ PARTS = (
     "rings",
 )
 _FP32 = 4
+AnyShape = AttentionShape | LightningShape
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class StepMemory:
 class AttentionRun:
     """A run of a layer's attention: "forward", "backward", or "again", with kept choices."""
 
-    shape: AttentionShape
+    shape: AnyShape
     run: str
 
 
@@ -103,18 +105,19 @@ class _Layers:
     """A unit with its attentions, in the row of a step's units."""
 
     unit: Unit
-    attention: Sequence[AttentionShape]
+    attention: Sequence[AnyShape]
     parameters: int
 
     @property
-    def whole_attention(self) -> Iterator[AttentionShape]:
+    def whole_attention(self) -> Iterator[AnyShape]:
         """Its attentions to the whole sequence, by all tokens."""
-        return (replace(shape, chunk=None) for shape in self.attention)
+        for shape in self.attention:
+            yield replace(shape, chunk=None) if isinstance(shape, AttentionShape) else shape
 
     @property
     def memory(self) -> AttentionMemory:
         """The most memory of its attentions."""
-        found = [astuple(attention_memory(shape)) for shape in self.attention] or [(0, 0, 0)]
+        found = [astuple(_memory_of(shape)) for shape in self.attention] or [(0, 0, 0)]
         return AttentionMemory(*map(max, zip(*found, strict=True)))
 
     @property
@@ -126,6 +129,12 @@ class _Layers:
     def backward(self) -> float:
         """The most bytes of its backward."""
         return max(self.unit.backward, self.unit.backward_attention + self.memory.backward)
+
+
+def _memory_of(shape: AnyShape) -> AttentionMemory:
+    if isinstance(shape, LightningShape):
+        return lightning_memory(shape)
+    return attention_memory(shape)
 
 
 def plan_step(
@@ -182,6 +191,7 @@ def _count_attention(layers: list[_Layers], chunks: int) -> Mapping[AttentionRun
             for run, count in each.unit.runs.items():
                 found[AttentionRun(whole, run)] += count / len(each.attention)
         for shape in each.attention if chunks > 1 else ():
+            assert isinstance(shape, AttentionShape), "lightning layers refuse chunks"
             earlier = replace(shape, tokens=shape.tokens - shape.tokens // chunks, chunk=None)
             found[AttentionRun(earlier, "again")] += 1
     return found
@@ -223,24 +233,30 @@ def _find_layers(config: TrainConfig, model: CPMConfig, batch: int) -> list[_Lay
         batch,
         offload=config.offload,
         chosen=packed_dtype(blocks),
+        is_alone=config.sp_size == 1,
         chunked=chunk is not None,
     )
-    outside = _count_outside(model)
-    of_block = (model.num_parameters - outside) // model.num_layers
+    of_layers, mixers = model.layer_parameters, model.mixer_of_layers
     row, size = [], config.checkpointing_every or 1
     for first in range(0, model.num_layers, size):
         saving = whole if config.checkpointing_every else whole.for_block(first)
         offloads = config.offload and saving.checkpointing != "none"
-        windows = model.windows[first : first + size]
-        count = len(windows)
+        group = range(model.num_layers)[first : first + size]
+        count = len(group)
         # `saving` applies to these blocks
         saving = replace(saving, blocks=None)
-        blocks_shape = replace(shape, layers=count, saving=saving, offload=offloads)
+        blocks_shape = replace(
+            shape,
+            layers=count,
+            mixers=tuple(mixers[layer] for layer in group),
+            saving=saving,
+            offload=offloads,
+        )
         unit = find_unit(blocks_shape, tokens)
         if config.fp8:
             unit = _in_fp8(unit, blocks_shape, tokens)
-        shapes = [attention_shape(config, model, batch, window) for window in windows]
-        row.append(_Layers(unit, shapes, count * of_block))
+        shapes = [mixer_shape(config, model, batch, layer) for layer in group]
+        row.append(_Layers(unit, shapes, sum(of_layers[layer] for layer in group)))
     loss = find_unit(replace(shape, layers=0, offload=False, chunked=False), tokens)
     return [*row, _Layers(loss, (), 0)]
 
@@ -268,6 +284,15 @@ def _count_outside(model: CPMConfig) -> int:
     """Count the parameters outside the blocks."""
     tables = 1 if model.tie_embeddings else 2
     return tables * model.vocab_size * model.hidden_size + model.hidden_size
+
+
+def mixer_shape(config: TrainConfig, model: CPMConfig, batch: int, layer: int) -> AnyShape:
+    """Return the attention of a layer."""
+    if model.mixer_of_layers[layer] != LIGHTNING:
+        return attention_shape(config, model, batch, model.windows[layer])
+    dtype = DTYPES[config.dtype]
+    sizes = config.seq_len, model.num_heads, model.head_dim
+    return LightningShape(batch, *sizes, dtype, config.sp_size)
 
 
 def attention_shape(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bmt_burst.sequence.layout import count_chunks
 from models.config import CPMConfig
-from train.run.checks import refuses_chunk
+from train.run.checks import NO_CHUNKS, refuses_chunk
 from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig, kind_of
 
@@ -142,6 +142,8 @@ def possible_chunks(planned: Planned) -> list[int]:
 
 def _refuses_chunk(config: TrainConfig, model: CPMConfig, tokens: int) -> str | None:
     """Return why a run with this model cannot have --chunk `tokens`, or None if it can."""
+    if model.lightning_layers:
+        return f"--chunk {tokens}: {NO_CHUNKS}"
     count = count_chunks(config.seq_len, tokens)
     if count > _MOST_CHUNKS:
         return (

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .attention import AttentionShape
+from .lightning import LightningShape, lightning_seconds
 from .memory import AttentionRun, Step
 
 GIB = 1 << 30
@@ -162,7 +163,10 @@ def step_seconds(step: Step, hardware: Hardware) -> StepSeconds:
 
 def attention_seconds(run: AttentionRun, hardware: Hardware) -> float:
     """Return the seconds of a forward or backward of one attention."""
-    shape, sparse = run.shape, run.shape.sparse
+    shape = run.shape
+    if isinstance(shape, LightningShape):
+        return lightning_seconds(shape, run.run, hardware.products, hardware.traffic)
+    sparse = shape.sparse
     if sparse is None or sparse.is_dense(shape.tokens) or shape.tokens <= sparse.exact_tokens:
         return _dense_seconds(shape, rank_pairs(shape), run.run, hardware)
     first = replace(shape, tokens=sparse.exact_tokens)  # whose queries see all earlier tokens

@@ -23,11 +23,13 @@ from bmt_burst import Chunks, Mask
 from bmt_burst.calls.autograd import Past
 from bmt_burst.chunks import Chunk
 from bmt_burst.loss import tile_tokens
+from bmt_burst.nn import LightningAttention
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
 
 from .ledger import META, Ledger, PlannedOffload, Work
+from .lightning import LightningShape
 
 # Memory and work are linear in the number of tokens from here on, so more are not run.
 _ENOUGH_TOKENS, _ENOUGH_TOKENS_OF_LOSS = 1 << 14, 1 << 16
@@ -71,7 +73,9 @@ class Shape:
 
     saving   what blocks save, without an Offload; `offload` tells whether that is offloaded
     batch    rows of tokens
+    mixers   those of the layers
     chosen   dtype in which the choices of sparse attention are kept
+    is_alone whether its rank has whole sequences, and takes no states of others
     chunked  whether its tokens are those of the last of several chunks
     """
 
@@ -81,7 +85,9 @@ class Shape:
     layers: int = 1
     saving: Saving = field(default_factory=Saving)
     offload: bool = False
+    mixers: tuple[str, ...] | None = None
     chosen: torch.dtype = torch.int16
+    is_alone: bool = True
     chunked: bool = False
 
 
@@ -115,9 +121,11 @@ def _run(shape: Shape, tokens: int) -> Unit:
     """Run a unit forward and backward in a ledger."""
     ledger, offload = Ledger(), PlannedOffload()
     model = _build(shape, offload)
-    attention = _Attention(ledger, shape.model, shape.chosen)
+    attention = _Attention(ledger, shape)
     for layer, block in enumerate(model.layers):
-        attend = functools.partial(attention.attend, layer)
+        is_lightning = isinstance(block.self_attn, LightningAttention)
+        attend = attention.pass_states if is_lightning else attention.attend
+        attend = functools.partial(attend, layer)
         setattr(block.self_attn, "attend", attend)  # noqa: B010 - instead of a method
     with META:
         start = torch.empty(1, requires_grad=True)
@@ -161,7 +169,13 @@ def _build(shape: Shape, offload: PlannedOffload) -> CPM:
     layers = max(shape.layers, 1)
     with META:
         model = CPM(
-            dataclasses.replace(shape.model, num_layers=layers, window=None, window_pattern="w"),
+            dataclasses.replace(
+                shape.model,
+                num_layers=layers,
+                mixers=shape.mixers,
+                window=None,
+                window_pattern="w",
+            ),
             saving=saving,
         ).to(shape.dtype)
     for p in model.parameters():
@@ -245,10 +259,11 @@ class _Attention:
     runs    how often it did
     """
 
-    def __init__(self, ledger: Ledger, model: CPMConfig, chosen: torch.dtype):
-        self.ledger, self.chosen, self.in_backward = ledger, chosen, False
+    def __init__(self, ledger: Ledger, shape: Shape):
+        self.ledger, self.chosen, self.in_backward = ledger, shape.chosen, False
+        self.ranks = 1 if shape.is_alone else 2
         # the blocks that sparse attention chooses for each token and kv head
-        sparse = model.sparse
+        sparse = shape.model.sparse
         self.far_blocks = 0 if sparse is None else sparse.most_blocks - sparse.window_blocks
         self.levels: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
@@ -258,6 +273,10 @@ class _Attention:
     ) -> Tensor:
         past = None if chunk is None else chunk.keep(layer, q, k, v)
         return _Attend.apply(q, k, v, self, past).flatten(2)
+
+    def pass_states(self, _layer: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        """Return the result of a lightning layer."""
+        return _PassStates.apply(q, k, v, self).flatten(2)
 
     def note(self, run: str) -> None:
         self.runs[run] += 1
@@ -291,6 +310,26 @@ class _Attend(torch.autograd.Function):
             results = torch.empty_like(q), *past.own_gradients(past.keys_with_sums())
         ctx.attention.note("backward")
         return *results, None, None
+
+
+class _PassStates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: _Attention) -> Tensor:
+        batch, tokens, heads, size = q.shape
+        shape = LightningShape(batch, tokens, heads, size, q.dtype, attention.ranks)
+        # a recomputation takes the states of the first forward
+        taken = 0 if attention.in_backward else shape.taken_bytes
+        ctx.taken = torch.empty(taken, dtype=torch.uint8, device=META)
+        ctx.save_for_backward(q, k, v)
+        ctx.attention = attention
+        attention.note("again" if attention.in_backward else "forward")
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        results = tuple(map(torch.empty_like, ctx.saved_tensors))
+        ctx.attention.note("backward")
+        return *results, None
 
 
 class _Loss(torch.autograd.Function):

@@ -13,6 +13,7 @@ from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.sequence.layout import count_chunks
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.spec import Spec
+from models.config import CPMConfig
 from models.rope import RopeScaling
 from train.base.wording import counted, flag
 from train.data.shares import parse_shares, validation_folders
@@ -130,10 +131,29 @@ def _check_saving(settings: Settings) -> None:
         raise ValueError("--checkpointing-every excludes --checkpointing-blocks: give one of them")
 
 
+NO_CHUNKS = (
+    "lightning layers compute a sequence as a whole: leave out --chunk, and give --sp-size or "
+    "--checkpointing full if memory is short"
+)
+
+
 def _check_chunk(settings: Settings) -> None:
     """Raise ValueError for options that exclude --chunk, and for chunks that are too short."""
     if settings.chunk is not None and (reason := refuses_chunk(settings, settings.chunk)):
         raise ValueError(reason)
+
+
+def check_lightning(settings: Settings, model: CPMConfig) -> None:
+    """Raise ValueError for options that exclude lightning layers, if the model has some."""
+    if not model.lightning_layers:
+        return
+    if settings.chunk is not None:
+        raise ValueError(f"--chunk {settings.chunk}: {NO_CHUNKS}")
+    if settings.layout == "striped" and settings.sp_size > 1:
+        raise ValueError(
+            "--layout striped excludes lightning layers, whose ranks would send a state for each "
+            "token: give --layout zigzag"
+        )
 
 
 def refuses_chunk(settings: Settings, tokens: int) -> str | None:

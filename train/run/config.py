@@ -13,7 +13,7 @@ from models.weights import Expected
 from train.base.wording import flag
 from train.engine.fp8 import check_model
 from train.registry import KINDS, Kind
-from train.run.checks import check_settings
+from train.run.checks import check_lightning, check_settings
 from train.run.kinds import (
     PRESETS,
     ModelConfig,
@@ -44,6 +44,8 @@ class TrainConfig(Settings):
         except ValueError as error:
             options = ", ".join(map(flag, given))
             raise ValueError(f"{options} with {self.model_name}: {error}") from error
+        if isinstance(model, CPMConfig):
+            check_lightning(self, model)
         if self.fp8:
             self._check_fp8(model)
         return model

@@ -41,6 +41,8 @@ _PEAK_TFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
 }
+_LIGHTNING_CHUNK = 64  # tokens, whose pairs are computed
+LIGHTNING_BACKWARD = 2.5  # operations, relative to a forward
 
 
 class Clock:
@@ -116,7 +118,8 @@ def count_work(
     targets, all_pairs, *sums = engine.sum([mine, pairs, *by_source, *counts, *slowest])
     of_sources, sums = tuple(sums[:sources]), sums[sources:]
     all_counts = dict(zip(names, map(int, sums), strict=False))
-    balance = max(sums[len(names) :]) * dist.get_world_size() / all_pairs
+    # without attention layers, tokens cost the same
+    balance = max(sums[len(names) :]) * dist.get_world_size() / all_pairs if all_pairs else 1.0
     return StepWork(targets, all_pairs, all_counts, balance, of_sources)
 
 
@@ -152,8 +155,23 @@ def step_flops(model: CPMConfig | LiveConfig, tokens: int, pairs: float) -> floa
     visible pairs over all layers with attention. A causal layer has seq_len * (seq_len + 1) / 2
     pairs for each sequence, and fewer with documents, windows and sparse attention (`sparse_keys`).
     PaLM (arXiv 2204.02311, appendix B) counts all pairs instead.
+
+    Each token also costs `lightning_flops` in each lightning layer, and 2.5 times as many in the
+    backward.
     """
-    return 6.0 * model.num_multiplied * tokens + 12.0 * model.num_heads * model.head_dim * pairs
+    heads, size = model.num_heads, model.head_dim
+    found = 6.0 * model.num_multiplied * tokens + 12.0 * heads * size * pairs
+    if isinstance(model, CPMConfig):
+        of_layer = (1 + LIGHTNING_BACKWARD) * lightning_flops(heads, size)
+        found += model.lightning_layers * of_layer * tokens
+    return found
+
+
+def lightning_flops(heads: int, head_dim: int) -> float:
+    """Return the operations of a forward of lightning attention for each token: products with its
+    state, and with the tokens of a chunk of 64.
+    """
+    return 4.0 * heads * head_dim * (head_dim + _LIGHTNING_CHUNK)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -1,119 +1,44 @@
-"""Layers: rotary embedding by explicit positions, SwiGLU, and sequence parallel self-attention.
+"""Sequence parallel self-attention as a layer.
 
 Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, E model width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import burst_attn_func
-from .base.arguments import as_bool, as_int, as_positive
-from .base.compiled import not_compiled
-from .base.dtypes import accumulator_dtype
-from .cache import Cache
-from .calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
-from .calls.options import Layouts as Layouts
-from .calls.options import Masks as Masks
-from .calls.refusal import refuse_call, refuse_wrong_arguments
-from .chunks import Chunk
-from .fused import functions
-from .fused.norm import RMSNorm
-from .kernels import load
-from .kernels.reference import visible
-from .merging.sinks import decoded_with_sinks
-from .ranks.sequence_parallel import SequenceParallel, check_sp
-from .sequence.layout import Layout
-from .sequence.mask import Mask
-from .sequence.tile import KernelCall
-from .sparse.cache import SparseKVCache as SparseKVCache
-from .sparse.cache import attend_to_cache, check_cache, sum_keys
-from .sparse.config import InfLLMV2, check_layer
-from .spec import Spec
+from ..attention import burst_attn_func
+from ..base.arguments import as_bool, as_int, as_positive
+from ..base.compiled import not_compiled
+from ..base.dtypes import accumulator_dtype
+from ..cache import Cache
+from ..calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
+from ..calls.options import Layouts, Masks
+from ..calls.refusal import refuse_call
+from ..chunks import Chunk
+from ..kernels import load
+from ..kernels.reference import visible
+from ..merging.sinks import decoded_with_sinks
+from ..ranks.sequence_parallel import SequenceParallel
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask
+from ..sequence.tile import KernelCall
+from ..sparse.cache import attend_to_cache, check_cache, sum_keys
+from ..sparse.config import InfLLMV2, check_layer
+from ..spec import Spec
+from .heads import SelfAttention
+from .modules import WRONG_INPUTS, KVCache
 
 _MOST_BATCHES = 32  # their masks within a window are kept in a cache
-# Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
-_WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
-
-Parameters = ParamSpec("Parameters")
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of position * theta^(-2 j / D), j < D / 2, for `positions` (S,) int64, or
-    (B, S) if rows differ.
-
-    Both are (S, D / 2), or (B, S, D / 2), fp32. Positions count from the start of the whole
-    sequence. Documents that do not attend to each other may count from their own start
-    (`Mask.positions`). (RoFormer, arXiv 2104.09864.)
-    """
-    return rotations(positions, rope_frequencies(head_dim, theta, positions.device))
-
-
-def rope_frequencies(
-    head_dim: int, theta: float, device: torch.device | str | None = None
-) -> Tensor:
-    """Return theta^(-2 j / D), j < D / 2: (D / 2,) fp64, radians from one position to the next."""
-    return theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
-
-
-def rotations(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of position * frequency, times `scale`, in the shapes of `rope_tables`.
-
-    `frequencies` are (D / 2,), or (B, D / 2) if rows differ, fp64. Phases are computed in fp64: at
-    position 10^6 an fp32 phase is off by up to 0.06 rad.
-    """
-    phases = positions.double().unsqueeze(-1) * frequencies.unsqueeze(-2)
-    return (phases.cos() * scale).float(), (phases.sin() * scale).float()
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_j, x_{j + D/2}) of x (B, S, H, D) by `rope_tables`, in fp32 or fp64.
-    Return x's dtype.
-    """
-    return functions.rotate(x, cos, sin)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, elementwise. (arXiv 2002.05202.)"""
-    return functions.gate(gate, up)
-
-
-class KVCache(Protocol):
-    """Keys and values of earlier tokens, for generation."""
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, S, G, D) to the earlier ones of `layer`, and return all."""
-
-
-class SequenceParallelModule(nn.Module):
-    """A module over the ranks of `sp`."""
-
-    sp: SequenceParallel
-
-    def attach(self, sp: SequenceParallel) -> None:
-        """Run this module, and all such modules inside it, over the ranks of `sp`.
-
-        Call it before the first use of a module that was read from a pickle: a pickle has no
-        groups. Raises TypeError if sp is not a SequenceParallel.
-        """
-        check_sp(sp)
-        for part in self.modules():
-            if isinstance(part, SequenceParallelModule):
-                part.sp = sp
-
-
-def _refuse_wrong_arguments(forward: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
-    """Return a layer's `forward`. A call that does not fit its signature raises on all ranks."""
-    return refuse_wrong_arguments(forward, lambda error, _, args, _named: args[0]._refuse(error))
-
-
-class BurstAttention(SequenceParallelModule):
+class BurstAttention(SelfAttention):
     """Self-attention with rotary positions over the ranks of `sp`. It is causal unless a mask is
     given, and GQA where num_kv_heads < num_heads.
 
@@ -137,6 +62,10 @@ class BurstAttention(SequenceParallelModule):
     sparse         as burst_attn_func's. It excludes window and softcap. With a cache it counts all
                    tokens of the cache as one document, and has no gradient. A SparseKVCache makes
                    it faster, and use_nope needs one.
+    rotary         False: q and k are not rotated, and the layer needs no rope_tables. MiniCPM-SALA
+                   has such layers. use_nope then changes nothing.
+    output_gate    whether the attention is multiplied by sigmoid(o_gate(x)) before o_proj, x being
+                   the layer's input
 
     Projections are `q_proj`, `k_proj`, `v_proj`, `o_proj`. Under autocast attention computes in its
     dtype, whatever the dtype of q and k after norms and rotary tables.
@@ -165,27 +94,28 @@ class BurstAttention(SequenceParallelModule):
         softcap: float | None = None,
         sinks: bool = False,
         sparse: InfLLMV2 | None = None,
+        rotary: bool = True,
+        output_gate: bool = False,
     ):
-        super().__init__()
-        hidden_size, num_heads = as_int("hidden_size", hidden_size), as_int("num_heads", num_heads)
-        if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
-            raise ValueError(
-                f"num_heads={num_heads} does not divide hidden_size={hidden_size}: pass head_dim"
-            )
-        num_kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads)
-        head_dim = hidden_size // num_heads if head_dim is None else as_int("head_dim", head_dim)
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}")
-        if head_dim < 2 or head_dim % 2:
-            raise ValueError(f"rotary embedding needs an even head_dim above 0, got {head_dim}")
+        super().__init__(
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            sp=sp,
+            layer=layer,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm_eps=qk_norm_eps,
+            output_gate=output_gate,
+            rotary=rotary,
+        )
         if window is not None and as_int("window", window) < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         softcap = None if softcap is None else as_positive("softcap", softcap)
-        if qk_norm_eps is not None:
-            qk_norm_eps = as_positive("qk_norm_eps", qk_norm_eps)
         check_layer(sparse, window=window, softcap=softcap)
-        self.hidden_size, self.head_dim = hidden_size, head_dim
-        self.attach(SequenceParallel() if sp is None else sp)
+        if sparse is not None and not rotary:  # the choice is the same, by the same q and k
+            sparse = dataclasses.replace(sparse, use_nope=False)
         self.options: dict[str, Any] = {
             "flash": flash,
             "deterministic": deterministic,
@@ -194,80 +124,14 @@ class BurstAttention(SequenceParallelModule):
             "sparse": sparse,
         }
         self.window = None if window is None else int(window)
-        self.layer = layer
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
-    @_refuse_wrong_arguments
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | Chunk | Cache | None = None,
-        mask: Masks | None = None,
-        layout: Layouts | None = None,
-    ) -> Tensor:
-        """Map x (B, S, E) of this rank's tokens to (B, S, E). `cos` and `sin` are `rope_tables` of
-        their positions. The other arguments are `attend`'s.
-
-        With a cache, x continues the tokens that the cache holds. With a bmt_burst.Cache, x is the
-        same on all ranks. Raises on all ranks if inputs are wrong on any rank.
-        """
-        try:
-            self._check_inputs(x, cos, sin)
-            q, k, v, choose_by = self.project_all(x, cos, sin)
-        except _WRONG_INPUTS as error:
-            self._refuse(error)
-        return self.o_proj(self.attend(q, k, v, cache, mask, layout, choose_by))
-
-    def _check_inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        for name, given in (("x", x), ("cos", cos), ("sin", sin)):
-            if not isinstance(given, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
-        if x.dim() != 3 or x.shape[2] != self.hidden_size:
-            raise ValueError(
-                f"x must be (batch, tokens, {self.hidden_size}), got shape {tuple(x.shape)}"
-            )
-        for name, given in (("cos", cos), ("sin", sin)):
-            if given.dim() < 2 or given.shape[-2:] != (x.shape[1], self.head_dim // 2):
-                raise ValueError(
-                    f"{name} must be (..., {x.shape[1]}, {self.head_dim // 2}), rope_tables of the "
-                    f"positions of x, got shape {tuple(given.shape)}"
-                )
-
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raise `error` instead of a call. The other ranks raise ValueError."""
         refuse_call(error, self.sp.process_group, self.sp.double_group)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to q (B, S, H, D) and k (B, S, G, D), both rotated, and v (B, S, G, D)."""
-        q, k, v, _ = self.project_all(x, cos, sin)
-        return q, k, v
-
-    def project_all(
-        self, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Project x as `project` does. Also return the `choose_by` of `attend`: q and k before they
-        are rotated, or None unless sparse attention has use_nope.
-        """
-        return self.rotate_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin)
-
-    def rotate_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Return what `project_all` does, from the projections q (B, S, H * D), k and v."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+    def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
         sparse: InfLLMV2 | None = self.options["sparse"]
-        choose_by = (q.detach(), k.detach()) if sparse is not None and sparse.use_nope else None
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, choose_by
+        return (q.detach(), k.detach()) if sparse is not None and sparse.use_nope else None
 
     def attend(
         self,
@@ -296,7 +160,7 @@ class BurstAttention(SequenceParallelModule):
             self._check_cache(cache, mask, layout, choose_by)
             sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
             batch, tokens = q.shape[:2]
-        except _WRONG_INPUTS as error:
+        except WRONG_INPUTS as error:
             self._refuse(error)
         if isinstance(cache, Chunk | Cache):
             return cache.attend(

@@ -1,0 +1,179 @@
+"""The base of layers of self-attention: projections to heads and back, and a gate on the result.
+
+Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, E model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn
+
+from torch import Tensor, nn
+
+from ..base.arguments import as_bool, as_int, as_positive
+from ..cache import Cache
+from ..calls.options import Layouts, Masks
+from ..chunks import Chunk
+from ..fused import functions
+from ..fused.norm import RMSNorm
+from ..ranks.sequence_parallel import SequenceParallel
+from .modules import WRONG_INPUTS, KVCache, SequenceParallelModule, refuse_wrong_forward
+from .rotary import apply_rope
+
+# q, k, v, and the queries and keys that sparse attention chooses by
+Heads = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]
+
+
+class SelfAttention(SequenceParallelModule):
+    """The base of layers of self-attention. A subclass defines `attend`, and refuses calls.
+
+    qkv_bias, o_bias  whether the projections have a bias
+    qk_norm_eps       if given, q and k are normalized in each head, by `q_norm` and `k_norm`
+    output_norm_eps   if given, the attention of all heads is normalized, by `o_norm`
+    output_gate       whether the attention is then multiplied by the sigmoid of a projection of
+                      the layer's input
+    rotary            whether q and k are rotated
+    """
+
+    gate_name: ClassVar[str] = "o_gate"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        *,
+        sp: SequenceParallel | None,
+        layer: int,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        output_norm_eps: float | None = None,
+        output_gate: bool = False,
+        rotary: bool = True,
+    ):
+        super().__init__()
+        hidden_size, num_heads = as_int("hidden_size", hidden_size), as_int("num_heads", num_heads)
+        if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
+            raise ValueError(
+                f"num_heads={num_heads} does not divide hidden_size={hidden_size}: pass head_dim"
+            )
+        num_kv_heads = num_heads if num_kv_heads is None else as_int("num_kv_heads", num_kv_heads)
+        head_dim = hidden_size // num_heads if head_dim is None else as_int("head_dim", head_dim)
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}")
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head_dim above 0, got {head_dim}")
+        self.hidden_size, self.head_dim = hidden_size, head_dim
+        self.rotary, self.layer = as_bool("rotary", rotary), layer
+        self.attach(SequenceParallel() if sp is None else sp)
+        width = num_heads * head_dim
+        self.q_proj = nn.Linear(hidden_size, width, bias=qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(width, hidden_size, bias=o_bias)
+        self.q_norm = _make_norm("qk_norm_eps", head_dim, qk_norm_eps)
+        self.k_norm = _make_norm("qk_norm_eps", head_dim, qk_norm_eps)
+        self.o_norm = _make_norm("output_norm_eps", width, output_norm_eps)
+        is_gated = as_bool("output_gate", output_gate)
+        gate = nn.Linear(hidden_size, width, bias=False) if is_gated else None
+        self.register_module(self.gate_name, gate)
+
+    @property
+    def gate(self) -> nn.Linear | None:
+        """The projection whose sigmoid multiplies the attention."""
+        found: nn.Linear | None = getattr(self, self.gate_name)
+        return found
+
+    @refuse_wrong_forward
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        cache: KVCache | Chunk | Cache | None = None,
+        mask: Masks | None = None,
+        layout: Layouts | None = None,
+    ) -> Tensor:
+        """Map x (B, S, E) of this rank's tokens to (B, S, E). `cos` and `sin` are `rope_tables` of
+        their positions, which a layer without rotary positions does not need. The other arguments
+        are `attend`'s.
+
+        With a cache, x continues the tokens that the cache holds. With a bmt_burst.Cache, x is the
+        same on all ranks. Raises on all ranks if inputs are wrong on any rank.
+        """
+        try:
+            self._check_inputs(x, cos, sin)
+            q, k, v, choose_by = self.project_all(x, cos, sin)
+        except WRONG_INPUTS as error:
+            self._refuse(error)
+        attended = self.attend(q, k, v, cache, mask, layout, choose_by)
+        return self.o_proj(self.gate_heads(attended, x))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *seen: Any) -> Tensor:
+        """Return the attention with heads side by side: (B, S, H * D)."""
+        raise NotImplementedError
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise `error` instead of a call. The other ranks raise ValueError."""
+        raise NotImplementedError
+
+    def _check_inputs(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+        tables = (("cos", cos), ("sin", sin)) if self.rotary else ()
+        for name, given in (("x", x), *tables):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        if x.dim() != 3 or x.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"x must be (batch, tokens, {self.hidden_size}), got shape {tuple(x.shape)}"
+            )
+        for name, given in tables:
+            assert given is not None
+            if given.dim() < 2 or given.shape[-2:] != (x.shape[1], self.head_dim // 2):
+                raise ValueError(
+                    f"{name} must be (..., {x.shape[1]}, {self.head_dim // 2}), rope_tables of the "
+                    f"positions of x, got shape {tuple(given.shape)}"
+                )
+
+    def project(
+        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to q (B, S, H, D) and k (B, S, G, D), normalized and rotated if the layer does
+        so, and v (B, S, G, D).
+        """
+        q, k, v, _ = self.project_all(x, cos, sin)
+        return q, k, v
+
+    def project_all(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Heads:
+        """Project x as `project` does. Also return the `choose_by` of `attend`: q and k before they
+        are rotated, or None unless sparse attention needs them.
+        """
+        return self.rotate_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin)
+
+    def rotate_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> Heads:
+        """Return what `project_all` does, from the projections q (B, S, H * D), k and v."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        choose_by = self._find_choose_by(q, k)
+        if not self.rotary:
+            return q, k, v, choose_by
+        assert cos is not None and sin is not None
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, choose_by
+
+    def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def gate_heads(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Return the input of `o_proj`: the attention (B, S, H * D), normalized and gated if the
+        layer does so. x (B, S, E) is the layer's input.
+        """
+        if self.o_norm is not None:
+            attended = self.o_norm(attended)
+        return attended if self.gate is None else functions.gate(self.gate(x), attended, silu=False)
+
+
+def _make_norm(name: str, width: int, eps: float | None) -> RMSNorm | None:
+    return None if eps is None else RMSNorm(width, as_positive(name, eps))

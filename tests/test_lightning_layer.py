@@ -1,0 +1,209 @@
+"""nn.LightningAttention, and nn.BurstAttention without rotary positions and with a gate."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from bmt_burst import Layout, Mask, SequenceParallel, alibi_slopes, simulate
+from bmt_burst.nn import BurstAttention, LightningAttention, StateCache, rope_tables
+from tests import sala
+from tests.refusals import refusal_of_rank
+from tests.test_sparse import SMALL as SPARSE
+
+EXACT = 1e-12
+HF = {"head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+BORDERS = (0, 1, 30, 50)
+
+
+class States:
+    def __init__(self):
+        self.states = {}
+
+
+class Keys:
+    """A cache of keys and values, without states."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def extend(self, layer, k, v):
+        if layer in self.kept:
+            k, v = (torch.cat(pair, 1) for pair in zip(self.kept[layer], (k, v), strict=True))
+        self.kept[layer] = k, v
+        return k, v
+
+
+def randomized(layer):
+    """Return a layer in fp64 with random weights, also of its norms."""
+    layer = layer.double()
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, 0.3 if weight.dim() == 1 else 0.0, 0.3)
+    return layer
+
+
+def inputs(tokens=50, batch=2):
+    x = torch.randn(batch, tokens, 32, dtype=torch.float64)
+    return x, *rope_tables(torch.arange(tokens), 8)
+
+
+def test_a_layer_equals_the_released_one():
+    """The tables are fp32, so results differ by 1e-7."""
+    for layer, expected in (
+        (LightningAttention(32, 4), sala.lightning_layer),
+        (BurstAttention(32, 4, 2, rotary=False, output_gate=True), sala.sparse_layer),
+    ):
+        layer = randomized(layer)
+        x, *tables = inputs()
+        found, exact = layer(x, *tables), expected(layer.state_dict(), HF, x)
+        assert (found - exact).abs().max() <= 1e-6 * exact.abs().max()
+    names = {name.split(".")[0] for name, _ in LightningAttention(32, 4).named_parameters()}
+    of_heads = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert names == of_heads | {"q_norm", "k_norm", "o_norm", "z_proj"}
+    plain = LightningAttention(
+        32, 4, qk_norm_eps=None, output_norm_eps=None, output_gate=False, rotary=False
+    )
+    assert {name.split(".")[0] for name, _ in plain.named_parameters()} == of_heads
+    assert randomized(plain)(x).shape == x.shape, "without rope_tables"
+
+
+def test_slopes_are_constants():
+    """Numbers of the layer: no dtype of weights, device or file changes them."""
+    with torch.device("meta"):
+        layer = LightningAttention(32, 4)
+    assert layer.slopes == tuple(alibi_slopes(4).tolist())
+    assert layer.bfloat16().slopes == layer.slopes
+    assert not [name for name in layer.state_dict() if "slope" in name]
+    still = LightningAttention(32, 4, slopes=torch.zeros(4))
+    assert still.slopes == (0.0,) * 4
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_layers_do_not_depend_on_the_ranks(size):
+    mask, layout = Mask.documents(BORDERS), Layout.zigzag(50, size)
+    for layer in (
+        LightningAttention(32, 4),
+        BurstAttention(32, 4, 2, rotary=False, output_gate=True),
+    ):
+        layer = randomized(layer)
+        tensors = inputs()
+
+        def run(sp, layout, layer=layer, tensors=tensors):
+            mine = copy.deepcopy(layer)
+            mine.attach(sp)
+            x, *tables = (
+                layout.shard(y, sp.rank, dim) for y, dim in zip(tensors, (1, 0, 0), strict=True)
+            )
+            out = mine(x.requires_grad_(), *tables, mask=mask, layout=layout)
+            grads = torch.autograd.grad(out.square().sum(), [x, *mine.parameters()])
+            return out.detach(), *grads
+
+        def work(ring, run=run):
+            return run(SequenceParallel(ring.rank, size, process_group=ring), layout)
+
+        exact = run(SequenceParallel(), Layout.zigzag(50, 1))
+        found = [*zip(*simulate(size, work), strict=True)]
+        whole = [layout.unshard(list(parts)) for parts in found[:2]]
+        whole += [sum(parts) for parts in found[2:]]
+        for mine, expected in zip(whole, exact, strict=True):
+            assert (mine - expected).abs().max() <= EXACT * expected.abs().max()
+
+
+def test_documents_in_a_row_are_those_alone():
+    for layer in (LightningAttention(32, 4), BurstAttention(32, 4, rotary=False)):
+        layer, (x, cos, sin) = randomized(layer), inputs()
+        packed = layer(x, cos, sin, mask=Mask.documents(BORDERS))
+        for start, stop in itertools.pairwise(BORDERS):
+            alone = layer(x[:, start:stop], cos[start:stop], sin[start:stop])
+            assert (packed[:, start:stop] - alone).abs().max() <= EXACT * alone.abs().max()
+
+
+def test_states_continue_a_whole_forward():
+    """In pieces, and token by token. Rows have states of their own."""
+    layer = randomized(LightningAttention(32, 4, layer=3))
+    x, cos, sin = inputs(batch=3)
+    whole, cache = layer(x, cos, sin), States()
+    assert isinstance(cache, StateCache)
+    cuts = (0, 17, 18, 45, *range(46, 51))
+    pieces = [layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in itertools.pairwise(cuts)]
+    assert (torch.cat(pieces, 1) - whole).abs().max() <= EXACT * whole.abs().max()
+    [(number, state)] = cache.states.items()
+    assert number == 3 and state.shape == (3, 4, 8, 8) and state.dtype == torch.float64
+    alone = States()
+    layer(x[1:2], cos, sin, alone)
+    assert (alone.states[3] - state[1:2]).abs().max() <= EXACT * state.abs().max()
+    half = copy.deepcopy(layer).bfloat16()
+    half(x.bfloat16(), cos, sin, cache := States())
+    assert cache.states[3].dtype == torch.float32
+
+
+def test_layers_without_positions_choose_alike_with_use_nope():
+    x, *_ = inputs(batch=1)
+    layer = randomized(BurstAttention(32, 4, 2, rotary=False, sparse=SPARSE))
+    nope = BurstAttention(
+        32, 4, 2, rotary=False, sparse=dataclasses.replace(SPARSE, use_nope=True)
+    ).double()
+    nope.load_state_dict(layer.state_dict())
+    assert nope(x).equal(layer(x))
+    assert nope(x, cache=Keys()).allclose(layer(x)), "and ask for no other keys"
+
+
+def test_autocast_computes_in_its_dtype():
+    layer = LightningAttention(32, 4)
+    x, *tables = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x.float(), *tables)
+        cached = layer(x.float(), *tables, States())
+    assert out.dtype == cached.dtype == torch.bfloat16
+    assert torch.allclose(out, cached, rtol=0.1, atol=0.05)
+
+
+def test_wrong_arguments_are_refused():
+    for kind, message, options in (
+        (ValueError, "num_heads=5 does not divide hidden_size=32", {"num_heads": 5}),
+        (ValueError, "even head_dim above 0, got 3", {"head_dim": 3}),
+        (ValueError, "qk_norm_eps must be positive", {"qk_norm_eps": 0.0}),
+        (ValueError, "output_norm_eps must be positive", {"output_norm_eps": -1.0}),
+        (TypeError, "output_gate must be", {"output_gate": 1}),
+        (TypeError, "rotary must be", {"rotary": "no"}),
+        (ValueError, r"slopes must be \(4,\)", {"slopes": torch.ones(3)}),
+        (ValueError, "finite and at least 0, got -1.0 for head 0", {"slopes": -torch.ones(4)}),
+        (TypeError, "slopes must be torch.float32", {"slopes": torch.ones(4).half()}),
+    ):
+        with pytest.raises(kind, match=message):
+            LightningAttention(**{"hidden_size": 32, "num_heads": 4, **options})
+
+
+def test_wrong_calls_are_refused_on_all_ranks():
+    x, cos, sin = inputs(6)
+    cases = [
+        ((None, cos, cos), {}, "TypeError: x must be a torch.Tensor, got NoneType"),
+        ((x, cos, None), {}, "TypeError: sin must be a torch.Tensor, got NoneType"),
+        ((x[..., :8], cos, cos), {}, r"ValueError: x must be \(batch, tokens, 32\)"),
+        ((x, cos, cos, States()), {}, "ValueError: lightning attention continues states on one"),
+        ((x, cos, cos), {"mask": Mask.full(12)}, "ValueError: .*causal documents"),
+        ((x, cos, cos), {"layout": "striped"}, "ValueError: .*striped.*zigzag"),
+        ((x, cos, cos), {"wrong": 1}, "TypeError: unexpected keyword argument 'wrong'"),
+    ]
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        layer = LightningAttention(32, 4, sp=sp).double()
+        for wrong, named, error in cases:
+            with refusal_of_rank(1, ring.rank, error):
+                layer(*(wrong if ring.rank else (x, cos, cos)), **(named if ring.rank else {}))
+        return layer(x, cos, cos)
+
+    assert all(out.isfinite().all() for out in simulate(2, work))
+    layer = LightningAttention(32, 4).double()
+    for message, cache, named in (
+        ("needs a bmt_burst.nn.StateCache, .* got a Keys", Keys(), {}),
+        ("expected a cache or a mask and layout", States(), {"mask": Mask.causal(6)}),
+        ("expected a cache or a mask and layout", States(), {"layout": "zigzag"}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, cos, sin, cache, **named)
