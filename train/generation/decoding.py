@@ -203,9 +203,10 @@ def continue_text(
 
 
 def _make_cache(model: CPM, limit: int, chunk: int | None) -> Cache | SharedCache:
-    """Return an empty cache of up to `limit` tokens. Only one that keeps them on one rank has states
-    of lightning layers. Without chunks, it also has keys before their rotation, by which use_nope
-    chooses.
+    """Return an empty cache of up to `limit` tokens.
+
+    Only a cache on one rank has states of lightning layers and, without chunks, the keys before
+    their rotation by which use_nope chooses.
     """
     sparse = model.config.sparse
     by_nope = sparse is not None and sparse.use_nope and model.sp.size == 1 and chunk is None

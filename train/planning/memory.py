@@ -202,6 +202,8 @@ def _count_kept(layers: list[_Layers]) -> int:
     found = 0
     for each in layers:
         for shape in each.attention:
+            if not isinstance(shape, AttentionShape):  # lightning layers refuse chunks
+                continue
             keys = count_kept(shape) * each.unit.kept_of_token // len(each.attention)
             found += shape.batch * (keys + count_choices(shape))
     return found
