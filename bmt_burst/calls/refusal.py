@@ -129,7 +129,9 @@ def refuse_call(
     double_group: Sequence[Group | None],
     doing: str = CALL,
 ) -> NoReturn:
-    """Raise `error` instead of `doing` a call. The other ranks raise ValueError.
+    """Raise `error` instead of a call. The other ranks raise ValueError.
+
+    doing  names the call in their errors
 
     If the groups are wrong too, only this rank raises.
     """

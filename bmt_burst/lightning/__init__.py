@@ -8,8 +8,9 @@ slopes     how fast states decay
 segments   which tokens have a state of their own, and which states ranks send
 exchange   sends states and adds them up
 cache      states of generation
-kernels    the contract of kernels
-reference  the kernel in torch
+kernels    the contract of kernels, and the choice of one
+
+Kernels: `reference` in torch, `triton_kernel` for GPUs, with its programs in `triton_blocks`.
 """
 
 from .attention import lightning_attn_func
