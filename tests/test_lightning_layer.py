@@ -207,3 +207,10 @@ def test_wrong_calls_are_refused_on_all_ranks():
     ):
         with pytest.raises(ValueError, match=message):
             layer(x, cos, sin, cache, **named)
+
+
+@pytest.mark.parametrize("cache", [None, States()], ids=["whole", "cache"])
+def test_the_kernel_that_was_asked_for_is_used_or_refused(cache):
+    layer = LightningAttention(32, 4, flash="triton").double()
+    with pytest.raises(ValueError, match="flash='triton' cannot compute this call"):
+        layer(*inputs(), cache)

@@ -29,7 +29,13 @@ class StateCache(Protocol):
 
 @torch.no_grad()
 def continue_state(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float, state: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    scale: float,
+    state: Tensor | None,
+    flash: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return the lightning attention (B, S, H, D) of new tokens, and each row's state after them,
     (B, H, D, D). There is no gradient.
@@ -37,10 +43,11 @@ def continue_state(
     q, k, v  (B, S, H, D), S at least 1
     slopes   (H,) in the accumulator's dtype of q's, on q's device
     state    that of each row before these tokens, or None at the beginning
+    flash    the kernel, as in lightning_attn_func. Raises ValueError or TypeError as it does
     """
     batch, tokens = q.shape[:2]
     segments = _make_segments(batch, tokens, state is not None)
-    kernel = kernels.load(kernels.pick("auto", q))
+    kernel = kernels.load(kernels.pick(flash, q))
     flat_q, flat_k, flat_v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
     with without_autocast(q):
         states = kernel.forward_states(flat_k, flat_v, slopes, segments)

@@ -123,9 +123,11 @@ class LightningAttention(SelfAttention):
         except WRONG_INPUTS as error:
             self._refuse(error)
         if cache is not None:
-            scale, state = self.head_dim**-0.5, states.get(self.layer)
             q, k, v = (autocast(x) for x in (q, k, v))
-            out, states[self.layer] = continue_state(q, k, v, slopes.to(q.device), scale, state)
+            state = states.get(self.layer)
+            out, states[self.layer] = continue_state(
+                q, k, v, slopes.to(q.device), self.head_dim**-0.5, state, self.flash
+            )
             return out.flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
         out = lightning_attn_func(q, k, v, slopes, mask=mask, flash=self.flash, **groups)
