@@ -49,7 +49,8 @@ def continue_state(
     segments = _make_segments(batch, tokens, state is not None)
     kernel = kernels.load(kernels.pick(flash, q))
     flat_q, flat_k, flat_v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    with without_autocast(q):
+    # kernels rely on q's GPU being the current one
+    with torch.cuda.device_of(q), without_autocast(q):
         states = kernel.forward_states(flat_k, flat_v, slopes, segments)
         initial = states.last[:0] if state is None else state
         out = kernel.outputs(flat_q, flat_k, flat_v, slopes, scale, segments, states, initial)
