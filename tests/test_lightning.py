@@ -311,6 +311,19 @@ def sent_bytes(layout, inner=None, **options) -> list[list[int]]:
 STATE = 4 * 4 * 4 * 4  # bytes: 4 heads of 4 x 4, fp32
 
 
+def test_a_rank_that_takes_no_state_saves_none():
+    """A view of nothing would hold the memory of its own states until the backward."""
+    x = torch.randn(1, 8, 1, 4, requires_grad=True)
+
+    def work(ring):
+        out = lightning_attn_func(
+            x, x, x, torch.zeros(1), layout="contiguous", process_group=ring
+        )
+        return out.grad_fn.next_functions[0][0].saved_tensors[3].untyped_storage().nbytes()
+
+    assert simulate(2, work) == [0, 4 * 4 * 4]
+
+
 def test_only_states_travel():
     """Contiguous: a rank sends its state to all later ranks, and its gradient to all earlier
     ones.

@@ -78,7 +78,7 @@ class Plan:
         # the backward numbers runs from the end of the sequence
         order = slice(None, None, -1 if direction == "backward" else 1)
         found = exchange_states(rings, plan, own.unbind()[order], own, weights)
-        return torch.stack(found[order]) if found else own[:0]
+        return torch.stack(found[order]) if found else own.new_empty(0, *own.shape[1:])
 
 
 class LightningAttention(torch.autograd.Function):
