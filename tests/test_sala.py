@@ -30,7 +30,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.export import main as export_main
 from train.generate import generate, load_model
 from train.generate import main as generate_main
-from train.generation.decoding import Cache
+from train.generation.decoding import Cache, Speed, _compute
 from train.planning.lightning import LightningShape
 from train.planning.search import Cluster, plan
 from train.planning.seconds import H200
@@ -307,6 +307,19 @@ def test_generation_goes_on_from_a_whole_forward(sparse):
     assert sorted(cache.states) == [1, 2, 4]
     assert all(state.shape == (1, 4, 8, 8) for state in cache.states.values())
     assert len(cache._k) == len(config.attention_layers) == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dense_len", [-1, 60, 90, 91])
+def test_logits_do_not_depend_on_the_pieces_of_a_prompt(dense_len):
+    """A prompt of dense_len tokens is sparse from its first token on."""
+    config = dataclasses.replace(SMALL, sparse=dataclasses.replace(SPARSE, dense_len=dense_len))
+    model = initialized(config)
+    whole = model(TOKENS, torch.arange(90))[:, -1]
+    for chunk in (7, 64, None):
+        cache = Cache(config, 90, model.norm.weight)
+        found = _compute(model, cache, TOKENS[0].tolist(), 0, chunk, Speed())[:, -1]
+        assert (found - whole).abs().max() <= 1e-10 * whole.abs().max()
 
 
 def test_texts_do_not_depend_on_the_pieces_of_a_prompt():

@@ -170,7 +170,8 @@ def _parser() -> ArgumentParser:
     add(
         "--chunk",
         type=int,
-        help="compute the prompt in chunks of this many tokens, over all ranks (default: at once)",
+        help="compute the prompt in chunks of this many tokens, over all ranks (default: at once, "
+        "or 8192 with lightning layers)",
     )
     add_options(parser, _SHARED)
     return parser

@@ -30,7 +30,7 @@ from models.cpm_live.layers import LiveModel
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
 
-_PIECE = 8192  # tokens of a prompt, at least InfLLMV2's dense_len
+_PIECE = 8192  # tokens of a prompt
 _TICK = 1.0  # seconds between signs of life, at least
 
 Choose = Callable[[Tensor], int]  # a token from logits (V,)
@@ -175,7 +175,8 @@ def continue_text(
     """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
 
     chunk  the most tokens of the prompt that all ranks of the model compute at once. By default
-           all, or 8,192 if the model has lightning layers
+           all, or 8,192 if the model has lightning layers. Then the first chunk of a prompt with
+           sparse attention has at least dense_len tokens
     speed  notes the times
 
     The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
@@ -229,8 +230,8 @@ def _compute(
     positions = torch.arange(start, start + len(fresh), device=device)
     logits: Tensor
     if isinstance(cache, Cache):
-        size = chunk or len(fresh)
-        for piece in zip(tokens.split(size, 1), positions.split(size), strict=True):
+        sizes = _cut_prompt(model.config, len(fresh), chunk or len(fresh))
+        for piece in zip(tokens.split(sizes, 1), positions.split(sizes), strict=True):
             logits = model(*piece, cache=cache)
             speed.alive(f"computed tokens to {int(piece[1][-1])}")
         return logits
@@ -242,6 +243,18 @@ def _compute(
         speed.alive(f"computing tokens {part.positions[0]} to {part.positions[1] - 1}")
         logits = model(part.shard(tokens), part.shard(positions, 0), cache=part)
     return logits
+
+
+def _cut_prompt(config: CPMConfig, tokens: int, chunk: int) -> list[int]:
+    """Return the number of tokens of each chunk of a prompt.
+
+    Sparse attention to a cache of less than dense_len tokens is dense. That of a prompt with as
+    many is sparse from its first token on, so its first chunk has as many.
+    """
+    first, sparse = min(chunk, tokens), config.sparse
+    if sparse is not None and not sparse.is_dense(tokens):
+        first = max(first, sparse.dense_len)
+    return [first, *(min(chunk, tokens - at) for at in range(first, tokens, chunk))]
 
 
 class _Row:
