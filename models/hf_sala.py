@@ -68,7 +68,8 @@ def _check_computed(hf: dict[str, Any]) -> None:
 
 def _check_heads(hf: dict[str, Any]) -> None:
     """Raise ValueError unless lightning layers have the heads of the others' queries."""
-    heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads")
+    heads = hf["num_attention_heads"]
+    kv_heads = hf.get("num_key_value_heads", heads)
     head_dim = hf.get("head_dim", hf["hidden_size"] // heads)
     count = hf.get("lightning_nh", heads)
     for name, expected, found, of in (

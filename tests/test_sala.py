@@ -225,6 +225,8 @@ def test_a_released_config_is_read_and_written():
     others = ["lightning" if layer % 2 else "lightning_attn" for layer in range(32)]
     aliases = config_from_hf(sala.RELEASED | {"mixer_types": others})
     assert aliases.lightning_layers == 32
+    nulls = dict.fromkeys(("num_key_value_heads", "lightning_nkv", "lightning_nh"))
+    assert config_from_hf(sala.RELEASED | nulls).num_kv_heads == 32
     dense = config_from_hf(sala.RELEASED | {"sparse_config": None})
     assert dense == dataclasses.replace(config, sparse=None)
     assert config_from_hf(config_to_hf(dense)) == dense
