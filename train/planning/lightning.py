@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from bmt_burst.transport import LANES
 from train.run.measure import LIGHTNING_BACKWARD, lightning_flops
 
 from .attention import AttentionMemory
 
-_PIECE = 1024  # tokens, for each of which a kernel keeps a state
+_PIECE = 2048  # tokens, for each of which the Triton kernel keeps a state
 _RUNS = 2  # of a rank, in zigzag
 _FP32 = 4
 # Tensors of the size of q that kernels read and write: their inputs, results and states.
@@ -47,8 +48,9 @@ class LightningShape:
 def lightning_memory(shape: LightningShape) -> AttentionMemory:
     """Return the memory of a lightning attention."""
     states = -(-shape.rank_tokens // _PIECE) * shape.state_bytes
-    received = shape.taken_bytes * (shape.ranks - 1)
-    return AttentionMemory(states, 2 * states + shape.taken_bytes, received)
+    # a slot has the states of the runs of all other ranks
+    held = LANES["visit"] * shape.taken_bytes * (shape.ranks - 1)
+    return AttentionMemory(states, 2 * states + shape.taken_bytes, held)
 
 
 def lightning_seconds(shape: LightningShape, run: str, products: float, traffic: float) -> float:
