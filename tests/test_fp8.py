@@ -76,6 +76,10 @@ def test_large_layers_are_converted():
     )
     assert type(model.lm_head) is nn.Linear
     assert set(model.state_dict()) == names
+    with torch.device("meta"):
+        hybrid = CPM(PRESETS["minicpm-sala"])
+    assert "k_proj, v_proj" in (described := fp8.convert(hybrid)).split(" multiply ")[0]
+    assert "; some k_proj, some v_proj, which would not gain from it" in described
 
 
 def converted(backend: str, saving: Saving) -> CPM:

@@ -90,11 +90,14 @@ def _is_converted(layer: nn.Module, name: str) -> bool:
 
 def _describe(blocks: nn.Module) -> str:
     """Return which layers of the blocks multiply in float8."""
-    linear = {n.split(".")[-1]: m for n, m in blocks.named_modules() if isinstance(m, nn.Linear)}
-    others = [name for name, layer in linear.items() if type(layer) is nn.Linear]
-    text = f"fp8: {', '.join(name for name in linear if name not in others)} multiply in float8"
+    linear = [(n.split(".")[-1], m) for n, m in blocks.named_modules() if isinstance(m, nn.Linear)]
+    fast = dict.fromkeys(name for name, layer in linear if type(layer) is not nn.Linear)
+    others = dict.fromkeys(name for name, layer in linear if type(layer) is nn.Linear)
+    text = f"fp8: {', '.join(fast)} multiply in float8"
     if others:
-        text += f"; {', '.join(others)}, which would not gain from it, embeddings and head in bf16"
+        # layers of one name may have several sizes
+        names = ", ".join(f"some {name}" if name in fast else name for name in others)
+        text += f"; {names}, which would not gain from it, embeddings and head in bf16"
     else:
         text += "; embeddings and head in bf16"
     return f"{text}; the first step compiles"
