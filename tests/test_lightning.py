@@ -316,9 +316,7 @@ def test_a_rank_that_takes_no_state_saves_none():
     x = torch.randn(1, 8, 1, 4, requires_grad=True)
 
     def work(ring):
-        out = lightning_attn_func(
-            x, x, x, torch.zeros(1), layout="contiguous", process_group=ring
-        )
+        out = lightning_attn_func(x, x, x, torch.zeros(1), layout="contiguous", process_group=ring)
         return out.grad_fn.next_functions[0][0].saved_tensors[3].untyped_storage().nbytes()
 
     assert simulate(2, work) == [0, 4 * 4 * 4]
