@@ -14,7 +14,7 @@ from torch import Tensor
 from ..base.autocast import without_autocast
 from . import kernels
 from .segments import Segments
-from .slopes import decay
+from .slopes import decay, send_slopes
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ def continue_state(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: Tensor,
+    slopes: tuple[float, ...],
     scale: float,
     state: Tensor | None,
     flash: str = "auto",
@@ -41,7 +41,7 @@ def continue_state(
     (B, H, D, D). There is no gradient.
 
     q, k, v  (B, S, H, D), S at least 1
-    slopes   (H,) in the accumulator's dtype of q's, on q's device
+    slopes   those of the heads
     state    that of each row before these tokens, or None at the beginning
     flash    the kernel, as in lightning_attn_func. Raises ValueError or TypeError as it does
     """
@@ -51,12 +51,13 @@ def continue_state(
     flat_q, flat_k, flat_v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
     # kernels rely on q's GPU being the current one
     with torch.cuda.device_of(q), without_autocast(q):
-        states = kernel.forward_states(flat_k, flat_v, slopes, segments)
+        sent = send_slopes(segments, slopes, q)
+        states = kernel.forward_states(flat_k, flat_v, sent, segments)
         initial = states.last[:0] if state is None else state
-        out = kernel.outputs(flat_q, flat_k, flat_v, slopes, scale, segments, states, initial)
+        out = kernel.outputs(flat_q, flat_k, flat_v, sent, scale, segments, states, initial)
         after = states.last
         if state is not None:
-            after = after + state * decay(slopes, torch.full((1, 1), tokens, device=q.device))
+            after = after + state * decay(sent, torch.full((1, 1), tokens, device=q.device))
     return out.view(q.shape), after
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..base.autocast import without_autocast
 from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import not_compiled
-from ..base.dtypes import accumulator_dtype
 from ..base.kept import find_kept
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
@@ -23,6 +22,7 @@ from ..ranks.agreement import admit_one_thread, report_failure, run_together
 from ..ranks.rings import Rings
 from .exchange import exchange_states, find_weights
 from .segments import Exchange, StatePlan
+from .slopes import send_slopes
 
 NAME = "lightning_attn_func"
 
@@ -40,15 +40,6 @@ class Plan:
     slopes: tuple[float, ...]
     scale: float
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def slopes_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the slopes (H,) on a device, in the accumulator's dtype of q's."""
-
-        def make() -> Tensor:
-            slopes = torch.tensor(self.slopes, dtype=accumulator_dtype(dtype))
-            return send_to_device(slopes, device)
-
-        return prepare_once(self, ("slopes", dtype), device, make)
 
     def take_initial(self, rings: Rings, last: Tensor) -> Tensor:
         """Return the states (N, H, D, D) with which segments begin, from those after segments. A
@@ -90,7 +81,7 @@ class LightningAttention(torch.autograd.Function):
     ) -> Tensor:
         """Return out of the call with this number."""
         segments, kernel = plan.states.segments, plan.kernel
-        slopes = plan.slopes_on(q.device, q.dtype)
+        slopes = send_slopes(plan, plan.slopes, q)
         with without_autocast(q):
             states = kernel.forward_states(k, v, slopes, segments)
             initial = plan.take_initial(rings, states.last)
@@ -125,7 +116,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of this rank's tokens."""
     segments, kernel, scale = plan.states.segments, plan.kernel, plan.scale
-    slopes = plan.slopes_on(q.device, q.dtype)
+    slopes = send_slopes(plan, plan.slopes, q)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     states = kernel.backward_states(q, dout, slopes, scale, segments)
     dfinal = plan.take_final(rings, states.last)

@@ -6,12 +6,16 @@ import hashlib
 import math
 import struct
 from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.arguments import as_int, check_tensor
+from ..base.dtypes import accumulator_dtype
+from ..base.streams import send_to_device
+from ..kernels.packed import prepare_once
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -68,6 +72,18 @@ def check_slopes(slopes: Tensor, q: Tensor) -> tuple[float, ...]:
                 "decays by e^(-slope) a token"
             )
     return values
+
+
+def send_slopes(owner: Any, values: tuple[float, ...], x: Tensor) -> Tensor:
+    """Return slopes (H,) on x's device, in the accumulator's dtype of x's. `owner` keeps them, see
+    `prepare_once`.
+    """
+    dtype = accumulator_dtype(x.dtype)
+
+    def make() -> Tensor:
+        return send_to_device(torch.tensor(values, dtype=dtype), x.device)
+
+    return prepare_once(owner, ("slopes", values, dtype), x.device, make)
 
 
 def describe_slopes(values: tuple[float, ...]) -> str:

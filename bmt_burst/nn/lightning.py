@@ -126,7 +126,7 @@ class LightningAttention(SelfAttention):
             q, k, v = (autocast(x) for x in (q, k, v))
             state = states.get(self.layer)
             out, states[self.layer] = continue_state(
-                q, k, v, slopes.to(q.device), self.head_dim**-0.5, state, self.flash
+                q, k, v, self.slopes, self.head_dim**-0.5, state, self.flash
             )
             return out.flatten(2)
         groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
