@@ -209,6 +209,20 @@ def test_wrong_calls_are_refused_on_all_ranks():
             layer(x, cos, sin, cache, **named)
 
 
+def test_states_of_other_rows_are_refused():
+    layer, cache, (x, *tables) = LightningAttention(32, 4).double(), States(), inputs()
+    layer(x, *tables, cache)
+    for wrong, message in (
+        (x[:1], r"states \(1, 4, 8, 8\) in torch.float64 on cpu to continue, got \(2, 4, 8, 8\)"),
+        (x[:, :0], "one or more new tokens, got none"),
+    ):
+        cut = [table[: wrong.shape[1]] for table in tables]
+        with pytest.raises(ValueError, match=message):
+            layer(wrong, *cut, cache)
+    with pytest.raises(ValueError, match=r"in torch.float32 .* got .* in torch.float64"):
+        layer.float()(x.float(), *tables, cache)
+
+
 @pytest.mark.parametrize("cache", [None, States()], ids=["whole", "cache"])
 def test_the_kernel_that_was_asked_for_is_used_or_refused(cache):
     layer = LightningAttention(32, 4, flash="triton").double()

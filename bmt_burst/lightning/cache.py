@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.autocast import without_autocast
+from ..base.dtypes import accumulator_dtype
 from . import kernels
 from .segments import Segments
 from .slopes import decay, send_slopes
@@ -40,12 +41,16 @@ def continue_state(
     """Return the lightning attention (B, S, H, D) of new tokens, and each row's state after them,
     (B, H, D, D). There is no gradient.
 
-    q, k, v  (B, S, H, D), S at least 1
+    q, k, v  (B, S, H, D)
     slopes   those of the heads
     state    that of each row before these tokens, or None at the beginning
-    flash    the kernel, as in lightning_attn_func. Raises ValueError or TypeError as it does
+    flash    the kernel, as in lightning_attn_func
+
+    Raises ValueError for no tokens, a state of another shape, dtype or device, or a kernel that
+    cannot compute with q, TypeError for a kernel that is no string.
     """
     batch, tokens = q.shape[:2]
+    _check_state(q, state)
     segments = _make_segments(batch, tokens, state is not None)
     kernel = kernels.load(kernels.pick(flash, q))
     flat_q, flat_k, flat_v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
@@ -53,12 +58,25 @@ def continue_state(
     with torch.cuda.device_of(q), without_autocast(q):
         sent = send_slopes(segments, slopes, q)
         states = kernel.forward_states(flat_k, flat_v, sent, segments)
-        initial = states.last[:0] if state is None else state
+        initial = states.last[:0] if state is None else state.contiguous()
         out = kernel.outputs(flat_q, flat_k, flat_v, sent, scale, segments, states, initial)
         after = states.last
         if state is not None:
             after = after + state * decay(sent, torch.full((1, 1), tokens, device=q.device))
     return out.view(q.shape), after
+
+
+def _check_state(q: Tensor, state: Tensor | None) -> None:
+    batch, tokens, heads, size = q.shape
+    if tokens < 1:
+        raise ValueError("expected one or more new tokens, got none")
+    expected = (batch, heads, size, size), accumulator_dtype(q.dtype), q.device
+    if state is not None and (tuple(state.shape), state.dtype, state.device) != expected:
+        raise ValueError(
+            f"expected states {expected[0]} in {expected[1]} on {expected[2]} to continue, got "
+            f"{tuple(state.shape)} in {state.dtype} on {state.device}: begin another StateCache "
+            "for other rows"
+        )
 
 
 @functools.lru_cache(maxsize=64)  # kernels keep what they prepare for segments
