@@ -30,7 +30,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.export import main as export_main
 from train.generate import generate, load_model
 from train.generate import main as generate_main
-from train.generation.decoding import Cache
+from train.generation.decoding import Cache, Speed, _compute
 from train.planning.lightning import LightningShape
 from train.planning.search import Cluster, plan
 from train.planning.seconds import H200
@@ -307,6 +307,22 @@ def test_generation_goes_on_from_a_whole_forward(sparse):
     assert sorted(cache.states) == [1, 2, 4]
     assert all(state.shape == (1, 4, 8, 8) for state in cache.states.values())
     assert len(cache._k) == len(config.attention_layers) == 2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dense_len", [50, 90, 91])
+def test_logits_do_not_depend_on_the_pieces_of_a_prompt(dense_len):
+    """Sparse attention of the first pieces knows fewer keys than dense_len. Its first 20 tokens are
+    exact, so that makes no difference for them.
+    """
+    model = initialized(
+        dataclasses.replace(SMALL, sparse=dataclasses.replace(SPARSE, dense_len=dense_len))
+    )
+    whole, ids = model(TOKENS, torch.arange(90))[:, -1], TOKENS[0].tolist()
+    for chunk in (1, 7, 16, 64):
+        cache = Cache(model.config, 90, model.norm.weight)
+        logits = _compute(model, cache, ids, 0, chunk, Speed())[:, -1]
+        assert (logits - whole).abs().max() <= 1e-12 * whole.abs().max()
 
 
 def test_texts_do_not_depend_on_the_pieces_of_a_prompt():

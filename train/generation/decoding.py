@@ -8,6 +8,7 @@ time and memory in proportion to the tokens before it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import Cache as SharedCache
-from bmt_burst import Scores
+from bmt_burst import InfLLMV2, Scores
 from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.sparse.cache import KeySums
 from models.config import CPMConfig
@@ -30,7 +31,7 @@ from models.cpm_live.layers import LiveModel
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
 
-_PIECE = 8192  # tokens of a prompt, at least InfLLMV2's dense_len
+_PIECE = 8192  # tokens of a prompt
 _TICK = 1.0  # seconds between signs of life, at least
 
 Choose = Callable[[Tensor], int]  # a token from logits (V,)
@@ -175,7 +176,8 @@ def continue_text(
     """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
 
     chunk  the most tokens of the prompt that all ranks of the model compute at once. By default
-           all, or 8,192 if the model has lightning layers
+           all, or 8,192 if the model has lightning layers. With these and sparse attention some
+           pieces are longer, up to dense_len more.
     speed  notes the times
 
     The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
@@ -229,10 +231,10 @@ def _compute(
     positions = torch.arange(start, start + len(fresh), device=device)
     logits: Tensor
     if isinstance(cache, Cache):
-        size = chunk or len(fresh)
-        for piece in zip(tokens.split(size, 1), positions.split(size), strict=True):
-            logits = model(*piece, cache=cache)
-            speed.alive(f"computed tokens to {int(piece[1][-1])}")
+        ends = _cut(len(fresh), chunk or len(fresh), model.config.sparse)
+        for first, end in itertools.pairwise((0, *ends)):
+            logits = model(tokens[:, first:end], positions[first:end], cache=cache)
+            speed.alive(f"computed tokens to {start + end - 1}")
         return logits
     # a chunk cannot have fewer tokens than ranks
     if start or len(fresh) < model.sp.size:
@@ -242,6 +244,19 @@ def _compute(
         speed.alive(f"computing tokens {part.positions[0]} to {part.positions[1] - 1}")
         logits = model(part.shard(tokens), part.shard(positions, 0), cache=part)
     return logits
+
+
+def _cut(tokens: int, chunk: int, sparse: InfLLMV2 | None) -> list[int]:
+    """Return where pieces of a prompt end, by default `chunk` tokens after each other.
+
+    Sparse attention is dense while a cache has fewer than dense_len keys. For the first
+    exact_tokens that changes nothing. A piece that would end in between is joined to the next one,
+    unless the whole prompt is dense.
+    """
+    ends = [*range(chunk, tokens, chunk), tokens]
+    if sparse is None or sparse.is_dense(tokens):
+        return ends
+    return [end for end in ends if end <= sparse.exact_tokens or not sparse.is_dense(end)]
 
 
 class _Row:
