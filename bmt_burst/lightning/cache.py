@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.autocast import without_autocast
+from ..base.dtypes import accumulator_dtype
 from . import kernels
 from .segments import Segments
 from .slopes import decay
@@ -37,8 +38,11 @@ def continue_state(
     q, k, v  (B, S, H, D), S at least 1
     slopes   (H,) in the accumulator's dtype of q's, on q's device
     state    that of each row before these tokens, or None at the beginning
+
+    Raises ValueError for no tokens, and for a state of other rows, heads or inputs.
     """
     batch, tokens = q.shape[:2]
+    _check_state(q, state)
     segments = _make_segments(batch, tokens, state is not None)
     kernel = kernels.load(kernels.pick("auto", q))
     flat_q, flat_k, flat_v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
@@ -50,6 +54,18 @@ def continue_state(
         if state is not None:
             after = after + state * decay(slopes, torch.full((1, 1), tokens, device=q.device))
     return out.view(q.shape), after
+
+
+def _check_state(q: Tensor, state: Tensor | None) -> None:
+    batch, tokens, heads, size = q.shape
+    if not tokens:
+        raise ValueError("expected new tokens to continue a state, got none")
+    shape, dtype = (batch, heads, size, size), accumulator_dtype(q.dtype)
+    if state is not None and (state.shape, state.dtype) != (shape, dtype):
+        raise ValueError(
+            f"expected a state of shape {shape} and {dtype} to continue, got {tuple(state.shape)} "
+            f"and {state.dtype}: make a cache for each batch of sequences"
+        )
 
 
 @functools.lru_cache(maxsize=64)  # kernels keep what they prepare for segments
