@@ -74,8 +74,8 @@ def test_a_layer_equals_the_released_one():
 def test_slopes_are_constants():
     """Numbers of the layer: no dtype of weights, device or file changes them."""
     with torch.device("meta"):
-        layer = LightningAttention(32, 4)
-    assert layer.slopes == tuple(alibi_slopes(4).tolist())
+        layer, on_cpu = LightningAttention(32, 4), alibi_slopes(4)
+    assert layer.slopes == tuple(on_cpu.tolist())
     assert layer.bfloat16().slopes == layer.slopes
     assert not [name for name in layer.state_dict() if "slope" in name]
     still = LightningAttention(32, 4, slopes=torch.zeros(4))
@@ -173,6 +173,8 @@ def test_wrong_arguments_are_refused():
         (ValueError, r"slopes must be \(4,\)", {"slopes": torch.ones(3)}),
         (ValueError, "finite and at least 0, got -1.0 for head 0", {"slopes": -torch.ones(4)}),
         (TypeError, "slopes must be torch.float32", {"slopes": torch.ones(4).half()}),
+        (TypeError, "slopes must be torch.float32", {"slopes": torch.ones(4).long()}),
+        (TypeError, "slopes must be a torch.Tensor, got list", {"slopes": [1.0] * 4}),
     ):
         with pytest.raises(kind, match=message):
             LightningAttention(**{"hidden_size": 32, "num_heads": 4, **options})
@@ -200,8 +202,10 @@ def test_wrong_calls_are_refused_on_all_ranks():
 
     assert all(out.isfinite().all() for out in simulate(2, work))
     layer = LightningAttention(32, 4).double()
+    layer(x.tile(2, 1, 1), cos, sin, other := States())
     for message, cache, named in (
         ("needs a bmt_burst.nn.StateCache, .* got a Keys", Keys(), {}),
+        (r"a state of shape \(2, 4, 8, 8\) .* got \(4, 4, 8, 8\) and torch.float64", other, {}),
         ("expected a cache or a mask and layout", States(), {"mask": Mask.causal(6)}),
         ("expected a cache or a mask and layout", States(), {"layout": "zigzag"}),
     ):

@@ -340,7 +340,7 @@ def test_options_that_exclude_lightning_layers_are_refused_by_name():
         ("layout", "striped", "--layout striped excludes lightning layers"),
         ("window", 8, "--window with --model sala-tiny: expected a window or lightning layers"),
     ):
-        config = TrainConfig(model="sala-tiny", seq_len=64, sp_size=2, **{option: value})
+        config = TrainConfig(model="sala-tiny", seq_len=64, **{option: value})
         with pytest.raises(ValueError, match=message):
             config.model_config()
 

@@ -32,7 +32,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
         raise ValueError(f"expected num_heads of at least 1, got {heads}")
     lower = 1 << (heads.bit_length() - 1)
     more = _geometric(2 * lower)[::2][: heads - lower]
-    return torch.tensor(_geometric(lower) + more, dtype=torch.float32)
+    return torch.tensor(_geometric(lower) + more, dtype=torch.float32, device="cpu")
 
 
 def _geometric(heads: int) -> list[float]:

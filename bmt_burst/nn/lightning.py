@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ..base.arguments import check_tensor
 from ..base.autocast import autocast
 from ..base.dtypes import accumulator_dtype
 from ..cache import Cache
@@ -86,11 +87,11 @@ class LightningAttention(SelfAttention):
             rotary=rotary,
         )
         self.flash = flash
-        if slopes is None:
-            with torch.device("cpu"):  # the model may be made on meta
-                slopes = alibi_slopes(num_heads)
+        slopes = alibi_slopes(num_heads) if slopes is None else slopes
+        check_tensor("slopes", slopes)
         # numbers, as a buffer would take the dtype of the weights
-        self.slopes = check_slopes(slopes, slopes.new_empty(1, 1, num_heads, 1))
+        like = slopes.new_empty(1, 1, num_heads, 1, dtype=torch.float64)
+        self.slopes = check_slopes(slopes, like)
 
     def _refuse(self, error: Exception) -> NoReturn:
         refuse_call(error, self.sp.process_group, self.sp.double_group, CALL)

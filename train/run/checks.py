@@ -149,7 +149,7 @@ def check_lightning(settings: Settings, model: CPMConfig) -> None:
         return
     if settings.chunk is not None:
         raise ValueError(f"--chunk {settings.chunk}: {NO_CHUNKS}")
-    if settings.layout == "striped" and settings.sp_size > 1:
+    if settings.layout == "striped":
         raise ValueError(
             "--layout striped excludes lightning layers, whose ranks would send a state for each "
             "token: give --layout zigzag"
