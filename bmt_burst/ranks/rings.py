@@ -168,6 +168,11 @@ class Rings:
         ]
         return [of_hosts[host] for host in range(outer) for of_hosts in by_place]
 
+    def gather_equal(self, x: Tensor) -> Tensor:
+        """Return the contiguous x of all ranks, of one shape, in rank order: (size, *x.shape)."""
+        here = self.inner.gather_equal(x)
+        return self.outer.gather_equal(here).flatten(0, 1) if self.double else here
+
     def sum_for_each(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of the tensors that all ranks have for this one.
 

@@ -170,6 +170,10 @@ class Transport(ABC):
         self.exchange(sends, recvs).wait()
         return found
 
+    def gather_equal(self, x: Tensor) -> Tensor:
+        """Return the contiguous x of all ranks, of one shape, in rank order: (size, *x.shape)."""
+        return torch.stack(self.all_to_all([x] * self.size, [x.shape] * self.size))
+
     def disconnect(self) -> None:  # noqa: B027 - nobody waits for a process
         """Make the hosts fail that wait for tensors from this rank, which has failed."""
 

@@ -107,6 +107,13 @@ class TorchTransport(ProcessTransport):
         works = dist.batch_isend_irecv(ops) if ops else []
         return Exchange([work.wait for work in works], (sends, recvs))
 
+    def gather_equal(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return super().gather_equal(x)
+        found = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(found, x, group=self.group)
+        return found
+
     def _start_over_gloo(
         self, start: Callable[..., dist.Work | None], x: Tensor, peer: int
     ) -> Callable[[], None]:

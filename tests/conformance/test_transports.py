@@ -130,6 +130,12 @@ def check_gathered_tensors_have_any_shapes(ring: Transport) -> None:
         assert all(map(torch.equal, found, everyone))
 
 
+def check_tensors_of_one_shape_are_gathered(ring: Transport) -> None:
+    found = ring.gather_equal(torch.full((2, 3), ring.rank, dtype=torch.bfloat16))
+    assert found.shape == (SIZE, 2, 3) and found.is_contiguous()
+    assert found[:, 1, 2].tolist() == list(range(SIZE))
+
+
 def deliver(ring: Transport, lane: str, number: int):
     """Start a delivery of 8 bytes from each other rank, in places in rank order."""
     places = {peer: 8 * place for place, peer in enumerate(others(ring))}
