@@ -17,6 +17,7 @@ heads, D head size, E model width.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -26,11 +27,13 @@ from torch import Tensor
 
 from .base.arguments import as_int
 from .base.autocast import autocast, without_autocast
+from .base.dtypes import accumulator_dtype
 from .base.growing import Growing
+from .base.streams import send_to_device
 from .calls.autograd import Past
 from .calls.refusal import refuse_call
 from .chunks import Chunk, Chunks, Kept
-from .kernels.few_queries import Partials, attend_masked, attend_whole, merge
+from .kernels.few_queries import Partials, find_kernels
 from .merging.sinks import decoded_with_sinks
 from .ranks.agreement import admit_one_thread, agree, report_failure
 from .ranks.rings import Rings, check_device, make_rings
@@ -73,7 +76,7 @@ class Cache:
         self._lengths = [0] * self.layers  # tokens of each layer
         self._filling: _Prompt | None = None  # its prefill has not ended
         self._positions = _Positions()
-        self._new = _NewTokens()
+        self._new = _NewTokens(0, [], [])
 
     def prefill(
         self, length: int, tokens: int | None = None, layout: str = "zigzag"
@@ -135,12 +138,13 @@ class Cache:
         """Keep k and v of new tokens, and return the attention of q to all tokens so far: (B, S, H,
         D), in q's dtype or autocast's, without gradient. All ranks pass the same tensors.
 
-        layer     the number of the layer, 0 to `layers` - 1. All layers compute the same tokens
-                  before there are new ones.
-        q         (B, S, H, D)
-        k, v      (B, S, G, D)
-        window    as nn.BurstAttention's
-        strategy  that of a prefill; it has no meaning here
+        layer            the number of the layer, 0 to `layers` - 1. All layers compute the same
+                         tokens before there are new ones.
+        q                (B, S, H, D)
+        k, v             (B, S, G, D)
+        window           as nn.BurstAttention's
+        flash, strategy  those of a prefill. They have no meaning here: kernels/few_queries.py has
+                         the kernels of new tokens, and all are deterministic
 
         The others are burst_attn_func's. Ranks agree in the first layer of new tokens. There it
         raises ValueError on all ranks if the cache is full, if another layer lacks earlier tokens,
@@ -163,13 +167,14 @@ class Cache:
                 if sparse is not None:
                     self._add_sums(layer, k, sparse)
                 if sparse is None or sparse.is_dense(self.length):
-                    parts = self._attend_dense(q, *kept, window, flash, spec)
+                    spans = self._send_spans(window, q.device)
+                    parts = find_kernels(q).attend(q, kept.k, kept.v, spans, spec)
                 else:
-                    parts = self._attend_sparse(layer, q, *kept, sparse, spec)
-                out, lse = _merge_ranks(rings, *merge(parts, q))
+                    parts = self._attend_sparse(layer, q, kept, sparse, spec)
+                out, lse = _merge_ranks(rings, parts, q, q.dtype if sinks is None else None)
         if sinks is not None:
-            out = decoded_with_sinks(out, lse, sinks)
-        return out.to(q.dtype)
+            out = decoded_with_sinks(out, lse.transpose(1, 2), sinks).to(q.dtype)
+        return out
 
     def _describe(
         self, rings: Rings, layer: int, q: Tensor, k: Tensor, v: Tensor, sparse: InfLLMV2 | None
@@ -179,21 +184,26 @@ class Cache:
         """
         if not 0 <= layer < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in this Cache, got {layer}")
-        if self._filling is not None:
-            raise ValueError("expected a Cache whose prefill has ended, got one in a prefill")
         refuse_nope(sparse)
-        behind = [n for n, length in enumerate(self._lengths) if length < self.length]
-        if behind:
-            raise ValueError(
-                f"layer {behind[0]} has {self._lengths[behind[0]]} tokens, layer {layer} has "
-                f"{self.length}: expected all {self.layers} layers of this Cache to compute each "
-                "token"
-            )
+        self._check_ready(q.shape[1])
         self._check_inputs(layer, q, k, v)
-        self._check_limit(self.length + q.shape[1])
         check_device(rings, q)
         terms = {"layer": layer, "length": self.length, "limit": self.limit, "sparse": str(sparse)}
         return terms | {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
+
+    def _check_ready(self, tokens: int) -> None:
+        """Raise ValueError unless all layers can compute so many new tokens now."""
+        if self._filling is not None:
+            raise ValueError("expected a Cache whose prefill has ended, got one in a prefill")
+        behind = [n for n, length in enumerate(self._lengths) if length < self.length]
+        if behind:
+            ahead = self._lengths.index(self.length)
+            raise ValueError(
+                f"layer {behind[0]} has {self._lengths[behind[0]]} tokens, layer {ahead} has "
+                f"{self.length}: expected all {self.layers} layers of this Cache to compute each "
+                "token"
+            )
+        self._check_limit(self.length + tokens)
 
     def _check_limit(self, length: int) -> None:
         if length > self.limit:
@@ -216,10 +226,10 @@ class Cache:
             )
         if self._lengths[layer] < self.length:  # tokens that an earlier layer began
             new, got = self._new, (self._lengths[layer], q.shape[1])
-            if (new.start, new.count) != got:
+            if (new.start, len(new.places)) != got:
                 raise ValueError(
-                    f"expected layer {layer} to have {new.start} tokens and {new.count} new ones, "
-                    f"as earlier layers do, got {got[0]} and {got[1]}"
+                    f"expected layer {layer} to have {new.start} tokens and {len(new.places)} new "
+                    f"ones, as earlier layers do, got {got[0]} and {got[1]}"
                 )
         kept = self._kept.get(layer)
         if kept is None:
@@ -234,28 +244,23 @@ class Cache:
     def _begin(self, tokens: int) -> None:
         """Note new tokens, and which of their keys stay on this rank."""
         start, stop, before = self.length, self.length + tokens, self._positions.count
-        own = tuple(
-            (max(block * BLOCK, start), min((block + 1) * BLOCK, stop))
-            for block in range(start // BLOCK, -(-stop // BLOCK))
-            if block % self.sp.size == self.sp.rank
-        )
-        self._positions.add([torch.arange(*span) for span in own])
-        self.length, self._new = stop, _NewTokens(start, tokens, own, before)
+        own = [p // BLOCK % self.sp.size == self.sp.rank for p in range(start, stop)]
+        stops = [before + count for count in itertools.accumulate(own)]
+        self._positions.add([torch.arange(start, stop)[torch.tensor(own)]])
+        places = [end - 1 if mine else -1 for end, mine in zip(stops, own, strict=True)]
+        self.length, self._new = stop, _NewTokens(start, places, stops)
 
-    def _keep(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the new keys and values that stay on this rank. Return all that it has: (B, T, G, D)
-        each.
-        """
+    def _keep(self, layer: int, k: Tensor, v: Tensor) -> Kept:
+        """Keep the new keys and values that stay on this rank. Return all of its memory."""
         kept, new = self._kept.get(layer), self._new
         if kept is None:
             with reserve_memory(self.limit):
                 kept = self._kept[layer] = Kept(k, v, self.count_own(0, self.limit))
-        at = new.before
-        for start, stop in new.own:
-            some = slice(start - new.start, stop - new.start)
-            kept.put(k[:, some], v[:, some], slice(at, at := at + stop - start))
+        if new.on_device is None:
+            new.on_device = send_to_device(torch.tensor(new.places), k.device)
+        find_kernels(k).put(k, v, kept.k, kept.v, new.on_device)
         self._lengths[layer] = self.length
-        return kept.k[:, :at], kept.v[:, :at]
+        return kept
 
     def count_own(self, start: int, stop: int) -> int:
         """Return how many keys of new tokens at positions `start` to `stop` - 1 stay here."""
@@ -267,43 +272,22 @@ class Cache:
 
         return before(stop) - before(start)
 
-    def _attend_dense(
-        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, flash: str, spec: Spec
-    ) -> list[Partials]:
-        """Return the attention of q to the keys of this rank."""
-        whole, edges = self._find_visible(window, q.device)
-        parts = []
-        if whole[0] < whole[1]:
-            keys = slice(*whole)
-            parts += attend_whole(q, k[:, keys], v[:, keys], flash, spec)
-        for (start, stop), visible in edges:
-            keys = slice(start, stop)
-            parts.append(attend_masked(q, k[:, keys], v[:, keys], visible, spec))
-        return parts
+    def _send_spans(self, window: int | None, device: torch.device) -> Tensor:
+        """Return the spans of this rank's keys that new tokens see, (S, 2) int64 on a device."""
+        spans = self._new.spans
+        if window not in spans:
+            spans[window] = send_to_device(torch.tensor(self._find_spans(window)), device)
+        return spans[window]
 
-    def _find_visible(self, window: int | None, device: torch.device) -> _Visible:
-        """Return the keys of this rank that all new tokens see, and those that some of them see."""
-        new, keys = self._new, self._positions.on_host
-        if window not in new.visible:
-            queries = torch.arange(new.start, new.start + new.count)
-            ends = queries[[0, -1]]
-            high = torch.searchsorted(keys, ends, right=True).tolist()
-            low = [0, 0]
-            if window is not None:
-                low = torch.searchsorted(keys, ends - window, right=True).tolist()
-            whole, edges = (low[1], high[0]), [(low[0], low[1]), (high[0], high[1])]
-            if whole[0] >= whole[1]:
-                whole, edges = (0, 0), [(low[0], high[1])]
-            found = []
-            for start, stop in edges:
-                if start < stop:
-                    distance = queries.unsqueeze(1) - keys[start:stop]
-                    seen = distance >= 0
-                    if window is not None:
-                        seen &= distance < window
-                    found.append(((start, stop), seen.to(device)))
-            new.visible[window] = whole, found
-        return new.visible[window]
+    def _find_spans(self, window: int | None) -> list[list[int]]:
+        """Return the spans of this rank's keys that new tokens see: for each token the first key,
+        and the key after the last one.
+        """
+        new, starts = self._new, [0] * len(self._new.stops)
+        if window is not None:
+            hidden = torch.arange(new.start, self.length) - window
+            starts = torch.searchsorted(self._positions.on_host, hidden, right=True).tolist()
+        return [[start, stop] for start, stop in zip(starts, new.stops, strict=True)]
 
     def _add_sums(self, layer: int, k: Tensor, sparse: InfLLMV2) -> None:
         """Add the keys (B, S, G, D) of the next tokens, of all ranks, to what blocks are chosen
@@ -312,10 +296,11 @@ class Cache:
         self._sums.setdefault(layer, KeySums(sparse)).extend(k)
 
     def _attend_sparse(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sparse: InfLLMV2, spec: Spec
-    ) -> list[Partials]:
+        self, layer: int, q: Tensor, kept: Kept, sparse: InfLLMV2, spec: Spec
+    ) -> Partials:
         """Return the attention of q to the keys of this rank in the chosen blocks."""
         places, outs, lses = torch.arange(self._new.start, self.length), [], []
+        k, v = (x[:, : self._positions.count] for x in (kept.k, kept.v))
         positions = self._positions.on(q.device)
         for row, keys in enumerate(self._sums[layer].compress()):
             chosen = choose_in_document(q[row], places, keys, sparse, spec.scale)
@@ -323,29 +308,26 @@ class Cache:
                 q[row], k[row], v[row], positions, places, chosen, sparse, spec
             )
             outs.append(out)
-            lses.append(lse)
-        return [(torch.stack(outs).unsqueeze(0), torch.stack(lses).unsqueeze(0))]
-
-
-_Visible = tuple[Span, list[tuple[Span, Tensor]]]
+            lses.append(lse.T)
+        return torch.stack(outs).unsqueeze(0), torch.stack(lses).unsqueeze(0)
 
 
 @dataclass
 class _NewTokens:
-    """The tokens that layers compute now.
+    """The tokens that layers compute now, S of them.
 
-    start    their first position
-    count    their number
-    own      the positions whose keys stay on this rank
-    before   the number of keys that this rank had before
-    visible  what they see of this rank's keys, by the window of a layer
+    start      their first position
+    places     for each token, the place of its key in this rank's memory. -1: another rank keeps it
+    stops      for each token, the number of this rank's keys up to it
+    on_device  the places, (S,) int64, on the keys' device once they are used there
+    spans      the keys that the tokens see, (S, 2) int64, there as well, by the window of a layer
     """
 
-    start: int = 0
-    count: int = 0
-    own: tuple[Span, ...] = ()
-    before: int = 0
-    visible: dict[int | None, _Visible] = field(default_factory=dict)
+    start: int
+    places: list[int]
+    stops: list[int]
+    on_device: Tensor | None = None
+    spans: dict[int | None, Tensor] = field(default_factory=dict)
 
 
 class _Positions:
@@ -472,10 +454,23 @@ def refuse_nope(sparse: InfLLMV2 | None) -> None:
         )
 
 
-def _merge_ranks(rings: Rings, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the merge of all ranks' out (B, S, H, D) and lse (B, H, S), in rank order."""
-    if rings.size == 1:
-        return out, lse
-    packed = torch.cat((out, lse.transpose(1, 2).unsqueeze(-1)), -1)
-    everyone = torch.stack(rings.gather_tensors(packed, [packed.shape] * rings.size))
-    return merge([(everyone[..., :-1], everyone[..., -1].transpose(2, 3))], out)
+def _merge_ranks(
+    rings: Rings, parts: Partials, q: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Return the merge of all ranks' partial results in rank order: out (B, S, H, D), by default in
+    the accumulator's dtype, and lse (B, S, H).
+    """
+    few, wide, rows = find_kernels(q), accumulator_dtype(q.dtype), q.shape[:-1]
+    if rings.size > 1:
+        mine = q.new_empty(1, q.numel() + rows.numel(), dtype=wide)
+        few.merge(parts, *(x[0] for x in _unpack(mine, q)))
+        parts = _unpack(rings.gather_equal(mine[0]), q)
+    out, lse = q.new_empty(q.shape, dtype=dtype or wide), q.new_empty(rows, dtype=wide)
+    few.merge(parts, out, lse)
+    return out, lse
+
+
+def _unpack(packed: Tensor, q: Tensor) -> Partials:
+    """Return views of N partial results for q (B, S, H, D): packed has (N, B * S * H * (D + 1))."""
+    outs, lses = packed.split([q.numel(), packed.shape[1] - q.numel()], 1)
+    return outs.view(-1, *q.shape), lses.view(-1, *q.shape[:-1])

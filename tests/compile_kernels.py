@@ -16,7 +16,7 @@ from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.bias.kernels import triton_table
 from bmt_burst.fused import triton_passes
-from bmt_burst.kernels import triton_blocks
+from bmt_burst.kernels import triton_blocks, triton_few_queries
 from bmt_burst.lightning import triton_blocks as lightning_blocks
 from bmt_burst.lightning import triton_kernel as lightning
 from bmt_burst.lightning.segments import Segments
@@ -56,6 +56,22 @@ def compile_attention():
             out, lse = kernel.forward(*qkv, call, spec, *added)
             kernel.backward(dout, *qkv, out, lse, None, call, spec, *added)
         with_bias.table_gradient(dout, *qkv, out, lse, None, call, Spec(0.3), by_segments)
+
+
+def compile_few_queries():
+    """Compile the kernels of new tokens for the oldest GPUs."""
+    for name in ("_put", "_attend", "_merge"):
+        kernel = Compiler(getattr(triton_few_queries, name), capability=80)
+        setattr(triton_few_queries, name, kernel)
+    for tokens, kept in ((1, 40), (2, 41), (4, 48)):  # compiled once for all of them
+        q, k, kept_k = (
+            torch.zeros(1, count, heads, 24, dtype=torch.bfloat16)
+            for count, heads in ((tokens, 6), (tokens, 2), (kept, 2))
+        )
+        numbers = torch.zeros(tokens, 2, dtype=torch.int64)
+        triton_few_queries.put(k, k, kept_k, kept_k, numbers[:, 0])
+        parts = triton_few_queries.attend(q, kept_k, kept_k, numbers, Spec(0.3, softcap=20.0))
+        triton_few_queries.merge(parts, q, torch.zeros(q.shape[:3]))
 
 
 def compile_fused():
@@ -162,6 +178,7 @@ def compile_adamw():
 if __name__ == "__main__":
     compile_adamw()
     compile_attention()
+    compile_few_queries()
     compile_fused()
     compile_losses()
     compile_passes()

@@ -58,8 +58,6 @@ FLAT = [
 def test_logits_are_those_of_the_whole_forward(
     config, size, prompt, chunk, steps, layout, monkeypatch
 ):
-    monkeypatch.setattr(few_queries, "_FEWEST_KEYS", 8)
-    monkeypatch.setattr(few_queries, "_STEP", 3)
     monkeypatch.setattr(few_queries, "_SCORES", 2000)
     end = prompt + sum(steps)
     tokens = torch.randint(0, 40, (2, end), generator=torch.Generator().manual_seed(5))

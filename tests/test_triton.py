@@ -362,7 +362,7 @@ def test_kernels_compile_for_gpus(tmp_path):
     sparse += ["_normalize", "_fill_scores", "_take", "_forward", "_dq"]
     passes = ["_rotate_pairs", "_normalize", "_norm_gradients", "_gate", "_gate_gradients"]
     compiled = [*names * 3, *others, *fused, "_fill_lse_delta", *sparse, *passes]
-    compiled += ["_update"] * 2
+    compiled += ["_update"] * 2 + ["_put", "_attend", "_merge"]
     # in time and against it, and with states as they are and transposed
     compiled += [*["sum_pieces", "attend"] * 2, "chain_states", "attend_back"]
     assert sorted(done.stdout.split()) == sorted(compiled)
