@@ -13,6 +13,7 @@ Letters: B batch, S tokens of this rank, D head size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -259,7 +260,8 @@ class LongRope(_Extension):
 
     def frequencies(self, plain: Tensor, theta: float, length: Tensor | None) -> Tensor:
         assert length is not None, "its frequencies depend on the length"
-        short, long = (plain.new_tensor(x) for x in (self.short_factor, self.long_factor))
+        factors = self.short_factor, self.long_factor
+        short, long = (_on_device(x, plain.device) for x in factors)
         is_long = (length.to(plain.device) > self.original_length).unsqueeze(-1)
         return plain / torch.where(is_long, long, short)
 
@@ -267,6 +269,12 @@ class LongRope(_Extension):
 KINDS: dict[str, type[RopeScaling]] = {
     cls.kind: cls for cls in (Linear, DynamicNTK, Yarn, Llama3, LongRope)
 }
+
+
+@functools.lru_cache(maxsize=16)
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return numbers in fp64. They are kept, since a CUDA graph cannot copy them from the host."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _is_positive(value: Any) -> bool:
