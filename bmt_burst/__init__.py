@@ -17,6 +17,7 @@ from .attention import (
 )
 from .cache import Cache
 from .chunks import Chunks
+from .decoder import Decoder
 from .lightning import alibi_slopes, lightning_attn_func
 from .ranks.groups import init_sequence_parallel
 from .ranks.sequence_parallel import SequenceParallel
@@ -33,6 +34,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Cache",
     "Chunks",
+    "Decoder",
     "InfLLMV2",
     "Layout",
     "Mask",

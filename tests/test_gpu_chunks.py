@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Cache, Chunks, Mask, SequenceParallel, init_sequence_parallel
+from bmt_burst import Cache, Chunks, Decoder, Mask, SequenceParallel, init_sequence_parallel
 from bmt_burst.transport import ALONE
 from bmt_burst.transport.torch_dist import TorchTransport
+from models.config import CPMConfig
+from models.cpm import CPM
 from tests.cases import random_qkv
 from tests.launcher import needs_ranks, run_ranks
 from tests.reference import dense_results, relative_error
@@ -94,3 +96,58 @@ def test_new_tokens_attend_to_a_cache(window):
             found.append(cache.attend(0, *(x[:, now] for x in tensors), window))
     for got, at in zip(found, itertools.accumulate(x.shape[1] for x in found), strict=True):
         assert relative_error(got, expected[:, at - got.shape[1] : at]) < BOUND
+
+
+# rotary frequencies that depend on the length, and layers with windows
+SCALED = CPMConfig(
+    *(512, 256, 384, 4, 8, 2, 64),
+    window=100,
+    window_pattern="wf",
+    rope_scaling={
+        "kind": "longrope",
+        "original_length": 512,
+        "factor": 4.0,
+        "short_factor": [1.0] * 32,
+        "long_factor": [1.0 + n / 32 for n in range(32)],
+    },
+)
+
+
+@torch.inference_mode()
+def decode(rank: int, size: int) -> list[float]:
+    """Decode two prompts with a graph and without, the second one with a longer limit. Return the
+    differences of the logits.
+    """
+    sp = init_sequence_parallel(size) if size > 1 else SequenceParallel()
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        model = CPM(SCALED, sp).bfloat16()
+    results = []
+    for prompt, limit in ((450, 600), (1000, 1300)):
+        tokens = torch.randint(512, (2, limit), generator=torch.Generator().manual_seed(limit))
+        tokens, positions = tokens.cuda(), torch.arange(prompt, device="cuda")
+        found = []
+        for graph in (True, False):
+            cache = Cache(sp, SCALED.num_layers, limit)
+            for part in cache.prefill(prompt, 300):
+                mine = part.shard(tokens[:, :prompt]), part.shard(positions, 0)
+                model(*mine, cache=part)
+            decoder, logits = Decoder(model, cache, graph), []
+            while cache.length < limit - 2:
+                count = 5 if cache.length == prompt + 40 else 1
+                logits.append(decoder(tokens[:, cache.length : cache.length + count]))
+            found.append(torch.cat(logits, 1))
+            assert (decoder._step is not None) == graph
+        results.append(relative_error(*found))
+    return results
+
+
+def test_a_graph_decodes_as_steps_without_one():
+    assert max(decode(0, 1)) < BOUND
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [pytest.param(size, marks=needs_ranks(size)) for size in (2, 4)])
+def test_a_graph_decodes_over_ranks(size):
+    for errors in run_ranks(size, decode, size, backend="nccl"):
+        assert max(errors) < BOUND

@@ -17,9 +17,14 @@ _CAPTURED = (
 )
 
 
+def is_capturing() -> bool:
+    """Whether the current stream captures a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_capture(doing: str, why: str) -> None:
     """Raise RuntimeError if the current stream captures a CUDA graph."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise RuntimeError(
             f"expected no capture of a CUDA graph around {doing}, got one: {why}. Capture the "
             "parts of the model between such calls"

@@ -102,6 +102,10 @@ class ProcessTransport(Transport):
             logger.log(level, "deliveries use NCCL: copy engines cannot be used: %s", reason)
             return
         logger.info("deliveries use GPUs' copy engines")
+        self.start_watch()
+
+    def start_watch(self) -> None:
+        """Begin to watch the other ranks, for work that nothing else ends if a rank is gone."""
         if not self.watch:
             self.watch = Watch(self.messenger)
 

@@ -5,9 +5,9 @@ exception. So a thread watches the other ranks. Once a rank sends no more messag
 enqueued before has some seconds to finish without it. If it does not, the process prints the rank
 and the call, and ends.
 
-Only copy engines need it. Over NCCL, torch's own watchdog ends a process whose exchange takes
-longer than the group's timeout. BMTrain has no watchdog: there the GPU waits until somebody ends
-the process.
+Copy engines need it, and graphs that a Decoder replays. Over NCCL, torch's own watchdog ends a
+process whose exchange takes longer than the group's timeout, unless a graph makes the exchange.
+BMTrain has no watchdog: there the GPU waits until somebody ends the process.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import weakref
 
 import torch
 
+from ..base.streams import is_capturing
 from .sockets import SocketMessenger
 
 _EVERY = 1.0  # seconds between checks
@@ -48,8 +49,10 @@ class Watch:
         self.doing, self.event = doing, None
 
     def end_call(self, is_enqueued: bool) -> None:
-        """Note that this rank has enqueued all of it on the current stream, or has failed."""
-        if is_enqueued:
+        """Note that this rank has enqueued all of it on the current stream, or has failed. The
+        capture of a graph enqueues nothing.
+        """
+        if is_enqueued and not is_capturing():
             event = torch.cuda.Event()
             event.record()
             self.event = event
