@@ -8,7 +8,8 @@ prefill:N  the tokens a second of a prompt of N tokens, in chunks of --chunk tok
 new:N      the milliseconds of 128 new tokens after N tokens
 decode:N   the milliseconds of a new token after N tokens
 
-":sparse" takes InfLLM-V2. The keys and values of the N tokens before new ones are random.
+":sparse" takes InfLLM-V2. The keys and values of the N tokens before new ones are random. One new
+token is computed by a CUDA graph where it can be, unless --no-graph.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 
 from bench import options
 from bench.machine import Machine
-from bmt_burst import Cache, InfLLMV2, init_sequence_parallel
+from bmt_burst import Cache, Decoder, InfLLMV2, init_sequence_parallel
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 
@@ -42,8 +43,8 @@ _STEPS = 24  # calls that are measured, after as many
 class Bench:
     """A model on the ranks of a machine."""
 
-    def __init__(self, config: CPMConfig, chunk: int, machine: Machine):
-        self.config, self.machine, self.chunk = config, machine, chunk
+    def __init__(self, config: CPMConfig, chunk: int, graph: bool | None, machine: Machine):
+        self.config, self.machine, self.chunk, self.graph = config, machine, chunk, graph
         self.sp = init_sequence_parallel(machine.size)
         with torch.device("meta"):
             self.model = CPM(config, self.sp).to(machine.dtype)
@@ -65,8 +66,8 @@ class Bench:
             seconds = self.prefill(cache, length)
             return {"seconds": seconds, "tokens_per_s": length / seconds}
         self.fill(cache, length)
-        count = _NEW if what == "new" else 1
-        times = [self.compute(cache, count) for _ in range(2 * _STEPS)][_STEPS:]
+        count, decoder = _NEW if what == "new" else 1, Decoder(self.model, cache, self.graph)
+        times = [self.compute(decoder, count) for _ in range(2 * _STEPS)][_STEPS:]
         return {"new_tokens": count, "ms": statistics.median(times) * 1e3}
 
     def prefill(self, cache: Cache, length: int) -> float:
@@ -94,13 +95,12 @@ class Bench:
                     whole = torch.randn(*shape, generator=chance, **like)  # equal on all ranks
                     cache._add_sums(layer, whole, of.sparse)
 
-    def compute(self, cache: Cache, count: int) -> float:
+    def compute(self, decoder: Decoder, count: int) -> float:
         """Return the seconds of new tokens, with the choice of the next one."""
-        at = torch.arange(cache.length, cache.length + count, device=self.machine.device)
         x = self.tokens(count)
         self.machine.settle()
         start = time.perf_counter()
-        logits = self.model(x, at, cache=cache)
+        logits = decoder(x)
         int(logits[0, -1].argmax())
         return self.machine.slowest(time.perf_counter() - start)
 
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
         what, length, *sparse = case.split(":")
         config = dataclasses.replace(dense, sparse=InfLLMV2() if sparse else None)
         machine.at = case
-        bench = Bench(config, args.chunk, machine)
+        bench = Bench(config, args.chunk, False if args.no_graph else None, machine)
         row = {"kind": "generation", "case": what, "tokens": int(length), "model": args.model}
         row |= {"layers": config.num_layers, "gpus": machine.size, "chunk": args.chunk}
         row |= {"sparse": config.sparse and config.sparse.to_dict()}
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(PRESETS), default="minicpm4-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--chunk", type=int, default=16384, help="tokens of a rank in a chunk")
+    parser.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
     parser.add_argument("cases", nargs="+", metavar="WHAT:TOKENS[:sparse]")
     args, machine = parser.parse_args(), Machine()
     machine.record(run(args, machine), args.output)

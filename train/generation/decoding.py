@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import Cache as SharedCache
-from bmt_burst import Scores
+from bmt_burst import Decoder, Scores
 from bmt_burst.bias.call_bias import CallBias, Segments
 from bmt_burst.sparse.cache import KeySums
 from models.config import CPMConfig
@@ -203,8 +203,8 @@ def continue_text(
     return tokenizer.decode(ids[len(begin) :])
 
 
-def _make_cache(model: CPM, limit: int, chunk: int | None) -> Cache | SharedCache:
-    """Return an empty cache of up to `limit` tokens.
+def _make_cache(model: CPM, limit: int, chunk: int | None) -> Cache | Decoder:
+    """Return an empty cache of up to `limit` tokens, or a decoder with one.
 
     Only a cache on one rank has states of lightning layers and, without chunks, the keys before
     their rotation by which use_nope chooses.
@@ -213,12 +213,12 @@ def _make_cache(model: CPM, limit: int, chunk: int | None) -> Cache | SharedCach
     by_nope = sparse is not None and sparse.use_nope and model.sp.size == 1 and chunk is None
     if model.config.lightning_layers or by_nope:
         return Cache(model.config, limit, model.norm.weight)
-    return SharedCache(model.sp, model.config.num_layers, limit)
+    return Decoder(model, SharedCache(model.sp, model.config.num_layers, limit))
 
 
 def _compute(
     model: CPM,
-    cache: Cache | SharedCache,
+    cache: Cache | Decoder,
     fresh: list[int],
     start: int,
     chunk: int | None,
@@ -237,9 +237,8 @@ def _compute(
         return logits
     # a chunk cannot have fewer tokens than ranks
     if start or len(fresh) < model.sp.size:
-        logits = model(tokens, positions, cache=cache)
-        return logits
-    for part in cache.prefill(len(fresh), chunk):
+        return cache(tokens)
+    for part in cache.cache.prefill(len(fresh), chunk):
         speed.alive(f"computing tokens {part.positions[0]} to {part.positions[1] - 1}")
         logits = model(part.shard(tokens), part.shard(positions, 0), cache=part)
     return logits
