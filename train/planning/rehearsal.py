@@ -58,6 +58,8 @@ KERNELS = (  # the modules of all Triton kernels of a run
     "bmt_burst.sparse.triton_choice",
     "bmt_burst.fused.triton_passes",
     "train.engine.triton_adamw",
+    "bmt_burst.lightning.triton_blocks",
+    "bmt_burst.kernels.triton_few_queries",
 )
 
 Job = Callable[..., Any]
