@@ -102,7 +102,8 @@ def lightning_attn_func(
         layout: the positions of each rank's tokens, as in burst_attn_func: "zigzag", "contiguous",
             "balanced", a `bmt_burst.Layout`, or one of these for each row of the batch. Each token
             costs the same, so all balance the work. "striped" is refused.
-        flash: the kernel: "auto" for the fastest that can compute the call, or "reference".
+        flash: the kernel: "auto" for the fastest that can compute the call, "triton", or
+            "reference".
         process_group: the ranks that share the sequence, as in burst_attn_func.
         double_group: (intra, inter) groups of a double ring, instead of `process_group`.
 
