@@ -64,6 +64,21 @@ class Added(NamedTuple):
 NOTHING = Added("half")
 
 
+def refuses_tensors(q: Tensor) -> str | None:
+    """Return why Triton kernels of attention cannot compute with tensors like q, whatever its head
+    size, or None if they can.
+    """
+    if not installed("triton"):
+        return "the package triton is not installed"
+    if not q.is_cuda:
+        return f"inputs are on {q.device}, not on a GPU"
+    if torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return needs_capability(q.device, (8, 0))
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"inputs are {q.dtype}, not fp16, bf16 or fp32"
+    return None
+
+
 class TritonKernel(Kernel):
     """The Triton kernel. In Triton's interpreter tests may call it with tensors on the CPU."""
 
@@ -71,14 +86,8 @@ class TritonKernel(Kernel):
     writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        if not installed("triton"):
-            return "the package triton is not installed"
-        if not q.is_cuda:
-            return f"inputs are on {q.device}, not on a GPU"
-        if torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
-            return needs_capability(q.device, (8, 0))
-        if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return f"inputs are {q.dtype}, not fp16, bf16 or fp32"
+        if reason := refuses_tensors(q):
+            return reason
         if q.shape[-1] not in range(8, 257, 8):
             return f"head size must be a multiple of 8 up to 256, got {q.shape[-1]}"
         return None

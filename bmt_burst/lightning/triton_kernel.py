@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from ..base.streams import send_to_device
-from ..kernels import import_failure, installed, needs_capability
+from ..kernels import import_failure
 from ..kernels.packed import prepare_once
-from ..kernels.triton import precision
+from ..kernels.triton import precision, refuses_tensors
 from .segments import Segments
 
 _LONGEST = 2048  # tokens of a piece, fewer if a GPU would have too few programs
@@ -92,14 +92,8 @@ class Pieces(NamedTuple):
 
 def refuses(q: Tensor) -> str | None:
     """Return why the kernel cannot compute with tensors like q (..., D), or None if it can."""
-    if not installed("triton"):
-        return "the package triton is not installed"
-    if not q.is_cuda:
-        return f"inputs are on {q.device}, not on a GPU"
-    if torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return needs_capability(q.device, (8, 0))
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"inputs are {q.dtype}, not fp16, bf16 or fp32"
+    if reason := refuses_tensors(q):
+        return reason
     most = 128 if q.dtype == torch.float32 else 256
     if q.shape[-1] not in range(16, most + 1, 16):
         return f"head size must be a multiple of 16 up to {most} for {q.dtype}, got {q.shape[-1]}"
