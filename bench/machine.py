@@ -33,11 +33,14 @@ class Machine:
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cpu")
         if self.cuda:  # ranks may share a GPU, to compute errors only
-            number = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+            number = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
             self.device = torch.device("cuda", number)
             torch.cuda.set_device(self.device)
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
+        # without torchrun, this process is the only rank
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0}
+        world = {**alone, "world_size": 1} if alone else {}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo", **world)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.name = torch.cuda.get_device_name() if self.cuda else cpu_name()
         hosts: list = [None] * self.size
@@ -157,7 +160,7 @@ def versions() -> dict[str, str]:
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         found["cudnn"] = str(torch.backends.cudnn.version())
     installed = {package.name: package.version for package in distributions()}
-    packages = ("triton", "flash-attn-4", "flash-attn", "ring-flash-attn")
+    packages = ("triton", "flash-attn-4", "flash-attn", "ring-flash-attn", "fla-core")
     return found | {name: installed[name] for name in packages if name in installed}
 
 

@@ -191,6 +191,25 @@ def test_kernels_take_turns(tmp_path):
 
 
 @on_cpus
+def test_lightning_attention(tmp_path):
+    rows = measure(2, "lightning.py --cases documents layer one-rank ranks errors", tmp_path)
+    measured = {(r["case"], r["impl"]): r for r in rows}
+    assert [name for _, name in measured] == [
+        *("one document", "8 documents", "five projections", "layer"),
+        *("alone", "rank 0", "rank 4", "rank 7", "alone", "zigzag"),
+        *("bmt_burst", "bmt_burst, 2 ranks"),
+    ]
+    for row in rows:
+        if row["case"] == "errors":
+            assert all(0 < row[name] < 1e-6 for name in ("out", "dq", "dk", "dv", "dv_max"))
+        elif "against" in row:
+            base = measured[row["case"], row["against"]]
+            assert row["ratio"] == row["fwd_bwd_ms"] / base["fwd_bwd_ms"]
+    one = measure(None, "lightning.py --cases kernel", tmp_path)[len(rows) :]
+    assert [(r["tokens"], r["impl"]) for r in one] == [(128, "bmt_burst"), (256, "bmt_burst")]
+
+
+@on_cpus
 def test_host_time_of_real_and_imagined_peers(tmp_path):
     measure(2, "host_time.py --tokens-per-gpu 32 --strategies ring", tmp_path)
     imagined = "host_time.py --imagined 8 --tokens-per-gpu 32 --strategies ring ulysses"
