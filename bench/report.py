@@ -98,7 +98,15 @@ SECTIONS = {
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
     "steps-*": Section("training", "Whole steps before and after a change", "bench/steps.py"),
     "chunks-*": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
-    "generation-*": Section("training", "Generation over ranks", "bench/generation.py"),
+    "generation-*-prompts.jsonl": Section(
+        "training", "Generation over ranks", "bench/generation.py"
+    ),
+    "generation-*": Section(
+        "training",
+        "Generation over ranks",
+        "bench/generation.py",
+        "medians of 24 calls, which compute one token by a CUDA graph in dense attention only",
+    ),
     "passes-*": Section("time", "Elementwise passes and the loss", "bench/passes.py"),
     "live-training-*": Section(
         "training",
