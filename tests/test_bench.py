@@ -442,7 +442,8 @@ def test_whole_steps_of_two_checkouts(tmp_path):
     options = f"--model cpm-tiny --data {tmp_path}/data/train --seq-len 64 --batch-size 2 --steps 3"
     for commit in ("before", "after"):
         command = f"steps.py --commit {commit} --engine torch --warm-up 1"
-        runs = shlex.join([f"dense={options}", f"two={options} --sp-size 2"])
+        saving = "--checkpointing selective --checkpointing-blocks 1"
+        runs = shlex.join([f"dense={options}", f"two={options} --sp-size 2 {saving}"])
         rows = measure(2, f"{command} {runs}", tmp_path)
     assert [row["case"] for row in rows] == ["dense", "two"] * 2
     assert rows[0]["losses"] == rows[2]["losses"]
