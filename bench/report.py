@@ -97,7 +97,19 @@ SECTIONS = {
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
     "steps-*": Section("training", "Whole steps before and after a change", "bench/steps.py"),
-    "chunks-*": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
+    "chunks-*-h?00.jsonl": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
+    "chunks-*-256k.jsonl": Section(
+        "training",
+        "Training in chunks",
+        "bench/steps.py --warm-up 0",
+        "one step each, after shorter ones compiled the kernels",
+    ),
+    "chunks-*-960k.jsonl": Section(
+        "training",
+        "Training in chunks",
+        "bench/steps.py --warm-up 0",
+        "a first step, whose seconds include compilation",
+    ),
     "generation-*-prompts.jsonl": Section(
         "training", "Generation over ranks", "bench/generation.py"
     ),
