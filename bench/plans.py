@@ -40,12 +40,12 @@ PAGE = ROOT / "docs/planning.md"
 MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # The runs that the rates of train/planning/seconds.py are from: model, layers, GPUs, tokens,
-# checkpointing, engine.
+# checkpointing, engine, commit.
 CALIBRATION = {
-    ("minicpm-2b", 40, 1, 32768, "selective", "bmtrain"),
-    ("minicpm4-8b", 8, 1, 32768, "selective", "bmtrain"),
-    ("minicpm4-8b", 4, 1, 131072, "selective", "bmtrain"),
-    ("minicpm4-8b", 6, 2, 4096, "none", "torch"),
+    ("minicpm-2b", 40, 1, 32768, "selective", "bmtrain", "0fc0b44"),
+    ("minicpm4-8b", 8, 1, 32768, "selective", "bmtrain", "0fc0b44"),
+    ("minicpm4-8b", 4, 1, 131072, "selective", "bmtrain", "0fc0b44"),
+    ("minicpm4-8b", 6, 2, 4096, "none", "torch", "1a989e8"),
 }
 _UNKNOWN_BLOCKS = "selective-256k"  # its row does not say how many blocks recomputed
 
@@ -62,7 +62,7 @@ class Comparison:
     @property
     def run(self) -> tuple:
         """The run as in CALIBRATION."""
-        names = ("model", "layers", "gpus", "seq_len", "checkpointing", "engine")
+        names = ("model", "layers", "gpus", "seq_len", "checkpointing", "engine", "commit")
         return tuple(self.row[name] for name in names)
 
     @property

@@ -96,7 +96,12 @@ SECTIONS = {
     ),
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
-    "steps-*": Section("training", "Whole steps before and after a change", "bench/steps.py"),
+    "steps-*-h?00.jsonl": Section(
+        "training", "Whole steps before and after a change", "bench/steps.py"
+    ),
+    "steps-*-again.jsonl": Section(
+        "training", "Whole steps again, at a later commit", "bench/steps.py", _MEDIANS
+    ),
     "chunks-*-h?00.jsonl": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
     "chunks-*-256k.jsonl": Section(
         "training",

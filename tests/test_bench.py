@@ -449,3 +449,27 @@ def test_whole_steps_of_two_checkouts(tmp_path):
     assert rows[0]["losses"] == rows[2]["losses"]
     assert len(rows[0]["losses"]) == len(rows[0]["steps_s"]) == 3
     assert "| two | torch | before | after |" in other_tables.steps_table(rows)
+    assert [row["checkpointing_blocks"] for row in rows] == [None, 1] * 2
+    assert other_tables.single_steps_table(rows) == ""
+    assert "\n| two | torch | " in other_tables.single_steps_table(rows[:2])
+
+
+def test_each_step_is_in_one_table():
+    """A step with --fp8 belongs to the run of its engine, and steps in chunks to a table of all."""
+    measured = (
+        ("4k", "torch", False, 0.3),
+        ("4k-fp8", "torch", True, 0.2),
+        ("4k", "bmtrain", False, 0.6),
+    )
+    rows = [
+        {"kind": "steps", "case": case, "engine": engine, "fp8": fp8, "step_s": seconds}
+        | {"tokens_per_s": 4096 / seconds}
+        for case, engine, fp8, seconds in measured
+    ]
+    assert other_tables.fp8_table(rows).splitlines()[2:] == [
+        "| 4k | 0.3 | 0.2 | 1.50 x | 20480 | - | - |"
+    ]
+    assert other_tables.single_steps_table(rows).splitlines()[2:] == [
+        "| 4k | bmtrain | 0.6 | - | 6827 | - |"
+    ]
+    assert other_tables.single_steps_table([*rows, rows[0] | {"chunk": 1024}]) == ""
