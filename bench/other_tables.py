@@ -8,6 +8,7 @@ from bench.tables import (
     Column,
     Row,
     bias_table,
+    error,
     error_table,
     fill,
     heads,
@@ -219,6 +220,42 @@ def passes_table(rows: list[Row]) -> str:
     return table(["pass", *(f"{n}, ms" for n in names), *(f"{n}, GiB" for n in names)], lines)
 
 
+def lightning_table(rows: list[Row]) -> str:
+    """Format the milliseconds and memory of lightning attention, as bench/lightning.py has them."""
+    columns: dict[str, Column] = {
+        "case": _lightning_case,
+        "contestant": "impl",
+        "GPUs": "gpus",
+        "tokens/GPU": lambda row: tokens(row["tokens"]),
+        "heads": lambda row: f"{row['heads']} x {row['head_dim']}",
+        "dtype": "dtype",
+        "fwd ms": "fwd_ms",
+        "fwd+bwd ms": "fwd_bwd_ms",
+        "fwd+bwd ratio": lambda row: (
+            f"{row['ratio']:.2f} of {row['against']}" if "ratio" in row else "-"
+        ),
+        "extra GiB": lambda row: or_dash(row["extra_gib"]),
+    }
+    return list_rows(rows, "lightning", columns, needs="fwd_bwd_ms")
+
+
+def _lightning_case(row: Row) -> str:
+    """Return a case in words."""
+    words = {"one rank": "one rank of {size}", "layer": "layer of width {width}"}
+    return words.get(row["case"], row["case"]).format_map(row)
+
+
+def lightning_error_table(rows: list[Row]) -> str:
+    """Format errors of lightning attention against float64."""
+    columns: dict[str, Column] = {
+        "contestant": "impl",
+        "dtype": "dtype",
+        "tokens": lambda row: tokens(row["tokens"]),
+        **{name: error(name) for name in ("out", "dq", "dk", "dv")},
+    }
+    return list_rows(rows, "lightning", columns, needs="dq")
+
+
 def checkpointing(row: Row) -> str:
     """Return a row's checkpointing in words."""
     words = {
@@ -402,6 +439,8 @@ TABLES = {
     "Steps in chunks": chunks_table,
     "Prompts and new tokens": generation_table,
     "Passes and the loss": passes_table,
+    "Lightning attention": lightning_table,
+    "Lightning attention: error against float64 (relative L2)": lightning_error_table,
     "Trainers": trainers_table,
     "Saves": saving_table,
     "Where the time goes: ms": timeline_table,

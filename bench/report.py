@@ -94,6 +94,12 @@ SECTIONS = {
         "The longest step with sparse attention",
         "bench/training.py --steps 1 --warm-up 0",
     ),
+    "lightning-*": Section(
+        "lightning",
+        "Kernel, layer, ranks and errors",
+        "bench/lightning.py --peers fla",
+        "medians of five rounds; extra GiB are beyond inputs, results and gradients",
+    ),
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
     "steps-*-h?00.jsonl": Section(
@@ -146,6 +152,7 @@ TOPICS = {
     "masks": ("Masks and biases", "documents, windows, biases, balance, the time to plan a mask"),
     "time": ("Where the time goes", "kernels, one rank without communication, the host, power"),
     "sparse": ("Sparse attention", "InfLLM-V2 compared with dense attention"),
+    "lightning": ("Lightning attention", "kernel, layer, ranks, errors, compared with fla-core"),
     "training": ("Training", "whole steps, CPM-Bee, saves"),
 }
 

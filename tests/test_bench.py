@@ -205,6 +205,12 @@ def test_lightning_attention(tmp_path):
         elif "against" in row:
             base = measured[row["case"], row["against"]]
             assert row["ratio"] == row["fwd_bwd_ms"] / base["fwd_bwd_ms"]
+    table = other_tables.lightning_table(rows)
+    assert table.count("\n| one rank of 8 | ") == 4
+    assert "\n| layer of width 64 | layer | 1 | 128 | 4 x 16 | float32 | " in table
+    assert "\n| ranks | zigzag | 2 | 128 | " in table and table.count(" of alone | ") == 4
+    table = other_tables.lightning_error_table(rows)
+    assert "\n| bmt_burst, 2 ranks | float32 | 128 | " in table
     one = measure(None, "lightning.py --cases kernel", tmp_path)[len(rows) :]
     assert [(r["tokens"], r["impl"]) for r in one] == [(128, "bmt_burst"), (256, "bmt_burst")]
 
