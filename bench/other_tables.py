@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from bench.tables import (
     Column,
     Row,
     bias_table,
+    error,
     error_table,
     fill,
     heads,
@@ -104,9 +105,7 @@ def steps_table(rows: list[Row]) -> str:
 
 
 def fp8_table(rows: list[Row]) -> str:
-    """Format whole steps with --fp8, and the same runs without it. Their cases end in "-fp8"."""
-    steps = {row["case"]: row for row in rows if row["kind"] == "steps"}
-    pairs = ((steps[case.removesuffix("-fp8")], row) for case, row in steps.items() if row["fp8"])
+    """Format whole steps with --fp8, and the same runs without it."""
     lines = [
         [
             bf16["case"],
@@ -116,10 +115,39 @@ def fp8_table(rows: list[Row]) -> str:
             round(fp8["tokens_per_s"]),
             *(or_dash(row.get("peak_gib")) for row in (bf16, fp8)),
         ]
-        for bf16, fp8 in pairs
+        for bf16, fp8 in _fp8_pairs(rows)
     ]
     header = ["run", "s/step in bf16", "in float8", "as fast", "tokens/s", "GiB in bf16"]
     return table([*header, "in float8"], lines)
+
+
+def _fp8_pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Return pairs of steps (without --fp8, with it). Cases of the latter end in "-fp8"."""
+    steps = {(row["case"], row["engine"]): row for row in rows if row["kind"] == "steps"}
+    return [
+        (steps[case.removesuffix("-fp8"), engine], row)
+        for (case, engine), row in steps.items()
+        if row["fp8"]
+    ]
+
+
+def single_steps_table(rows: list[Row]) -> str:
+    """Format whole steps of runs that were measured once, unless another table shows them."""
+    steps = [row for row in rows if row["kind"] == "steps"]
+    if any(row.get("chunk") for row in steps):
+        return ""
+    runs = Counter((row["case"], row["engine"]) for row in steps)
+    paired = [row for pair in _fp8_pairs(rows) for row in pair]
+    columns: dict[str, Column] = {
+        "run": "case",
+        "engine": "engine",
+        "s/step": "step_s",
+        "MFU": lambda row: or_dash(row.get("mfu")),
+        "tokens/s": lambda row: round(row["tokens_per_s"]),
+        "GiB": lambda row: or_dash(row.get("peak_gib")),
+    }
+    single = [r for r in steps if runs[r["case"], r["engine"]] == 1 and r not in paired]
+    return list_rows(single, "steps", columns)
 
 
 def loss_curves_table(rows: list[Row]) -> str:
@@ -190,6 +218,42 @@ def passes_table(rows: list[Row]) -> str:
         for case, by in cases.items()
     ]
     return table(["pass", *(f"{n}, ms" for n in names), *(f"{n}, GiB" for n in names)], lines)
+
+
+def lightning_table(rows: list[Row]) -> str:
+    """Format the milliseconds and memory of lightning attention, as bench/lightning.py has them."""
+    columns: dict[str, Column] = {
+        "case": _lightning_case,
+        "contestant": "impl",
+        "GPUs": "gpus",
+        "tokens/GPU": lambda row: tokens(row["tokens"]),
+        "heads": lambda row: f"{row['heads']} x {row['head_dim']}",
+        "dtype": "dtype",
+        "fwd ms": "fwd_ms",
+        "fwd+bwd ms": "fwd_bwd_ms",
+        "fwd+bwd ratio": lambda row: (
+            f"{row['ratio']:.2f} of {row['against']}" if "ratio" in row else "-"
+        ),
+        "extra GiB": lambda row: or_dash(row["extra_gib"]),
+    }
+    return list_rows(rows, "lightning", columns, needs="fwd_bwd_ms")
+
+
+def _lightning_case(row: Row) -> str:
+    """Return a case in words."""
+    words = {"one rank": "one rank of {size}", "layer": "layer of width {width}"}
+    return words.get(row["case"], row["case"]).format_map(row)
+
+
+def lightning_error_table(rows: list[Row]) -> str:
+    """Format errors of lightning attention against float64."""
+    columns: dict[str, Column] = {
+        "contestant": "impl",
+        "dtype": "dtype",
+        "tokens": lambda row: tokens(row["tokens"]),
+        **{name: error(name) for name in ("out", "dq", "dk", "dv")},
+    }
+    return list_rows(rows, "lightning", columns, needs="dq")
 
 
 def checkpointing(row: Row) -> str:
@@ -369,11 +433,14 @@ TABLES = {
     "Sparse and dense attention": sparse_table,
     "Training": training_table,
     "Whole steps before and after": steps_table,
+    "Whole steps": single_steps_table,
     "Whole steps in float8": fp8_table,
     "Losses in float8": loss_curves_table,
     "Steps in chunks": chunks_table,
     "Prompts and new tokens": generation_table,
     "Passes and the loss": passes_table,
+    "Lightning attention": lightning_table,
+    "Lightning attention: error against float64 (relative L2)": lightning_error_table,
     "Trainers": trainers_table,
     "Saves": saving_table,
     "Where the time goes: ms": timeline_table,

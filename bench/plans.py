@@ -2,8 +2,8 @@
 
     python bench/plans.py
 
-It plans the rows of bench/results/training-*.jsonl, the newest ones of steps-*.jsonl, and runs on
-some numbers of GPUs. It takes minutes and needs no GPU.
+It plans the rows of bench/results/training-*.jsonl, the newest ones of steps-*.jsonl and
+chunks-*.jsonl, and runs on some numbers of GPUs. It takes minutes and needs no GPU.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ PAGE = ROOT / "docs/planning.md"
 MARKED = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # The runs that the rates of train/planning/seconds.py are from: model, layers, GPUs, tokens,
-# checkpointing, engine.
+# checkpointing, engine, commit.
 CALIBRATION = {
-    ("minicpm-2b", 40, 1, 32768, "selective", "bmtrain"),
-    ("minicpm4-8b", 8, 1, 32768, "selective", "bmtrain"),
-    ("minicpm4-8b", 4, 1, 131072, "selective", "bmtrain"),
-    ("minicpm4-8b", 6, 2, 4096, "none", "torch"),
+    ("minicpm-2b", 40, 1, 32768, "selective", "bmtrain", "0fc0b44"),
+    ("minicpm4-8b", 8, 1, 32768, "selective", "bmtrain", "0fc0b44"),
+    ("minicpm4-8b", 4, 1, 131072, "selective", "bmtrain", "0fc0b44"),
+    ("minicpm4-8b", 6, 2, 4096, "none", "torch", "1a989e8"),
 }
+_UNKNOWN_BLOCKS = "selective-256k"  # its row does not say how many blocks recomputed
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,23 @@ class Comparison:
     @property
     def run(self) -> tuple:
         """The run as in CALIBRATION."""
-        names = ("model", "layers", "gpus", "seq_len", "checkpointing", "engine")
+        names = ("model", "layers", "gpus", "seq_len", "checkpointing", "engine", "commit")
         return tuple(self.row[name] for name in names)
 
     @property
     def calibrates(self) -> bool:
         """Whether rates are from this run."""
         return self.run in CALIBRATION and not self.row["offload"]
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the measured seconds are without compilation."""
+        return not self.row.get("includes_compilation")
+
+    @property
+    def use(self) -> str:
+        """The purpose of the run, in words."""
+        return "rates" if self.calibrates else "check" if self.is_warm else "memory"
 
 
 def config_of(row: Row) -> TrainConfig:
@@ -100,8 +111,13 @@ def compare() -> tuple[Comparison, ...]:
     steps = itertools.chain(*map(_newest, files))
     return (
         *(_compare(row) for row in training if not _is_outdated(row)),
-        *(_compare_step(row) for row in steps if row["mask"] == "causal"),
+        *(_compare_step(row) for row in steps if _is_comparable(row)),
     )
+
+
+def _is_comparable(row: Row) -> bool:
+    """Whether a row of bench/steps.py says all that its plan needs."""
+    return row["mask"] == "causal" and row["case"] != _UNKNOWN_BLOCKS
 
 
 def _newest(file: Path) -> Iterable[Row]:
@@ -125,9 +141,10 @@ def _compare_step(row: Row) -> Comparison:
     """Plan a row of bench/steps.py, which ran as pretrain.py does."""
     sparse, rows = row["sparse"], row["batch_size"] * row["sp"] // row["gpus"]
     names = "seq_len", "batch_size", "dtype", "checkpointing", "offload", "fp8"
+    later = "chunk", "mlp_tile", "checkpointing_blocks"  # older rows lack some
     config = TrainConfig(
         **{name: row[name] for name in names},
-        **{name: row.get(name) for name in ("chunk", "mlp_tile")},  # older rows have none
+        **{name: row.get(name) for name in later},
         model=_write_model(row["model"], row["layers"]),
         sparse=sparse,
         sp_size=row["sp"],
@@ -170,7 +187,7 @@ def _plan_cells(each: Comparison) -> list[str | int]:
         f"{each.gib:.1f} ({each.gib / row['peak_gib'] - 1:+.1%})",
         f"{row['step_s']:.2f}",
         f"{each.seconds:.2f} ({each.seconds / row['step_s'] - 1:+.0%})",
-        "rates" if each.calibrates else "check",
+        each.use,
     ]
 
 

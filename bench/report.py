@@ -94,11 +94,42 @@ SECTIONS = {
         "The longest step with sparse attention",
         "bench/training.py --steps 1 --warm-up 0",
     ),
+    "lightning-*": Section(
+        "lightning",
+        "Kernel, layer, ranks and errors",
+        "bench/lightning.py --peers fla",
+        "medians of five rounds; extra GiB are beyond inputs, results and gradients",
+    ),
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
-    "steps-*": Section("training", "Whole steps before and after a change", "bench/steps.py"),
-    "chunks-*": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
-    "generation-*": Section("training", "Generation over ranks", "bench/generation.py"),
+    "steps-*-h?00.jsonl": Section(
+        "training", "Whole steps before and after a change", "bench/steps.py"
+    ),
+    "steps-*-again.jsonl": Section(
+        "training", "Whole steps again, at a later commit", "bench/steps.py", _MEDIANS
+    ),
+    "chunks-*-h?00.jsonl": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
+    "chunks-*-256k.jsonl": Section(
+        "training",
+        "Training in chunks",
+        "bench/steps.py --warm-up 0",
+        "one step each, after shorter ones compiled the kernels",
+    ),
+    "chunks-*-960k.jsonl": Section(
+        "training",
+        "Training in chunks",
+        "bench/steps.py --warm-up 0",
+        "a first step, whose seconds include compilation",
+    ),
+    "generation-*-prompts.jsonl": Section(
+        "training", "Generation over ranks", "bench/generation.py"
+    ),
+    "generation-*": Section(
+        "training",
+        "Generation over ranks",
+        "bench/generation.py",
+        "medians of 24 calls, which compute one token by a CUDA graph in dense attention only",
+    ),
     "passes-*": Section("time", "Elementwise passes and the loss", "bench/passes.py"),
     "live-training-*": Section(
         "training",
@@ -121,6 +152,7 @@ TOPICS = {
     "masks": ("Masks and biases", "documents, windows, biases, balance, the time to plan a mask"),
     "time": ("Where the time goes", "kernels, one rank without communication, the host, power"),
     "sparse": ("Sparse attention", "InfLLM-V2 compared with dense attention"),
+    "lightning": ("Lightning attention", "kernel, layer, ranks, errors, compared with fla-core"),
     "training": ("Training", "whole steps, CPM-Bee, saves"),
 }
 

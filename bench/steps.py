@@ -56,6 +56,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
     trainer = Trainer(config, device, args.stop, Watchdog(dist.get_rank(), 300.0), *find_hooks())
     trainer.run()
     model = trainer.start.model
+    built: Any = trainer.engine.model
     facts = {
         "kind": "steps",
         "case": name,
@@ -67,6 +68,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
         **{key: getattr(config, key) for key in ("seq_len", "batch_size", "micro_batch_size")},
         **{key: getattr(config, key) for key in ("dtype", "checkpointing", "offload")},
         **{key: getattr(config, key, None) for key in ("fp8", "chunk", "mlp_tile")},
+        "checkpointing_blocks": built.saving.blocks,  # as many as memory asked for
         "sparse": model.sparse and model.sparse.to_dict(),
     }
     return facts | summarize(Path(folder) / "metrics.jsonl", args.warm_up)

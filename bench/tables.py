@@ -338,12 +338,13 @@ def kernels_table(rows: list[Row]) -> str:
     return table(header, lines)
 
 
+def error(name: str) -> Column:
+    """Return a column of errors, with a dash where there is none."""
+    return lambda row: f"{row[name]:.2e}" if name in row else "-"
+
+
 def error_table(rows: list[Row]) -> str:
     """Format errors against float64."""
-
-    def error(name: str) -> Column:
-        return lambda row: f"{row[name]:.2e}" if name in row else "-"
-
     names = ["out", "dq", "dk", "dv", *["dtable"] * any("dtable" in row for row in rows)]
     columns: dict[str, Column] = {
         "implementation": "impl",

@@ -205,6 +205,12 @@ def test_lightning_attention(tmp_path):
         elif "against" in row:
             base = measured[row["case"], row["against"]]
             assert row["ratio"] == row["fwd_bwd_ms"] / base["fwd_bwd_ms"]
+    table = other_tables.lightning_table(rows)
+    assert table.count("\n| one rank of 8 | ") == 4
+    assert "\n| layer of width 64 | layer | 1 | 128 | 4 x 16 | float32 | " in table
+    assert "\n| ranks | zigzag | 2 | 128 | " in table and table.count(" of alone | ") == 4
+    table = other_tables.lightning_error_table(rows)
+    assert "\n| bmt_burst, 2 ranks | float32 | 128 | " in table
     one = measure(None, "lightning.py --cases kernel", tmp_path)[len(rows) :]
     assert [(r["tokens"], r["impl"]) for r in one] == [(128, "bmt_burst"), (256, "bmt_burst")]
 
@@ -442,9 +448,34 @@ def test_whole_steps_of_two_checkouts(tmp_path):
     options = f"--model cpm-tiny --data {tmp_path}/data/train --seq-len 64 --batch-size 2 --steps 3"
     for commit in ("before", "after"):
         command = f"steps.py --commit {commit} --engine torch --warm-up 1"
-        runs = shlex.join([f"dense={options}", f"two={options} --sp-size 2"])
+        saving = "--checkpointing selective --checkpointing-blocks 1"
+        runs = shlex.join([f"dense={options}", f"two={options} --sp-size 2 {saving}"])
         rows = measure(2, f"{command} {runs}", tmp_path)
     assert [row["case"] for row in rows] == ["dense", "two"] * 2
     assert rows[0]["losses"] == rows[2]["losses"]
     assert len(rows[0]["losses"]) == len(rows[0]["steps_s"]) == 3
     assert "| two | torch | before | after |" in other_tables.steps_table(rows)
+    assert [row["checkpointing_blocks"] for row in rows] == [None, 1] * 2
+    assert other_tables.single_steps_table(rows) == ""
+    assert "\n| two | torch | " in other_tables.single_steps_table(rows[:2])
+
+
+def test_each_step_is_in_one_table():
+    """A step with --fp8 belongs to the run of its engine, and steps in chunks to a table of all."""
+    measured = (
+        ("4k", "torch", False, 0.3),
+        ("4k-fp8", "torch", True, 0.2),
+        ("4k", "bmtrain", False, 0.6),
+    )
+    rows = [
+        {"kind": "steps", "case": case, "engine": engine, "fp8": fp8, "step_s": seconds}
+        | {"tokens_per_s": 4096 / seconds}
+        for case, engine, fp8, seconds in measured
+    ]
+    assert other_tables.fp8_table(rows).splitlines()[2:] == [
+        "| 4k | 0.3 | 0.2 | 1.50 x | 20480 | - | - |"
+    ]
+    assert other_tables.single_steps_table(rows).splitlines()[2:] == [
+        "| 4k | bmtrain | 0.6 | - | 6827 | - |"
+    ]
+    assert other_tables.single_steps_table([*rows, rows[0] | {"chunk": 1024}]) == ""

@@ -59,7 +59,8 @@ def read(name: str) -> list[dict]:
 def test_plans_are_near_measured_runs():
     for each in compare():
         assert each.gib == pytest.approx(each.row["peak_gib"], rel=MEMORY_ERROR), each.row
-        assert each.seconds == pytest.approx(each.row["step_s"], rel=SECONDS_ERROR), each.row
+        if each.is_warm:
+            assert each.seconds == pytest.approx(each.row["step_s"], rel=SECONDS_ERROR), each.row
 
 
 def test_the_memory_of_sparse_attention_in_groups_of_blocks_is_near_what_was_measured():
