@@ -60,6 +60,15 @@ class Golden:
         rows = zip(*(fields[name] for name in names), strict=True)
         return [make(self.config, *row) for row in rows]
 
+    def projected(self, grad: Tensor) -> Tensor:
+        """Return a parameter's gradient as the file has it. A matrix (rows, columns) of more than
+        16 columns is multiplied by the file's signs (columns, 16) in fp64. A change of an entry
+        changes 16 numbers of its row, and the relative error is the same but for chance.
+        """
+        if grad.dim() < 2 or grad.shape[1] <= 16:
+            return grad
+        return grad.double() @ self.tensors["signs"][: grad.shape[1]].double()
+
     def layouts(self, name: str, size: int) -> list[Layout]:
         """Return the layout of this name for each row."""
         if name == "balanced":

@@ -301,9 +301,10 @@ PREFIXES = {
 
 @pytest.mark.parametrize(
     ("origin", "ending"),
-    zip(
-        [*PREFIXES, "ModelCenter"], ("pt", "bin", "pth", "safetensors", "safetensors"), strict=True
-    ),
+    [
+        *zip(PREFIXES, ("pt", "bin", "pth", "safetensors"), strict=True),
+        ("ModelCenter", "safetensors"),
+    ],
 )
 def test_a_file_is_read_under_the_names_of_its_writer(tmp_path, origin, ending):
     whole = dict(initialized(LLAMA).state_dict())
