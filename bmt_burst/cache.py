@@ -20,7 +20,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ from torch import Tensor
 from .base.arguments import as_int
 from .base.autocast import autocast, without_autocast
 from .base.dtypes import accumulator_dtype
-from .base.growing import Growing
 from .base.streams import send_to_device
 from .calls.autograd import Past
 from .calls.refusal import refuse_call
 from .chunks import Chunk, Chunks, Kept
+from .kernels import few_queries
 from .kernels.few_queries import Partials, find_kernels
 from .merging.sinks import decoded_with_sinks
 from .ranks.agreement import admit_one_thread, agree, report_failure
@@ -44,6 +44,9 @@ from .sparse.cache import KeySums, attend_to_chosen
 from .sparse.choice import choose_in_document
 from .sparse.config import InfLLMV2
 from .spec import Spec
+
+if TYPE_CHECKING:  # it needs the package triton
+    from .sparse.triton_decoding import DecodingKeys, KeysAtHand
 
 BLOCK = 64  # neighbouring new tokens whose keys stay on one rank
 
@@ -72,10 +75,13 @@ class Cache:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         self.length = 0
         self._kept: dict[int, Kept] = {}
-        self._sums: dict[int, KeySums] = {}  # of layers with sparse attention
+        # of layers with sparse attention: of the prompt, and with new tokens on GPUs
+        self._sums: dict[int, KeySums] = {}
+        self._decoding: dict[int, DecodingKeys] = {}
+        self._dense_lens = set[int]()  # of these layers
         self._lengths = [0] * self.layers  # tokens of each layer
         self._filling: _Prompt | None = None  # its prefill has not ended
-        self._positions = _Positions()
+        self._positions = self._find_positions(torch.empty(0, dtype=torch.int64), 0)
         self._new = _NewTokens(0, [], [])
 
     def prefill(
@@ -111,7 +117,7 @@ class Cache:
         yield from cast("Iterator[PrefillChunk]", prompt.forward(last=True))
         self._kept = prompt.results
         self.length, self._lengths = prompt.length, [prompt.length] * self.layers
-        self._positions.add([prompt.layout.positions(self.sp.rank)])
+        self._positions = self._find_positions(prompt.layout.positions(self.sp.rank), prompt.length)
         self._filling = None
 
     def longest(self, positions: Tensor) -> Tensor:
@@ -165,7 +171,7 @@ class Cache:
                 kept = self._keep(layer, k, v)
                 spec = Spec(q.shape[-1] ** -0.5, deterministic, softcap)
                 if sparse is not None:
-                    self._add_sums(layer, k, sparse)
+                    self._add_new_sums(layer, k, sparse)
                 if sparse is None or sparse.is_dense(self.length):
                     spans = self._send_spans(window, q.device)
                     parts = find_kernels(q).attend(q, kept.k, kept.v, spans, spec)
@@ -246,7 +252,7 @@ class Cache:
         start, stop, before = self.length, self.length + tokens, self._positions.count
         own = [p // BLOCK % self.sp.size == self.sp.rank for p in range(start, stop)]
         stops = [before + count for count in itertools.accumulate(own)]
-        self._positions.add([torch.arange(start, stop)[torch.tensor(own)]])
+        self._positions.count = stops[-1]
         places = [end - 1 if mine else -1 for end, mine in zip(stops, own, strict=True)]
         self.length, self._new = stop, _NewTokens(start, places, stops)
 
@@ -289,19 +295,48 @@ class Cache:
             starts = torch.searchsorted(self._positions.on_host, hidden, right=True).tolist()
         return [[start, stop] for start, stop in zip(starts, new.stops, strict=True)]
 
+    def _find_positions(self, prompt: Tensor, length: int) -> _Positions:
+        """Return the positions of this rank's keys, of which a prompt of some length has the first
+        ones.
+        """
+        new = torch.arange(length, self.limit)
+        new = new[new // BLOCK % self.sp.size == self.sp.rank]
+        return _Positions(len(prompt), torch.cat((prompt, new)))
+
     def _add_sums(self, layer: int, k: Tensor, sparse: InfLLMV2) -> None:
         """Add the keys (B, S, G, D) of the next tokens, of all ranks, to what blocks are chosen
         by.
         """
+        self._dense_lens.add(sparse.dense_len)
         self._sums.setdefault(layer, KeySums(sparse)).extend(k)
+
+    def _add_new_sums(self, layer: int, k: Tensor, sparse: InfLLMV2) -> None:
+        """Do what `_add_sums` does with new tokens, on GPUs in memory that a graph may write."""
+        if find_kernels(k) is few_queries:
+            self._add_sums(layer, k, sparse)
+            return
+        from .sparse.triton_decoding import DecodingKeys
+
+        if layer not in self._decoding:
+            with reserve_memory(self.limit):
+                sums = self._sums.pop(layer, None)
+                self._decoding[layer] = DecodingKeys(sums, k, self.limit, sparse)
+            self._dense_lens.add(sparse.dense_len)
+        self._decoding[layer].extend(k, self._new.first_on(k.device))
 
     def _attend_sparse(
         self, layer: int, q: Tensor, kept: Kept, sparse: InfLLMV2, spec: Spec
     ) -> Partials:
         """Return the attention of q to the keys of this rank in the chosen blocks."""
+        if layer in self._decoding:
+            at_hand = self._positions.in_blocks(self.limit, sparse.block_size, q.device)
+            first = self._new.first_on(q.device)
+            return self._decoding[layer].attend(
+                q, kept.k, kept.v, at_hand, first, self._new.prepared, spec
+            )
         places, outs, lses = torch.arange(self._new.start, self.length), [], []
         k, v = (x[:, : self._positions.count] for x in (kept.k, kept.v))
-        positions = self._positions.on(q.device)
+        positions = self._positions.on(q.device)[: self._positions.count]
         for row, keys in enumerate(self._sums[layer].compress()):
             chosen = choose_in_document(q[row], places, keys, sparse, spec.scale)
             out, lse = attend_to_chosen(
@@ -321,6 +356,8 @@ class _NewTokens:
     stops      for each token, the number of this rank's keys up to it
     on_device  the places, (S,) int64, on the keys' device once they are used there
     spans      the keys that the tokens see, (S, 2) int64, there as well, by the window of a layer
+    first      `start`, (1,) int64, there as well
+    prepared   what layers of sparse attention share
     """
 
     start: int
@@ -328,37 +365,39 @@ class _NewTokens:
     stops: list[int]
     on_device: Tensor | None = None
     spans: dict[int | None, Tensor] = field(default_factory=dict)
+    first: Tensor | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict)
+
+    def first_on(self, device: torch.device) -> Tensor:
+        if self.first is None:
+            self.first = send_to_device(torch.tensor([self.start]), device)
+        return self.first
 
 
 class _Positions:
-    """The positions of this rank's keys: int64, rising. They are on the host, and on a device once
-    they are used there.
+    """The positions of this rank's keys, also of those that are still to come: int64, rising. They
+    are on the host, and on a device once they are used there.
+
+    count  the number of keys so far
     """
 
-    def __init__(self) -> None:
-        self._host = Growing(torch.empty(0, dtype=torch.int64))
-        self._device: Growing | None = None
-
-    def add(self, parts: list[Tensor]) -> None:
-        for part in parts:
-            self._host.add(part)
-            if self._device is not None:
-                self._device.add(part)
-
-    @property
-    def count(self) -> int:
-        return self._host.count
-
-    @property
-    def on_host(self) -> Tensor:
-        return self._host.rows
+    def __init__(self, count: int, positions: Tensor):
+        self.count, self.on_host = count, positions
+        self._on_device: Tensor | None = None
+        self._in_blocks: dict[int, KeysAtHand] = {}
 
     def on(self, device: torch.device) -> Tensor:
-        if device.type == "cpu":
-            return self.on_host
-        if self._device is None:
-            self._device = Growing(self.on_host.to(device))
-        return self._device.rows
+        if self._on_device is None:
+            self._on_device = send_to_device(self.on_host, device)
+        return self._on_device
+
+    def in_blocks(self, limit: int, block_size: int, device: torch.device) -> KeysAtHand:
+        """Return where the keys of blocks are."""
+        from .sparse.triton_decoding import KeysAtHand
+
+        if block_size not in self._in_blocks:
+            self._in_blocks[block_size] = KeysAtHand.of(self.on(device), limit, block_size)
+        return self._in_blocks[block_size]
 
 
 class _Prompt(Chunks):

@@ -45,9 +45,10 @@ class Decoder:
     A graph computes one new token for each row. The first such token is computed without it, as
     other numbers of tokens are: kernels are compiled and ranks connected before a graph is made.
 
-    Obstacles are sparse attention, which chooses blocks on the host; CPUs, fp64 and GPUs for which
-    kernels/triton_few_queries.py has no kernel; and ranks that are no single group of
-    torch.distributed.
+    Obstacles are CPUs, fp64 and GPUs for which kernels/triton_few_queries.py has no kernel; and
+    ranks that are no single group of torch.distributed.
+
+    Where layers with sparse attention turn sparse, at `dense_len` tokens, a new graph is made.
 
     The model must do the same work for each token. Its work on the host is done only when the graph
     is made. Its weights may change in place only. Drop the Decoder before the ranks' group is
@@ -62,6 +63,11 @@ class Decoder:
         # those of the layers, once one token was computed without a graph
         self._windows: list[int | None] | None = None
         self._step: _Step | None = None
+        self._sparse_layers = self._find_sparse()
+
+    def _find_sparse(self) -> list[int]:
+        """Return the `dense_len` of those layers whose attention to the next token is sparse."""
+        return [most for most in sorted(self.cache._dense_lens) if self.cache.length + 1 >= most]
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -72,6 +78,10 @@ class Decoder:
         """
         count = tokens.shape[1]
         rings = make_rings(self.cache.sp.process_group, self.cache.sp.double_group)
+        if self._sparse_layers != (turned := self._find_sparse()):
+            # other kernels compute them, which run without a graph first
+            self._windows = self._step = None
+            self._sparse_layers = turned
         if count == 1 and self._windows is not None and self._replays(rings):
             return self._replay(rings, tokens, self._windows)
         length = self.cache.length
@@ -102,8 +112,6 @@ class Decoder:
             return f"keys are {keys[0].dtype} on {keys[0].device}, for which there is no kernel"
         if len({k.device for k in keys}) > 1:
             return "the layers are on several GPUs"
-        if self.cache._sums:
-            return "sparse attention chooses blocks on the host"
         if rings.double or not all(isinstance(ring, TorchTransport) for ring in rings.shared):
             return "the ranks are no single group of torch.distributed"
         return None
@@ -157,7 +165,7 @@ class _Step:
         keys, new = next(iter(cache._kept.values())).k, cache._new
         tokens = torch.zeros(len(keys), 1, dtype=torch.int64, device=keys.device)
         numbers = torch.zeros(2 + 2 * len(windows), dtype=torch.int64, device=keys.device)
-        new.on_device = numbers[1:2]
+        new.first, new.on_device = numbers[:1], numbers[1:2]
         new.spans = dict(zip(windows, numbers[2:].view(-1, 1, 2), strict=True))
         graph = torch.cuda.CUDAGraph()
         try:

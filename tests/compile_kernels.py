@@ -22,7 +22,7 @@ from bmt_burst.lightning import triton_kernel as lightning
 from bmt_burst.lightning.segments import Segments
 from bmt_burst.merging import fused
 from bmt_burst.sequence.tile import KernelCall
-from bmt_burst.sparse import tiles, triton_choice, triton_far
+from bmt_burst.sparse import tiles, triton_choice, triton_decoding, triton_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys
 from bmt_burst.sparse.queries import Choosers
@@ -72,6 +72,23 @@ def compile_few_queries():
         triton_few_queries.put(k, k, kept_k, kept_k, numbers[:, 0])
         parts = triton_few_queries.attend(q, kept_k, kept_k, numbers, Spec(0.3, softcap=20.0))
         triton_few_queries.merge(parts, q, torch.zeros(q.shape[:3]))
+
+
+def compile_decoding():
+    """Compile the kernels of new tokens with sparse attention."""
+    for name in ("_add_keys", "_attend_to_blocks"):
+        kernel = Compiler(getattr(triton_decoding, name), capability=80)
+        setattr(triton_decoding, name, kernel)
+    for tokens, kept in ((1, 160), (2, 161)):  # compiled once for both
+        q, k, kept_k = (
+            torch.zeros(1, count, heads, 24, dtype=torch.bfloat16)
+            for count, heads in ((tokens, 6), (tokens, 2), (kept, 2))
+        )
+        keys = triton_decoding.DecodingKeys(None, k, kept, InfLLMV2())
+        first = torch.zeros(2, dtype=torch.int64)[tokens - 1 : tokens]
+        keys.extend(k, first)
+        at_hand = triton_decoding.KeysAtHand.of(torch.arange(kept), kept, 64)
+        keys.attend(q, kept_k, kept_k, at_hand, first, {}, Spec(0.3, softcap=20.0))
 
 
 def compile_fused():
@@ -183,5 +200,6 @@ if __name__ == "__main__":
     compile_losses()
     compile_passes()
     compile_sparse()
+    compile_decoding()
     compile_copies()
     compile_lightning()

@@ -52,25 +52,31 @@ class StandIn:
         logits = self.model(*inputs, cache=cache)
         if self.replays == -1:
             self.inputs, self.logits = inputs, logits
-            self.places, self.spans = cache._new.on_device, cache._new.spans
+            self.read = cache._new.first, cache._new.on_device, cache._new.spans
         return logits
 
     @contextmanager
     def record(self, graph, capture_error_mode):
         """Undo what a recording would not do."""
         assert graph is self and capture_error_mode == "thread_local"
-        before = [x.clone() for kept in self.cache._kept.values() for x in (kept.k, kept.v)]
+        before = [x.clone() for x in self.written()]
         self.replays = -1
         yield
         self.replays = 0
-        now = [x for kept in self.cache._kept.values() for x in (kept.k, kept.v)]
-        for x, old in zip(now, before, strict=True):
+        for x, old in zip(self.written(), before, strict=True):
             x.copy_(old)
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the memory that a step writes."""
+        keys = [x for kept in self.cache._kept.values() for x in (kept.k, kept.v)]
+        sums = [x for kept in self.cache._decoding.values() for x in (kept._recent, *kept._keys)]
+        return keys + sums
 
     def replay(self):
         self.replays += 1
         new, cache = self.cache._new, self.cache
-        new.on_device, new.spans = self.places, self.spans
+        new.first, new.on_device, new.spans = self.read
+        new.prepared = {}
         cache._lengths = [new.start] * cache.layers
         self.logits.copy_(self.model(*self.inputs, cache=cache))
 

@@ -5,7 +5,15 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Cache, Chunks, Decoder, Mask, SequenceParallel, init_sequence_parallel
+from bmt_burst import (
+    Cache,
+    Chunks,
+    Decoder,
+    InfLLMV2,
+    Mask,
+    SequenceParallel,
+    init_sequence_parallel,
+)
 from bmt_burst.transport import ALONE
 from bmt_burst.transport.torch_dist import TorchTransport
 from models.config import CPMConfig
@@ -113,22 +121,32 @@ SCALED = CPMConfig(
 )
 
 
-@torch.inference_mode()
+# sparse from 500 tokens on
+SPARSE = CPMConfig(
+    *(512, 256, 384, 4, 8, 2, 64), sparse=InfLLMV2(window_size=128, topk=4, dense_len=500)
+)
+
+
 def decode(rank: int, size: int) -> list[float]:
+    return [error for config in (SCALED, SPARSE) for error in decode_prompts(config, size)]
+
+
+@torch.inference_mode()
+def decode_prompts(config: CPMConfig, size: int) -> list[float]:
     """Decode two prompts with a graph and without, the second one with a longer limit. Return the
     differences of the logits.
     """
     sp = init_sequence_parallel(size) if size > 1 else SequenceParallel()
     with torch.device("cuda"):
         torch.manual_seed(0)
-        model = CPM(SCALED, sp).bfloat16()
+        model = CPM(config, sp).bfloat16()
     results = []
     for prompt, limit in ((450, 600), (1000, 1300)):
         tokens = torch.randint(512, (2, limit), generator=torch.Generator().manual_seed(limit))
         tokens, positions = tokens.cuda(), torch.arange(prompt, device="cuda")
         found = []
         for graph in (True, False):
-            cache = Cache(sp, SCALED.num_layers, limit)
+            cache = Cache(sp, config.num_layers, limit)
             for part in cache.prefill(prompt, 300):
                 mine = part.shard(tokens[:, :prompt]), part.shard(positions, 0)
                 model(*mine, cache=part)

@@ -221,7 +221,7 @@ def choosers(places, keys):
 
 def score(q, places, keys, sparse, scale):
     """Return A (G, T, blocks) of the blocks that a query sees, -inf of others."""
-    halves = CompressedKeys(*(triton_choice._split(x, q.dtype) for x in keys))
+    halves = CompressedKeys(*(triton_choice.split(x, q.dtype) for x in keys))
     tiles = triton_choice.find_tiles(q, choosers(places, keys), sparse, keys.scored.shape[1])
     normalizers = triton_choice.normalize(q, tiles, halves, sparse, scale)
     [piece] = tiles.pieces

@@ -360,6 +360,7 @@ def test_kernels_compile_for_gpus(tmp_path):
     fused = ["_merge_outputs", "_sum_gradients", "_compute_losses"] * 2
     sparse = ["_sort_keys", "_unite", "_forward", "_dq", "_dkdv", "_add_parts"]
     sparse += ["_normalize", "_fill_scores", "_take", "_forward", "_dq"]
+    sparse += ["_add_keys", "_normalize", "_fill_scores", "_attend_to_blocks"]  # of new tokens
     passes = ["_rotate_pairs", "_normalize", "_norm_gradients", "_gate", "_gate_gradients"]
     compiled = [*names * 3, *others, *fused, "_fill_lse_delta", *sparse, *passes]
     compiled += ["_update"] * 2 + ["_put", "_attend", "_merge"]

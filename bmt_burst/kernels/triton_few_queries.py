@@ -19,7 +19,7 @@ from ..spec import Spec
 from .few_queries import Partials
 from .triton import LaunchShape, precision, shape_of, shared_memory
 from .triton_blocks import scores_of
-from .triton_memory import INFINITY, LOG2_E, read, token_at
+from .triton_memory import INFINITY, LOG2_E, read, token_at, wide
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _FEW_ROWS = 64  # with more rows, tiles have the shape of the Triton kernel's forward
@@ -42,9 +42,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, spec: Spec) -> Partia
     batch, tokens, heads, head_size = q.shape
     groups = k.shape[2]
     rows = tokens * (heads // groups)
-    shape = _choose_shape(q, rows)
+    shape = choose_shape(q, rows)
     tiles = triton.cdiv(rows, shape.M)
-    programs = _WAVES * _count_processors(q.device) // (tiles * groups * batch)
+    programs = _WAVES * count_processors(q.device) // (tiles * groups * batch)
     splits = max(1, min(programs, triton.cdiv(k.shape[1], shape.N), _MOST_SPLITS))
     outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
     lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
@@ -66,7 +66,7 @@ def merge(parts: Partials, out: Tensor, lse: Tensor) -> None:
     )  # fmt: skip
 
 
-def _choose_shape(q: Tensor, rows: int) -> LaunchShape:
+def choose_shape(q: Tensor, rows: int) -> LaunchShape:
     """Return the shape of tiles of so many rows. Few rows wait for memory, so two programs share a
     processor.
     """
@@ -80,7 +80,7 @@ def _choose_shape(q: Tensor, rows: int) -> LaunchShape:
 
 
 @functools.cache
-def _count_processors(device: torch.device) -> int:
+def count_processors(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
         return 4
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -148,24 +148,45 @@ def _attend(
                 key = at + tl.arange(0, N)[None, :]
                 seen = (key >= starts[:, None]) & (key < stops[:, None]) & (key < end)
                 scores = tl.where(seen, scores, -INFINITY)
-            now = tl.maximum(largest, tl.max(scores, 1) * factor)
-            # A row that has seen no key yet has -inf, and -inf - -inf would be NaN.
-            shift = tl.where(now == -INFINITY, 0.0, now)
-            probs = tl.exp2(scores * factor - shift[:, None])
-            decay = tl.exp2(largest - shift)
-            weights = weights * decay + tl.sum(probs, 1)
             v_block = read(v_rows, v_strides, at, end - at, D, WIDTH, N, part != 1)
-            sums = tl.dot(
-                probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
+            sums, weights, largest = add_values(
+                sums, weights, largest, scores * factor, v_block, PRECISION
             )
-            largest = now
+    store_part(outs, lses, split, rows, head, sums, weights, largest, inside, D, WIDTH)
 
-    # `_merge` does not read the out of rows without keys.
-    sees = weights != 0.0
+
+@triton.jit
+def add_values(sums, weights, largest, scores, v_block, PRECISION: tl.constexpr):
+    """Add values (N, WIDTH) with scores (M, N), to base 2, to the sums of rows. Return sums (M,
+    WIDTH), and the sums of weights and the largest scores (M,).
+    """
+    now = tl.maximum(largest, tl.max(scores, 1))
+    # A row that has seen no key yet has -inf, and -inf - -inf would be NaN.
+    shift = tl.where(now == -INFINITY, 0.0, now)
+    probs = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(largest - shift)
+    weights = weights * decay + tl.sum(probs, 1)
+    sums = tl.dot(
+        probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
+    )
+    return sums, weights, now
+
+
+@triton.jit
+def store_part(
+    outs, lses, split, rows, row, sums, weights, largest, inside,
+    D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the results of one split of the keys, for some of the `rows` of all heads and of the
+    batch.
+    """
+    column = tl.arange(0, WIDTH)
+    sees = weights != 0.0  # `_merge` does not read the out of rows without keys
     mean = sums / tl.where(sees, weights, 1.0)[:, None]
-    offset = split.to(tl.int64) * rows
-    tl.store(outs + offset * D + entries, mean, mask=exist & sees[:, None])
-    tl.store(lses + offset + head, (largest + tl.log2(weights)) * _LN_2, mask=inside)
+    at = wide(split) * rows + row
+    exist = (inside & sees)[:, None] & (column < D)[None, :]
+    tl.store(outs + at[:, None] * D + column[None, :], mean, mask=exist)
+    tl.store(lses + at, (largest + tl.log2(weights)) * _LN_2, mask=inside)
 
 
 @triton.jit(

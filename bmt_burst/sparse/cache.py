@@ -74,6 +74,17 @@ class KeySums:
         unfinished = 4 * self._compressed[1].count
         self._strides, self._first = strides[unfinished - self._first :].clone(), unfinished
 
+    def unfinished(self) -> tuple[int, Tensor]:
+        """Return what later compressed keys need: the number of the first stride that one of them
+        begins with, and the sums of this stride and those after it, (n, B, G, D). The last one is
+        the sum of the keys so far of a stride that has not ended.
+        """
+        assert self._strides is not None and self._rest is not None, "extend comes first"
+        last = torch.zeros_like(self._rest[:1], dtype=self._strides.dtype)
+        for keys in self._rest:
+            last += keys
+        return self._first, torch.cat((self._strides, last))
+
     def compress(self) -> list[CompressedKeys]:
         """Return the compressed keys of each row."""
         assert self._compressed is not None, "extend comes first"

@@ -27,6 +27,7 @@ HEADS rows. A step has N kernels.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,10 @@ _NUMBERS = ["first", "queries", "blocks"]
 _ROWS = ["tokens", "places"]
 _BYTES = 1 << 29  # of scores that are kept at a time
 _SPAN = 1024  # blocks that a program scores
+_LN_2 = math.log(2.0)
+# Kernels 2 and blocks of a program where few queries choose: those of 1M tokens have 64 and 128
+# programs. They are whole numbers of steps.
+_NORMALIZED, _SCORED = 256, 128
 
 
 class ChoiceShape(NamedTuple):
@@ -122,7 +127,7 @@ def choose_by_score(
     chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
     if not choosers.documents:
         return chosen
-    halves = CompressedKeys(*(_split(x, q.dtype) for x in keys))
+    halves = CompressedKeys(*(split(x, q.dtype) for x in keys))
     tiles = find_tiles(q, choosers, sparse, shape[1])
     normalizers = normalize(q, tiles, halves, sparse, scale)
     for piece in tiles.pieces:
@@ -133,7 +138,7 @@ def choose_by_score(
 
 def find_tiles(q: Tensor, choosers: Choosers, sparse: InfLLMV2, groups: int) -> Tiles:
     """Return the tiles of some queries, on the device of q (T, H, D)."""
-    tokens = _prepare(q, sparse, groups)[1]["TOKENS"]
+    tokens = count_queries(q, sparse, groups)
     return prepare_once(
         choosers,
         ("tiles", tokens, groups),
@@ -142,19 +147,53 @@ def find_tiles(q: Tensor, choosers: Choosers, sparse: InfLLMV2, groups: int) -> 
     )
 
 
-def normalize(
+def choose_in_spans(
     q: Tensor, tiles: Tiles, keys: CompressedKeys, sparse: InfLLMV2, scale: float
+) -> Tensor:
+    """Return the blocks that queries choose: (F, G, most_blocks) int32, rising, -1 at the end where
+    there are fewer. Queries may see few blocks, and then choose all.
+
+    More programs than in `choose_by_score` share the keys of a query, for few queries. So sums have
+    another order. What is launched does not depend on numbers in the memory of the tiles.
+
+    q      (T, H, D)
+    tiles  with one piece, whose blocks are those that there is memory for
+    keys   the compressed keys as `split` returns them
+    """
+    [piece] = tiles.pieces
+    kernels = piece.blocks * sparse.block_size // (4 * sparse.kernel_stride)
+    parts = normalize(q, tiles, keys, sparse, scale, max(triton.cdiv(kernels, _NORMALIZED), 1))
+    total = (parts * _LN_2).logsumexp(0) / _LN_2
+    normalizers = total.masked_fill(total == -torch.inf, 0.0)
+    scores = score_blocks(q, tiles, piece, normalizers, keys, sparse, scale, _SCORED)
+    shape = len(tiles.places), keys.scored.shape[2], sparse.most_blocks
+    chosen = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+    take_largest(*scores, tiles.places, chosen, sparse)
+    return chosen
+
+
+def normalize(
+    q: Tensor,
+    tiles: Tiles,
+    keys: CompressedKeys,
+    sparse: InfLLMV2,
+    scale: float,
+    spans: int | None = None,
 ) -> Tensor:
     """Return the logarithm to base 2 of the sum over kernels 2 that a query sees: (F, H) fp32, and
     0 where it sees none.
 
+    With `spans`, return those of each _NORMALIZED kernels: (spans, F, H), and -inf where it sees
+    none.
+
     q     (T, H, D)
-    keys  the compressed keys as `_split` returns them
+    keys  the compressed keys as `split` returns them
     """
-    shape = len(tiles.places), q.shape[1]
+    groups = keys.scored.shape[2]
+    shape = spans or 1, len(tiles.places), q.shape[1]
     normalizers = torch.empty(shape, dtype=torch.float32, device=q.device)
-    q, shared, step = _prepare(q, sparse, keys.scored.shape[2])
-    _normalize[len(tiles.table), keys.scored.shape[2]](
+    q, shared, step = _prepare(q, sparse, groups)
+    _normalize[len(tiles.table), groups, shape[0]](
         q,
         keys.normalizing,
         tiles.table,
@@ -163,12 +202,14 @@ def normalize(
         normalizers,
         q.stride(),
         keys.normalizing.stride(),
+        shape[1],
         scale,
+        SPAN=spans and _NORMALIZED,
         PARTS=len(keys.normalizing),
         N=step,
         **shared,
     )
-    return normalizers
+    return normalizers if spans else normalizers[0]
 
 
 def score_blocks(
@@ -179,6 +220,7 @@ def score_blocks(
     keys: CompressedKeys,
     sparse: InfLLMV2,
     scale: float,
+    span: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the largest S of the kernels that begin in each block, and that of the last of them:
     (G, F, blocks) fp32 each.
@@ -188,15 +230,17 @@ def score_blocks(
 
     q            (T, H, D)
     normalizers  those of all queries, as `normalize` returns them
-    keys         the compressed keys as `_split` returns them
+    keys         the compressed keys as `split` returns them
+    span         the blocks of a program
     """
+    span = _SPAN if span is None else span
     groups, first = keys.scored.shape[2], piece.queries.start
     each = triton.next_power_of_2(sparse.block_size // sparse.kernel_stride)
     shape = groups, piece.queries.stop - first, piece.blocks
     scores, of_last = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     q, shared, step = _prepare(q, sparse, groups)
     table = tiles.table[piece.tiles]
-    _fill_scores[len(table), groups, triton.cdiv(piece.blocks, _SPAN)](
+    _fill_scores[len(table), groups, triton.cdiv(piece.blocks, span)](
         q,
         keys.scored,
         table,
@@ -214,7 +258,7 @@ def score_blocks(
         BLOCK=sparse.block_size,
         WINDOW=sparse.window_blocks,
         EACH=each,
-        SPAN=_SPAN,
+        SPAN=span,
         PARTS=len(keys.scored),
         N=max(step, each),
         **shared,
@@ -244,12 +288,18 @@ def take_largest(
     )
 
 
-def _split(keys: Tensor, dtype: torch.dtype) -> Tensor:
+def split(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Return compressed keys (n, G, D) as a sum of numbers of a dtype: (1 or 2, n, G, D)."""
     if dtype == torch.float32:
         return keys.unsqueeze(0)
     high = keys.to(dtype)
     return torch.stack([high, (keys - high).to(dtype)])
+
+
+def count_queries(q: Tensor, sparse: InfLLMV2, groups: int) -> int:
+    """Return the queries of a tile."""
+    count: int = _prepare(q, sparse, groups)[1]["TOKENS"]
+    return count
 
 
 def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str, Any], int]:
@@ -259,7 +309,7 @@ def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str
     q = make_dense(q)
     launch = _SINGLE if q.dtype == torch.float32 else _HALF
     launch = launch if q.is_cuda else _INTERPRETED
-    group = q.shape[1] // groups
+    group = q.shape[-2] // groups
     heads = triton.next_power_of_2(group)
     shared = {
         "TOKENS": count_tokens(launch.rows, heads),
@@ -278,12 +328,13 @@ def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _normalize(
-    q, normalizing, tiles, tokens, places, normalizers, q_strides, normalizing_strides, scale,
+    q, normalizing, tiles, tokens, places, normalizers, q_strides, normalizing_strides, queries,
+    scale,
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    N: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Fill normalizers (F, H) of a tile."""
+    """Fill normalizers (spans, F, H) of a tile. Without SPAN there is one span, of all kernels."""
     group = tl.program_id(1)
     # the last queries of a document see most: they begin
     begin, end, first, strides = _load_tile(tiles + 4 * (tl.num_programs(0) - 1 - tl.program_id(0)))
@@ -295,7 +346,11 @@ def _normalize(
     largest = tl.full((TOKENS * HEADS,), -INFINITY, tl.float32)
     seen = (tl.max(place, 0) + 1 - 4 * STRIDE) // (4 * STRIDE)
     kernels = tl.maximum(strides - 4, 0) // 4
-    for at in tl.range(0, tl.minimum(seen, kernels), N):
+    start, stop = 0, tl.minimum(seen, kernels)
+    if SPAN is not None:
+        start = tl.program_id(2) * SPAN
+        stop = tl.minimum(stop, start + SPAN)
+    for at in tl.range(start, stop, N):
         kernel = at + tl.arange(0, N)
         terms = _score(
             q_block, normalizing, normalizing_strides, first // 4 + kernel, kernel < kernels,
@@ -307,9 +362,12 @@ def _normalize(
         shift = tl.where(now == -INFINITY, 0.0, now)
         weights = weights * tl.exp2(largest - shift) + tl.sum(tl.exp2(terms - shift[:, None]), 1)
         largest = now
-    normalizer = tl.where(weights == 0.0, 0.0, largest + tl.log2(weights))
+    normalizer = largest + tl.log2(weights)
+    if SPAN is None:
+        normalizer = tl.where(weights == 0.0, 0.0, normalizer)
     heads = tl.num_programs(1) * GROUP
-    tl.store(normalizers + query.to(tl.int64) * heads + head, normalizer, mask=there)
+    first_row = wide(tl.program_id(2)) * queries
+    tl.store(normalizers + (first_row + query) * heads + head, normalizer, mask=there)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)

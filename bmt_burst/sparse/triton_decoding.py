@@ -1,0 +1,271 @@
+"""Sparse attention of new tokens on GPUs, with launches that do not depend on earlier tokens.
+
+Kernels read the position of the new tokens from the GPU's memory. There is memory for all tokens up
+to a limit. So a CUDA graph of these functions serves all lengths.
+
+Letters: B batch, S new tokens, T keys in memory, H query heads, G kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.few_queries import Partials
+from ..kernels.triton import precision
+from ..kernels.triton_blocks import scores_of
+from ..kernels.triton_few_queries import add_values, choose_shape, count_processors, store_part
+from ..kernels.triton_memory import INFINITY, LOG2_E, read, token_at, wide
+from ..spec import Spec
+from .cache import KeySums
+from .compressed import CompressedKeys
+from .config import InfLLMV2
+from .triton_choice import Piece, Tiles, choose_in_spans, count_queries, split
+
+_RECENT = tl.constexpr(8)  # sums of strides that are kept: a kernel 2 has 8 of them
+_MOST_TOKENS = 64  # whose scores of all blocks are kept at a time
+_WAVES = 2  # programs for each processor
+_COLUMNS = 256  # of a program of `_add_keys`
+
+
+class DecodingKeys:
+    """The compressed keys of a layer, bit for bit those of `KeySums`, in memory for `limit` tokens.
+
+    sums   those of the tokens so far, or None if there are none
+    k      (B, S, G, D), keys such as those that are added: fp16, bf16 or fp32
+    limit  the most tokens
+    """
+
+    def __init__(self, sums: KeySums | None, k: Tensor, limit: int, sparse: InfLLMV2):
+        self.sparse, self._blocks = sparse, -(-limit // sparse.block_size)
+        # of a row of the batch: of whole blocks, and of whole kernels 2
+        self._strides = -(-self._blocks * sparse.block_size // (4 * sparse.kernel_stride)) * 4
+        rows, shape = len(k) * self._strides, k.shape[2:]
+        parts = len(split(k[0, :1].float(), k.dtype))
+        self._keys = CompressedKeys(
+            k.new_empty(parts, rows, *shape), k.new_empty(parts, rows // 4, *shape)
+        )
+        self._recent = k.new_zeros(len(k), _RECENT.value, *shape, dtype=torch.float32)
+        if sums is not None:
+            self._copy(sums, k.dtype)
+
+    def _copy(self, sums: KeySums, dtype: torch.dtype) -> None:
+        for row, found in enumerate(sums.compress()):
+            for x, kept, most in zip(found, self._keys, (1, 4), strict=True):
+                first = row * self._strides // most
+                kept[:, first : first + len(x)] = split(x, dtype)
+        first, strides = sums.unfinished()
+        for n, stride in enumerate(strides):
+            self._recent[:, (first + n) % _RECENT.value] = stride
+
+    def extend(self, keys: Tensor, first: Tensor) -> None:
+        """Add the keys (B, S, G, D) of new tokens. `first` (1,) int64 is the position of the first
+        one, on their device.
+        """
+        batch, tokens, groups, head_size = keys.shape
+        entries = groups * head_size
+        _add_keys[batch, triton.cdiv(entries, _COLUMNS)](
+            keys.contiguous(), first, self._recent, *self._keys, tokens, entries, self._strides,
+            STRIDE=self.sparse.kernel_stride, PARTS=len(self._keys.scored), COLUMNS=_COLUMNS,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at_hand: KeysAtHand,
+        first: Tensor,
+        prepared: dict[Any, Any],
+        spec: Spec,
+    ) -> Partials:
+        """Return the attention of new tokens, whose keys were added, to the keys at hand in the
+        blocks that they choose.
+
+        q         (B, S, H, D)
+        k, v      (B, T, G, D)
+        first     (1,) int64, the position of the first one, on q's device
+        prepared  what layers share that compute these tokens
+        """
+        groups, splits = k.shape[2], self._count_splits(q, k.shape[2])
+        found = []
+        for start in range(0, q.shape[1], _MOST_TOKENS):
+            part = q[:, start : start + _MOST_TOKENS].contiguous()
+            key = "tiles", start, groups, self._strides, str(self.sparse)
+            if key not in prepared:
+                stop = first + q.shape[1]
+                prepared[key] = self._find_tiles(part, groups, first + start, stop)
+            found.append(self._attend(part, k, v, at_hand, prepared[key], splits, spec))
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
+    def _count_splits(self, q: Tensor, groups: int) -> int:
+        """Return how many programs share the blocks of a query of q (B, S, H, D)."""
+        programs = _WAVES * count_processors(q.device) // (len(q) * q.shape[1] * groups)
+        most = self.sparse.most_blocks
+        each = -(-most // max(programs, 1))
+        return -(-most // each)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at_hand: KeysAtHand,
+        tiles: Tiles,
+        splits: int,
+        spec: Spec,
+    ) -> Partials:
+        """Do what `attend` does, for few tokens."""
+        batch, tokens, heads, head_size = q.shape
+        groups, most = k.shape[2], self.sparse.most_blocks
+        chosen = choose_in_spans(q.flatten(0, 1), tiles, self._keys, self.sparse, spec.scale)
+        shape = choose_shape(q, heads // groups)
+        outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
+        lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
+        _attend_to_blocks[batch * tokens, groups, splits](
+            q, k, v, chosen, tiles.places, *at_hand, outs, lses,
+            k.stride(), v.stride(), spec.scale, tokens, triton.cdiv(most, splits),
+            HEADS=heads, GROUPS=groups, D=head_size,
+            WIDTH=max(16, triton.next_power_of_2(head_size)), MOST=most,
+            M=shape.M, N=shape.N, PRECISION=precision(q), CAP=spec.softcap,
+            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        return outs, lses
+
+    def _find_tiles(self, q: Tensor, groups: int, first: Tensor, stop: Tensor) -> Tiles:
+        """Return the tiles of the queries q (B, S, H, D), one row of the batch after another. The
+        first has position `first`, and there are keys up to `stop`.
+        """
+        (batch, tokens), size = q.shape[:2], count_queries(q, self.sparse, groups)
+        row = torch.arange(batch, device=q.device).unsqueeze(1)
+        begins = torch.arange(0, tokens, size, device=q.device)
+        columns = (
+            row * tokens + begins,
+            row * tokens + (begins + size).clamp_max(tokens),
+            row * self._strides,
+            (stop // self.sparse.kernel_stride).view(1, 1),
+        )
+        table = torch.stack(torch.broadcast_tensors(*columns), -1).flatten(0, 1).int()
+        every = torch.arange(batch * tokens, device=q.device)
+        piece = Piece(slice(0, len(table)), slice(0, len(every)), self._blocks)
+        return Tiles(table, every, first + every % tokens, (piece,))
+
+
+class KeysAtHand(NamedTuple):
+    """Where keys are that are at hand.
+
+    positions  (T,) int64, rising: their positions, also of those that are still to come
+    starts     (blocks + 1,) int64: the number of keys before each block, and before its end
+    """
+
+    positions: Tensor
+    starts: Tensor
+
+    @staticmethod
+    def of(positions: Tensor, limit: int, block_size: int) -> KeysAtHand:
+        """Return those of some positions below `limit`, on their device."""
+        borders = torch.arange(0, limit + block_size, block_size, device=positions.device)
+        return KeysAtHand(positions, torch.searchsorted(positions, borders))
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "strides"], do_not_specialize_on_alignment=["keys", "first"]
+)
+def _add_keys(
+    keys, first, recent, scored, normalizing, tokens, entries, strides,
+    STRIDE: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add the keys (B, S, entries) of some columns of a row of the batch, one token after another.
+
+    recent              (B, _RECENT, entries) fp32: stride n is in n % _RECENT
+    scored, normalizing (PARTS, B * strides, entries), (PARTS, B * strides // 4, entries)
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < entries
+    start, rows = tl.load(first), tl.num_programs(0) * wide(strides)
+    sums = recent + batch * _RECENT * entries + column
+    for n in range(tokens):
+        stride, nth = (start + n) // STRIDE, (start + n) % STRIDE
+        key = tl.load(keys + (batch * tokens + n) * entries + column, mask=inside, other=0.0)
+        into = sums + stride % _RECENT * entries
+        before = tl.load(into, mask=column < tl.where(nth > 0, entries, 0), other=0.0)
+        tl.store(into, before + key.to(tl.float32), mask=inside)
+        tl.debug_barrier()  # what is stored is read again
+        if nth == STRIDE - 1:
+            if stride >= 1:
+                total = _sum_strides(sums, stride, entries, inside, 2, COLUMNS)
+                at = scored + (batch * strides + stride - 1) * entries + column
+                _store_halves(at, total / (2 * STRIDE), rows * entries, inside, PARTS)
+            if (stride >= _RECENT - 1) & (stride % 4 == 3):
+                total = _sum_strides(sums, stride, entries, inside, _RECENT, COLUMNS)
+                at = (batch * strides + stride + 1 - _RECENT) // 4
+                at = normalizing + at * entries + column
+                _store_halves(at, total / (8 * STRIDE), rows // 4 * entries, inside, PARTS)
+
+
+@triton.jit
+def _sum_strides(sums, last, entries, inside, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sum of the last COUNT strides in their order, up to `last`."""
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for n in tl.static_range(COUNT):
+        at = sums + (last - (COUNT - 1 - n)) % _RECENT * entries
+        total += tl.load(at, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _store_halves(at, x, distance, inside, PARTS: tl.constexpr):
+    """Store numbers as `triton_choice.split` returns them, `distance` apart."""
+    high = x.to(at.dtype.element_ty)
+    tl.store(at, high, mask=inside)
+    if PARTS == 2:
+        tl.store(at + distance, (x - high.to(tl.float32)).to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "each"])
+def _attend_to_blocks(
+    q, k, v, chosen, places, positions, starts, outs, lses, k_strides, v_strides, scale, tokens,
+    each,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    MOST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Fill out and lse of `each` blocks of a query, for the heads of a kv head."""
+    SHARE: tl.constexpr = HEADS // GROUPS
+    query, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place = tl.load(places + query)
+    row, column = tl.arange(0, M), tl.arange(0, WIDTH)
+    inside = row < SHARE
+    head = wide(query) * HEADS + group * SHARE + row
+    exist = inside[:, None] & (column < D)[None, :]
+    q_block = tl.load(q + head[:, None] * D + column[None, :], mask=exist, other=0.0)
+    k_rows = token_at(k, k_strides, query // tokens, group, 0)
+    v_rows = token_at(v, v_strides, query // tokens, group, 0)
+    SCALED: tl.constexpr = CAP is not None
+    factor = 1.0 if SCALED else scale * LOG2_E
+    sums = tl.zeros((M, WIDTH), tl.float32)
+    weights = tl.zeros((M,), tl.float32)
+    largest = tl.full((M,), -INFINITY, tl.float32)
+    for nth in range(split * each, tl.minimum(split * each + each, MOST)):
+        block = tl.load(chosen + (wide(query) * GROUPS + group) * MOST + nth)
+        is_one = block >= 0
+        begin = tl.load(starts + block, mask=is_one, other=0)
+        end = tl.load(starts + block + 1, mask=is_one, other=0)
+        for at in range(begin, end, N):
+            key = at + tl.arange(0, N)
+            own = tl.load(positions + key, mask=key < end, other=place + 1)
+            seen = own <= place  # the first ones
+            count = tl.sum(seen.to(tl.int32), 0)
+            k_block = read(k_rows, k_strides, at, count, D, WIDTH, N, True)
+            scores = scores_of(q_block, k_block, scale, PRECISION, CAP, SCALED)
+            scores = tl.where(seen[None, :], scores * factor, -INFINITY)
+            v_block = read(v_rows, v_strides, at, count, D, WIDTH, N, True)
+            sums, weights, largest = add_values(sums, weights, largest, scores, v_block, PRECISION)
+    rows = wide(tl.num_programs(0)) * HEADS
+    store_part(outs, lses, split, rows, head, sums, weights, largest, inside, D, WIDTH)

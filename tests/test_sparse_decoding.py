@@ -1,0 +1,150 @@
+"""Sparse attention of new tokens by Triton: on GPUs, or without any in its interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from torch.nn import functional
+
+from bmt_burst import Cache, Decoder, InfLLMV2
+from bmt_burst import cache as caches
+from bmt_burst.sparse.cache import KeySums, attend_to_chosen
+from bmt_burst.sparse.choice import choose_in_document
+from bmt_burst.spec import Spec
+from tests.reference import relative_error
+from tests.test_cache import generate
+from tests.test_chunks import SPARSE, build, on_ranks
+from tests.test_decoder import stand_in
+from tests.test_few_queries import BOUNDS
+
+pytest.importorskip("triton")
+from triton.runtime.interpreter import GridExecutor
+
+from bmt_burst.kernels import triton_few_queries
+from bmt_burst.sparse import triton_choice, triton_decoding
+from bmt_burst.sparse.triton_decoding import DecodingKeys, KeysAtHand
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.filterwarnings("ignore:(divide by zero|invalid|All-NaN):RuntimeWarning")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
+on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="test_gpu_chunks.py has steps on GPUs")
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prompt", [0, 3, 45])
+def test_compressed_keys_are_those_of_key_sums(prompt, dtype):
+    sparse, limit = InfLLMV2(8, 4, 2, 1, 16, 4, -1), 90
+    keys = torch.randn(2, limit, 1, 24, device=DEVICE).to(dtype)
+    sums = KeySums(sparse)
+    if prompt:
+        sums.extend(keys[:, :prompt])
+    found = DecodingKeys(sums if prompt else None, keys, limit, sparse)
+    for count in (1, 1, 5, 1, 30, 2):
+        later = keys[:, sums.tokens : sums.tokens + count]
+        found.extend(later, torch.tensor([sums.tokens], device=DEVICE))
+        sums.extend(later)
+    for row, expected in enumerate(sums.compress()):
+        for x, kept, most in zip(expected, found._keys, (1, 4), strict=True):
+            first = row * found._strides // most
+            assert kept[:, first : first + len(x)].equal(triton_choice.split(x, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_that_of_torch(dtype):
+    """To the keys at hand. Memory for later ones has NaN."""
+    sparse, first, end, limit, scale = InfLLMV2(8, 4, 2, 1, 16, 4, -1), 200, 205, 300, 0.3
+    chance = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, count, heads, 24, generator=chance).to(dtype)
+        for count, heads in ((end - first, 4), (end, 2), (end, 2))
+    )
+    positions = torch.tensor([p for p in range(limit) if p // 8 % 3 != 1])
+    later = len(positions) - int((positions < end).sum())
+    kept_k, kept_v = (
+        functional.pad(x[:, positions[:-later]], (0, 0, 0, 0, 0, later), value=torch.nan)
+        for x in (k, v)
+    )
+    keys = DecodingKeys(None, k.to(DEVICE), limit, sparse)
+    keys.extend(k.to(DEVICE), torch.tensor([0], device=DEVICE))
+    at_hand = KeysAtHand.of(positions.to(DEVICE), limit, 8)
+    tensors = [x.to(DEVICE) for x in (q, kept_k, kept_v)]
+    spec, new = Spec(scale, softcap=2.0), torch.tensor([first], device=DEVICE)
+    out, lse = torch.zeros_like(q, device=DEVICE), torch.zeros(q.shape[:3], device=DEVICE)
+    triton_few_queries.merge(keys.attend(*tensors, at_hand, new, {}, spec), out, lse)
+
+    sums, places = KeySums(sparse), torch.arange(first, end)
+    sums.extend(k)
+    for row, compressed in enumerate(sums.compress()):
+        chosen = choose_in_document(q[row], places, compressed, sparse, scale)
+        of_row = (x[row].double() for x in (q, kept_k[:, :-later], kept_v[:, :-later]))
+        expected = attend_to_chosen(*of_row, positions[:-later], places, chosen, sparse, spec)
+        assert relative_error(out[row].cpu(), expected[0]) < BOUNDS[dtype]
+        assert (lse[row].cpu() - expected[1].T).abs().max() < 1e-5
+
+
+def one_at_a_time(monkeypatch):
+    """Let threads wait for each other at launches: the interpreter runs one kernel at a time."""
+    launch, lock = GridExecutor.__call__, threading.Lock()
+
+    def launch_alone(self, *args, **named):
+        with lock:
+            return launch(self, *args, **named)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("size", "prompt", "chunk", "steps"),
+    [
+        (1, 290, 70, (1, 3)),
+        (1, 87, None, (2, 1, 1)),  # sparse from 90 tokens on
+        (2, 125, 90, (1, 5)),
+        (3, 97, 40, (1, 2)),
+    ],
+)
+def test_logits_are_those_of_torch(size, prompt, chunk, steps, monkeypatch):
+    """Programs share the blocks of a query and the kernels by which it chooses."""
+    monkeypatch.setattr(triton_choice, "_NORMALIZED", 16)
+    monkeypatch.setattr(triton_choice, "_SCORED", 4)
+    monkeypatch.setattr(triton_decoding, "_MOST_TOKENS", 2)
+    one_at_a_time(monkeypatch)
+    config = dataclasses.replace(SPARSE, num_layers=1)
+    end = prompt + sum(steps)
+    tokens = torch.randint(0, 40, (2, end), generator=torch.Generator().manual_seed(5))
+
+    def work(sp):
+        cache = Cache(sp, config.num_layers, end + 50)
+        return generate(build(config, sp).float(), cache, tokens, prompt, chunk, steps)
+
+    with torch.no_grad():
+        expected = on_ranks(size, work)[0]
+        monkeypatch.setattr(caches, "find_kernels", lambda _: triton_few_queries)
+        for found in on_ranks(size, work):
+            assert (found - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+@on_cpu
+def test_a_graph_goes_on_where_layers_turn_sparse(monkeypatch):
+    """At 90 tokens, where another graph is made."""
+    one_at_a_time(monkeypatch)
+    monkeypatch.setattr(caches, "find_kernels", lambda _: triton_few_queries)
+    config = dataclasses.replace(SPARSE, num_layers=1)
+    model, prompt, end = build(config).float(), 84, 98
+    tokens, positions, found = torch.randint(0, 40, (1, end)), torch.arange(prompt), []
+    for graph in (False, True):
+        cache = Cache(None, 1, end)
+        with torch.no_grad():
+            for part in cache.prefill(prompt):
+                model(part.shard(tokens[:, :prompt]), part.shard(positions, 0), cache=part)
+        with stand_in(model, cache) as standing:
+            decoder = Decoder(standing, cache, graph)
+            steps = [decoder(tokens[:, n : n + 1]) for n in range(prompt, end)]
+            assert standing.replays == (end - 90 if graph else 0)
+        found.append(torch.cat(steps, 1))
+    assert found[1].equal(found[0])
