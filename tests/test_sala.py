@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_burst import IGNORE_INDEX, Layout, Mask, shift_labels, simulate
@@ -36,6 +37,7 @@ from train.planning.search import Cluster, plan
 from train.planning.seconds import H200
 from train.planning.units import Shape, find_unit
 from train.run.config import TrainConfig
+from train.run.inputs import check_kernel
 from train.run.measure import step_flops
 
 SMALL = CPMConfig(
@@ -343,6 +345,25 @@ def test_options_that_exclude_lightning_layers_are_refused_by_name():
         config = TrainConfig(model="sala-tiny", seq_len=64, **{option: value})
         with pytest.raises(ValueError, match=message):
             config.model_config()
+
+
+@pytest.mark.parametrize(
+    ("flash", "expected"), [("triton", "triton"), ("reference", "reference"), ("fa4", "auto")]
+)
+def test_lightning_layers_take_the_kernel_of_flash_if_there_is_one(flash, expected):
+    assert CPM(SMALL, flash=flash).layers[1].self_attn.flash == expected
+
+
+def test_a_kernel_that_lightning_layers_cannot_have_is_refused_at_the_start(monkeypatch):
+    """Heads of 8 are too small for that of lightning attention only."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = TrainConfig(flash="triton", dtype="bf16")
+    with FakeTensorMode():
+        check_kernel(config, dataclasses.replace(SMALL, mixers=None), torch.device("cuda"))
+        message = "--flash triton: flash='triton' cannot compute this call: head size must be a"
+        with pytest.raises(ValueError, match=message):
+            check_kernel(config, SMALL, torch.device("cuda"))
 
 
 def test_flops_are_those_of_each_mixer():
