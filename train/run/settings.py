@@ -70,8 +70,8 @@ class Settings:
     )
     sparse: Mapping[str, Any] | None = option(
         None,
-        "sparse attention in all layers: '{}' for InfLLM-V2 as MiniCPM4 has it, or with other "
-        """constants of bmt_burst.InfLLMV2, '{"dense_len": 4096}'""",
+        "sparse attention in all layers with softmax attention: '{}' for InfLLM-V2 as MiniCPM4 "
+        """has it, or with other constants of bmt_burst.InfLLMV2, '{"dense_len": 4096}'""",
     )
     window: int | None = option(
         None,
