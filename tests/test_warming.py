@@ -14,6 +14,7 @@ import torch
 from bmt_burst import InfLLMV2, SequenceParallel
 from bmt_burst.kernels import fa4
 from bmt_burst.kernels.fa4 import Fa4Kernel
+from models.config import PRESETS
 from tests.launcher import ROOT
 from tests.sparse import RELEASED
 from tests.test_model import SMALL
@@ -23,7 +24,9 @@ from train.run.config import TrainConfig
 
 CPU = torch.device("cpu")
 TYPICAL = Rehearsal(
-    hidden_size=16,
+    norms=[16],
+    gated=False,
+    lightning=None,
     heads=2,
     kv_heads=1,
     head_size=8,
@@ -154,7 +157,8 @@ def test_triton_kernels_are_found_and_compiled_without_a_launch(tmp_path):
     assert done.returncode == 0, done.stderr
     passes = {"_normalize", "_norm_gradients", "_gate", "_gate_gradients", "_rotate_pairs"}
     others = {"_merge_outputs", "_sum_gradients", "_compute_losses", "_update"}
-    assert set(done.stdout.split()) == passes | others
+    lightning = {"sum_pieces", "chain_states", "attend", "attend_back"}
+    assert set(done.stdout.split()) == passes | others | lightning
     assert list(tmp_path.rglob("_merge_outputs.cubin"))
 
 
@@ -180,6 +184,18 @@ class FakeData(SimpleNamespace):
     """Data that is not kept apart by documents."""
 
     documents = False
+
+
+def test_the_passes_of_a_model_are_rehearsed():
+    def facts_of(model):
+        config = TrainConfig(model=model, flash="fa4")
+        found = warming.make_rehearsal(config, PRESETS[model], FakeData(), SequenceParallel(), 1)
+        return found.norms, found.gated, found.lightning
+
+    assert facts_of("minicpm-sala") == ([4096, 128], True, "auto")
+    assert facts_of("sala-tiny") == ([128, 32], True, "auto")
+    assert facts_of("qwen3-0.6b") == ([1024, 128], False, None)
+    assert facts_of("minicpm4-8b") == ([4096], False, None)
 
 
 def start(monkeypatch, folder, code):

@@ -32,6 +32,8 @@ from torch import Tensor
 
 from bmt_burst import InfLLMV2, Layout, Mask, kernels, strategies
 from bmt_burst.kernels import Kernel
+from bmt_burst.lightning import kernels as lightning_kernels
+from bmt_burst.lightning.segments import Segments
 from bmt_burst.merging.merge import empty_lse
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Stacked
@@ -84,6 +86,9 @@ def settle_keys() -> None:
 class Rehearsal:
     """The facts of a run that its kernels depend on, in JSON's types.
 
+    norms           the sizes of the vectors that blocks normalize
+    gated           whether mixers have a gate
+    lightning       the `flash` of lightning layers, or None without such layers
     layout          of TrainConfig, so it may be "auto"
     rows            the sequences that a rank computes at once
     inner_size      the ranks of a host, or of a group that shares heads
@@ -94,7 +99,9 @@ class Rehearsal:
     engine          "bmtrain" or "torch"
     """
 
-    hidden_size: int
+    norms: Sequence[int]
+    gated: bool
+    lightning: str | None
     heads: int
     kv_heads: int
     head_size: int
@@ -368,6 +375,8 @@ def find_jobs(rehearsal: Rehearsal, device: torch.device) -> list[Job]:
             _merge_parts(rehearsal, device)
         if rehearsal.constants:
             _take_blocks(rehearsal, rehearsal.constants, device)
+        if rehearsal.lightning is not None:
+            _pass_states(rehearsal, rehearsal.lightning, device)
         _make_passes(rehearsal, device)
     return [*recorder.jobs.values(), *launches.values()]
 
@@ -402,6 +411,23 @@ def _take_blocks(rehearsal: Rehearsal, sparse: InfLLMV2, device: torch.device) -
         blocks *= 2
 
 
+def _pass_states(rehearsal: Rehearsal, flash: str, device: torch.device) -> None:
+    """Compute lightning attention, with its backward, of a document that begins and ends on other
+    ranks. It has several pieces, so this takes all kernels.
+    """
+    heads, size, dtype = rehearsal.heads, rehearsal.head_size, getattr(torch, rehearsal.dtype)
+    x = torch.zeros(_TOKENS, heads, size, dtype=dtype, device=device)
+    if (name := lightning_kernels.pick(flash, x)) != "triton":
+        return
+    kernel, segments = lightning_kernels.load(name), Segments((0, len(x)), (0,), (0,))
+    slopes = torch.zeros(heads, device=device)
+    edge = torch.zeros(1, heads, size, size, device=device)
+    states = kernel.forward_states(x, x, slopes, segments)
+    kernel.outputs(x, x, x, slopes, 1.0, segments, states, edge)
+    states = kernel.backward_states(x, x, slopes, 1.0, segments)
+    kernel.gradients(x, x, x, x, slopes, 1.0, segments, edge, states, edge)
+
+
 def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
     """Make all passes of a block, of the loss and of the optimizer over some tokens."""
     from bmt_burst.fused import triton_passes as passes
@@ -409,12 +435,14 @@ def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
 
     tokens, half = 16, rehearsal.head_size // 2
     like = {"dtype": getattr(torch, rehearsal.dtype), "device": device}
-    x = torch.empty(1, tokens, rehearsal.hidden_size, **like)
-    _, r = passes.normalize(x, x[0, 0], 1e-6)
-    for residual in (x, None):
-        passes.norm_gradients(x, x, x[0, 0], r, residual)
-    passes.gate(x, x)
-    passes.gate_gradients(x, x, x, again=True)
+    for size in rehearsal.norms:
+        x = torch.empty(1, tokens, size, **like)
+        _, r = passes.normalize(x, x[0, 0], 1e-6)
+        for residual in (x, None):
+            passes.norm_gradients(x, x, x[0, 0], r, residual)
+    for silu in (True, False) if rehearsal.gated else (True,):
+        passes.gate(x, x, silu)
+        passes.gate_gradients(x, x, x, again=True, silu=silu)
     table = torch.empty(tokens, half, device=device)
     for heads in {rehearsal.heads, rehearsal.kv_heads}:
         passes.rotate(torch.empty(1, tokens, heads, 2 * half, **like), table, table)

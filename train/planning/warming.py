@@ -29,6 +29,7 @@ from bmt_burst.kernels import fa4
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.config import CPMConfig
+from models.mixers import find_lightning_flash
 from train.base import ranks
 from train.base.wording import counted
 from train.data.mixture import parts
@@ -169,7 +170,9 @@ def make_rehearsal(
     """Return the facts of a run that its kernels depend on."""
     most = _count_documents(data)
     return Rehearsal(
-        hidden_size=model.hidden_size,
+        norms=_find_norms(model),
+        gated=model.attention_gate or model.lightning_layers > 0,
+        lightning=find_lightning_flash(config.flash) if model.lightning_layers else None,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         head_size=model.head_dim,
@@ -186,6 +189,13 @@ def make_rehearsal(
         engine="bmtrain" if initialized_bmtrain() else "torch",
         **config.attention,
     )
+
+
+def _find_norms(model: CPMConfig) -> list[int]:
+    """Return the sizes of the vectors that a model's blocks normalize."""
+    of_heads = [model.head_dim] if model.qk_norm or model.lightning_layers else []
+    of_outputs = [model.num_heads * model.head_dim] if model.lightning_layers else []
+    return list(dict.fromkeys((model.hidden_size, *of_heads, *of_outputs)))
 
 
 def _count_documents(data: Source) -> int | None:
