@@ -27,6 +27,7 @@ import bmt_burst
 from bmt_burst import SequenceParallel
 from bmt_burst.kernels import fa4
 from bmt_burst.ranks.rings import make_rings
+from bmt_burst.sequence.layout import count_chunks
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.config import CPMConfig
 from models.mixers import find_lightning_flash
@@ -147,7 +148,7 @@ def start_warming(
     One rank of each host starts processes. Models with biases are left out.
     """
     model, leads = inputs.model, int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if device.type != "cuda" or not isinstance(model, CPMConfig) or config.chunk is not None:
+    if device.type != "cuda" or not isinstance(model, CPMConfig):
         return Warming()
     rehearsing.settle_keys()
     if not leads:
@@ -168,7 +169,7 @@ def make_rehearsal(
     config: TrainConfig, model: CPMConfig, data: Source, sp: SequenceParallel, rows: int
 ) -> Rehearsal:
     """Return the facts of a run that its kernels depend on."""
-    most = _count_documents(data)
+    most, chunk = _count_documents(data), config.tokens_of_chunk
     return Rehearsal(
         norms=_find_norms(model),
         gated=model.attention_gate or model.lightning_layers > 0,
@@ -186,6 +187,7 @@ def make_rehearsal(
         sparse=model.sparse.to_dict() if model.sparse else None,
         documents=data.documents,
         many_documents=most is None or most * rows >= _MANY_DOCUMENTS,
+        chunks=1 if chunk is None else count_chunks(config.seq_len, chunk),
         engine="bmtrain" if initialized_bmtrain() else "torch",
         **config.attention,
     )
