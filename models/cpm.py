@@ -199,6 +199,7 @@ class CPM(SequenceParallelModule):
         layout: Layouts | None = None,
         by_token: bool = False,
         by_row: bool = False,
+        last: int | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Compute logits (B, S, V), or the loss if there are labels.
 
@@ -212,6 +213,7 @@ class CPM(SequenceParallelModule):
         by_token   with labels: return each token's loss and the most likely token in its place,
                    both (B, S), without a backward (bmt_burst.loss.score_tokens)
         by_row     with labels: also return the sum of each row, (B,) without a gradient
+        last       without labels: how many of the last tokens have logits, 0 to S; by default all
 
         The ranks exchange the length that some rotary scalings depend on (models/rope.py). With a
         cache it is the number of tokens so far. As in transformers, cached keys stay rotated as
@@ -227,10 +229,13 @@ class CPM(SequenceParallelModule):
         cos, sin = self._rope_tables(positions, cache)
         seen = cos, sin, cache, mask, layout
         x = self.saving.run_all(self.layers, x, *seen, keep=(cos, sin))
+        count = x.shape[1]
         if isinstance(cache, Chunk):
             x = cache.select(x)
-            if not x.shape[1]:
-                return x.new_empty(len(x), 0, self.config.vocab_size)
+        elif last is not None:
+            x = x[:, count - last :]
+        if x.shape[1] == 0 < count:
+            return x.new_empty(len(x), 0, self.config.vocab_size)
         x = self.norm(x) / self.config.width_scale
         head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         if labels is None:

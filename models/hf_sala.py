@@ -41,9 +41,10 @@ def read_mixers(hf: dict[str, Any]) -> dict[str, Any]:
         isinstance(name, str) and name in _NAMES for name in names
     )
     if not known or len(names) != count:
+        found = f"{len(names)} names" if known else repr(names)
         raise ValueError(
             f"mixer_types must be one of {', '.join(_NAMES)} for each of {count} layers "
-            f"(num_hidden_layers), got {names!r}"
+            f"(num_hidden_layers), got {found}"
         )
     of_attention = {ours: hf[theirs] for theirs, ours in _OF_ATTENTION.items()}
     init_std = {"init_std": hf["initializer_range"]} if "initializer_range" in hf else {}
@@ -78,9 +79,10 @@ def _check_heads(hf: dict[str, Any]) -> None:
         ("lightning_head_dim", head_dim, hf.get("lightning_head_dim", head_dim), "head_dim"),
     ):
         if found != expected:
+            default = "" if name in hf else ", from num_key_value_heads"
             raise ValueError(
-                f"{name} must be {of}, {expected}, got {_show(found)}: other lightning heads are "
-                "not computed"
+                f"{name} must be {of}, {expected}, got {_show(found)}{default}: other lightning "
+                "heads are not computed"
             )
 
 

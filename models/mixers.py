@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bmt_burst.lightning import kernels
 from bmt_burst.nn import BurstAttention, LightningAttention, SelfAttention
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 
@@ -17,9 +18,14 @@ def make_mixer(
     """Return the mixer of a layer. `attention` are options of BurstAttention."""
     sizes = config.hidden_size, config.num_heads
     if config.mixer_of_layers[layer] == LIGHTNING:
-        eps = config.rms_norm_eps
         return LightningAttention(
-            *sizes, config.head_dim, sp=sp, layer=layer, qk_norm_eps=eps, output_norm_eps=eps
+            *sizes,
+            config.head_dim,
+            sp=sp,
+            flash=find_lightning_flash(attention.get("flash", "auto")),
+            layer=layer,
+            qk_norm_eps=config.rms_norm_eps,
+            output_norm_eps=config.rms_norm_eps,
         )
     return BurstAttention(
         *sizes,
@@ -36,6 +42,13 @@ def make_mixer(
         output_gate=config.attention_gate,
         **attention,
     )
+
+
+def find_lightning_flash(flash: str) -> str:
+    """Return the `flash` of lightning layers where that of BurstAttention is `flash`: the same, or
+    "auto" if no kernel of lightning attention has this name.
+    """
+    return flash if flash in kernels.names() else "auto"
 
 
 def is_mixer(module: SelfAttention) -> bool:

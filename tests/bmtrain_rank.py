@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import Chunks, InfLLMV2, Mask, init_sequence_parallel, shift_labels
-from bmt_burst.nn import BurstAttention as TorchBurstAttention
+from bmt_burst import nn as burst_nn
 from bmt_burst.nn import rope_tables
 from bmt_burst.sparse import Choices
 from bmt_burst.sparse.plan import SparsePlan
@@ -141,18 +141,17 @@ def check_other_parallelism() -> None:
     bmtrain.config["tp_size"] = size
 
 
-def check_layer() -> None:
-    """Check BurstAttention in BMTrain's classes against the same in torch's, over all ranks."""
+def check_layer(kind: str, **options) -> None:
+    """Check a layer in BMTrain's classes against the same in torch's, over all ranks."""
     import bmtrain
 
-    from bmt_burst.bmtrain import BurstAttention
+    import bmt_burst.bmtrain as burst_bmtrain
 
     sp = init_sequence_parallel()
-    options = {"num_kv_heads": 2, "qkv_bias": True, "qk_norm_eps": 1e-6, "sinks": True}
-    mine = BurstAttention(16, 4, sp=sp, dtype=torch.float32, **options)
+    mine = getattr(burst_bmtrain, kind)(16, 4, sp=sp, dtype=torch.float32, **options)
     assert isinstance(mine.q_proj, bmtrain.DistributedModule)
     bmtrain.init_parameters(mine)
-    plain = TorchBurstAttention(16, 4, **options)
+    plain = getattr(burst_nn, kind)(16, 4, **options)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             path, _, leaf = name.rpartition(".")
@@ -204,7 +203,8 @@ def check_block() -> None:
 def library(folder: Path) -> dict:
     """Check the layer, and return the curves of engines."""
     check_other_parallelism()
-    check_layer()
+    check_layer("BurstAttention", num_kv_heads=2, qkv_bias=True, qk_norm_eps=1e-6, sinks=True)
+    check_layer("LightningAttention")
     check_block()
     return engines(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from bmt_burst import SequenceParallel
+from models.config import PRESETS
 from models.huggingface import save_weights
 from tests.launcher import run_script
 from tests.test_cache import WINDOWED
-from tests.test_chunks import DENSE, build, on_ranks
+from tests.test_chunks import DENSE, SPARSE, build, on_ranks
 from tests.test_evaluate import TINY
 from tests.test_model import initialized
 from train import generate as script
@@ -23,6 +25,7 @@ from train.data.tokenizer import JsonTokenizer
 from train.generation.decoding import continue_text
 
 PROMPT = "to be or not to be that is the question " * 3
+BY_NOPE = dataclasses.replace(SPARSE, sparse=dataclasses.replace(SPARSE.sparse, use_nope=True))
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +130,31 @@ def test_ranks_with_other_prompts_are_refused(folder, monkeypatch):
         request.check_same()
 
 
-@torch.inference_mode()
-def test_logits_of_a_prompt_are_those_of_its_last_token(folder):
-    model, shapes = build(WINDOWED), []
-    model.norm.register_forward_hook(lambda _, given, out: shapes.append(given[0].shape))
+BY_NOPE = dataclasses.replace(SPARSE, sparse=dataclasses.replace(SPARSE.sparse, use_nope=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "chunk"),
+    [
+        (WINDOWED, 1, None),
+        (WINDOWED, 2, None),
+        (WINDOWED, 2, 50),
+        (BY_NOPE, 1, None),
+        (PRESETS["sala-tiny"], 1, None),
+        (PRESETS["sala-tiny"], 1, 50),
+    ],
+)
+def test_logits_of_a_prompt_are_those_of_its_last_token(folder, config, ranks, chunk):
     tokenizer = JsonTokenizer(folder / "tokenizer.json")
-    continue_text(model, tokenizer, PROMPT, 2, lambda logits: 3)
-    assert shapes == [(1, 1, 32)] * 2
+
+    @torch.inference_mode()
+    def work(sp):
+        model, shapes = build(config, sp), []
+        model.norm.register_forward_hook(lambda _, given, out: shapes.append(given[0].shape))
+        continue_text(model, tokenizer, PROMPT, 2, lambda logits: 3, chunk=chunk)
+        return shapes
+
+    assert on_ranks(ranks, work) == [[(1, 1, config.hidden_size)] * 2] * ranks
 
 
 def test_chunks_that_are_too_short_are_refused_once(folder):

@@ -57,8 +57,11 @@ def run(kernel, tensors, edges, segments, slopes=SLOPES):
     return [states.last, out, back.last, *grads]
 
 
-def check(segments: Segments, size: int, dtype=torch.float32):
+def check(segments: Segments, size: int, dtype=torch.float32, factors=(1.0, 1.0, 1.0, 1.0)):
+    """Compare with the reference. `factors` are those of q, k, v and dout."""
     tensors, edges = random_case(segments, size, dtype)
+    for x, factor in zip(tensors, factors, strict=True):
+        x.mul_(factor)
     got = run(triton_kernel, tensors, edges, segments)
     wide = [[x.double().cpu() for x in group] for group in (tensors, edges)]
     expected = run(reference, *wide, Segments(segments.cuts, segments.opens, segments.leaves))
@@ -91,6 +94,14 @@ def test_head_sizes_that_are_padded():
 
 def test_half_precision():
     check(Segments((0, 3, 60), (1,), (1,)), 32, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "factors", [(64, 64, 1 / 64, 1 / 64), (1 / 64, 1 / 64, 64, 64)], ids=["qk", "vdout"]
+)
+def test_products_beyond_half_precision(factors):
+    """q . k and v . dout are above 65,504 for some pairs, and times the scale below."""
+    check(Segments((0, 3, 60), (1,), (1,)), 32, torch.float16, factors)
 
 
 @pytest.mark.gpu

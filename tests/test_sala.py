@@ -6,13 +6,21 @@ import copy
 import dataclasses
 import itertools
 import json
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_burst import IGNORE_INDEX, Layout, Mask, shift_labels, simulate
+from bmt_burst.fused.functions import _Norm
+from bmt_burst.fused.norm import RMSNorm
+from bmt_burst.lightning import triton_kernel
+from bmt_burst.lightning.segments import Segments
+from bmt_burst.nn import rope_tables
 from bmt_burst.offload import Offload
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from models.blocks import Saving
@@ -31,11 +39,18 @@ from train.export import main as export_main
 from train.generate import generate, load_model
 from train.generate import main as generate_main
 from train.generation.decoding import Cache, Speed, _compute
-from train.planning.lightning import LightningShape
+from train.planning.ledger import META, Ledger
+from train.planning.lightning import (
+    _BACKWARD_TENSORS,
+    _FORWARD_TENSORS,
+    LightningShape,
+    lightning_memory,
+)
 from train.planning.search import Cluster, plan
 from train.planning.seconds import H200
 from train.planning.units import Shape, find_unit
 from train.run.config import TrainConfig
+from train.run.inputs import check_kernel
 from train.run.measure import step_flops
 
 SMALL = CPMConfig(
@@ -240,9 +255,9 @@ def test_a_released_config_is_read_and_written():
     [
         ({"lightning_nh": 16}, "lightning_nh must be num_attention_heads, 32, got 16"),
         ({"lightning_nkv": 2}, "lightning_nkv must be lightning_nh, 32, got 2"),
-        ({"lightning_nkv": None}, "lightning_nkv must be lightning_nh, 32, got 2"),
+        ({"lightning_nkv": None}, "must be lightning_nh, 32, got 2, from num_key_value_heads"),
         ({"lightning_head_dim": 64}, "lightning_head_dim must be head_dim, 128, got 64"),
-        ({"mixer_types": ["minicpm4"] * 31}, "mixer_types must be one of .* each of 32 layers"),
+        ({"mixer_types": ["minicpm4"] * 31}, "must be one of .* each of 32 layers .*got 31 names"),
         ({"mixer_types": ["mamba"] * 32}, "mixer_types must be one of .*minicpm4.*'mamba'"),
         ({"mixer_types": [["minicpm4"]] * 32}, "mixer_types must be one of"),
         ({"mixer_types": None}, "mixer_types must be one of .* got None"),
@@ -336,13 +351,32 @@ def test_texts_do_not_depend_on_the_pieces_of_a_prompt():
 
 def test_options_that_exclude_lightning_layers_are_refused_by_name():
     for option, value, message in (
-        ("chunk", 32, "--chunk 32: lightning layers compute a sequence as a whole"),
+        ("chunk", 32, "--chunk 32: lightning layers .* as a whole: leave out --chunk, and give"),
         ("layout", "striped", "--layout striped excludes lightning layers"),
         ("window", 8, "--window with --model sala-tiny: expected a window or lightning layers"),
     ):
         config = TrainConfig(model="sala-tiny", seq_len=64, **{option: value})
         with pytest.raises(ValueError, match=message):
             config.model_config()
+
+
+@pytest.mark.parametrize(
+    ("flash", "expected"), [("triton", "triton"), ("reference", "reference"), ("fa4", "auto")]
+)
+def test_lightning_layers_take_the_kernel_of_flash_if_there_is_one(flash, expected):
+    assert CPM(SMALL, flash=flash).layers[1].self_attn.flash == expected
+
+
+def test_a_kernel_that_lightning_layers_cannot_have_is_refused_at_the_start(monkeypatch):
+    """Heads of 8 are too small for that of lightning attention only."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = TrainConfig(flash="triton", dtype="bf16")
+    with FakeTensorMode():
+        check_kernel(config, dataclasses.replace(SMALL, mixers=None), torch.device("cuda"))
+        message = "--flash triton: flash='triton' cannot compute this call: head size must be a"
+        with pytest.raises(ValueError, match=message):
+            check_kernel(config, SMALL, torch.device("cuda"))
 
 
 def test_flops_are_those_of_each_mixer():
@@ -396,6 +430,74 @@ def test_plans_have_states_and_the_parameters_of_each_layer():
     assert one < many
     with pytest.raises(ValueError, match="--chunk 4096: lightning layers"):
         planned(chunk=4096)
+
+
+@pytest.mark.parametrize("mixer", ["lightning", "attention"])
+@pytest.mark.parametrize(
+    "saving",
+    [
+        Saving(),
+        Saving(tile=64),
+        Saving("selective"),
+        Saving("selective", tile=64),
+        Saving("full"),
+        Saving("full", every=2),
+        Saving("selective", every=2),
+    ],
+)
+def test_plans_count_what_blocks_save(monkeypatch, saving, mixer):
+    """In two blocks of sala-tiny. On CPUs, torch's norms save more than those of GPUs."""
+    monkeypatch.setattr(RMSNorm, "forward", lambda m, x: _Norm.apply(x, m.weight, m.eps_of(x)))
+    config = dataclasses.replace(PRESETS["sala-tiny"], num_layers=2, mixers=(mixer,) * 2)
+    model, tokens, saved = CPM(config, saving=saving), 256, list[torch.Tensor]()
+    x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
+    tables = rope_tables(torch.arange(tokens), config.head_dim)
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out = saving.run_all(model.layers, x, *tables, None, None, None, keep=tables)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    for other in (out, *tables, *model.parameters()):
+        storages.pop(other.untyped_storage().data_ptr(), None)
+    layers = saving.every or 1
+    shape = Shape(config, torch.float32, layers=layers, saving=saving, mixers=(mixer,) * layers)
+    assert sum(storages.values()) == 2 // layers * find_unit(shape, tokens).saved
+
+
+def test_plans_count_what_the_lightning_kernel_allocates_and_moves(monkeypatch):
+    """In a rank of two, whose two runs both take and leave a state."""
+    shape = LightningShape(1, 1 << 17, 32, 128, torch.bfloat16, ranks=2)
+    tokens, moved = shape.rank_tokens, list[int]()
+    segments = Segments((0, tokens // 2, tokens), (0, 1), (0, 1))
+    x = torch.empty(tokens, shape.heads, shape.head_size, dtype=shape.dtype, device=META)
+    slopes = torch.empty(shape.heads, device=META)
+    initial = torch.empty(2, shape.heads, shape.head_size, shape.head_size, device=META)
+
+    def launch(name, pieces, inputs, **constants):
+        moved.append(sum(getattr(y, "shape", None) == x.shape for y in inputs))
+
+    def work_of(run):
+        """Return the bytes without results, and the tensors of x's size that launches take."""
+        moved.clear()
+        with Ledger() as ledger:
+            ledger.ignore(x, slopes, initial)
+            results = run()
+        tables = 1 << 14
+        return (ledger.most - sum(y.nbytes for y in results)) // tables * tables, sum(moved)
+
+    def forward():
+        states = triton_kernel.forward_states(x, x, slopes, segments)
+        return [triton_kernel.outputs(x, x, x, slopes, 1.0, segments, states, initial)]
+
+    def backward():
+        states = triton_kernel.backward_states(x, x, slopes, 1.0, segments)
+        final = torch.empty_like(states.last)
+        return triton_kernel.gradients(x, x, x, x, slopes, 1.0, segments, initial, states, final)
+
+    programs = SimpleNamespace(chain_states=defaultdict(lambda: lambda *inputs, **constants: None))
+    monkeypatch.setattr(triton_kernel, "_launch", launch)
+    monkeypatch.setattr(triton_kernel, "_load_programs", lambda: programs)
+    memory = lightning_memory(shape)
+    assert work_of(forward) == (memory.forward, _FORWARD_TENSORS)
+    assert work_of(backward) == (memory.backward, _BACKWARD_TENSORS)
 
 
 def test_a_folder_is_trained_exported_and_read_again(alone, tmp_path, capsys):

@@ -8,6 +8,8 @@ import pytest
 
 from tests.launcher import ROOT
 from tests.test_readme import blocks, commands, run_command
+from train.planning.search import Cluster, as_run, plan
+from train.planning.seconds import GPUS
 from train.run.stages import parse_run
 
 STAGES = ROOT / "examples/stages.toml"
@@ -46,7 +48,7 @@ def test_the_commands_of_the_tutorial_run_as_they_stand(tmp_path):
 
 
 def test_the_recipe_is_a_file_of_stages_as_it_says(tmp_path: Path):
-    [recipe] = blocks(ROOT / "docs/recipe.md", "toml")
+    recipe, _ = blocks(ROOT / "docs/recipe.md", "toml")
     (tmp_path / "stages.toml").write_text(recipe)
     _, stages = parse_run(["--stages", str(tmp_path / "stages.toml")])
     lengths = {stage.name: stage.config.seq_len for stage in stages.all}
@@ -58,3 +60,32 @@ def test_the_recipe_is_a_file_of_stages_as_it_says(tmp_path: Path):
         assert config.batch_size * config.seq_len == 2**22
         assert config.batch_size % (64 // config.sp_size) == 0, "on 64 GPUs"
         assert config.model_config().sparse
+
+
+def test_the_stages_of_minicpm_sala_are_a_file_with_the_plan_as_it_says(tmp_path: Path):
+    page = ROOT / "docs/recipe.md"
+    _, file = blocks(page, "toml")
+    (tmp_path / "sala.toml").write_text(file)
+    _, stages = parse_run(["--stages", str(tmp_path / "sala.toml")])
+    tokens, rates, rows = [], [], []
+    for stage in stages.all:
+        config = stage.config
+        sparse = config.model_config().sparse
+        assert sparse.is_dense(config.seq_len) == (stage.name == "4k")
+        tokens.append(config.steps * config.batch_size * config.seq_len / 1e9)
+        rates.append(config.lr * config.min_lr_ratio)
+        h200, h100 = (
+            as_run(plan(config, Cluster(64, GPUS[name].gib, GPUS[name]), "bmtrain"))
+            for name in ("h200", "h100")
+        )
+        assert h200.fits and h100.fits and h100.seconds.total < 1.12 * h200.seconds.total
+        seconds = h200.seconds.total
+        numbers = h200.step.memory.total / 2**30, seconds, seconds * config.steps / 86400
+        rows += [(stage.name, pytest.approx(numbers, rel=0.04))]
+    assert tokens == pytest.approx([314.6 + 1006.6, 102.2, 62.9, 50.6], rel=1e-3)
+    assert rates[1:] == pytest.approx([2e-4, 1e-4, 3.75e-5], rel=1e-3)
+    cells = re.findall(r"^\| (\d+k) \| (.+) \| (.+) \| (.+) \|$", page.read_text(), re.MULTILINE)
+    assert [(name, tuple(map(float, numbers))) for name, *numbers in cells] == rows
+    inferred = (1920, 4096, 168_000), (240, 2**15, 13_000), (60, 163_840, 6400), (19, 532_480, 5000)
+    published = [x * y * z / 1e9 for x, y, z in inferred]
+    assert published == pytest.approx([314.6 + 1006.6, 102.2, 62.9, 50.6], rel=1e-3)

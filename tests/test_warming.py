@@ -14,6 +14,7 @@ import torch
 from bmt_burst import InfLLMV2, SequenceParallel
 from bmt_burst.kernels import fa4
 from bmt_burst.kernels.fa4 import Fa4Kernel
+from models.config import PRESETS
 from tests.launcher import ROOT
 from tests.sparse import RELEASED
 from tests.test_model import SMALL
@@ -23,7 +24,9 @@ from train.run.config import TrainConfig
 
 CPU = torch.device("cpu")
 TYPICAL = Rehearsal(
-    hidden_size=16,
+    norms=[16],
+    gated=False,
+    lightning=None,
     heads=2,
     kv_heads=1,
     head_size=8,
@@ -40,6 +43,7 @@ TYPICAL = Rehearsal(
     sparse=None,
     documents=True,
     many_documents=False,
+    chunks=1,
     engine="torch",
 )
 SHORT_BLOCKS = InfLLMV2(**RELEASED | {"window_size": 512, "topk": 4, "dense_len": 1536})
@@ -130,6 +134,11 @@ def random_ends(chance, tokens):
         {"windows": [None, 700]},
         {"sparse": SHORT_BLOCKS.to_dict()},
         {"rows": 2, "seq_len": 1 << 12},
+        {"chunks": 7},
+        {"chunks": 2, "windows": [700], "rows": 2, "seq_len": 1 << 12},
+        {"chunks": 5, "sparse": SHORT_BLOCKS.to_dict()},
+        {"chunks": 4, "sp_size": 4, "inner_size": 2, "documents": False},
+        {"chunks": 3, "seq_len": 50},
     ],
     ids=str,
 )
@@ -139,6 +148,7 @@ def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
     known = rehearsed(facts)
     examples = [random_ends(chance, facts.seq_len) for _ in range(50 // len(facts.windows))]
     monkeypatch.setattr(Rehearsal, "tokens", facts.seq_len)
+    monkeypatch.setattr(rehearsal, "_CHUNKS", facts.chunks)
     monkeypatch.setattr(Rehearsal, "rank_sample", lambda self: [chance.randrange(facts.sp_size)])
     monkeypatch.setattr(Rehearsal, "examples", lambda self: iter(examples))
     assert rehearsed(facts) <= known
@@ -153,8 +163,9 @@ def test_triton_kernels_are_found_and_compiled_without_a_launch(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     passes = {"_normalize", "_norm_gradients", "_gate", "_gate_gradients", "_rotate_pairs"}
-    others = {"_merge_outputs", "_sum_gradients", "_compute_losses", "_update"}
-    assert set(done.stdout.split()) == passes | others
+    others = {"_merge_outputs", "_sum_gradients", "_fill_lse_delta", "_compute_losses", "_update"}
+    lightning = {"sum_pieces", "chain_states", "attend", "attend_back"}
+    assert set(done.stdout.split()) == passes | others | lightning
     assert list(tmp_path.rglob("_merge_outputs.cubin"))
 
 
@@ -182,6 +193,18 @@ class FakeData(SimpleNamespace):
     documents = False
 
 
+def test_the_passes_of_a_model_are_rehearsed():
+    def facts_of(model):
+        config = TrainConfig(model=model, flash="fa4")
+        found = warming.make_rehearsal(config, PRESETS[model], FakeData(), SequenceParallel(), 1)
+        return found.norms, found.gated, found.lightning
+
+    assert facts_of("minicpm-sala") == ([4096, 128], True, "auto")
+    assert facts_of("sala-tiny") == ([128, 32], True, "auto")
+    assert facts_of("qwen3-0.6b") == ([1024, 128], False, None)
+    assert facts_of("minicpm4-8b") == ([4096], False, None)
+
+
 def start(monkeypatch, folder, code):
     """Start to compile as on a GPU, with processes that run `code`."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -193,7 +216,7 @@ def start(monkeypatch, folder, code):
 
     def run(command, **options):
         facts = json.loads(command[4])
-        assert facts["dtype"] == "float32"
+        assert (facts["dtype"], facts["chunks"]) == ("float32", 3)
         assert command[1:4] == ["-P", "-m", "train.planning.rehearsal"]
         assert int(command[5]) < int(command[6]) <= 2, "memory has room for two"
         assert int(command[7]) == os.getpid()
@@ -202,7 +225,8 @@ def start(monkeypatch, folder, code):
     inputs, gpu = SimpleNamespace(model=SMALL, training=FakeData()), torch.device("cuda", 0)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", run)
-        return warming.start_warming(TrainConfig(), inputs, SequenceParallel(), 1, gpu)
+        config = TrainConfig(seq_len=500, chunk=200)
+        return warming.start_warming(config, inputs, SequenceParallel(), 1, gpu)
 
 
 WATCHDOG = SimpleNamespace(alive=lambda doing: None, timeout=1800.0)

@@ -35,18 +35,35 @@ class BurstAttention(burst_nn.BurstAttention):
         self, *args: Any, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options: Any
     ):
         super().__init__(*args, **options)
-        normal = functools.partial(nn.init.normal_, std=init_std)
+        _distribute_layer(self, dtype, init_std)
 
-        def filler(name: str) -> Callable[[Tensor], Tensor]:
-            if name.endswith(("bias", "sinks")):
-                return nn.init.zeros_
-            return nn.init.ones_ if "_norm." in name else normal
 
-        distribute(
-            self,
-            lambda name, p: filler(name)(torch.empty_like(p, dtype=dtype, device="cuda")),
-            lambda name: ParameterInitializer(filler(name)),
-        )
+class LightningAttention(burst_nn.LightningAttention):
+    """bmt_burst.nn.LightningAttention as a DistributedModule, with the arguments and parameters
+    that BurstAttention adds.
+    """
+
+    def __init__(
+        self, *args: Any, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options: Any
+    ):
+        super().__init__(*args, **options)
+        _distribute_layer(self, dtype, init_std)
+
+
+def _distribute_layer(layer: nn.Module, dtype: torch.dtype, init_std: float) -> None:
+    """Distribute a layer, and fill its parameters of `dtype` with their initial values."""
+    normal = functools.partial(nn.init.normal_, std=init_std)
+
+    def filler(name: str) -> Callable[[Tensor], Tensor]:
+        if name.endswith(("bias", "sinks")):
+            return nn.init.zeros_
+        return nn.init.ones_ if "_norm." in name else normal
+
+    distribute(
+        layer,
+        lambda name, p: filler(name)(torch.empty_like(p, dtype=dtype, device="cuda")),
+        lambda name: ParameterInitializer(filler(name)),
+    )
 
 
 def distribute(

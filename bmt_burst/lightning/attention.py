@@ -46,13 +46,20 @@ from .slopes import check_slopes, describe_slopes
 
 CALL = f"a call of {NAME}"
 
-_SOFTMAX = "lightning attention has no softmax, so it takes no scores, bias, softcap or sinks"
-_STRATEGY = "ranks send only states, so there are no strategies such as ulysses to choose from"
+_SOFTMAX = (
+    "lightning attention has no softmax, so it takes no scores, bias, softcap or sinks: leave it "
+    "out, or use burst_attn_func"
+)
+_STRATEGY = (
+    "ranks send only states, so there are no strategies such as ulysses to choose from: leave it "
+    "out"
+)
 _MASK = "it is causal without a mask, and Mask.documents(cu_seqlens) keeps documents apart"
 _INSTEAD = {  # arguments of other functions, and what to write here
     **dict.fromkeys(("scores", "bias", "softcap", "sinks", "return_lse"), _SOFTMAX),
     **dict.fromkeys(("strategy", "backward", "ulysses_size"), _STRATEGY),
     **dict.fromkeys(("causal", "is_causal", "window", "cu_seqlens"), _MASK),
+    "deterministic": "two runs are always bitwise equal: leave it out",
     "softmax_scale": "write scale",
     "sparse": "lightning attention chooses no blocks: use burst_attn_func",
     "kv_layout": "a token has its query, key and value on one rank: write layout",
@@ -191,7 +198,7 @@ def _check_shapes(inputs: Inputs) -> None:
     if k.shape[2] != q.shape[2]:
         raise ValueError(
             f"lightning attention needs k and v with as many heads as q, {q.shape[2]}, got "
-            f"{k.shape[2]}"
+            f"{k.shape[2]}: repeat their heads, as k.repeat_interleave(n, dim=2) does"
         )
     if k.shape[1] != q.shape[1]:
         raise ValueError(

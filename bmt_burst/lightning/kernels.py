@@ -37,6 +37,11 @@ from torch import Tensor
 _MODULES = {"triton": "triton_kernel", "reference": "reference"}
 
 
+def names() -> list[str]:
+    """Return the names of all kernels, the fastest first."""
+    return list(_MODULES)
+
+
 def load(name: str) -> ModuleType:
     """Return the kernel called `name`."""
     return importlib.import_module(f".{_MODULES[name]}", __package__)

@@ -151,8 +151,9 @@ def _walk(
 
     row = tl.arange(0, N)
     between = row[:, None] - row[None, :]
-    pairs = tl.where(between >= 0, _decay(slope, tl.maximum(between, 0)), 0.0)
-    before = _decay(slope, row + 1 - AGAINST)
+    # scaled before they are rounded, as q . k may not fit into fp16
+    pairs = tl.where(between >= 0, _decay(slope, tl.maximum(between, 0)), 0.0) * scale
+    before = _decay(slope, row + 1 - AGAINST) * scale
     after = _decay(slope, N - 1 - row + AGAINST)
     for at in tl.range(0, count, N):
         q_rows = _load(q, q_strides, head, first, at, count, 0, AGAINST, N, D, WIDTH)
@@ -161,7 +162,7 @@ def _walk(
         scores = tl.dot(q_rows, tl.trans(k_rows), input_precision=PRECISION) * pairs
         sums = tl.dot(q_rows, state.to(q_rows.dtype), input_precision=PRECISION) * before[:, None]
         sums = tl.dot(scores.to(v_rows.dtype), v_rows, sums, input_precision=PRECISION)
-        _store(out, out_strides, head, first, at, count, left, sums * scale, AGAINST, N, D, COLUMNS)
+        _store(out, out_strides, head, first, at, count, left, sums, AGAINST, N, D, COLUMNS)
         # after the last chunk nothing reads the state, so that chunk may have fewer tokens
         decayed = (v_rows * after[:, None]).to(v_rows.dtype)
         state = tl.dot(

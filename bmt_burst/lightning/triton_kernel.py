@@ -199,12 +199,18 @@ def _find_shape(name: str, x: Tensor) -> Shape:
     return (_HALF if x.shape[-1] <= 128 else _WIDE)[name]
 
 
-def _prepare(segments: Segments, x: Tensor, against: bool) -> Pieces:
-    """Return the pieces of segments, on the device of x (T, H, D)."""
-    tokens, heads, _ = x.shape
+def longest_piece(tokens: int, heads: int) -> int:
+    """Return the most tokens of a piece, where this rank has so many tokens and heads."""
     longest = _LONGEST
     while longest > _SHORTEST and tokens * heads < longest * _PROGRAMS:
         longest //= 2
+    return longest
+
+
+def _prepare(segments: Segments, x: Tensor, against: bool) -> Pieces:
+    """Return the pieces of segments, on the device of x (T, H, D)."""
+    tokens, heads, _ = x.shape
+    longest = longest_piece(tokens, heads)
     name = "pieces", longest, against
     return prepare_once(
         segments, name, x.device, lambda: _cut(segments, longest, against, x.device)

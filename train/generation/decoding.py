@@ -1,13 +1,14 @@
 """Decoding with a cache of keys and values, on one rank or several. For CPM-Live's models it also
 keeps the bias's inputs.
 
-The given tokens are computed once, as in training. For them a dense CPM computes the logits of the
-last token only. The bias needs one row of its table for each earlier token. So a later token takes
+The given tokens are computed once, as in training. For them a CPM computes the logits of the last
+token only. The bias needs one row of its table for each earlier token. So a later token takes
 time and memory in proportion to the tokens before it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -231,9 +232,11 @@ def _compute(
     logits: Tensor
     if isinstance(cache, Cache):
         sizes = _cut_prompt(model.config, len(fresh), chunk or len(fresh))
-        for piece in zip(tokens.split(sizes, 1), positions.split(sizes), strict=True):
-            logits = model(*piece, cache=cache)
-            speed.alive(f"computed tokens to {int(piece[1][-1])}")
+        for end, *piece in zip(
+            itertools.accumulate(sizes), tokens.split(sizes, 1), positions.split(sizes), strict=True
+        ):
+            logits = model(*piece, cache=cache, last=int(end == len(fresh)))
+            speed.alive(f"computed tokens to {start + end - 1}")
         return logits
     # a chunk cannot have fewer tokens than ranks
     if start or len(fresh) < model.sp.size:

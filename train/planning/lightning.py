@@ -1,4 +1,4 @@
-"""The memory and the time of one lightning attention, by estimates of its kernel."""
+"""The memory and the time of one lightning attention, by what its kernel allocates and moves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ from dataclasses import dataclass
 
 import torch
 
+from bmt_burst.lightning.triton_kernel import longest_piece
 from bmt_burst.transport import LANES
 from train.run.measure import LIGHTNING_BACKWARD, lightning_flops
 
 from .attention import AttentionMemory
 
-_PIECE = 2048  # tokens, for each of which the Triton kernel keeps a state
 _RUNS = 2  # of a rank, in zigzag
 _FP32 = 4
-# Tensors of the size of q that kernels read and write: their inputs, results and states.
-_FORWARD_TENSORS, _BACKWARD_TENSORS = 10, 34
+# The launches of the Triton kernel read and write these tensors of q's size, and states:
+#
+#   forward   sum_pieces  reads k, v
+#             attend      reads q, k, v, writes out
+#   backward  sum_pieces  reads q, dout
+#             attend_back reads q, k, v, dout, writes dk, dv
+#             sum_pieces  reads k, v
+#             attend      reads dout, k, v, writes dq
+#
+# Programs of other columns of a head, and those of dk and dv, read the same rows. They run side by
+# side, so the L2 cache has a row for all but the first. Of heads that decay fast, sum_pieces reads
+# the last tokens of a piece only. It writes the states before pieces, chain_states reads and writes
+# them, and the next attend reads them.
+_FORWARD_TENSORS, _BACKWARD_TENSORS = 6, 14
+_FORWARD_STATES, _BACKWARD_STATES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -40,26 +53,38 @@ class LightningShape:
         return self.heads * self.head_size**2 * _FP32
 
     @property
+    def piece_bytes(self) -> int:
+        """Bytes of the states before pieces."""
+        tokens = self.rank_tokens
+        return -(-tokens // longest_piece(tokens, self.heads)) * self.state_bytes
+
+    @property
     def taken_bytes(self) -> int:
         """Bytes of the states of other ranks that it takes, and saves for the backward."""
         return _RUNS * self.batch * self.state_bytes if self.ranks > 1 else 0
 
 
 def lightning_memory(shape: LightningShape) -> AttentionMemory:
-    """Return the memory of a lightning attention."""
-    states = -(-shape.rank_tokens // _PIECE) * shape.state_bytes
+    """Return the memory of a lightning attention, with the Triton kernel.
+
+    A forward has the states before pieces, and those that it sends. Last, a backward has both again
+    for dq, the gradients of the states before pieces, and three of those next to segments: the sent
+    ones, the taken ones, and the latter divided by the scale.
+    """
+    taken = shape.taken_bytes
     # a slot has the states of the runs of all other ranks
-    held = LANES["visit"] * shape.taken_bytes * (shape.ranks - 1)
-    return AttentionMemory(states, 2 * states + shape.taken_bytes, held)
+    held = LANES["visit"] * taken * (shape.ranks - 1)
+    return AttentionMemory(shape.piece_bytes + taken, 2 * shape.piece_bytes + 4 * taken, held)
 
 
 def lightning_seconds(shape: LightningShape, run: str, products: float, traffic: float) -> float:
     """Return the seconds of a "forward", "backward", or "again". It is bound by memory or by matrix
     products, at these rates in bytes and operations a second.
     """
-    is_backward = run == "backward"
-    tensors = _BACKWARD_TENSORS if is_backward else _FORWARD_TENSORS
-    nbytes = tensors * shape.heads * shape.head_size * shape.dtype.itemsize
-    operations = lightning_flops(shape.heads, shape.head_size)
-    operations *= LIGHTNING_BACKWARD if is_backward else 1.0
-    return shape.rank_tokens * max(nbytes / traffic, operations / products)
+    tensors, states, factor = _FORWARD_TENSORS, _FORWARD_STATES, 1.0
+    if run == "backward":
+        tensors, states, factor = _BACKWARD_TENSORS, _BACKWARD_STATES, LIGHTNING_BACKWARD
+    entries = shape.rank_tokens * shape.heads * shape.head_size
+    nbytes = tensors * entries * shape.dtype.itemsize + states * shape.piece_bytes
+    operations = factor * shape.rank_tokens * lightning_flops(shape.heads, shape.head_size)
+    return max(nbytes / traffic, operations / products)

@@ -32,9 +32,12 @@ from torch import Tensor
 
 from bmt_burst import InfLLMV2, Layout, Mask, kernels, strategies
 from bmt_burst.kernels import Kernel
+from bmt_burst.lightning import kernels as lightning_kernels
+from bmt_burst.lightning.segments import Segments
 from bmt_burst.merging.merge import empty_lse
 from bmt_burst.ranks.rings import Rings
-from bmt_burst.sequence.layout import Stacked
+from bmt_burst.sequence.chunk_keys import find_keys
+from bmt_burst.sequence.layout import Chunked, Stacked
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.sparse.extension import Sparse
 from bmt_burst.sparse.queries import find_longest, work_mask
@@ -49,6 +52,8 @@ from .imagined import ImaginedRing
 
 _TOKENS = 1 << 12  # of a rank
 _FEW_TOKENS = 1 << 13  # of a rank, for which "auto" may take one-call as well as the ring
+_CHUNKS = 3  # of a sequence of the rehearsal, at most
+_FEW_QUERIES = 64  # of a chunk, in documents that begin in the chunk before it
 
 KERNELS = (  # the modules of all Triton kernels of a run
     "bmt_burst.merging.fused",
@@ -63,6 +68,8 @@ KERNELS = (  # the modules of all Triton kernels of a run
 )
 
 Job = Callable[..., Any]
+# a mask, the layout of its queries, and that of its keys if it is another one
+Seen = tuple[Mask, Layout, Layout | None]
 
 
 def settle_keys() -> None:
@@ -84,6 +91,9 @@ def settle_keys() -> None:
 class Rehearsal:
     """The facts of a run that its kernels depend on, in JSON's types.
 
+    norms           the sizes of the vectors that blocks normalize
+    gated           whether mixers have a gate
+    lightning       the `flash` of lightning layers, or None without such layers
     layout          of TrainConfig, so it may be "auto"
     rows            the sequences that a rank computes at once
     inner_size      the ranks of a host, or of a group that shares heads
@@ -91,10 +101,13 @@ class Rehearsal:
     sparse          the constants of InfLLMV2, or None
     documents       whether documents of a sequence are kept apart
     many_documents  whether a call may have hundreds of them
+    chunks          the chunks in which a sequence is computed, 1 if it is computed as a whole
     engine          "bmtrain" or "torch"
     """
 
-    hidden_size: int
+    norms: Sequence[int]
+    gated: bool
+    lightning: str | None
     heads: int
     kv_heads: int
     head_size: int
@@ -111,6 +124,7 @@ class Rehearsal:
     sparse: dict[str, Any] | None
     documents: bool
     many_documents: bool
+    chunks: int
     engine: str
 
     @property
@@ -143,7 +157,9 @@ class Rehearsal:
             return None
         sparse = InfLLMV2(**self.sparse)
         shortest = sparse.exact_tokens + sparse.block_size
-        return dataclasses.replace(sparse, dense_len=min(sparse.dense_len, shortest))
+        # the whole sequence decides for its chunks
+        dense_len = min(sparse.dense_len, shortest) if self.chunks == 1 else -1
+        return dataclasses.replace(sparse, dense_len=dense_len)
 
     @property
     def _longest(self) -> int:
@@ -155,21 +171,37 @@ class Rehearsal:
         size = self.sp_size
         return sorted({0, 1 % size, size // 2, size - 1})
 
-    def masks(self) -> Iterator[tuple[Mask, Layout]]:
-        """Yield masks of all kinds that the run's data may have, and their layouts."""
-        if not self.documents:
-            for window in self.windows:
-                yield self._in_window(Mask.causal(self.tokens), window)
-            return
-        examples = [Mask.documents(ends) for ends in self.examples()]
-        for window, mask in itertools.product(self.windows, examples):
-            yield self._in_window(mask, window)
-        if self.rows > 1:
-            for window, pair in itertools.product(self.windows, itertools.pairwise(examples)):
-                masks, layouts = zip(*(self._in_window(x, window) for x in pair), strict=True)
-                yield Mask.stacked(masks), Stacked(layouts)
+    @property
+    def cut(self) -> Chunked:
+        """The chunks of a sequence of the rehearsal."""
+        name = "zigzag" if self.layout == "auto" else self.layout
+        most = -(-self.tokens // min(self.chunks, _CHUNKS))
+        return Layout.chunks(self.tokens, self.sp_size, most, name)
 
-    def _in_window(self, mask: Mask, window: int | None) -> tuple[Mask, Layout]:
+    def masks(self) -> Iterator[Seen]:
+        """Yield masks of all kinds that the run's data may have, and their layouts."""
+        masks = [Mask.causal(self.tokens)]
+        if self.documents:
+            masks = [Mask.documents(ends) for ends in self.examples()]
+        rows: list[tuple[Mask, ...]] = [(mask,) for mask in masks]
+        if self.rows > 1:
+            rows += itertools.pairwise(masks)
+        in_layers = self._in_window if self.chunks == 1 else self._in_chunks
+        for window, of_rows in itertools.product(self.windows, rows):
+            yield from map(_stack, in_layers(of_rows, window))
+
+    def _in_window(self, masks: Sequence[Mask], window: int | None) -> Iterator[list[Seen]]:
+        """Yield the call of rows with these masks in a layer with a window."""
+        yield [(*self._lay(mask, window), None) for mask in masks]
+
+    def _in_chunks(self, masks: Sequence[Mask], window: int | None) -> Iterator[list[Seen]]:
+        """Yield the call of each chunk of rows with these masks in a layer with a window."""
+        for keys in find_keys(tuple(masks), self.cut, 0, window):
+            layout = keys.chunks.layouts[keys.number]
+            kv_layout = None if keys.layout == layout else keys.layout
+            yield [(mask, layout, kv_layout) for mask in keys.masks]
+
+    def _lay(self, mask: Mask, window: int | None) -> tuple[Mask, Layout]:
         """Return the mask in a layer with a window, and its layout, which all layers share."""
 
         def within(window: int | None) -> Mask:
@@ -202,22 +234,30 @@ class Rehearsal:
             yield ends
         for first in firsts if self.many_documents else ():
             yield sorted({0, *range(first or 4, tokens, 4), tokens})
+        if self.chunks > 1:
+            borders, piece = [end for _, end in self.cut.spans[:-1]], self.cut.layouts[0].length(0)
+            for before in (_FEW_QUERIES, piece):
+                near = {b + x for b in borders for x in (-before, _FEW_QUERIES)}
+                yield [0, *sorted(near & {*range(1, tokens)}), tokens]
 
     def strategies(self) -> list[str]:
         """Return the strategies that the run may use."""
-        tokens = -(-self.seq_len // self.sp_size) * (self.rows if self.documents else 1)
+        tokens = -(-self.seq_len // (self.sp_size * self.chunks))
+        tokens *= self.rows if self.documents else 1
         if self.strategy != "auto":
             return [self.strategy]
         short = self.sp_size > 1 and tokens <= _FEW_TOKENS and self.inner_size == self.sp_size
         return ["ring", "one-call"] if short else ["ring"]
 
-    def problem(self, mask: Mask, layout: Layout, kernel: Kernel) -> Problem:
+    def problem(self, seen: Seen, kernel: Kernel) -> Problem:
+        mask, layout, kv_layout = seen
         dtype = getattr(torch, self.dtype)
         partial = kernel.partial_dtype(dtype)
         batch = 1 if self.documents else min(self.rows, 2)
         return Problem(
             mask=mask,
             layout=layout,
+            kv_layout=kv_layout,
             spec=self.spec,
             kernel=kernel,
             sizes=Sizes(batch, self.heads, self.kv_heads, self.head_size, dtype, partial),
@@ -229,14 +269,23 @@ class Rehearsal:
 
     def plans(self, kernel: Kernel) -> Iterator[tuple[Plan, Problem, int]]:
         """Yield the plans of all kinds of calls, with their problem and rank."""
-        for mask, layout in self.masks():
-            problem = self.problem(mask, layout, kernel)
+        for seen in self.masks():
+            problem = self.problem(seen, kernel)
             for name, rank in itertools.product(self.strategies(), self.rank_sample()):
                 if self.constants:
                     plan = Sparse(self.constants).plan(problem, rank, name)
                 else:
                     plan = strategies.choose(name, problem).plan(problem, rank)
                 yield plan, problem, rank
+
+
+def _stack(rows: Sequence[Seen]) -> Seen:
+    """Return the rows of a batch as one sequence."""
+    if len(rows) == 1:
+        return rows[0]
+    masks, layouts, kv_layouts = zip(*rows, strict=True)
+    has_others = kv_layouts[0] is not None  # then all rows have
+    return Mask.stacked(masks), Stacked(layouts), Stacked(kv_layouts) if has_others else None
 
 
 class _Ring(ImaginedRing):
@@ -309,15 +358,21 @@ def rehearse(rehearsal: Rehearsal, kernel: Recorder, device: torch.device) -> No
     """Make all kinds of calls of a run, with their backward."""
     by_nope = rehearsal.constants is not None and rehearsal.constants.use_nope
     for plan, problem, rank in rehearsal.plans(kernel):
-        make_calls(plan, problem, rank, device, by_nope and plan.takes_inputs)
+        with_inputs, with_sums = by_nope and plan.takes_inputs, rehearsal.chunks > 1
+        make_calls(plan, problem, rank, device, with_inputs, with_sums)
 
 
 @torch.no_grad()
 def make_calls(
-    plan: Plan, problem: Problem, rank: int, device: torch.device, with_inputs: bool = False
+    plan: Plan,
+    problem: Problem,
+    rank: int,
+    device: torch.device,
+    with_inputs: bool = False,
+    with_sums: bool = False,
 ) -> None:
     """Compute the part of a rank, of any values. `with_inputs` it chooses blocks by other tensors
-    than q and k.
+    than q and k. `with_sums` it adds to gradients of keys, as chunks do.
     """
     sizes, inner, outer = problem.sizes, problem.inner, problem.outer
     rings = Rings(
@@ -326,14 +381,16 @@ def make_calls(
         outer > 1,
     )
     plan.reserve(rings, device, with_backward=True)
-    shape = sizes.batch, problem.layout.length(rank)
-    q, k, v, dout = (
-        torch.zeros(*shape, heads, sizes.head_size, dtype=sizes.dtype, device=device)
-        for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
+    queries = problem.layout.length(rank)
+    tokens = (problem.kv_layout or problem.layout).length(rank)
+    q, dout, k, v = (
+        torch.zeros(sizes.batch, *shape, sizes.head_size, dtype=sizes.dtype, device=device)
+        for shape in [(queries, sizes.heads)] * 2 + [(tokens, sizes.kv_heads)] * 2
     )
     inputs = (q, k) if with_inputs else ()
     out, lse, kept = plan.forward(rings, q, k, v, inputs)
-    plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v), inputs, kept)
+    sums = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)) if with_sums else ()
+    plan.backward(rings, QueryGradients(q, dout, lse, out), Keys(k, v, *sums), inputs, kept)
 
 
 @contextlib.contextmanager
@@ -364,10 +421,13 @@ def find_jobs(rehearsal: Rehearsal, device: torch.device) -> list[Job]:
     launches: dict[str, Job] = {}
     with _noting_launches(launches):
         rehearse(rehearsal, recorder, device)
-        if rehearsal.sp_size > 1 or any(rehearsal.windows) or rehearsal.constants:
+        has_parts = rehearsal.sp_size > 1 or rehearsal.chunks > 1 or any(rehearsal.windows)
+        if has_parts or rehearsal.constants:
             _merge_parts(rehearsal, device)
         if rehearsal.constants:
             _take_blocks(rehearsal, rehearsal.constants, device)
+        if rehearsal.lightning is not None:
+            _pass_states(rehearsal, rehearsal.lightning, device)
         _make_passes(rehearsal, device)
     return [*recorder.jobs.values(), *launches.values()]
 
@@ -377,13 +437,19 @@ def _merge_parts(rehearsal: Rehearsal, device: torch.device) -> None:
     from bmt_burst.merging.fused import merge_outputs, sum_gradients
 
     dtype, whole = getattr(torch, rehearsal.dtype), [(0, 16)]
-    for heads in {rehearsal.heads, rehearsal.kv_heads}:
-        total, other = torch.empty(2, 1, 16, heads, rehearsal.head_size, dtype=dtype, device=device)
-        lse = torch.empty(1, heads, 16, device=device)
-        ways = (total, other), (2, 4, 8), ([(0, 8)], [(0, 4), (8, 12)])
+    sums = [(heads, dtype) for heads in {rehearsal.heads, rehearsal.kv_heads}]
+    if rehearsal.chunks > 1:
+        sums.append((rehearsal.kv_heads, torch.float32))
+    for heads, of_sum in sums:
+        shape = 1, 16, heads, rehearsal.head_size
+        total, earlier = torch.empty(2, *shape, dtype=of_sum, device=device)
+        other, lse = earlier.to(dtype), torch.empty(1, heads, 16, device=device)
+        # parts of another dtype are filled up by the first one
+        counts = (2, 4, 8) if of_sum == dtype else range(2, 9)
+        ways = (total, earlier), counts, ([(0, 8)], [(0, 4), (8, 12)])
         for first, count, spans in itertools.product(*ways):
             sum_gradients(total, [(whole, first), *[(spans, other)] * (count - 1)])
-            if heads == rehearsal.heads:  # as outputs have
+            if (heads, of_sum) == (rehearsal.heads, dtype):  # as outputs have
                 others = [(spans, other, lse)] * (count - 1)
                 merge_outputs(total, lse, [(whole, first, lse), *others])
 
@@ -402,6 +468,23 @@ def _take_blocks(rehearsal: Rehearsal, sparse: InfLLMV2, device: torch.device) -
         blocks *= 2
 
 
+def _pass_states(rehearsal: Rehearsal, flash: str, device: torch.device) -> None:
+    """Compute lightning attention, with its backward, of a document that begins and ends on other
+    ranks. It has several pieces, so this takes all kernels.
+    """
+    heads, size, dtype = rehearsal.heads, rehearsal.head_size, getattr(torch, rehearsal.dtype)
+    x = torch.zeros(_TOKENS, heads, size, dtype=dtype, device=device)
+    if (name := lightning_kernels.pick(flash, x)) != "triton":
+        return
+    kernel, segments = lightning_kernels.load(name), Segments((0, len(x)), (0,), (0,))
+    slopes = torch.zeros(heads, device=device)
+    edge = torch.zeros(1, heads, size, size, device=device)
+    states = kernel.forward_states(x, x, slopes, segments)
+    kernel.outputs(x, x, x, slopes, 1.0, segments, states, edge)
+    states = kernel.backward_states(x, x, slopes, 1.0, segments)
+    kernel.gradients(x, x, x, x, slopes, 1.0, segments, edge, states, edge)
+
+
 def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
     """Make all passes of a block, of the loss and of the optimizer over some tokens."""
     from bmt_burst.fused import triton_passes as passes
@@ -409,12 +492,14 @@ def _make_passes(rehearsal: Rehearsal, device: torch.device) -> None:
 
     tokens, half = 16, rehearsal.head_size // 2
     like = {"dtype": getattr(torch, rehearsal.dtype), "device": device}
-    x = torch.empty(1, tokens, rehearsal.hidden_size, **like)
-    _, r = passes.normalize(x, x[0, 0], 1e-6)
-    for residual in (x, None):
-        passes.norm_gradients(x, x, x[0, 0], r, residual)
-    passes.gate(x, x)
-    passes.gate_gradients(x, x, x, again=True)
+    for size in rehearsal.norms:
+        x = torch.empty(1, tokens, size, **like)
+        _, r = passes.normalize(x, x[0, 0], 1e-6)
+        for residual in (x, None):
+            passes.norm_gradients(x, x, x[0, 0], r, residual)
+    for silu in (True, False) if rehearsal.gated else (True,):
+        passes.gate(x, x, silu)
+        passes.gate_gradients(x, x, x, again=True, silu=silu)
     table = torch.empty(tokens, half, device=device)
     for heads in {rehearsal.heads, rehearsal.kv_heads}:
         passes.rotate(torch.empty(1, tokens, heads, 2 * half, **like), table, table)

@@ -27,8 +27,10 @@ import bmt_burst
 from bmt_burst import SequenceParallel
 from bmt_burst.kernels import fa4
 from bmt_burst.ranks.rings import make_rings
+from bmt_burst.sequence.layout import count_chunks
 from bmt_burst.transport.bmtrain import initialized_bmtrain
 from models.config import CPMConfig
+from models.mixers import find_lightning_flash
 from train.base import ranks
 from train.base.wording import counted
 from train.data.mixture import parts
@@ -146,7 +148,7 @@ def start_warming(
     One rank of each host starts processes. Models with biases are left out.
     """
     model, leads = inputs.model, int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if device.type != "cuda" or not isinstance(model, CPMConfig) or config.chunk is not None:
+    if device.type != "cuda" or not isinstance(model, CPMConfig):
         return Warming()
     rehearsing.settle_keys()
     if not leads:
@@ -167,9 +169,11 @@ def make_rehearsal(
     config: TrainConfig, model: CPMConfig, data: Source, sp: SequenceParallel, rows: int
 ) -> Rehearsal:
     """Return the facts of a run that its kernels depend on."""
-    most = _count_documents(data)
+    most, chunk = _count_documents(data), config.tokens_of_chunk
     return Rehearsal(
-        hidden_size=model.hidden_size,
+        norms=_find_norms(model),
+        gated=model.attention_gate or model.lightning_layers > 0,
+        lightning=find_lightning_flash(config.flash) if model.lightning_layers else None,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         head_size=model.head_dim,
@@ -183,9 +187,17 @@ def make_rehearsal(
         sparse=model.sparse.to_dict() if model.sparse else None,
         documents=data.documents,
         many_documents=most is None or most * rows >= _MANY_DOCUMENTS,
+        chunks=1 if chunk is None else count_chunks(config.seq_len, chunk),
         engine="bmtrain" if initialized_bmtrain() else "torch",
         **config.attention,
     )
+
+
+def _find_norms(model: CPMConfig) -> list[int]:
+    """Return the sizes of the vectors that a model's blocks normalize."""
+    of_heads = [model.head_dim] if model.qk_norm or model.lightning_layers else []
+    of_outputs = [model.num_heads * model.head_dim] if model.lightning_layers else []
+    return list(dict.fromkeys((model.hidden_size, *of_heads, *of_outputs)))
 
 
 def _count_documents(data: Source) -> int | None:

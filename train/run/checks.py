@@ -132,8 +132,8 @@ def _check_saving(settings: Settings) -> None:
 
 
 NO_CHUNKS = (
-    "lightning layers compute a sequence as a whole: leave out --chunk, and give --sp-size or "
-    "--checkpointing full if memory is short"
+    "lightning layers compute a sequence as a whole: leave out --chunk, and give a larger "
+    "--sp-size, or in training --checkpointing full, if memory is short"
 )
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from bmt_burst import kernels
+from bmt_burst.lightning import kernels as lightning_kernels
 from bmt_burst.spec import Spec
 from models.config import CPMConfig
+from models.mixers import find_lightning_flash
 from train.base import ranks
 from train.data.mixture import Mixture, parts
 from train.data.shares import parse_shares, validation_folders
@@ -194,5 +196,7 @@ def check_kernel(config: TrainConfig, model: ModelConfig, device: torch.device) 
     )
     try:
         kernels.pick(config.flash, q, k, Spec(model.head_dim**-0.5, config.deterministic))
+        if isinstance(model, CPMConfig) and model.lightning_layers:
+            lightning_kernels.pick(find_lightning_flash(config.flash), q)
     except ValueError as error:
         raise ValueError(f"--flash {config.flash}: {error}") from error

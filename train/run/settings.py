@@ -70,8 +70,8 @@ class Settings:
     )
     sparse: Mapping[str, Any] | None = option(
         None,
-        "sparse attention in all layers: '{}' for InfLLM-V2 as MiniCPM4 has it, or with other "
-        """constants of bmt_burst.InfLLMV2, '{"dense_len": 4096}'""",
+        "sparse attention in all layers with softmax attention: '{}' for InfLLM-V2 as MiniCPM4 "
+        """has it, or with other constants of bmt_burst.InfLLMV2, '{"dense_len": 4096}'""",
     )
     window: int | None = option(
         None,
@@ -150,7 +150,11 @@ class Settings:
         "where to train; auto: on GPUs if there is one for each process of this machine",
         choices=("auto", "cpu", "cuda"),
     )
-    flash: str = option("auto", "the attention kernel, see bmt_burst.burst_attn_func")
+    flash: str = option(
+        "auto",
+        "the attention kernel, see bmt_burst.burst_attn_func; lightning layers take triton and "
+        "reference, and auto for other names",
+    )
     deterministic: bool = option(
         False, "use kernels that give identical bits in every run (CPU kernels always do)"
     )
