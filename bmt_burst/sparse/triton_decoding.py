@@ -157,7 +157,7 @@ class DecodingKeys:
 
 
 class KeysAtHand(NamedTuple):
-    """Where keys are that are at hand.
+    """The places of the keys at hand.
 
     positions  (T,) int64, rising: their positions, also of those that are still to come
     starts     (blocks + 1,) int64: the number of keys before each block, and before its end

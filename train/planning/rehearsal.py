@@ -61,6 +61,7 @@ KERNELS = (  # the modules of all Triton kernels of a run
     "bmt_burst.sparse.tiles",
     "bmt_burst.sparse.triton_far",
     "bmt_burst.sparse.triton_choice",
+    "bmt_burst.sparse.triton_decoding",
     "bmt_burst.fused.triton_passes",
     "train.engine.triton_adamw",
     "bmt_burst.lightning.triton_blocks",
