@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bmt_burst import SequenceParallel
+from bmt_burst.sequence.layout import count_chunks
 from train.base import ranks
 from train.base.wording import counted
 from train.checkpoints import checkpoint
@@ -113,13 +114,15 @@ def describe_run(
         resumed = f", a new stage from {c.resume}"
     seen = dict.fromkeys(map(describe, inputs.validation.values()))  # most often identical
     val = f"; validation: {', '.join(seen)}" if seen else ""
-    strategy = c.attention["strategy"]
+    strategy, chunks = c.attention["strategy"], ""
+    if c.tokens_of_chunk is not None:
+        chunks = f", each in {counted(count_chunks(c.seq_len, c.tokens_of_chunk), 'chunk')}"
     facts = [
         f"{c.init_from or c.model}: {model.num_parameters:,} parameters, {c.dtype} on "
         f"{engine.device.type}, {type(engine).__name__}",
         f"{batches.dp_size} data parallel x {counted(sp.size, 'sequence parallel rank')}"
         + ("" if strategy == "auto" else f", strategy {strategy}"),
-        f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step",
+        f"{counted(c.batch_size, 'sequence')} of {counted(c.seq_len, 'token')} a step{chunks}",
         (f"{counted(epoch, 'sequence')} an epoch, " if epoch else "") + describe(inputs.training),
     ]
     return "; ".join(facts) + val + resumed
