@@ -165,11 +165,11 @@ WRONG = {
     "an unfinished prefill": (leave_a_prefill, "expected a Cache whose prefill has ended"),
     "two prefills at once": (mix_prefills, "expected a chunk of the prefill that began last"),
     "too much memory": (
-        lambda model, cache, rank: (setattr(cache, "limit", 1 << 60), step(model, cache)),
+        lambda model, cache, rank: step(model, Cache(cache.sp, 3, 1 << 60)),
         f"not enough memory for the keys and values of {1 << 60:,} tokens",
     ),
     "too much memory in a prefill": (
-        lambda model, cache, rank: (setattr(cache, "limit", 1 << 60), fill(model, cache, 20)),
+        lambda model, cache, rank: fill(model, Cache(cache.sp, 3, 1 << 60), 20),
         "not enough memory",
     ),
     "a skipped layer": (skip_a_layer, "layer 1 has 0 tokens, layer 0 has 1: expected all 3 layers"),
