@@ -169,6 +169,7 @@ class Cache:
                 self._begin(q.shape[1])
             with report_failure(rings, doing):
                 self._check_inputs(layer, q, k, v)
+                self._check_sums(layer, sparse)
                 kept = self._keep(layer, k, v)
                 spec = Spec(q.shape[-1] ** -0.5, deterministic, softcap)
                 if sparse is not None:
@@ -194,6 +195,7 @@ class Cache:
         refuse_nope(sparse)
         self._check_ready(q.shape[1])
         self._check_inputs(layer, q, k, v)
+        self._check_sums(layer, sparse)
         check_device(rings, q)
         terms = {"layer": layer, "length": self.length, "limit": self.limit, "sparse": str(sparse)}
         return terms | {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
@@ -246,6 +248,15 @@ class Cache:
             raise ValueError(
                 f"layer {layer} of the cache has keys (batch, heads, head size, dtype, device) "
                 f"{had}, got {given}"
+            )
+
+    def _check_sums(self, layer: int, sparse: InfLLMV2 | None) -> None:
+        """Raise ValueError if sums of keys lack earlier tokens of a layer."""
+        summed = self._sums[layer].tokens if layer in self._sums else 0
+        if sparse is not None and layer not in self._decoding and summed < self._lengths[layer]:
+            raise ValueError(
+                f"expected sparse=None, as for {self._lengths[layer] - summed} earlier tokens of "
+                f"layer {layer}, got {sparse}"
             )
 
     def _begin(self, tokens: int) -> None:
