@@ -33,7 +33,8 @@ _COLUMNS = 256  # of a program of `_add_keys`
 
 
 class DecodingKeys:
-    """The compressed keys of a layer, bit for bit those of `KeySums`, in memory for `limit` tokens.
+    """The compressed keys of a layer, in memory for `limit` tokens. They are those of `KeySums`,
+    bit for bit if a stride has 2^n tokens.
 
     sums   those of the tokens so far, or None if there are none
     k      (B, S, G, D), keys such as those that are added: fp16, bf16 or fp32
