@@ -17,6 +17,7 @@ heads, D head size, E model width.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ class Cache:
         self._dense_lens = set[int]()  # of these layers
         self._lengths = [0] * self.layers  # tokens of each layer
         self._filling: _Prompt | None = None  # its prefill has not ended
-        self._positions = self._find_positions(torch.empty(0, dtype=torch.int64), 0)
+        self._positions = _Positions(self, torch.empty(0, dtype=torch.int64))
         self._new = _NewTokens(0, [], [])
 
     def prefill(
@@ -117,7 +118,7 @@ class Cache:
         yield from cast("Iterator[PrefillChunk]", prompt.forward(last=True))
         self._kept = prompt.results
         self.length, self._lengths = prompt.length, [prompt.length] * self.layers
-        self._positions = self._find_positions(prompt.layout.positions(self.sp.rank), prompt.length)
+        self._positions = _Positions(self, prompt.layout.positions(self.sp.rank))
         self._filling = None
 
     def longest(self, positions: Tensor) -> Tensor:
@@ -168,6 +169,7 @@ class Cache:
                 self._begin(q.shape[1])
             with report_failure(rings, doing):
                 self._check_inputs(layer, q, k, v)
+                self._check_sums(layer, sparse)
                 kept = self._keep(layer, k, v)
                 spec = Spec(q.shape[-1] ** -0.5, deterministic, softcap)
                 if sparse is not None:
@@ -193,6 +195,7 @@ class Cache:
         refuse_nope(sparse)
         self._check_ready(q.shape[1])
         self._check_inputs(layer, q, k, v)
+        self._check_sums(layer, sparse)
         check_device(rings, q)
         terms = {"layer": layer, "length": self.length, "limit": self.limit, "sparse": str(sparse)}
         return terms | {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
@@ -247,6 +250,15 @@ class Cache:
                 f"{had}, got {given}"
             )
 
+    def _check_sums(self, layer: int, sparse: InfLLMV2 | None) -> None:
+        """Raise ValueError if sums of keys lack earlier tokens of a layer."""
+        summed = self._sums[layer].tokens if layer in self._sums else 0
+        if sparse is not None and layer not in self._decoding and summed < self._lengths[layer]:
+            raise ValueError(
+                f"expected sparse=None, as for {self._lengths[layer] - summed} earlier tokens of "
+                f"layer {layer}, got {sparse}"
+            )
+
     def _begin(self, tokens: int) -> None:
         """Note new tokens, and which of their keys stay on this rank."""
         start, stop, before = self.length, self.length + tokens, self._positions.count
@@ -295,14 +307,6 @@ class Cache:
             starts = torch.searchsorted(self._positions.on_host, hidden, right=True).tolist()
         return [[start, stop] for start, stop in zip(starts, new.stops, strict=True)]
 
-    def _find_positions(self, prompt: Tensor, length: int) -> _Positions:
-        """Return the positions of this rank's keys, of which a prompt of some length has the first
-        ones.
-        """
-        new = torch.arange(length, self.limit)
-        new = new[new // BLOCK % self.sp.size == self.sp.rank]
-        return _Positions(len(prompt), torch.cat((prompt, new)))
-
     def _add_sums(self, layer: int, k: Tensor, sparse: InfLLMV2) -> None:
         """Add the keys (B, S, G, D) of the next tokens, of all ranks, to what blocks are chosen
         by.
@@ -329,7 +333,7 @@ class Cache:
     ) -> Partials:
         """Return the attention of q to the keys of this rank in the chosen blocks."""
         if layer in self._decoding:
-            at_hand = self._positions.in_blocks(self.limit, sparse.block_size, q.device)
+            at_hand = self._positions.in_blocks(sparse.block_size, q.device)
             first = self._new.first_on(q.device)
             return self._decoding[layer].attend(
                 q, kept.k, kept.v, at_hand, first, self._new.prepared, spec
@@ -376,27 +380,33 @@ class _NewTokens:
 
 class _Positions:
     """The positions of this rank's keys, also of those that are still to come: int64, rising. They
-    are on the host, and on a device once they are used there.
+    are computed once they are used, when there is memory for the keys of `limit` tokens.
 
     count  the number of keys so far
     """
 
-    def __init__(self, count: int, positions: Tensor):
-        self.count, self.on_host = count, positions
+    def __init__(self, cache: Cache, prompt: Tensor):
+        self.count, self._prompt = len(prompt), prompt
+        self._sp, self._start, self._limit = cache.sp, cache.length, cache.limit
         self._on_device: Tensor | None = None
         self._in_blocks: dict[int, KeysAtHand] = {}
+
+    @functools.cached_property
+    def on_host(self) -> Tensor:
+        new = torch.arange(self._start, self._limit)
+        new = new[new // BLOCK % self._sp.size == self._sp.rank]
+        return torch.cat((self._prompt, new))
 
     def on(self, device: torch.device) -> Tensor:
         if self._on_device is None:
             self._on_device = send_to_device(self.on_host, device)
         return self._on_device
 
-    def in_blocks(self, limit: int, block_size: int, device: torch.device) -> KeysAtHand:
-        """Return where the keys of blocks are."""
+    def in_blocks(self, block_size: int, device: torch.device) -> KeysAtHand:
         from .sparse.triton_decoding import KeysAtHand
 
         if block_size not in self._in_blocks:
-            self._in_blocks[block_size] = KeysAtHand.of(self.on(device), limit, block_size)
+            self._in_blocks[block_size] = KeysAtHand.of(self.on(device), self._limit, block_size)
         return self._in_blocks[block_size]
 
 

@@ -48,7 +48,8 @@ class Decoder:
     Obstacles are CPUs, fp64 and GPUs for which kernels/triton_few_queries.py has no kernel; and
     ranks that are no single group of torch.distributed.
 
-    Where layers with sparse attention turn sparse, at `dense_len` tokens, a new graph is made.
+    Where layers turn sparse, at `dense_len` tokens, the next token is computed without a graph, and
+    then a new one is made.
 
     The model must do the same work for each token. Its work on the host is done only when the graph
     is made. Its weights may change in place only. Drop the Decoder before the ranks' group is
@@ -63,11 +64,11 @@ class Decoder:
         # those of the layers, once one token was computed without a graph
         self._windows: list[int | None] | None = None
         self._step: _Step | None = None
-        self._sparse_layers = self._find_sparse()
+        self._sparse_lens = self._find_sparse_lens()
 
-    def _find_sparse(self) -> list[int]:
-        """Return the `dense_len` of those layers whose attention to the next token is sparse."""
-        return [most for most in sorted(self.cache._dense_lens) if self.cache.length + 1 >= most]
+    def _find_sparse_lens(self) -> set[int]:
+        """Return each `dense_len` with which the next token's attention is sparse."""
+        return {least for least in self.cache._dense_lens if self.cache.length + 1 >= least}
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -78,10 +79,10 @@ class Decoder:
         """
         count = tokens.shape[1]
         rings = make_rings(self.cache.sp.process_group, self.cache.sp.double_group)
-        if self._sparse_layers != (turned := self._find_sparse()):
-            # other kernels compute them, which run without a graph first
+        if self._sparse_lens != (sparse_lens := self._find_sparse_lens()):
+            # layers that turned sparse have other kernels, which run without a graph first
             self._windows = self._step = None
-            self._sparse_layers = turned
+            self._sparse_lens = sparse_lens
         if count == 1 and self._windows is not None and self._replays(rings):
             return self._replay(rings, tokens, self._windows)
         length = self.cache.length

@@ -138,9 +138,16 @@ def mix_prefills(model, cache, rank):
             model(torch.zeros(1, len(positions), dtype=torch.int64), positions, cache=part)
 
 
+def turn_sparse(model, cache, rank):
+    fill(model, cache, 50)
+    x = torch.zeros(1, 1, 2, 8, dtype=torch.float64)
+    cache.attend(0, x, x, x, sparse=InfLLMV2())
+
+
 NOPE = InfLLMV2(
     block_size=16, kernel_size=8, kernel_stride=4, window_size=32, topk=3, use_nope=True
 )
+
 WRONG = {
     "a long prompt": (
         lambda model, cache, rank: fill(model, cache, 101),
@@ -165,12 +172,16 @@ WRONG = {
     "an unfinished prefill": (leave_a_prefill, "expected a Cache whose prefill has ended"),
     "two prefills at once": (mix_prefills, "expected a chunk of the prefill that began last"),
     "too much memory": (
-        lambda model, cache, rank: (setattr(cache, "limit", 1 << 60), step(model, cache)),
+        lambda model, cache, rank: step(model, Cache(cache.sp, 3, 1 << 60)),
         f"not enough memory for the keys and values of {1 << 60:,} tokens",
     ),
     "too much memory in a prefill": (
-        lambda model, cache, rank: (setattr(cache, "limit", 1 << 60), fill(model, cache, 20)),
+        lambda model, cache, rank: fill(model, Cache(cache.sp, 3, 1 << 60), 20),
         "not enough memory",
+    ),
+    "sparse attention after dense": (
+        turn_sparse,
+        "expected sparse=None, as for 50 earlier tokens of layer 0, got InfLLMV2",
     ),
     "a skipped layer": (skip_a_layer, "layer 1 has 0 tokens, layer 0 has 1: expected all 3 layers"),
     "an error of one rank": (

@@ -75,9 +75,8 @@ class KeySums:
         self._strides, self._first = strides[unfinished - self._first :].clone(), unfinished
 
     def unfinished(self) -> tuple[int, Tensor]:
-        """Return what later compressed keys need: the number of the first stride that one of them
-        begins with, and the sums of this stride and those after it, (n, B, G, D). The last one is
-        the sum of the keys so far of a stride that has not ended.
+        """Return the sums of strides that later compressed keys need, (n, B, G, D), after the
+        number of the first one. If a stride has not ended, the last one is the sum of its keys.
         """
         assert self._strides is not None and self._rest is not None, "extend comes first"
         last = torch.zeros_like(self._rest[:1], dtype=self._strides.dtype)

@@ -33,7 +33,8 @@ _COLUMNS = 256  # of a program of `_add_keys`
 
 
 class DecodingKeys:
-    """The compressed keys of a layer, bit for bit those of `KeySums`, in memory for `limit` tokens.
+    """The compressed keys of a layer, in memory for `limit` tokens. They are those of `KeySums`,
+    bit for bit if a stride has 2^n tokens.
 
     sums   those of the tokens so far, or None if there are none
     k      (B, S, G, D), keys such as those that are added: fp16, bf16 or fp32
@@ -95,10 +96,11 @@ class DecodingKeys:
         found = []
         for start in range(0, q.shape[1], _MOST_TOKENS):
             part = q[:, start : start + _MOST_TOKENS].contiguous()
-            key = "tiles", start, groups, self._strides, str(self.sparse)
+            size = count_queries(part, self.sparse, groups)
+            key = start, size, self._strides, self.sparse
             if key not in prepared:
                 stop = first + q.shape[1]
-                prepared[key] = self._find_tiles(part, groups, first + start, stop)
+                prepared[key] = self._find_tiles(part, size, first + start, stop)
             found.append(self._attend(part, k, v, at_hand, prepared[key], splits, spec))
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -123,11 +125,12 @@ class DecodingKeys:
         """Do what `attend` does, for few tokens."""
         batch, tokens, heads, head_size = q.shape
         groups, most = k.shape[2], self.sparse.most_blocks
+        share = heads // groups
         chosen = choose_in_spans(q.flatten(0, 1), tiles, self._keys, self.sparse, spec.scale)
-        shape = choose_shape(q, heads // groups)
+        shape = choose_shape(q, share)
         outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
         lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
-        _attend_to_blocks[batch * tokens, groups, splits](
+        _attend_to_blocks[batch * tokens, groups * triton.cdiv(share, shape.M), splits](
             q, k, v, chosen, tiles.places, *at_hand, outs, lses,
             k.stride(), v.stride(), spec.scale, tokens, triton.cdiv(most, splits),
             HEADS=heads, GROUPS=groups, D=head_size,
@@ -137,11 +140,11 @@ class DecodingKeys:
         )  # fmt: skip
         return outs, lses
 
-    def _find_tiles(self, q: Tensor, groups: int, first: Tensor, stop: Tensor) -> Tiles:
-        """Return the tiles of the queries q (B, S, H, D), one row of the batch after another. The
-        first has position `first`, and there are keys up to `stop`.
+    def _find_tiles(self, q: Tensor, size: int, first: Tensor, stop: Tensor) -> Tiles:
+        """Return the tiles, of up to `size` queries, of q (B, S, H, D): those of one row of the
+        batch after another. The first query has position `first`. There are keys up to `stop`.
         """
-        (batch, tokens), size = q.shape[:2], count_queries(q, self.sparse, groups)
+        batch, tokens = q.shape[:2]
         row = torch.arange(batch, device=q.device).unsqueeze(1)
         begins = torch.arange(0, tokens, size, device=q.device)
         columns = (
@@ -160,7 +163,7 @@ class KeysAtHand(NamedTuple):
     """The places of the keys at hand.
 
     positions  (T,) int64, rising: their positions, also of those that are still to come
-    starts     (blocks + 1,) int64: the number of keys before each block, and before its end
+    starts     (blocks + 1,) int64: the number of keys before each block, and before the limit
     """
 
     positions: Tensor
@@ -236,11 +239,12 @@ def _attend_to_blocks(
     MOST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fill out and lse of `each` blocks of a query, for the heads of a kv head."""
+    """Fill out and lse of `each` blocks of a query, for M heads of a kv head."""
     SHARE: tl.constexpr = HEADS // GROUPS
-    query, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    query, split = tl.program_id(0), tl.program_id(2)
+    group, part = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
     place = tl.load(places + query)
-    row, column = tl.arange(0, M), tl.arange(0, WIDTH)
+    row, column = part * M + tl.arange(0, M), tl.arange(0, WIDTH)
     inside = row < SHARE
     head = wide(query) * HEADS + group * SHARE + row
     exist = inside[:, None] & (column < D)[None, :]
