@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmt_burst.base.arguments import as_int
 from bmt_burst.base.autocast import autocast_dtype
 from bmt_burst.cache import Cache
+from bmt_burst.calls.refusal import refuse_call
 from bmt_burst.chunks import Chunk
 from bmt_burst.fused.norm import RMSNorm
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
@@ -225,6 +227,8 @@ class CPM(SequenceParallelModule):
             raise ValueError(
                 "expected a Chunk or an offload, got both: kept keys stay on the device"
             )
+        if last is not None:
+            self._check_last(last, tokens.shape[1], labels, cache)
         x = self.embed_tokens(tokens) * self.config.scale_emb
         cos, sin = self._rope_tables(positions, cache)
         seen = cos, sin, cache, mask, layout
@@ -244,6 +248,19 @@ class CPM(SequenceParallelModule):
             return score_tokens(x, head.weight, labels)
         loss = linear_cross_entropy_by_row if by_row else linear_cross_entropy_sum
         return loss(x, head.weight, labels)
+
+    def _check_last(
+        self, last: int, tokens: int, labels: Tensor | None, cache: KVCache | Chunk | Cache | None
+    ) -> None:
+        """Raise an error on all ranks unless the last tokens can have logits."""
+        try:
+            if labels is not None or isinstance(cache, Chunk):
+                other = "labels" if labels is not None else "a Chunk, which chooses itself"
+                raise ValueError(f"expected last={last!r} or {other}, got both: leave out last")
+            if not 0 <= as_int("last", last) <= tokens:
+                raise ValueError(f"last must be 0 to {tokens}, this rank's tokens, got {last}")
+        except (TypeError, ValueError) as error:
+            refuse_call(error, self.sp.process_group, self.sp.double_group)
 
     def _rope_tables(
         self, positions: Tensor, cache: KVCache | Chunk | Cache | None

@@ -250,3 +250,27 @@ def test_generate_refuses_in_a_line(capsys):
         assert stopped.value.code == 2
         printed = capsys.readouterr().err
         assert printed.startswith(f"generate.py: {message}") and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "with_labels", "message"),
+    [
+        (6, False, "last must be 0 to 5, this rank's tokens, got 6"),
+        (-1, False, "last must be 0 to 5, this rank's tokens, got -1"),
+        (True, False, "last must be a whole number, got True"),
+        (0, True, "expected last=0 or labels, got both: leave out last"),
+    ],
+)
+def test_wrong_numbers_of_logits_raise_on_all_ranks(last, with_labels, message):
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    labels = tokens if with_labels else None
+
+    def work(ring):
+        model = CPM(SMALL, SequenceParallel(ring.rank, 2, process_group=ring))
+        wrong = None if ring.rank else last  # on the first rank
+        with pytest.raises((TypeError, ValueError)) as caught:
+            model(tokens, torch.arange(5), labels, last=wrong)
+        return str(caught.value)
+
+    for said in simulate(2, work):
+        assert message in said
