@@ -144,7 +144,7 @@ def _compare_step(row: Row) -> Comparison:
     config = TrainConfig(
         **{name: row[name] for name in names},
         **{name: row.get(name) for name in later},
-        model=_write_model(row["model"], row["layers"]),
+        model=_write_model(row["model"], row["layers"], tuple(row.get("mixers") or ())),
         sparse=sparse,
         sp_size=row["sp"],
         micro_batch_size=row["micro_batch_size"] or rows,
@@ -156,10 +156,11 @@ def _compare_step(row: Row) -> Comparison:
 
 
 @functools.cache
-def _write_model(name: str, layers: int) -> str:
+def _write_model(name: str, layers: int, mixers: tuple[str, ...]) -> str:
     """Write the configuration of a model with other layers. Return the file."""
+    model = dataclasses.replace(PRESETS[name], num_layers=layers, mixers=mixers or None)
     with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-        json.dump(dataclasses.replace(PRESETS[name], num_layers=layers).to_dict(), file)
+        json.dump(model.to_dict(), file)
     atexit.register(os.unlink, file.name)
     return file.name
 

@@ -98,7 +98,7 @@ SECTIONS = {
         "lightning",
         "Kernel, layer, ranks and errors",
         "bench/lightning.py --peers fla",
-        "medians of five rounds; extra GiB are beyond inputs, results and gradients",
+        "medians of rounds; extra GiB are beyond inputs, results and gradients",
     ),
     "training-*": Section("training", "Pretraining", "bench/training.py", _MEDIANS),
     "steps-*-fp8*": Section("training", "Steps with products in float8", "bench/steps.py"),
@@ -107,6 +107,9 @@ SECTIONS = {
     ),
     "steps-*-again.jsonl": Section(
         "training", "Whole steps again, at a later commit", "bench/steps.py", _MEDIANS
+    ),
+    "steps-*-hybrid.jsonl": Section(
+        "training", "Steps with lightning layers beside dense ones", "bench/steps.py", _MEDIANS
     ),
     "chunks-*-h?00.jsonl": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
     "chunks-*-256k.jsonl": Section(
@@ -128,7 +131,7 @@ SECTIONS = {
         "training",
         "Generation over ranks",
         "bench/generation.py",
-        "medians of 24 calls, which compute one token by a CUDA graph in dense attention only",
+        "medians of 24 calls, which compute one token by a CUDA graph",
     ),
     "passes-*": Section("time", "Elementwise passes and the loss", "bench/passes.py"),
     "live-training-*": Section(

@@ -62,6 +62,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
         "case": name,
         "model": config.model,
         "layers": model.num_layers,
+        "mixers": getattr(model, "mixers", None),
         "engine": args.engine,
         "gpus": dist.get_world_size(),
         "sp": config.sp_size,
