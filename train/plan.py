@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,17 @@ def main(argv: Sequence[str]) -> int:
         gib = hardware.gib if machine["gpu_memory"] is None else machine["gpu_memory"]
         cluster = Cluster(machine["gpus"], gib, hardware, machine["host_memory"])
         budget = Budget(cost["tokens"], cost["price_per_gpu_hour"])
-        print(_report(given, cluster, budget))
+        for part in _report(given, cluster, budget):
+            print(part, flush=True)
     except (ValueError, OSError) as error:
         parser.fail(error)
     return 0
 
 
-def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> str:
-    """Return the plan of the run with the options `given`."""
+def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator[str]:
+    """Yield the parts of the plan of the run with the options `given`. With many GPUs the table of
+    the longest sequences takes a minute.
+    """
     sp_size = given.get("sp_size", cluster.gpus)
     groups = max(cluster.gpus // max(sp_size, 1), 1)
     sizes = {"sp_size": sp_size, "batch_size": groups, "micro_batch_size": 1, "dtype": "bf16"}
@@ -87,7 +90,9 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> str:
     seq_len = find_any_longest(planned) if seq_len is None else seq_len
     planned = plan(dataclasses.replace(config, seq_len=seq_len), cluster, engine)
     found = recommend(planned) or planned
-    return "\n\n".join((describe(found, budget), table(planned, found), advice(planned)))
+    yield describe(found, budget)
+    yield f"\n{table(planned, found)}"
+    yield f"\n{advice(planned)}"
 
 
 if __name__ == "__main__":
