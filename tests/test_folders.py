@@ -25,7 +25,7 @@ LEVELS = [
     ("calls",),
     ("bias", "sparse", "lightning", "scores"),
     ("extensions",),
-    ("attention", "cache", "chunks", "decoder", "loss", "offload", "nn", "", "doctor"),
+    ("attention", "chunks", "generation", "loss", "offload", "nn", "", "doctor"),
     ("adapters", "bmtrain", "compat"),
 ]
 # The core, and words of its extensions.

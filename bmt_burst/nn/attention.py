@@ -17,11 +17,11 @@ from ..attention import burst_attn_func
 from ..base.arguments import as_bool, as_int, as_positive
 from ..base.compiled import not_compiled
 from ..base.dtypes import accumulator_dtype
-from ..cache import Cache
 from ..calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
 from ..calls.options import Layouts, Masks
 from ..calls.refusal import refuse_call
 from ..chunks import Chunk
+from ..generation.cache import Cache
 from ..kernels import load
 from ..kernels.reference import visible
 from ..merging.sinks import decoded_with_sinks

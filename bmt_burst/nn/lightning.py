@@ -13,10 +13,10 @@ from torch import Tensor
 from ..base.arguments import check_tensor
 from ..base.autocast import autocast
 from ..base.dtypes import accumulator_dtype
-from ..cache import Cache
 from ..calls.options import Layouts, Masks
 from ..calls.refusal import refuse_call
 from ..chunks import Chunk
+from ..generation.cache import Cache
 from ..lightning import alibi_slopes, lightning_attn_func
 from ..lightning.attention import CALL
 from ..lightning.cache import StateCache, continue_state

@@ -26,28 +26,28 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from .base.arguments import as_int
-from .base.autocast import autocast, without_autocast
-from .base.dtypes import accumulator_dtype
-from .base.streams import send_to_device
-from .calls.autograd import Past
-from .calls.refusal import refuse_call
-from .chunks import Chunk, Chunks, Kept
-from .kernels import few_queries
-from .kernels.few_queries import Partials, find_kernels
-from .merging.sinks import decoded_with_sinks
-from .ranks.agreement import admit_one_thread, agree, report_failure
-from .ranks.rings import Rings, check_device, make_rings
-from .ranks.sequence_parallel import SequenceParallel, check_sp
-from .sequence.mask import Mask
-from .sequence.span import Span
-from .sparse.cache import KeySums, attend_to_chosen
-from .sparse.choice import choose_in_document
-from .sparse.config import InfLLMV2
-from .spec import Spec
+from ..base.arguments import as_int
+from ..base.autocast import autocast, without_autocast
+from ..base.dtypes import accumulator_dtype
+from ..base.streams import send_to_device
+from ..calls.autograd import Past
+from ..calls.refusal import refuse_call
+from ..chunks import Chunk, Chunks, Kept
+from ..kernels import few_queries
+from ..kernels.few_queries import Partials, find_kernels
+from ..merging.sinks import decoded_with_sinks
+from ..ranks.agreement import admit_one_thread, agree, report_failure
+from ..ranks.rings import Rings, check_device, make_rings
+from ..ranks.sequence_parallel import SequenceParallel, check_sp
+from ..sequence.mask import Mask
+from ..sequence.span import Span
+from ..sparse.cache import KeySums, attend_to_chosen
+from ..sparse.choice import choose_in_document
+from ..sparse.config import InfLLMV2
+from ..spec import Spec
 
 if TYPE_CHECKING:  # it needs the package triton
-    from .sparse.triton_decoding import DecodingKeys, KeysAtHand
+    from ..sparse.triton_decoding import DecodingKeys, KeysAtHand
 
 BLOCK = 64  # neighbouring new tokens whose keys stay on one rank
 
@@ -319,7 +319,7 @@ class Cache:
         if find_kernels(k) is few_queries:
             self._add_sums(layer, k, sparse)
             return
-        from .sparse.triton_decoding import DecodingKeys
+        from ..sparse.triton_decoding import DecodingKeys
 
         if layer not in self._decoding:
             with reserve_memory(self.limit):
@@ -403,7 +403,7 @@ class _Positions:
         return self._on_device
 
     def in_blocks(self, block_size: int, device: torch.device) -> KeysAtHand:
-        from .sparse.triton_decoding import KeysAtHand
+        from ..sparse.triton_decoding import KeysAtHand
 
         if block_size not in self._in_blocks:
             self._in_blocks[block_size] = KeysAtHand.of(self.on(device), self._limit, block_size)

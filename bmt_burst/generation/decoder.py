@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.arguments import as_bool
+from ..base.arguments import as_bool
+from ..kernels import few_queries
+from ..ranks.agreement import admit_one_thread, agree, report_failure, run_together
+from ..ranks.rings import Rings, make_rings
+from ..transport.torch_dist import TorchTransport
 from .cache import Cache
-from .kernels import few_queries
-from .ranks.agreement import admit_one_thread, agree, report_failure, run_together
-from .ranks.rings import Rings, make_rings
-from .transport.torch_dist import TorchTransport
 
 logger = logging.getLogger("bmt_burst")
 
