@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from bmt_burst import Cache, Decoder, InfLLMV2
 from bmt_burst.generation import cache as caches
+from bmt_burst.generation import new_tokens
 from bmt_burst.sparse.cache import KeySums, attend_to_chosen
 from bmt_burst.sparse.choice import choose_in_document
 from bmt_burst.spec import Spec
@@ -85,6 +86,12 @@ def test_attention_is_that_of_torch(dtype):
             assert (lse[row].cpu() - expected[1].T).abs().max() < 1e-5
 
 
+def use_triton(monkeypatch):
+    """Compute new tokens by Triton on any device."""
+    for module in (caches, new_tokens):
+        monkeypatch.setattr(module, "find_kernels", lambda _: triton_few_queries)
+
+
 def one_at_a_time(monkeypatch):
     """Let threads wait for each other at launches: the interpreter runs one kernel at a time."""
     launch, lock = GridExecutor.__call__, threading.Lock()
@@ -122,7 +129,7 @@ def test_logits_are_those_of_torch(size, prompt, chunk, steps, monkeypatch):
 
     with torch.no_grad():
         expected = on_ranks(size, work)[0]
-        monkeypatch.setattr(caches, "find_kernels", lambda _: triton_few_queries)
+        use_triton(monkeypatch)
         for found in on_ranks(size, work):
             assert (found - expected).abs().max() / expected.abs().max() < 1e-5
 
@@ -131,7 +138,7 @@ def test_logits_are_those_of_torch(size, prompt, chunk, steps, monkeypatch):
 def test_a_graph_goes_on_where_layers_turn_sparse(monkeypatch):
     """At 90 tokens, where another graph is made."""
     one_at_a_time(monkeypatch)
-    monkeypatch.setattr(caches, "find_kernels", lambda _: triton_few_queries)
+    use_triton(monkeypatch)
     config = dataclasses.replace(SPARSE, num_layers=1)
     model, prompt, end = build(config).float(), 84, 98
     tokens, positions, found = torch.randint(0, 40, (1, end)), torch.arange(prompt), []

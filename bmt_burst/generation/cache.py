@@ -10,17 +10,13 @@ each. A rank attends to its own keys, and one gather of (out, lse) merges the ra
     # on all ranks: logits of the last token, then the next token and its position
     logits = model(token, position, cache=cache)
 
-Letters: B batch, S new tokens, C tokens of a rank in a chunk, T keys of a rank, H query heads, G kv
-heads, D head size, E model width.
+Letters: B batch, S new tokens, T keys of a rank, H query heads, G kv heads, D head size.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,28 +24,24 @@ from torch import Tensor
 
 from ..base.arguments import as_int
 from ..base.autocast import autocast, without_autocast
-from ..base.dtypes import accumulator_dtype
 from ..base.streams import send_to_device
-from ..calls.autograd import Past
 from ..calls.refusal import refuse_call
-from ..chunks import Chunk, Chunks, Kept
+from ..chunks import Kept
 from ..kernels import few_queries
 from ..kernels.few_queries import Partials, find_kernels
 from ..merging.sinks import decoded_with_sinks
 from ..ranks.agreement import admit_one_thread, agree, report_failure
 from ..ranks.rings import Rings, check_device, make_rings
 from ..ranks.sequence_parallel import SequenceParallel, check_sp
-from ..sequence.mask import Mask
-from ..sequence.span import Span
 from ..sparse.cache import KeySums, attend_to_chosen
 from ..sparse.choice import choose_in_document
 from ..sparse.config import InfLLMV2
 from ..spec import Spec
+from .new_tokens import BLOCK, NewTokens, Positions, merge_ranks
+from .prompt import PrefillChunk, Prompt, refuse_nope, reserve_memory
 
 if TYPE_CHECKING:  # it needs the package triton
-    from ..sparse.triton_decoding import DecodingKeys, KeysAtHand
-
-BLOCK = 64  # neighbouring new tokens whose keys stay on one rank
+    from ..sparse.triton_decoding import DecodingKeys
 
 
 class Cache:
@@ -81,9 +73,9 @@ class Cache:
         self._decoding: dict[int, DecodingKeys] = {}
         self._dense_lens = set[int]()  # of these layers
         self._lengths = [0] * self.layers  # tokens of each layer
-        self._filling: _Prompt | None = None  # its prefill has not ended
-        self._positions = _Positions(self, torch.empty(0, dtype=torch.int64))
-        self._new = _NewTokens(0, [], [])
+        self._filling: Prompt | None = None  # its prefill has not ended
+        self._positions = Positions(self.sp, torch.empty(0, dtype=torch.int64), 0, self.limit)
+        self._new = NewTokens(0, [], [])
 
     def prefill(
         self, length: int, tokens: int | None = None, layout: str = "zigzag"
@@ -111,14 +103,26 @@ class Cache:
                     "to the model with cache=cache"
                 )
             self._check_limit(length)
-            prompt = _Prompt(self, length, length if tokens is None else tokens, layout)
+            prompt = Prompt(
+                self.sp,
+                self.layers,
+                length,
+                length if tokens is None else tokens,
+                layout,
+                limit=self.limit,
+                later=self.count_own(length, self.limit),
+                add_sums=self._add_sums,
+            )
         except (TypeError, ValueError) as error:
             refuse_call(error, self.sp.process_group, self.sp.double_group)
+        if self._filling is not None:
+            self._filling.is_replaced = True
         self._filling, self._sums = prompt, {}  # those of an earlier attempt do not count
         yield from cast("Iterator[PrefillChunk]", prompt.forward(last=True))
         self._kept = prompt.results
         self.length, self._lengths = prompt.length, [prompt.length] * self.layers
-        self._positions = _Positions(self, prompt.layout.positions(self.sp.rank))
+        mine = prompt.layout.positions(self.sp.rank)
+        self._positions = Positions(self.sp, mine, prompt.length, self.limit)
         self._filling = None
 
     def longest(self, positions: Tensor) -> Tensor:
@@ -179,7 +183,7 @@ class Cache:
                     parts = find_kernels(q).attend(q, kept.k, kept.v, spans, spec)
                 else:
                     parts = self._attend_sparse(layer, q, kept, sparse, spec)
-                out, lse = _merge_ranks(rings, parts, q, q.dtype if sinks is None else None)
+                out, lse = merge_ranks(rings, parts, q, q.dtype if sinks is None else None)
         if sinks is not None:
             out = decoded_with_sinks(out, lse.transpose(1, 2), sinks).to(q.dtype)
         return out
@@ -266,7 +270,7 @@ class Cache:
         stops = [before + count for count in itertools.accumulate(own)]
         self._positions.count = stops[-1]
         places = [end - 1 if mine else -1 for end, mine in zip(stops, own, strict=True)]
-        self.length, self._new = stop, _NewTokens(start, places, stops)
+        self.length, self._new = stop, NewTokens(start, places, stops)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> Kept:
         """Keep the new keys and values that stay on this rank. Return all of its memory."""
@@ -349,177 +353,3 @@ class Cache:
             outs.append(out)
             lses.append(lse.T)
         return torch.stack(outs).unsqueeze(0), torch.stack(lses).unsqueeze(0)
-
-
-@dataclass
-class _NewTokens:
-    """The tokens that layers compute now, S of them.
-
-    start      their first position
-    places     for each token, the place of its key in this rank's memory. -1: another rank keeps it
-    stops      for each token, the number of this rank's keys up to it
-    on_device  the places, (S,) int64, on the keys' device once they are used there
-    spans      the keys that the tokens see, (S, 2) int64, there as well, by the window of a layer
-    first      `start`, (1,) int64, there as well
-    prepared   what layers of sparse attention share
-    """
-
-    start: int
-    places: list[int]
-    stops: list[int]
-    on_device: Tensor | None = None
-    spans: dict[int | None, Tensor] = field(default_factory=dict)
-    first: Tensor | None = None
-    prepared: dict[Any, Any] = field(default_factory=dict)
-
-    def first_on(self, device: torch.device) -> Tensor:
-        if self.first is None:
-            self.first = send_to_device(torch.tensor([self.start]), device)
-        return self.first
-
-
-class _Positions:
-    """The positions of this rank's keys, also of those that are still to come: int64, rising. They
-    are computed once they are used, when there is memory for the keys of `limit` tokens.
-
-    count  the number of keys so far
-    """
-
-    def __init__(self, cache: Cache, prompt: Tensor):
-        self.count, self._prompt = len(prompt), prompt
-        self._sp, self._start, self._limit = cache.sp, cache.length, cache.limit
-        self._on_device: Tensor | None = None
-        self._in_blocks: dict[int, KeysAtHand] = {}
-
-    @functools.cached_property
-    def on_host(self) -> Tensor:
-        new = torch.arange(self._start, self._limit)
-        new = new[new // BLOCK % self._sp.size == self._sp.rank]
-        return torch.cat((self._prompt, new))
-
-    def on(self, device: torch.device) -> Tensor:
-        if self._on_device is None:
-            self._on_device = send_to_device(self.on_host, device)
-        return self._on_device
-
-    def in_blocks(self, block_size: int, device: torch.device) -> KeysAtHand:
-        from ..sparse.triton_decoding import KeysAtHand
-
-        if block_size not in self._in_blocks:
-            self._in_blocks[block_size] = KeysAtHand.of(self.on(device), self._limit, block_size)
-        return self._in_blocks[block_size]
-
-
-class _Prompt(Chunks):
-    """The chunks of a cache's first tokens."""
-
-    _keeps_all = True
-
-    def __init__(self, cache: Cache, length: int, tokens: int, layout: str):
-        self.cache, self.length = cache, length
-        self.results: dict[int, Kept] = {}
-        super().__init__(Mask.causal(length), tokens, cache.layers, cache.sp, layout=layout)
-
-    def _make_chunk(self, number: int, positions: Span, span: slice) -> PrefillChunk:
-        return PrefillChunk(self, number, positions, span)
-
-    def _count_places(self, window: int | None) -> int:
-        new = self.cache.count_own(self.length, self.cache.limit)
-        return super()._count_places(window) + new
-
-    def _keep(
-        self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None
-    ) -> Past:
-        if self.cache._filling is not self:
-            raise ValueError(
-                "expected a chunk of the prefill that began last, got one of an earlier prefill"
-            )
-        with reserve_memory(self.cache.limit):
-            return super()._keep(chunk, layer, q, k, v, window)
-
-    def _forget(self) -> None:
-        self.results = dict(self._kept)
-        super()._forget()
-
-
-class PrefillChunk(Chunk):
-    """A part of a prompt, which a model takes as its cache. `Cache.prefill` yields it."""
-
-    chunks: _Prompt
-
-    def select(self, x: Tensor) -> Tensor:
-        """Return the prompt's last token of x (B, C, E), on all ranks: (B, 1, E) with the last
-        chunk, none before.
-        """
-        if self is not self.chunks.chunks[-1]:
-            return x[:, :0]
-        sp, layout = self.chunks.sp, self.chunks.layout.layouts[self.number]
-        last = sp.with_layout("contiguous").unshard(x[:, -1:], sp.size)  # of each rank
-        at = layout.seq_len - 1
-        [owner] = (r for r in range(sp.size) if any(at in some for some in layout.shards[r]))
-        return last[:, owner : owner + 1]
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Do what Chunk.attend does, and keep sums of keys for sparse attention."""
-        sp, sparse = self.chunks.sp, options.get("sparse")
-        try:
-            refuse_nope(sparse)
-        except ValueError as error:
-            refuse_call(error, sp.process_group, sp.double_group)
-        out = super().attend(layer, q, k, v, window, **options)
-        if sparse is not None:
-            layout = self.chunks.layout.layouts[self.number]
-            whole = sp.with_layout(layout).unshard(autocast(k), layout.seq_len)
-            self.chunks.cache._add_sums(layer, whole, sparse)
-        return out
-
-
-@contextlib.contextmanager
-def reserve_memory(tokens: int) -> Iterator[None]:
-    """Raise ValueError instead of torch's RuntimeError if memory does not suffice inside."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ValueError(
-            f"not enough memory for the keys and values of {tokens:,} tokens: expected a smaller "
-            "limit of the cache, or more ranks"
-        ) from error
-
-
-def refuse_nope(sparse: InfLLMV2 | None) -> None:
-    """Raise ValueError for sparse attention that chooses by keys without rotary positions."""
-    if sparse is not None and sparse.use_nope:
-        raise ValueError(
-            f"a Cache keeps rotated keys only: expected sparse attention without use_nope, got "
-            f"{sparse}"
-        )
-
-
-def _merge_ranks(
-    rings: Rings, parts: Partials, q: Tensor, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """Return the merge of all ranks' partial results in rank order: out (B, S, H, D), by default in
-    the accumulator's dtype, and lse (B, S, H).
-    """
-    few, wide, rows = find_kernels(q), accumulator_dtype(q.dtype), q.shape[:-1]
-    if rings.size > 1:
-        mine = q.new_empty(1, q.numel() + rows.numel(), dtype=wide)
-        few.merge(parts, *(x[0] for x in _unpack(mine, q)))
-        parts = _unpack(rings.gather_equal(mine[0]), q)
-    out, lse = q.new_empty(q.shape, dtype=dtype or wide), q.new_empty(rows, dtype=wide)
-    few.merge(parts, out, lse)
-    return out, lse
-
-
-def _unpack(packed: Tensor, q: Tensor) -> Partials:
-    """Return views of N partial results for q (B, S, H, D): packed has (N, B * S * H * (D + 1))."""
-    outs, lses = packed.split([q.numel(), packed.shape[1] - q.numel()], 1)
-    return outs.view(-1, *q.shape), lses.view(-1, *q.shape[:-1])
