@@ -62,7 +62,6 @@ from bench.implementations import Unavailable
 from bench.machine import GIB, Machine
 from bench.timeline import STEPS, activities_of, profiled
 from bmt_burst import (
-    Layout,
     Mask,
     SequenceParallel,
     alibi_slopes,
@@ -368,17 +367,9 @@ def results_of_ranks(
 ) -> list[Tensor]:
     """Return out, dq, dk and dv of the whole sequence, computed over all ranks in zigzag."""
     sp = init_sequence_parallel(layout="zigzag")
-    layout = Layout.zigzag(qkv[0].shape[1], sp.size)
-    shards = [layout.shard(x.detach(), sp.rank) for x in (*qkv, dout)]
+    shards = [sp.shard(x.detach()) for x in (*qkv, dout)]
     found = results(make_ours(args, sp), shards[:3], shards[3])
-    return [gather(x, layout) for x in found]
-
-
-def gather(x: Tensor, layout: Layout) -> Tensor:
-    """Return a whole sequence on each rank, from the shard of each rank."""
-    shards = [torch.empty_like(x) for _ in range(layout.size)]
-    torch.distributed.all_gather(shards, x.contiguous())
-    return layout.unshard(shards)
+    return [sp.unshard(x, dout.shape[1]) for x in found]
 
 
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float]:
