@@ -71,7 +71,6 @@ class Cache:
         # of layers with sparse attention: of the prompt, and with new tokens on GPUs
         self._sums: dict[int, KeySums] = {}
         self._decoding: dict[int, DecodingKeys] = {}
-        self._dense_lens = set[int]()  # of these layers
         self._lengths = [0] * self.layers  # tokens of each layer
         self._filling: Prompt | None = None  # its prefill has not ended
         self._positions = Positions(self.sp, torch.empty(0, dtype=torch.int64), 0, self.limit)
@@ -124,6 +123,12 @@ class Cache:
         mine = prompt.layout.positions(self.sp.rank)
         self._positions = Positions(self.sp, mine, prompt.length, self.limit)
         self._filling = None
+
+    @property
+    def _dense_lens(self) -> set[int]:
+        """The `dense_len` of layers with sparse attention."""
+        of_prompt = {keys.sparse.dense_len for keys in self._sums.values()}
+        return of_prompt | {keys.sparse.dense_len for keys in self._decoding.values()}
 
     def longest(self, positions: Tensor) -> Tensor:
         """Return the length by which rotary scalings choose frequencies, that of the text so far:
@@ -315,7 +320,6 @@ class Cache:
         """Add the keys (B, S, G, D) of the next tokens, of all ranks, to what blocks are chosen
         by.
         """
-        self._dense_lens.add(sparse.dense_len)
         self._sums.setdefault(layer, KeySums(sparse)).extend(k)
 
     def _add_new_sums(self, layer: int, k: Tensor, sparse: InfLLMV2) -> None:
@@ -329,7 +333,6 @@ class Cache:
             with reserve_memory(self.limit):
                 sums = self._sums.pop(layer, None)
                 self._decoding[layer] = DecodingKeys(sums, k, self.limit, sparse)
-            self._dense_lens.add(sparse.dense_len)
         self._decoding[layer].extend(k, self._new.first_on(k.device))
 
     def _attend_sparse(

@@ -39,7 +39,7 @@ class KeySums:
 
     def __init__(self, sparse: InfLLMV2):
         self.tokens = 0
-        self._sparse = sparse
+        self.sparse = sparse
         self._rest: Tensor | None = None  # (T % stride, B, G, D), keys of an unfinished stride
         # (n, B, G, D), sums of the last strides, which begin compressed keys that are not finished
         self._strides: Tensor | None = None
@@ -53,24 +53,24 @@ class KeySums:
         fresh = keys.transpose(0, 1)
         if self._rest is not None:
             fresh = torch.cat((self._rest, fresh))
-        count = len(fresh) // self._sparse.kernel_stride
+        count = len(fresh) // self.sparse.kernel_stride
         if count or self._compressed is None:
-            sums = sum_strides(fresh.flatten(1, 2), self._sparse).unflatten(1, fresh.shape[1:3])
+            sums = sum_strides(fresh.flatten(1, 2), self.sparse).unflatten(1, fresh.shape[1:3])
             self._compress(sums)
-        self._rest = fresh[count * self._sparse.kernel_stride :].clone()
+        self._rest = fresh[count * self.sparse.kernel_stride :].clone()
 
     def _compress(self, strides: Tensor) -> None:
         """Add the compressed keys that new strides finish."""
         if self._strides is not None:
             strides = torch.cat((self._strides, strides))
         if self._compressed is None:
-            found = CompressedKeys(*compress(strides, self._sparse))
+            found = CompressedKeys(*compress(strides, self.sparse))
             self._compressed = Growing(found.scored), Growing(found.normalizing)
         else:
             scored, normalizing = self._compressed
             later = strides[scored.count - self._first :]
-            scored.add(compress_scored(later, self._sparse))
-            normalizing.add(compress_normalizing(strides, self._sparse))
+            scored.add(compress_scored(later, self.sparse))
+            normalizing.add(compress_normalizing(strides, self.sparse))
         unfinished = 4 * self._compressed[1].count
         self._strides, self._first = strides[unfinished - self._first :].clone(), unfinished
 
