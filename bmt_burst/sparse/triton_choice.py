@@ -288,9 +288,14 @@ def take_largest(
     )
 
 
+def count_parts(dtype: torch.dtype) -> int:
+    """Return of how many numbers of a dtype `split` makes one."""
+    return 1 if dtype == torch.float32 else 2
+
+
 def split(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Return compressed keys (n, G, D) as a sum of numbers of a dtype: (1 or 2, n, G, D)."""
-    if dtype == torch.float32:
+    if count_parts(dtype) == 1:
         return keys.unsqueeze(0)
     high = keys.to(dtype)
     return torch.stack([high, (keys - high).to(dtype)])

@@ -24,7 +24,7 @@ from ..spec import Spec
 from .cache import KeySums
 from .compressed import CompressedKeys
 from .config import InfLLMV2
-from .triton_choice import Piece, Tiles, choose_in_spans, count_queries, split
+from .triton_choice import Piece, Tiles, choose_in_spans, count_parts, count_queries, split
 
 _RECENT = tl.constexpr(8)  # sums of strides that are kept: a kernel 2 has 8 of them
 _MOST_TOKENS = 64  # whose scores of all blocks are kept at a time
@@ -46,7 +46,7 @@ class DecodingKeys:
         # of a row of the batch: of whole blocks, and of whole kernels 2
         self._strides = -(-self._blocks * sparse.block_size // (4 * sparse.kernel_stride)) * 4
         rows, shape = len(k) * self._strides, k.shape[2:]
-        parts = len(split(k[0, :1].float(), k.dtype))
+        parts = count_parts(k.dtype)
         self._keys = CompressedKeys(
             k.new_empty(parts, rows, *shape), k.new_empty(parts, rows // 4, *shape)
         )
