@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..base.devices import count_processors
 from ..sequence.layout import IGNORE_INDEX
 
 _BLOCK, _GATED = 4096, 1024  # entries of a program
@@ -104,7 +105,7 @@ def norm_gradients(
     out = torch.empty_like(x)
     rows, tile, constants = _tiles(x)
     tiles = max(triton.cdiv(rows, tile), 1)  # one without rows, if a rank has no tokens
-    programs = min(tiles, _PROGRAMS_A_PROCESSOR * _processors(x.device))
+    programs = min(tiles, _PROGRAMS_A_PROCESSOR * count_processors(x.device, interpreted=1))
     sums = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
     _norm_gradients[programs,](
         dout, x, weight, r, out if dx is None else dx.contiguous(), out, sums,
@@ -130,14 +131,6 @@ def _tiles(x: Tensor) -> tuple[int, int, dict[str, int]]:
     tile = max(1, _BLOCK // width)
     warps = min(max(tile * width // 512, 4), 16)
     return x.numel() // x.shape[-1], tile, {"ROWS": tile, "WIDTH": width, "num_warps": warps}
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 1
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 @triton.jit(do_not_specialize=["sign", "tokens", "of_row"])

@@ -8,13 +8,12 @@ memory. So the host need not know how many keys there are, and a CUDA graph may 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..base.devices import count_processors
 from ..spec import Spec
 from .few_queries import Partials
 from .triton import LaunchShape, precision, shape_of, shared_memory
@@ -44,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, spec: Spec) -> Partia
     rows = tokens * (heads // groups)
     shape = choose_shape(q, rows)
     tiles = triton.cdiv(rows, shape.M)
-    programs = _WAVES * count_processors(q.device) // (tiles * groups * batch)
+    programs = count_programs(q) // (tiles * groups * batch)
     splits = max(1, min(programs, triton.cdiv(k.shape[1], shape.N), _MOST_SPLITS))
     outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
     lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
@@ -66,6 +65,11 @@ def merge(parts: Partials, out: Tensor, lse: Tensor) -> None:
     )  # fmt: skip
 
 
+def count_programs(q: Tensor) -> int:
+    """Return how many programs fill q's device."""
+    return _WAVES * count_processors(q.device, interpreted=4)
+
+
 def choose_shape(q: Tensor, rows: int) -> LaunchShape:
     """Return the shape of tiles of so many rows. Few rows wait for memory, so two programs share a
     processor.
@@ -77,14 +81,6 @@ def choose_shape(q: Tensor, rows: int) -> LaunchShape:
     stage = 2 * keys * triton.next_power_of_2(q.shape[-1]) * q.element_size()
     stages = max(1, min(3, shared_memory(q.device) // 2 // stage))
     return LaunchShape(size, keys, 4, stages)
-
-
-@functools.cache
-def count_processors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 4
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 @triton.jit(do_not_specialize=["kept_tokens"], do_not_specialize_on_alignment=["places"])

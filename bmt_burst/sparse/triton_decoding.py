@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels.few_queries import Partials
 from ..kernels.triton import precision
 from ..kernels.triton_blocks import scores_of
-from ..kernels.triton_few_queries import add_values, choose_shape, count_processors, store_part
+from ..kernels.triton_few_queries import add_values, choose_shape, count_programs, store_part
 from ..kernels.triton_memory import INFINITY, LOG2_E, read, token_at, wide
 from ..spec import Spec
 from .cache import KeySums
@@ -28,7 +28,6 @@ from .triton_choice import Piece, Tiles, choose_in_spans, count_parts, count_que
 
 _RECENT = tl.constexpr(8)  # sums of strides that are kept: a kernel 2 has 8 of them
 _MOST_TOKENS = 64  # whose scores of all blocks are kept at a time
-_WAVES = 2  # programs for each processor
 _COLUMNS = 256  # of a program of `_add_keys`
 
 
@@ -107,7 +106,7 @@ class DecodingKeys:
 
     def _count_splits(self, q: Tensor, groups: int) -> int:
         """Return how many programs share the blocks of a query of q (B, S, H, D)."""
-        programs = _WAVES * count_processors(q.device) // (len(q) * q.shape[1] * groups)
+        programs = count_programs(q) // (len(q) * q.shape[1] * groups)
         most = self.sparse.most_blocks
         each = -(-most // max(programs, 1))
         return -(-most // each)
