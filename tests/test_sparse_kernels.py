@@ -305,7 +305,7 @@ def test_equal_keys_tie(find_overflows):
     assert triton_choice.choose_by_score(*args).equal(torch_choice.choose_by_score(*args))
 
 
-@pytest.mark.parametrize(("blocks", "topk"), [(1, 2), (50, 9), (70, 70), (2000, 96)])
+@pytest.mark.parametrize(("blocks", "topk"), [(1, 2), (50, 9), (70, 70), (2000, 96), (5000, 96)])
 def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, topk):
     sparse = InfLLMV2(block_size=16, window_size=32, topk=topk, dense_len=-1)
     scores, of_last = torch.randint(-1, 6, (2, 1, 12, blocks), device=DEVICE).float()

@@ -56,6 +56,7 @@ _LN_2 = math.log(2.0)
 # Kernels 2 and blocks of a program where few queries choose: those of 1M tokens have 64 and 128
 # programs. They are whole numbers of steps.
 _NORMALIZED, _SCORED = 256, 128
+_TAKEN, _OF_WARP = 2048, 512  # the most blocks of a program that takes, and those of a warp
 
 
 class ChoiceShape(NamedTuple):
@@ -270,22 +271,34 @@ def take_largest(
     scores: Tensor, of_last: Tensor, places: Tensor, chosen: Tensor, sparse: InfLLMV2
 ) -> None:
     """Fill chosen (T, G, most_blocks), which are -1, with the blocks that each query takes."""
-    groups, queries, blocks = scores.shape
-    size = max(triton.next_power_of_2(blocks), 16)
-    _take[queries, groups](
-        scores,
-        of_last,
-        places,
-        chosen,
-        queries,
-        blocks,
-        MOST=sparse.most_blocks,
-        BLOCK=sparse.block_size,
-        INIT=sparse.init_blocks,
-        WINDOW=sparse.window_blocks,
-        N=size,
-        num_warps=min(max(size // 1024, 1), 32),
-    )
+    (groups, queries, blocks), most = scores.shape, sparse.most_blocks
+
+    def take(listed: Tensor | None, into: Tensor, count: int, spans: int = 1) -> None:
+        size = max(triton.next_power_of_2(count), 16)
+        _take[queries, groups, spans](
+            scores,
+            of_last,
+            places,
+            listed,
+            into,
+            queries,
+            blocks,
+            count,
+            MOST=most,
+            BLOCK=sparse.block_size,
+            INIT=sparse.init_blocks,
+            WINDOW=sparse.window_blocks,
+            N=size,
+            num_warps=min(max(size // _OF_WARP, 1), 32),
+        )
+
+    if blocks <= _TAKEN:
+        take(None, chosen, blocks)
+        return
+    spans = triton.cdiv(blocks, _TAKEN)
+    listed = chosen.new_full((queries, groups, spans * most), -1)
+    take(None, listed, _TAKEN, spans)
+    take(listed, chosen, spans * most)
 
 
 def count_parts(dtype: torch.dtype) -> int:
@@ -430,39 +443,47 @@ def _load_tile(tile):
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=[*_ROWS, "chosen"])
+@triton.jit(
+    do_not_specialize=[*_NUMBERS, "count"],
+    do_not_specialize_on_alignment=[*_ROWS, "listed", "chosen"],
+)
 def _take(
-    scores, of_last, places, chosen, queries, blocks,
+    scores, of_last, places, listed, chosen, queries, blocks, count,
     MOST: tl.constexpr, BLOCK: tl.constexpr, INIT: tl.constexpr, WINDOW: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """List the blocks of a query that are always chosen or have the largest A, in rising order."""
-    token, group = tl.program_id(0), tl.program_id(1)
+    """List the blocks of a query that are always chosen or have the largest A, in rising order.
+
+    They are of N blocks, or of `count` that are listed (queries, G, count), rising but for -1.
+    """
+    token, group, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = (tl.load(places + token) // BLOCK).to(tl.int32)
-    block = tl.arange(0, N)
+    to = wide(token) * tl.num_programs(1) + group
+    block = span * N + tl.arange(0, N)
+    if listed is not None:
+        block = tl.load(listed + to * count + block, mask=block < count, other=-1)
     row = (wide(group) * queries + token) * blocks
-    scored = block < own - WINDOW
+    scored = (block >= 0) & (block < own - WINDOW)
     score = tl.load(scores + row + block, mask=scored, other=-1.0)
     before = tl.load(of_last + row + block - 1, mask=scored & (block > 0), other=-1.0)
     score = tl.maximum(score, before)
     # Numbers that are not negative have the order of their bits.
     rank = tl.where(score < 0.0, 0, score.to(tl.int32, bitcast=True) + 1)
     rank = tl.where((block < INIT) | (block >= own - WINDOW), _ALWAYS, rank)
-    rank = tl.where(block <= own, rank, -1)
+    rank = tl.where((block >= 0) & (block <= own), rank, -1)
     # The largest number that at least MOST blocks reach, or one that MOST blocks reach.
-    bound, reached, bit = 0, tl.minimum(own + 1, blocks), 1 << 30
-    while (reached != MOST) & (bit > 0):
+    bound, reached, bit = 0, tl.sum((rank >= 0).to(tl.int32), 0), 1 << 30
+    while (reached > MOST) & (bit > 0):
         higher = bound | bit
-        count = tl.sum((rank >= higher).to(tl.int32), 0)
-        reached = tl.where(count >= MOST, count, reached)
-        bound = tl.where(count >= MOST, higher, bound)
+        above = tl.sum((rank >= higher).to(tl.int32), 0)
+        reached = tl.where(above >= MOST, above, reached)
+        bound = tl.where(above >= MOST, higher, bound)
         bit >>= 1
     room = MOST - tl.sum((rank > bound).to(tl.int32), 0)
     equal = rank == bound
     wanted = (rank > bound) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
-    to = tl.cumsum(wanted.to(tl.int32), 0) - 1
-    groups = tl.num_programs(1)
-    tl.store(chosen + (wide(token) * groups + group) * MOST + to, block, mask=wanted)
+    at = (to * tl.num_programs(2) + span) * MOST + tl.cumsum(wanted.to(tl.int32), 0) - 1
+    tl.store(chosen + at, block, mask=wanted)
 
 
 @triton.jit

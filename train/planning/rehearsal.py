@@ -460,7 +460,7 @@ def _take_blocks(rehearsal: Rehearsal, sparse: InfLLMV2, device: torch.device) -
     from bmt_burst.sparse.triton_choice import take_largest
 
     blocks, groups = sparse.most_blocks + 1, rehearsal.kv_heads
-    while blocks <= rehearsal.seq_len // sparse.block_size + 1:
+    while blocks < 2 * (rehearsal.seq_len // sparse.block_size + 1):
         scores = torch.empty(groups, 1, blocks, device=device)
         chosen = torch.empty(1, groups, sparse.most_blocks, dtype=torch.int32, device=device)
         take_largest(
