@@ -93,12 +93,11 @@ def check(blocks, tensors, first, scale=0.3):
     assert relative_error(out.cpu(), exact) < bound
     assert lse.isneginf().cpu().equal(exact_lse.isneginf())
     assert torch.allclose(lse.double().cpu(), exact_lse, rtol=1e-5, atol=1e-5)
-    dq = torch.randn(q.shape, device=DEVICE)
-    exact_dq = dq.double().cpu()
-    grads = triton_far.add_far_gradients(dout, q, far, lse_delta, dq)
-    exact_grads = torch_far.add_far_gradients(wide[3], wide[0], exact_far, wide[4], exact_dq)
-    for mine, exact in zip((dq, *grads), (exact_dq, *exact_grads), strict=True):
-        assert mine.dtype == torch.float32
+    grads = [torch.randn(x.shape, device=DEVICE) for x in (q, k, v)]
+    exact_grads = [x.double().cpu() for x in grads]
+    triton_far.add_far_gradients(dout, q, far, lse_delta, *grads)
+    torch_far.add_far_gradients(wide[3], wide[0], exact_far, wide[4], *exact_grads)
+    for mine, exact in zip(grads, exact_grads, strict=True):
         assert relative_error(mine.cpu(), exact, 1e-3) < bound
 
 
@@ -155,12 +154,12 @@ def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, fin
     def compute(cuts):
         out, dq = torch.full_like(q, 7.0), torch.ones_like(q)
         lse = torch.full((4, 80), -torch.inf, device=DEVICE)
-        grads = []
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for a, b in cuts:
             far = FarKeys(k[a:b], v[a:b], blocks, a, 0.3)
             triton_far.add_far_outputs(q, far, out, lse)
-            grads.append(triton_far.add_far_gradients(dout, q, far, lse_delta, dq))
-        return out, lse, dq, *(torch.cat(x) for x in zip(*grads, strict=True))
+            triton_far.add_far_gradients(dout, q, far, lse_delta, dq, dk[a:b], dv[a:b])
+        return out, lse, dq, dk, dv
 
     whole, parts = compute([(0, 80)]), compute([(0, 23), (23, 31), (31, 31), (31, 80)])
     out, lse, dq, *_ = whole
@@ -345,9 +344,10 @@ def test_no_queries_or_no_keys_change_nothing():
         triton_far.add_far_outputs(some_q, far, out, lse)
         assert out.equal(some_q)
         assert lse.isneginf().all()
-        grads = triton_far.add_far_gradients(some_q, some_q, far, rows, dq)
+        grads = dq, torch.zeros_like(some_k), torch.zeros_like(some_k)
+        triton_far.add_far_gradients(some_q, some_q, far, rows, *grads)
         assert dq.equal(some_q)
-        assert not any(x.any() for x in grads)
+        assert not any(x.any() for x in grads[1:])
 
 
 def cut(blocks: FarBlocks, count: int) -> FarBlocks:

@@ -114,15 +114,10 @@ class SparsePlan(Plan):
         assert queries.out is not None, "a call has out"
         lse_delta = stack_lse_delta(queries.out, dout, lse)
         for number, rows in enumerate(self._gather_far(rings, keys.k, keys.v, chosen)):
-            added = []
-            for row, far in enumerate(rows):
-                add = find_kernels(q[row], far).add_far_gradients
-                added.append(add(dout[row], q[row], far, lse_delta[row], dq[row]))
-            grads = [torch.stack(x) for x in zip(*added, strict=True)]
-            own = self.spans.own_tokens(number)
-            given = self.spans.give_back(rings, grads, number, self.problem.sizes.partial)
-            for total, part in zip((dk, dv), given, strict=True):
-                total[:, own] += part
+            with self.spans.returning(rings, (dk, dv), number, self.problem.sizes.partial) as grads:
+                for row, far in enumerate(rows):
+                    tensors = q[row], far, lse_delta[row], dq[row], *(x[row] for x in grads)
+                    find_kernels(q[row], far).add_far_gradients(dout[row], *tensors)
         none = (None,) * len(inputs)  # no gradient flows through the choice
         if keys.dk is None:
             dk, dv = dk.to(q.dtype), dv.to(q.dtype)

@@ -13,7 +13,7 @@ Letters: N tensors, B batch, S tokens of a rank, T tokens of a span, G kv heads,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
 from ..ranks.rings import Rings, sum_over
 from ..sequence.layout import Layout
-from ..sequence.span import Span
+from ..sequence.span import Span, length
 from ..transport import Arrival, Put, Transport
 
 
@@ -67,23 +67,41 @@ class Spans:
                 whole.index_copy_(2, self._indices(span, place, mine.device), flat.view(shape))
         return tuple(whole)
 
-    def give_back(
-        self, rings: Rings, grads: Sequence[Tensor], span: int, dtype: torch.dtype
+    @contextmanager
+    def returning(
+        self, rings: Rings, sums: Sequence[Tensor], span: int, dtype: torch.dtype
+    ) -> Iterator[Iterable[Tensor]]:
+        """Yield gradients (B, T, G, D) of all tokens of a span, to add to. At the end, those of
+        each rank's tokens, from all ranks, are added to its sums.
+
+        sums   (B, S, G, D) each, of this rank's tokens
+        dtype  in which gradients are sent
+        """
+        own = [x[:, self.own_tokens(span)] for x in sums]
+        if self.size == 1:
+            yield own
+            return
+        batch, _, *row = sums[0].shape
+        grads = sums[0].new_zeros(len(sums), batch, length(self.spans[span]), *row)
+        yield grads
+        for total, part in zip(own, self._give_back(rings, grads, span, dtype), strict=True):
+            total += part
+
+    def _give_back(
+        self, rings: Rings, grads: Tensor, span: int, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
         """Return the sums over the ranks of the gradients of this rank's tokens in a span: (B, S',
         G, D) each, in the dtype of `grads`.
 
-        grads  (B, T, G, D) each, of all tokens of the span
+        grads  (N, B, T, G, D), of all tokens of the span
         dtype  in which they are sent
         """
-        if self.size == 1:
-            return tuple(grads)
-        stacked = torch.stack([grad.to(dtype) for grad in grads])
+        stacked = grads.to(dtype)
         indices = [self._indices(span, place, stacked.device) for place in range(self.inner)]
         columns = [stacked.index_select(2, of_column) for of_column in indices]
         counts = [[column.numel() for column in columns]] * self.inner
         with _deliver(rings.inner, "return", columns, counts) as received:
-            total = received[0].to(grads[0].dtype, copy=True)
+            total = received[0].to(grads.dtype, copy=True)
             for part in received[1:]:
                 total += part
         total = total.view(columns[self.place].shape)

@@ -64,20 +64,19 @@ def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
 
 
 def add_far_gradients(
-    dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Add the share of the far keys at hand to dq. Return their dk and dv, in the accumulator's
-    dtype.
+    dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Add the shares of the far keys at hand to dq, dk and dv, in place.
 
     dout, q    (S, H, D)
     lse_delta  (S, H, 2), contiguous, in that dtype: the logsumexp over all keys, and rowsum(out *
                dout)
     dq         (S, H, D) in q's dtype or that one
+    dk, dv     (T, G, D) in that one
 
     Formulas are those of `Kernel.backward`.
     """
     wide = lse_delta.dtype
-    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (far.k, far.v))
     for tile in _tiles(q, far):
         here = tile.queries, tile.heads
         rows, drows = (x[here].to(wide).transpose(0, 1) for x in (q, dout))
@@ -92,7 +91,6 @@ def add_far_gradients(
         # second share is 0, so the sums do not depend on the order.
         dk[:, tile.group].index_add_(0, tile.keys, (dscores.mT @ rows).sum(0))
         dv[:, tile.group].index_add_(0, tile.keys, (probs.mT @ drows).sum(0))
-    return dk, dv
 
 
 def _scores(rows: Tensor, keys: Tensor, tile: _Tile, scale: float) -> Tensor:

@@ -73,16 +73,14 @@ def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
 
 
 def add_far_gradients(
-    dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, q: Tensor, far: FarKeys, lse_delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
     """Do what `torch_far.add_far_gradients` does, for fp16, bf16 or fp32 tensors."""
     q, k, v, dout = map(make_dense, (q, far.k, far.v, dout))
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if far.blocks.starts.numel() and k.numel():
         inputs = q, k, v, dout, lse_delta
         _launch_by_tiles("dq", _dq, (*inputs, dq), far)
         _launch_by_lists((*inputs, dk, dv), far)
-    return dk, dv
 
 
 def _launch_by_tiles(
@@ -329,7 +327,7 @@ def _dkdv(
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fill dk and dv of blocks whose lists have one part. Hold the sums of other parts.
+    """Add to dk and dv of blocks whose lists have one part. Hold the sums of other parts.
 
     Scores are transposed, so that no product of the loop has to transpose them.
     """
@@ -372,8 +370,8 @@ def _dkdv(
         reach = tl.max(reach, 0)
         slot = tl.load(slots + group * most + part)
         if slot < 0:
-            _store_keys(dk, dk_strides, dk_sums * scale, key, reach, first, group, D, WIDTH)
-            _store_keys(dv, dv_strides, dv_sums, key, reach, first, group, D, WIDTH)
+            _add_keys(dk, dk_strides, dk_sums * scale, key, reach, first, group, D, WIDTH)
+            _add_keys(dv, dv_strides, dv_sums, key, reach, first, group, D, WIDTH)
         else:
             at_slot = group * slot_count + slot
             held_places = _held_places(held, at_slot, N, WIDTH)
@@ -388,7 +386,7 @@ def _add_parts(
     held, starts, reaches, dk, dv, dk_strides, dv_strides, first, keys, slot_count,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Fill dk and dv of a block from the sums of its parts, if this slot is the block's first."""
+    """Add to dk and dv of a block the sums of its parts, if this slot is the block's first."""
     slot, group = tl.program_id(0), tl.program_id(1)
     row = group * slot_count
     start = tl.load(starts + row + slot)
@@ -404,8 +402,8 @@ def _add_parts(
         at += 1
         is_part = tl.load(starts + row + at, mask=at < slot_count, other=_NOWHERE) == start
     key = _keys(start, first, keys, BLOCK, N)
-    _store_keys(dk, dk_strides, dk_sums, key, reach, first, group, D, WIDTH)
-    _store_keys(dv, dv_strides, dv_sums, key, reach, first, group, D, WIDTH)
+    _add_keys(dk, dk_strides, dk_sums, key, reach, first, group, D, WIDTH)
+    _add_keys(dv, dv_strides, dv_sums, key, reach, first, group, D, WIDTH)
 
 
 @triton.jit
@@ -488,13 +486,14 @@ def _load_keys(x, strides, key, first, group, D: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def _store_keys(x, strides, rows, key, reach, first, group, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Store rows (N, WIDTH) of x (T, G, D) for keys before `reach`.
+def _add_keys(x, strides, rows, key, reach, first, group, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Add rows (N, WIDTH) to x (T, G, D) for keys before `reach`.
 
     A block may end after its document. The keys there also belong to another block.
     """
     there = key < reach
-    _store(address_rows(x, strides, tl.where(there, key - first, 0), group), rows, there, D, WIDTH)
+    places = address_rows(x, strides, tl.where(there, key - first, 0), group)
+    _store(places, load_rows(places, there, D, WIDTH) + rows, there, D, WIDTH)
 
 
 @triton.jit
