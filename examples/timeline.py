@@ -136,7 +136,7 @@ def timeline(program: Program, rates: Rates) -> Timeline:
         stage, pass_ = program.rounds[event.round].stages[event.stage], program.passes[event.number]
         if event.do == "fetch":
             return pass_.packing.nbytes(stage.tokens) / rates.bytes
-        return pass_.return_packing.nbytes(stage.gradient_tokens) / rates.bytes
+        return pass_.return_packing.nbytes(stage.returned_tokens) / rates.bytes
 
     for event in program.events:
         heads = _heads(program, event)

@@ -108,7 +108,7 @@ def test_stages_are_few_and_within_limits(inner, outer):
                 for stage in itertools.chain(*stages):
                     if len(stage.hops) > 1:
                         assert stage.tokens <= (limit or stage.tokens)
-                        assert stage.gradient_tokens <= (back or stage.gradient_tokens)
+                        assert stage.returned_tokens <= (back or stage.returned_tokens)
                 if limit is None and back is None:
                     assert len(hops) <= 1
         for routes, rounds in zip(ring.routes, ring.rounds, strict=True):

@@ -147,7 +147,7 @@ class Backward(Execution):
             puts += packing.puts(grads, (0, length(out.span)), out.peer, out.at, out.total)
         self.computed = []
         self.returning.append(
-            self._deliver("return", packing, stage.gradient_tokens, puts, stage.gradient_sources)
+            self._deliver("return", packing, stage.returned_tokens, puts, stage.return_sources)
         )
 
     def _collect(self, event: Event) -> None:
@@ -177,8 +177,8 @@ class Backward(Execution):
         # `sends` count from the first token that is held, and the sums of the own block from the
         # first of its shard.
         first = 0 if event.round else self._round(event).held[0][0]
-        views = packing.views(self.returning[-1].memory, stage.gradient_tokens)
-        for out, (_, at) in zip(stage.sends, stage.gradient_sources, strict=True):
+        views = packing.views(self.returning[-1].memory, stage.returned_tokens)
+        for out, (_, at) in zip(stage.sends, stage.return_sources, strict=True):
             spans = [shifted(out.span, first)]
             _add_parts(sums, [(spans, tokens_at(grad, at)) for grad in views])
         return sums

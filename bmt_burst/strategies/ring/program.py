@@ -67,7 +67,7 @@ class Program:
         if event.do in ("fetch", "return"):
             stage = self.rounds[event.round].stages[event.stage]
             sends = stage.sends if event.do == "fetch" else stage.returns
-            landing = stage.tokens if event.do == "fetch" else stage.gradient_tokens
+            landing = stage.tokens if event.do == "fetch" else stage.returned_tokens
             there = ", ".join(f"{length(out.span)} to {out.peer}" for out in sends) or "none"
             return f"  {there}; {landing} tokens land"
         return ""

@@ -77,8 +77,8 @@ class Stage:
     sends             parts of this rank's root that others need; spans count tokens of what this
                       rank has of the root
     returns           gradients of what landed, for the ranks that sent it
-    gradient_tokens   how many tokens gradients return to
-    gradient_sources  the place that returns each part of the gradients, and where it lies: those of
+    returned_tokens   how many tokens gradients return to
+    return_sources    the place that returns each part of the gradients, and where it lies: those of
                       the first of `sends` first
 
     Planning needs only the landing. Messages are found when they are first asked for.
@@ -89,7 +89,7 @@ class Stage:
         self._inner, self._place = len(seen.tokens), seen.place
         self._landing, self._returning = seen.sizes(hops)  # by place
         self.tokens = self._landing[self._place]
-        self.gradient_tokens = self._returning[self._place]
+        self.returned_tokens = self._returning[self._place]
         runs = seen.own_runs(hops)
         places = [at for _, at in in_turn(span for *_, span in runs)]
         self.landing = Landing(runs, places, self.tokens)
@@ -100,7 +100,7 @@ class Stage:
         return [(run[2] % self._inner, at) for run, at in zip(runs, places, strict=True)]
 
     @functools.cached_property
-    def gradient_sources(self) -> list[tuple[int, Span]]:
+    def return_sources(self) -> list[tuple[int, Span]]:
         places = in_turn(out.span for out in self.sends)
         return [(out.peer, at) for out, (_, at) in zip(self.sends, places, strict=True)]
 
@@ -133,7 +133,7 @@ class Stage:
     def __repr__(self) -> str:
         return (
             f"Stage(hops={self.hops}, landing={self.landing}, sends={self.sends}, "
-            f"returns={self.returns}, gradient_sources={self.gradient_sources})"
+            f"returns={self.returns}, return_sources={self.return_sources})"
         )
 
 
