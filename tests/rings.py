@@ -76,20 +76,27 @@ def ring_output(whole: Layout, tensors: Sequence[Tensor], scale=None, **options)
 
 
 def call_messages(
-    layout: Layout, tensors: Sequence[Tensor], inner: int, **options
+    layout: Layout,
+    tensors: Sequence[Tensor],
+    inner: int,
+    kv_layout: Layout | None = None,
+    **options,
 ) -> list[list[list[list[tuple[int, int]]]]]:
     """Return by rank and by half of a step, by ring the peer and bytes of each message of tensors.
 
     The halves are forward and backward. A double ring has two rings.
     """
+    arguments = {"layout": layout, "kv_layout": kv_layout, **options}
+    keys = kv_layout or layout
+    layouts = layout, keys, keys, layout
 
     def work(ring):
         groups = ring_arguments(ring, inner)
         single = [groups["process_group"]] if "process_group" in groups else []
         ends = single or list(groups["double_group"])
-        *shards, dout = (layout.shard(x, ring.rank) for x in tensors)
+        *shards, dout = (x.shard(y, ring.rank) for x, y in zip(layouts, tensors, strict=True))
         inputs = [x.requires_grad_() for x in shards]
-        out = burst_attn_func(*inputs, **{"layout": layout, **options}, **groups)
+        out = burst_attn_func(*inputs, **arguments, **groups)
         counts = [len(end.traffic) for end in ends]
         torch.autograd.grad(out, inputs, dout)
         counted = list(zip(ends, counts, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmt_burst.base.dtypes import accumulator_dtype
-from bmt_burst.merging.merge import Gradients, Outputs, sum_parts
+from bmt_burst.merging.merge import Gradients, Outputs, merge_parts, sum_parts
 from tests.reference import relative_error
 
 
@@ -134,7 +134,7 @@ def test_sums_may_lie_where_their_first_part_does():
 
 def test_the_parts_of_a_span():
     """Of parts that lie where they like: a view where one has it all, else their sum, 0 where none
-    came.
+    came. Outputs of parts with one lse are sums, too: of n parts it is n times the output.
     """
     spans = [[(0, 4)], [(6, 9)], [(2, 3), (4, 7), (8, 9)]]
     tokens = [[token for span in part for token in range(*span)] for part in spans]
@@ -151,3 +151,30 @@ def test_the_parts_of_a_span():
     assert of((0, 2)).data_ptr() == parts[0][1].data_ptr()
     assert of((0, 2), torch.bfloat16).dtype == torch.bfloat16
     assert of((9, 12)).eq(0).all()
+
+    def merge(span, dtype=torch.float32):
+        outputs = [(*part, torch.zeros(2, 3, part[1].shape[1])) for part in parts]
+        return merge_parts(outputs, span, 2, (3, 5), dtype, torch.device("cpu"))
+
+    for start, stop in ((0, 12), (0, 2), (1, 7), (3, 8), (9, 12), (10, 11)):
+        out, lse = merge((start, stop))
+        assert lse.shape == (2, 3, stop - start)
+        count = lse.exp().transpose(1, 2).unsqueeze(-1)
+        assert torch.allclose(out * count, whole[:, start:stop], atol=1e-6)
+    assert merge((0, 2))[0].data_ptr() == parts[0][1].data_ptr()
+    assert merge((0, 2), torch.bfloat16)[0].dtype == torch.bfloat16
+    assert merge((9, 12))[1].eq(-torch.inf).all()
+
+
+def test_sums_without_parts_are_0_before_and_after_a_fold():
+    q = torch.randn(2, 5, 3, 4)
+    sums = Outputs(q, torch.randn(2, 3, 5)), Gradients(q.shape, q.dtype, q.device)
+    for outputs, gradients in (sums, [total.like(7) for total in sums]):
+        for fold in (False, True):
+            if fold:
+                outputs.fold()
+                gradients.fold()
+            outputs.result()
+            assert outputs.out.eq(0).all() and outputs.lse.eq(-torch.inf).all()
+            assert gradients.result().eq(0).all()
+            assert outputs.out.shape == gradients.result().shape

@@ -3,13 +3,18 @@
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, burst_attn_func, simulate
+from bmt_burst import InfLLMV2, Layout, Mask, burst_attn_func, simulate
 from bmt_burst.errors import RankFailed
+from bmt_burst.sequence.tile import KernelCall
+from bmt_burst.sparse.extension import Sparse
+from bmt_burst.strategies import Scoring
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
+from bmt_burst.strategies.ring.payload import KeysValues, QueriesOnly, forward_payload
 from bmt_burst.transport.simulator import SimulatedRing
-from tests.cases import random_qkv
+from tests.cases import call_tensors, random_qkv
 from tests.rings import call_messages, problem, ring_arguments
+from tests.sparse import RELEASED
 
 B, S, H, G, D = 2, 96, 4, 2, 64  # S tokens of a rank
 ITEM = 4
@@ -107,6 +112,78 @@ def test_causal_zigzag_sends_only_visible_tokens(rank, there, back):
     _, [backward] = traffic(4, 4, "q", causal=True, rank=rank)
     sent = [*runs(Q, there), *runs(Q, there), *runs(2 * ROW, there), *runs(Q, back)]
     assert sorted(backward) == sorted(sent * (B * 3))
+
+
+def messages_of_a_chunk(size, inner, keys, **options):
+    """Return the bytes of each message of rank 0, by ring, in the forward of S queries a rank that
+    see all keys, `keys` of a rank.
+    """
+    chunk, kv_layout = Layout.zigzag(S * size, size), Layout.zigzag(keys * size, size)
+    call = KernelCall.whole(chunk.seq_len, kv_layout.seq_len)
+    tensors = call_tensors(call, B, H, G, D, dtype=torch.float32)
+    options = {"kv_layout": kv_layout, **options}
+    sent = call_messages(chunk, tensors, inner, **options)[0]
+    return [[nbytes for _, nbytes in ring] for ring in sent[0]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize(("group_bytes", "passes"), [(0, G), (1 << 30, 1)])
+def test_forward_sends_queries_there_and_outputs_back_where_keys_are_more(
+    size, group_bytes, passes, monkeypatch
+):
+    monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", 1)
+    [forward] = messages_of_a_chunk(size, size, 3 * S, group_bytes=group_bytes)
+    assert sum(forward) == B * (size - 1) * (2 * Q + ROW)
+    assert {*forward} == {Q // passes, ROW // passes}
+    [forward] = messages_of_a_chunk(size, size, 2 * S, group_bytes=group_bytes)
+    assert sum(forward) == B * (size - 1) * 4 * K, "keys and values are fewer bytes"
+
+
+def test_outputs_cross_hosts_once_a_round():
+    inner, outer = messages_of_a_chunk(6, 3, 3 * S)
+    assert sum(inner) == B * 4 * (2 * Q + ROW)  # two hops in each of two rounds
+    assert outer == [B * x for x in (Q, Q, ROW)]  # queries, and their host's share of out and lse
+
+
+def test_a_forward_alone_reserves_memory_for_what_returns():
+    def work(ring):
+        q, k, v, _ = call_tensors(KernelCall.whole(S, 3 * S), B, H, G, D)
+        burst_attn_func(q, k, v, process_group=ring)
+        return ring.reserved
+
+    for reserved in simulate(2, work):
+        assert reserved["return"] >= B * S * H * (D + 1) * 8 > reserved["visit"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "expected"),
+    [
+        (16 * S, {}, KeysValues),
+        (16 * S + S // 8, {}, KeysValues),  # a query with out and lse is 16.125 keys
+        (16 * S + S // 8 + 4, {}, QueriesOnly),
+        (99 * S, {"kv_layout": None}, KeysValues),
+        (99 * S, {"scoring": Scoring()}, KeysValues),
+        (99 * S, {"forward": "kv"}, KeysValues),
+        (S, {"forward": "q"}, QueriesOnly),
+    ],
+)
+def test_the_side_of_a_forward_follows_from_the_problem(keys, changes, expected):
+    sizes = {"heads": 32, "kv_heads": 2, "head_size": 128, "dtype": torch.bfloat16}
+    layout, kv_layout = (Layout.contiguous(4 * tokens, 4) for tokens in (S, keys))
+    mask = Mask.full(4 * S, 4 * keys)
+    call = problem(mask, layout, **sizes, **{"kv_layout": kv_layout, **changes})
+    assert type(forward_payload(call)) is expected
+
+
+def test_the_near_part_of_sparse_attention_sends_the_few_keys_that_queries_see():
+    sparse = InfLLMV2(**RELEASED | {"window_size": 512, "topk": 4, "dense_len": 0})
+    layout, kv_layout = (Layout.contiguous(tokens, 4) for tokens in (64, 1 << 14))
+    mask = Mask.causal(64, 1 << 14)
+    call = problem(mask, layout, heads=32, kv_heads=2, head_size=128, kv_layout=kv_layout)
+    near = Sparse(sparse).plan(call, 0, "ring").near
+    assert isinstance(near, RingPlan)
+    assert isinstance(forward_payload(call), QueriesOnly)
+    assert isinstance(near.forward_program.payload, KeysValues)
 
 
 def test_double_ring_crosses_hosts_once_a_round():

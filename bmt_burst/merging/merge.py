@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from .parts import OutputPart, Part, clip_parts, is_whole
 _MOST_PARTS = 15  # that wait. With the next one, they are added up in one pass over memory
 
 
-class _Sum(ABC):
+class Sum(ABC):
     """Parts that are added up once they take more than `limit` bytes, or are many.
 
     limit    bytes of parts that may wait
@@ -66,8 +66,12 @@ class _Sum(ABC):
     def fold(self) -> None:
         """Add up the parts so far, in the accumulator's dtype. Their memory is not read again."""
 
+    @abstractmethod
+    def like(self, tokens: int) -> Self:
+        """Return an empty sum of the same kind for other tokens, in memory of its own."""
 
-class Outputs(_Sum):
+
+class Outputs(Sum):
     """The sum of partial attention outputs, written to out (B, S, H, D) and lse (B, H, S).
 
     limit  bytes of parts that may wait. If there are more, they are folded into one part in lse's
@@ -81,25 +85,32 @@ class Outputs(_Sum):
         self.wide: tuple[Tensor, Tensor] | None = None  # the first of the parts once they folded
         super().__init__(limit, parts)
 
+    def like(self, tokens: int) -> Outputs:
+        out = self.out.new_empty(self.out.shape[0], tokens, *self.out.shape[2:])
+        return Outputs(out, empty_lse(out), self.limit)
+
     def result(self) -> None:
         """Fill out and lse. Queries without a part get 0 and -inf."""
-        if not self.parts:
-            self.out.zero_()
-            self.lse.fill_(-torch.inf)
-            return
-        _backend(self.out).merge_outputs(self.out, self.lse, self.parts)
+        self._fill(self.out, self.lse)
 
     def fold(self) -> None:
         if self.wide is None:
             wide = torch.empty(self.out.shape, dtype=self.lse.dtype, device=self.out.device)
             self.wide = wide, torch.empty_like(self.lse)
         out, lse = self.wide
-        _backend(out).merge_outputs(out, lse, self.parts)
+        self._fill(out, lse)
         # the next merge reads this copy while it writes lse
         self.parts, self.waiting = [([(0, out.shape[1])], out, lse.clone())], 0
 
+    def _fill(self, out: Tensor, lse: Tensor) -> None:
+        if self.parts:
+            _backend(out).merge_outputs(out, lse, self.parts)
+        else:
+            out.zero_()
+            lse.fill_(-torch.inf)
 
-class Gradients(_Sum):
+
+class Gradients(Sum):
     """The sum of partial gradients of a tensor (B, S, H, D).
 
     limit, parts  as for Outputs
@@ -125,6 +136,10 @@ class Gradients(_Sum):
             self.total = self._empty(accumulator_dtype(self.dtype))
         self._fill(self.total)
         self.parts, self.waiting = [([(0, self.shape[1])], self.total)], 0
+
+    def like(self, tokens: int) -> Gradients:
+        shape = self.shape[0], tokens, *self.shape[2:]
+        return Gradients(shape, self.dtype, self.device, self.limit)
 
     def result(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the sum, 0 where there is no part.
@@ -168,6 +183,28 @@ def sum_parts(
         only: Tensor = here[0][1]
         return only
     return Gradients((batch, length(span), *shape), dtype, device, parts=here).result()
+
+
+def merge_parts(
+    parts: Sequence[OutputPart],
+    span: Span,
+    batch: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Return the merge of `parts` for tokens span[0]..span[1] - 1: out (B, T, *shape) and lse (B,
+    H, T).
+
+    They are views if one part has them.
+    """
+    here = clip_parts(parts, span)
+    if is_whole(here, length(span)) and here[0][1].dtype == dtype:
+        return here[0][1], here[0][2]
+    out = torch.empty((batch, length(span), *shape), dtype=dtype, device=device)
+    merged = Outputs(out, empty_lse(out), parts=here)
+    merged.result()
+    return merged.out, merged.lse
 
 
 def empty_lse(q: Tensor) -> Tensor:

@@ -83,7 +83,9 @@ class Sparse(Extension):
             return plan
         # sparse sequences are long, and so "auto" takes the ring for what is near
         dense = "ring" if strategy == "auto" else strategy
-        near = replace(problem, mask=near_mask(problem.mask, self.config))
+        mask = near_mask(problem.mask, self.config)
+        # queries see few keys here, so few are sent
+        near = replace(problem, mask=mask, forward="kv")
         span_bytes = sys.maxsize if strategy == "all-gather" else problem.group_bytes
         plan = choose(dense, near).plan(near, rank)
         return SparsePlan(problem, self.config, rank, plan, span_bytes)

@@ -53,7 +53,7 @@ class OneCallPlan(RingPlan):
     """The programs of one rank: routes of the ring whose only stage has the own block too."""
 
     def __init__(self, problem: Problem, rank: int):
-        super().__init__(replace(problem, backward="kv"), rank)
+        super().__init__(replace(problem, forward="kv", backward="kv"), rank)
         self._seen = SeenRuns(problem.inner, rank, is_own=True)
         for viewer in range(problem.inner):
             runs, tiles = self._gather(viewer)

@@ -105,7 +105,8 @@ class Problem:
 
     layout         that of the queries
     inner, outer   the number of ranks of a host, and of hosts
-    backward       the side that a ring's backward sends: "q", "kv" or "auto"
+    forward        the side that a ring's forward sends: "q", "kv" or "auto"
+    backward       the side that its backward sends
     group_bytes    the most bytes of a ring's blocks in one stage, unless a single block is larger
     scoring        how pairs are computed: by the kernel, unless an extension computes them
     kv_layout      the layout of the keys, or None if keys are the same tokens as queries
@@ -118,6 +119,7 @@ class Problem:
     sizes: Sizes
     inner: int
     outer: int
+    forward: str = "auto"
     backward: str = "auto"
     group_bytes: int = GROUP_BYTES
     scoring: Scoring = DENSE

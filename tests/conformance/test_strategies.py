@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from bmt_burst import Layout, Mask, Scores, burst_attn_func, simulate, strategie
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.strategies import Problem, load
+from bmt_burst.strategies.ring.payload import forward_payload
 from bmt_burst.transport import LANES
 from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
 from tests.reference import assert_close, dense_results, relative_error
@@ -76,6 +78,18 @@ def case(
     return mask, layouts, inner, heads, tensors
 
 
+def set_forward(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """Make the forward of rings send a side, unless its strategy sets one."""
+
+    def payload(problem):
+        return forward_payload(replace(problem, forward=side))
+
+    monkeypatch.setattr(
+        "bmt_burst.strategies.ring.forward_payload",
+        lambda problem: (payload if problem.forward == "auto" else forward_payload)(problem),
+    )
+
+
 def lse_gradient(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return a gradient of lse (B, H, S), and set some rows of dout, the last tensor, to 0.
 
@@ -92,7 +106,8 @@ def lse_gradient(tensors: list[torch.Tensor]) -> torch.Tensor:
 def test_equals_dense_attention(name, monkeypatch):
     """With any mask and layout, on one rank to eight, on odd lengths, for all head ratios.
 
-    Some calls have a softcap, sinks, a gradient of lse or transposed inputs.
+    Some calls have a softcap, sinks, a gradient of lse or transposed inputs. Rings send either side
+    in both directions.
     """
     done = 0
     for seed in range(6 * len(RINGS)):
@@ -114,12 +129,30 @@ def test_equals_dense_attention(name, monkeypatch):
                 "strided": chance.random() < 0.3,
             }
             options = {"mask": mask, "strategy": name, **learned, **options}
+            set_forward(monkeypatch, chance.choice(("auto", "q", "kv")))
             got = ring_results(layout, tensors, SCALE, inner, kv_layout=kv_layout, **options)
             expected = dense_results(mask, tensors, SCALE, **learned)
             what = seed, layout, kv_layout, inner, options
             assert_close(got, expected, tensors[3], SCALE, EXACT, what)
             done += 1
     assert done >= len(RINGS), "it refuses nearly everything"
+
+
+@pytest.mark.parametrize("side", ["q", "kv"])
+@pytest.mark.parametrize("group_bytes", [0, 8_000, 1 << 30])
+@pytest.mark.parametrize(("size", "inner"), RINGS[1:])
+def test_rings_send_either_side_in_passes_and_stages(size, inner, group_bytes, side, monkeypatch):
+    """Some queries see nothing, and with many ranks some ranks see no other's tokens."""
+    set_forward(monkeypatch, side)
+    monkeypatch.setattr("bmt_burst.strategies.ring._ENOUGH_ROWS", 1)
+    whole = Mask.documents((0, 9, 31, 60), window=25).rows(20, 60)
+    mask = Mask(40, tuple(s for s in whole.slices if s.q[0] != 11), 60)
+    layout, kv_layout = Layout.zigzag(40, size), Layout.chunks(60, size, 20)
+    tensors = call_tensors(KernelCall.whole(40, 60), 2, 4, 2, 8)
+    learned = {"softcap": 3.0, "sinks": torch.linspace(-2, 2, 4).double()}
+    options = {"flash": "reference", "group_bytes": group_bytes, "strategy": "ring", **learned}
+    got = ring_results(layout, tensors, SCALE, inner, kv_layout=kv_layout, mask=mask, **options)
+    assert_close(got, dense_results(mask, tensors, SCALE, **learned), tensors[3], SCALE, EXACT)
 
 
 class Cut(Layout):
@@ -159,7 +192,9 @@ def test_does_the_plain_case(name):
 
 
 @each_strategy
-def test_queries_that_see_nothing_have_0_and_minus_inf(name):
+@pytest.mark.parametrize("side", ["q", "kv"])
+def test_queries_that_see_nothing_have_0_and_minus_inf(name, side, monkeypatch):
+    set_forward(monkeypatch, side)
     mask = Mask(20, tuple(s for s in Mask.documents((0, 4, 9, 20)).slices if s.q[0] != 4))
     tensors = random_qkv(1, 20, 4, 2, 8)
     options = {"mask": mask, "strategy": name, "dlse": lse_gradient(tensors).fill_(torch.inf)}
@@ -201,7 +236,9 @@ def test_rows_of_a_batch_with_masks_of_their_own(name):
 
 
 @each_strategy
-def test_deterministic_results_are_equal_bit_for_bit(name):
+@pytest.mark.parametrize("side", ["q", "kv"])
+def test_deterministic_results_are_equal_bit_for_bit(name, side, monkeypatch):
+    set_forward(monkeypatch, side)
     mask, tensors = Mask.documents((0, 7, 33)), random_qkv(1, 33, 4, 2, 8, torch.float32)
     options = {"mask": mask, "strategy": name, "deterministic": True, "group_bytes": 1000}
     first, again = (ring_results(Layout.zigzag(33, 3), tensors, SCALE, **options) for _ in range(2))
@@ -230,13 +267,15 @@ def test_memory_is_reserved_for_any_mask(name, monkeypatch):
 
 
 @each_strategy
+@pytest.mark.parametrize("side", ["q", "kv"])
 @pytest.mark.parametrize(("heads", "head_size"), [(8, 16), (3, 12)])
-def test_partial_results_are_added_up_in_fp32(name, heads, head_size):
+def test_partial_results_are_added_up_in_fp32(name, heads, head_size, side, monkeypatch):
     """With bf16 inputs. A result that is rounded once is off by 1.6e-3 on average, 2.1e-3 with the
     rounding of out in delta, and one that is summed in bf16 over eight ranks by 3.3e-3 or more.
     Ulysses sends eight gradients of the kv head, each rounded to bf16: then it is 2.5e-3. It joins
     heads in units of 16 bytes, and 12 numbers are no multiple of them.
     """
+    set_forward(monkeypatch, side)
     mask, layout = Mask.causal(64), Layout.zigzag(64, 8)
     tensors = random_qkv(2, 64, heads, 1, head_size, torch.bfloat16)
     got = ring_results(layout, tensors, SCALE, mask=mask, strategy=name, flash="reference")

@@ -1,13 +1,14 @@
-"""The ring: each rank keeps its queries and sends its keys and values.
+"""The ring: each rank keeps its queries and sends its keys and values, or the other way round.
 
-    forward             queries stay, (k, v) are sent; partial outputs merge at the queries
+    forward, "kv"       queries stay, (k, v) are sent; partial outputs merge at the queries
+    forward, "q"        keys stay, q is sent; partial outputs are returned and merge at the queries
     backward, "kv"      queries stay, (k, v) are sent; their gradients are returned
     backward, "q"       keys stay, (q, dout, lse, delta) are sent; dq is returned (BurstAttention,
                         arXiv 2403.09347)
 
     schedule   the block that a rank attends to at each hop
     routes     which tokens each rank sends to which, in stages, and where they land
-    payload    the tensors that are sent, and the gradients that are returned
+    payload    the tensors that are sent, and the results that are returned
     events     the order of a rank's events, as data
     program    a rank's part, without tensors: its events, routes and kernel calls
     execution  performs the events with tensors; forward and backward compute with them
@@ -15,10 +16,12 @@
 Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
 pass has some of the heads. A stage has as many blocks as `group_bytes` allows. The tokens of a
 stage that this rank needs lie one after the other, so queries that see the same keys share a
-kernel call. While a stage is computed, the rank receives the next one and sends the gradients of
+kernel call. While a stage is computed, the rank receives the next one and returns the results of
 the previous one, also across passes. One block of one kv head per stage needs the least memory. All
 blocks in one stage is another strategy (all_gather.py), and with the own block a third
 (one_call.py). `print(plan)` shows the order.
+
+A forward sends queries only if keys are other tokens and queries are fewer bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
 from ..problem import Part
 from .backward import Backward
 from .forward import Forward
-from .payload import KeysValues, Payload, backward_payload, select_heads
+from .payload import Payload, backward_payload, forward_payload, select_heads
 from .program import Pass, Program
 from .routes import Landing, Routes
 from .schedule import Schedule
@@ -49,7 +52,7 @@ _ALIGNED = 1 << 12
 
 
 class Ring(Strategy):
-    """A strategy that sends keys and values, or in a backward queries, around a ring of ranks."""
+    """A strategy that sends keys and values, or queries, around a ring of ranks."""
 
     name = "ring"
 
@@ -70,7 +73,7 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def forward_program(self) -> Program:
-        return self._make_program(KeysValues(returns=False))
+        return self._make_program(forward_payload(self.problem))
 
     @functools.cached_property
     def backward_program(self) -> Program:
@@ -88,10 +91,10 @@ class RingPlan(Plan):
         return Backward(self.backward_program, rings, queries, keys, inputs, kept).result()
 
     def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        visit, returned = self._most_bytes(KeysValues(returns=False))
+        payloads = [forward_payload(self.problem)]
         if with_backward:
-            there, returned = self._most_bytes(backward_payload(self.problem))
-            visit = max(visit, there)
+            payloads.append(backward_payload(self.problem))
+        visit, returned = map(max, zip(*map(self._most_bytes, payloads), strict=True))
         rings.reserve({"visit": visit + _ALIGNED, "return": returned + _ALIGNED}, device)
 
     def __str__(self) -> str:
@@ -209,7 +212,7 @@ class RingPlan(Plan):
         return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
 
     def _find_limits(self, passes: list[Pass], payload: Payload) -> tuple[int, int | None]:
-        """Return the most tokens of a stage, and of the gradients that a stage returns."""
+        """Return the most tokens of a stage, and of the results that a stage returns."""
         largest = max(passes, key=lambda each: each.packing.token_bytes())
         visit_bytes, return_bytes = self._most_bytes(payload)
         limit = max(visit_bytes // largest.packing.token_bytes(), 1)
@@ -218,7 +221,7 @@ class RingPlan(Plan):
         return limit, max(return_bytes // largest.return_packing.token_bytes(), 1)
 
     def _most_bytes(self, payload: Payload) -> tuple[int, int]:
-        """Return the most bytes of blocks, and of gradients, that land at once.
+        """Return the most bytes of blocks, and of results, that land at once.
 
         That is for a mask in which all tokens see all tokens. Other masks get the same limits, so
         memory that was reserved once is enough for any mask.

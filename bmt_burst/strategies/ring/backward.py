@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ...merging.merge import Gradients, sum_parts
-from ...merging.parts import Part, is_whole, tokens_at
+from ...merging.parts import Part, is_whole
 from ...ranks.rings import Rings
-from ...sequence.span import length, shifted
-from ...transport import Put
+from ...sequence.span import Span
+from ...transport.packing import Packing
 from ..compute import ALL, Keys, QueryGradients, Tensors, compute_gradients
 from .events import Event
-from .execution import Execution
+from .execution import Execution, add_parts
 from .program import Program
 
 # Partial gradients may hold this many times group_bytes before they are added up (compare
@@ -32,10 +32,7 @@ class Backward(Execution):
 
     own_parts      partial dq, dk and dv of the own block
     grads          dq, dk and dv, from the event `own` on
-    sums           the sums of dq, dk and dv, by pass
     sent, staying  which of dq, dk and dv are those of each side
-    root_sums      the sums of a root's gradients, by pass and round
-    computed       partial gradients of the sent side of a stage
     """
 
     queries: QueryGradients
@@ -59,9 +56,6 @@ class Backward(Execution):
         self.limit = int(_GRADIENTS_WAITING * problem.group_bytes)
         self.own_parts: tuple[list[Part], ...] = ([], [], [])
         self.grads: list[Tensor] = []
-        self.sums: dict[int, list[Gradients]] = {}
-        self.root_sums: dict[tuple[int, int], list[Gradients]] = {}
-        self.computed: list[list[Part]] = []
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         """Run. Return dq, dk and dv in the inputs' dtype, or the sums that the keys have, and this
@@ -119,102 +113,22 @@ class Backward(Execution):
             return
         attention = self.attention.of_heads(self._pass(event).q)
         for found in compute_gradients(attention, calls, *self._sides(event, tensors)):
-            _add_parts(sums[self.staying], found[self.staying])
-            if event.stage < 0:
-                _add_parts(self._sent_sums(event), found[self.sent])
-            else:
-                for parts, part in zip(self.computed, found[self.sent], strict=True):
-                    parts.append(part)
+            add_parts(sums[self.staying], found[self.staying])
+            self._add_computed(event, found[self.sent])
 
-    def _sides(self, event: Event, tensors: Sequence[Tensor]) -> tuple[QueryGradients, Keys]:
-        """Return the queries and keys of a stage's calls: the received side, and the own one."""
-        received, pass_ = self.program.payload.arrive(tensors), self._pass(event)
-        if isinstance(received, QueryGradients):
-            return received, self.keys.part(ALL, pass_.kv)
-        assert isinstance(received, Keys)
-        return self.queries.part(ALL, pass_.q), received
+    def _sum_computed(self, span: Span, packing: Packing) -> list[Tensor]:
+        return [
+            sum_parts(parts, span, packing.batch, *row, self.device)
+            for parts, row in zip(self.computed, packing.entries, strict=True)
+        ]
 
-    def _return(self, event: Event) -> None:
-        stage, packing = self._stage(event), self._pass(event).return_packing
-        puts: list[Put] = []
-        for out in stage.returns:
-            grads = [
-                sum_parts(parts, out.span, packing.batch, *row, self.device)
-                for parts, row in zip(self.computed, packing.entries, strict=True)
-            ]
-            # each batch row is a message of its own, so only rows need be contiguous
-            grads = [x if x[0].is_contiguous() else x.contiguous() for x in grads]
-            puts += packing.puts(grads, (0, length(out.span)), out.peer, out.at, out.total)
-        self.computed = []
-        self.returning.append(
-            self._deliver("return", packing, stage.returned_tokens, puts, stage.return_sources)
-        )
+    def _share(self, sums: list[Gradients]) -> Tensors:
+        return tuple(total.result(self.program.problem.sizes.partial) for total in sums)
 
-    def _collect(self, event: Event) -> None:
-        sums = self._add_returned(event)
-        # The sums have views of the delivery's memory. Once it is released, other ranks write the
-        # gradients of the next stage there. So the sums must read it now.
-        if self.returning[-1].recycled:
-            for total in sums:
-                total.fold()
-        self.returning.pop().release()
+    def _parts_of(self, spans: Sequence[Span], results: Sequence[Tensor]) -> list[Part]:
+        return [(spans, grad) for grad in results]
 
-    def _end(self, event: Event) -> None:
-        if event.stage >= 0:
-            self._add_returned(event)
-        sums = self.sums.pop(event.number)
+    def _complete(self, sums: list[Gradients]) -> None:
         grads = [total.result() for total in sums]
         if self.program.has_one_stage:
             self.grads = grads
-        if event.stage >= 0:
-            self.returning.pop().release()
-
-    def _add_returned(self, event: Event) -> list[Gradients]:
-        """Wait for the gradients of a stage and add them to the root's sums. Return the sums."""
-        stage, packing = self._stage(event), self._pass(event).return_packing
-        self.returning[-1].wait()
-        sums = self._sent_sums(event)
-        # `sends` count from the first token that is held, and the sums of the own block from the
-        # first of its shard.
-        first = 0 if event.round else self._round(event).held[0][0]
-        views = packing.views(self.returning[-1].memory, stage.returned_tokens)
-        for out, (_, at) in zip(stage.sends, stage.return_sources, strict=True):
-            spans = [shifted(out.span, first)]
-            _add_parts(sums, [(spans, tokens_at(grad, at)) for grad in views])
-        return sums
-
-    def _leave(self, event: Event) -> None:
-        round_, packing = self._round(event), self._pass(event).return_packing
-        share: Tensors = ()
-        if round_.landing.tokens:
-            dtype = self.program.problem.sizes.partial
-            share = tuple(total.result(dtype) for total in self._sent_sums(event))
-        self.root_sums.pop((event.number, event.round), None)
-        owner, tokens = round_.root // self.rings.inner.size, sum(map(length, round_.lent))
-        self.leaving.append(self._exchange(share, owner, packing, tokens, round_.lent_to))
-
-    def _receive(self, event: Event) -> None:
-        ticket, grads = self.leaving.pop()
-        ticket.wait()
-        if grads:
-            lent = self._round(event).lent
-            _add_parts(self.sums[event.number][self.sent], [(lent, grad) for grad in grads])
-
-    def _sent_sums(self, event: Event) -> list[Gradients]:
-        """Return the sums of the sent side: of the own tokens, or in later rounds this host's share
-        of a root's.
-        """
-        own, key = self.sums[event.number][self.sent], (event.number, event.round)
-        if event.round and key not in self.root_sums:
-            tokens = self._round(event).landing.tokens
-            self.root_sums[key] = [
-                Gradients((x.shape[0], tokens, *x.shape[2:]), x.dtype, x.device, self.limit)
-                for x in own
-            ]
-        return self.root_sums[key] if event.round else own
-
-
-def _add_parts(sums: Sequence[Gradients], parts: Sequence[Part]) -> None:
-    """Add a part to each of `sums`."""
-    for total, part in zip(sums, parts, strict=True):
-        total.add(*part)

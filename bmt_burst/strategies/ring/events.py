@@ -14,14 +14,16 @@ before they wait for anything later (see transport/copy_engine.py).
     land     p n s    wait for what was fetched
     compute  p n s    compute it. Stage -1 is the root of round n, which was received before the
                       stages, from another host, and lies in memory of its own
-    return   p n s    start to return its gradients
-    collect  p n s    wait for the gradients of the root that others computed in the stage, and add
+    return   p n s    start to return its results
+    collect  p n s    wait for the results of the root that others computed in the stage, and add
                       them up
     free     p n s    release the memory of what was fetched
-    leave    p n      start to send this host's share of the root's gradients to the root's owner
-    receive  p n      wait for another host's share of the own gradients, and add it
+    leave    p n      start to send this host's share of the root's results to the root's owner
+    receive  p n      wait for another host's share of the own results, and add it
     arrive   p n      wait for the root of round n
-    end      p (n s)  wait for the last gradients (of stage s), and complete the sums of a pass
+    end      p (n s)  wait for the last results (of stage s), and complete the sums of a pass
+
+Results that return are gradients, or in a forward that sends queries their partial outputs.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ class Event(NamedTuple):
 
 def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
     """Yield the events of a rank in `passes` over a ring. `stages` counts the stages of each round.
-    In a backward, gradients are `returning`.
+    `returning` tells whether results are returned.
 
     The first exchanges of a pass start before the last stage of the previous pass is computed.
-    Those of the first pass start before the own block is. Gradients of a stage are returned while
+    Those of the first pass start before the own block is. Results of a stage are returned while
     the next stage is computed, and those from another host while the next round is.
     """
     last = len(stages) - 1
@@ -89,7 +91,7 @@ def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterato
             if round_ < last:
                 yield Event("arrive", number, round_ + 1)
                 yield from _begin_round(number, round_ + 1, stages)
-        # In a single ring, `end` itself adds the last gradients: nothing is left to compute while
+        # In a single ring, `end` itself adds the last results: nothing is left to compute while
         # they return, so they are added up together with all others.
         if last or not collect:
             end.append(Event("end", number, last, -1))

@@ -10,12 +10,16 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from ...merging.merge import Sum
+from ...merging.parts import tokens_at
 from ...ranks.rings import Rings
-from ...sequence.span import Span, length
+from ...sequence.span import Span, length, shifted
 from ...transport import Delivery, Put, Ticket
 from ...transport.packing import Packing
 from ..compute import ALL, Keys, Queries, Tensors
@@ -24,13 +28,20 @@ from .program import Pass, Program
 from .routes import Round, Stage
 
 
-class Execution:
-    """One run of a program, with a method `_EVENT` for each event. This class moves blocks;
-    subclasses compute with them.
+class Execution(ABC):
+    """One run of a program, with a method `_EVENT` for each event. This class moves blocks and
+    results; subclasses compute them.
 
     The lists hold exchanges and deliveries that are under way. Blocks are `crossing` between hosts,
-    `fetched` until they land, then `landed`. Gradients are `leaving` the host or `returning`.
+    `fetched` until they land, then `landed`. Results are `leaving` the host or `returning`.
+
+    sums       the sums of this rank's results, by pass
+    sent       which of them are those of the side that is sent
+    root_sums  the sums of a root's results, by pass and round
+    computed   partial results of the sent side of a stage, for each sum
     """
+
+    sent = ALL
 
     def __init__(self, program: Program, rings: Rings, queries: Queries, keys: Keys):
         self.program, self.rings, self.device = program, rings, queries.q.device
@@ -41,6 +52,9 @@ class Execution:
         self.landed: list[Delivery] = []
         self.leaving: list[tuple[Ticket, Tensors]] = []
         self.returning: list[Delivery] = []
+        self.sums: dict[int, list[Any]] = {}
+        self.root_sums: dict[tuple[int, int], list[Any]] = {}
+        self.computed: list[list[Any]] = []
 
     def run(self) -> None:
         """Perform the events in order. If one fails, leave the transport ready for the next
@@ -97,6 +111,104 @@ class Execution:
     def _free(self, event: Event) -> None:
         self.landed.pop().release()
 
+    def _return(self, event: Event) -> None:
+        stage, packing = self._stage(event), self._pass(event).return_packing
+        puts: list[Put] = []
+        for out in stage.returns:
+            # each batch row is a message of its own, so only rows need be contiguous
+            found = self._sum_computed(out.span, packing)
+            found = [x if x[0].is_contiguous() else x.contiguous() for x in found]
+            puts += packing.puts(found, (0, length(out.span)), out.peer, out.at, out.total)
+        self.computed = []
+        self.returning.append(
+            self._deliver("return", packing, stage.returned_tokens, puts, stage.return_sources)
+        )
+
+    def _collect(self, event: Event) -> None:
+        sums = self._add_returned(event)
+        # The sums have views of the delivery's memory. Once it is released, other ranks write the
+        # results of the next stage there. So the sums must read it now.
+        if self.returning[-1].recycled:
+            for total in sums:
+                total.fold()
+        self.returning.pop().release()
+
+    def _end(self, event: Event) -> None:
+        if event.stage >= 0:
+            self._add_returned(event)
+        self._complete(self.sums.pop(event.number))
+        if event.stage >= 0:
+            self.returning.pop().release()
+
+    def _leave(self, event: Event) -> None:
+        round_, packing = self._round(event), self._pass(event).return_packing
+        share = self._share(self._sent_sums(event)) if round_.landing.tokens else ()
+        self.root_sums.pop((event.number, event.round), None)
+        owner, tokens = round_.root // self.rings.inner.size, sum(map(length, round_.lent))
+        self.leaving.append(self._exchange(share, owner, packing, tokens, round_.lent_to))
+
+    def _receive(self, event: Event) -> None:
+        ticket, results = self.leaving.pop()
+        ticket.wait()
+        if results:
+            parts = self._parts_of(self._round(event).lent, results)
+            add_parts(self.sums[event.number][self.sent], parts)
+
+    @abstractmethod
+    def _complete(self, sums: list[Any]) -> None:
+        """Write the results of a pass, of which all parts were added."""
+
+    @abstractmethod
+    def _sum_computed(self, span: Span, packing: Packing) -> Sequence[Tensor]:
+        """Return the sums of `computed` for some tokens of a stage, as they are sent."""
+
+    @abstractmethod
+    def _share(self, sums: list[Any]) -> Tensors:
+        """Return the sums of a root as they are sent, contiguous."""
+
+    @abstractmethod
+    def _parts_of(self, spans: Sequence[Span], results: Sequence[Tensor]) -> Sequence[Any]:
+        """Return the parts, one for each sum, that were sent as such results of tokens."""
+
+    def _add_returned(self, event: Event) -> Sequence[Sum]:
+        """Wait for the results of a stage and add them to the root's sums. Return the sums."""
+        stage, packing = self._stage(event), self._pass(event).return_packing
+        self.returning[-1].wait()
+        sums = self._sent_sums(event)
+        # `sends` count from the first token that is held, and the sums of the own block from the
+        # first of its shard.
+        first = 0 if event.round else self._round(event).held[0][0]
+        views = packing.views(self.returning[-1].memory, stage.returned_tokens)
+        for out, (_, at) in zip(stage.sends, stage.return_sources, strict=True):
+            found = [tokens_at(view, at) for view in views]
+            add_parts(sums, self._parts_of([shifted(out.span, first)], found))
+        return sums
+
+    def _add_computed(self, event: Event, parts: Sequence[Any]) -> None:
+        """Add parts of the sent side to the sums of a root. Keep those of a stage."""
+        if event.stage < 0:
+            add_parts(self._sent_sums(event), parts)
+            return
+        for kept, part in zip(self.computed, parts, strict=True):
+            kept.append(part)
+
+    def _sent_sums(self, event: Event) -> list[Any]:
+        """Return the sums of the sent side: of the own tokens, or in later rounds this host's share
+        of a root's.
+        """
+        own, key = self.sums[event.number][self.sent], (event.number, event.round)
+        if event.round and key not in self.root_sums:
+            tokens = self._round(event).landing.tokens
+            self.root_sums[key] = [total.like(tokens) for total in own]
+        return self.root_sums[key] if event.round else own
+
+    def _sides(self, event: Event, tensors: Sequence[Tensor]) -> tuple[Any, Keys]:
+        """Return the queries and keys of a stage's calls: the received side, and the own one."""
+        received, pass_ = self.program.payload.arrive(tensors), self._pass(event)
+        if isinstance(received, Keys):
+            return self.queries.part(ALL, pass_.q), received
+        return received, self.keys.part(ALL, pass_.kv)
+
     def _pass(self, event: Event) -> Pass:
         return self.program.passes[event.number]
 
@@ -148,3 +260,9 @@ class Execution:
         others = [(peer, at) for peer, at in sources if peer != inner.rank]
         arrivals = [x for peer, at in others for x in packing.arrivals(peer, at, tokens)]
         return inner.deliver(lane, packing.nbytes(tokens), puts, arrivals, self.device)
+
+
+def add_parts(sums: Sequence[Sum], parts: Sequence[Any]) -> None:
+    """Add a part to each of `sums`."""
+    for total, part in zip(sums, parts, strict=True):
+        total.add(*part)

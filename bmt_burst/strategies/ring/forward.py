@@ -1,4 +1,4 @@
-"""The forward of a program: it merges partial outputs of the own queries.
+"""The forward of a program: it merges partial outputs, and returns those of queries that were sent.
 
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that is sent is
 (B, S, heads, ...).
@@ -6,15 +6,19 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ...merging.merge import Outputs, empty_lse
+from ...merging.merge import Outputs, empty_lse, merge_parts
 from ...merging.parts import OutputPart, is_whole
 from ...ranks.rings import Rings
+from ...sequence.span import Span
+from ...transport.packing import Packing
 from ..compute import ALL, Keys, Queries, Tensors, compute_outputs
 from .events import Event
-from .execution import Execution
+from .execution import Execution, add_parts
 from .program import Program
 
 # Partial outputs are read again each time they are folded, and hold memory until then. So this many
@@ -23,16 +27,15 @@ _OUTPUTS_WAITING = 4
 
 
 class Forward(Execution):
-    """The forward. It merges partial outputs of the own queries.
+    """The forward. It merges partial outputs of the own queries. If queries are sent, partial
+    outputs are returned, and their owner merges them.
 
     out, lse  the results, from the event `own` on
     parts     the partial outputs of the own block
-    merged    the sum of the current pass
     """
 
     out: Tensor
     lse: Tensor
-    merged: Outputs
 
     def __init__(
         self, program: Program, rings: Rings, queries: Queries, keys: Keys, inputs: Tensors
@@ -68,24 +71,42 @@ class Forward(Execution):
             self._merge_from_own(ALL).result()
 
     def _begin(self, event: Event) -> None:
-        self.merged = self._merge_from_own(self._pass(event).q)
+        self.sums[event.number] = [self._merge_from_own(self._pass(event).q)]
 
     def _compute(self, event: Event) -> None:
-        tensors, heads = self._received(event), self._pass(event).q
-        if not (calls := self.program.calls[event.round, event.stage]):
+        calls, tensors = self.program.calls[event.round, event.stage], self._received(event)
+        if event.stage >= 0:
+            self.computed = [[]]
+        if not calls:
             return
-        attention, queries = self.attention.of_heads(heads), self.queries.part(ALL, heads)
-        for part in compute_outputs(attention, calls, queries, Keys(*tensors)):
-            self.merged.add(*part)
+        attention = self.attention.of_heads(self._pass(event).q)
+        for part in compute_outputs(attention, calls, *self._sides(event, tensors)):
+            if self.program.payload.sends_queries:
+                self._add_computed(event, [part])
+            else:
+                add_parts(self.sums[event.number], [part])
 
-    def _end(self, event: Event) -> None:
-        parts, q = self.merged.parts, self.queries.q
-        is_only = is_whole(parts, q.shape[1]) and parts[0][1].dtype == q.dtype
+    def _sum_computed(self, span: Span, packing: Packing) -> Tensors:
+        [parts], (row, *_) = self.computed, packing.entries
+        out, lse = merge_parts(parts, span, packing.batch, *row, self.device)
+        return out, lse.transpose(1, 2)
+
+    def _share(self, sums: list[Outputs]) -> Tensors:
+        [merged] = sums
+        merged.result()
+        return merged.out, merged.lse.transpose(1, 2).contiguous()
+
+    def _parts_of(self, spans: Sequence[Span], results: Sequence[Tensor]) -> list[OutputPart]:
+        out, lse = results
+        return [(spans, out, lse.transpose(1, 2))]
+
+    def _complete(self, sums: list[Outputs]) -> None:
+        [merged], q = sums, self.queries.q
+        is_only = is_whole(merged.parts, q.shape[1]) and merged.parts[0][1].dtype == q.dtype
         if self.program.has_one_stage and is_only:
-            _, self.out, self.lse = parts[0]
+            _, self.out, self.lse = merged.parts[0]
         else:
-            self.merged.result()
-        del self.merged
+            merged.result()
 
     def _merge_from_own(self, heads: slice) -> Outputs:
         """Begin the sum of some heads with the own block's share."""

@@ -1,12 +1,13 @@
-"""Payloads: the tensors that are sent around the ring, and the gradients that are returned. A class
+"""Payloads: the tensors that are sent around the ring, and the results that are returned. A class
 each.
 
     KeysValues     k and v. A backward returns dk and dv.
+    QueriesOnly    q of a forward. It returns out, and lse.
     QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side. It returns dq
                    (arXiv 2403.09347).
 
 All these tensors are (B, S, heads, ...). To add a payload, write a class here and list it in
-`backward_payload`.
+`forward_payload` or `backward_payload`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from torch import Tensor
 from ...base.dtypes import accumulator_dtype
 from ...merging.merge import stack_lse_delta
 from ...transport.packing import Packing
-from .. import Problem, Sizes
-from ..compute import Keys, QueryGradients, Side
+from .. import DENSE, Problem, Sizes
+from ..compute import Keys, Queries, QueryGradients, Side
 
 
 class Payload(ABC):
     """The tensors of a block that are sent, in a forward or a backward.
 
     sends_queries  whether keys stay; otherwise queries stay
-    returns        whether gradients are returned, as in a backward
+    returns        whether results are returned: gradients, or out and lse
     """
 
     sends_queries: bool = True
@@ -60,7 +61,7 @@ class Payload(ABC):
         return problem.most_queries if self.sends_queries else problem.most_keys
 
     def token_bytes(self, sizes: Sizes) -> int:
-        """Count the bytes per token and hop, of the block and its gradients."""
+        """Count the bytes per token and hop, of the block and its results."""
         return self.packing(sizes).token_bytes() + self.return_packing(sizes).token_bytes()
 
 
@@ -81,6 +82,24 @@ class KeysValues(Payload):
 
     def packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2)
+
+
+class QueriesOnly(Payload):
+    """The payload of q in a forward. It returns out in q's dtype, and lse."""
+
+    def depart(self, block: Side) -> tuple[Tensor, ...]:
+        assert isinstance(block, Queries)
+        return (block.q.contiguous(),)
+
+    def arrive(self, tensors: Sequence[Tensor]) -> Queries:
+        return Queries(*tensors)
+
+    def packing(self, sizes: Sizes) -> Packing:
+        return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.dtype),))
+
+    def return_packing(self, sizes: Sizes) -> Packing:
+        lse = (sizes.heads,), accumulator_dtype(sizes.dtype)
+        return Packing(sizes.batch, (*self.packing(sizes).entries, lse))
 
 
 class QueriesDelta(Payload):
@@ -106,15 +125,28 @@ class QueriesDelta(Payload):
         return Packing(sizes.batch, (row, row, lse_delta))
 
 
+def forward_payload(problem: Problem) -> Payload:
+    """Return the payload of a problem's forward. "auto" picks the one with fewer bytes if keys are
+    other tokens than queries, for dense attention. Otherwise it is k and v.
+    """
+    takes_both = problem.kv_layout is not None and problem.scoring is DENSE
+    side = "kv" if problem.forward == "auto" and not takes_both else problem.forward
+    return _pick(problem, side, {"kv": KeysValues(returns=False), "q": QueriesOnly()})
+
+
 def backward_payload(problem: Problem) -> Payload:
     """Return the payload of a problem's backward. "auto" picks the one with fewer bytes."""
-    choices: dict[str, Payload] = {"q": QueriesDelta(), "kv": KeysValues()}
-    if problem.backward == "auto":
-        return min(
-            choices.values(),
-            key=lambda payload: payload.token_bytes(problem.sizes) * payload.most_tokens(problem),
-        )
-    return choices[problem.backward]
+    return _pick(problem, problem.backward, {"q": QueriesDelta(), "kv": KeysValues()})
+
+
+def _pick(problem: Problem, side: str, choices: dict[str, Payload]) -> Payload:
+    """Return the payload of a side, or for "auto" the first one with the fewest bytes."""
+    if side != "auto":
+        return choices[side]
+    return min(
+        choices.values(),
+        key=lambda payload: payload.token_bytes(problem.sizes) * payload.most_tokens(problem),
+    )
 
 
 def select_heads(sizes: Sizes, kv_heads: int) -> Sizes:

@@ -2,12 +2,12 @@
 
 The hops of a round are grouped into stages. The tokens of a stage that a rank needs land one
 after the other, in the order of their positions, so that tiles that are cut in the same way are one
-kernel call. Gradients of a stage return to the owners of its tokens. There they land by sender.
+kernel call. Results of a stage return to the owners of its tokens. There they land by sender.
 Both ends of a message compute its place from the same data, so a transport may write it there
 without asking.
 
 The memory where tokens land may hold those of an earlier stage. A sender overwrites them, also
-without asking: there are two buffers for tokens and one for gradients, and all ranks of a host have
+without asking: there are two buffers for tokens and one for results, and all ranks of a host have
 the same stages. So the receiver has freed the buffer before it begins the stage that lands there,
 and the transport holds back messages until then (`Transport.deliver`).
 
@@ -76,9 +76,9 @@ class Stage:
     sources           the place that sends each part of the landing, and where the part lies
     sends             parts of this rank's root that others need; spans count tokens of what this
                       rank has of the root
-    returns           gradients of what landed, for the ranks that sent it
-    returned_tokens   how many tokens gradients return to
-    return_sources    the place that returns each part of the gradients, and where it lies: those of
+    returns           results of what landed, for the ranks that sent it
+    returned_tokens   how many tokens results return to
+    return_sources    the place that returns each part of the results, and where it lies: those of
                       the first of `sends` first
 
     Planning needs only the landing. Messages are found when they are first asked for.
@@ -122,7 +122,7 @@ class Stage:
         found: list[Outgoing] = []
         for hop in self.hops:
             peer = (self._place - hop) % self._inner
-            # The peer's gradients from nearer places lie before this rank's.
+            # The peer's results from nearer places lie before this rank's.
             nearer = (h for h in self.hops if h < hop)
             first = sum(self._seen.tokens[(peer + h) % self._inner][h] for h in nearer)
             for span in of_peer.get(peer, ()):
@@ -189,10 +189,10 @@ class Routes:
     ) -> tuple[Round, ...]:
         """Return all rounds. Those in which nothing is sent count too, as they do on other hosts.
 
-        A stage has as many hops as let at most `limit` tokens land, and gradients of `return_limit`
-        tokens return. Without a return limit, no gradients return, and the first stage is not the
+        A stage has as many hops as let at most `limit` tokens land, and results of `return_limit`
+        tokens return. Without a return limit, no results return, and the first stage is not the
         longest: it must arrive while the own block is computed. With one, the last stage is not the
-        longest: its gradients return when nothing is left to compute.
+        longest: its results return when nothing is left to compute.
         """
         return tuple(
             self._round(number, limit, return_limit) for number in range(self.schedule.outer)
@@ -279,7 +279,7 @@ class SeenRuns:
 
     def sizes(self, hops: Sequence[int]) -> tuple[list[int], list[int]]:
         """Count, for a stage of some hops, the tokens that land at each place, and the tokens that
-        gradients return to.
+        results return to.
         """
         inner = len(self.tokens)
         landing = [sum([tokens[hop] for hop in hops]) for tokens in self.tokens]
@@ -309,7 +309,7 @@ class SeenRuns:
 
         for count in range(1, len(hops) + 1):
             # Rounded down, the bounds of 5 hops in 2 stages are 2 + 3: only the own block hides the
-            # first stage. Rounded up, they are 3 + 2: nothing hides the gradients of the last one.
+            # first stage. Rounded up, they are 3 + 2: nothing hides the results of the last one.
             up = count - 1 if return_limit else 0
             bounds = [(len(hops) * i + up) // count for i in range(count + 1)]
             parts = [tuple(hops[a:b]) for a, b in itertools.pairwise(bounds)]

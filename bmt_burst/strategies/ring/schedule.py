@@ -7,7 +7,7 @@ directly while the previous round was computed. At hop h a rank attends to the r
 before it, and sends its own root to the place h after it.
 
 No rank forwards a block. So no hop waits for another, several hops can be one exchange, and only
-tokens that the receiver needs are sent. Gradients take the same way back: first to the rank that
+tokens that the receiver needs are sent. Results take the same way back: first to the rank that
 began the round with the block, which adds up its host's share, then to the block's owner. So one
 partial sum per round and block crosses between hosts.
 
