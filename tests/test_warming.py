@@ -139,6 +139,7 @@ def random_ends(chance, tokens):
         {"chunks": 5, "sparse": SHORT_BLOCKS.to_dict()},
         {"chunks": 4, "sp_size": 4, "inner_size": 2, "documents": False},
         {"chunks": 3, "seq_len": 50},
+        {"chunks": 7, "heads": 8},
     ],
     ids=str,
 )

@@ -250,7 +250,8 @@ class Rehearsal:
         short = self.sp_size > 1 and tokens <= _FEW_TOKENS and self.inner_size == self.sp_size
         return ["ring", "one-call"] if short else ["ring"]
 
-    def problem(self, seen: Seen, kernel: Kernel) -> Problem:
+    def problem(self, seen: Seen, kernel: Kernel, side: str) -> Problem:
+        """Return the call in which the ring sends `side`."""
         mask, layout, kv_layout = seen
         dtype = getattr(torch, self.dtype)
         partial = kernel.partial_dtype(dtype)
@@ -266,13 +267,18 @@ class Rehearsal:
             outer=self.sp_size // self.inner_size,
             # as many stages and passes as in the run
             group_bytes=max(GROUP_BYTES * self.tokens // self.seq_len, 1),
+            forward=side,
+            backward=side,
         )
 
     def plans(self, kernel: Kernel) -> Iterator[tuple[Plan, Problem, int]]:
         """Yield the plans of all kinds of calls, with their problem and rank."""
         for seen in self.masks():
-            problem = self.problem(seen, kernel)
-            for name, rank in itertools.product(self.strategies(), self.rank_sample()):
+            # with the keys of more chunks the run may send the other side
+            sides = ("auto",) if seen[2] is None else ("q", "kv")
+            ways = itertools.product(sides, self.strategies(), self.rank_sample())
+            for side, name, rank in ways:
+                problem = self.problem(seen, kernel, side)
                 if self.constants:
                     plan = Sparse(self.constants).plan(problem, rank, name)
                 else:
@@ -446,7 +452,7 @@ def _merge_parts(rehearsal: Rehearsal, device: torch.device) -> None:
         total, earlier = torch.empty(2, *shape, dtype=of_sum, device=device)
         other, lse = earlier.to(dtype), torch.empty(1, heads, 16, device=device)
         # parts of another dtype are filled up by the first one
-        counts = (2, 4, 8) if of_sum == dtype else range(2, 9)
+        counts = (2, 4, 8) if of_sum == dtype else range(2, 17)
         ways = (total, earlier), counts, ([(0, 8)], [(0, 4), (8, 12)])
         for first, count, spans in itertools.product(*ways):
             sum_gradients(total, [(whole, first), *[(spans, other)] * (count - 1)])
