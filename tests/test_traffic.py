@@ -10,7 +10,13 @@ from bmt_burst.sparse.extension import Sparse
 from bmt_burst.strategies import Scoring
 from bmt_burst.strategies import ring as ring_strategy
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.payload import KeysValues, QueriesOnly, forward_payload
+from bmt_burst.strategies.ring.payload import (
+    KeysValues,
+    QueriesDelta,
+    QueriesOnly,
+    backward_payload,
+    forward_payload,
+)
 from bmt_burst.transport.simulator import SimulatedRing
 from tests.cases import call_tensors, random_qkv
 from tests.rings import call_messages, problem, ring_arguments
@@ -183,7 +189,9 @@ def test_the_near_part_of_sparse_attention_sends_the_few_keys_that_queries_see()
     near = Sparse(sparse).plan(call, 0, "ring").near
     assert isinstance(near, RingPlan)
     assert isinstance(forward_payload(call), QueriesOnly)
-    assert isinstance(near.forward_program.payload, KeysValues)
+    assert isinstance(backward_payload(call), QueriesDelta)
+    for program in (near.forward_program, near.backward_program):
+        assert isinstance(program.payload, KeysValues)
 
 
 def test_double_ring_crosses_hosts_once_a_round():

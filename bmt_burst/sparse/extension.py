@@ -83,9 +83,9 @@ class Sparse(Extension):
             return plan
         # sparse sequences are long, and so "auto" takes the ring for what is near
         dense = "ring" if strategy == "auto" else strategy
-        mask = near_mask(problem.mask, self.config)
-        # queries see few keys here, so few are sent
-        near = replace(problem, mask=mask, forward="kv")
+        near = replace(problem, mask=near_mask(problem.mask, self.config), forward="kv")
+        if problem.kv_layout is not None and problem.backward == "auto":
+            near = replace(near, backward="kv")  # of many keys, queries see few here: few are sent
         span_bytes = sys.maxsize if strategy == "all-gather" else problem.group_bytes
         plan = choose(dense, near).plan(near, rank)
         return SparsePlan(problem, self.config, rank, plan, span_bytes)
