@@ -241,6 +241,11 @@ class Rehearsal:
                 near = {b + x for b in borders for x in (-before, _FEW_QUERIES)}
                 yield [0, *sorted(near & {*range(1, tokens)}), tokens]
 
+    @property
+    def sends_either_side(self) -> bool:
+        """Whether the run may send another side than the rehearsal, whose chunks are fewer."""
+        return self.sp_size > 1 and self.chunks > 1 and self.constants is None
+
     def strategies(self) -> list[str]:
         """Return the strategies that the run may use."""
         tokens = -(-self.seq_len // (self.sp_size * self.chunks))
@@ -274,8 +279,8 @@ class Rehearsal:
     def plans(self, kernel: Kernel) -> Iterator[tuple[Plan, Problem, int]]:
         """Yield the plans of all kinds of calls, with their problem and rank."""
         for seen in self.masks():
-            # with the keys of more chunks the run may send the other side
-            sides = ("auto",) if seen[2] is None else ("q", "kv")
+            either = self.sends_either_side and seen[2] is not None
+            sides = ("q", "kv") if either else ("auto",)
             ways = itertools.product(sides, self.strategies(), self.rank_sample())
             for side, name, rank in ways:
                 problem = self.problem(seen, kernel, side)
@@ -452,7 +457,8 @@ def _merge_parts(rehearsal: Rehearsal, device: torch.device) -> None:
         total, earlier = torch.empty(2, *shape, dtype=of_sum, device=device)
         other, lse = earlier.to(dtype), torch.empty(1, heads, 16, device=device)
         # parts of another dtype are filled up by the first one
-        counts = (2, 4, 8) if of_sum == dtype else range(2, 17)
+        most = 17 if rehearsal.sends_either_side else 9
+        counts = (2, 4, 8) if of_sum == dtype else range(2, most)
         ways = (total, earlier), counts, ([(0, 8)], [(0, 4), (8, 12)])
         for first, count, spans in itertools.product(*ways):
             sum_gradients(total, [(whole, first), *[(spans, other)] * (count - 1)])
