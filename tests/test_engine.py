@@ -34,8 +34,11 @@ def steps(rank: int) -> tuple[dict, list]:
     )
     norms = []
     for step, max_norm in enumerate((1e9, 0.01, 1.0)):
-        loss, count = engine.model(*batch(step))
-        engine.backward(loss / count * (rank + 1) / sum(range(1, engine.world_size + 1)))
+        share = (rank + 1) / sum(range(1, engine.world_size + 1))
+        tokens, positions, labels = batch(step)
+        for row in range(2):
+            loss, count = engine.model(tokens[row : row + 1], positions, labels[row : row + 1])
+            engine.backward(loss / (2 * count) * share, is_last=row == 1)
         norms.append(engine.step(0.01 * (step + 1), max_norm))
     return {key: (shard.start, shard.flat) for key, shard in engine.state().items()}, norms
 
