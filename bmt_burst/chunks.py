@@ -274,8 +274,16 @@ class Chunks:
             )
         if len(self._ends) == len(self.chunks) and chunk is self.chunks[-1]:
             self._check_lengths()
-        if self._phase != _BACKWARD:
-            return
+        if self._phase == _BACKWARD:
+            self._check_backward(chunk)
+        # NCCL connects ranks when they first exchange tensors. It needs memory, which a backward
+        # may have filled. So the first chunk of a forward takes part.
+        connects = chunk is self.chunks[0] and self.sp.size > 1
+        if self._phase == _BACKWARD or connects:
+            self._check_kept(chunk)
+
+    def _check_backward(self, chunk: Chunk) -> None:
+        """Raise ValueError if a layer had no backward."""
         # below the first trainable weight, layers have no backward
         without = sorted(self._needed - self._backwards.keys())
         if without or not self._backwards:
@@ -283,6 +291,9 @@ class Chunks:
                 f"expected a backward of chunk {chunk.number} before the next chunk, got none of "
                 f"layer {without[0] if without else 0}"
             )
+
+    def _check_kept(self, chunk: Chunk) -> None:
+        """Raise ValueError on all ranks if the keys and values of a chunk are not the kept ones."""
         worst = torch.stack([kept.difference for kept in self._kept.values()]).amax()
         most = max(torch.finfo(kept.k.dtype).eps for kept in self._kept.values()) ** 0.5
         # the sum over ranks has only differences beyond rounding

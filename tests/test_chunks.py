@@ -318,6 +318,22 @@ def test_a_step_after_a_failed_one_is_whole():
         assert torch.equal(p.grad, same.grad)
 
 
+def test_ranks_connect_in_the_first_chunk(monkeypatch):
+    """NCCL may find no memory for it in a backward."""
+    sums, add = [], SequenceParallel.sum
+    monkeypatch.setattr(SequenceParallel, "sum", lambda sp, x: sums.append(sp.rank) or add(sp, x))
+    x, _, positions = make_data(Mask.causal(60))
+
+    def work(sp):
+        chunks, model = Chunks(Mask.causal(60), 20, 3, sp), build(DENSE, sp)
+        for chunk in chunks.forward():
+            model(chunk.shard(x), chunk.shard(positions), cache=chunk)
+            assert sums.count(sp.rank) == (chunk.number > 0)
+
+    on_ranks(2, work)
+    assert sorted(sums) == [0, 1]
+
+
 def test_layers_below_the_first_trainable_weight_need_no_backward():
     model, whole = build(DENSE), build(DENSE)
     for one in (model, whole):
