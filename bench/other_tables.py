@@ -410,6 +410,19 @@ def compare_table(rows: list[Row]) -> str:
     return list_rows(rows, "compare", columns)
 
 
+def sides_table(rows: list[Row]) -> str:
+    """Format a forward that sends keys beside one that sends queries."""
+    columns: dict[str, Column] = {
+        "heads": lambda row: f"{row['heads']}:{row['kv_heads']}",
+        "queries of a GPU": lambda row: tokens(row["queries"]),
+        "keys": lambda row: tokens(row["keys"]),
+        "hosts": "hosts",
+        "keys are sent, ms": lambda row: row["ms"]["kv"],
+        "queries are sent, ms": lambda row: row["ms"]["q"],
+    }
+    return list_rows(rows, "sides", columns)
+
+
 def trainers_table(rows: list[Row]) -> str:
     """Format the speed and the memory of trainers over ranks."""
     columns: dict[str, Column] = {
@@ -447,6 +460,7 @@ TABLES = {
     "Host time of a call: ms": host_time_table,
     "Power": power_table,
     "A change": compare_table,
+    "A chunk's forward": sides_table,
     "A new mask's plan, on the host": planning_table,
     "Work of the busiest rank above the mean: %": balance_table,
     "Memory after many masks": memory_table,

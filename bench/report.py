@@ -88,6 +88,12 @@ SECTIONS = {
         "bench/compare.py",
         "medians of six rounds, of two runs for pretraining; before is 689ff56",
     ),
+    "sides-*": Section(
+        "time",
+        "The side that a forward sends",
+        "bench/sides.py",
+        "medians of seven calls; one host is NVLink, two are sockets of one machine",
+    ),
     "sparse-*": Section("sparse", "Sparse and dense attention", "bench/sparse.py"),
     "longest-*": Section(
         "sparse",

@@ -441,6 +441,13 @@ def test_two_checkouts_are_compared(tmp_path):
 
 
 @on_cpus
+def test_a_forward_that_sends_either_side(tmp_path):
+    [row] = measure(2, "sides.py", tmp_path)
+    assert row["ms"].keys() == {"kv", "q"}
+    assert "| 4:2 | 16 | 128 | 1 |" in other_tables.sides_table([row])
+
+
+@on_cpus
 def test_whole_steps_of_two_checkouts(tmp_path):
     """Both checkouts are this one."""
     (tmp_path / "text.txt").write_text("abc " * 500)
