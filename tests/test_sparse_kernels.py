@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from bmt_burst import InfLLMV2, Mask
-from bmt_burst.sparse import tiles, torch_choice, torch_far
+from bmt_burst import InfLLMV2, Mask, burst_attn_func
+from bmt_burst.sparse import plan, tiles, torch_choice, torch_far
 from bmt_burst.sparse.blocks import FarBlocks, FarKeys
 from bmt_burst.sparse.compressed import CompressedKeys, compress, sum_strides
 from bmt_burst.sparse.queries import Choosers
@@ -321,6 +321,20 @@ def test_the_largest_are_taken_and_the_lower_of_equal_ones(blocks, topk):
     largest[(block < 1) | (block >= own - 2)] = torch.inf
     largest[block > own] = -torch.inf
     assert chosen[:, 0].equal(torch_choice._take_largest(largest, sparse.most_blocks))
+
+
+def test_inputs_may_have_any_strides(monkeypatch):
+    """Kernels add to gradients of them, whose rows are dense."""
+    monkeypatch.setattr(plan, "find_kernels", lambda q, far: triton_far)
+    sparse, mask = InfLLMV2(8, 4, 2, 1, 16, 2, -1), Mask.documents([0, 120, 300])
+    tensors = [torch.randn(1, 300, heads, 16, device=DEVICE) for heads in (4, 2, 2)]
+    found = []
+    for change in (lambda x: x.clone(), lambda x: x.mT.contiguous().mT):
+        inputs = [change(x).requires_grad_() for x in tensors]
+        out = burst_attn_func(*inputs, mask=mask, sparse=sparse)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for plain, other in zip(*found, strict=True):
+        assert torch.allclose(plain, other, rtol=0, atol=1e-5 * float(plain.abs().max()))
 
 
 def test_lists_do_not_wait_for_the_device():

@@ -7,13 +7,14 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...merging.merge import Gradients, sum_parts
 from ...merging.parts import Part, is_whole
 from ...ranks.rings import Rings
+from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import Span
 from ...transport.packing import Packing
 from ..compute import ALL, Keys, QueryGradients, Tensors, compute_gradients
@@ -78,7 +79,7 @@ class Backward(Execution):
                 continue
             whole = is_whole(parts, x.shape[1])
             self.grads.append(
-                parts[0][1].to(x.dtype).contiguous() if whole else torch.empty_like(x)
+                parts[0][1].to(x.dtype).contiguous() if whole else x.new_empty(x.shape)
             )
         if not self.program.passes:
             for total in self._sum_from_own(ALL, ALL):
@@ -104,16 +105,12 @@ class Backward(Execution):
             sums.append(Gradients(grad.shape, grad.dtype, grad.device, self.limit, into, own))
         return sums
 
-    def _compute(self, event: Event) -> None:
-        calls, sums = self.program.calls[event.round, event.stage], self.sums[event.number]
-        tensors = self._received(event)
-        if event.stage >= 0:
-            self.computed = [[] for _ in sums[self.sent]]
-        if not calls:
-            return
+    def _compute_calls(
+        self, event: Event, calls: Sequence[GatheredCall], queries: Any, keys: Keys
+    ) -> None:
         attention = self.attention.of_heads(self._pass(event).q)
-        for found in compute_gradients(attention, calls, *self._sides(event, tensors)):
-            add_parts(sums[self.staying], found[self.staying])
+        for found in compute_gradients(attention, calls, queries, keys):
+            add_parts(self.sums[event.number][self.staying], found[self.staying])
             self._add_computed(event, found[self.sent])
 
     def _sum_computed(self, span: Span, packing: Packing) -> list[Tensor]:

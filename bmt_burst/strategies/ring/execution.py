@@ -19,6 +19,7 @@ from torch import Tensor
 from ...merging.merge import Sum
 from ...merging.parts import tokens_at
 from ...ranks.rings import Rings
+from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import Span, length, shifted
 from ...transport import Delivery, Put, Ticket
 from ...transport.packing import Packing
@@ -38,7 +39,9 @@ class Execution(ABC):
     sums       the sums of this rank's results, by pass
     sent       which of them are those of the side that is sent
     root_sums  the sums of a root's results, by pass and round
-    computed   partial results of the sent side of a stage, for each sum
+    computed   partial results of the sent side of a stage, for each of these sums
+
+    A forward that sends keys has one sum, and returns nothing.
     """
 
     sent = ALL
@@ -153,6 +156,19 @@ class Execution(ABC):
         if results:
             parts = self._parts_of(self._round(event).lent, results)
             add_parts(self.sums[event.number][self.sent], parts)
+
+    def _compute(self, event: Event) -> None:
+        calls, tensors = self.program.calls[event.round, event.stage], self._received(event)
+        if event.stage >= 0:
+            self.computed = [[] for _ in self.sums[event.number][self.sent]]
+        if calls:
+            self._compute_calls(event, calls, *self._sides(event, tensors))
+
+    @abstractmethod
+    def _compute_calls(
+        self, event: Event, calls: Sequence[GatheredCall], queries: Any, keys: Keys
+    ) -> None:
+        """Compute the calls of a stage or a root with its queries and keys."""
 
     @abstractmethod
     def _complete(self, sums: list[Any]) -> None:

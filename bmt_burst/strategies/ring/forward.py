@@ -7,6 +7,7 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. Al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from ...merging.merge import Outputs, empty_lse, merge_parts
 from ...merging.parts import OutputPart, is_whole
 from ...ranks.rings import Rings
+from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import Span
 from ...transport.packing import Packing
 from ..compute import ALL, Keys, Queries, Tensors, compute_outputs
@@ -73,14 +75,11 @@ class Forward(Execution):
     def _begin(self, event: Event) -> None:
         self.sums[event.number] = [self._merge_from_own(self._pass(event).q)]
 
-    def _compute(self, event: Event) -> None:
-        calls, tensors = self.program.calls[event.round, event.stage], self._received(event)
-        if event.stage >= 0:
-            self.computed = [[]]
-        if not calls:
-            return
+    def _compute_calls(
+        self, event: Event, calls: Sequence[GatheredCall], queries: Any, keys: Keys
+    ) -> None:
         attention = self.attention.of_heads(self._pass(event).q)
-        for part in compute_outputs(attention, calls, *self._sides(event, tensors)):
+        for part in compute_outputs(attention, calls, queries, keys):
             if self.program.payload.sends_queries:
                 self._add_computed(event, [part])
             else:
