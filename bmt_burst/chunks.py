@@ -276,11 +276,11 @@ class Chunks:
             self._check_lengths()
         if self._phase == _BACKWARD:
             self._check_backward(chunk)
-        # NCCL connects ranks when they first exchange tensors. It needs memory, which a backward
-        # may have filled. So the first chunk of a forward takes part.
-        connects = chunk is self.chunks[0] and self.sp.size > 1
-        if self._phase == _BACKWARD or connects:
             self._check_kept(chunk)
+        elif chunk is self.chunks[0] and self.sp.size > 1:
+            # NCCL connects ranks when they first exchange tensors. It needs memory, which may not
+            # be left in the backward. So they exchange some here.
+            self.sp.sum(next(iter(self._kept.values())).difference)
 
     def _check_backward(self, chunk: Chunk) -> None:
         """Raise ValueError if a layer had no backward."""

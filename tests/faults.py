@@ -79,7 +79,7 @@ FAULTS = [
     ),
     Fault(
         "ring: a sum still reads memory that it has given back",
-        "bmt_burst/strategies/ring/backward.py",
+        "bmt_burst/strategies/ring/execution.py",
         "if self.returning[-1].recycled:",
         "if not self.returning[-1].recycled:",
         "tests/conformance/test_strategies.py",

@@ -4,8 +4,9 @@ normalize  A program has a tile: some neighbouring queries of a document, with t
            one kv head. It sums over the kernels 2 that they see.
 scores     A program has a tile and a span of blocks. It loops over their kernels 1, and sums over
            heads.
-take       A program has the scores of one query. It finds the least score that is chosen by
-           bisection over the bits of a number, and lists the blocks.
+take       A program has the scores of one query, or of a span of them. It finds the least score
+           that is chosen by bisection over the bits of a number, and lists the blocks. Another one
+           takes from what the spans of a query listed.
 
 A launch has the tiles of many documents. A table says which queries and which keys a tile has.
 
@@ -56,7 +57,8 @@ _LN_2 = math.log(2.0)
 # Kernels 2 and blocks of a program where few queries choose: those of 1M tokens have 64 and 128
 # programs. They are whole numbers of steps.
 _NORMALIZED, _SCORED = 256, 128
-_TAKEN, _OF_WARP = 2048, 512  # the most blocks of a program that takes, and those of a warp
+# The most blocks of a program that takes, a power of two, and those of a warp
+_TAKEN, _OF_WARP = 2048, 512
 
 
 class ChoiceShape(NamedTuple):
@@ -454,7 +456,8 @@ def _take(
 ):  # fmt: skip
     """List the blocks of a query that are always chosen or have the largest A, in rising order.
 
-    They are of N blocks, or of `count` that are listed (queries, G, count), rising but for -1.
+    A program of a span takes from N blocks. With `listed` (queries, G, count) it takes from these,
+    which are rising, with -1 in between.
     """
     token, group, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = (tl.load(places + token) // BLOCK).to(tl.int32)

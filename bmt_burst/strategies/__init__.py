@@ -1,7 +1,7 @@
 """Strategies: who computes which tiles with which tokens from where. One file or folder each.
 
 ring         queries stay, keys and values are sent; a backward sends whichever side is cheaper
-             (BurstAttention), and so does a forward if keys are other tokens than queries
+             (BurstAttention), and a forward too if keys are other tokens than queries
 all-gather   the ring with all of a host's keys and values in one stage (arXiv 2407.21783)
 ulysses      each rank computes some heads of whole sequences (arXiv 2309.14509)
 usp          ulysses within hosts, the ring between them (arXiv 2405.07719)

@@ -145,7 +145,7 @@ class Engine(ABC):
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Accumulate gradients of the *sum* over ranks of `loss`, which carries the scale.
 
-        is_last  whether no other backward follows before `step` or `clear_gradients`
+        is_last  whether it is the last one before `step` or `clear_gradients`
         """
 
     @abstractmethod

@@ -80,7 +80,8 @@ class TorchEngine(Engine):
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         if self.world_size == 1:
             # Nothing is summed over ranks. Then FSDP2 adds to whole gradients in one pass. Its
-            # sums of shards take five, and memory that only their stream may use again.
+            # sums of shards take five, and memory that only their stream may use again. (In half
+            # precision it refuses a weight whose first gradient is in the last backward.)
             sharded: Any = self.model
             sharded.set_requires_gradient_sync(is_last)
         loss.backward()

@@ -41,7 +41,9 @@ class Payload(ABC):
         """Return how blocks lie in memory when they are sent."""
 
     def return_packing(self, sizes: Sizes) -> Packing:
-        """Return how dq, or dk and dv, lie when they are returned. They have the kernel's dtype."""
+        """Return how results lie when they are returned, by default dq, or dk and dv, in the
+        kernel's dtype.
+        """
         heads, count = (sizes.heads, 1) if self.sends_queries else (sizes.kv_heads, 2)
         entry = (heads, sizes.head_size), sizes.partial
         return Packing(sizes.batch, (entry,) * count if self.returns else ())
