@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from bmt_burst import burst_attn_func, init_sequence_parallel
+from bmt_burst.errors import RankGone
 from bmt_burst.ranks.groups import _count_ranks_a_host
 from bmt_burst.sequence.tile import KernelCall
+from bmt_burst.transport.processes import Exchange
 from tests import lightning
 from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
 from tests.launcher import run_ranks
@@ -116,6 +118,20 @@ def misuse(rank: int) -> None:
         with pytest.raises(ValueError, match=r"ranks differ in (sp_size|layout) of init_seq"):
             init_sequence_parallel(**arguments)
     assert burst_attn_func(q, k, v).shape == q.shape  # the group is still in order
+
+
+def test_an_exchange_that_failed_does_not_wait_for_its_first_parts_again():
+    """gloo would wait forever for a part that is over."""
+    over = []
+
+    def fail():
+        raise RankGone("rank 1 has ended")
+
+    exchange = Exchange([lambda: over.append(1), fail], ((), ()))
+    for _ in range(2):
+        with pytest.raises(RankGone):
+            exchange.wait()
+    assert over == [1]
 
 
 def test_misuse_on_one_rank_is_an_error_on_all():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,14 +30,17 @@ _REASON = 400  # characters of a reason that ranks send each other
 
 @dataclass
 class Exchange(Ticket):
-    """An exchange under way. `waits` are functions that wait for its parts."""
+    """An exchange under way. `waits` are functions that wait for its parts, those that are left."""
 
-    waits: Sequence[Callable[[], object]]
+    waits: list[Callable[[], object]]
     messages: tuple[Messages, ...]  # kept alive until it is over
 
     def wait(self) -> None:
-        for wait in self.waits:
-            wait()
+        # If a part fails, the next call begins with it. For one that is over, gloo would wait for
+        # ever.
+        while self.waits:
+            self.waits[0]()
+            del self.waits[0]
         self.messages = ()
 
 
