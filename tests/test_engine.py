@@ -39,6 +39,8 @@ def steps(rank: int) -> tuple[dict, list]:
         for row in range(2):
             loss, count = engine.model(tokens[row : row + 1], positions, labels[row : row + 1])
             engine.backward(loss / (2 * count) * share, is_last=row == 1)
+        with torch.no_grad():
+            engine.model(tokens, positions)  # leaves weights gathered
         norms.append(engine.step(0.01 * (step + 1), max_norm))
     return {key: (shard.start, shard.flat) for key, shard in engine.state().items()}, norms
 

@@ -236,7 +236,8 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
         return Rings(_find_transport(process_group), ALONE)
     if process_group is not None:
         raise ValueError(
-            "expected process_group or double_group, got both: the double group names all ranks"
+            "expected process_group or double_group, got both: the double group names all ranks, "
+            "so pass process_group=None"
         )
     return Rings(_find_transport(intra), _find_transport(inter), double=True)
 

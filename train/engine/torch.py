@@ -92,16 +92,22 @@ class TorchEngine(Engine):
         try:
             return self._optimizer.step(grads, lr, max_norm, self.sum)
         finally:
+            self._reshard()
             self.clear_gradients()
 
+    def _reshard(self) -> None:
+        """Free gathered weights. A forward without a backward leaves some to the next one."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def clear_gradients(self) -> None:
-        self.model.zero_grad()
+        for p in self._sharded.values():  # a module that is gathered has others
+            p.grad = None
 
     def load(self, read: Callable[[str, Shard], Tensor], optimizer_steps: int) -> None:
         super().load(read, optimizer_steps)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # else the next forward takes what the last one has gathered
+        self._reshard()
 
     def sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
