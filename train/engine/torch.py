@@ -77,13 +77,7 @@ class TorchEngine(Engine):
         start = min(self.rank * rows, p.shape[0]) * (p.numel() // p.shape[0])
         return Shard(p.to_local().detach().view(-1), start, tuple(p.shape))
 
-    def backward(self, loss: Tensor, is_last: bool = True) -> None:
-        if self.world_size == 1:
-            # Nothing is summed over ranks. Then FSDP2 adds to whole gradients in one pass. Its
-            # sums of shards take five, and memory that only their stream may use again. (In half
-            # precision it refuses a weight whose first gradient is in the last backward.)
-            sharded: Any = self.model
-            sharded.set_requires_gradient_sync(is_last)
+    def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     @torch.no_grad()  # or to_local() would take the host longer
