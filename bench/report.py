@@ -124,11 +124,11 @@ SECTIONS = {
         "bench/steps.py --warm-up 0",
         "one step each, after shorter ones compiled the kernels",
     ),
-    "chunks-*-960k.jsonl": Section(
+    "chunks-*-longest.jsonl": Section(
         "training",
         "Training in chunks",
-        "bench/steps.py --warm-up 0",
-        "a first step, whose seconds include compilation",
+        "train/pretrain.py",
+        "a second step, and for minicpm4-0.5b a first one",
     ),
     "generation-*-prompts.jsonl": Section(
         "training", "Generation over ranks", "bench/generation.py"
