@@ -245,6 +245,7 @@ _WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     ("`--chunk`, `selective`", {"checkpointing": "selective", "chunk": _RANK_CHUNK}),
     ("`--chunk`, `full`", {"checkpointing": "full", "chunk": _RANK_CHUNK}),
+    ("of 8K, `full`", {"checkpointing": "full", "chunk": 8192}),
 )
 
 
