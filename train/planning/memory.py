@@ -166,6 +166,9 @@ def plan_step(
         # all but the last chunk run twice, and without the loss where only keys are kept
         twice = sum((each.unit.forward_work for each in blocks), Work()) * (chunks - 1)
         forward, backward = forward * chunks + twice, backward * chunks
+    shard = -(-model.num_parameters // gpus)
+    moved = sharding.moved_whole * model.num_parameters + sharding.moved * shard
+    backward += Work(traffic=(chunks - 1) * moved)  # the rates of steps have the first one's
     return Step(
         memory,
         micro_batches,
@@ -174,7 +177,7 @@ def plan_step(
         forward,
         backward,
         _count_attention(layers, chunks),
-        -(-model.num_parameters // gpus),
+        shard,
         config.offload_optimizer,
     )
 

@@ -29,6 +29,10 @@ class Sharding:
     kept                all blocks', from their forward to their backward
     outside             those outside the blocks, for the whole step
     head, head_gradient the vocabulary's that make logits, while the loss runs, and from then on
+
+    Read and written in each chunk, where weights are gathered, and gradients are reduced and added
+    up:
+    moved_whole, moved  of whole weights, and of a rank's shard
     """
 
     weights: int
@@ -42,6 +46,8 @@ class Sharding:
     outside: int
     head: int
     head_gradient: int
+    moved_whole: int
+    moved: int
 
 
 def find_sharding(
@@ -74,6 +80,9 @@ def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding
         outside=0,
         head=itemsize,
         head_gradient=0,
+        # two gathers and a reduction, without copies; sums in fp32
+        moved_whole=3 * itemsize,
+        moved=3 * itemsize + (2 * _FP32 + itemsize if accumulates else 0),
     )
 
 
@@ -84,6 +93,7 @@ def _find_torch(itemsize: int, accumulates: bool, keeps_weights: bool) -> Shardi
     It gathers the next block into a buffer while one computes, and reduces gradients in fp32
     meanwhile. Weights outside the blocks and their gradients stay gathered.
     """
+    gathers = 1 if keeps_weights else 2
     return Sharding(
         weights=_FP32,
         optimizer=_MOMENTS,
@@ -97,4 +107,7 @@ def _find_torch(itemsize: int, accumulates: bool, keeps_weights: bool) -> Shardi
         outside=itemsize,
         head=0,
         head_gradient=itemsize,
+        # weights are rounded, gathered and copied out; gradients are copied to fp32 and reduced
+        moved_whole=gathers * 3 * itemsize + itemsize + 2 * _FP32,
+        moved=gathers * (_FP32 + itemsize) + _FP32 * (4 if accumulates else 1),
     )
