@@ -327,6 +327,8 @@ def main() -> None:
     if args.readme:
         write_pages()
         return
+    if missing := [str(file) for file in args.results if not file.is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
     rows = read_rows(args.results)
     if not rows:
         parser.error(f"{', '.join(map(str, args.results))}: nothing was measured")
