@@ -92,7 +92,8 @@ SECTIONS = {
         "time",
         "The side that a forward sends",
         "bench/sides.py",
-        "medians of seven calls; one host is NVLink, two are sockets of one machine",
+        "in its first form, medians of seven calls; one host is NVLink, two are sockets of one "
+        "machine",
     ),
     "sparse-*": Section("sparse", "Sparse and dense attention", "bench/sparse.py"),
     "longest-*": Section(
