@@ -20,6 +20,7 @@ from ..ranks.sequence_parallel import SequenceParallel
 
 if TYPE_CHECKING:
     from ..sparse.triton_decoding import KeysAtHand  # it needs the package triton
+
 BLOCK = 64  # neighbouring new tokens whose keys stay on one rank
 
 

@@ -36,8 +36,8 @@ class Exchange(Ticket):
     messages: tuple[Messages, ...]  # kept alive until it is over
 
     def wait(self) -> None:
-        # If a part fails, the next call begins with it. For one that is over, gloo would wait for
-        # ever.
+        # After a failure, the next call begins with the part that failed: gloo would wait forever
+        # for an earlier one, which is over.
         while self.waits:
             self.waits[0]()
             del self.waits[0]

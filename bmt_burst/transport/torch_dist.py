@@ -97,7 +97,7 @@ class TorchTransport(ProcessTransport):
         if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
             waits = [self._start_over_gloo(dist.isend, x, peer) for x, peer in sends]
             waits += [self._start_over_gloo(dist.irecv, x, peer) for x, peer in recvs]
-            return Exchange([*waits], (sends, recvs))
+            return Exchange(waits, (sends, recvs))
         group = self.group
         ops = [
             dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
@@ -116,7 +116,7 @@ class TorchTransport(ProcessTransport):
 
     def _start_over_gloo(
         self, start: Callable[..., dist.Work | None], x: Tensor, peer: int
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """Start to send or receive x. Return a function that waits for it."""
         seconds = self.messenger.timeout
         with _name_peer(peer, seconds):

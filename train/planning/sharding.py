@@ -82,7 +82,7 @@ def _find_bmtrain(itemsize: int, offloaded: bool, accumulates: bool) -> Sharding
         head_gradient=0,
         # two gathers and a reduction, without copies; sums in fp32
         moved_whole=3 * itemsize,
-        moved=3 * itemsize + (2 * _FP32 + itemsize if accumulates else 0),
+        moved=4 * itemsize + 2 * _FP32,
     )
 
 
@@ -109,5 +109,5 @@ def _find_torch(itemsize: int, accumulates: bool, keeps_weights: bool) -> Shardi
         head_gradient=itemsize,
         # weights are rounded, gathered and copied out; gradients are copied to fp32 and reduced
         moved_whole=gathers * 3 * itemsize + itemsize + 2 * _FP32,
-        moved=gathers * (_FP32 + itemsize) + _FP32 * (4 if accumulates else 1),
+        moved=gathers * (_FP32 + itemsize) + 4 * _FP32,
     )
