@@ -346,6 +346,24 @@ def test_layers_below_the_first_trainable_weight_need_no_backward():
         assert p.grad is None or (p.grad - expected.grad).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_memory_is_reserved_for_the_backward_of_any_input(trained):
+    """Of a trained v, as with an adapter. Kept keys record nothing."""
+
+    def work(ring):
+        sp = SequenceParallel(ring.rank, 2, process_group=ring)
+        chunks = Chunks(Mask.causal(2048), 1024, 1, sp)
+        inputs = [torch.ones(1, 1024, 2, 64) for _ in range(3)]
+        inputs[trained].requires_grad_()
+        for chunk in chunks.forward():
+            chunk.attend(0, *(x[:, chunk.span] for x in inputs))
+        for chunk in chunks.backward():
+            chunk.attend(0, *(x[:, chunk.span] for x in inputs)).sum().backward()
+        return inputs[trained].grad.shape
+
+    assert simulate(2, work) == [(1, 1024, 2, 64)] * 2
+
+
 KEPT = {
     # masks, window, what the chunks before the last keep of 20 tokens, the places of a layer's keys
     "causal": (Mask.causal(60), None, (20, 20), 60),

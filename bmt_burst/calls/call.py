@@ -65,14 +65,14 @@ def attend(
 
         def check() -> dict[str, Any]:
             extension, tensors = extend()
-            keys = (k, v) if past is None else (past.k, past.v)
+            keys, own = ((k, v), ()) if past is None else ((past.k, past.v), (k, v))
             inputs = check_inputs(q, *keys, sinks, options.is_packed)
             if extension:
                 check_extension(extension, inputs.q, inputs.k)
                 extension.check(tensors, q, k)
                 tensors = extension.prepare(tensors, inputs.q)
             check_transforms("burst_attn_func", *inputs.tensors, *tensors)
-            terms = find_terms(rings, inputs, options, extension, tensors)
+            terms = find_terms(rings, inputs, options, extension, tensors, own)
             checked.append((inputs, tensors, terms))
             return terms.compared
 

@@ -47,8 +47,11 @@ def find_terms(
     options: Options,
     extension: Extension | None,
     tensors: Tensors,
+    own: Tensors = (),
 ) -> Terms:
     """Return the terms of a call with these inputs, and these tensors of its extension.
+
+    own  the call's own k and v, if those of `inputs` also have earlier keys. Autograd records them.
 
     Raises TypeError or ValueError if an option is wrong or does not fit.
     """
@@ -64,7 +67,7 @@ def find_terms(
             tensors, q, k, mask=masking.mask, causal=masking.causal, kernel=kernel, spec=spec
         )
         masking, of_extension = replace(masking, extension=extension), extension.terms(tensors)
-    recorded = any(x.requires_grad for x in (*inputs.tensors, *tensors))
+    recorded = any(x.requires_grad for x in (*inputs.tensors, *tensors, *own))
     needs_gradient = torch.is_grad_enabled() and recorded
     # Arguments come before the kernels that follow from them: the first difference is reported.
     terms = {
