@@ -144,6 +144,17 @@ def turn_sparse(model, cache, rank):
     cache.attend(0, x, x, x, sparse=InfLLMV2())
 
 
+def attend(*calls):
+    """Return a use of a Cache: calls of layers, each with its number of new tokens."""
+
+    def do(model, cache, rank):
+        for layer, tokens in calls:
+            x = torch.zeros(1, tokens, 2, 8)
+            cache.attend(layer, x, x, x)
+
+    return do
+
+
 NOPE = InfLLMV2(
     block_size=16, kernel_size=8, kernel_stride=4, window_size=32, topk=3, use_nope=True
 )
@@ -182,6 +193,11 @@ WRONG = {
     "sparse attention after dense": (
         turn_sparse,
         "expected sparse=None, as for 50 earlier tokens of layer 0, got InfLLMV2",
+    ),
+    "a layer that there is not": (attend((3, 1)), "expected a layer below 3 in this Cache, got 3"),
+    "other tokens in a layer": (
+        attend((0, 2), (1, 1)),
+        "layer 1 to have 0 tokens and 2 new ones, as earlier layers do, got 0 and 1",
     ),
     "a skipped layer": (skip_a_layer, "layer 1 has 0 tokens, layer 0 has 1: expected all 3 layers"),
     "an error of one rank": (

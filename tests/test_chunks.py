@@ -20,6 +20,7 @@ from bmt_burst import (
 )
 from bmt_burst.calls import call
 from bmt_burst.sequence.layout import LAYOUTS
+from bmt_burst.sparse import plan
 from bmt_burst.transport import ALONE
 from models.blocks import Saving
 from models.config import CPMConfig
@@ -214,6 +215,25 @@ def test_sparse_chunks_choose():
     assert abs(in_chunks(chunks, build(dense), data, evaluate=True) - sparse) > 1e-3
 
 
+def test_sparse_chunks_choose_once(monkeypatch):
+    """In the forward. The last chunk is computed once."""
+    chosen, choose = [], plan.choose_by_score
+    monkeypatch.setattr(plan, "choose_by_score", lambda *x: chosen.append(1) or choose(*x))
+    data, model = make_data(Mask.causal(300)), build(SPARSE)
+    chunks = Chunks(Mask.causal(300), 70, 3)
+    in_chunks(chunks, model, data)
+    assert len(chosen) == 4 * 3 * 2, "four chunks, after a dense one; three layers, two rows"
+    assert not chunks._results
+
+
+def test_only_the_last_forward_has_logits():
+    chunks, model = Chunks(Mask.causal(60), 20, 3), build(DENSE)
+    x, positions = torch.zeros(1, 20, dtype=torch.int64), torch.arange(20)
+    assert [model(x, positions, cache=c).shape[1] for c in chunks.forward()] == [0, 0]
+    assert [model(x, positions, cache=c).shape[1] for c in chunks.forward(last=True)] == [20] * 3
+    assert not chunks._kept, "an evaluation leaves no keys"
+
+
 def take(model: CPM, chunk) -> torch.Tensor:
     """Compute a chunk of zeros. Return its loss, or nothing in a forward."""
     x = torch.zeros(1, chunk.span.stop - chunk.span.start, dtype=torch.int64)
@@ -266,7 +286,44 @@ def change_window(chunks: Chunks, model: CPM) -> None:
             chunk.attend(layer, x, x, x, 9 + chunk.number)
 
 
+def attend(layers=(0, 1, 2), change=lambda *inputs: inputs, sparse=None):
+    """Return a use of Chunks that calls layers. `change` and `sparse` are for the second chunk."""
+
+    def do(chunks: Chunks, model: CPM) -> None:
+        for chunk in chunks.forward():
+            inputs, options = torch.ones(3, 1, 20, 2, 8), {}
+            if chunk.number == 1:
+                inputs, options = change(*inputs), {"sparse": sparse}
+            for layer in layers:
+                chunk.attend(layer, *inputs, **options)
+
+    return do
+
+
+def leave_out_a_backward(chunks: Chunks, model: CPM) -> None:
+    attend()(chunks, model)
+    for chunk in chunks.backward():
+        inputs = [torch.ones(1, 20, 2, 8, requires_grad=True) for _ in range(3)]
+        outs = [chunk.attend(layer, *inputs) for layer in range(3)]
+        (outs[0] + outs[2]).sum().backward()
+
+
 WRONG = {
+    "a layer that there is not": (attend((0, 3)), "expected a layer below 3 in these Chunks, got"),
+    "a layer twice": (attend((0, 1, 2, 1)), "computed 2 times by layer 1: run the model once"),
+    "another dtype": (
+        attend(change=lambda *inputs: [x.double() for x in inputs]),
+        r"float32, as in the first chunk of layer 0, got \(1, 2, 8\) and torch.float64",
+    ),
+    "values of another size": (
+        attend(change=lambda q, k, v: (q, k, v[..., :4])),
+        "values of the keys' head size, 8, got 4",
+    ),
+    "use_nope": (
+        attend(sparse=InfLLMV2(dense_len=-1, use_nope=True)),
+        "keep rotated keys only: expected sparse attention without use_nope",
+    ),
+    "no backward of a layer": (leave_out_a_backward, "of chunk 2 .* got none of layer 1"),
     "another window": (
         change_window,
         "expected window=9, as in the first chunk of layer 0, got wi",
