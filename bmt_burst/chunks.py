@@ -113,8 +113,9 @@ class Chunks:
         self._evaluates = False
         self._current: Chunk | None = None
         self._run_number = 0  # counts forward() and backward()
-        self._calls, self._backwards = Counter[int](), Counter[int]()
-        self._needed = set[int]()  # layers whose backward will run
+        self._calls = Counter[int]()
+        # layers whose backward will run, and those whose backward has run
+        self._needed, self._backwards = set[int](), set[int]()
         self._ends: dict[int, Tensor] = {}  # of the positions of chunks that asked for a length
 
     def forward(self, last: bool = False) -> Iterator[Chunk]:
@@ -216,7 +217,7 @@ class Chunks:
             dk,
             dv,
             slice(keys.own.start - keys.seen.start, None),
-            lambda: self._backwards.update([layer]),
+            lambda: self._backwards.add(layer),
         )
 
     def _keep_results(self, chunk: Chunk, layer: int) -> AbstractContextManager[None]:
@@ -285,7 +286,7 @@ class Chunks:
     def _check_backward(self, chunk: Chunk) -> None:
         """Raise ValueError if a layer had no backward."""
         # below the first trainable weight, layers have no backward
-        without = sorted(self._needed - self._backwards.keys())
+        without = sorted(self._needed - self._backwards)
         if without or not self._backwards:
             raise ValueError(
                 f"expected a backward of chunk {chunk.number} before the next chunk, got none of "
