@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..base.autocast import autocast
 from ..calls.autograd import Past
-from ..calls.refusal import refuse_call
 from ..chunks import Chunk, Chunks, Kept
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.mask import Mask
@@ -65,6 +64,10 @@ class Prompt(Chunks):
         with reserve_memory(self.limit):
             return super()._keep(chunk, layer, q, k, v, window)
 
+    def _adapt(self, sparse: InfLLMV2 | None) -> InfLLMV2 | None:
+        refuse_nope(sparse)  # also in a dense prompt: the text may turn sparse later
+        return super()._adapt(sparse)
+
     def _forget(self) -> None:
         self.results = dict(self._kept)
         super()._forget()
@@ -97,15 +100,10 @@ class PrefillChunk(Chunk):
         **options: Any,
     ) -> Tensor:
         """Do what Chunk.attend does, and keep sums of keys for sparse attention."""
-        sp, sparse = self.chunks.sp, options.get("sparse")
-        try:
-            refuse_nope(sparse)
-        except ValueError as error:
-            refuse_call(error, sp.process_group, sp.double_group)
         out = super().attend(layer, q, k, v, window, **options)
-        if sparse is not None:
+        if (sparse := options.get("sparse")) is not None:
             layout = self.chunks.layout.layouts[self.number]
-            whole = sp.with_layout(layout).unshard(autocast(k), layout.seq_len)
+            whole = self.chunks.sp.with_layout(layout).unshard(autocast(k), layout.seq_len)
             self.chunks.add_sums(layer, whole, sparse)
         return out
 
