@@ -197,7 +197,7 @@ WRONG = {
     "a layer that there is not": (attend((3, 1)), "expected a layer below 3 in this Cache, got 3"),
     "other tokens in a layer": (
         attend((0, 2), (1, 1)),
-        "layer 1 to have 0 tokens and 2 new ones, as earlier layers do, got 0 and 1",
+        "expected 2 new tokens in layer 1, as in earlier layers, got 1",
     ),
     "a skipped layer": (skip_a_layer, "layer 1 has 0 tokens, layer 0 has 1: expected all 3 layers"),
     "an error of one rank": (

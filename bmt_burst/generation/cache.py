@@ -242,13 +242,12 @@ class Cache:
                 "expected q and k of one batch, tokens, head size and dtype, and a multiple of k's "
                 f"heads in q, got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
             )
-        if self._lengths[layer] < self.length:  # tokens that an earlier layer began
-            new, got = self._new, (self._lengths[layer], q.shape[1])
-            if (new.start, len(new.places)) != got:
-                raise ValueError(
-                    f"expected layer {layer} to have {new.start} tokens and {len(new.places)} new "
-                    f"ones, as earlier layers do, got {got[0]} and {got[1]}"
-                )
+        began = len(self._new.places)
+        if self._lengths[layer] < self.length and q.shape[1] != began:
+            raise ValueError(
+                f"expected {began} new tokens in layer {layer}, as in earlier layers, got "
+                f"{q.shape[1]}"
+            )
         kept = self._kept.get(layer)
         if kept is None:
             return
