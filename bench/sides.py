@@ -1,10 +1,9 @@
-"""Measures the forward of a chunk of queries and all earlier keys, if either side travels.
+"""Measures the forward of a chunk, once with keys and values sent and once with queries sent.
 
     torchrun --nproc-per-node 2 bench/sides.py --output bench/results/sides-mine.jsonl
 
 Each rank has a share of the queries, which are the last of all tokens, and of the keys. Rows have
-the milliseconds on the slowest rank where keys and values are sent, and where queries are sent and
-outputs return. The outputs of both must be equal up to rounding.
+the slowest rank's milliseconds of both ways. Their outputs must be equal up to rounding.
 
 With NCCL_HOSTID, ranks of one machine count as hosts of their own, which sockets connect.
 """

@@ -51,7 +51,7 @@ from .sequence.span import Span
 from .sparse.config import InfLLMV2
 from .sparse.queries import find_longest
 
-# what chunks are in: errors name it
+# the phases of Chunks, as errors name them
 _READY, _FORWARD, _KEPT, _BACKWARD = "without kept keys", "in forward()", "kept", "in backward()"
 
 
@@ -350,7 +350,7 @@ class Chunk:
 
     @property
     def is_only_kept(self) -> bool:
-        """Whether nobody needs results of the present run: its keys and values are kept."""
+        """Whether the present run only keeps keys and values, so that no result is used."""
         return self.chunks._phase == _FORWARD and not self.chunks._evaluates
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -360,7 +360,7 @@ class Chunk:
         return layout.shard(x.narrow(dim, start, stop - start), self.chunks.sp.rank, dim)
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the tokens of x (B, C, E) whose results somebody needs: all, or none."""
+        """Return all tokens of x (B, C, E), or none if the run only keeps keys and values."""
         return x[:, :0] if self.is_only_kept else x
 
     def longest(self, positions: Tensor) -> Tensor:
@@ -396,9 +396,9 @@ class Chunk:
         k, v     (B, C, G, D)
         options  as burst_attn_func's: flash, deterministic, strategy, softcap, sinks, sparse
 
-        Raises ValueError on all ranks for a chunk that is not the present one, for a layer that
-        there is not, for another window than in earlier chunks, and for tensors of another number
-        of rows or tokens.
+        Raises ValueError on all ranks for a chunk that is not the present one, a layer number out
+        of range, a window that differs from the earlier chunks', and tensors with a different
+        number of rows or tokens.
         """
         chunks = self.chunks
         try:

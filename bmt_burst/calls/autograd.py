@@ -22,8 +22,8 @@ from ..strategies.compute import Keys, QueryGradients
 
 @dataclass(frozen=True)
 class Past:
-    """Keys and values of a call that earlier calls left, and last the call's own ones. Autograd
-    records only the own ones.
+    """The keys and values of earlier calls, followed by the call's own ones. Autograd records only
+    the own ones.
 
     k, v    (B, T, G, D)
     dk, dv  (B, T, G, D) in the accumulator's dtype: sums of gradients, to which the backward adds.

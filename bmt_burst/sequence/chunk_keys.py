@@ -74,7 +74,7 @@ def find_keys(
 
     masks      of the whole sequence, for each row or for all. They have one length.
     window     that of the layer, if it has one
-    keeps_all  whether each chunk keeps all of its keys, for tokens that the masks do not have
+    keeps_all  whether each chunk keeps all of its keys, for later tokens than the masks have
 
     Raises ValueError for a mask in which a token sees a later chunk.
     """

@@ -1,4 +1,7 @@
-"""Sparse attention of new tokens to a cache of keys and values, for generation on one process.
+"""Sparse attention of new tokens to a cache of keys and values.
+
+`attend_to_cache` is for a cache on one rank, `attend_to_chosen` for a part of one that is cut over
+ranks. On GPUs `triton_decoding.py` computes the latter.
 
 Letters: B batch, S new tokens, T tokens of the cache, H query heads, G kv heads, D head size.
 """

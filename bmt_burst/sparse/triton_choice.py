@@ -160,7 +160,7 @@ def choose_in_spans(
     another order. What is launched does not depend on numbers in the memory of the tiles.
 
     q      (T, H, D)
-    tiles  with one piece, whose blocks are those that there is memory for
+    tiles  with one piece, which has all blocks that there is memory for
     keys   the compressed keys as `split` returns them
     """
     [piece] = tiles.pieces
@@ -304,7 +304,7 @@ def take_largest(
 
 
 def count_parts(dtype: torch.dtype) -> int:
-    """Return of how many numbers of a dtype `split` makes one."""
+    """Return in how many numbers of a dtype `split` cuts each number."""
     return 1 if dtype == torch.float32 else 2
 
 

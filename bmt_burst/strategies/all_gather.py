@@ -5,8 +5,8 @@ While a rank computes its own block, it gathers all keys and values that it need
 Then it computes with them in as few kernel calls as the mask allows. No other strategy has fewer
 partial results to add up. But only the own block's kernels hide the exchange, and the memory must
 hold all that is gathered. The backward does the same with whichever side is cheaper to send, and
-returns the gradients at the end. A forward that sends queries (see ring/) returns outputs likewise.
-A double ring has a stage for each host.
+returns the gradients at the end. A forward that sends queries (see ring/) also returns its outputs
+at the end. A double ring has a stage for each host.
 """
 
 from __future__ import annotations

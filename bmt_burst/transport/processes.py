@@ -30,7 +30,9 @@ _REASON = 400  # characters of a reason that ranks send each other
 
 @dataclass
 class Exchange(Ticket):
-    """An exchange under way. `waits` are functions that wait for its parts, those that are left."""
+    """An exchange under way. `waits` has a function for each part that is left, which waits for
+    it.
+    """
 
     waits: list[Callable[[], object]]
     messages: tuple[Messages, ...]  # kept alive until it is over

@@ -243,7 +243,7 @@ class Rehearsal:
 
     @property
     def sends_either_side(self) -> bool:
-        """Whether the run may send another side than the rehearsal, whose chunks are fewer."""
+        """Whether the run may send another side than the rehearsal, which has fewer chunks."""
         return self.sp_size > 1 and self.chunks > 1 and self.constants is None
 
     def strategies(self) -> list[str]:

@@ -24,7 +24,7 @@ _GRAIN = 1024  # tokens of a rank: the longest sequence is a multiple of these
 _TRIES = 24
 _TRUSTED = 0.92  # of the memory: docs/planning.md has the errors of plans
 _GROUPS = (2, 4, 8)  # of --checkpointing-every
-CHUNKS = (8192, 16384, 32768, 65536)  # tokens of a rank that chunks which plans recommend have
+CHUNKS = (8192, 16384, 32768, 65536)  # a rank's tokens in the chunks that plans recommend
 
 
 @dataclass(frozen=True)

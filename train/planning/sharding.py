@@ -18,7 +18,7 @@ class Sharding:
 
     Of a rank's shard, for the whole step:
     weights, optimizer  the weights with their masters, and AdamW's state
-    summed              sums of gradients over earlier micro-batches
+    summed              sums of gradients over earlier micro-batches and chunks
     host                what is in the host's memory
 
     Of a rank's shard, once its gradients are known:
@@ -54,7 +54,7 @@ def find_sharding(
     engine: str, itemsize: int, offloaded: bool, accumulates: bool, keeps_weights: bool
 ) -> Sharding:
     """Return the bytes of an engine. `itemsize` is that of a weight in forward and backward,
-    `offloaded` masters are on the host, `accumulates` means several micro-batches, and
+    `offloaded` masters are on the host, `accumulates` means several micro-batches or chunks, and
     `keeps_weights` is that of TorchEngine.
     """
     if engine == "bmtrain":

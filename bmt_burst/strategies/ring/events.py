@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 def order_events(passes: int, stages: Sequence[int], returning: bool) -> Iterator[Event]:
     """Yield the events of a rank in `passes` over a ring. `stages` counts the stages of each round.
-    `returning` tells whether results are returned.
+    With `returning`, results are returned.
 
     The first exchanges of a pass start before the last stage of the previous pass is computed.
     Those of the first pass start before the own block is. Results of a stage are returned while

@@ -172,7 +172,7 @@ class Execution(ABC):
 
     @abstractmethod
     def _complete(self, sums: list[Any]) -> None:
-        """Write the results of a pass, of which all parts were added."""
+        """Write the results of a pass. All of its parts were added."""
 
     @abstractmethod
     def _sum_computed(self, span: Span, packing: Packing) -> Sequence[Tensor]:
@@ -270,7 +270,7 @@ class Execution(ABC):
         puts: Sequence[Put],
         sources: Iterable[tuple[int, Span]],
     ) -> Delivery:
-        """Start a delivery of which `tokens` land here: those of each (place, span)."""
+        """Start a delivery. `tokens` tokens land here: a span from each place of `sources`."""
         inner = self.rings.inner
         # A rank waits for no message from itself: it copies those tokens when it sends.
         others = [(peer, at) for peer, at in sources if peer != inner.rank]
