@@ -64,15 +64,20 @@ class SparsePlan(Plan):
         self.problem, self.rank, self.sparse = problem, rank, sparse
         self.near, self.span_bytes = near, span_bytes
 
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        """Reserve memory of the transport for the near part and for spans, as `Plan.reserve`."""
-        self.near.reserve(rings, device, with_backward)
+    def lane_bytes(self, with_backward: bool) -> dict[str, int]:
+        """Return the bytes of the near part or of a span, whichever is more."""
         problem, sizes, tokens = self.problem, self.problem.sizes, self._most_tokens
         entries = 2 * sizes.batch * sizes.kv_heads * sizes.head_size
         visit = min(tokens, problem.mask.kv_len) * entries * sizes.dtype.itemsize
         column = min(tokens, problem.outer * problem.most_keys)  # at one place of all hosts
         returned = problem.inner * column * entries * sizes.partial.itemsize
-        rings.reserve({"visit": visit, "return": returned * with_backward}, device)
+        spans = {"visit": visit, "return": returned * with_backward}
+        near = self.near.lane_bytes(with_backward)
+        return {lane: max(nbytes, near[lane]) for lane, nbytes in spans.items()}
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        super().reserve(rings, device, with_backward)
+        self.near.reserve(rings, device, with_backward)
 
     def choose(self, rings: Rings, q: Tensor, k: Tensor) -> Tensor:
         """Choose blocks for this rank's q (B, S, H, D), by the k (B, S, G, D) of all ranks.

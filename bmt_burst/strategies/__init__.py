@@ -57,13 +57,14 @@ class Plan(ABC):
     takes_inputs: bool = True
 
     @abstractmethod
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        """Reserve the transport's memory for what this plan will receive.
-
-        Pass `rings.reserve`, for each lane of `bmt_burst.transport.LANES`, the most bytes that may
-        land at once in any later call of the same sizes, whatever its mask. Call it even if that is
-        0. All ranks pass the same numbers.
+    def lane_bytes(self, with_backward: bool) -> dict[str, int]:
+        """Return, for each lane of `bmt_burst.transport.LANES`, the most bytes that may land at
+        once in any call of the same sizes, whatever its mask. It is the same on all ranks.
         """
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        """Reserve the transport's memory for what this plan will receive."""
+        rings.reserve(self.lane_bytes(with_backward), device)
 
     @abstractmethod
     def forward(

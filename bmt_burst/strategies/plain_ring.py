@@ -51,8 +51,8 @@ class PlainRingPlan(Plan):
     def __init__(self, problem: Problem, rank: int):
         self.problem, self.rank, self.size = problem, rank, problem.inner
 
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
-        rings.reserve(dict.fromkeys(LANES, 0), device)  # `exchange` receives into new tensors
+    def lane_bytes(self, with_backward: bool) -> dict[str, int]:
+        return dict.fromkeys(LANES, 0)  # `exchange` receives into new tensors
 
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()

@@ -90,12 +90,12 @@ class RingPlan(Plan):
         """Compute the gradients. Queries have out or delta."""
         return Backward(self.backward_program, rings, queries, keys, inputs, kept).result()
 
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+    def lane_bytes(self, with_backward: bool) -> dict[str, int]:
         payloads = [forward_payload(self.problem)]
         if with_backward:
             payloads.append(backward_payload(self.problem))
         visit, returned = map(max, zip(*map(self._most_bytes, payloads), strict=True))
-        rings.reserve({"visit": visit + _ALIGNED, "return": returned + _ALIGNED}, device)
+        return {"visit": visit + _ALIGNED, "return": returned + _ALIGNED}
 
     def __str__(self) -> str:
         programs = ("forward", self.forward_program), ("backward", self.backward_program)

@@ -120,13 +120,14 @@ class UlyssesPlan(Plan):
         self.backward_inputs = [Visit(sent, heads, *facts) for heads in self.pieces]
         self.backward_results = [Return(returned, heads, *facts) for heads in self.pieces]
 
-    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+    def lane_bytes(self, with_backward: bool) -> dict[str, int]:
         exchanges = [*self.inputs, *self.results]
         if with_backward:
             exchanges += [*self.backward_inputs, *self.backward_results]
-        rings.reserve(
-            {lane: max(x.nbytes for x in exchanges if x.lane == lane) for lane in LANES}, device
-        )
+        return {lane: max(x.nbytes for x in exchanges if x.lane == lane) for lane in LANES}
+
+    def reserve(self, rings: Rings, device: torch.device, with_backward: bool) -> None:
+        super().reserve(rings, device, with_backward)
         for ring in filter(None, self.rings):
             ring.reserve(_between_hosts(rings), device, with_backward)
 
