@@ -39,7 +39,7 @@ from .base.dtypes import accumulator_dtype
 from .base.kept import KeptResults
 from .calls.autograd import Past
 from .calls.call import attend
-from .calls.options import Masks, Options
+from .calls.options import Ahead, Masks, Options
 from .calls.refusal import refuse_call
 from .extensions import find_extension
 from .ranks.rings import make_rings
@@ -403,22 +403,31 @@ class Chunk:
         chunks = self.chunks
         try:
             sinks, sparse = options.pop("sinks", None), options.pop("sparse", None)
-            keys = chunks._keys(window)[self.number]
             q, k, v = (autocast(x) for x in (q, k, v))
             extend = functools.partial(find_extension, None, None, chunks._adapt(sparse), None)
             past = self.keep(layer, q, k, v, window)
-            asked = Options(
-                **options,
-                mask=keys.masks[0] if len(keys.masks) == 1 else keys.masks,
-                layout=chunks.layout.layouts[self.number],
-                kv_layout=keys.layout,
-            )
+            of_chunks, ahead = chunks._keys(window), None
+            asked = _make_options(of_chunks[self.number], options)
+            if chunks.sp.size > 1 and chunks._phase == _FORWARD and self is chunks.chunks[0]:
+                # later there may be no memory left, and each growth of it takes all ranks long
+                largest = max(of_chunks, key=lambda keys: keys.layout.seq_len)
+                ahead = Ahead(_make_options(largest, options), not chunks._evaluates)
         except (TypeError, ValueError, AttributeError) as error:
             refuse_call(error, chunks.sp.process_group, chunks.sp.double_group)
         rings = make_rings(chunks.sp.process_group, chunks.sp.double_group)
         with chunks._keep_results(self, layer):
-            out, _ = attend(rings, q, k, v, sinks, asked, extend, past)
+            out, _ = attend(rings, q, k, v, sinks, asked, extend, past, ahead)
         return out
+
+
+def _make_options(keys: ChunkKeys, given: dict[str, Any]) -> Options:
+    """Return the options of a chunk's call."""
+    return Options(
+        **given,
+        mask=keys.masks[0] if len(keys.masks) == 1 else keys.masks,
+        layout=keys.chunks.layouts[keys.number],
+        kv_layout=keys.layout,
+    )
 
 
 class Kept:

@@ -403,22 +403,35 @@ def test_layers_below_the_first_trainable_weight_need_no_backward():
         assert p.grad is None or (p.grad - expected.grad).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("sparse", [None, SPARSE.sparse])
 @pytest.mark.parametrize("trained", [0, 1, 2])
-def test_memory_is_reserved_for_the_backward_of_any_input(trained):
-    """Of a trained v, as with an adapter. Kept keys record nothing."""
+def test_memory_for_all_chunks_and_backwards_is_reserved_in_the_first_one(trained, sparse):
+    """Also for the backward of v alone, as with an adapter: kept keys record nothing."""
+    mask = Mask.documents((0, 1800, 2048))  # the last chunk sees fewer keys
 
     def work(ring):
+        def attend(chunk):
+            out = chunk.attend(0, *(x[:, chunk.span] for x in inputs), sparse=sparse)
+            reserved.append(ring.reserved)
+            return out
+
         sp = SequenceParallel(ring.rank, 2, process_group=ring)
-        chunks = Chunks(Mask.causal(2048), 1024, 1, sp)
+        chunks, reserved = Chunks(mask, 512, 1, sp), []
         inputs = [torch.ones(1, 1024, 2, 64) for _ in range(3)]
+        for chunk in chunks.forward(last=True):
+            attend(chunk)
+        assert reserved == reserved[:1] * 4, "an evaluation has no backward"
+        before = reserved.pop()
         inputs[trained].requires_grad_()
         for chunk in chunks.forward():
-            chunk.attend(0, *(x[:, chunk.span] for x in inputs))
+            attend(chunk)
         for chunk in chunks.backward():
-            chunk.attend(0, *(x[:, chunk.span] for x in inputs)).sum().backward()
-        return inputs[trained].grad.shape
+            attend(chunk).sum().backward()
+        assert reserved[3:] == reserved[3:4] * 7
+        assert inputs[trained].grad.shape == (1, 1024, 2, 64)
+        return sum(before.values()) < sum(reserved[-1].values())
 
-    assert simulate(2, work) == [(1, 1024, 2, 64)] * 2
+    assert simulate(2, work) == [True, True]
 
 
 KEPT = {
@@ -457,8 +470,9 @@ def test_chunks_of_a_window_share_plans(monkeypatch):
         in_chunks(Chunks(mask, 20, 3, sp), build(config, sp), make_data(mask))
 
     on_ranks(2, work)
-    # on each rank with and without gradient: of the first chunk, and of the seven others
-    assert len(made) == 2 * 2 * 2
+    # on each rank with and without gradient: of the first chunk, and of the seven others. The
+    # first call also reserves memory for theirs.
+    assert len(made) == 2 * (2 * 2 + 1)
 
 
 def test_a_loss_that_is_held_does_not_hold_kept_keys():

@@ -27,12 +27,13 @@ from ..ranks.agreement import (
     report_failure,
 )
 from ..ranks.rings import Rings
+from ..sequence.layout import Layout
 from ..strategies import Plan, choose
 from ..strategies.extension import Extension, Tensors
 from .autograd import Past, PlannedAttention
 from .inputs import Inputs, check_inputs
 from .masking import Masking, check_extension, check_lengths, resolve_layouts
-from .options import Options
+from .options import Ahead, Options
 from .refusal import CALL
 from .terms import Terms, find_terms
 
@@ -50,11 +51,13 @@ def attend(
     options: Options,
     extend: Callable[[], tuple[Extension | None, tuple[Any, ...]]] = lambda: (None, ()),
     past: Past | None = None,
+    ahead: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, S, H, D of v) and lse (B, H, S) of a call that all ranks of `rings` make.
 
     extend  returns the extension of the call, if any, and its tensors
     past    all keys and values, if k and v are only the last of them
+    ahead   a later call of such tensors, with other numbers of tokens
 
     Raises on every rank if arguments are wrong on any rank.
     """
@@ -72,7 +75,11 @@ def attend(
                 extension.check(tensors, q, k)
                 tensors = extension.prepare(tensors, inputs.q)
             check_transforms("burst_attn_func", *inputs.tensors, *tensors)
-            terms = find_terms(rings, inputs, options, extension, tensors, own)
+            facts = extension, tensors, own
+            terms = find_terms(rings, inputs, options, *facts)
+            if ahead is not None:
+                later = find_terms(rings, inputs, ahead.options, *facts)
+                terms = terms.with_ahead(later, ahead.with_backward)
             checked.append((inputs, tensors, terms))
             return terms.compared
 
@@ -98,13 +105,27 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
             everyone = read_equal_terms(lines, but=("tokens", "keys"))
             tokens, keys = ([theirs[x] for theirs in everyone] for x in ("tokens", "keys"))
             plan = _make_plan(rings, terms, tokens, keys)
+            later = terms.ahead and _make_later_plan(rings, terms.ahead)
         except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
             mark_known(error)
             raise
+        if terms.ahead and later:
+            later.reserve(rings, device, with_backward=terms.ahead.needs_gradient)
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         return plan
 
     return find_kept_plan(rings, lines, make)
+
+
+def _make_later_plan(rings: Rings, terms: Terms) -> Plan:
+    """Return the plan of a call that has no tensors yet. Its layouts tell the numbers of tokens."""
+    layout, kv_layout = terms.masking.layout, terms.masking.kv_layout
+    tokens, keys = (
+        [x.length(rank) for rank in range(rings.size)]
+        for x in (layout, layout if kv_layout is None else kv_layout)
+        if isinstance(x, Layout)
+    )
+    return _make_plan(rings, terms, tokens, keys)
 
 
 def find_kept_plan(rings: Rings, lines: tuple[bytes, ...], make: Callable[[], Kept]) -> Kept:

@@ -45,6 +45,13 @@ class Options(NamedTuple):
     kv_layout: Layouts | None = None
 
 
+class Ahead(NamedTuple):
+    """A later call with more keys, whose memory is reserved now. Its layouts are no names."""
+
+    options: Options
+    with_backward: bool
+
+
 def check_options(options: Options) -> Options:
     """Return the options with numpy's numbers as Python's, since JSON takes no number of numpy.
 

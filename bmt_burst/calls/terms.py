@@ -32,6 +32,8 @@ class Terms(NamedTuple):
                     sequence, its batch is 1.
     strategy        the strategy that was asked for. Where "auto" always means the ring, it is that.
     needs_gradient  whether autograd records the call
+    ahead           the terms of a later call whose memory is reserved now, if there is one.
+                    `needs_gradient` tells whether it will have a backward.
     """
 
     compared: dict[str, Any]
@@ -39,6 +41,16 @@ class Terms(NamedTuple):
     make_problem: Callable[[Mask, Layout, Layout | None], Problem]
     strategy: str
     needs_gradient: bool
+    ahead: Terms | None = None
+
+    def with_ahead(self, ahead: Terms, with_backward: bool) -> Terms:
+        """Return these terms with those of a later call, on which ranks must agree as well."""
+        names = ahead.masking.arguments, "layout", "kv_layout"
+        described = [*(ahead.compared[name] for name in names), with_backward]
+        return self._replace(
+            compared={**self.compared, "the largest later call": described},
+            ahead=ahead._replace(needs_gradient=with_backward),
+        )
 
 
 def find_terms(

@@ -90,7 +90,7 @@ class CudaDevice:
         """Make memory that peers will be able to write to."""
         memory = torch._C._distributed_c10d._SymmetricMemory
         here = torch.device("cuda", self.index)
-        torch.cuda.empty_cache()  # the driver makes this memory, and torch may keep all that is free
+        torch.cuda.empty_cache()  # torch may keep all the memory that the driver could give
         return memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, here)
 
     def connect(self, mine: Tensor) -> list[Tensor]:

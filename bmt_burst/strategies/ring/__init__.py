@@ -29,7 +29,6 @@ from __future__ import annotations
 import functools
 import itertools
 
-import torch
 from torch import Tensor
 
 from ...ranks.rings import Rings
