@@ -14,9 +14,10 @@ from bmt_burst.kernels.fa4 import Fa4Kernel
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.sequence.layout import Chunked, count_chunks
 from bmt_burst.sparse.blocks import packed_dtype
+from bmt_burst.sparse.extension import Sparse
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
-from bmt_burst.strategies import Problem, Sizes
+from bmt_burst.strategies import Plan, Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
 from bmt_burst.transport import ALONE, Messages, Ticket
 
@@ -118,11 +119,7 @@ def attention_memory(shape: AttentionShape) -> AttentionMemory:
 def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
     """Run the plan of a problem in ledgers."""
     plan = strategies.choose(shape.strategy, problem).plan(problem, 0)
-    double = shape.inner != shape.ranks
-    inner = _Ring(0, shape.inner) if shape.inner > 1 else ALONE
-    outer = _Ring(0, shape.ranks // shape.inner) if double else ALONE
-    rings = Rings(inner, outer, double)
-    plan.reserve(rings, META, with_backward=True)
+    rings = _reserve(shape, plan)
     sums: tuple[Tensor, ...] = ()
     queries = problem.layout.length(0)
     tokens = queries if problem.kv_layout is None else problem.kv_layout.length(0)
@@ -133,7 +130,7 @@ def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
     if shape.chunk is not None:  # sums that chunks keep, to which the backward adds
         wide = accumulator_dtype(shape.dtype)
         sums = torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
-    imagined = [ring for ring in (inner, outer) if isinstance(ring, _Ring)]
+    imagined = [ring for ring in rings.shared if isinstance(ring, _Ring)]
     slots = [x for ring in imagined for lane in ring.slots.values() for x in lane]
     forward, backward = Ledger(), Ledger()
     forward.ignore(q, k, v, *slots)
@@ -148,8 +145,22 @@ def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
     return AttentionMemory(
         forward.most - out.nbytes - lse.nbytes,
         backward.most - sum(x.nbytes for x in made),
-        inner.held_bytes + outer.held_bytes,
+        _count_held(rings),
     )
+
+
+def _reserve(shape: AttentionShape, plan: Plan) -> Rings:
+    """Return imagined rings that hold what a plan receives."""
+    double = shape.inner != shape.ranks
+    inner = _Ring(0, shape.inner) if shape.inner > 1 else ALONE
+    outer = _Ring(0, shape.ranks // shape.inner) if double else ALONE
+    rings = Rings(inner, outer, double)
+    plan.reserve(rings, META, with_backward=True)
+    return rings
+
+
+def _count_held(rings: Rings) -> int:
+    return rings.inner.held_bytes + rings.outer.held_bytes
 
 
 def _cut(shape: AttentionShape, chunk: int) -> Chunked:
@@ -215,10 +226,11 @@ def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
     dense = attention_memory(replace(shape, sparse=None))
     if sparse.is_dense(shape.tokens):
         return dense
+    problem = _make_problem(replace(shape, sparse=None))
     if shape.chunk is not None:  # dense calls of few queries have near keys only, not all
-        problem = _make_problem(replace(shape, sparse=None))
         dense = _run_problem(shape, replace(problem, mask=near_mask(problem.mask, sparse)))
     queries = -(-shape.queries // shape.ranks)
     blocks = shape.batch * queries * shape.kv_heads * sparse.most_blocks
     beyond = _SPARSE_BYTES + _SPARSE_BYTES_OF_BLOCK * blocks
-    return AttentionMemory(dense.forward + beyond, dense.backward + beyond, dense.held)
+    held = _count_held(_reserve(shape, Sparse(sparse).plan(problem, 0, shape.strategy)))
+    return AttentionMemory(dense.forward + beyond, dense.backward + beyond, held)
