@@ -119,6 +119,9 @@ SECTIONS = {
         "training", "Steps with lightning layers beside dense ones", "bench/steps.py", _MEDIANS
     ),
     "chunks-*-h?00.jsonl": Section("training", "Training in chunks", "bench/steps.py", _MEDIANS),
+    "chunks-*-again.jsonl": Section(
+        "training", "Training in chunks again, at a later commit", "bench/steps.py", _MEDIANS
+    ),
     "chunks-*-256k.jsonl": Section(
         "training",
         "Training in chunks",
