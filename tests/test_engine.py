@@ -38,7 +38,7 @@ def steps(rank: int) -> tuple[dict, list]:
         tokens, positions, labels = batch(step)
         for row in range(2):
             loss, count = engine.model(tokens[row : row + 1], positions, labels[row : row + 1])
-            engine.backward(loss / (2 * count) * share)
+            engine.backward(loss / (2 * count) * share, is_last=row == 1)
         with torch.no_grad():
             engine.model(tokens, positions)  # leaves weights gathered
         norms.append(engine.step(0.01 * (step + 1), max_norm))

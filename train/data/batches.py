@@ -80,7 +80,8 @@ class Work(ABC):
 
     def losses_by_part(self, model: nn.Module) -> Iterator[tuple[Tensor, ...]]:
         """Yield `losses` of parts that add up to the whole. Each must have its backward before the
-        next is computed. Yield () after work without a loss, so that a watchdog hears of it.
+        next is computed. Yield () after work without a loss, so that a watchdog hears of it. The
+        last part has a loss.
         """
         yield self.losses(model)
 

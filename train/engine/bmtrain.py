@@ -73,7 +73,7 @@ class BMTrainEngine(Engine):
         start = (p._start_partition or 0) if master.numel() else 0
         return Shard(master.view(-1), start, tuple(p._original_shape))
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_last: bool = True) -> None:
         # gradients of the last micro-batch, to which BMTrain would add in the weights' dtype
         self._collect_gradients()
         (loss * self.loss_scale).backward()

@@ -142,8 +142,11 @@ class Engine(ABC):
     _optimizer: ShardedAdamW
 
     @abstractmethod
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of the *sum* over ranks of `loss`, which carries the scale."""
+    def backward(self, loss: Tensor, is_last: bool = True) -> None:
+        """Accumulate gradients of the *sum* over ranks of `loss`, which carries the scale.
+
+        is_last  whether it is the last one before `step` or `clear_gradients`
+        """
 
     @abstractmethod
     def step(self, lr: float, max_norm: float) -> float:

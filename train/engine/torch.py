@@ -77,7 +77,14 @@ class TorchEngine(Engine):
         start = min(self.rank * rows, p.shape[0]) * (p.numel() // p.shape[0])
         return Shard(p.to_local().detach().view(-1), start, tuple(p.shape))
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_last: bool = True) -> None:
+        if self.world_size == 1:
+            # There is nothing to sum over ranks. So FSDP2 adds to whole gradients, in one pass. To
+            # sum shards takes five, and memory that only their stream may use again. In half
+            # precision FSDP2 refuses a weight whose first gradient comes with the last backward:
+            # each backward reaches all weights.
+            sharded: Any = self.model
+            sharded.set_requires_gradient_sync(is_last)
         loss.backward()
 
     @torch.no_grad()  # or to_local() would take the host longer

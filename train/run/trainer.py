@@ -198,7 +198,7 @@ class Trainer:
         sums = LossSums(len(self.sources))
         for batch in micro_batches:
             parts = batch.losses_by_part(self.engine.model)
-            for _ in range(batch.part_count):
+            for number in range(1, batch.part_count + 1):
                 self.watchdog.alive(f"step {self.progress.step + 1}")
                 with self.clock.phase("forward"):
                     part = next(parts)
@@ -206,7 +206,8 @@ class Trainer:
                     continue
                 loss, _, *of_rows = part
                 with self.clock.phase("backward"):
-                    self.engine.backward(loss / targets)
+                    is_last = batch is micro_batches[-1] and number == batch.part_count
+                    self.engine.backward(loss / targets, is_last)
                 sums.add(batch, *(of_rows or [loss]))
             next(parts, None)  # chunks check the last backward
         mine = sums.read()  # waits for the device
