@@ -36,7 +36,7 @@ from torch import Tensor
 from .base.arguments import as_bool, as_int, check_dim
 from .base.autocast import autocast
 from .base.dtypes import accumulator_dtype
-from .base.kept import KeptResults
+from .base.kept import KeptResults, is_in_backward
 from .calls.autograd import Past
 from .calls.call import attend
 from .calls.options import Ahead, Masks, Options
@@ -114,7 +114,7 @@ class Chunks:
         self._current: Chunk | None = None
         self._run_number = 0  # counts forward() and backward()
         self._calls = Counter[int]()
-        # layers whose backward will run, and those whose backward has run
+        # layers whose backward will run, and those whose backward has begun
         self._needed, self._backwards = set[int](), set[int]()
         self._ends: dict[int, Tensor] = {}  # of the positions of chunks that asked for a length
 
@@ -134,10 +134,11 @@ class Chunks:
             self._phase = _KEPT
 
     def backward(self) -> Iterator[Chunk]:
-        """Yield the chunks from the last one to the first. Compute a loss of each, and call its
-        backward before the next.
+        """Yield the chunks from the last one to the first. Run the model once on each, and call the
+        backward of a loss before the next. A second run replaces the keys of the first, also one
+        without gradient. Activation checkpointing may compute a chunk again.
 
-        Raises ValueError unless `forward` has ended, if a chunk was not computed by all layers, if
+        Raises ValueError unless `forward` has ended, unless each layer computed a chunk once, if
         keys or values are not those that the forward kept, as with dropout or other weights, and
         unless each layer's backward ran once.
         """
@@ -204,7 +205,8 @@ class Chunks:
             kept = self._kept[layer] = Kept(k, v, self._count_places(window), window)
         kept.check(layer, k, v, window)
         is_first, differentiates = not self._calls[layer], self._phase == _BACKWARD
-        self._calls[layer] += 1
+        if is_first or not is_in_backward():  # a recomputation is no other run
+            self._calls[layer] += 1
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             self._needed.add(layer)
         if differentiates and is_first and chunk is not self.chunks[-1]:
@@ -217,8 +219,17 @@ class Chunks:
             dk,
             dv,
             slice(keys.own.start - keys.seen.start, None),
-            lambda: self._backwards.add(layer),
+            functools.partial(self._begin_backward, chunk, layer),
         )
+
+    def _begin_backward(self, chunk: Chunk, layer: int) -> None:
+        """Note the backward of a layer. Raises ValueError for a second one in a chunk."""
+        if layer in self._backwards:
+            raise ValueError(
+                f"expected one backward of chunk {chunk.number} in layer {layer}, got two: run the "
+                "model and its backward once, and give each attention a layer of its own"
+            )
+        self._backwards.add(layer)
 
     def _keep_results(self, chunk: Chunk, layer: int) -> AbstractContextManager[None]:
         """Return the context of a chunk's attention. In it the second run takes the first one's
@@ -259,7 +270,7 @@ class Chunks:
             )
 
     def _check_done(self, chunk: Chunk) -> None:
-        """Raise ValueError unless all layers computed a chunk, and in a backward all gradients."""
+        """Raise ValueError unless each layer computed a chunk once, and its gradients if needed."""
         missing = [layer for layer in range(self.layers) if not self._calls[layer]]
         if missing:
             raise ValueError(
@@ -268,7 +279,7 @@ class Chunks:
                 "of layers to Chunks"
             )
         again = [layer for layer, count in self._calls.items() if count > 1]
-        if again and self._phase == _FORWARD:
+        if again:
             raise ValueError(
                 f"chunk {chunk.number} was computed {self._calls[again[0]]} times by layer "
                 f"{again[0]}: run the model once, and give each attention a layer of its own"

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import (
     Chunks,
@@ -300,12 +301,29 @@ def attend(layers=(0, 1, 2), change=lambda *inputs: inputs, sparse=None):
     return do
 
 
-def leave_out_a_backward(chunks: Chunks, model: CPM) -> None:
-    attend()(chunks, model)
+def attend_backward(layers, used):
+    """Return a use of Chunks that calls layers in the backward. The loss uses some of the calls."""
+
+    def do(chunks: Chunks, model: CPM) -> None:
+        attend()(chunks, model)
+        for chunk in chunks.backward():
+            inputs = [torch.ones(1, 20, 2, 8, requires_grad=True) for _ in range(3)]
+            outs = [chunk.attend(layer, *inputs) for layer in layers]
+            sum(outs[n] for n in used).sum().backward()
+
+    return do
+
+
+def take_twice(chunks: Chunks, model: CPM, backwards: int = 1) -> None:
+    """Run the model on a chunk again, without gradient or with a backward for each run."""
+    for chunk in chunks.forward():
+        take(model, chunk)
     for chunk in chunks.backward():
-        inputs = [torch.ones(1, 20, 2, 8, requires_grad=True) for _ in range(3)]
-        outs = [chunk.attend(layer, *inputs) for layer in range(3)]
-        (outs[0] + outs[2]).sum().backward()
+        loss = take(model, chunk)
+        with torch.set_grad_enabled(backwards == 2):
+            losses = loss, take(model, chunk)
+        for one in losses[:backwards]:
+            one.backward()
 
 
 WRONG = {
@@ -323,7 +341,19 @@ WRONG = {
         attend(sparse=InfLLMV2(dense_len=-1, use_nope=True)),
         "keep rotated keys only: expected sparse attention without use_nope",
     ),
-    "no backward of a layer": (leave_out_a_backward, "of chunk 2 .* got none of layer 1"),
+    "no backward of a layer": (
+        attend_backward((0, 1, 2), (0, 2)),
+        "of chunk 2 .* got none of layer 1",
+    ),
+    "a layer twice in a backward": (
+        attend_backward((0, 1, 2, 1), range(4)),
+        "expected one backward of chunk 2 in layer 1, got two: run the model and its backward once",
+    ),
+    "a second run": (take_twice, "chunk 2 was computed 2 times by layer 0"),
+    "a second run and its backward": (
+        lambda chunks, model: take_twice(chunks, model, backwards=2),
+        "expected one backward of chunk 2 in layer 2, got two",
+    ),
     "another window": (
         change_window,
         "expected window=9, as in the first chunk of layer 0, got wi",
@@ -355,6 +385,54 @@ def test_wrong_use_is_refused(case):
     do, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         do(Chunks(Mask.causal(60), 20, 3), build(DENSE))
+
+
+def test_a_layer_twice_is_refused_on_all_ranks():
+    """Before its second backward, so the group stays usable."""
+
+    def work(sp):
+        chunks = Chunks(Mask.causal(20 * sp.size), 20 * sp.size, 3, sp)
+        do = attend_backward((0, 1, 2, 1), range(4))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="one backward of chunk 0 in layer 1, got two"):
+                do(chunks, None)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_is_no_second_run(reentrant):
+    """Also a nested one."""
+    x = torch.randn(1, 40, 8, dtype=torch.float64)
+    w = torch.randn(3, 8, 8, dtype=torch.float64, requires_grad=True)
+
+    def run(x, chunk, layer):
+        q, k, v = ((x @ one).unflatten(2, (2, 4)) for one in w)
+        return chunk.attend(layer, q, k, v).flatten(2)
+
+    def nested(x, chunk):
+        x = checkpoint(run, x, chunk, 0, use_reentrant=reentrant)
+        return checkpoint(run, x, chunk, 1, use_reentrant=reentrant)
+
+    def compute(step, backwards=1):
+        chunks = Chunks(Mask.causal(40), 15, 2)
+        for chunk in chunks.forward():
+            step(x[:, chunk.span], chunk)
+        for chunk in chunks.backward():
+            loss = step(x[:, chunk.span].requires_grad_(), chunk).square().sum()
+            for _ in range(backwards):
+                loss.backward(retain_graph=backwards > 1)
+        grad, w.grad = w.grad, None
+        return grad
+
+    def outer(x, chunk):
+        return checkpoint(nested, x, chunk, use_reentrant=reentrant)
+
+    expected = compute(lambda x, chunk: run(run(x, chunk, 0), chunk, 1))
+    assert (compute(outer) - expected).abs().max() / expected.abs().max() < LARGEST
+    with pytest.raises(ValueError, match=r"ran twice|got two"):
+        compute(outer, backwards=2)
 
 
 def test_a_step_after_a_failed_one_is_whole():

@@ -67,7 +67,7 @@ class Results:
         if again is None:
             first, self._recomputations[layer] = keep_results()
             return first
-        if not _is_in_backward():
+        if not is_in_backward():
             raise ValueError(
                 "expected one run of each layer, and recomputations inside of a backward; got two "
                 "runs of a layer in one forward: make a Choices for each forward, and give each "
@@ -121,7 +121,7 @@ def find_kept(find: Callable[[], Tensor], finding: str) -> Tensor:
     finding  what `find` does, for the report of a process that does it again
     """
     taken = [context.take() for context in _contexts.get() if context.recomputes]
-    if not taken and _is_in_backward():
+    if not taken and is_in_backward():
         _warn_of_finding_again(finding)
     result = taken[-1] if taken else find()
     for context in _contexts.get():
@@ -130,7 +130,7 @@ def find_kept(find: Callable[[], Tensor], finding: str) -> Tensor:
     return result
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread, as it does in a recomputation."""
     return torch._C._current_graph_task_id() != -1
 

@@ -29,7 +29,7 @@ class Past:
     dk, dv  (B, T, G, D) in the accumulator's dtype: sums of gradients, to which the backward adds.
             None in calls without gradient
     own     the tokens of the call's own keys. Their gradients are these sums, rounded once.
-    done    called when the backward has added to the sums
+    begin   called when the backward begins. Raises ValueError if another one did before.
     rows    the batch size if the rows are stacked as one sequence, otherwise 0
     """
 
@@ -38,7 +38,7 @@ class Past:
     dk: Tensor | None
     dv: Tensor | None
     own: slice
-    done: Callable[[], None]
+    begin: Callable[[], None]
     rows: int = 0
 
     def keys(self) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,6 @@ class Past:
                 total.copy_(x.view(total.shape))
             # a copy: the place of the sums is used again
             grads.append(self._join(total[:, self.own].to(self.k.dtype, copy=True)))
-        self.done()
         return grads[0], grads[1]
 
     def _join(self, x: Tensor) -> Tensor:
@@ -117,6 +116,8 @@ class PlannedAttention(torch.autograd.Function):
                     "the backward of a chunk ran twice: call it once on each chunk's loss, before "
                     "the next chunk"
                 )
+            if past is not None:
+                past.begin()
             given = (x for x in grads if x is not None)
             check_transforms("the backward of burst_attn_func", *given)
             if dout is None:  # nothing that used out, which is saved[3], returned a gradient for it
