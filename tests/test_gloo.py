@@ -2,16 +2,20 @@
 
 import os
 import random
+import signal
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from bmt_burst import burst_attn_func, init_sequence_parallel
-from bmt_burst.errors import RankGone
+from bmt_burst.errors import RankGone, RankLate
 from bmt_burst.ranks.groups import _count_ranks_a_host
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.transport.processes import Exchange
+from bmt_burst.transport.torch_dist import torch_transport
 from tests import lightning
 from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
 from tests.launcher import run_ranks
@@ -132,6 +136,56 @@ def test_an_exchange_that_failed_does_not_wait_for_its_first_parts_again():
         with pytest.raises(RankGone):
             exchange.wait()
     assert over == [1]
+
+
+def interrupt(rank: int) -> float:
+    """Return how long rank 0 waits for an exchange again, after an interrupt in its wait."""
+    ring, x = torch_transport(dist.group.WORLD), torch.full((3,), float(rank))
+    ring.set_timeout(20)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["interrupted"])
+        ring.exchange([(x, 0)], []).wait()
+        return 0.0
+
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        store.set("interrupted", "")
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    exchange = ring.exchange([], [(x, 1)])
+    with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.5, press).start()
+        exchange.wait()
+    began = time.monotonic()
+    exchange.wait()
+    assert x.tolist() == [1.0] * 3
+    return time.monotonic() - began
+
+
+def test_an_exchange_may_be_waited_for_again_after_an_interrupt():
+    assert max(run_ranks(2, interrupt)) < 10
+
+
+def late(rank: int) -> None:
+    """A rank that did not send in time is late again at once."""
+    ring = torch_transport(dist.group.WORLD)
+    ring.set_timeout(2)
+    if rank == 0:
+        exchange = ring.exchange([], [(torch.zeros(3), 1)])
+        with pytest.raises(RankLate):
+            exchange.wait()
+        began = time.monotonic()
+        with pytest.raises(RankGone):
+            exchange.wait()
+        assert time.monotonic() - began < 1
+        dist.distributed_c10d._get_default_store().set("late", "")
+    else:
+        dist.distributed_c10d._get_default_store().wait(["late"])
+
+
+def test_an_exchange_that_failed_fails_again():
+    run_ranks(2, late)
 
 
 def test_misuse_on_one_rank_is_an_error_on_all():
