@@ -326,6 +326,12 @@ def take_twice(chunks: Chunks, model: CPM, backwards: int = 1) -> None:
             one.backward()
 
 
+def differentiate_in_forward(chunks: Chunks, model: CPM) -> None:
+    for chunk in chunks.forward(last=True):
+        with torch.enable_grad():
+            take(model, chunk).backward()
+
+
 WRONG = {
     "a layer that there is not": (attend((0, 3)), "expected a layer below 3 in these Chunks, got"),
     "a layer twice": (attend((0, 1, 2, 1)), "computed 2 times by layer 1: run the model once"),
@@ -362,6 +368,7 @@ WRONG = {
     "no forward": (lambda chunks, model: next(chunks.backward()), "whose forward.. has ended"),
     "no model": (lambda chunks, model: [*chunks.forward()], "not computed by 3 of 3 layers"),
     "no backward": (lambda chunks, model: step(chunks, model, backwards=0), "got none of layer 0"),
+    "a backward in forward()": (differentiate_in_forward, "a chunk of forward.. or of a pre"),
     "two backwards": (lambda chunks, model: step(chunks, model, backwards=2), "ran twice"),
     "other keys": (lambda chunks, model: step(chunks, model, scale_keys), "chunk 1 differ"),
     "other values": (
