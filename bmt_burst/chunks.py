@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,7 +68,8 @@ class Chunks:
             longest document. Positions must be below it.
 
     Raises ValueError for a mask in which a token sees a later chunk, for masks of different
-    lengths, and as `Layout.chunks`. Raises TypeError for arguments of other types.
+    lengths, for layers or a length below 1, and as `Layout.chunks`. Raises TypeError for arguments
+    of other types.
     """
 
     _keeps_all = False  # whether keys are kept for tokens that the mask does not have
@@ -84,7 +85,7 @@ class Chunks:
         length: int | None = None,
     ):
         self.sp = check_sp(SequenceParallel() if sp is None else sp)
-        self.masks = (mask,) if isinstance(mask, Mask) else tuple(mask)
+        self.masks = tuple(mask) if isinstance(mask, Iterable) else (mask,)
         for row in self.masks:
             if not isinstance(row, Mask):
                 raise TypeError(f"expected a Mask or one for each row, got {type(row).__name__}")
@@ -341,7 +342,9 @@ class Chunks:
     def _find_lengths(self, length: int | None) -> tuple[int, ...]:
         """Return the length that rotary scalings take, for each mask."""
         if length is not None:
-            return (as_int("length", length),) * len(self.masks)
+            if (found := as_int("length", length)) < 1:
+                raise ValueError(f"length must be at least 1, got {length}")
+            return (found,) * len(self.masks)
         return tuple(max(stop - start for start, stop in mask.parts) for mask in self.masks)
 
 

@@ -598,16 +598,20 @@ def test_a_step_that_fails_frees_kept_keys():
         ((Mask.causal(20, kv_len=60), 20, 3), "as many queries as keys"),
         ((Mask.causal(60), 20, 0), "layers must be at least 1"),
         ((Mask.causal(60), 0, 3), "tokens=0"),
+        ((5, 20, 3), "expected a Mask or one for each row, got int"),
+        (([Mask.causal(60), None], 20, 3), "expected a Mask or one for each row, got NoneType"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if "got" in message else ValueError, match=message):
         Chunks(*arguments)
 
 
 def test_lengths_that_do_not_fit_positions_are_refused():
     """Rotary scalings depend on the length, which no rank sees before the last chunk."""
     model, mask = build(SCALED), Mask.documents((0, 30, 60))
+    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
+        Chunks(mask, 20, 3, length=0)
     with pytest.raises(ValueError, match=r"plus 1 are 60, .* up to \(30,\) tokens long: pass len"):
         step(Chunks(mask, 20, 3), model)
     step(Chunks(mask, 20, 3, length=60), model)
