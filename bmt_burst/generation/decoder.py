@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import as_bool
+from ..calls.refusal import refuse_call
 from ..kernels import few_queries
 from ..ranks.agreement import admit_one_thread, agree, report_failure, run_together
 from ..ranks.rings import Rings, make_rings
@@ -74,11 +75,16 @@ class Decoder:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of new tokens (B, S) int64, without gradient.
 
-        Raises ValueError on all ranks if the cache is full, in a prefill, or has other rows.
+        Raises ValueError on all ranks if tokens are not (B, S), and if the cache is full, in a
+        prefill, or has other rows.
         Raises RuntimeError if no graph can be made of the model, RanksDisagree on other ranks.
         """
+        sp = self.cache.sp
+        if tokens.dim() != 2:
+            error = ValueError(f"expected tokens (batch, tokens), got {tuple(tokens.shape)}")
+            refuse_call(error, sp.process_group, sp.double_group, "a call of a Decoder")
         count = tokens.shape[1]
-        rings = make_rings(self.cache.sp.process_group, self.cache.sp.double_group)
+        rings = make_rings(sp.process_group, sp.double_group)
         if self._sparse_lens != (sparse_lens := self._find_sparse_lens()):
             # layers that turned sparse have other kernels, which run without a graph first
             self._windows = self._step = None
