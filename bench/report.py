@@ -131,8 +131,8 @@ SECTIONS = {
     "chunks-*-longest.jsonl": Section(
         "training",
         "Training in chunks",
-        "train/pretrain.py",
-        "a second step, and for minicpm4-0.5b a first one",
+        "bench/steps.py, and train/pretrain.py for minicpm4-0.5b",
+        "the second of two steps, or a first one if there is no other",
     ),
     "generation-*-prompts.jsonl": Section(
         "training", "Generation over ranks", "bench/generation.py"
