@@ -220,11 +220,18 @@ class Chunks:
             dk,
             dv,
             slice(keys.own.start - keys.seen.start, None),
-            functools.partial(self._begin_backward, chunk, layer),
+            functools.partial(self._begin_backward, self._run_number, chunk, layer),
         )
 
-    def _begin_backward(self, chunk: Chunk, layer: int) -> None:
-        """Note the backward of a layer. Raises ValueError for a second one in a chunk."""
+    def _begin_backward(self, run: int, chunk: Chunk, layer: int) -> None:
+        """Note the backward of a layer. Raises ValueError for a second one in a chunk, and for one
+        of an earlier run.
+        """
+        if run != self._run_number:
+            raise ValueError(
+                f"expected a backward in the loop that yielded chunk {chunk.number}, got one after "
+                "this loop: make no use of losses of an earlier step"
+            )
         if layer in self._backwards:
             raise ValueError(
                 f"expected one backward of chunk {chunk.number} in layer {layer}, got two: run the "
