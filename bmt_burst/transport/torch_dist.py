@@ -121,20 +121,14 @@ class TorchTransport(ProcessTransport):
         seconds = self.messenger.timeout
         with _name_peer(peer, seconds):
             work = _check_work(start(as_bytes(x), None, self.group, 0, peer))
-        failed = False
 
         def wait() -> None:
-            nonlocal failed
             # Python raises an interrupt when work.wait has returned. Then gloo would wait in vain
             # for a work that is over. One that failed fails again at once.
-            if work.is_completed() and not failed:
+            if work.is_completed() and work.is_success():
                 return
-            try:
-                with _name_peer(peer, seconds):
-                    work.wait(timedelta(seconds=seconds))
-            except RuntimeError:
-                failed = True
-                raise
+            with _name_peer(peer, seconds):
+                work.wait(timedelta(seconds=seconds))
 
         return wait
 
