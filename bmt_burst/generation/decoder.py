@@ -80,8 +80,9 @@ class Decoder:
         Raises RuntimeError if no graph can be made of the model, RanksDisagree on other ranks.
         """
         sp = self.cache.sp
-        if tokens.dim() != 2:
-            error = ValueError(f"expected tokens (batch, tokens), got {tuple(tokens.shape)}")
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            error = ValueError(f"expected tokens (batch, tokens), got {got}")
             refuse_call(error, sp.process_group, sp.double_group, "a call of a Decoder")
         count = tokens.shape[1]
         rings = make_rings(sp.process_group, sp.double_group)
