@@ -25,10 +25,10 @@ class Watchdog(pretrain.Watchdog):
         super().__init__(*arguments)
         watchdogs.append(self)
 
-def backward(engine, loss):
+def backward(engine, loss, is_last):
     global steps
     steps += 1
-    plain(engine, loss)
+    plain(engine, loss, is_last)
     if steps in {steps}:
         {everywhere}
         if engine.rank == 1:

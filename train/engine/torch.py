@@ -34,6 +34,8 @@ class TorchEngine(Engine):
             backward, instead of being gathered again
     """
 
+    _has_whole_sums = False
+
     def __init__(
         self,
         build: Callable[[], nn.Module],
@@ -85,6 +87,7 @@ class TorchEngine(Engine):
             # each backward reaches all weights.
             sharded: Any = self.model
             sharded.set_requires_gradient_sync(is_last)
+            self._has_whole_sums = not is_last
         loss.backward()
 
     @torch.no_grad()  # or to_local() would take the host longer
@@ -103,6 +106,7 @@ class TorchEngine(Engine):
                 module.reshard()
 
     def clear_gradients(self) -> None:
+        assert not self._has_whole_sums, "FSDP2 keeps whole sums until the last backward of a step"
         for p in self._sharded.values():  # a module that is gathered has others
             p.grad = None
 
