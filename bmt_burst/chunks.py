@@ -23,6 +23,7 @@ Letters: B batch, S tokens of a rank, C those of a chunk, H query heads, G kv he
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -346,6 +347,12 @@ class Chunks:
             )
         return replace(sparse, dense_len=-1)
 
+    def _name_calls(self, window: int | None) -> str:
+        """Return a name that tells the masks and layouts of all calls, for layers with a window."""
+        digests = " ".join(mask.digest for mask in self.masks)
+        told = f"{digests} {self.layout.term} {self._keeps_all} {window}"
+        return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
+
     def _find_lengths(self, length: int | None) -> tuple[int, ...]:
         """Return the length that rotary scalings take, for each mask."""
         if length is not None:
@@ -430,9 +437,9 @@ class Chunk:
             of_chunks, ahead = chunks._keys(window), None
             asked = _make_options(of_chunks[self.number], options)
             if chunks.sp.size > 1 and chunks._phase == _FORWARD and self is chunks.chunks[0]:
-                # later there may be no memory left, and each growth of it takes all ranks long
-                largest = max(of_chunks, key=lambda keys: keys.layout.seq_len)
-                ahead = Ahead(_make_options(largest, options), not chunks._evaluates)
+                # Later there may be no memory left. To let it grow with each chunk would be slow.
+                calls = dict.fromkeys(_make_options(keys, options) for keys in of_chunks)
+                ahead = Ahead([*calls], chunks._name_calls(window), not chunks._evaluates)
         except (TypeError, ValueError, AttributeError) as error:
             refuse_call(error, chunks.sp.process_group, chunks.sp.double_group)
         rings = make_rings(chunks.sp.process_group, chunks.sp.double_group)

@@ -30,6 +30,7 @@ from ..ranks.rings import Rings
 from ..sequence.layout import Layout
 from ..strategies import Plan, choose
 from ..strategies.extension import Extension, Tensors
+from ..transport import LANES
 from .autograd import Past, PlannedAttention
 from .inputs import Inputs, check_inputs
 from .masking import Masking, check_extension, check_lengths, resolve_layouts
@@ -57,7 +58,7 @@ def attend(
 
     extend  returns the extension of the call, if any, and its tensors
     past    all keys and values, if k and v are only the last of them
-    ahead   a later call of such tensors, with other numbers of tokens
+    ahead   the calls of such tensors for which memory is reserved, with other numbers of tokens
 
     Raises on every rank if arguments are wrong on any rank.
     """
@@ -75,11 +76,11 @@ def attend(
                 extension.check(tensors, q, k)
                 tensors = extension.prepare(tensors, inputs.q)
             check_transforms("burst_attn_func", *inputs.tensors, *tensors)
-            facts = extension, tensors, own
-            terms = find_terms(rings, inputs, options, *facts)
-            if ahead is not None:
-                later = find_terms(rings, inputs, ahead.options, *facts)
-                terms = terms.with_ahead(later, ahead.with_backward)
+
+            def find(asked: Options) -> Terms:
+                return find_terms(rings, inputs, asked, extension, tensors, own)
+
+            terms = find(options) if ahead is None else find(options).with_ahead(ahead, find)
             checked.append((inputs, tensors, terms))
             return terms.compared
 
@@ -105,27 +106,31 @@ def find_plan(rings: Rings, terms: Terms, lines: tuple[bytes, ...], device: torc
             everyone = read_equal_terms(lines, but=("tokens", "keys"))
             tokens, keys = ([theirs[x] for theirs in everyone] for x in ("tokens", "keys"))
             plan = _make_plan(rings, terms, tokens, keys)
-            later = terms.ahead and _make_later_plan(rings, terms.ahead)
+            later = [_plan_ahead(rings, found) for found in terms.ahead()]
         except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
             mark_known(error)
             raise
-        if terms.ahead and later:
-            later.reserve(rings, device, with_backward=terms.ahead.needs_gradient)
+        if later:
+            # at once, since all ranks stop whenever this memory grows
+            found = [each.lane_bytes(with_backward) for each, with_backward in later]
+            rings.reserve({lane: max(x[lane] for x in found) for lane in LANES}, device)
+        for each, with_backward in later:
+            each.reserve(rings, device, with_backward)  # also on rings of its own
         plan.reserve(rings, device, with_backward=terms.needs_gradient)
         return plan
 
     return find_kept_plan(rings, lines, make)
 
 
-def _make_later_plan(rings: Rings, terms: Terms) -> Plan:
-    """Return the plan of a call that has no tensors yet. Its layouts tell the numbers of tokens."""
+def _plan_ahead(rings: Rings, terms: Terms) -> tuple[Plan, bool]:
+    """Return the plan of a call that has no tensors yet, and whether it will have a backward.
+    Layouts tell how many tokens it has.
+    """
     layout, kv_layout = terms.masking.layout, terms.masking.kv_layout
-    tokens, keys = (
-        [x.length(rank) for rank in range(rings.size)]
-        for x in (layout, layout if kv_layout is None else kv_layout)
-        if isinstance(x, Layout)
-    )
-    return _make_plan(rings, terms, tokens, keys)
+    kv_layout = layout if kv_layout is None else kv_layout
+    assert isinstance(layout, Layout) and isinstance(kv_layout, Layout), "a name has no tokens"
+    tokens, keys = ([x.length(r) for r in range(rings.size)] for x in (layout, kv_layout))
+    return _make_plan(rings, terms, tokens, keys), terms.needs_gradient
 
 
 def find_kept_plan(rings: Rings, lines: tuple[bytes, ...], make: Callable[[], Kept]) -> Kept:

@@ -46,9 +46,15 @@ class Options(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A later call with more keys, whose memory is reserved now. Its layouts are no names."""
+    """All calls of a step in chunks. Memory for what they receive is reserved in the first one.
 
-    options: Options
+    calls          the options of each call. Their layouts are Layouts, not names.
+    name           equal on two ranks only if the masks and layouts of all calls are
+    with_backward  whether the calls will have a backward
+    """
+
+    calls: Sequence[Options]
+    name: str
     with_backward: bool
 
 

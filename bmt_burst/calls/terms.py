@@ -21,7 +21,7 @@ from ..strategies import Problem, Sizes
 from ..strategies.extension import Extension, Tensors
 from .inputs import Inputs
 from .masking import Masking, find_masking
-from .options import Options, check_options, check_scale
+from .options import Ahead, Options, check_options, check_scale
 
 
 class Terms(NamedTuple):
@@ -32,8 +32,7 @@ class Terms(NamedTuple):
                     sequence, its batch is 1.
     strategy        the strategy that was asked for. Where "auto" always means the ring, it is that.
     needs_gradient  whether autograd records the call
-    ahead           the terms of a later call whose memory is reserved now, if there is one.
-                    `needs_gradient` tells whether it will have a backward.
+    ahead           returns the terms of the calls for which memory is reserved in this one
     """
 
     compared: dict[str, Any]
@@ -41,16 +40,19 @@ class Terms(NamedTuple):
     make_problem: Callable[[Mask, Layout, Layout | None], Problem]
     strategy: str
     needs_gradient: bool
-    ahead: Terms | None = None
+    ahead: Callable[[], list[Terms]] = list
 
-    def with_ahead(self, ahead: Terms, with_backward: bool) -> Terms:
-        """Return these terms with those of a later call, on which ranks must agree as well."""
-        names = ahead.masking.arguments, "layout", "kv_layout"
-        described = [*(ahead.compared[name] for name in names), with_backward]
-        return self._replace(
-            compared={**self.compared, "the largest later call": described},
-            ahead=ahead._replace(needs_gradient=with_backward),
-        )
+    def with_ahead(self, ahead: Ahead, find: Callable[[Options], Terms]) -> Terms:
+        """Return these terms with those that `find` returns for other calls. Ranks compare the name
+        of these calls only, and find the rest if no plan is kept.
+        """
+
+        def find_all() -> list[Terms]:
+            found = map(find, ahead.calls)
+            return [terms._replace(needs_gradient=ahead.with_backward) for terms in found]
+
+        named = {"the calls ahead": [ahead.name, ahead.with_backward]}
+        return self._replace(compared=self.compared | named, ahead=find_all)
 
 
 def find_terms(
