@@ -17,7 +17,7 @@ from bmt_burst.sparse.blocks import packed_dtype
 from bmt_burst.sparse.extension import Sparse
 from bmt_burst.sparse.queries import near_mask
 from bmt_burst.spec import Spec
-from bmt_burst.strategies import Plan, Problem, Sizes
+from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.compute import Keys, QueryGradients
 from bmt_burst.transport import ALONE, Messages, Ticket
 
@@ -27,6 +27,7 @@ from .ledger import META, Ledger
 # Bytes of sparse attention beyond dense, measured in bench/results/sparse-1-nvidia-h200.jsonl: a
 # span of keys and values, and lists of the blocks that queries chose.
 _SPARSE_BYTES, _SPARSE_BYTES_OF_BLOCK = 1 << 29, 30
+_TRIED_CHUNKS = 16
 
 
 class _Kernel(Fa4Kernel):
@@ -119,7 +120,7 @@ def attention_memory(shape: AttentionShape) -> AttentionMemory:
 def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
     """Run the plan of a problem in ledgers."""
     plan = strategies.choose(shape.strategy, problem).plan(problem, 0)
-    rings = _reserve(shape, plan)
+    rings = _reserve(shape)
     sums: tuple[Tensor, ...] = ()
     queries = problem.layout.length(0)
     tokens = queries if problem.kv_layout is None else problem.kv_layout.length(0)
@@ -149,13 +150,26 @@ def _run_problem(shape: AttentionShape, problem: Problem) -> AttentionMemory:
     )
 
 
-def _reserve(shape: AttentionShape, plan: Plan) -> Rings:
-    """Return imagined rings that hold what a plan receives."""
+def _reserve(shape: AttentionShape) -> Rings:
+    """Return imagined rings that hold what the calls of a step receive. Not all of many chunks are
+    tried. With more keys a chunk may send queries, and receive less than an earlier one.
+    """
     double = shape.inner != shape.ranks
     inner = _Ring(0, shape.inner) if shape.inner > 1 else ALONE
     outer = _Ring(0, shape.ranks // shape.inner) if double else ALONE
     rings = Rings(inner, outer, double)
-    plan.reserve(rings, META, with_backward=True)
+    if shape.chunk is None:
+        problems = [_make_problem(shape)]
+    else:
+        count = count_chunks(shape.tokens, shape.chunk)
+        tried = {(count - 1) * i // _TRIED_CHUNKS for i in range(_TRIED_CHUNKS + 1)}
+        problems = [_make_problem(shape, number) for number in sorted(tried)]
+    for problem in problems:
+        if shape.sparse is None:
+            plan = strategies.choose(shape.strategy, problem).plan(problem, 0)
+        else:
+            plan = Sparse(shape.sparse).plan(problem, 0, shape.strategy)
+        plan.reserve(rings, META, with_backward=True)
     return rings
 
 
@@ -195,18 +209,19 @@ def count_choices(shape: AttentionShape) -> int:
     return choosing * shape.kv_heads * sparse.topk * dtype.itemsize
 
 
-def _make_problem(shape: AttentionShape) -> Problem:
+def _make_problem(shape: AttentionShape, number: int = -1) -> Problem:
+    """Return the call of a sequence, or that of the chunk with this number."""
     mask = Mask.causal(shape.tokens)
     if shape.window is not None:
         mask = mask.windowed(shape.window)
     layout, kv_layout = Layout.named("zigzag", shape.tokens, shape.ranks), None
     if shape.chunk is not None:
         chunks = _cut(shape, shape.chunk)
-        (start, stop), first = chunks.spans[-1], 0
+        (start, stop), first = chunks.spans[number], 0
         if shape.window is not None:
             first = max(start - shape.window + 1, 0)
         mask = mask.rows(start, stop).transposed.rows(first, stop).transposed
-        layout, kv_layout = chunks.layouts[-1], chunks.since(first, len(chunks.spans) - 1)
+        layout, kv_layout = chunks.layouts[number], chunks.since(first, chunks.find_chunk(start))
     return Problem(
         mask=mask,
         layout=layout,
@@ -226,11 +241,11 @@ def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
     dense = attention_memory(replace(shape, sparse=None))
     if sparse.is_dense(shape.tokens):
         return dense
-    problem = _make_problem(replace(shape, sparse=None))
     if shape.chunk is not None:  # dense calls of few queries have near keys only, not all
+        problem = _make_problem(shape)
         dense = _run_problem(shape, replace(problem, mask=near_mask(problem.mask, sparse)))
     queries = -(-shape.queries // shape.ranks)
     blocks = shape.batch * queries * shape.kv_heads * sparse.most_blocks
     beyond = _SPARSE_BYTES + _SPARSE_BYTES_OF_BLOCK * blocks
-    held = _count_held(_reserve(shape, Sparse(sparse).plan(problem, 0, shape.strategy)))
+    held = _count_held(_reserve(shape))
     return AttentionMemory(dense.forward + beyond, dense.backward + beyond, held)
