@@ -58,11 +58,11 @@ def short(monkeypatch):
     monkeypatch.setattr(rehearsal, "_TOKENS", 2048)
 
 
-def rehearsed(facts):
+def rehearsed(facts, device=CPU):
     """The variants of the calls of a rehearsal, without far blocks, for which CPUs take long."""
     kernel = Recorder(Fa4Kernel())
     for plan, problem, rank in facts.plans(kernel):
-        make_calls(getattr(plan, "near", plan), problem, rank, CPU)
+        make_calls(getattr(plan, "near", plan), problem, rank, device)
     return kernel.jobs.keys()
 
 
@@ -153,6 +153,25 @@ def test_masks_of_a_run_need_no_other_kernels(changes, monkeypatch):
     monkeypatch.setattr(Rehearsal, "rank_sample", lambda self: [chance.randrange(facts.sp_size)])
     monkeypatch.setattr(Rehearsal, "examples", lambda self: iter(examples))
     assert rehearsed(facts) <= known
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunks": 32, "seq_len": 1 << 20, "sparse": InfLLMV2().to_dict()},
+        {"sp_size": 8, "inner_size": 8, "sparse": InfLLMV2().to_dict()},
+        {"sp_size": 8, "inner_size": 8, "windows": [None, 4096]},
+    ],
+    ids=str,
+)
+def test_long_sequences_need_no_other_kernels(changes, monkeypatch):
+    """Their ranks have ranges that are longer than a window."""
+    facts = changed(**{"documents": False, "seq_len": 1 << 19} | changes)
+    meta = torch.device("meta")
+    known = rehearsed(facts, meta)
+    monkeypatch.setattr(Rehearsal, "tokens", facts.seq_len)
+    monkeypatch.setattr(rehearsal, "_CHUNKS", facts.chunks)
+    assert rehearsed(facts, meta) <= known
 
 
 def test_triton_kernels_are_found_and_compiled_without_a_launch(tmp_path):

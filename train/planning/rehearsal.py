@@ -51,6 +51,7 @@ from train.engine.adamw import Update
 from .imagined import ImaginedRing
 
 _TOKENS = 1 << 12  # of a rank
+_MOST_TOKENS = 1 << 15  # of a rank, for long windows: many processes share a GPU's memory
 _FEW_TOKENS = 1 << 13  # of a rank, for which "auto" may take one-call as well as the ring
 _CHUNKS = 3  # of a sequence of the rehearsal, at most
 _FEW_QUERIES = 64  # of a chunk, in documents that begin in the chunk before it
@@ -131,7 +132,12 @@ class Rehearsal:
     @property
     def tokens(self) -> int:
         """The tokens of a sequence of the rehearsal."""
-        least = [2 * window for window in self.windows if window is not None]
+        bands = [window for window in self.windows if window is not None]
+        if self.constants:
+            bands.append(self.constants.window_size)
+        # As in the run, a window may end inside of a range of a shard. Zigzag has two ranges.
+        ranges, most = 2 * self.sp_size * min(self.chunks, _CHUNKS), _MOST_TOKENS * self.sp_size
+        least = [max(2 * band, min(ranges * band * 3 // 2, most)) for band in bands]
         least.append(self._longest * 5 // 2)  # two such documents
         return min(self.seq_len, max(_TOKENS * self.sp_size, *least, 0))
 
