@@ -131,8 +131,9 @@ SECTIONS = {
     "chunks-*-longest.jsonl": Section(
         "training",
         "Training in chunks",
-        "bench/steps.py, and train/pretrain.py for minicpm4-0.5b",
-        "the second of two steps, or a first one if there is no other",
+        "bench/steps.py",
+        "the second of two steps, or a first one if there is no other; minicpm4-0.5b by "
+        "train/pretrain.py",
     ),
     "generation-*-prompts.jsonl": Section(
         "training", "Generation over ranks", "bench/generation.py"
