@@ -1,8 +1,9 @@
 """Keys and values of earlier tokens over the ranks of a group, for generation.
 
 The prompt is computed in chunks, each of them cut over the ranks, and its keys stay where they were
-computed. Then every rank computes the whole model on the new tokens. Their keys stay on one rank
-each. A rank attends to its own keys, and one gather of (out, lse) merges the ranks' results.
+computed. Then every rank computes the whole model on the new tokens, and the keys of each new token
+stay on one rank. A rank attends to its own keys, and one gather of (out, lse) merges the ranks'
+results.
 
     cache = Cache(sp, layers=32, limit=140_000)
     for chunk in cache.prefill(length, tokens=16384):

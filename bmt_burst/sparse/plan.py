@@ -97,7 +97,7 @@ class SparsePlan(Plan):
     ) -> tuple[Tensor, Tensor, Tensors]:
         chosen = self.choose(rings, *(inputs or (q, k)))
         near, near_lse, _ = self.near.forward(rings, q, k, v)
-        # One span is rounded once. Sums of several are kept wide.
+        # With one span, results have q's dtype. Sums of several spans are kept wide.
         dtype = q.dtype if len(self.spans.spans) == 1 else near_lse.dtype
         # the far part is merged into these in place
         copy = not self.problem.kernel.writes_new_memory

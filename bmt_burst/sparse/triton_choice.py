@@ -12,7 +12,8 @@ A launch has the tiles of many documents. A table says which queries and which k
 
 Scores are kept for some tiles at a time. Of long documents these are few, which spans of blocks
 make enough programs for a GPU. A kernel that overlaps two blocks is scored once: one
-tensor has the largest score of the kernels that begin in a block, another that of the last of them.
+tensor, `scores`, has the largest score of the kernels that begin in a block. Another, `of_last`,
+has the score of the last of these kernels.
 
 A choice does not depend on the other queries of a program. All products have one shape, and sums
 have one order. Launch shapes may change it, so they do not depend on a call's tokens.
@@ -225,8 +226,8 @@ def score_blocks(
     scale: float,
     span: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest S of the kernels that begin in each block, and that of the last of them:
-    (G, F, blocks) fp32 each.
+    """Return the largest S of the kernels that begin in each block, and the S of the last of these
+    kernels: (G, F, blocks) fp32 each.
 
     They are for the F queries of a piece. They are -1 where no kernel is visible. They are
     undefined for blocks of a query's window and after it.

@@ -222,8 +222,8 @@ class RingPlan(Plan):
     def _most_bytes(self, payload: Payload) -> tuple[int, int]:
         """Return the most bytes of blocks, and of results, that land at once.
 
-        That is for a mask in which all tokens see all tokens. Other masks get the same limits, so
-        memory that was reserved once is enough for any mask.
+        The limits are those of a full mask. All masks get them, so memory that was reserved once is
+        enough for any mask.
         """
         problem, hops = self.problem, self.schedule.inner - 1
         if not hops:
