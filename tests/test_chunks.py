@@ -332,7 +332,23 @@ def differentiate_in_forward(chunks: Chunks, model: CPM) -> None:
             take(model, chunk).backward()
 
 
+def use_an_earlier_loss(chunks: Chunks, model: CPM) -> None:
+    losses = []
+    for _ in range(2):
+        for chunk in chunks.forward():
+            take(model, chunk)
+        for chunk in chunks.backward():
+            losses.append(take(model, chunk))
+            if len(losses) == 2:
+                losses[0].backward()
+            break
+
+
 WRONG = {
+    "a loss of an earlier run": (
+        use_an_earlier_loss,
+        "a backward in the loop that yielded chunk 2, got one after this loop",
+    ),
     "a layer that there is not": (attend((0, 3)), "expected a layer below 3 in these Chunks, got"),
     "a layer twice": (attend((0, 1, 2, 1)), "computed 2 times by layer 1: run the model once"),
     "another dtype": (
