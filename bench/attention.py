@@ -97,13 +97,14 @@ def step(attention: Attention, tensors: list[Tensor], dout: Tensor) -> None:
 
 
 def fill_slots(transport: Transport, machine: Machine) -> None:
-    """Fill what imagined peers deliver with random numbers.
+    """Fill what imagined peers deliver with random numbers, the same in each call and run.
 
     Zeros would take less power, so less time, and would be equal blocks for sparse attention.
     """
     if isinstance(transport, ImaginedRing):
+        generator = torch.Generator(machine.device)
         for slot in itertools.chain.from_iterable(transport.slots.values()):
-            slot.view(machine.dtype).normal_()
+            slot.view(machine.dtype).normal_(generator=generator.manual_seed(2000 + machine.rank))
 
 
 @dataclass(frozen=True)
