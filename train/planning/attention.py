@@ -238,14 +238,15 @@ def _make_problem(shape: AttentionShape, number: int = -1) -> Problem:
 
 def _sparse_memory(shape: AttentionShape, sparse: InfLLMV2) -> AttentionMemory:
     """Return the memory of sparse attention: dense attention, and the rest as measured."""
-    dense = attention_memory(replace(shape, sparse=None))
+    plain = replace(shape, sparse=None)
     if sparse.is_dense(shape.tokens):
-        return dense
-    if shape.chunk is not None:  # dense calls of few queries have near keys only, not all
+        return attention_memory(plain)
+    if shape.chunk is None:
+        dense = replace(attention_memory(plain), held=_count_held(_reserve(shape)))
+    else:  # dense calls of few queries have near keys only, not all
         problem = _make_problem(shape)
         dense = _run_problem(shape, replace(problem, mask=near_mask(problem.mask, sparse)))
     queries = -(-shape.queries // shape.ranks)
     blocks = shape.batch * queries * shape.kv_heads * sparse.most_blocks
     beyond = _SPARSE_BYTES + _SPARSE_BYTES_OF_BLOCK * blocks
-    held = _count_held(_reserve(shape))
-    return AttentionMemory(dense.forward + beyond, dense.backward + beyond, held)
+    return AttentionMemory(dense.forward + beyond, dense.backward + beyond, dense.held)
