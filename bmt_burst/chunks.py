@@ -438,8 +438,11 @@ class Chunk:
             asked = _make_options(of_chunks[self.number], options)
             if chunks.sp.size > 1 and chunks._phase == _FORWARD and self is chunks.chunks[0]:
                 # Later there may be no memory left. To let it grow with each chunk would be slow.
-                calls = dict.fromkeys(_make_options(keys, options) for keys in of_chunks)
-                ahead = Ahead([*calls], chunks._name_calls(window), not chunks._evaluates)
+                ahead = Ahead(
+                    lambda: dict.fromkeys(_make_options(keys, options) for keys in of_chunks),
+                    chunks._name_calls(window),
+                    not chunks._evaluates,
+                )
         except (TypeError, ValueError, AttributeError) as error:
             refuse_call(error, chunks.sp.process_group, chunks.sp.double_group)
         rings = make_rings(chunks.sp.process_group, chunks.sp.double_group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -48,12 +48,12 @@ class Options(NamedTuple):
 class Ahead(NamedTuple):
     """All calls of a step in chunks. Memory for what they receive is reserved in the first one.
 
-    calls          the options of each call. Their layouts are Layouts, not names.
+    find_calls     returns the options of each call. Their layouts are Layouts, not names.
     name           equal on two ranks only if the masks and layouts of all calls are
     with_backward  whether the calls will have a backward
     """
 
-    calls: Sequence[Options]
+    find_calls: Callable[[], Iterable[Options]]
     name: str
     with_backward: bool
 

@@ -48,7 +48,7 @@ class Terms(NamedTuple):
         """
 
         def find_all() -> list[Terms]:
-            found = map(find, ahead.calls)
+            found = map(find, ahead.find_calls())
             return [terms._replace(needs_gradient=ahead.with_backward) for terms in found]
 
         named = {"the calls ahead": [ahead.name, ahead.with_backward]}
