@@ -116,12 +116,12 @@ class PlannedAttention(torch.autograd.Function):
                     "the backward of a chunk ran twice: call it once on each chunk's loss, before "
                     "the next chunk"
                 )
-            if past is not None and past.dk is None:
-                raise ValueError(
-                    "a chunk of forward() or of a prefill has no backward: call backward on the "
-                    "loss of a chunk that Chunks.backward() yielded"
-                )
             if past is not None:
+                if past.dk is None:
+                    raise ValueError(
+                        "a chunk of forward() or of a prefill has no backward: call backward on "
+                        "the loss of a chunk that Chunks.backward() yielded"
+                    )
                 past.begin()
             given = (x for x in grads if x is not None)
             check_transforms("the backward of burst_attn_func", *given)
