@@ -83,8 +83,8 @@ class TorchEngine(Engine):
         if self.world_size == 1:
             # There is nothing to sum over ranks. So FSDP2 adds to whole gradients, in one pass. To
             # sum shards takes five, and memory that only their stream may use again. In half
-            # precision FSDP2 refuses a weight whose first gradient comes with the last backward:
-            # each backward reaches all weights.
+            # precision FSDP2 then needs a gradient of each weight before the last backward. Each
+            # backward of these models has one of all weights.
             sharded: Any = self.model
             sharded.set_requires_gradient_sync(is_last)
             self._has_whole_sums = not is_last
