@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...base.dtypes import accumulator_dtype
+from ...base.dtypes import WIDE, accumulator_dtype
 from ...merging.merge import empty_lse, stack_lse_delta
 from ...ranks.rings import Rings
 from ...sequence.span import length
@@ -40,7 +40,7 @@ from ...transport import ALONE, LANES, Delivery
 from .. import Plan, Problem, Sizes, Strategy
 from ..compute import Keys, QueryGradients, Tensors
 from ..ring import RingPlan
-from .exchange import WIDE, Field, Return, Visit
+from .exchange import Field, Return, Visit
 from .heads import cut_heads, kv_heads, plan_pieces, share_heads
 from .tokens import HostLayout, HostTokens
 

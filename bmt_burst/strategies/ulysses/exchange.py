@@ -25,14 +25,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...base.dtypes import WIDE
 from ...sequence.span import Span, length
 from ...transport import Arrival, Delivery, Put, Transport, as_bytes
 from .heads import kv_heads
 from .tokens import HostTokens
-
-# The best unit, 16 bytes: GPUs take several times as long to copy or join parts of tensors by
-# 2-byte numbers.
-WIDE = torch.complex128
 
 
 @dataclass(frozen=True)
