@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.dtypes import WIDE
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
 from ..ranks.rings import Rings, sum_over
@@ -58,13 +59,14 @@ class Spans:
         mine = torch.stack([x[:, self.own_tokens(span)] for x in tensors])
         shapes = [_with_tokens(mine, count) for count in self._counts(span, self.place)]
         parts = rings.outer.all_to_all([mine] * rings.outer.size, shapes)
-        column = torch.cat(parts, 2)
+        column = torch.cat(parts, 2) if len(parts) > 1 else mine
         whole = mine.new_empty(_with_tokens(mine, stop - start))
         shapes = [_with_tokens(mine, sum(self._counts(span, p))) for p in range(self.inner)]
         counts = [[shape.numel()] * self.inner for shape in shapes]
         with _deliver(rings.inner, "visit", [column] * self.inner, counts) as received:
             for place, (flat, shape) in enumerate(zip(received, shapes, strict=True)):
-                whole.index_copy_(2, self._indices(span, place, mine.device), flat.view(shape))
+                indices = self._indices(span, place, mine.device)
+                _rows(whole).index_copy_(2, indices, _rows(flat.view(shape)))
         return tuple(whole)
 
     @contextmanager
@@ -98,13 +100,14 @@ class Spans:
         """
         stacked = grads.to(dtype)
         indices = [self._indices(span, place, stacked.device) for place in range(self.inner)]
-        columns = [stacked.index_select(2, of_column) for of_column in indices]
+        columns = [_rows(stacked).index_select(2, of_column) for of_column in indices]
         counts = [[column.numel() for column in columns]] * self.inner
         with _deliver(rings.inner, "return", columns, counts) as received:
-            total = received[0].to(grads.dtype, copy=True)
-            for part in received[1:]:
+            first, *others = (part.view(dtype) for part in received)
+            total = first.to(grads.dtype, copy=True)
+            for part in others:
                 total += part
-        total = total.view(columns[self.place].shape)
+        total = total.view(_with_tokens(grads, columns[self.place].shape[2]))
         if rings.outer.size > 1:
             of_hosts = total.split(self._counts(span, self.place), 2)
             total = sum_over(rings.outer, [part.to(dtype).contiguous() for part in of_hosts])
@@ -155,3 +158,9 @@ def _deliver(
 def _with_tokens(x: Tensor, tokens: int) -> torch.Size:
     """Return the shape of x (N, B, T, G, D) with another number of tokens."""
     return torch.Size((*x.shape[:2], tokens, *x.shape[3:]))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View x (N, B, T, G, D) as the rows of its tokens, (N, B, T, units)."""
+    rows = x.flatten(3)
+    return rows.view(WIDE) if rows.shape[3] * rows.itemsize % WIDE.itemsize == 0 else rows
