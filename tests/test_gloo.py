@@ -15,7 +15,7 @@ from bmt_burst.errors import RankGone, RankLate
 from bmt_burst.ranks.groups import _count_ranks_a_host
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.transport.processes import Exchange
-from bmt_burst.transport.torch_dist import torch_transport
+from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests import lightning
 from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
 from tests.launcher import run_ranks
@@ -41,7 +41,7 @@ def worst_error(groups: dict, rank: int, size: int) -> float:
             mask, whole, kv_layout = random_two_lengths(chance, size)
             strategies = ["ring", "one-call", "plain-ring"]
         options = {"mask": mask, "backward": chance.choice(("q", "kv")), "kv_layout": kv_layout}
-        if "double_group" not in groups:
+        if not {"strategy", "double_group"} & groups.keys():
             options["strategy"] = chance.choice(strategies)
         call = KernelCall.whole(mask.seq_len, mask.kv_len)
         tensors = call_tensors(call, 2, 4, 2, 8, seed=29)
@@ -165,6 +165,39 @@ def interrupt(rank: int) -> float:
 
 def test_an_exchange_may_be_waited_for_again_after_an_interrupt():
     assert max(run_ranks(2, interrupt)) < 10
+
+
+def interrupted_calls(rank: int) -> list[float]:
+    """Return errors of calls that follow one which all ranks leave at some wait."""
+    torch.set_num_threads(1)
+    start, left = TorchTransport._start_over_gloo, [0]
+
+    def start_with_interrupts(*arguments):
+        wait = start(*arguments)
+
+        def wait_or_leave() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            wait()
+
+        return wait_or_leave
+
+    TorchTransport._start_over_gloo = start_with_interrupts
+    torch_transport(dist.group.WORLD).set_timeout(20)
+    errors = []
+    for strategy in ("ring", "ulysses", "plain-ring", "all-gather"):
+        for number in (1, 2, 3, 5, 7):
+            left[0] = number
+            with pytest.raises(KeyboardInterrupt):
+                worst_error({"strategy": strategy}, rank, 2)
+            left[0] = 0
+            errors.append(worst_error({"strategy": strategy}, rank, 2))
+    return errors
+
+
+def test_calls_that_all_ranks_leave_leave_nothing_to_later_ones():
+    assert max(map(max, run_ranks(2, interrupted_calls))) < 1e-12
 
 
 def late(rank: int) -> None:

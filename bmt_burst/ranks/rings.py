@@ -131,12 +131,20 @@ class Rings:
 
     def fail(self, reason: str) -> RuntimeError | None:
         """Report over both rings that this rank failed in the middle of a call, see Messenger."""
-        # After equally many deliveries, each one has begun at both of its ends. Exchanges are
-        # not counted: over gloo a rank that failed has waited for its own.
+        # After equally many deliveries, each one has begun at both of its ends.
         errors = [ring.messenger.fail(reason, ring.begun) for ring in self.shared]
-        if self.close_if_unusable(reason):
+        try:
+            if not self.close_if_unusable(reason):
+                for ring in self.shared:
+                    ring.end_exchanges()
+        except BaseException:  # a rank is lost, or this one is interrupted again
             for ring in self.shared:
-                ring.disconnect()
+                ring.messenger.close(reason)
+            raise
+        finally:
+            if any(ring.messenger.unusable for ring in self.shared):
+                for ring in self.shared:
+                    ring.disconnect()
         return next((error for error in errors if error), None)
 
     def close_if_unusable(self, reason: str) -> bool:

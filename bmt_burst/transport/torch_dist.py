@@ -65,6 +65,7 @@ class TorchTransport(ProcessTransport):
         )
         self.set_timeout(None)
         self.connected = False  # over NCCL
+        self._under_way = list[Exchange]()  # over gloo
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -95,9 +96,12 @@ class TorchTransport(ProcessTransport):
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
-            waits = [self._start_over_gloo(dist.isend, x, peer) for x, peer in sends]
-            waits += [self._start_over_gloo(dist.irecv, x, peer) for x, peer in recvs]
-            return Exchange(waits, (sends, recvs))
+            exchange = Exchange([], (sends, recvs))
+            self._under_way = [*(each for each in self._under_way if each.waits), exchange]
+            for start, messages in ((dist.isend, sends), (dist.irecv, recvs)):
+                for x, peer in messages:
+                    exchange.waits.append(self._start_over_gloo(start, x, peer))
+            return exchange
         group = self.group
         ops = [
             dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
@@ -106,6 +110,10 @@ class TorchTransport(ProcessTransport):
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
         return Exchange([work.wait for work in works], (sends, recvs))
+
+    def end_exchanges(self) -> None:
+        for exchange in self._under_way:
+            exchange.wait()
 
     def gather_equal(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
