@@ -159,14 +159,19 @@ def test_wrong_tokens_are_refused_before_a_replay():
     assert graph.replays == 2
 
 
-def test_tokens_without_a_batch_on_one_rank_are_refused_on_all():
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [(TOKENS[0, 60:61], r"\(1,\) torch.int64"), (TOKENS[:, 60:61] > 0, r"\(2, 1\) torch.bool")],
+)
+def test_wrong_tokens_on_one_rank_are_refused_on_all(wrong, got):
     def work(sp):
         model, cache = build(DENSE, sp), Cache(sp, 3, LIMIT)
         with torch.no_grad():
             fill(model, cache, 60)
         decoder = Decoder(model, cache)
-        with pytest.raises(ValueError, match=r"expected tokens \(batch, tokens\), got \(1,\)"):
-            decoder(TOKENS[0, 60:61] if sp.rank else TOKENS[:, 60:61])
+        message = rf"expected tokens \(batch, tokens\) torch.int64, got {got}"
+        with pytest.raises(ValueError, match=message):
+            decoder(wrong if sp.rank else TOKENS[:, 60:61])
         return decoder(TOKENS[:, 60:61]).shape
 
     assert on_ranks(2, work) == [(2, 1, 40)] * 2

@@ -75,14 +75,15 @@ class Decoder:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of new tokens (B, S) int64, without gradient.
 
-        Raises ValueError on all ranks if tokens are not (B, S), and if the cache is full, in a
-        prefill, or has other rows.
+        Raises ValueError on all ranks if tokens are not (B, S) int64, and if the cache is full, in
+        a prefill, or has other rows.
         Raises RuntimeError if no graph can be made of the model, RanksDisagree on other ranks.
         """
         sp = self.cache.sp
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-            got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            error = ValueError(f"expected tokens (batch, tokens), got {got}")
+        is_tensor = isinstance(tokens, Tensor)
+        if not is_tensor or tokens.dim() != 2 or tokens.dtype != torch.int64:
+            got = f"{tuple(tokens.shape)} {tokens.dtype}" if is_tensor else type(tokens).__name__
+            error = ValueError(f"expected tokens (batch, tokens) torch.int64, got {got}")
             refuse_call(error, sp.process_group, sp.double_group, "a call of a Decoder")
         count = tokens.shape[1]
         rings = make_rings(sp.process_group, sp.double_group)
