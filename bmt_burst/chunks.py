@@ -347,11 +347,18 @@ class Chunks:
             )
         return replace(sparse, dense_len=-1)
 
-    def _name_calls(self, window: int | None) -> str:
-        """Return a name that tells the masks and layouts of all calls, for layers with a window."""
+    def _find_terms(self, window: int | None) -> dict[str, Any]:
+        """Return what ranks compare of all calls, in layers with a window."""
         digests = " ".join(mask.digest for mask in self.masks)
         told = f"{digests} {self.layout.term} {self._keeps_all} {window}"
-        return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
+        return {
+            "the masks or layouts of later chunks": hashlib.blake2b(
+                told.encode(), digest_size=12
+            ).hexdigest(),
+            "layers of Chunks": self.layers,
+            "length of Chunks": list(self.lengths),
+            "last of forward()": self._evaluates,
+        }
 
     def _find_lengths(self, length: int | None) -> tuple[int, ...]:
         """Return the length that rotary scalings take, for each mask."""
@@ -440,7 +447,7 @@ class Chunk:
                 # Later there may be no memory left. To let it grow with each chunk would be slow.
                 ahead = Ahead(
                     lambda: dict.fromkeys(_make_options(keys, options) for keys in of_chunks),
-                    chunks._name_calls(window),
+                    chunks._find_terms(window),
                     not chunks._evaluates,
                 )
         except (TypeError, ValueError, AttributeError) as error:

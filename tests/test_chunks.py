@@ -410,6 +410,24 @@ def test_wrong_use_is_refused(case):
         do(Chunks(Mask.causal(60), 20, 3), build(DENSE))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": (3, 2)}, "ranks differ in layers of Chunks: rank 0 has 3, rank 1 has 2"),
+        ({"length": (70, 66)}, r"ranks differ in length of Chunks: rank 0 has \[70\], rank 1 has"),
+    ],
+)
+def test_ranks_that_make_different_chunks_are_refused(arguments, message):
+    def work(sp):
+        mine = {name: values[sp.rank] for name, values in arguments.items()}
+        chunks = Chunks(Mask.causal(60), 20, sp=sp, **{"layers": 3} | mine)
+        with pytest.raises(ValueError, match=message):
+            for chunk in chunks.forward():
+                chunk.attend(0, *torch.ones(3, 1, 10, 2, 8))
+
+    on_ranks(2, work)
+
+
 def test_a_layer_twice_is_refused_on_all_ranks():
     """Before its second backward, so the group stays usable."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -49,12 +49,12 @@ class Ahead(NamedTuple):
     """All calls of a step in chunks. Memory for what they receive is reserved in the first one.
 
     find_calls     returns the options of each call. Their layouts are Layouts, not names.
-    name           equal on two ranks only if the masks and layouts of all calls are
+    terms          what ranks compare: equal on two only if the masks and layouts of all calls are
     with_backward  whether the calls will have a backward
     """
 
     find_calls: Callable[[], Iterable[Options]]
-    name: str
+    terms: Mapping[str, Any]
     with_backward: bool
 
 

@@ -43,16 +43,15 @@ class Terms(NamedTuple):
     ahead: Callable[[], list[Terms]] = list
 
     def with_ahead(self, ahead: Ahead, find: Callable[[Options], Terms]) -> Terms:
-        """Return these terms with those that `find` returns for other calls. Ranks compare the name
-        of these calls only, and find the rest if no plan is kept.
+        """Return these terms with those that `find` returns for other calls. Ranks compare
+        `ahead.terms` only, and find the rest if no plan is kept.
         """
 
         def find_all() -> list[Terms]:
             found = map(find, ahead.find_calls())
             return [terms._replace(needs_gradient=ahead.with_backward) for terms in found]
 
-        named = {"the calls ahead": [ahead.name, ahead.with_backward]}
-        return self._replace(compared=self.compared | named, ahead=find_all)
+        return self._replace(compared={**self.compared, **ahead.terms}, ahead=find_all)
 
 
 def find_terms(
