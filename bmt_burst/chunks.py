@@ -306,11 +306,10 @@ class Chunks:
     def _check_backward(self, chunk: Chunk) -> None:
         """Raise ValueError if a layer had no backward."""
         # below the first trainable weight, layers have no backward
-        without = sorted(self._needed - self._backwards)
-        if without or not self._backwards:
+        if without := sorted(self._needed - self._backwards):
             raise ValueError(
                 f"expected a backward of chunk {chunk.number} before the next chunk, got none of "
-                f"layer {without[0] if without else 0}"
+                f"layer {without[0]}"
             )
 
     def _check_kept(self, chunk: Chunk) -> None:

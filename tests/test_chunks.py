@@ -410,6 +410,17 @@ def test_wrong_use_is_refused(case):
         do(Chunks(Mask.causal(60), 20, 3), build(DENSE))
 
 
+def test_what_follows_the_last_attention_may_be_trained_alone():
+    models = whole, cut = [build(DENSE).requires_grad_(False) for _ in range(2)]
+    for model in models:
+        model.norm.weight.requires_grad_()
+    x = torch.zeros(1, 60, dtype=torch.int64)
+    whole(x, torch.arange(60), x)[0].backward()
+    step(Chunks(Mask.causal(60), 20, 3), cut)
+    expected, found = (model.norm.weight.grad for model in models)
+    assert (found - expected).abs().max() / expected.abs().max() < LARGEST
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
