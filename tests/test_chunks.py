@@ -410,6 +410,18 @@ def test_wrong_use_is_refused(case):
         do(Chunks(Mask.causal(60), 20, 3), build(DENSE))
 
 
+def test_weights_that_changed_a_little_are_noticed_in_16_bits():
+    """Keys are 4 % larger, so no entry differs by more than rounding may do to a single one."""
+
+    def scale(model: CPM) -> None:
+        model.layers[1].self_attn.k_proj.weight.data.mul_(1.04)
+
+    chunks = Chunks(Mask.causal(60), 20, 3)
+    step(chunks, build(DENSE).bfloat16())
+    with pytest.raises(ValueError, match="chunk 1 differ from those that the forward kept by more"):
+        step(chunks, build(DENSE).bfloat16(), scale)
+
+
 def test_what_follows_the_last_attention_may_be_trained_alone():
     models = whole, cut = [build(DENSE).requires_grad_(False) for _ in range(2)]
     for model in models:
