@@ -329,9 +329,9 @@ class Chunks:
         lengths = torch.tensor(self.lengths, device=found.device)
         if bool((found != (lengths if found.dim() else lengths.amax())).any()):
             raise ValueError(
-                f"the largest positions plus 1 are {found.tolist()}, the documents of the mask are "
-                f"up to {self.lengths} tokens long: pass length= to Chunks, since rotary scalings "
-                "depend on it"
+                f"expected positions up to a length of {self.lengths}, that of the mask's longest "
+                f"document or the length= of Chunks, got {found.tolist()}: pass this length=, "
+                "since rotary scalings depend on it"
             )
 
     def _adapt(self, sparse: InfLLMV2 | None) -> InfLLMV2 | None:

@@ -675,7 +675,7 @@ def test_lengths_that_do_not_fit_positions_are_refused():
     model, mask = build(SCALED), Mask.documents((0, 30, 60))
     with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         Chunks(mask, 20, 3, length=0)
-    with pytest.raises(ValueError, match=r"plus 1 are 60, .* up to \(30,\) tokens long: pass len"):
+    with pytest.raises(ValueError, match=r"of \(30,\), that of .*, got 60: pass this length="):
         step(Chunks(mask, 20, 3), model)
     step(Chunks(mask, 20, 3, length=60), model)
 
