@@ -122,17 +122,6 @@ def test_a_prompt_file_is_read_as_training_data_is(folder, tmp_path, capsys):
     assert f"{file}: not UTF-8: invalid start byte at byte 3" in capsys.readouterr().err
 
 
-def test_ranks_with_other_prompts_are_refused(folder, monkeypatch):
-    given = script._parser().parse_args(line(folder))
-    request = script._Request.read(given)
-    monkeypatch.setattr(script.ranks, "gather", lambda mine: [mine, ("other", *mine[1:])])
-    with pytest.raises(ValueError, match="rank 1 got another prompt or other options than rank 0"):
-        request.check_same()
-
-
-BY_NOPE = dataclasses.replace(SPARSE, sparse=dataclasses.replace(SPARSE.sparse, use_nope=True))
-
-
 @pytest.mark.parametrize(
     ("config", "ranks", "chunk"),
     [

@@ -1,4 +1,4 @@
-"""Checks before the first step: one output and one text for all ranks, and room for checkpoints."""
+"""Checks before the first step: one command, output and text for all ranks, and room on disks."""
 
 import os
 import re
@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from tests.launcher import run_ranks
+from tests.launcher import run_ranks, run_script
 from train.base import ranks
 from train.run import output_folder
 from train.run.config import TrainConfig
+from train.run.distributed import shared_options
 from train.run.inputs import check_same_data
 
 
@@ -64,6 +65,67 @@ def test_hosts_that_do_not_share_output_or_data_are_told_before_the_first_step(t
     (tmp_path / "shared").mkdir()
     run_ranks(2, check_on_a_rank, tmp_path)
     assert [*tmp_path.glob("*/.*")] == [], "nothing is left"
+
+
+# a script, whose options have the number of the rank in place of RANK
+SCRIPT = """
+import os, sys
+from train.{} import main
+from train.run import ending
+sys.argv = [word.replace("RANK", os.environ["RANK"]) for word in sys.argv]
+ending.run_script(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected", "got"),
+    [
+        # ranks of two data parallel groups
+        ("pretrain", ["--save", "--chunk", "10RANK"], "--chunk 100", "--chunk 101"),
+        (
+            "evaluate",
+            ["--init-from", "x", "--tasks", "needle", "--lengths", "7,8RANK", "--chunk", "1RANK"],
+            "--chunk 10 and --lengths 7,80",
+            "--chunk 11 and --lengths 7,81",
+        ),
+        (
+            "generate",
+            ["--init-from", "xRANK", "--prompt", "RANK"],
+            "--prompt of digest 5feceb66ffc8",
+            "--prompt of digest 6b86b273ff34",
+        ),
+    ],
+)
+def test_ranks_with_other_options_are_told_at_once(tmp_path, name, options, expected, got):
+    (tmp_path / "script.py").write_text(SCRIPT.format(name))
+    ended, printed = run_script(2, tmp_path / "script.py", "--device", "cpu", *options)
+    assert ended == 2
+    told = f"expected {expected} on all ranks, as on rank 0, got {got} on rank 1 of "
+    assert f"{name}.py: {told}" in printed
+    assert "Traceback" not in printed
+
+
+def test_options_of_each_rank_are_shown_in_the_first_ranks_that_differ(monkeypatch):
+    settings = [{"chunk": chunk, "save": chunk != 3} for chunk in (None, 5, None, 3, 4, 6)]
+    shared = [("host", shared_options(x)) for x in settings]
+    monkeypatch.setattr(ranks, "gather", lambda _: shared)
+    expected = "expected no --chunk and --save on all ranks, as on rank 0"
+    got = (
+        "--chunk 5 on rank 1 of host, --chunk 3 and no --save on rank 3 of host, --chunk 4 on rank "
+    )
+    with refused(f"{expected}, got {got}4 of host: give all ranks the same options"):
+        ranks.check_same({})
+
+
+def test_hosts_may_have_paths_and_kernels_of_their_own():
+    own = [
+        {"data": "a", "output": "b", "model": "c.json", "resume": "d", "flash": "fa3"},
+        {"data": {"x": "e:1"}, "output": "f", "model": "g/c.json", "resume": "h", "log_every": 9},
+    ]
+    first, second = (shared_options(TrainConfig(**x).to_dict()) for x in own)
+    assert first == second
+    assert first != shared_options(TrainConfig(**own[0] | {"resume": "auto"}).to_dict())
+    assert first != shared_options(TrainConfig(**own[0] | {"init_from": "i"}).to_dict())
 
 
 @pytest.mark.parametrize(

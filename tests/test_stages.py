@@ -100,6 +100,7 @@ def test_a_stage_has_the_options_of_all_its_own_and_those_of_the_command_line(fo
     ]
     assert [str(stage.folder) for stage in stages.all] == ["runs/a/01-4k", "runs/a/02-x"]
     assert (config.output, config.resume, config.new_stage) == ("runs/a/01-4k", "auto", False)
+    assert [stages.shared[f"--lr (stage {name})"] for name in ("4k", "x")] == [1.0, 0.1]
 
 
 @pytest.fixture

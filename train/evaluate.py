@@ -43,7 +43,7 @@ from train.evaluation.tasks import Grid, Result, Subject, write_report
 from train.run import ending
 from train.run.building import make_engine, make_groups
 from train.run.config import TrainConfig
-from train.run.distributed import init_distributed
+from train.run.distributed import init_distributed, shared_options
 from train.run.launch import launch
 from train.run.options import SourcesAction, add_options
 from train.run.trained import Trained, open_trained
@@ -162,13 +162,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return request
 
 
+def _find_shared(request: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that must be equal on all ranks."""
+    names = ("run", "tokenizer", "text", "data", "tasks")
+    own = {name: getattr(request, name) for name in names} | request.grid
+    own["needles"] = own.pop("hidden", None)
+    return shared_options({**TrainConfig(**request.settings).to_dict(), **own})
+
+
 class Evaluation:
     """One rank of an evaluation."""
 
     def __init__(self, request: argparse.Namespace, watchdog: Watchdog):
         self.request, self.watchdog = request, watchdog
         watchdog.alive("waiting for the other ranks to join")
-        device = init_distributed(TrainConfig(**request.settings))
+        device = init_distributed(TrainConfig(**request.settings), _find_shared(request))
         watchdog.alive("choosing a checkpoint")
         path = checkpoint.find(request.run) if request.run else None
         self.trained: Trained = ranks.together(

@@ -13,6 +13,7 @@ tokens. Rank 0 chooses the tokens.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ from train.generation.decoding import Choose, Generator, Speed, continue_text, s
 from train.registry import load
 from train.run import ending, resume
 from train.run.config import TrainConfig
-from train.run.distributed import choose_device, init_distributed, rank_timeout
+from train.run.distributed import choose_device, init_distributed, rank_timeout, shared_options
 from train.run.kinds import ModelConfig, config_of, kind_of
 from train.run.launch import launch
 from train.run.options import add_options
@@ -53,6 +54,7 @@ from train.run.trained import checkpoint_tokenizer, open_trained
 from train.run.watchdog import Watchdog
 
 _PROGRAM = "generate.py"
+_SHOWN = 12  # digits of the prompt's digest that are shown
 _SHARED = {"init_from", "model", "processes", "device", "timeout"}  # options of pretrain.py, too
 
 
@@ -206,16 +208,14 @@ class _Request:
         prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt or ""
         return _Request(args, prompt, settings, sampling)
 
-    def check_same(self) -> None:
-        """Raise ValueError on rank 0 if ranks do not get the same prompt and options."""
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks, with a digest of the prompt."""
         args = self.args
-        mine = (self.prompt, args.tokens, args.chunk, args.dtype, self.sampling)
-        for rank, other in enumerate(ranks.gather(mine)):
-            if ranks.rank() == 0 and other != mine:
-                raise ValueError(
-                    f"rank {rank} got another prompt or other options than rank 0: expected the "
-                    "same command and the same --prompt-file on all hosts"
-                )
+        digest = hashlib.sha256(self.prompt.encode()).hexdigest()[:_SHOWN]
+        own = {"run": args.run, "prompt": f"of digest {digest}", "tokens": args.tokens}
+        own |= {"chunk": args.chunk, "dtype": args.dtype, **self.sampling}
+        return shared_options({**TrainConfig(**self.settings).to_dict(), **own})
 
     def open(
         self, device: torch.device, count: int = 1
@@ -249,9 +249,8 @@ def _work(request: _Request, watchdog: Watchdog) -> None:
     """Answer on one of several ranks."""
     watchdog.alive("waiting for the other ranks to join")
     config = TrainConfig(**request.settings, engine="torch")
-    device = init_distributed(config)
+    device = init_distributed(config, request.shared)
     sp = init_sequence_parallel(timeout=rank_timeout(config))
-    ranks.together(request.check_same)
     watchdog.alive("reading weights")
     model, tokenizer, bos = ranks.together(lambda: request.open(device, sp.size))
     model.attach(sp)

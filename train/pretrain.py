@@ -72,7 +72,7 @@ def _run_rank(
 ) -> None:
     """Train on this rank. After a stage that is not the last, replace this process."""
     watchdog.alive("waiting for the other ranks to join")
-    device = init_distributed(config)
+    device = init_distributed(config, stages.shared if stages else None)
     later: list[TrainConfig] = []
     if stages:
         stages.check(device)

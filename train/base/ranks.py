@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,10 +13,12 @@ from safetensors import SafetensorError
 
 from bmt_burst.errors import RankFailed, RankGone
 from train.base.files import printing
+from train.base.wording import show_options
 
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
 
+_SHOWN = 3  # ranks that an error names
 LOST_CONTACT = 4  # exit code of a rank that ends because another one is gone
 # torch has no class for a peer that gloo or NCCL lost. gloo's errors name its source file, NCCL's
 # their code.
@@ -70,6 +73,24 @@ def on_first(
 ) -> None:
     """Do `work` on rank 0 while the others wait. Every rank raises `raising` if it fails."""
     together(lambda: work() if rank() == 0 else None, raising, group)
+
+
+def check_same(options: Mapping[str, Any]) -> None:
+    """Raise RankError on every rank if a rank has other options, by name, than rank 0."""
+    (_, first), *others = gather((socket.gethostname(), options))
+    expected: dict[str, Any] = {}
+    got: list[str] = []
+    for number, (host, theirs) in enumerate(others, start=1):
+        names = [x for x in {**first, **theirs} if theirs.get(x) != first.get(x)]
+        if names and len(got) < _SHOWN:
+            expected |= {name: first.get(name) for name in names}
+            options = {name: theirs.get(name) for name in names}
+            got.append(f"{show_options(options)} on rank {number} of {host}")
+    if got:
+        raise RankError(
+            f"expected {show_options(expected)} on all ranks, as on rank 0, got {', '.join(got)}: "
+            "give all ranks the same options"
+        )
 
 
 def say(text: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -19,3 +21,14 @@ def parse_pair(text: str) -> tuple[int, int] | None:
 def flag(name: str) -> str:
     """Return the name of a setting as the command line spells it, "--seq-len" for "seq_len"."""
     return "--" + name.replace("_", "-")
+
+
+def show_options(options: Mapping[str, Any]) -> str:
+    """Return options as on a command line, "--chunk 100 and no --offload"."""
+    return " and ".join(_show_option(name, value) for name, value in options.items())
+
+
+def _show_option(name: str, value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}"

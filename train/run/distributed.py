@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bmt_burst import kernels
+from train.base import ranks
 from train.base.signals import has_launcher
-from train.base.wording import counted
+from train.base.wording import counted, flag
 from train.engine.fp8 import check_device
 from train.run.config import TrainConfig
+from train.run.kinds import PRESETS
 from train.run.replacement import open_store
 
+# Hosts may have paths of their own. check_same_data and check_shared compare what is there.
+_PATHS = {"model", "init_from", "data", "val_data", "output", "resume", "run", "tokenizer", "text"}
+_NAMES = (None, "auto", "never", *PRESETS)  # values of these options that are no paths
+# options that a host or a rank may have for itself; the engine and device they lead to are compared
+_OF_HOST = {
+    *("processes", "restarts", "engine", "device", "flash"),
+    *("log_every", "wandb", "profile", "time_limit"),
+}
 
-def init_distributed(config: TrainConfig) -> torch.device:
-    """Join the ranks of the environment, or run alone. Return the device, or raise ValueError."""
+
+def shared_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that must be equal on all ranks, by option. Of a path, only that it is
+    given.
+    """
+    return {
+        flag(name): "PATH" if name in _PATHS and value not in _NAMES else value
+        for name, value in settings.items()
+        if name not in _OF_HOST
+    }
+
+
+def init_distributed(config: TrainConfig, shared: Mapping[str, Any] | None = None) -> torch.device:
+    """Join the ranks of the environment, or run alone. Return the device, or raise ValueError.
+
+    Raises RankError on every rank if ranks differ in their `shared` options, by default those of
+    `config`, in the engine or in the type of the device.
+    """
     if config.restarts and "RANK" in os.environ and not has_launcher():
         raise ValueError("--restarts is for --processes; under torchrun give it --max-restarts")
     device = choose_device(config.device)
@@ -30,6 +58,8 @@ def init_distributed(config: TrainConfig) -> torch.device:
         dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout(config)))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    shared = shared_options(config.to_dict()) if shared is None else shared
+    ranks.check_same({**shared, "--engine": engine, "--device": device.type})
     if engine == "bmtrain":
         # lets NCCL run several communicators at once
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

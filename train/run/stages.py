@@ -25,7 +25,7 @@ from train.checkpoints import checkpoint
 from train.data.batches import choose_micro_batch_size
 from train.run.building import check_world
 from train.run.config import TrainConfig
-from train.run.distributed import choose_engine
+from train.run.distributed import choose_engine, shared_options
 from train.run.inputs import Inputs, check_same_data, keep_documents_apart, open_inputs
 from train.run.options import make_config, parse_options, read_file, read_values
 from train.run.replacement import agree_on_store
@@ -94,6 +94,15 @@ class Stages:
     def program(self) -> str:
         """The name under which the current stage reports errors."""
         return f"pretrain.py: stage {self.current.name}"
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The options of all stages that must be equal on all ranks."""
+        return {
+            f"{option} (stage {stage.name})": value
+            for stage in self.all
+            for option, value in shared_options(stage.config.to_dict()).items()
+        }
 
     def describe(self) -> str:
         """Return which stage this is, and which settings of finished stages have changed since."""
