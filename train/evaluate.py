@@ -42,6 +42,7 @@ from train.evaluation.retrieval import SENTENCES
 from train.evaluation.tasks import Grid, Result, Subject, write_report
 from train.run import ending
 from train.run.building import make_engine, make_groups
+from train.run.checks import check_layers
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed, shared_options
 from train.run.launch import launch
@@ -244,8 +245,9 @@ class Evaluation:
             raise ValueError(
                 f"--lengths must be at least --sp-size {fewest}, got {min(grid.lengths)}"
             )
-        for length in grid.lengths:
-            self._of_length(length)  # refuses a strategy that cannot run with it
+        texts = {*grid.lengths, *([whole] if "positions" in self.request.tasks else [])}
+        for length in texts:  # strategies and layers may refuse some
+            check_layers(self._of_length(length), self.trained.model)
         return grid
 
     def _choose_output(self) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bmt_burst.sequence.layout import count_chunks
 from models.config import CPMConfig
-from train.run.checks import NO_CHUNKS, refuses_chunk
+from train.run.checks import layers_refuse_chunk, refuses_chunk
 from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig, kind_of
 
@@ -142,21 +142,13 @@ def possible_chunks(planned: Planned) -> list[int]:
 
 def _refuses_chunk(config: TrainConfig, model: CPMConfig, tokens: int) -> str | None:
     """Return why a run with this model cannot have --chunk `tokens`, or None if it can."""
-    if model.lightning_layers:
-        return f"--chunk {tokens}: {NO_CHUNKS}"
     count = count_chunks(config.seq_len, tokens)
     if count > _MOST_CHUNKS:
         return (
             f"--chunk {tokens} cuts --seq-len {config.seq_len} into {count:,} chunks: expected at "
             f"most {_MOST_CHUNKS:,} in a plan"
         )
-    sparse = model.sparse
-    if sparse is not None and sparse.use_nope and not sparse.is_dense(config.seq_len):
-        return (
-            f"--chunk {tokens} keeps rotated keys only: expected --sparse without use_nope, by "
-            "whose keys without rotation it would choose"
-        )
-    return refuses_chunk(config, tokens)
+    return layers_refuse_chunk(model, config.seq_len, tokens) or refuses_chunk(config, tokens)
 
 
 def with_options(planned: Planned, **options: object) -> Planned:

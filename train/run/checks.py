@@ -131,29 +131,38 @@ def _check_saving(settings: Settings) -> None:
         raise ValueError("--checkpointing-every excludes --checkpointing-blocks: give one of them")
 
 
-NO_CHUNKS = (
-    "lightning layers compute a sequence as a whole: leave out --chunk, and give a larger "
-    "--sp-size, or in training --checkpointing full, if memory is short"
-)
-
-
 def _check_chunk(settings: Settings) -> None:
     """Raise ValueError for options that exclude --chunk, and for chunks that are too short."""
     if settings.chunk is not None and (reason := refuses_chunk(settings, settings.chunk)):
         raise ValueError(reason)
 
 
-def check_lightning(settings: Settings, model: CPMConfig) -> None:
-    """Raise ValueError for options that exclude lightning layers, if the model has some."""
-    if not model.lightning_layers:
-        return
-    if settings.chunk is not None:
-        raise ValueError(f"--chunk {settings.chunk}: {NO_CHUNKS}")
-    if settings.layout == "striped":
+def check_layers(settings: Settings, model: CPMConfig) -> None:
+    """Raise ValueError for options that exclude layers of the model."""
+    chunk = settings.chunk
+    if chunk is not None and (reason := layers_refuse_chunk(model, settings.seq_len, chunk)):
+        raise ValueError(reason)
+    if model.lightning_layers and settings.layout == "striped":
         raise ValueError(
             "--layout striped excludes lightning layers, whose ranks would send a state for each "
             "token: give --layout zigzag"
         )
+
+
+def layers_refuse_chunk(model: CPMConfig, seq_len: int, tokens: int) -> str | None:
+    """Return why this model cannot have --chunk `tokens`, or None if it can."""
+    if model.lightning_layers:
+        return (
+            f"--chunk {tokens}: lightning layers compute a sequence as a whole: leave out --chunk, "
+            "and give a larger --sp-size, or in training --checkpointing full, if memory is short"
+        )
+    sparse = model.sparse
+    if tokens < seq_len and sparse is not None and sparse.use_nope and not sparse.is_dense(seq_len):
+        return (
+            f"--chunk {tokens} keeps rotated keys only: expected --sparse without use_nope, by "
+            "whose keys without rotation it would choose"
+        )
+    return None
 
 
 def refuses_chunk(settings: Settings, tokens: int) -> str | None:

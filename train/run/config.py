@@ -13,7 +13,7 @@ from models.weights import Expected
 from train.base.wording import flag
 from train.engine.fp8 import check_model
 from train.registry import KINDS, Kind
-from train.run.checks import check_lightning, check_settings
+from train.run.checks import check_layers, check_settings
 from train.run.kinds import (
     PRESETS,
     ModelConfig,
@@ -45,7 +45,7 @@ class TrainConfig(Settings):
             options = ", ".join(map(flag, given))
             raise ValueError(f"{options} with {self.model_name}: {error}") from error
         if isinstance(model, CPMConfig):
-            check_lightning(self, model)
+            check_layers(self, model)
         if self.fp8:
             self._check_fp8(model)
         return model

@@ -17,7 +17,6 @@ from train.data.folder import Sequences
 from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from train.engine import Engine
 from train.run import resume
-from train.run.checks import check_lightning
 from train.run.config import TrainConfig
 from train.run.inputs import check_kernel, check_padding, open_data, warn_of_length
 from train.run.kinds import config_of, kind_of
@@ -99,7 +98,6 @@ def open_trained(
         config, model = TrainConfig(**{**saved, **given}), config_of(state["model"])
     if not isinstance(model, CPMConfig):
         raise ValueError(f"expected a dense CPM, got a {kind_of(model).name}, which reads no texts")
-    check_lightning(config, model)
     warn_of_length(config, model)
     check_kernel(config, model, device)
     found = open_tokenizer(tokenizer) if tokenizer else _find_tokenizer(path, config)
