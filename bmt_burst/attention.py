@@ -171,7 +171,8 @@ def burst_attn_func(
         kv_layout: the layout of the keys and values, in the same forms, if they are other tokens
             than the queries or lie elsewhere. "balanced" is then Layout.balanced of
             `mask.transposed`. By default it is `layout`; a `Layout` then needs as many keys as
-            queries. Takes no bias and no `sparse`, and not the strategies "ulysses" and "usp".
+            queries. Takes no bias and not the strategies "ulysses" and "usp", and `sparse` if the
+            queries are the last tokens of their documents' keys.
         strategy: "ring", "all-gather", "one-call", "ulysses", "usp", or "auto", which is "one-call"
             for short calls on GPUs, and otherwise "ring". With "usp" the ranks of a double_group's
             `intra` share heads. "one-call" and "ulysses" take no double_group.
