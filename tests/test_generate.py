@@ -53,12 +53,15 @@ def test_ranks_and_chunks_give_the_text_of_one_process(folder, capsys):
     script.main(line(folder))
     alone, said = capsys.readouterr()
     assert alone.startswith(PROMPT) and len(alone) > len(PROMPT) + 20
-    assert not said
+    speed = r"prefill of 121 tokens: [\d,.]+ tokens/s; decoding: [\d,.]+ ms a token\n"
+    assert re.fullmatch(speed, said)
     script.main(line(folder, "--chunk", 50))
     in_chunks, said = capsys.readouterr()
     assert in_chunks == alone
-    speed = r"prefill of 121 tokens: [\d,.]+ tokens/s; decoding: [\d,.]+ ms a token\n"
     assert re.fullmatch(speed, said)
+    for tokens, expected in ((0, ""), (1, r"prefill of 121 tokens: [\d,.]+ tokens/s\n")):
+        script.main(line(folder, "--tokens", tokens))
+        assert re.fullmatch(expected, capsys.readouterr().err)
     ended, printed = run_script(2, "train/generate.py", *line(folder, "--chunk", 50))
     assert ended == 0, printed
     assert alone in printed and re.search(speed, printed)

@@ -237,12 +237,12 @@ class _Request:
     def answer(
         self, model: CPM | LiveModel, tokenizer: Tokenizer, bos: int | None, speed: Speed
     ) -> None:
-        """Print the answer and, where several ranks or chunks compute it, the speed."""
+        """Print the answer, and the speed at which a dense CPM computed it."""
         args, options = self.args, {"bos": bos, "speed": speed, **self.sampling}
         text = generate(model, tokenizer, self.prompt, args.tokens, chunk=args.chunk, **options)
         ranks.say(text)
-        if model.sp.size > 1 or args.chunk is not None:
-            ranks.warn(str(speed))
+        if said := str(speed):
+            ranks.warn(said)
 
 
 def _work(request: _Request, watchdog: Watchdog) -> None:

@@ -156,11 +156,14 @@ class Speed:
             self.alive(f"computing token {self.prompt + len(self._steps)}")
 
     def __str__(self) -> str:
-        rate = self.prompt / self.prefill if self.prefill else 0.0
-        said = f"prefill of {counted(self.prompt, 'token')}: {rate:,.1f} tokens/s"
-        if not self._steps:
-            return said
-        return f"{said}; decoding: {statistics.median(self._steps) * 1e3:,.2f} ms a token"
+        """Return the rates of what was computed."""
+        parts = []
+        if self.prompt:
+            rate = self.prompt / self.prefill
+            parts += [f"prefill of {counted(self.prompt, 'token')}: {rate:,.1f} tokens/s"]
+        if self._steps:
+            parts += [f"decoding: {statistics.median(self._steps) * 1e3:,.2f} ms a token"]
+        return "; ".join(parts)
 
 
 def continue_text(
