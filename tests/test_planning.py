@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import shlex
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ from train.planning.attention import AttentionShape, attention_memory
 from train.planning.dry_run import advise, dry_run
 from train.planning.fitting import fit_memory
 from train.planning.memory import AttentionRun
-from train.planning.report import advice, command
+from train.planning.report import advice, command, explain_chunk
 from train.planning.search import (
     Cluster,
     Planned,
@@ -309,6 +310,11 @@ def test_chunks_are_recommended_where_they_pay_and_not_elsewhere():
     assert found is not None
     assert found.config.chunk is None
     assert "chunks (--chunk) do not pay for this model: they keep 1,080 KiB" in advice(many_heads)
+    told = advice(with_options(many_heads, chunk=32768))
+    assert told.startswith("chunks (--chunk) do not pay for this model: they keep 1,080 KiB")
+    assert f"; without --chunk a step takes {found.seconds.total:.2f} s (" in told
+    assert "), and --chunk 32768 does not fit\nrecommended (" in told
+    assert told.endswith(command(found))
     config = planned(2, model="minicpm4-8b", seq_len=1 << 19, sparse={}).config
     run = plan(config, Cluster(2, GPUS["h100"].gib, GPUS["h100"], host_gib=70.0), "bmtrain")
     for options, offload in itertools.product(savings(), (False, True)):
@@ -317,6 +323,7 @@ def test_chunks_are_recommended_where_they_pay_and_not_elsewhere():
     assert found is not None
     assert found.config.chunk
     assert "--chunk" in command(found)
+    assert explain_chunk(found) is None
 
 
 def test_a_dry_run_and_a_run_plan_chunks(capsys, monkeypatch):
@@ -327,6 +334,8 @@ def test_a_dry_run_and_a_run_plan_chunks(capsys, monkeypatch):
     assert "each in 4 chunks of up to 8,192 tokens" in out
     assert "  kept keys " in out
     assert "saving --checkpointing selective" in out
+    told = r"; without --chunk a step takes [\d.]+ s \(.*\), and with --chunk 8192 [\d.]+ s \("
+    assert re.search(told, out)
     cut = planned(checkpointing="selective", seq_len=65536, chunk=8192).config
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(40 * GIB), 0))
     blocks = fit_memory(cut, torch.device("cuda")).saving.blocks

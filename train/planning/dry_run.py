@@ -12,7 +12,7 @@ from train.base.files import print_error
 from train.run.config import TrainConfig
 from train.run.stages import parse_run
 
-from .report import Budget, advice, describe, explain_shortage
+from .report import Budget, advice, describe, explain_chunk, explain_shortage
 from .search import Cluster, Planned, as_run, find_longest, plan, with_options
 from .seconds import GIB, GPUS, H200, Hardware
 
@@ -41,6 +41,8 @@ def _report(config: TrainConfig) -> str:
     parts += [f"longest sequence with these options: {find_longest(given):,} tokens"]
     if not planned.fits:
         parts += [advice(planned)]
+    elif reason := explain_chunk(planned):
+        parts += [reason]
     if not torch.cuda.is_available():
         parts += ["This machine has no GPU: memory and rates are those of an H200."]
     return "\n\n".join(parts)

@@ -16,6 +16,7 @@ from train.run.settings import DTYPES
 from .search import (
     Planned,
     find_longest,
+    find_without_chunk,
     helping_options,
     possible_chunks,
     recommend,
@@ -153,25 +154,50 @@ def table(planned: Planned, recommended: Planned) -> str:
 def advice(planned: Planned) -> str:
     """Return the command that is recommended, with its memory and time."""
     found = recommend(planned)
-    if found is None:
+    without = find_without_chunk(planned, found)
+    chosen = found or without
+    if chosen is None:
         gpus = counted(planned.cluster.gpus, "GPU")
         return f"No options fit. Give a shorter --seq-len, or more than {gpus}"
-    gib = found.step.memory.total / GIB
-    sentence = f"recommended ({gib:.1f} GiB, {found.seconds.total:.2f} s a step):"
-    return "\n".join((*_explain_chunks(planned, found), sentence, command(found)))
+    gib = chosen.step.memory.total / GIB
+    lines = [f"recommended ({gib:.1f} GiB, {chosen.seconds.total:.2f} s a step):", command(chosen)]
+    if without is not None:
+        lines = [_compare_chunk(planned, found, without), *lines]
+    elif planned.config.chunk is None and chosen.config.chunk is None:
+        lines = [*_explain_chunks(planned), *lines]
+    return "\n".join(lines)
 
 
-def _explain_chunks(planned: Planned, found: Planned) -> Iterator[str]:
+def explain_chunk(planned: Planned) -> str | None:
+    """Return how much better a run is without its --chunk, or None if it is not."""
+    found = recommend(planned)
+    without = find_without_chunk(planned, found)
+    return None if without is None else _compare_chunk(planned, found, without)
+
+
+def _compare_chunk(planned: Planned, found: Planned | None, without: Planned) -> str:
+    """Return why the plan `without` chunks is better than `found`, the best one with --chunk."""
+    given, better = f"--chunk {planned.config.chunk}", _show_step(without)
+    worse = f"{given} does not fit" if found is None else f"with {given} {_show_step(found)}"
+    sentence = f"without --chunk a step takes {better}, and {worse}"
+    return "; ".join((*_explain_chunks(planned), sentence))
+
+
+def _show_step(planned: Planned) -> str:
+    """Return the time of a step, its memory, and the options for what is saved within a chunk."""
+    gib, flags = planned.step.memory.total / GIB, " ".join(_flags_within_chunk(planned.config))
+    return f"{planned.seconds.total:.2f} s ({gib:.1f} GiB{flags and f', {flags}'})"
+
+
+def _explain_chunks(planned: Planned) -> Iterator[str]:
     """Yield why chunks are not recommended, if the run could have some."""
-    chunks = possible_chunks(planned)
-    if planned.config.chunk is not None or found.config.chunk is not None or not chunks:
-        return
-    kept, inputs = kept_of_token(planned, chunks[0]), inputs_of_token(planned)
-    verdict = "would not be faster" if kept < inputs else "do not pay for this model"
-    yield (
-        f"chunks (--chunk) {verdict}: they keep {kept / _KIB:,.0f} KiB a token, the inputs of all "
-        f"layers are {inputs / _KIB:,.0f} KiB"
-    )
+    for chunk in possible_chunks(planned)[:1]:
+        kept, inputs = kept_of_token(planned, chunk), inputs_of_token(planned)
+        verdict = "would not be faster" if kept < inputs else "do not pay for this model"
+        yield (
+            f"chunks (--chunk) {verdict}: they keep {kept / _KIB:,.0f} KiB a token, the inputs of "
+            f"all layers are {inputs / _KIB:,.0f} KiB"
+        )
 
 
 def _is_small(planned: Planned, chunk: int) -> bool:

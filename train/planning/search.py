@@ -238,6 +238,14 @@ def recommend(planned: Planned) -> Planned | None:
     return _pick_faster(_find_fastest(planned, (None,)), _find_fastest(planned, chunks))
 
 
+def find_without_chunk(planned: Planned, found: Planned | None) -> Planned | None:
+    """Return the fastest plan without the run's --chunk, or None if the run has no --chunk, or if
+    the plan `found` with it is as fast.
+    """
+    other = None if planned.config.chunk is None else _find_fastest(planned, (None,))
+    return other if _pick_faster(found, other) is other else None
+
+
 def _find_fastest(planned: Planned, chunks: Iterable[int | None]) -> Planned | None:
     """Return the fastest plan that fits with one of these chunks, or None."""
     plans = [with_options(planned, **options) for chunk in chunks for options in savings(chunk)]
