@@ -175,11 +175,11 @@ def interrupted_calls(rank: int) -> list[float]:
     def start_with_interrupts(*arguments):
         wait = start(*arguments)
 
-        def wait_or_leave() -> None:
+        def wait_or_leave(*seconds: float) -> None:
             left[0] -= 1
             if left[0] == 0:
                 raise KeyboardInterrupt
-            wait()
+            wait(*seconds)
 
         return wait_or_leave
 

@@ -131,30 +131,32 @@ class Rings:
 
     def fail(self, reason: str) -> RuntimeError | None:
         """Report over both rings that this rank failed in the middle of a call, see Messenger."""
-        # After equally many deliveries, each one has begun at both of its ends.
-        errors = [ring.messenger.fail(reason, ring.begun) for ring in self.shared]
+        # After equally many deliveries, each one has begun at both of its ends. Exchanges are not
+        # counted: over gloo a rank ends its own, or has a place that no other rank has.
         try:
-            if not self.close_if_unusable(reason):
-                for ring in self.shared:
-                    ring.end_exchanges()
-        except BaseException:  # a rank is lost, or this one is interrupted again
+            places = [
+                ring.begun if ring.end_exchanges() else -1 - ring.rank for ring in self.shared
+            ]
+            errors = [
+                ring.messenger.fail(reason, place)
+                for ring, place in zip(self.shared, places, strict=True)
+            ]
+        except BaseException:  # this rank is interrupted again
             for ring in self.shared:
                 ring.messenger.close(reason)
             raise
         finally:
-            if any(ring.messenger.unusable for ring in self.shared):
-                for ring in self.shared:
-                    ring.disconnect()
+            self.close_if_unusable(reason)
         return next((error for error in errors if error), None)
 
-    def close_if_unusable(self, reason: str) -> bool:
-        """Close one group if the other is unusable. Return whether they are."""
+    def close_if_unusable(self, reason: str) -> None:
+        """Close both groups if one is unusable."""
         usable = [ring.messenger for ring in self.shared if not ring.messenger.unusable]
-        is_unusable = len(usable) < len(self.shared)
-        if is_unusable:
+        if len(usable) < len(self.shared):
             for messenger in usable:
                 messenger.close(reason)
-        return is_unusable
+            for ring in self.shared:
+                ring.disconnect()
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         """Prepare for deliveries within the host, see Transport, and for exchanges over both rings.

@@ -31,17 +31,17 @@ _REASON = 400  # characters of a reason that ranks send each other
 @dataclass
 class Exchange(Ticket):
     """An exchange under way. `waits` has a function for each part that is left, which waits for
-    it.
+    it, for at most some seconds if they are passed.
     """
 
-    waits: list[Callable[[], object]]
+    waits: list[Callable[..., object]]
     messages: tuple[Messages, ...]  # kept alive until it is over
 
-    def wait(self) -> None:
+    def wait(self, *seconds: float) -> None:
         # After a failure, the next call begins with the part that failed: gloo would wait forever
         # for an earlier one, which is over.
         while self.waits:
-            self.waits[0]()
+            self.waits[0](*seconds)
             del self.waits[0]
         self.messages = ()
 
@@ -117,10 +117,12 @@ class ProcessTransport(Transport):
     def deliver(
         self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
     ) -> Delivery:
-        self.begun += 1
         if self.copy_engines and device.type == "cuda":
-            return self.copy_engines.deliver(lane, nbytes, sends, arrivals)
-        return super().deliver(lane, nbytes, sends, arrivals, device)
+            delivery = self.copy_engines.deliver(lane, nbytes, sends, arrivals)
+        else:
+            delivery = super().deliver(lane, nbytes, sends, arrivals, device)
+        self.begun += 1  # not if there was no memory to receive into
+        return delivery
 
     def _first_failure(self, attempt: Callable[[], None]) -> str:
         """Attempt something on every rank. Return the first rank's failure or "", the same on all

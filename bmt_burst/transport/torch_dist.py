@@ -24,6 +24,7 @@ from .processes import EngineUse, Exchange, ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
 _NOTHING = 1 << 30  # a tag that no message has
+_ENDING = 2.0  # seconds for an exchange that began on both of its ranks
 
 
 @contextlib.contextmanager
@@ -36,6 +37,11 @@ def _name_peer(peer: int, seconds: float) -> Iterator[None]:
         if time.monotonic() - began >= seconds:
             raise make_late_error([peer], seconds) from error
         raise RankGone(f"rank {peer} of the group has ended or failed: {error}") from error
+
+
+def _lose(seconds: float) -> None:
+    """Fail: an interrupt came while an exchange began, and nobody can wait for all of its parts."""
+    raise RuntimeError("an exchange was interrupted while it began")
 
 
 class TorchTransport(ProcessTransport):
@@ -96,11 +102,12 @@ class TorchTransport(ProcessTransport):
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
-            exchange = Exchange([], (sends, recvs))
+            exchange = Exchange([_lose], (sends, recvs))
             self._under_way = [*(each for each in self._under_way if each.waits), exchange]
-            for start, messages in ((dist.isend, sends), (dist.irecv, recvs)):
-                for x, peer in messages:
-                    exchange.waits.append(self._start_over_gloo(start, x, peer))
+            waits = [self._start_over_gloo(dist.isend, x, peer) for x, peer in sends]
+            exchange.waits = waits + [
+                self._start_over_gloo(dist.irecv, x, peer) for x, peer in recvs
+            ]
             return exchange
         group = self.group
         ops = [
@@ -111,9 +118,13 @@ class TorchTransport(ProcessTransport):
         works = dist.batch_isend_irecv(ops) if ops else []
         return Exchange([work.wait for work in works], (sends, recvs))
 
-    def end_exchanges(self) -> None:
-        for exchange in self._under_way:
-            exchange.wait()
+    def end_exchanges(self) -> bool:
+        try:
+            for exchange in self._under_way:
+                exchange.wait(_ENDING)
+        except RuntimeError:
+            return False
+        return True
 
     def gather_equal(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
@@ -124,13 +135,15 @@ class TorchTransport(ProcessTransport):
 
     def _start_over_gloo(
         self, start: Callable[..., dist.Work | None], x: Tensor, peer: int
-    ) -> Callable[[], object]:
-        """Start to send or receive x. Return a function that waits for it."""
+    ) -> Callable[..., object]:
+        """Start to send or receive x. Return a function that waits for it, for the group's timeout
+        or as many seconds as it gets.
+        """
         seconds = self.messenger.timeout
         with _name_peer(peer, seconds):
             work = _check_work(start(as_bytes(x), None, self.group, 0, peer))
 
-        def wait() -> None:
+        def wait(seconds: float = seconds) -> None:
             # Python raises an interrupt when work.wait has returned. Then gloo would wait in vain
             # for a work that is over. One that failed fails again at once.
             if work.is_completed() and work.is_success():
