@@ -49,7 +49,7 @@ class Ahead(NamedTuple):
     """All calls of a step in chunks. Memory for what they receive is reserved in the first one.
 
     find_calls     returns the options of each call. Their layouts are Layouts, not names.
-    terms          what ranks compare: equal on two only if the masks and layouts of all calls are
+    terms          what ranks compare: equal on two ranks only if the options of all calls are
     with_backward  whether the calls will have a backward
     """
 
