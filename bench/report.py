@@ -262,7 +262,8 @@ def _file_text(file: Path, section: Section, usual_versions: str) -> str:
 def _machine(rows: list[Row]) -> str:
     """Return the GPU and the commits that rows were measured with, the most frequent first."""
     found = [commit for commit, _ in Counter(row["commit"][:7] for row in rows).most_common()]
-    return f"{rows[0]['gpu_name']}, commit{'s' * (len(found) > 1)} {' and '.join(found)}"
+    listed = " and ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
+    return f"{rows[0]['gpu_name']}, commit{'s' * (len(found) > 1)} {listed}"
 
 
 def _versions(rows: list[Row]) -> str:
