@@ -324,11 +324,9 @@ class Chunks:
 
     def _check_kept(self, chunk: Chunk) -> None:
         """Raise ValueError on all ranks if the keys and values of a chunk are not the kept ones."""
-        # NaN is the loss's matter, and hides no difference of another layer
-        each = torch.stack([kept.difference.float() for kept in self._kept.values()]).nan_to_num(
-            0.0
-        )
-        worst = each.amax()
+        each = [kept.difference.float() for kept in self._kept.values()]
+        # NaN shows in the loss, and hides no difference of another layer
+        worst = torch.stack(each).nan_to_num(0.0).amax()
         # the sum over ranks has only differences beyond rounding
         if (found := self.sp.sum(torch.where(worst > 1, worst, 0.0))) > 0:
             raise ValueError(
