@@ -166,7 +166,7 @@ WRONG = {
     ),
     "a full cache": (
         lambda model, cache, rank: (fill(model, cache, 99), step(model, cache, 2)),
-        "the cache is full: .* at most 1 new ones, got 2",
+        "the cache is full: .* at most 1 new ones, got 2: make a Cache with a larger limit",
     ),
     "short chunks": (lambda model, cache, rank: fill(model, cache, 50, 1), "too short for 2 ranks"),
     "chunks that differ": (

@@ -228,7 +228,8 @@ class Cache:
         if length > self.limit:
             raise ValueError(
                 f"the cache is full: it has a limit of {self.limit} tokens, expected at most "
-                f"{self.limit - self.length} new ones, got {length - self.length}"
+                f"{self.limit - self.length} new ones, got {length - self.length}: make a Cache "
+                "with a larger limit"
             )
 
     def _check_inputs(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:

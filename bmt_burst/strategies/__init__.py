@@ -117,7 +117,7 @@ class Strategy(ABC):
             return (
                 "expected queries and keys of one length and one layout, got "
                 f"{problem.mask.seq_len} queries ({problem.layout.name}) and "
-                f"{problem.mask.kv_len} keys ({problem.kv_layout.name})"
+                f"{problem.mask.kv_len} keys ({problem.kv_layout.name}): pass strategy='auto'"
             )
         if problem.scoring is not DENSE and not self.takes_scorings:
             return f"it supports dense attention only, not {problem.scoring.name}"
