@@ -12,3 +12,8 @@ WIDE = torch.complex128
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which partial results of inputs of `dtype` are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def copy_unit(dtype: torch.dtype, numbers: int) -> torch.dtype:
+    """Return the dtype in whose units rows of so many numbers of `dtype` are copied."""
+    return dtype if numbers * dtype.itemsize % WIDE.itemsize else WIDE

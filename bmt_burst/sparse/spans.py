@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.dtypes import WIDE
+from ..base.dtypes import copy_unit
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
 from ..ranks.rings import Rings, sum_over
@@ -163,4 +163,4 @@ def _with_tokens(x: Tensor, tokens: int) -> torch.Size:
 def _rows(x: Tensor) -> Tensor:
     """View x (N, B, T, G, D) as the rows of its tokens, (N, B, T, units)."""
     rows = x.flatten(3)
-    return rows.view(WIDE) if rows.shape[3] * rows.itemsize % WIDE.itemsize == 0 else rows
+    return rows.view(copy_unit(rows.dtype, rows.shape[3]))

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...base.dtypes import WIDE, accumulator_dtype
+from ...base.dtypes import WIDE, accumulator_dtype, copy_unit
 from ...merging.merge import empty_lse, stack_lse_delta
 from ...ranks.rings import Rings
 from ...sequence.span import length
@@ -100,12 +100,11 @@ class UlyssesPlan(Plan):
 
     def _plan_exchanges(self) -> None:
         sizes, inner = self.problem.sizes, self.problem.inner
-        sums = accumulator_dtype(sizes.dtype)
-        is_wide = sizes.head_size * sizes.dtype.itemsize % WIDE.itemsize == 0
-        q = Field(1, sizes.head_size, sizes.dtype, WIDE if is_wide else sizes.dtype)
+        dtype, sums = sizes.dtype, accumulator_dtype(sizes.dtype)
+        q = Field(1, sizes.head_size, dtype, copy_unit(dtype, sizes.head_size))
         kv = kv_grad = replace(q, ratio=self.ratio)
         if self.shares_kv:
-            kv_grad = replace(kv, unit=sizes.dtype, is_summed=True)
+            kv_grad = replace(kv, unit=dtype, is_summed=True)
         lse = Field(1, 1, sums, sums)
         # lse and delta of a head, and zeros, since all units divide 16 bytes
         rows = replace(q, head_size=WIDE.itemsize // sums.itemsize, dtype=sums)
