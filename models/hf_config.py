@@ -40,6 +40,7 @@ _ARCHITECTURES = {
     KIND: ARCHITECTURE,
 }
 MINICPMS = ("minicpm", KIND)  # models with MiniCPM's scalings
+EXPORTED_CODE = "modeling_burst_minicpm"  # the module in an exported MiniCPM's folder
 _QWEN = ("qwen2", "qwen3")
 # models with windows -> the fields that say which layers have one
 _WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}
@@ -57,7 +58,7 @@ def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
     hf = {"model_type": _by_architecture(hf), **hf}
     whole, hf = hf, {name: value for name, value in hf.items() if value is not None}
     _refuse_others(hf)
-    theta, scaling = read_rope(hf)
+    theta, scaling = read_rope(hf, computes_once=_has_code_of_minicpm(hf))
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if hf["model_type"] in MINICPMS:
         # without these MiniCPM's own code uses 1, transformers 12, 1.4 and 256
@@ -115,6 +116,13 @@ def _refuse_others(hf: dict[str, Any]) -> None:
         raise ValueError(
             f"expected one of {', '.join(_ARCHITECTURES)}, got unsupported fields {values}"
         )
+
+
+def _has_code_of_minicpm(hf: dict[str, Any]) -> bool:
+    """Whether OpenBMB's code computes a model, and not the code that exports bring."""
+    code = hf.get("auto_map")
+    classes = [str(name) for name in code.values()] if isinstance(code, dict) else []
+    return hf["model_type"] in MINICPMS and not any(EXPORTED_CODE in name for name in classes)
 
 
 def _sparse(hf: dict[str, Any]) -> InfLLMV2 | None:
@@ -201,6 +209,8 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
     some combinations of biases, windows and numbers of heads.
     """
     kind = _kind(config)
+    original = config.max_position_embeddings or 0
+    most = longest_to_hf(config.rope_scaling, kind in MINICPMS, max(longest or 0, original) or None)
     hf: dict[str, Any] = {
         "model_type": kind,
         "architectures": [_ARCHITECTURES[kind]],
@@ -209,7 +219,7 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
-        **rope_to_hf(config),
+        **rope_to_hf(config, most),
         **_windows_to_hf(config, kind),
     }
     if kind in ("llama", "qwen3"):
@@ -226,8 +236,6 @@ def config_to_hf(config: CPMConfig, longest: int | None = None) -> dict[str, Any
             hf["sparse_config"] = config.sparse.to_dict()
     if kind == KIND:
         hf |= mixers_to_hf(config)
-    original = config.max_position_embeddings or 0
-    most = longest_to_hf(config.rope_scaling, kind in MINICPMS, max(longest or 0, original) or None)
     if most is not None:
         hf["max_position_embeddings"] = most
         if 0 < original < most and isinstance(config.rope_scaling, Linear | None):
@@ -251,8 +259,9 @@ def _kind(config: CPMConfig) -> str:
             )
         if has:
             raise ValueError(f"Hugging Face's MiniCPM has none of {has}: {advice}")
-        _check_longrope(config.rope_scaling, advice)
-        return KIND if has_mixers(config) else "minicpm"
+        kind = KIND if has_mixers(config) else "minicpm"
+        _check_longrope(config.rope_scaling, kind, advice)
+        return kind
     if config.qk_norm and biases in ([], ["qkv_bias", "o_bias"]):
         return "qwen3"
     if has == ["qkv_bias"]:
@@ -268,10 +277,19 @@ def _kind(config: CPMConfig) -> str:
     raise ValueError(f"no Hugging Face model has {has}{beside}")
 
 
-def _check_longrope(scaling: RopeScaling | None, advice: str) -> None:
-    """Raise ValueError unless attention_factor is what MiniCPM's own code computes."""
+def _check_longrope(scaling: RopeScaling | None, kind: str, advice: str) -> None:
+    """Raise ValueError unless MiniCPM's own code computes such a LongRoPE.
+
+    MiniCPM-SALA's code has the long divisors at every length. A MiniCPM's folder has other code.
+    """
     if not isinstance(scaling, LongRope):
         return
+    is_longer = scaling.extended_length > scaling.original_length
+    if kind == KIND and is_longer and scaling.short_factor != scaling.long_factor:
+        raise ValueError(
+            "MiniCPM-SALA's code has the long_factor of longrope at every length, this one has "
+            "another short_factor"
+        )
     expected = dataclasses.replace(scaling, attention_factor=None).attention_scale
     if not math.isclose(expected, scaling.attention_scale, rel_tol=1e-6):
         raise ValueError(

@@ -2,10 +2,16 @@
 
 transformers 4 has them in rope_theta and rope_scaling, transformers 5 in rope_parameters. A file
 that has both must mean the same by both.
+
+OpenBMB's files of MiniCPM and MiniCPM-SALA compute LongRoPE's tables once, for
+max_position_embeddings tokens. If that is above the original length, the long divisors hold at
+every length. transformers, and this project's code for it, use the short ones up to the original
+length.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -24,12 +30,15 @@ _OF_KIND = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
 }
-_NO_MATTER = {"original_max_position_embeddings", "finetuned"}.union(*_OF_KIND.values())
+_ORIGINAL = "original_max_position_embeddings"
+_NO_MATTER = {_ORIGINAL, "finetuned"}.union(*_OF_KIND.values())
 
 
-def read_rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def read_rope(hf: dict[str, Any], computes_once: bool) -> tuple[float, RopeScaling | None]:
     """Return base and scaling of rotary positions in a config.json without its nulls.
-    Raises ValueError for scalings that CPM does not compute, and for contradictions.
+
+    `computes_once` says whether the model's code computes LongRoPE's tables once. Raises ValueError
+    for scalings that CPM does not compute, and for contradictions.
     """
     places = {name: _named_values(hf, name) for name in _PLACES if hf.get(name)}
     bases = {"rope_theta": hf.get("rope_theta")}
@@ -39,7 +48,12 @@ def read_rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     if len(scalings) > 1 and scalings["rope_scaling"] != scalings["rope_parameters"]:
         both = " and ".join(f"{name} {place}" for name, place in places.items())
         raise ValueError(f"{both} contradict each other: remove one of them from config.json")
-    return theta, next(iter(scalings.values()), None)
+    scaling = next(iter(scalings.values()), None)
+    if computes_once and isinstance(scaling, LongRope):
+        is_long = _length(hf, "max_position_embeddings") > scaling.original_length
+        short = scaling.long_factor if is_long else scaling.short_factor
+        scaling = dataclasses.replace(scaling, short_factor=short)
+    return theta, scaling
 
 
 def partial_factors(hf: dict[str, Any]) -> list[Any]:
@@ -92,16 +106,15 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
         if kind in ("yarn", "longrope") and "factor" not in said:
             said["factor"] = _length(hf, "max_position_embeddings") / said["original_length"]
         said = _without_mscale(said) if kind == "yarn" else said
-        return RopeScaling.from_dict({"kind": kind, **said})
+        return _without_default(RopeScaling.from_dict({"kind": kind, **said}))
     except ValueError as error:
         raise ValueError(f"rotary positions are scaled by {kind}: {error}") from error
 
 
 def _original_length(kind: str, rope: dict[str, Any], hf: dict[str, Any]) -> int:
-    name = "original_max_position_embeddings"
-    places = {} if kind == "dynamic" else {name: hf, f"the scaling's {name}": rope}
-    given = {said: place for said, place in places.items() if place.get(name) is not None}
-    found = {said: _length(place, name) for said, place in given.items()}
+    places = {} if kind == "dynamic" else {_ORIGINAL: hf, f"the scaling's {_ORIGINAL}": rope}
+    given = {said: place for said, place in places.items() if place.get(_ORIGINAL) is not None}
+    found = {said: _length(place, _ORIGINAL) for said, place in given.items()}
     return _agreed(found, None) or _length(hf, "max_position_embeddings")
 
 
@@ -126,8 +139,22 @@ def _without_mscale(said: dict[str, Any]) -> dict[str, Any]:
     return said | {"attention_factor": mscale / of_all}
 
 
-def rope_to_hf(config: CPMConfig) -> dict[str, Any]:
-    """Return rotary positions for transformers 5 and 4, and for MiniCPM's own code."""
+def _without_default(scaling: RopeScaling) -> RopeScaling:
+    """Leave out a LongRoPE's attention_factor if it follows from the factor."""
+    if not isinstance(scaling, LongRope) or scaling.attention_factor is None:
+        return scaling
+    default = dataclasses.replace(scaling, attention_factor=None)
+    same = math.isclose(default.attention_scale, scaling.attention_factor, rel_tol=1e-12)
+    return default if same else scaling
+
+
+def rope_to_hf(config: CPMConfig, longest: int | None) -> dict[str, Any]:
+    """Return rotary positions for transformers 5 and 4, and for MiniCPM's own code.
+
+    `longest` is max_position_embeddings. transformers 4 reads LongRoPE's original length outside of
+    the scaling, and computes its factor from the two lengths. So the original length is also
+    written there, and attention_factor if it does not follow from the lengths.
+    """
     scaling, theta = config.rope_scaling, {"rope_theta": config.rope_theta}
     if scaling is None:
         return theta | {"rope_parameters": {"rope_type": "default", **theta}}
@@ -135,12 +162,19 @@ def rope_to_hf(config: CPMConfig) -> dict[str, Any]:
     kind = said.pop("kind")
     original = said.pop("original_length", None)
     if kind not in ("linear", "dynamic"):
-        said["original_max_position_embeddings"] = original
+        said[_ORIGINAL] = original
+    outside: dict[str, Any] = {}
+    if isinstance(scaling, LongRope):
+        assert longest is not None, "a LongRoPE extends to a length"
+        outside = {_ORIGINAL: original}
+        implied = dataclasses.replace(scaling, factor=max(longest / scaling.original_length, 1.0))
+        if not math.isclose(implied.attention_scale, scaling.attention_scale, rel_tol=1e-12):
+            said["attention_factor"] = scaling.attention_scale
     scalings = {
         "rope_scaling": {"rope_type": kind, "type": kind, **said},
         "rope_parameters": {"rope_type": kind, **theta, **said},
     }
-    return theta | scalings
+    return theta | outside | scalings
 
 
 def longest_to_hf(scaling: RopeScaling | None, is_minicpm: bool, longest: int | None) -> int | None:

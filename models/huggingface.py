@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .config import CPMConfig
 from .cpm import CPM
-from .hf_config import HF_FIELDS, config_from_hf, config_to_hf
+from .hf_config import EXPORTED_CODE, HF_FIELDS, config_from_hf, config_to_hf
 from .model_center import MODEL_CENTER_FIELDS, config_from_model_center
 from .tensor_files import dtype_name, open_folder, read_json
 from .weights import HEAD, Expected, Weights
@@ -31,7 +31,7 @@ from .weights import HEAD, Expected, Weights
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 # the code of a MiniCPM's folder, and transformers' class -> its place in it
-_CODE = Path(__file__).with_name("modeling_burst_minicpm.py")
+_CODE = Path(__file__).with_name(f"{EXPORTED_CODE}.py")
 _AUTO_MAP = {
     "AutoConfig": f"{_CODE.stem}.MiniCPMConfig",
     "AutoModel": f"{_CODE.stem}.MiniCPMModel",

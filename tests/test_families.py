@@ -4,6 +4,7 @@ there and back.
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -21,9 +22,11 @@ from transformers import (
 
 from bmt_burst import Layout, SequenceParallel, simulate
 from bmt_burst.errors import RanksDisagree
+from bmt_burst.nn import rope_frequencies
 from bmt_burst.sequence.mask import Mask
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
+from models.hf_sala import mixers_to_hf
 from models.huggingface import (
     HFWeights,
     config_from_hf,
@@ -230,6 +233,56 @@ def test_exported_lengths_keep_the_scaling():
     assert most("llama3", longest=500) == 500
     # and MiniCPM the factor
     assert config_to_hf(MINICPM4, longest=500)["max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize("rope", [rope for rope in ROPES if rope.startswith("longrope")])
+@pytest.mark.parametrize("longest", [None, 100])
+def test_a_written_longrope_means_the_same_to_transformers_4(rope, longest):
+    """Version 4.57 reads the original length outside of the scaling only, and computes the factor
+    from the two lengths.
+    """
+    config = config_from_hf(config_of("llama", rope).to_dict())
+    hf = config_to_hf(config, longest)
+    said, lengths = hf["rope_scaling"], [hf["max_position_embeddings"]]
+    lengths += [hf.get("original_max_position_embeddings", lengths[0])]
+    growth = 1 + math.log(lengths[0] / lengths[1]) / math.log(lengths[1])
+    scaling = config.rope_scaling
+    found = said.get("attention_factor", math.sqrt(growth))
+    assert found == pytest.approx(scaling.attention_scale, rel=1e-12)
+    plain = rope_frequencies(8, 500.0)
+    for length in LENGTHS:
+        divisors = said["long_factor" if length > lengths[1] else "short_factor"]
+        expected = scaling.frequencies(plain, 500.0, torch.tensor(length))
+        assert torch.equal(plain / torch.tensor(divisors, dtype=torch.float64), expected)
+    assert config_from_hf(hf) == with_length(config, lengths[0])
+
+
+def test_minicpms_code_computes_the_tables_of_a_longrope_once(tmp_path):
+    """For max_position_embeddings. The code of an exported MiniCPM computes them by length."""
+    hf = config_to_hf(dataclasses.replace(MINICPM4, rope_scaling={**SCALING, "factor": 1.0}))
+    long = SCALING["long_factor"]
+    for kind, most, once in (
+        ("minicpm", 64, True),
+        ("minicpm", ORIGINAL, False),
+        ("minicpm_sala", 64, True),
+        ("llama", 64, False),
+    ):
+        given = hf | {"model_type": kind, "max_position_embeddings": most}
+        if kind == "minicpm_sala":
+            given |= {**mixers_to_hf(MINICPM4), "mixer_types": ["minicpm4"] * 3}
+        if kind == "llama":
+            given = {name: value for name, value in given.items() if name not in SCALES}
+        read = config_from_hf(given).rope_scaling
+        assert list(read.long_factor) == long
+        assert list(read.short_factor) == (long if once else SCALING["short_factor"])
+    model = initialized(MINICPM4)
+    save_weights(tmp_path, model.config, model.state_dict())
+    assert HFWeights(tmp_path).config.rope_scaling == MINICPM4.rope_scaling
+    sala = dataclasses.replace(MINICPM4, attention_gate=True)
+    with pytest.raises(ValueError, match=r"MiniCPM-SALA's code has the long_factor .* at every"):
+        config_to_hf(sala)
+    once = {**SCALING, "short_factor": long}
+    assert config_to_hf(dataclasses.replace(sala, rope_scaling=once))["rope_scaling"]
 
 
 # Lengths: of a sequence that is cut over ranks, of documents, of rows, of what a cache holds.
