@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 from bmt_burst import InfLLMV2
 
 from .config import CPMConfig
 from .fields import check_sizes
-from .hf_rope import longest_to_hf, partial_factors, read_rope, rope_to_hf
-from .hf_sala import ARCHITECTURE, KIND, has_mixers, mixers_to_hf, read_mixers
+from .hf_fields import check_unknown, find_refused
+from .hf_rope import ROPE_FIELDS, longest_to_hf, partial_factors, read_rope, rope_to_hf
+from .hf_sala import ARCHITECTURE, KIND, SALA_FIELDS, has_mixers, mixers_to_hf, read_mixers
 from .rope import Linear, LongRope, RopeScaling
 
 _SAME_NAME = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
@@ -45,19 +47,31 @@ _QWEN = ("qwen2", "qwen3")
 # models with windows -> the fields that say which layers have one
 _WINDOWED = {"mistral": set(), "ministral": {"layer_types"}}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-# fields of models that CPM does not compute, if they are set
-_OF_OTHERS = {"num_experts", "num_local_experts", "n_routed_experts", "no_rope", "no_rope_layers"}
-_OF_OTHERS |= {"use_qk_norm", "attn_logit_softcapping", "final_logit_softcapping"}
-_OF_OTHERS |= {"quantization_config"}
 _SCALINGS = ("scale_emb", "scale_depth", "dim_model_base")
 _QWEN3_HEAD_DIM = 128  # if a Qwen3's config.json does not say it
+# names in config.json that are read for all models, and for some
+_READ = {
+    *("model_type", "architectures", "head_dim", "hidden_act", "max_position_embeddings"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("sparse_config", "use_mup", "mup_denominator"),
+    *_SAME_NAME,
+    *_RENAMED.values(),
+    *ROPE_FIELDS,
+}
+_READ_BY = {"minicpm": _SCALINGS, KIND: (*_SCALINGS, *SALA_FIELDS)}
 
 
-def config_from_hf(hf: dict[str, Any]) -> CPMConfig:
-    """Make a CPMConfig from a config.json. Raises ValueError if CPM does not compute that model."""
+def config_from_hf(hf: dict[str, Any], accept: Collection[str] = ()) -> CPMConfig:
+    """Make a CPMConfig from a config.json.
+
+    `accept` names fields that are left out of account, though they are unknown. Raises ValueError
+    if CPM does not compute that model, and for other unknown fields (hf_fields.py).
+    """
     hf = {"model_type": _by_architecture(hf), **hf}
     whole, hf = hf, {name: value for name, value in hf.items() if value is not None}
     _refuse_others(hf)
+    check_unknown(whole, {*_READ, *_READ_BY.get(hf["model_type"], ())}, accept)
     theta, scaling = read_rope(hf, computes_once=_has_code_of_minicpm(hf))
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if hf["model_type"] in MINICPMS:
@@ -109,12 +123,17 @@ def _refuse_others(hf: dict[str, Any]) -> None:
         "use_mup": hf.get("use_mup", scales) != scales,
         "mup_denominator": hf.get("mup_denominator", layers) != layers,
         "partial_rotary_factor": any(factor != 1 for factor in partial),
-    } | {name: bool(hf.get(name)) for name in sorted(_OF_OTHERS)}
-    if refused := [name for name, is_refused in unsupported.items() if is_refused]:
+    }
+    effects = find_refused(hf)
+    refused = [name for name, is_refused in unsupported.items() if is_refused] + [*effects]
+    if refused:
         shown = hf | {"partial_rotary_factor": partial}
         values = {name: shown.get(name) for name in refused}
+        known = ", ".join(_ARCHITECTURES)
+        expected = f"one of {known}" if unsupported["model_type"] else f"a {kind} that CPM computes"
+        why = "; ".join(dict.fromkeys(effects.values()))
         raise ValueError(
-            f"expected one of {', '.join(_ARCHITECTURES)}, got unsupported fields {values}"
+            f"expected {expected}, got unsupported fields {values}{f' ({why})' if why else ''}"
         )
 
 

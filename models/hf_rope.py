@@ -31,6 +31,8 @@ _OF_KIND = {
     "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
 }
 _ORIGINAL = "original_max_position_embeddings"
+# names of config.json that are read here
+ROPE_FIELDS = (*_PLACES, _ORIGINAL, "rope_theta", "partial_rotary_factor")
 _NO_MATTER = {_ORIGINAL, "finetuned"}.union(*_OF_KIND.values())
 
 
@@ -85,7 +87,10 @@ def _agreed(said: dict[str, Any], default: Any) -> Any:
 def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | None:
     """Make the scaling in `rope`, with transformers' defaults and other fields of config.json."""
     kind = _agreed({name: rope.get(name) for name in ("rope_type", "type")}, "default")
+    unknown = sorted(rope.keys() - _OF_ALL - _NO_MATTER)
     if kind == "default":
+        if unknown:
+            raise ValueError(f"rotary positions are not scaled, with unknown fields {unknown}")
         if rope.get("factor", 1) not in (None, 1):
             raise ValueError(
                 f"{rope} has a factor without a kind of scaling: add a rope_type, one of "
@@ -95,7 +100,7 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
     if not isinstance(kind, str) or kind not in _OF_KIND:
         known = ", ".join(_OF_KIND)
         raise ValueError(f"rotary positions must be scaled by one of {known}, got {kind!r}: {rope}")
-    if unknown := sorted(rope.keys() - _OF_ALL - _NO_MATTER):
+    if unknown:
         raise ValueError(f"rotary positions are scaled by {kind} with unknown fields {unknown}")
     said = {name: rope[name] for name in _OF_KIND[kind] & rope.keys() if rope[name] is not None}
     if kind == "yarn" and rope.get("truncate", True) is None:  # as transformers reads it

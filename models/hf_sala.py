@@ -25,6 +25,13 @@ _COMPUTED = {
 }
 _OF_ATTENTION = {"attn_use_rope": "attention_rotary", "attn_use_output_gate": "attention_gate"}
 _NOT_COMPUTED = ("lightning_layerwise_decay", "attn_logits_scaling")
+# names of config.json that are read here
+SALA_FIELDS = (
+    *("mixer_types", "initializer_range", "lightning_nh", "lightning_nkv", "lightning_head_dim"),
+    *_COMPUTED,
+    *_OF_ATTENTION,
+    *_NOT_COMPUTED,
+)
 
 
 def read_mixers(hf: dict[str, Any]) -> dict[str, Any]:

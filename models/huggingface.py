@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,16 @@ class HFWeights(Weights):
     """The weights in a folder under this project's names. Each is read when it is requested.
 
     With `untie`, a model with tied embeddings gets a head of its own: the one in the files, or a
-    copy of the embeddings.
+    copy of the embeddings. `accept` names unknown fields of config.json that change nothing.
 
     Raises ValueError if CPM does not compute the model of the folder's config, if files are
     missing, damaged or have the same weight twice, or if the weights are not exactly those of the
     config, in a floating-point dtype of 16 bits or more. Raises OSError if it may not be read.
     """
 
-    def __init__(self, folder: str | Path, untie: bool = False):
+    def __init__(self, folder: str | Path, untie: bool = False, accept: Collection[str] = ()):
         self.folder = Path(folder)
-        self.config, fields = read_config(self.folder), read_fields(self.folder)
+        self.config, fields = read_config(self.folder, accept), read_fields(self.folder)
         if untie:
             self.config = self.config.untied()
         expected = Expected(self.config, "cpm", str(self.folder / CONFIG), fields, untie)
@@ -62,9 +62,14 @@ class HFWeights(Weights):
         return {name: tuple(p.shape) for name, p in _meta_model(self.config).named_parameters()}
 
 
-def load_cpm(folder: str | Path, dtype: torch.dtype = torch.float32, untie: bool = False) -> CPM:
+def load_cpm(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    untie: bool = False,
+    accept: Collection[str] = (),
+) -> CPM:
     """Load the whole model in a folder, on the CPU. Arguments and errors are HFWeights'."""
-    weights = HFWeights(folder, untie)
+    weights = HFWeights(folder, untie, accept)
     model = _meta_model(weights.config)
     model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
     return model
@@ -127,11 +132,13 @@ def fold_scalings(
     return plain, {name: folded(name, weight) for name, weight in weights.items()}
 
 
-def read_config(folder: Path) -> CPMConfig:
-    """Read the configuration in a folder of a dense CPM. Raises ValueError for other models."""
+def read_config(folder: Path, accept: Collection[str] = ()) -> CPMConfig:
+    """Read the configuration in a folder of a dense CPM. Raises ValueError for other models, and
+    for unknown fields that `accept` does not name.
+    """
     hf = read_folder(folder)
     try:
-        config = config_from_model_center(hf) if "dim_model" in hf else config_from_hf(hf)
+        config = config_from_model_center(hf) if "dim_model" in hf else config_from_hf(hf, accept)
         _check_tokens(folder, hf, config)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error

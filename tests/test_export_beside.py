@@ -22,6 +22,7 @@ from train.run.carry import carry_over
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>", "<pad>"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 LLAMA = {"model_type": "llama"}
+ACCEPT = ("rope_ratio",)  # an unknown field of config.json
 CHAT = [{"role": "user", "content": "the fox"}]
 FILES = {
     "generation_config.json": {
@@ -92,10 +93,13 @@ def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, al
     write_tokens(tmp_path / "text", tokenizer, *SENTENCES * 20)
     settings = {"data": str(tmp_path / "text"), "seq_len": 32, "batch_size": 2, "save_every": 1}
     settings |= {"steps": 1, "warmup_steps": 0, "decay_steps": 0, "micro_batch_size": 1}
+    settings["accept_field"] = "rope_ratio"
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "rope_ratio": [8, "unknown"]}))
     assert train(settings, init_from=str(source), output=str(tmp_path / "run"))
     stage = {"resume": str(tmp_path / "run/step_00000001"), "new_stage": True, "seq_len": 40}
     assert train(settings, **stage, init_from=str(source), output=str(tmp_path / "stage"))
-    expected = read_beside(source, tokenizer)
+    expected = read_beside(source, tokenizer, accept=ACCEPT)
     shutil.rmtree(source)
     capsys.readouterr()
     first = exported(tmp_path / "stage", tmp_path / "first", "--keep-scalings")
@@ -109,11 +113,12 @@ def test_an_export_has_the_other_files_of_the_first_weights(source, tmp_path, al
     }.items():
         assert f"  {names}: {reason}\n" in printed
     assert "generation_config.json: eos_token_id, pad_token_id, do_sample, temperature" in printed
+    assert "  config.json: rope_ratio, eos_token_id" in printed
     check(first)
     assert train(settings, init_from=str(first), output=str(tmp_path / "again"))
     second = exported(tmp_path / "again", tmp_path / "second")
     check(second)
-    assert read_beside(second, tokenizer)["texts"] == expected["texts"]
+    assert read_beside(second, tokenizer, accept=ACCEPT)["texts"] == expected["texts"]
     capsys.readouterr()
     main(["--run", str(tmp_path / "again"), "--output", str(tmp_path / "b"), "--format", "bmtrain"])
     assert f"left out: all beside the weights of {first}" in capsys.readouterr().out
@@ -132,7 +137,8 @@ def check(folder: Path) -> None:
     generation = GenerationConfig.from_pretrained(folder)
     assert (generation.eos_token_id, generation.pad_token_id) == ([3, 2], 4)
     assert (generation.temperature, generation.top_p, generation.do_sample) == (0.6, 0.95, True)
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [3, 2]
+    written = json.loads((folder / "config.json").read_text())
+    assert (written["eos_token_id"], written["rope_ratio"]) == ([3, 2], [8, "unknown"])
     for name in ("chat_template.jinja", "additional_chat_templates/tool.jinja", "LICENSE"):
         assert (folder / name).read_text() == TEXTS[name]
     names = {path.name for path in folder.iterdir()}

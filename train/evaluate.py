@@ -31,7 +31,7 @@ import torch.distributed as dist
 from train.base import ranks
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
-from train.base.wording import counted
+from train.base.wording import counted, flag
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
@@ -52,11 +52,13 @@ from train.run.watchdog import Watchdog
 
 _PROGRAM = "evaluate.py"
 _SHARED = {  # options of pretrain.py that have the same meaning here
-    *("model", "init_from", "allow_other_tokenizer", "untie", "dtype"),
+    *("model", "init_from", "accept_field", "allow_other_tokenizer", "untie", "dtype"),
     *("documents", "bos", "seq_len", "micro_batch_size", "eval_sequences"),
     *("processes", "sp_size", "strategy", "inner_size", "ulysses_size", "layout"),
     *("engine", "device", "flash", "deterministic", "timeout", "mlp_tile", "chunk"),
 }
+
+_OF_WEIGHTS = {"model", "accept_field", "allow_other_tokenizer", "untie"}  # for --init-from
 
 
 def _numbers(kind: type) -> Any:
@@ -145,8 +147,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
         if (own["run"] is None) == (given.get("init_from") is None):
             raise ValueError("give a trained model: either --run or --init-from")
-        if own["run"] and (other := {"model", "allow_other_tokenizer", "untie"} & given.keys()):
-            raise ValueError(f"--{min(other).replace('_', '-')} is for --init-from, got --run")
+        if own["run"] and (other := _OF_WEIGHTS & given.keys()):
+            raise ValueError(f"{flag(min(other))} is for --init-from, got --run")
         if not 0 <= grid.get("seed", 0) < 2**63:
             raise ValueError(f"--seed must be at least 0 and below 2^63, got {grid['seed']}")
         folders = None if data is None else evaluated_folders(data)

@@ -38,6 +38,7 @@ from models.cpm import CPM
 from models.cpm_live.layers import LiveModel
 from train.base import ranks
 from train.base.command_line import ArgumentParser
+from train.base.wording import flag
 from train.checkpoints import checkpoint
 from train.data.records import read_text
 from train.data.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ from train.run.watchdog import Watchdog
 
 _PROGRAM = "generate.py"
 _SHOWN = 12  # digits of the prompt's digest that are shown
-_SHARED = {"init_from", "model", "processes", "device", "timeout"}  # options of pretrain.py, too
+# options of pretrain.py, too
+_SHARED = {"init_from", "model", "accept_field", "processes", "device", "timeout"}
 
 
 def load_model(
@@ -198,8 +200,8 @@ class _Request:
         settings = {name: vars(args)[name] for name in _SHARED if name in args}
         if (args.run is None) == ("init_from" not in settings):
             raise ValueError("give a trained model: either --run or --init-from")
-        if args.run and "model" in settings:
-            raise ValueError("--model is for --init-from, got --run")
+        if args.run and (other := {"model", "accept_field"} & settings.keys()):
+            raise ValueError(f"{flag(min(other))} is for --init-from, got --run")
         if args.prompt is not None and args.prompt_file is not None:
             raise ValueError("give --prompt or --prompt-file, got both")
         if args.chunk is not None and args.chunk < 1:

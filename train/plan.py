@@ -29,8 +29,8 @@ from train.run.options import add_options
 
 # The options of pretrain.py that matter for a plan. The others of what blocks save are found.
 _OPTIONS = {
-    *("model", "init_from", "untie", "rope_theta", "rope_scaling", "sparse", "window", "dtype"),
-    *("fp8", "chunk"),
+    *("model", "init_from", "accept_field", "untie", "rope_theta", "rope_scaling", "sparse"),
+    *("window", "dtype", "fp8", "chunk"),
     *("seq_len", "batch_size", "micro_batch_size"),
     *("sp_size", "strategy", "inner_size", "ulysses_size", "engine", "offload_optimizer"),
 }

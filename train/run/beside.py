@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,10 @@ _LARGE = "added_tokens_decoder"  # a field that repeats tokenizer.json
 _IDS = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
 
-def read_beside(folder: Path, tokenizer: Tokenizer, kind: Kind = KINDS[0]) -> dict[str, Any]:
-    """Return the record of a Hugging Face folder, in JSON's types.
+def read_beside(
+    folder: Path, tokenizer: Tokenizer, kind: Kind = KINDS[0], accept: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the record of a Hugging Face folder, in JSON's types. `accept` is read_config's.
 
     folder   its path
     foreign  why the ids of its tokenizer mean nothing to `tokenizer`, the run's; None if they do
@@ -59,7 +61,7 @@ def read_beside(folder: Path, tokenizer: Tokenizer, kind: Kind = KINDS[0]) -> di
     tokenizer_config = values.get(TOKENIZER, {})
     if added := tokenizer_config.get(_LARGE, {}):
         tokenizer_config[_LARGE] = {}
-    shape = read_config(folder).to_dict()
+    shape = read_config(folder, accept).to_dict()
     _check(folder, values, texts, shape["vocab_size"])
     found = [other for _, other in find_tokenizers(folder, tokenizer.eos)]
     opened = [other for other in found if isinstance(other, Tokenizer)]

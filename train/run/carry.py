@@ -80,13 +80,14 @@ def carry_over(
     written  config.json as it follows from the model
     """
     record, source = state.get("beside"), state["config"].get("init_from")
+    accepted = {n: value for n, value in state.get("accepted", {}).items() if n not in written}
     if record is None:
-        carried = Carried(None if source is None or is_file(source) else source)
+        carried = Carried(None if source is None or is_file(source) else source, accepted)
         carried.leave_out("its run began before checkpoints recorded it", "all beside the weights")
         return carried
     choice = _Choice(record, tokenizer, begin)
     choice.take_generation()
-    choice.take_config({*written, *_REWRITTEN})
+    choice.take_config({*written, *_REWRITTEN}, accepted)
     choice.take_tokenizer()
     choice.take_begin(adds=state["data"].get("bos") is not None)
     same_rope = all(state["model"].get(name) == value for name, value in record["rope"].items())
@@ -132,12 +133,15 @@ class _Choice:
             else:
                 self.carried.generation[name] = value
 
-    def take_config(self, written: set[str]) -> None:
-        """Take over the tokens of config.json. All else follows from the model."""
+    def take_config(self, written: set[str], accepted: Mapping[str, Any]) -> None:
+        """Take over accepted fields and the tokens of config.json. All else follows from the
+        model.
+        """
         given = self._values["config.json"]
+        self.carried.config |= accepted
         for name in _ENDS:
             self._take_ids(self.carried.config, "config.json", name, given.get(name))
-        known = {*written, *_ENDS, "bos_token_id"}
+        known = {*written, *accepted, *_ENDS, "bos_token_id"}
         if others := sorted(n for n, v in given.items() if v is not None and n not in known):
             why = "config.json follows from the run's model"
             self.leave_out(why, f"config.json: {', '.join(others)}")

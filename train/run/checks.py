@@ -19,6 +19,7 @@ from train.base.wording import counted, flag
 from train.data.shares import parse_shares, validation_folders
 from train.data.skips import parse_range
 from train.engine.fp8 import MULTIPLE
+from train.run.kinds import PRESETS
 from train.run.profiling import parse_steps
 from train.run.settings import Settings
 from train.run.time_limit import check_time_limit
@@ -83,6 +84,8 @@ def _check_needs(settings: Settings) -> None:
     for name in ("allow_other_tokenizer", "grow_vocabulary"):
         if getattr(settings, name) and not settings.init_from:
             raise ValueError(f"{flag(name)} needs --init-from, which is not given")
+    if settings.accept_field is not None and not settings.init_from and settings.model in PRESETS:
+        raise ValueError("--accept-field needs --init-from or --model FILE, neither is given")
     if settings.new_stage and settings.resume == "never":
         raise ValueError("--new-stage needs the checkpoint to start from: give --resume CHECKPOINT")
     if settings.skip_data and settings.resume == "never":

@@ -6,9 +6,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from models.config import CPMConfig
-from models.tensor_files import is_file
+from models.huggingface import CONFIG
+from models.tensor_files import is_file, read_json
 from models.weights import Expected
 from train.base.wording import flag
 from train.engine.fp8 import check_model
@@ -74,9 +76,19 @@ class TrainConfig(Settings):
         source = Path(self.init_from or "")
         return expected_weights(source, self.named_model(), self.model_name, self.untie)
 
+    def accepted_fields(self) -> dict[str, Any]:
+        """Return the fields of --accept-field with their values. Raises ValueError or OSError."""
+        if not self.accepted_names:
+            return {}
+        folder = self.init_from and not is_file(self.init_from)
+        values = read_json(Path(self.init_from or "", CONFIG) if folder else Path(self.model))
+        if missing := [name for name in self.accepted_names if name not in values]:
+            raise ValueError(f"--accept-field {','.join(missing)}: expected a field of config.json")
+        return {name: values[name] for name in self.accepted_names}
+
     def _read_model(self) -> ModelConfig:
         if self.init_from and not is_file(self.init_from):
-            found = read_model(Path(self.init_from))
+            found = read_model(Path(self.init_from), self.accepted_names)
             self._check_folder_of_weights(kind_of(found))
             return found
         if self.model in PRESETS:
@@ -87,7 +99,7 @@ class TrainConfig(Settings):
                 f"--model {self.model} is neither a preset ({', '.join(PRESETS)}) nor a JSON file"
             )
         try:
-            return config_of(json.loads(path.read_text()))
+            return config_of(json.loads(path.read_text()), self.accepted_names)
         # missing, unknown or wrong fields, text that is not JSON, or JSON that is nested too deeply
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error

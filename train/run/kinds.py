@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ def kind_of(config: ModelConfig) -> Kind:
     return next(kind for kind in KINDS if type(config) is load(kind.config))
 
 
-def config_of(values: Any) -> ModelConfig:
-    """Return the configuration in a JSON file of any kind. Raises ValueError or TypeError."""
+def config_of(values: Any, accept: Collection[str] = ()) -> ModelConfig:
+    """Return the configuration in a JSON file of any kind. `accept` names unknown fields of a
+    Hugging Face config.json that change nothing. Raises ValueError or TypeError.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"expected names and values, got {type(values).__name__}")
     named = values.get("model_type")
@@ -40,7 +43,7 @@ def config_of(values: Any) -> ModelConfig:
     if "dim_model" in values:
         kind = _kind_of_values(values)
     elif "num_hidden_layers" in values or "architectures" in values:
-        return config_from_hf(values)
+        return config_from_hf(values, accept)
     else:
         kind = KINDS[0]
     return load(kind.config).from_dict(values)
@@ -59,11 +62,13 @@ def _kind_of_values(values: dict[str, Any]) -> Kind:
     return fitting[0]
 
 
-def read_model(folder: Path) -> ModelConfig:
-    """Return the model of a folder of weights. Raises ValueError if no model here computes it."""
+def read_model(folder: Path, accept: Collection[str] = ()) -> ModelConfig:
+    """Return the model of a folder of weights. `accept` is config_of's. Raises ValueError if no
+    model here computes it.
+    """
     values = read_folder(folder)
     if not _is_live(folder, values):
-        return read_config(folder)
+        return read_config(folder, accept)
     try:
         return config_of(values)
     except (TypeError, ValueError) as error:

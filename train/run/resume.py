@@ -33,7 +33,7 @@ _TECHNICAL = {
     *("processes", "restarts", "max_skips", "stop_after"),
     *("checkpointing", "checkpointing_blocks", "checkpointing_every", "chunk"),
     *("offload", "offload_optimizer", "allow_other_tokenizer"),
-    *("untie", "grow_vocabulary"),  # the model itself is compared
+    *("untie", "grow_vocabulary", "accept_field"),  # the model itself is compared
 } - {"seed", "skip_data"}
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
 # fields of a model that a stage may change

@@ -49,6 +49,11 @@ class Settings:
         "starting weights: a folder with a config.json, which then replaces --model; or a file for "
         "--model (.pt, .bin, .pth or .safetensors); docs/pretraining.md lists them",
     )
+    accept_field: str | None = option(
+        None,
+        "unknown fields of the model's config.json that change nothing it computes, with commas "
+        "between them; an export has them again",
+    )
     untie: bool = option(
         False, "train a head of its own, which starts as that of --init-from or as the embeddings"
     )
@@ -282,6 +287,12 @@ class Settings:
         """
         is_one = self.chunk is None or self.chunk >= self.seq_len
         return None if is_one else self.chunk
+
+    @property
+    def accepted_names(self) -> tuple[str, ...]:
+        """The names of --accept-field."""
+        names = (self.accept_field or "").split(",")
+        return tuple(name.strip() for name in names if name.strip())
 
     @property
     def evaluation_tasks(self) -> tuple[str, ...]:

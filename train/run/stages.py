@@ -37,7 +37,7 @@ STAGE = "BMT_BURST_STAGE"  # environment variable of a replaced process: the num
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FOLDER = re.compile(r"\d\d+-.+")
 _COMMON = {
-    *("model", "init_from", "allow_other_tokenizer", "untie", "grow_vocabulary"),
+    *("model", "init_from", "accept_field", "allow_other_tokenizer", "untie", "grow_vocabulary"),
     *("processes", "restarts", "output", "time_limit"),
 }
 # options with numbers of one stage

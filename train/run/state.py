@@ -31,12 +31,14 @@ class Start:
 
     model        the configuration, with the length that resumed weights were made for
     longest_row  the length of the longest row in all stages
+    accepted     the fields of --accept-field, with their values
     """
 
     progress: Progress
     model: ModelConfig
     longest_row: int
     beside: dict[str, Any] | None
+    accepted: dict[str, Any]
     skips: Skips = field(default_factory=Skips)
 
 
@@ -50,9 +52,9 @@ def begin(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path | None
         allowed, grows = config.allow_other_tokenizer, config.grow_vocabulary
         check_weights(inputs.training.folder, tokenizer, weights, allowed, grows)
         if weights.is_dir():
-            beside = read_beside(weights, tokenizer, inputs.kind)
+            beside = read_beside(weights, tokenizer, inputs.kind, config.accepted_names)
         load_weights(source, engine, config.expected_weights(), config.seed)
-    return Start(Progress(), inputs.model, config.seq_len, beside)
+    return Start(Progress(), inputs.model, config.seq_len, beside, config.accepted_fields())
 
 
 def _load(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path) -> Start:
@@ -74,7 +76,9 @@ def _load(config: TrainConfig, inputs: Inputs, engine: Engine, path: Path) -> St
     saved.restore_rng(ranks.rank())
     inputs.training.restore(so_far.get("reading", {}))
     longest_row = max(config.seq_len, resume.longest_row(saved.state))
-    return Start(progress, model, longest_row, saved.state.get("beside"), skips)
+    accepted = {**saved.state.get("accepted", {}), **config.accepted_fields()}
+    beside = saved.state.get("beside")
+    return Start(progress, model, longest_row, beside, accepted, skips)
 
 
 def make_state(config: TrainConfig, inputs: Inputs, engine: Engine, start: Start) -> dict[str, Any]:
@@ -87,6 +91,7 @@ def make_state(config: TrainConfig, inputs: Inputs, engine: Engine, start: Start
         "steps_at_scale": engine.steps_at_scale,
         "longest_row": start.longest_row,
         "beside": start.beside,
+        "accepted": start.accepted,
         "reading": inputs.training.state(start.skips.end(progress.samples)),
         "skip_data": list(start.skips.ranges),
         **describe_identity(config, inputs, start.model),
