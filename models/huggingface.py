@@ -52,10 +52,10 @@ class HFWeights(Weights):
 
     def __init__(self, folder: str | Path, untie: bool = False, accept: Collection[str] = ()):
         self.folder = Path(folder)
-        self.config, fields = read_config(self.folder, accept), read_fields(self.folder)
+        self.config = read_config(self.folder, accept)
         if untie:
             self.config = self.config.untied()
-        expected = Expected(self.config, "cpm", str(self.folder / CONFIG), fields, untie)
+        expected = expect(self.folder, self.config, "cpm", read_fields(self.folder), untie)
         super().__init__(self.folder, open_folder(self.folder), expected, self._shapes)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -161,6 +161,17 @@ def read_folder(folder: Path) -> dict[str, Any]:
 def read_fields(folder: Path) -> dict[str, str]:
     """Return the names in a folder's config.json of CPMConfig's fields."""
     return MODEL_CENTER_FIELDS if "dim_model" in read_folder(folder) else HF_FIELDS
+
+
+def expect(
+    folder: Path, config: Any, kind: str, fields: Mapping[str, str], untie: bool
+) -> Expected:
+    """Return how to check the weights in a folder, by its config.json. The others are Expected's
+    fields.
+    """
+    said = read_folder(folder).get(fields.get("tie_embeddings", ""))
+    where = str(folder / CONFIG)
+    return Expected(config, kind, where, fields, untie, ties_by_default=said is None)
 
 
 def _check_tokens(folder: Path, hf: dict[str, Any], config: CPMConfig) -> None:

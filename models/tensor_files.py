@@ -5,9 +5,11 @@ Files of torch.save are unpickled in torch's safe mode, which makes only names a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -19,12 +21,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .pointers import refuse_pointer
+
 _SAFETENSORS = ".safetensors"
 _PICKLED = (".pt", ".bin", ".pth")
-# In a folder the first of these that exists is read: an index, one file, or all files like that.
-_INDEXED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# In a folder the first kind of files that exists is read: those of an index, one file, or all.
 _WHOLE = {_SAFETENSORS: "model.safetensors", ".bin": "pytorch_model.bin"}
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "pytorch_model*.pt", "consolidated*.pth")
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.\w+)")
 _INSIDE = ("model", "module", "state_dict", "model_state_dict")  # the weights of a checkpoint
 _FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPES = tuple(_FLOATS.values())  # dtypes that weights may have
@@ -52,6 +56,7 @@ def folder_of(source: str | Path) -> Path:
 
 def open_file(path: Path) -> dict[str, Stored]:
     """Return the tensors in a file by name. Raises ValueError for other files, or OSError."""
+    refuse_pointer(path)
     return _open_safetensors(path) if path.suffix == _SAFETENSORS else _open_pickled(path)
 
 
@@ -62,16 +67,16 @@ def open_folder(folder: Path) -> dict[str, Stored]:
     are in model.safetensors or, without that, in all *.safetensors. A folder without safetensors
     may have the same in pytorch_model*.bin, or a pytorch_model*.pt. Other files are not read.
 
-    Raises ValueError if files are missing, damaged or have the same name twice.
+    Raises ValueError if files are missing, damaged or have the same name twice, and for a
+    model.safetensors that its index does not name.
     """
-    for index in _INDEXED:
-        if (folder / index).exists():
-            return _read_index(folder, index)
     for pattern in _PATTERNS:
+        whole = _WHOLE.get(Path(pattern).suffix)
+        if whole and (folder / f"{whole}.index.json").exists():
+            return _read_index(folder / f"{whole}.index.json", folder / whole)
         paths = [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]
         if paths:
-            whole = folder / _WHOLE.get(paths[0].suffix, "")
-            return _merge(folder, [whole] if whole in paths else paths)
+            return _merge(folder, [path for path in paths if path.name == whole] or paths)
     others = sorted(path.name for end in _PICKLED for path in folder.glob(f"*{end}"))
     found = f"; {others[0]} has another name: give it as a file" if others else ""
     raise ValueError(f"{folder} has no weights ({', '.join(_PATTERNS[:3])}){found}")
@@ -79,6 +84,7 @@ def open_folder(folder: Path) -> dict[str, Stored]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read names and values from a JSON file. Raises ValueError for others, or OSError."""
+    refuse_pointer(file)
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
@@ -88,27 +94,55 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _read_index(folder: Path, name: str) -> dict[str, Stored]:
-    """Find the tensors of an index, which names the file of each."""
-    index, ending = folder / name, Path(name.removesuffix(".index.json")).suffix
+def _read_index(index: Path, whole: Path) -> dict[str, Stored]:
+    """Find the tensors of an index, which names the file of each. `whole` is the file that a folder
+    without an index has.
+    """
+    folder, ending = index.parent, whole.suffix
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index} has no weight_map of names and files")
     for file in places.values():
         if not isinstance(file, str) or not file.endswith(ending) or file != os.path.basename(file):
             raise ValueError(f"{index} must name *{ending} in its folder, got {file!r}")
-    held = {file: open_file(folder / file) for file in sorted(set(places.values()))}
+    files = sorted(set(places.values()))
+    _check_sources(index, whole, files)
+    held = {file: open_file(folder / file) for file in files}
     for tensor, file in places.items():
         if tensor not in held[file]:
-            raise ValueError(f"{folder / file} does not hold {tensor}, which {name} places there")
+            raise ValueError(
+                f"{folder / file} does not hold {tensor}, which {index.name} places there"
+            )
     for file, tensors in held.items():
         if unnamed := sorted(tensors.keys() - places.keys()):
-            raise ValueError(f"{folder / file} holds {unnamed[:5]}, which {name} does not name")
+            raise ValueError(
+                f"{folder / file} holds {unnamed[:5]}, which {index.name} does not name"
+            )
     return {tensor: held[file][tensor] for tensor, file in places.items()}
+
+
+def _check_sources(index: Path, whole: Path, files: list[str]) -> None:
+    """Raise ValueError for a whole file beside an index of others, and for missing files."""
+    folder, missing = index.parent, [file for file in files if not (index.parent / file).exists()]
+    is_second = whole.exists() and whole.name not in files
+    if missing and is_second:
+        open_file(whole)
+        raise ValueError(
+            f"{index} names {missing[0]}, which {folder} lacks, and not {whole.name}, which is "
+            f"whole: delete {index.name} to read {whole.name}"
+        )
+    if missing:
+        raise ValueError(f"{index} names {missing[0]}, which {folder} lacks")
+    if is_second:
+        raise ValueError(
+            f"{folder} has two sources of weights, {whole.name} and {files[0]}, which {index.name} "
+            f"names: delete {whole.name}, or {index.name} and the files that it names"
+        )
 
 
 def _merge(folder: Path, paths: list[Path]) -> dict[str, Stored]:
     """Find the tensors of several files that no index lists."""
+    _check_count(folder, [path.name for path in paths])
     found: dict[str, Stored] = {}
     held = {path.name: open_file(path) for path in paths}
     for file, tensors in held.items():
@@ -117,10 +151,26 @@ def _merge(folder: Path, paths: list[Path]) -> dict[str, Stored]:
             other = next(other for other, tensors in held.items() if name in tensors)
             raise ValueError(
                 f"{other} and {file} in {folder} both hold {name}: delete one, or add a "
-                f"{_INDEXED[0]}"
+                f"{_WHOLE[_SAFETENSORS]}.index.json"
             )
         found |= tensors
     return found
+
+
+def _check_count(folder: Path, names: list[str]) -> None:
+    """Raise ValueError if a file of several is missing, by the numbers in their names."""
+    found: dict[tuple[str, ...], set[int]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, names)):
+        stem, number, count, ending = match.groups()
+        found.setdefault((stem, count, ending), set()).add(int(number))
+    for (stem, count, ending), numbers in found.items():
+        if len(numbers) < int(count):
+            first = 0 if 0 in numbers else 1
+            missing = next(i for i in itertools.count(first) if i not in numbers)
+            raise ValueError(
+                f"{folder} lacks {stem}-{missing:0{len(count)}}-of-{count}{ending}: expected "
+                f"{int(count)} such files, got {len(numbers)}"
+            )
 
 
 def _open_safetensors(path: Path) -> dict[str, Stored]:

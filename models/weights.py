@@ -37,6 +37,7 @@ class Expected:
     fields  the names of its fields there, where they differ from the configuration's
     untied  whether --untie gives the model a head that the configuration ties to the embeddings
     advice  what to do if the weights are of another model, for the end of a message
+    ties_by_default  whether the head is tied because the configuration does not say it
     """
 
     config: Any
@@ -45,6 +46,7 @@ class Expected:
     fields: Mapping[str, str] = field(default_factory=dict)
     untied: bool = False
     advice: str = ""
+    ties_by_default: bool = False
 
     def name(self, field: str) -> str:
         return self.fields.get(field, field)
@@ -145,9 +147,11 @@ class Weights(Mapping[str, Tensor]):
         said = f"{self._source} has {head}, which differs from the embeddings ({difference})"
         if model.kind != "cpm":
             raise ValueError(f"{said}: the head of a {model.kind} is tied to its embeddings")
+        default = f"by default, which {model.where} does not change"
+        tied = default if model.ties_by_default else f"in {model.where}"
         raise ValueError(
-            f"{said}, but {tie} is true in {model.where}: give --untie to train this head, or set "
-            f"{tie} to false there"
+            f"{said}, but {tie} is true {tied}: give --untie to train this head, or set {tie} to "
+            "false there"
         )
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -20,6 +20,7 @@ from models.huggingface import HFWeights, save_weights
 from models.weights import Expected
 from tests.test_model import SMALL, initialized
 from train.checkpoints.weights import load_weights
+from train.data.tokenizer import open_tokenizer
 from train.engine import Shard
 from train.run.config import TrainConfig
 
@@ -86,12 +87,58 @@ def test_only_files_that_an_index_names_are_read(sharded, weights):
     """A weight in two shards is read where the index has it."""
     first = sharded / "model-00001-of-00002.safetensors"
     changed = {name: weight + 1 for name, weight in load_file(first).items()}
-    for leftover in ("model-00000-of-00009", "zz", "model"):
+    for leftover in ("model-00000-of-00009", "zz"):
         save_file(changed, sharded / f"{leftover}.safetensors")
     name, place = next(iter(places_of(sharded).items()))
     [other] = set(places_of(sharded).values()) - {place}
     save_file({**load_file(sharded / other), name: torch.zeros(1)}, sharded / other)
     assert holds(sharded, weights)
+
+
+def test_a_whole_file_beside_an_index_of_others_is_refused(sharded, weights):
+    """transformers reads the whole file. Pickled files beside it are common, and are not read."""
+    named = {f"model.{name}": weight + 1 for name, weight in weights.items()}
+    save_file(named, sharded / "model.safetensors")
+    message = refusal(sharded)
+    assert "has two sources of weights, model.safetensors and model-00001-of-00002.saf" in message
+    assert f"delete model.safetensors, or {INDEX} and the files that it names" in message
+    for shard in sharded.glob("model-*"):
+        shard.unlink()
+    message = refusal(sharded)
+    first = f"{INDEX} names model-00001-of-00002.safetensors, which {sharded} lacks"
+    assert f"{first}, and not model.safetensors, which is whole: delete {INDEX} to" in message
+    whole = (sharded / "model.safetensors").read_bytes()
+    (sharded / "model.safetensors").write_bytes(whole[:-9])
+    assert "model.safetensors: " in refusal(sharded) and "is whole" not in refusal(sharded)
+    (sharded / "model.safetensors").unlink()
+    assert refusal(sharded).endswith(first)
+    (sharded / INDEX).unlink()
+    (sharded / "model.safetensors").write_bytes(whole)
+    (sharded / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "b.bin"}}')
+    torch.save({}, sharded / "pytorch_model-00001-of-00002.bin")
+    assert holds(sharded, {name: weight + 1 for name, weight in weights.items()})
+
+
+def test_a_missing_file_of_several_is_named_by_the_numbers_of_the_others(sharded):
+    (sharded / INDEX).unlink()
+    (sharded / "model-00002-of-00002.safetensors").rename(sharded / "away")
+    message = "hf lacks model-00002-of-00002.safetensors: expected 2 such files, got 1"
+    assert message in refusal(sharded)
+    torch.save({}, sharded / "pytorch_model-00000-of-00003.bin")
+    (sharded / "model-00001-of-00002.safetensors").unlink()
+    assert "hf lacks pytorch_model-00001-of-00003.bin: expected 3 such" in refusal(sharded)
+
+
+def test_pointers_of_git_lfs_are_named(sharded, tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4978265800\n"
+    for name in ("model-00002-of-00002.safetensors", "x.bin", "tokenizer.json", "tokenizer.model"):
+        (sharded / name).write_text(pointer)
+    assert "00002.safetensors is a pointer of git-lfs, expected the file" in refusal(sharded)
+    for name in ("tokenizer.json", "tokenizer.model"):
+        with pytest.raises(ValueError, match=f"{name} is a pointer of git-lfs, .* git lfs pull"):
+            open_tokenizer(str(sharded / name))
+    with pytest.raises(ValueError, match=r"x\.bin is a pointer of git-lfs"):
+        loaded_by(sharded / "x.bin", SMALL)
 
 
 def test_shards_may_be_links_as_in_hugging_faces_cache(sharded, weights, tmp_path):
@@ -196,6 +243,10 @@ def test_a_head_beside_tied_embeddings_is_not_dropped(folder, weights):
     assert "has lm_head.weight, which differs from the embeddings (by up to 0.25)" in message
     assert f"tie_word_embeddings is true in {folder}/config.json: give --untie to" in message
     assert "or set tie_word_embeddings to false there" in message
+    edit(folder, tie_word_embeddings=None)
+    by_default = f"is true by default, which {folder}/config.json does not change: give --untie"
+    assert f"but tie_word_embeddings {by_default}" in refusal(folder)
+    edit(folder, tie_word_embeddings=True)
     untied = HFWeights(folder, untie=True)
     assert not untied.config.tie_embeddings
     assert untied["lm_head.weight"].equal(head)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from models.pointers import refuse_pointer
 from train.base.folders import inside
 from train.data.tokenizer_base import SPEC, Tokenizer
 from train.registry import KINDS, load
@@ -261,6 +262,7 @@ def _class_named(name: str) -> _Open:
 def _read(kind: _Open, path: Path, eos: str | None = None) -> Tokenizer:
     if not path.is_file():
         raise ValueError(f"no tokenizer file {path}")
+    refuse_pointer(path)
     try:
         return kind(path) if eos is None else kind(path, eos)
     except Exception as error:  # tokenizers raises plain Exceptions

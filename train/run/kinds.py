@@ -10,7 +10,7 @@ from models.config import CPMConfig
 from models.cpm_live.config import HF_FIELDS as LIVE_HF_FIELDS
 from models.cpm_live.config import HF_KINDS, LiveConfig
 from models.hf_config import config_from_hf
-from models.huggingface import CONFIG, read_config, read_fields, read_folder
+from models.huggingface import CONFIG, expect, read_config, read_fields, read_folder
 from models.model_center import config_from_model_center, is_model_center
 from models.origins import TABLE
 from models.tensor_files import is_file, open_folder
@@ -88,7 +88,7 @@ def expected_weights(source: Path, model: ModelConfig, name: str, untie: bool) -
     values = read_folder(source)
     live = LIVE_HF_FIELDS if values.get("model_type") in HF_KINDS else {}
     fields = live if _is_live(source, values) else read_fields(source)
-    return Expected(model, kind, str(source / CONFIG), fields, untie)
+    return expect(source, model, kind, fields, untie)
 
 
 def _is_live(folder: Path, values: dict[str, Any]) -> bool:
