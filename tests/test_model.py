@@ -50,7 +50,8 @@ MIXED = {"model_type": "ministral", "sliding_window": 5}
     ],
 )
 def test_windows_come_from_hugging_face(change, window, pattern):
-    config = config_from_hf({**config_to_hf(SMALL), **change})
+    plain = dataclasses.replace(SMALL, scale_emb=1.0, scale_depth=None, dim_model_base=None)
+    config = config_from_hf({**config_to_hf(plain), **change})
     assert (config.window, config.window_pattern) == (window, pattern)
     assert config.windows == tuple(window if x == "w" else None for x in (pattern * 3)[:3])
 
