@@ -169,6 +169,7 @@ WRONG_OPTIONS = [
     ({"softcap": 2.0, "flash": "cpu"}, "ValueError: cpu: it does not support a softcap"),
     ({"sinks": [0.0, 0.0]}, "TypeError: sinks must be a torch.Tensor, got list"),
     ({"sinks": torch.zeros(3)}, r"ValueError: sinks must be \(4,\), one .*, got shape \(3,\)"),
+    ({"sinks": torch.zeros(3, 4)}, r"ValueError: \(3, 4\): .* equal one, sinks.logsumexp\(0\)"),
     ({"sinks": torch.zeros(4).bfloat16()}, "TypeError: sinks must be torch.float32 for"),
     ({"sinks": torch.zeros(4, device="meta")}, "ValueError: sinks must be on q's device, .* meta"),
 ]

@@ -159,6 +159,20 @@ def misuse(rank):
     assert rank or "rank 1 of the group failed" in told
 
 
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [("basic_flashinfer", ".*'basic' takes the fastest"), ("zigzag_npu", ".*'zigzag'"), (3, '"?$')],
+)
+def test_unknown_kinds_are_refused_with_what_to_write(kind, hint):
+    dicts = (EXTRACT_FUNC_DICT, yunchang.RING_IMPL_DICT, yunchang.RING_IMPL_QKVPACKED_DICT)
+    message = rf"must be in \['basic', 'strip', 'zigzag'\], got {kind!r}{hint}"
+    for functions in dicts:
+        with pytest.raises(KeyError, match=message):
+            functions[kind]
+    with pytest.raises(ValueError, match=message):
+        LongContextAttention(ring_impl_type=kind)
+
+
 def test_wrong_calls_are_refused():
     run_ranks(2, misuse)
 

@@ -478,6 +478,9 @@ WRONG = [
     ({"deterministic": True}, "TypeError: bitwise equal: leave it out"),
     ({"causal": True}, "TypeError: causal without a mask"),
     ({"cache": X}, "TypeError: generation"),
+    ({"initial_state": X}, "TypeError: 0 before each document.*continues the states of a .*Cache"),
+    ({"output_final_state": True}, "TypeError: continues the states of a bmt_burst.nn.StateCache"),
+    ({"g_gamma": X}, "TypeError: write slopes=-g_gamma"),
     ({"softmax_scale": 1.0}, "TypeError: write scale"),
 ]
 

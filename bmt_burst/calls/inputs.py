@@ -123,9 +123,10 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         return
     check_tensor("sinks", sinks)
     if sinks.shape != q.shape[2:3]:
+        several = ": several sinks of a head equal one, sinks.logsumexp(0)"
         raise ValueError(
             f"sinks must be ({q.shape[2]},), one for each query head, "
-            f"got shape {tuple(sinks.shape)}"
+            f"got shape {tuple(sinks.shape)}{several if sinks.shape[1:] == q.shape[2:3] else ''}"
         )
     check_like_lse("sinks", sinks, q)
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,7 +40,21 @@ AttnType = StrEnum(
     "AITER FA FA3 FLASHINFER TORCH TORCH_MATH TORCH_FLASH TORCH_EFFICIENT TORCH_CUDNN SAGE_AUTO "
     "SAGE_FP16 SAGE_FP16_TRITON SAGE_FP8 SAGE_FP8_SM90 SPARSE_SAGE NPU",
 )
+
 _SHARDS = {"basic": "contiguous", "strip": "striped", "zigzag": "zigzag"}  # layouts of the ring
+
+
+def _describe_unknown(kind: object) -> str:
+    plain, bound, _ = str(kind).partition("_")
+    hint = f": kinds bound to a kernel are missing, and {plain!r} takes the fastest one"
+    return f"must be in {[*_SHARDS]}, got {kind!r}{hint if bound and plain in _SHARDS else ''}"
+
+
+class _ByKind(dict[str, Any]):
+    """Functions by the kind of their shards. Raises KeyError for an unknown kind."""
+
+    def __missing__(self, kind: str) -> NoReturn:
+        raise KeyError(f"the kind of shards {_describe_unknown(kind)}")
 
 
 def set_seq_parallel_pg(
@@ -133,7 +147,7 @@ def _extract(
     return make_extracted(kind, value.shape[dim], ulysses, ring, low).shard(value, place, dim)
 
 
-EXTRACT_FUNC_DICT = {kind: functools.partial(_extract, kind) for kind in _SHARDS}
+EXTRACT_FUNC_DICT = _ByKind((kind, functools.partial(_extract, kind)) for kind in _SHARDS)
 basic_extract_local, stripe_extract_local, zigzag_extract_local = EXTRACT_FUNC_DICT.values()
 
 
@@ -186,7 +200,7 @@ class LongContextAttention(UlyssesAttention):
         if attn_processor is not None:
             raise ValueError(f"attn_processor must be None, got a {type(attn_processor).__name__}")
         if ring_impl_type not in _SHARDS:
-            raise ValueError(f"ring_impl_type must be in {[*_SHARDS]}, got {ring_impl_type!r}")
+            raise ValueError(f"ring_impl_type {_describe_unknown(ring_impl_type)}")
         grid, group = _find_grid(), PROCESS_GROUP.SEQUENCE_PG
         super().__init__(group, scatter_idx, gather_idx, use_sync, attn_type)
         self.kind, self.grid = ring_impl_type, grid
@@ -217,6 +231,6 @@ class LongContextAttentionQKVPacked(LongContextAttention):
 AsyncLongContextAttention = LongContextAttention  # here all exchanges overlap computation
 _RING_NAMES = {"basic": "ring", "strip": "stripe", "zigzag": "zigzag_ring"}
 RING_IMPL_DICT, RING_IMPL_QKVPACKED_DICT = (
-    {kind: getattr(ring, f"{name}_flash_attn{form}") for kind, name in _RING_NAMES.items()}
+    _ByKind((kind, getattr(ring, f"{name}_flash_attn{form}")) for kind, name in _RING_NAMES.items())
     for form in ("_func", "_qkvpacked_func")
 )
