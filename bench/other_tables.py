@@ -77,6 +77,51 @@ def sparse_training_table(rows: list[Row]) -> str:
     return table(["tokens/s per GPU", "dense", "InfLLM-V2", "gain"], lines)
 
 
+_OVER = {  # ways to differ -> headers of columns
+    "runs": "runs",
+    "runs of ranks": "runs of {} ranks",
+    "batch sizes": "batch sizes",
+    "ranks": "1 and {} ranks",
+    "layouts": "zigzag and contiguous",
+}
+
+
+def bitwise_table(rows: list[Row]) -> str:
+    """Format what is bitwise equal: a line for each computation, with and without `deterministic`
+    unless both are equal.
+    """
+    found: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "bitwise":
+            found[row["what"], row["deterministic"], row["over"]].append(row)
+    lines: dict[str, dict[tuple, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for what, deterministic in dict.fromkeys(key[:2] for key in found):
+        cells = (*(_equal_parts(found[what, deterministic, over]) for over in _OVER),)
+        lines[what][cells].append("yes" if deterministic else "no")
+    listed = [
+        [what, "either" if len(choices) > 1 else choices[0] if len(by) > 1 else "-", *cells]
+        for what, by in lines.items()
+        for cells, choices in by.items()
+    ]
+    ranks = max((row["gpus"] for key in found for row in found[key]), default=1)
+    return table(["", "deterministic", *(x.format(ranks) for x in _OVER.values())], listed)
+
+
+def _equal_parts(rows: list[Row]) -> str:
+    """Return which parts are equal in all rows and, where there are digests, over all rows."""
+    equal = {
+        part: all(row[part] for row in rows)
+        and len({row["digests"][part] for row in rows if "digests" in row}) < 2
+        for part in ("forward", "gradients")
+        if rows and part in rows[0]
+    }
+    if not equal:
+        return "-"
+    if len(set(equal.values())) == 1:
+        return "yes" if all(equal.values()) else "no"
+    return "forward" if equal["forward"] else "gradients"
+
+
 def steps_table(rows: list[Row]) -> str:
     """Format whole steps before and after a change: a line for each run that both of two commits
     measured.
@@ -438,6 +483,7 @@ def trainers_table(rows: list[Row]) -> str:
 
 
 TABLES = {
+    "What is bitwise equal": bitwise_table,
     "Scores with a bias, compared with the same pairs without one": bias_table,
     "USP: TFLOP/s of forward and backward": usp_table,
     "Kernels alone: TFLOP/s": kernels_table,

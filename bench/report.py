@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import tables
-from bench.other_tables import other_tables, sparse_training_table
+from bench.other_tables import bitwise_table, other_tables, sparse_training_table
 from bench.plot import plot, several_lengths
 from bench.tables import Row, read_rows
 
@@ -158,6 +158,8 @@ SECTIONS = {
         f"{_MEDIANS}; the last column is the size of the logits of a whole sequence in fp32",
     ),
     "saving-*": Section("training", "How long a save stops training", "bench/saving.py"),
+    # on a page of its own, bitwise.md
+    "bitwise-*": Section("bitwise", "What is bitwise equal", "bench/bitwise.py", "run twice"),
 }
 
 # The pages: their titles, and their descriptions on results.md.
@@ -213,7 +215,8 @@ def section_of(file: Path) -> Section:
 
 def pages() -> dict[str, str]:
     """Return the texts of the generated pages, by their names. `write_pages` makes the plots."""
-    files = sorted(RESULTS.glob("*.jsonl"), key=_place)
+    found = RESULTS.glob("*.jsonl")
+    files = sorted((file for file in found if section_of(file).topic in TOPICS), key=_place)
     versions = Counter(_versions(read_rows([file])) for file in files).most_common(1)[0][0]
     stated = tables.fill(f"- **Versions** are {versions}. Sections name other versions.", indent=2)
     texts = {"results.md": _INTRODUCTION.format(topics=_links(), versions=stated)}
@@ -227,7 +230,7 @@ def pages() -> dict[str, str]:
         heading = f"\n## {section.title}\n"
         texts[name] += heading * (heading not in texts[name])
         texts[name] += f"\n{_file_text(file, section, versions)}\n"
-    return texts
+    return texts | {"bitwise.md": with_tables((DOCS / "bitwise.md").read_text())}
 
 
 def _place(file: Path) -> tuple[int, int, str]:
@@ -252,18 +255,26 @@ def _links() -> str:
 def _file_text(file: Path, section: Section, usual_versions: str) -> str:
     """Return the text of a file: its command and machine, its plot, and its tables."""
     rows = read_rows([file])
-    way = f"`{section.command}`" + f", {section.note}" * bool(section.note)
-    facts = [_machine(rows)] + [x for x in [_versions(rows)] if x != usual_versions]
-    origin = tables.fill(f"`{file.name}`, by {way}: {', '.join(facts)}.")
+    origin = _origin(file, rows, section, usual_versions)
     plots = [f"![TFLOP/s over the sequence length]({file.stem}.svg)"] * bool(several_lengths(rows))
     return "\n\n".join([origin, *plots, report(rows)])
 
 
+def _origin(file: Path, rows: list[Row], section: Section, usual_versions: str = "") -> str:
+    """Return a sentence with a file's name, command, machine and unusual versions."""
+    way = f"`{section.command}`" + f", {section.note}" * bool(section.note)
+    facts = [_machine(rows)] + [x for x in [_versions(rows)] if x != usual_versions]
+    return tables.fill(f"`{file.name}`, by {way}: {', '.join(facts)}.")
+
+
 def _machine(rows: list[Row]) -> str:
-    """Return the GPU and the commits that rows were measured with, the most frequent first."""
+    """Return the GPU and the commits that rows were measured with, the most frequent first, and the
+    dates if rows have them.
+    """
     found = [commit for commit, _ in Counter(row["commit"][:7] for row in rows).most_common()]
     listed = " and ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
-    return f"{rows[0]['gpu_name']}, commit{'s' * (len(found) > 1)} {listed}"
+    dates = "".join(f", {date}" for date in sorted({row["date"] for row in rows if "date" in row}))
+    return f"{rows[0]['gpu_name']}, commit{'s' * (len(found) > 1)} {listed}{dates}"
 
 
 def _versions(rows: list[Row]) -> str:
@@ -292,6 +303,8 @@ def with_tables(readme: str) -> str:
 def _generated(kind: str, file: Path) -> str:
     """Return a plot or a table of a file's rows, with their machine."""
     rows = read_rows([file])
+    if kind == "bitwise":
+        return f"{_origin(file, rows, section_of(file))}\n\n{bitwise_table(rows)}"
     machine = f"{max(row.get('gpus', 1) for row in rows)} {_machine(rows)}"
     if kind != "plot":
         return f"{machine}:\n\n{_GENERATED[kind](rows)}"

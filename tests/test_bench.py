@@ -216,6 +216,16 @@ def test_lightning_attention(tmp_path):
 
 
 @on_cpus
+def test_bits_are_compared(tmp_path):
+    """Over two ranks. tests/test_bitwise.py has the results."""
+    rows = measure(2, "bitwise.py --seq-len 24", tmp_path)
+    assert {r["kernel"] for r in rows if r["deterministic"]} == {"cpu"}
+    table = other_tables.bitwise_table(rows)
+    assert "| AdamW | - | yes | yes | - | yes | yes |" in table
+    assert "| runs of 2 ranks | batch sizes | 1 and 2 ranks |" in table
+
+
+@on_cpus
 def test_host_time_of_real_and_imagined_peers(tmp_path):
     measure(2, "host_time.py --tokens-per-gpu 32 --strategies ring", tmp_path)
     imagined = "host_time.py --imagined 8 --tokens-per-gpu 32 --strategies ring ulysses"
