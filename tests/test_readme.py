@@ -130,6 +130,18 @@ def test_what_is_generated_is_what_the_results_say():
         section_of(RESULTS / "guessed-8.jsonl")
 
 
+def test_peers_are_compared_as_on_their_page_and_our_largest_model_was_measured():
+    page, readme = ((ROOT / path).read_text() for path in ("docs/peers.md", "README.md"))
+    table = readme.split("## Compared with its peers\n\n")[1].split("\n\n")[0].splitlines()
+    assert len(table) == 2 + 4
+    assert set(table) <= set(page.splitlines())
+    rows = [json.loads(x) for x in (RESULTS / "training-8-nvidia-h200.jsonl").open()]
+    longest = max(rows, key=lambda row: row["seq_len"])
+    assert "| largest whole model published | 8B, 1M tokens, 8 H200 |" in page
+    assert (longest["model"], longest["layers"]) == ("minicpm4-8b", 32)
+    assert (longest["seq_len"], longest["gpus"]) == (1 << 20, 8)
+
+
 def test_every_link_leads_somewhere():
     for path in PAGES:
         for link in re.findall(r"\]\((?!https?:)([^)]+)\)", without_code(path)):
