@@ -87,8 +87,8 @@ _OVER = {  # ways to differ -> headers of columns
 
 
 def bitwise_table(rows: list[Row]) -> str:
-    """Format what is bitwise equal: a line for each computation, with and without `deterministic`
-    unless both are equal.
+    """Format what is bitwise equal: a line for computations with the same answers, with and without
+    `deterministic` unless both are equal.
     """
     found: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
@@ -98,11 +98,12 @@ def bitwise_table(rows: list[Row]) -> str:
     for what, deterministic in dict.fromkeys(key[:2] for key in found):
         cells = (*(_equal_parts(found[what, deterministic, over]) for over in _OVER),)
         lines[what][cells].append("yes" if deterministic else "no")
-    listed = [
-        [what, "either" if len(choices) > 1 else choices[0] if len(by) > 1 else "-", *cells]
-        for what, by in lines.items()
-        for cells, choices in by.items()
-    ]
+    same: dict[tuple, list[str]] = defaultdict(list)
+    for what, by in lines.items():
+        for cells, choices in by.items():
+            choice = "either" if len(choices) > 1 else choices[0] if len(by) > 1 else "-"
+            same[choice, *cells].append(what)
+    listed = [["; ".join(names), *cells] for cells, names in same.items()]
     ranks = max((row["gpus"] for key in found for row in found[key]), default=1)
     return table(["", "deterministic", *(x.format(ranks) for x in _OVER.values())], listed)
 
