@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import warnings
 from typing import Any
 
@@ -20,15 +21,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from bmt_burst import init_sequence_parallel
-from bmt_burst.adapters.transformers import enable, sequence_parallel
+from bmt_burst.adapters.transformers import enable, requests, sequence_parallel
 from bmt_burst.errors import RanksDisagree
 from tests.launcher import GPUS, run_ranks
 from tests.trainers import (
+    PassOn,
     Rows,
     Stream,
+    arguments,
     begin,
     changed,
     collate,
+    history,
+    lora,
     model,
     plain,
     run_cases,
@@ -81,6 +86,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "loss of a subclass": (
         "train_with_trainer",
         {"subclass": True, "label_smoothing_factor": 0.1},
+    ),
+    "module around a model": ("train_with_trainer", {"around": True}),
+    "module around a model, label smoothing": (
+        "train_with_trainer",
+        {"around": True, "label_smoothing_factor": 0.1},
     ),
     "evaluation of a stream": (
         "train_with_trainer",
@@ -167,8 +177,9 @@ def test_classes_that_cannot_be_are_refused():
         sequence_parallel(once)
     with pytest.raises(ValueError, match="expected sp_size or mesh, got both"):
         sequence_parallel(hf.Trainer, sp_size=2, mesh=object())
-    with pytest.raises(TypeError, match="balanced must be True or False"):
-        sequence_parallel(hf.Trainer, balanced="yes")
+    for name in ("balanced", "loss_only"):
+        with pytest.raises(TypeError, match=f"{name} must be True or False"):
+            sequence_parallel(hf.Trainer, **{name: "yes"})
     assert issubclass(once, hf.Trainer) and once.__name__ == "Trainer"
 
 
@@ -313,8 +324,51 @@ def use_again(rank: int) -> None:
     assert trained._sp is accelerator.sp
 
 
-def test_a_model_may_have_several_trainers_and_wrappers():
-    run_ranks(2, use_again)
+def call_beside(rank: int) -> None:
+    """Train with a loss that passes on the model's, and let one rank call alone."""
+    requests.warn_once.cache_clear()
+    begin(rank)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*GiB on each rank")  # LoRA reads no logits
+        adapted = get_peft_model(model(), lora())
+        train_with_trainer(changed(sp_size=2), trained=adapted, max_steps=1, of_metrics=True)
+    logged = []
+    for options in ({}, {}, {"loss_only": True}):
+        begin(rank)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            warnings.simplefilter("always")
+            trainer = changed(sp_size=2, **options)(PassOn)(
+                model=model(),
+                args=hf.TrainingArguments(**arguments(folder, max_steps=1)),
+                train_dataset=Rows(4),
+                data_collator=collate,
+            )
+            trainer.train()
+        costs = [x for x in warned if "GiB on each rank in fp32" in str(x.message)]
+        assert len(costs) == (rank == 0 and not logged)
+        assert (trainer.logits is None) == bool(options)
+        logged.append(history(trainer))
+    compare(logged, [logged[0]] * 3)
+    predicted = trainer.predict(Rows(2)).predictions
+    assert predicted.shape[0] == 2 and predicted.shape[2] == 64  # whole all the same
+    wrapped, sp = trainer.model_wrapped, trainer.sp
+    assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    with pytest.raises(RanksDisagree, match="rank 1 begins a call of the prepared LlamaForCausal"):
+        # DDP alone would wait for the buffers of rank 0
+        wrapped(Rows(1).rows[0][None]) if rank else sp.sum(torch.ones(()))
+    assert float(sp.sum(torch.ones(()))) == 2
+
+
+def use_and_call(rank: int) -> None:
+    use_again(rank)
+    call_beside(rank)
+
+
+def test_a_model_may_have_several_trainers_and_losses_that_pass_on():
+    run_ranks(2, use_and_call)
 
 
 def evaluate_first(rank: int, sp_size: int | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers as hf
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset
 
 from bmt_burst.adapters.transformers import sequence_parallel
@@ -195,6 +196,38 @@ class OwnLoss(hf.Trainer):
         return (loss, out) if return_outputs else loss
 
 
+class PassOn(hf.Trainer):
+    """A Trainer with a loss that it does not change. Keeps the logits that the model returned."""
+
+    def compute_loss(self, model, inputs, *args, return_outputs=False, **named):
+        loss, out = super().compute_loss(model, inputs, *args, return_outputs=True, **named)
+        self.logits = out.get("logits")
+        return (loss, out) if return_outputs else loss
+
+
+class Around(torch.nn.Module):
+    """A module with a model, and a loss of its logits. Its forward takes no other arguments.
+
+    checking  whether a backward computes the model's forward again
+    """
+
+    def __init__(self, inner: hf.PreTrainedModel, checking: bool = False):
+        super().__init__()
+        self.inner, self.config, self.checking = inner, inner.config, checking
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        def call(ids):
+            out = self.inner(input_ids=ids, attention_mask=attention_mask, labels=labels)
+            return out.loss, out.logits
+
+        if self.checking:
+            loss, logits = checkpoint(call, input_ids, use_reentrant=False)
+        else:
+            loss, logits = call(input_ids)
+        last = logits[:, 5].logsumexp(-1).pow(2).mean()
+        return {"loss": last if loss is None else loss + 0.1 * last, "logits": logits}
+
+
 def train_with_trainer(
     change: Change,
     stream: bool = False,
@@ -202,13 +235,15 @@ def train_with_trainer(
     of_metrics: bool = False,
     evaluated_first: bool = False,
     subclass: bool = False,
+    around: bool = False,
     trained: hf.PreTrainedModel | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     cls = OwnLoss if subclass else hf.Trainer
+    trained = trained or (Around(model(), checking=True) if around else model())
     with tempfile.TemporaryDirectory() as folder:
         trainer = change(cls)(
-            model=trained or model(),
+            model=trained,
             args=hf.TrainingArguments(
                 **arguments(folder, **changes), remove_unused_columns=not stream
             ),

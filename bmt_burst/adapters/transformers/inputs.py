@@ -19,7 +19,14 @@ from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
 from .cut import Cut
-from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_documents
+from .documents import (
+    CU_SEQ_LENS,
+    LONGEST,
+    check_targets,
+    find_masks,
+    has_documents,
+)
+from .requests import ANY_WHOLE, Outputs
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
@@ -53,7 +60,8 @@ class Caller:
 
     balanced          whether layouts are balanced for each batch
     always_whole      whether outputs are whole, whatever is asked for
-    whole_by_default  whether outputs are whole where neither labels nor whole_outputs are given
+    with_targets      the outputs of calls with targets that do not name them
+    without_targets   those of calls without targets
     vocabulary        the number of embeddings, if known
     """
 
@@ -61,7 +69,8 @@ class Caller:
     config: PreTrainedConfig
     balanced: bool
     always_whole: bool
-    whole_by_default: bool
+    with_targets: Outputs | None
+    without_targets: Outputs | None
     vocabulary: int | None
 
 
@@ -71,6 +80,7 @@ class ForwardInputs:
     part           the arguments of the model's own forward: this rank's part of them
     cut            how the batch is cut
     whole          whether logits and hidden states are returned whole
+    unasked        whether they are only because unknown code may read them
     loss_only      whether logits are left out
     fused          whether TRL's fused head computes log-probabilities instead of logits
     label_smoothing  the part of each target that is spread over the vocabulary
@@ -94,10 +104,7 @@ class ForwardInputs:
         smoothing = as_float("label_smoothing", self.arguments.get("label_smoothing", 0.0))
         self.label_smoothing = 0.0 if self.fused else smoothing
         self.targets = self._find_targets()
-        self.loss_only = as_bool("loss_only", self.arguments.get("loss_only", False))
-        reads_logits = self.targets is None and not self.loss_only
-        asked = self.arguments.get("whole_outputs", caller.whole_by_default and reads_logits)
-        self.whole = caller.always_whole or as_bool("whole_outputs", asked)
+        self._choose_outputs(caller)
         masks = find_masks(self.arguments, size, seq_len)
         if caller.config.model_type in _OF_ONE_DOCUMENT and any(map(has_documents, masks)):
             raise ValueError(
@@ -120,6 +127,19 @@ class ForwardInputs:
         self.terms = self._describe(caller.vocabulary, layout)
         layouts = [*self.cut.layouts] if isinstance(self.cut.layouts, tuple) else self.cut.layouts
         self.masking = {"mask": masks * (size // len(masks)), "layout": layouts}
+
+    def _choose_outputs(self, caller: Caller) -> None:
+        """Decide what is returned. The arguments of a call come before what was asked beside it."""
+        asked = caller.without_targets if self.targets is None else caller.with_targets
+        if self.arguments.keys() & {"whole_outputs", "loss_only"}:
+            asked = None
+        whole = asked in ANY_WHOLE
+        whole = as_bool("whole_outputs", self.arguments.get("whole_outputs", whole))
+        self.whole = caller.always_whole or whole
+        is_known = self.targets is None or self.fused  # outputs that every such call has
+        self.unasked = asked is Outputs.WHOLE_FOR_OTHERS and not is_known
+        loss_only = self.arguments.get("loss_only", asked is Outputs.LOSS_ONLY)
+        self.loss_only = as_bool("loss_only", loss_only)
 
     def _find_targets(self) -> Tensor | None:
         """Return targets (B, S). As in transformers, labels are shifted within each row, but across
@@ -178,6 +198,7 @@ class ForwardInputs:
                 described = _digest(x, vocabulary if name == "input_ids" else None)
             terms[f"{name} (whole, identical on every rank)"] = described
         outputs = {name: self.arguments[name] for name in _OURS if name in self.arguments}
+        outputs |= {"whole_outputs": self.whole, "loss_only": self.loss_only}
         return terms | outputs | {"layout": layout, "tokens": self.part["position_ids"].shape[1]}
 
 

@@ -25,6 +25,7 @@ from .attention import ForwardContext
 from .configs import check_configs
 from .inputs import Caller, ForwardInputs
 from .outputs import join_fused
+from .requests import ANY_WHOLE, Outputs, find_asked, warn_once
 
 
 class Enabled(nn.Module):
@@ -47,7 +48,9 @@ class EnabledModel(Enabled):
     # set by enable
     _sp: SequenceParallel
     _balanced: bool
-    _whole_by_default: bool
+    _whole_by_default: bool  # of calls without targets
+    _with_targets: Outputs | None  # what calls with targets return by default
+    _is_inside: bool  # of a module that may read its outputs
     _options: dict[str, Any]
     _forward: Callable | None
     _fused: Callable | None
@@ -120,6 +123,8 @@ class EnabledModel(Enabled):
         doing = f"the forward of a {type(self).__name__}"
         read_equal_terms(gather_terms(rings, doing, lambda: read_inputs().terms), but=("tokens",))
         inputs = read_inputs()
+        if inputs.unasked and self.has_head and self._sp.rank == 0:
+            self._warn_of_logits(inputs)
         for module in self.modules():
             if isinstance(module, EnabledRotary):
                 module._last = inputs.last_position
@@ -138,6 +143,7 @@ class EnabledModel(Enabled):
     def _describe(self) -> Caller:
         """Return what reading the arguments depends on."""
         embedding = self.get_input_embeddings()
+        asked = find_asked()
         # None if torch's Embedding does not look tokens up
         vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         return Caller(
@@ -145,8 +151,19 @@ class EnabledModel(Enabled):
             self.config,
             self._balanced,
             not self.has_head,
-            self._whole_by_default,
+            asked or self._with_targets,
+            asked if asked in ANY_WHOLE else Outputs.WHOLE if self._whole_by_default else None,
             vocabulary,
+        )
+
+    def _warn_of_logits(self, inputs: ForwardInputs) -> None:
+        """Warn once of what whole logits cost that nobody asked for by name."""
+        numbers = inputs.cut.size * inputs.cut.seq_len * self.config.vocab_size
+        warn_once(
+            f"whole logits of a {type(self).__name__}, {4 * numbers / 2**30:.3g} GiB on each rank "
+            "in fp32, are made, since the code that calls it may read them. If it reads only the "
+            "loss, pass loss_only=True to sequence_parallel. If it needs whole logits, pass "
+            "whole_outputs=True to the model to silence this"
         )
 
     @not_compiled

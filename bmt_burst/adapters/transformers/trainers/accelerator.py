@@ -17,7 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
+from ....base.compiled import not_compiled
+from ....ranks.agreement import run_together
 from ....ranks.groups import init_sequence_parallel
+from ....ranks.rings import make_rings
 from ....ranks.sequence_parallel import SequenceParallel
 from .loaders import GroupState, keep_order, seed_workers_by_group
 from .models import enable_inside
@@ -141,7 +144,11 @@ class ParallelAccelerator(Accelerator):
         for x in args:
             if isinstance(x, nn.Module):
                 self._enable(x)
-        return super().prepare(*args, **named)
+        prepared = super().prepare(*args, **named)
+        for x in prepared if isinstance(prepared, tuple | list) else (prepared,):
+            if isinstance(x, FSDPModule):
+                self._agree_before(x)
+        return prepared
 
     def prepare_model(
         self,
@@ -153,7 +160,27 @@ class ParallelAccelerator(Accelerator):
         is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel | FSDPModule)
         if self.sp.size > 1 and not evaluation_mode and not is_wrapped:
             self._forget(model)
-        return super().prepare_model(model, device_placement, evaluation_mode)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        if prepared is not model:
+            self._agree_before(prepared)
+        return prepared
+
+    def _agree_before(self, wrapper: nn.Module) -> None:
+        """Let ranks that share sequences agree before each forward of DDP or FSDP2. These exchange
+        parameters or buffers first, and a rank that calls alone would wait there.
+        """
+        if self.sp.size == 1:
+            return
+        if (before := vars(wrapper).pop("_agreement", None)) is not None:  # by another object
+            before.remove()
+        rings = make_rings(self.sp.process_group, self.sp.double_group)
+        doing = f"a call of the prepared {type(self.unwrap_model(wrapper)).__name__}"
+
+        @not_compiled
+        def agree_on_call(*_call: Any) -> None:
+            run_together(rings, doing, lambda: None)
+
+        wrapper._agreement = wrapper.register_forward_pre_hook(agree_on_call, prepend=True)
 
     def _forget(self, model: nn.Module) -> None:
         """Undo that a model was prepared for evaluation, so that it can be prepared for training.

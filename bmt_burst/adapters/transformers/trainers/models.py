@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,16 @@ from ....ranks.sequence_parallel import SequenceParallel
 from ..changing import set_options, take_head
 from ..enabling import enable
 from ..model import EnabledModel
+from ..requests import Outputs
 from .options import Options
+
+# packages with modules that return the outputs of a model as they are
+_READ_NOTHING = {"torch", "accelerate", "peft", "transformers", "huggingface_hub"}
 
 
 def find_enabled(model: nn.Module) -> EnabledModel | None:
     """Return the enabled model inside of wrappers such as DDP and PEFT, or None."""
-    for found in _find_models(model):
+    for found, _ in _find_models(model):
         for part in (found, found.base_model):
             if isinstance(part, EnabledModel):
                 return part
@@ -28,9 +33,10 @@ def find_enabled(model: nn.Module) -> EnabledModel | None:
 
 def enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> None:
     """Enable the models of transformers inside of wrappers over the ranks of `sp`, unless this was
-    done. Other modules see whole outputs, and need no change.
+    done.
 
-    Calls without labels return whole outputs: the caller computes its own loss or metrics.
+    Calls without labels return whole outputs: the caller computes its own loss or metrics. Calls
+    inside of other modules return them with labels, too, unless `loss_only` is among the options.
 
     Raises the errors of `enable`, and ValueError for a model that was enabled by hand for other
     groups, and for adapters that put tokens before a sequence, such as prefix tuning.
@@ -41,7 +47,7 @@ def enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> N
 
 def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> None:
     _check_adapters(model)
-    for found in _find_models(model):
+    for found, is_inside in _find_models(model):
         enabled = find_enabled(found)
         if enabled is None:
             enable(found, sp, **options.of_enable)
@@ -56,15 +62,24 @@ def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> 
                 f"this {type(found).__name__} is already enabled, for other groups: pass a model "
                 "that is not enabled, since sequence_parallel enables it"
             )
+        if enabled._whole_by_default:
+            enabled._is_inside = is_inside
+            enabled._with_targets = Outputs.WHOLE_FOR_OTHERS if is_inside else None
+            if options.loss_only:
+                enabled._with_targets = Outputs.LOSS_ONLY
 
 
-def _find_models(module: nn.Module) -> Iterator[Any]:
-    """Yield the models of transformers in a module that are not inside of another one."""
+def _find_models(module: nn.Module, is_inside: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield the models of transformers in a module that are not inside of another one, and whether
+    they are inside of a module of unknown code, which may read their outputs.
+    """
     if isinstance(module, PreTrainedModel):
-        yield module
+        yield module, is_inside
     else:
+        packages = {base.__module__.partition(".")[0] for base in type(module).__mro__}
+        is_inside |= not packages <= _READ_NOTHING | sys.stdlib_module_names
         for child in module.children():
-            yield from _find_models(child)
+            yield from _find_models(child, is_inside)
 
 
 def _check_adapters(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ class Options:
     deterministic: bool
     strategy: str
     untested: bool
+    loss_only: bool
 
     @property
     def of_attention(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def sequence_parallel(
     deterministic: bool = False,
     strategy: str = "auto",
     untested: bool = False,
+    loss_only: bool = False,
 ) -> Class:
     """Return a subclass of `cls` in which groups of ranks share each sequence.
 
@@ -39,6 +40,8 @@ def sequence_parallel(
                       `sp`
     balanced, flash, deterministic, strategy, untested
                       as in `enable`, with which models are enabled before they are wrapped
+    loss_only         whether code of yours reads only the loss of calls with labels: a
+                      `compute_loss`, or a module around the model. Then no whole logits are made
 
     Raises TypeError for classes that are neither, and ValueError for trainers that generate or were
     not tested. Objects raise ValueError, on all ranks and before a step, for arguments that do not
@@ -49,9 +52,12 @@ def sequence_parallel(
     balanced = as_bool("balanced", balanced)
     deterministic = as_bool("deterministic", deterministic)
     untested = as_bool("untested", untested)
+    loss_only = as_bool("loss_only", loss_only)
     if sp_size is not None and mesh is not None:
         raise ValueError("expected sp_size or mesh, got both: a mesh has a size")
-    options = Options(sp_size, mesh, layout, balanced, flash, deterministic, strategy, untested)
+    options = Options(
+        sp_size, mesh, layout, balanced, flash, deterministic, strategy, untested, loss_only
+    )
     names = [base.__name__ for base in cls.__mro__]
     _check_class(cls, names)
     if "Trainer" in names:

@@ -19,6 +19,7 @@ from ....sequence.layout import shift_labels
 from ....transport import ALONE
 from ....transport.torch_dist import torch_transport, world_group
 from ..model import EnabledCausalLM
+from ..requests import Outputs, ask_models
 from .accelerator import ParallelAccelerator
 from .models import find_enabled
 from .options import Options, make_class
@@ -83,17 +84,22 @@ class ParallelTrainer(Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
         given = {**dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)), **named}
+        outputs = None
         if self.sp.size > 1:
             reference = getattr(self, "ref_model", None)
             if reference is not None and find_enabled(reference) is None:
                 self.accelerator._enable(reference)  # TRL shards it itself for FSDP
-            if not self._owner_of_loss.__module__.startswith(("transformers.", "trl.")):
-                inputs = {"whole_outputs": True, **inputs}  # it may read logits beside labels
-            elif self.label_smoother is not None and self.compute_loss_func is None:
+            outputs = self._choose_outputs(model)
+            if outputs is not Outputs.WHOLE_FOR_OTHERS:
                 inputs = self._smooth_over_ranks(model, inputs, given.get("num_items_in_batch"))
-            elif not given.get("return_outputs") and self._reads_loss_only():
-                inputs = {"loss_only": True, **inputs}
-        return super().compute_loss(model, inputs, *args, **named)
+                outputs = None if given.get("return_outputs") else outputs
+        with ask_models(outputs):
+            return super().compute_loss(model, inputs, *args, **named)
+
+    def training_step(self, model: nn.Module, *args: Any, **named: Any) -> Tensor:
+        # A backward may compute a forward again.
+        with ask_models(self._choose_outputs(model)):
+            return super().training_step(model, *args, **named)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         # DPOTrainer calls it before it prepares the model.
@@ -107,39 +113,56 @@ class ParallelTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        if self.sp.size > 1 and not prediction_loss_only:
-            inputs = {**inputs, "whole_outputs": True}
-        elif self.sp.size > 1 and self._reads_loss_only():
-            inputs = {**inputs, "loss_only": True}
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        chosen = self._choose_outputs(model) if prediction_loss_only else Outputs.WHOLE
+        with ask_models(chosen):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _smooth_over_ranks(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
     ) -> dict[str, Any]:
-        """Return the inputs with which a causal language model computes the smoothed loss itself,
+        """Return the inputs with which a causal language model computes a smoothed loss itself,
         without whole logits.
         """
-        enabled = find_enabled(self.accelerator.unwrap_model(model))
-        if not isinstance(enabled, EnabledCausalLM) or inputs.get("labels") is None:
+        if not self._is_smoothed(model) or inputs.get("labels") is None:
             return inputs
-        assert self.label_smoother is not None, "checked by the caller"
+        assert self.label_smoother is not None, "checked above"
         epsilon = self.label_smoother.epsilon
         self.label_smoother = _SmoothedByModel(epsilon)
         more = {"shift_labels": shift_labels(inputs["labels"]), "label_smoothing": epsilon}
-        more["loss_only"] = not inputs.get("whole_outputs", False)
         if num_items_in_batch is not None:
             more["num_items_in_batch"] = num_items_in_batch
         return {**more, **inputs}
 
-    def _reads_loss_only(self) -> bool:
-        """Whether the loss is computed by transformers' Trainer, from that of the model."""
-        return self._owner_of_loss is Trainer and self.compute_loss_func is None
+    def _is_smoothed(self, model: nn.Module) -> bool:
+        """Whether the model can smooth the labels itself, and must."""
+        if self.label_smoother is None or self.compute_loss_func is not None:
+            return False
+        enabled = find_enabled(self.accelerator.unwrap_model(model))
+        return isinstance(enabled, EnabledCausalLM) and not enabled._is_inside
+
+    def _choose_outputs(self, model: nn.Module) -> Outputs | None:
+        """Return what `compute_loss` reads of the model, or None for what calls return by default.
+
+        Transformers' Trainer reads the loss alone. Code that is neither its nor TRL's may read
+        anything: a `compute_loss`, and modules around the model.
+        """
+        if self.sp.size == 1:
+            return None
+        if not _is_of_package(self._owner_of_loss):
+            return Outputs.WHOLE_FOR_OTHERS
+        enabled = find_enabled(model)
+        if enabled is not None and enabled._with_targets is not None:
+            return enabled._with_targets
+        reads_loss = self._owner_of_loss is Trainer and self.compute_loss_func is None
+        return Outputs.LOSS_ONLY if reads_loss or self._is_smoothed(model) else None
 
     @functools.cached_property
     def _owner_of_loss(self) -> type:
-        """The class that computes the loss."""
+        """The class that computes the loss. With `loss_only` this is a class of a package."""
         after = type(self).__mro__[type(self).__mro__.index(ParallelTrainer) + 1 :]
-        return next(base for base in after if "compute_loss" in vars(base))
+        owners = [base for base in after if "compute_loss" in vars(base)]
+        is_known = _is_of_package if self._sp_options.loss_only else bool
+        return next(filter(is_known, owners))
 
     def _run_epoch(self, *args: Any, **named: Any) -> Any:
         """Run an epoch. The function of transformers' module that skips batches makes a loader
@@ -174,6 +197,11 @@ class _SmoothedByModel(LabelSmoother):
 
     def __call__(self, model_output: Any, *_args: Any, **_named: Any) -> Tensor:
         return model_output["loss"]
+
+
+def _is_of_package(owner: type) -> bool:
+    """Whether a class is transformers' own or TRL's."""
+    return owner.__module__.startswith(("transformers.", "trl."))
 
 
 def _check_arguments(args: Any, model: Any) -> None:
