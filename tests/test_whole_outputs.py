@@ -9,6 +9,7 @@ import inspect
 import json
 import pickle
 import types
+import warnings
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
 from bmt_burst import SequenceParallel, simulate
-from bmt_burst.adapters.transformers import ATTENTION, enable
+from bmt_burst.adapters.transformers import ATTENTION, enable, requests
 from tests.reference import relative_error
 from tests.refusals import refusal
 from tests.test_transformers import (
@@ -57,8 +58,24 @@ def without(padding: Tensor | None, x: Tensor) -> Tensor:
     return x.masked_fill(padding.view(*padding.shape, *[1] * (x.dim() - 2)), 0)
 
 
+def undefined(model: hf.PreTrainedModel, call: dict) -> Tensor | None:
+    """The padding whose outputs are not those of the plain model, (B, S), True where it is.
+
+    Under transformers' masks it sees no token, and its attentions differ. TRL's fused head has no
+    outputs for padding.
+    """
+    if "attention_mask" not in call:
+        return None
+    real, places = call["attention_mask"].bool(), torch.arange(call["attention_mask"].shape[1])
+    if "fused_lm_head" in call:
+        return ~real
+    last = places.where(real, -1000).cummax(1).values
+    window = getattr(model.config, "sliding_window", None) or 1000
+    return places - last >= window
+
+
 def loss_of(out: ModelOutput, padding: Tensor | None) -> Tensor:
-    """A loss with another gradient for each number of `out` that has one, but for padding."""
+    """A loss with another gradient for each number of `out` that has one, but for `padding`."""
     total = torch.zeros(())
     for x in tensors_of(out).values():
         if x.requires_grad:
@@ -89,7 +106,7 @@ def check_whole(
     change   returns an enabled copy
     options  of enable; whole_outputs is of the call
     """
-    padding = call["attention_mask"].eq(0) if "attention_mask" in call else None
+    padding = undefined(model, call)
     whole = {"whole_outputs": True} if options.pop("whole_outputs", False) else {}
 
     def work(ring):
@@ -123,10 +140,17 @@ def check_whole(
         ("Qwen3Moe", "documents", 2, {"balanced": True}),
         ("Gemma3", "padding", 2, {"layout": "striped"}),
         ("Gemma2", "padding", 3, {"balanced": True}),
+        ("Llama, rotary by length", "padding and positions", 3, {"balanced": True}),
+        ("GptOss", "padding and positions", 2, {"strategy": "ulysses"}),
     ],
 )
 def test_whole_outputs_equal_the_plain_ones(name, kind, size, options):
-    call = {**calls()[kind], "output_hidden_states": True}
+    """Those of padding, too, which sees the row before it."""
+    of_padding = calls()["padding"]
+    # positions of padding as generation gives them
+    places = (torch.arange(37) + 3).where(of_padding["attention_mask"].eq(1), 1)
+    kinds = {**calls(), "padding and positions": {**of_padding, "position_ids": places}}
+    call = {**kinds[kind], "output_hidden_states": True}
     check_whole(plain(name), call, size, **options, whole_outputs=True)
     del call["labels"]
     check_whole(plain(name), call, size, **options, whole_outputs=True)
@@ -294,6 +318,10 @@ def headed(name: str) -> hf.PreTrainedModel:
 
 CLASSES = {"labels": torch.tensor([0, 2, 1, 2])}
 OF_TOKENS = {"labels": (tokens(4, 37) % 3).where(padded()["attention_mask"].eq(1), -100)}
+ANSWERS = {
+    "start_positions": torch.tensor([2, 12, 4, 0]),
+    "end_positions": torch.tensor([9, 30, 4, 36]),
+}
 PADDED = {name: x for name, x in padded().items() if name != "labels"}
 
 
@@ -304,6 +332,7 @@ PADDED = {name: x for name, x in padded().items() if name != "labels"}
         ("MistralForSequenceClassification, windows", {**PADDED, **CLASSES}, 3, {"balanced": True}),
         ("LlamaForTokenClassification", {**PADDED, **OF_TOKENS}, 3, {"layout": "striped"}),
         ("LlamaForTokenClassification", {**PADDED, **OF_TOKENS}, 2, {"balanced": True}),
+        ("LlamaForQuestionAnswering", {**PADDED, **ANSWERS}, 2, {"balanced": True}),
         ("LlamaModel", PADDED, 2, {"balanced": True}),
         (
             "MistralModel, windows",
@@ -331,6 +360,40 @@ def test_a_base_alone_serves_the_head_above_it():
         return model
 
     check_whole(model, calls()["documents of rows"], 2, change, balanced=True)
+
+
+def test_padding_sees_tokens_only_where_its_outputs_are_read():
+    """Else it would cost time for nothing. Where it sees nothing, one warning says so."""
+    row = {"input_ids": tokens(1, 37), "attention_mask": torch.arange(37)[None] < 20}
+    labels = {"labels": row["input_ids"].where(row["attention_mask"], -100)}
+    masks = []
+
+    def keep(module, args, named):
+        masks.append(named["bmt_burst"].options["mask"][0])
+
+    ours, windows = enabled(plain("Llama"), SequenceParallel()), headed("MistralModel, windows")
+    for model in (ours, enable(windows, SequenceParallel())):
+        model.base_model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    fused = enable(with_fused_head("Llama"), SequenceParallel())
+    fused.model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    requests.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ours(**row, **labels)
+        ours(**row, **labels, loss_only=True)
+        fused(**row, **labels, fused_lm_head=True)
+        ours(**row, **labels, whole_outputs=True)
+        ours(**row)
+        windows(**row)
+        assert not warned
+        left = {**row, "attention_mask": row["attention_mask"].flip(1)}
+        for _ in range(2):
+            out = ours(**left, whole_outputs=True)
+    assert out.logits.shape == (1, 37, 64)
+    assert len(warned) == 1 and "some padding sees no token" in str(warned[0].message)
+    pairs = 20 * 21 // 2
+    more = pairs + 17 * 20
+    assert [mask.area for mask in masks] == [pairs] * 3 + [more] * 3 + [pairs] * 2
 
 
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaModel"])

@@ -188,11 +188,11 @@ def metrics(found: Any, compute_result: bool = True) -> dict[str, float]:
 
 
 class OwnLoss(hf.Trainer):
-    """A Trainer with a loss of the model's loss and of its logits."""
+    """A Trainer with a loss of the model's loss and of its logits, also those of padding."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **_others):
         out = model(**inputs)
-        loss = out.loss + 0.1 * out.logits[:, 5].logsumexp(-1).pow(2).mean()
+        loss = out.loss + 0.1 * out.logits.logsumexp(-1).pow(2).mean()
         return (loss, out) if return_outputs else loss
 
 
@@ -224,7 +224,7 @@ class Around(torch.nn.Module):
             loss, logits = checkpoint(call, input_ids, use_reentrant=False)
         else:
             loss, logits = call(input_ids)
-        last = logits[:, 5].logsumexp(-1).pow(2).mean()
+        last = logits.logsumexp(-1).pow(2).mean()
         return {"loss": last if loss is None else loss + 0.1 * last, "logits": logits}
 
 
@@ -259,10 +259,8 @@ def train_with_trainer(
         trainer.train()
         found["evaluated"] = trainer.evaluate()["eval_loss"]
         predicted = trainer.predict(Rows(7))
-        labels = torch.from_numpy(predicted.label_ids)
-        found["labels"] = labels
-        # logits of padding have no meaning
-        found["predictions"] = torch.from_numpy(predicted.predictions)[labels.ne(-100)]
+        found["labels"] = torch.from_numpy(predicted.label_ids)
+        found["predictions"] = torch.from_numpy(predicted.predictions)
         found["batch"] = trainer.get_total_train_batch_size(trainer.args)
         return found | {"history": history(trainer), "weights": weights(trainer.model)}
 

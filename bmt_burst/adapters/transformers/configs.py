@@ -63,6 +63,13 @@ def check_configs(model: Any) -> None:
             )
 
 
+def find_window(config: Any) -> int | None:
+    """Return the window of a model's layers, or None if all of them see whole documents."""
+    kinds = getattr(config, "layer_types", None)
+    has_windows = kinds is None or "sliding_attention" in kinds
+    return getattr(config, "sliding_window", None) if has_windows else None
+
+
 def _find_configs(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the modules that have a configuration, each with its configuration."""
     found = ((module, vars(module).get("config")) for module in model.modules())

@@ -27,13 +27,17 @@ _WAYS = (
 )
 
 
-def find_masks(arguments: Mapping[str, Any], size: int, seq_len: int) -> tuple[Mask, ...]:
-    """Return one causal mask for all rows, or one for each. Tokens see only their own document.
-    Padding sees nothing, and no token sees padding.
+def find_masks(
+    arguments: Mapping[str, Any], size: int, seq_len: int, padding_sees: bool
+) -> tuple[Mask, ...]:
+    """Return one causal mask for all rows, or one for each. Tokens see only their own document, and
+    no token sees padding.
 
-    arguments   of a forward, by name, with tensors of the shapes that it takes
-    size        B
-    seq_len     S
+    arguments     of a forward, by name, with tensors of the shapes that it takes
+    size          B
+    seq_len       S
+    padding_sees  whether padding sees the document before it, as under transformers' masks. Other
+                  padding sees nothing
 
     Raises ValueError or TypeError for arguments that name no documents or different ones.
     """
@@ -48,13 +52,23 @@ def find_masks(arguments: Mapping[str, Any], size: int, seq_len: int) -> tuple[M
     if borders is None:
         return (plain_mask(seq_len),)
     rows = _find_spans(borders.expand(size, -1), numbers, seq_len)
-    masks = tuple(_make_mask(spans, seq_len) for spans in rows)
+    masks = tuple(_make_mask(spans, seq_len, padding_sees) for spans in rows)
     return masks[:1] if len(set(masks)) == 1 else masks
 
 
 def has_documents(mask: Mask) -> bool:
     """Whether a mask of `find_masks` has several documents."""
     return len(mask.slices) > 1
+
+
+def sees_nothing(mask: Mask, window: int | None) -> bool:
+    """Whether some token sees nothing under a mask of `find_masks`, in a layer with this window."""
+    at = 0
+    for (start, stop), (_, last), *_ in mask.slices:
+        if at < start or (window is not None and stop - last >= window):
+            return True
+        at = stop
+    return at < mask.seq_len
 
 
 def check_targets(valid: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> None:
@@ -194,10 +208,15 @@ def _find_spans(borders: Tensor, numbers: Tensor | None, seq_len: int) -> list[l
     return found
 
 
-def _make_mask(spans: list[Span], seq_len: int) -> Mask:
+def _make_mask(spans: list[Span], seq_len: int, padding_sees: bool) -> Mask:
+    """Return the mask of a row with documents at `spans`."""
     if sum(stop - start for start, stop in spans) == seq_len:
         return Mask.documents((0, *(stop for _, stop in spans)))
-    return Mask(seq_len, tuple(Slice(span, span, 0) for span in spans))
+    stops = [stop for _, stop in spans]
+    if padding_sees:
+        stops = [*(start for start, _ in spans[1:]), seq_len]
+    pairs = zip(spans, stops, strict=False)
+    return Mask(seq_len, tuple(Slice((kv[0], stop), kv, 0) for kv, stop in pairs))
 
 
 def _shorten(numbers: list[int]) -> str:

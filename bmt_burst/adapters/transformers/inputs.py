@@ -18,6 +18,7 @@ from ...loss import count_targets
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
+from .configs import find_window
 from .cut import Cut
 from .documents import (
     CU_SEQ_LENS,
@@ -25,8 +26,9 @@ from .documents import (
     check_targets,
     find_masks,
     has_documents,
+    sees_nothing,
 )
-from .requests import ANY_WHOLE, Outputs
+from .requests import ANY_WHOLE, Outputs, warn_once
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
@@ -51,6 +53,11 @@ _WHOLE_OUTPUTS = {
 }
 _OF_HEADS = ("margin",)  # TRL's RewardTrainer passes whole batches, and its loss reads it
 _CACHES = ("past_key_values", "cache")
+_UNDEFINED = (
+    "whole outputs were asked for, and some padding sees no token: padding on the left of a row, "
+    "or a window behind its last token. Its outputs have no defined value, since transformers' "
+    "attentions differ there: leave them out of a loss. Padding on the right has defined outputs"
+)
 _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore documents
 
 
@@ -105,7 +112,7 @@ class ForwardInputs:
         self.label_smoothing = 0.0 if self.fused else smoothing
         self.targets = self._find_targets()
         self._choose_outputs(caller)
-        masks = find_masks(self.arguments, size, seq_len)
+        masks = self._find_masks(caller, size, seq_len)
         if caller.config.model_type in _OF_ONE_DOCUMENT and any(map(has_documents, masks)):
             raise ValueError(
                 "documents are named, but transformers does not keep documents of a "
@@ -141,6 +148,23 @@ class ForwardInputs:
         loss_only = self.arguments.get("loss_only", asked is Outputs.LOSS_ONLY)
         self.loss_only = as_bool("loss_only", loss_only)
 
+    def _find_masks(self, caller: Caller, size: int, seq_len: int) -> tuple[Mask, ...]:
+        """Return the mask of all rows, or one for each.
+
+        Padding sees tokens where outputs are read that belong to it. Sparse layers choose blocks
+        of whole documents, so there it sees nothing.
+        """
+        config = caller.config
+        reads_outputs = self.whole or (self.targets is None and not self.loss_only)
+        is_sparse = getattr(config, "sparse_config", None) is not None
+        padding_sees = reads_outputs and not (self.fused or is_sparse)
+        masks = find_masks(self.arguments, size, seq_len, padding_sees)
+        window = find_window(config)
+        is_asked = self.whole and not self.fused and not caller.always_whole
+        if is_asked and caller.sp.rank == 0 and any(sees_nothing(x, window) for x in masks):
+            warn_once(_UNDEFINED)
+        return masks
+
     def _find_targets(self) -> Tensor | None:
         """Return targets (B, S). As in transformers, labels are shifted within each row, but across
         documents.
@@ -156,14 +180,12 @@ class ForwardInputs:
         return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
     def _find_positions(self, seq_len: int) -> Tensor:
-        """Return positions (B, S) or (1, S). Those of padding are 0, so that they do not count as
-        the largest.
-        """
-        places, padding = (self.arguments.get(x) for x in ("position_ids", "attention_mask"))
+        """Return positions (B, S) or (1, S)."""
+        places = self.arguments.get("position_ids")
         if places is None:
             [device] = {self.arguments[x].device for x in _OF_TOKENS if x in self.arguments}
             return torch.arange(seq_len, device=device).unsqueeze(0)
-        return places if padding is None else places.where(padding.to(places.device).ne(0), 0)
+        return places
 
     def _shard_arguments(self, positions: Tensor) -> dict[str, Any]:
         part = {name: x for name, x in self.arguments.items() if name not in _NOT_FOR_THE_MODEL}
