@@ -324,6 +324,22 @@ def use_again(rank: int) -> None:
     assert trained._sp is accelerator.sp
 
 
+class Sampling(hf.TrainerCallback):
+    """Generate with a plain model on one rank, as docs/trainers.md shows."""
+
+    found: torch.Tensor | None = None
+
+    def sample(self, trainer: hf.Trainer) -> None:
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.is_world_process_zero():
+            by_hand = model()
+            by_hand.load_state_dict(weights)
+            self.found = by_hand.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+
+    def on_step_end(self, args, state, control, **_) -> None:
+        self.sample(self.trainer)
+
+
 def call_beside(rank: int) -> None:
     """Train with a loss that passes on the model's, and let one rank call alone."""
     requests.warn_once.cache_clear()
@@ -333,6 +349,7 @@ def call_beside(rank: int) -> None:
         adapted = get_peft_model(model(), lora())
         train_with_trainer(changed(sp_size=2), trained=adapted, max_steps=1, of_metrics=True)
     logged = []
+    sampling = Sampling()
     for options in ({}, {}, {"loss_only": True}):
         begin(rank)
         with (
@@ -345,8 +362,12 @@ def call_beside(rank: int) -> None:
                 args=hf.TrainingArguments(**arguments(folder, max_steps=1)),
                 train_dataset=Rows(4),
                 data_collator=collate,
+                callbacks=[sampling],
             )
+            sampling.trainer = trainer
             trainer.train()
+            sampling.sample(trainer)
+        assert (sampling.found is None) == (rank == 1)
         costs = [x for x in warned if "GiB on each rank in fp32" in str(x.message)]
         assert len(costs) == (rank == 0 and not logged)
         assert (trainer.logits is None) == bool(options)

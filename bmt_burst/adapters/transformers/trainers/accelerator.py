@@ -23,7 +23,7 @@ from ....ranks.groups import init_sequence_parallel
 from ....ranks.rings import make_rings
 from ....ranks.sequence_parallel import SequenceParallel
 from .loaders import GroupState, keep_order, seed_workers_by_group
-from .models import enable_inside
+from .models import enable_inside, find_enabled
 from .options import Options
 from .peers import Peers, find_peers
 
@@ -169,12 +169,13 @@ class ParallelAccelerator(Accelerator):
         """Let ranks that share sequences agree before each forward of DDP or FSDP2. These exchange
         parameters or buffers first, and a rank that calls alone would wait there.
         """
-        if self.sp.size == 1:
+        enabled = find_enabled(wrapper)
+        if self.sp.size == 1 or enabled is None:
             return
         if (before := vars(wrapper).pop("_agreement", None)) is not None:  # by another object
             before.remove()
         rings = make_rings(self.sp.process_group, self.sp.double_group)
-        doing = f"a call of the prepared {type(self.unwrap_model(wrapper)).__name__}"
+        doing = f"a call of the prepared {type(enabled).__name__}"
 
         @not_compiled
         def agree_on_call(*_call: Any) -> None:
