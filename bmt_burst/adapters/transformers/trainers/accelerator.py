@@ -165,7 +165,7 @@ class ParallelAccelerator(Accelerator):
             self._agree_before(prepared)
         return prepared
 
-    def _agree_before(self, wrapper: nn.Module) -> None:
+    def _agree_before(self, wrapper: Any) -> None:
         """Let ranks that share sequences agree before each forward of DDP or FSDP2. These exchange
         parameters or buffers first, and a rank that calls alone would wait there.
         """
