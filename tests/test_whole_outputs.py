@@ -26,6 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from bmt_burst import SequenceParallel, simulate
 from bmt_burst.adapters.transformers import ATTENTION, enable, requests
+from bmt_burst.adapters.transformers.requests import Outputs, ask_models
 from tests.reference import relative_error
 from tests.refusals import refusal
 from tests.test_transformers import (
@@ -186,6 +187,30 @@ def test_whole_tuples_stay_tuples():
     got = got_loss, got_logits, *got_states, last, *states_of_base
     for mine, x in zip(got, expected, strict=True):
         assert relative_error(mine, x) < BOUND
+
+
+def test_arguments_of_a_call_come_before_what_is_asked_beside_it():
+    call = calls()["whole"]
+    alone = {"input_ids": call["input_ids"]}  # there is no loss
+    for asked, arguments, length in (
+        (None, call, 18),
+        (Outputs.LOSS_ONLY, call, None),
+        (Outputs.LOSS_ONLY, alone, 18),
+        (Outputs.LOSS_ONLY, {**call, "whole_outputs": False}, 18),
+        (Outputs.LOSS_ONLY, {**call, "whole_outputs": True}, 37),
+        (Outputs.WHOLE, call, 37),
+        (Outputs.WHOLE, {**call, "whole_outputs": False}, 18),
+        (Outputs.WHOLE, {**call, "loss_only": True}, None),
+        (Outputs.WHOLE_FOR_OTHERS, alone, 37),
+    ):
+
+        def work(ring, arguments=arguments):
+            sp = SequenceParallel(ring.rank, 2, process_group=ring)
+            return enabled(plain("Llama"), sp)(**arguments).logits
+
+        with ask_models(asked), ask_models(None):
+            logits = simulate(2, work)[1]
+        assert (logits if logits is None else logits.shape[1]) == length
 
 
 def with_fused_head(name: str, **options) -> hf.PreTrainedModel:
