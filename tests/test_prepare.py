@@ -285,7 +285,8 @@ def test_the_end_of_text_may_be_any_token(byte_level, tmp_path):  # noqa: F811
     """One that is in no list, and one that is not special; text that spells it stays text."""
     (tmp_path / "x.txt").write_text("a <tool> b")
     arguments = ("--input", tmp_path / "x.txt", "--tokenizer", byte_level, "--workers", 2)
-    prepare(*arguments, "--eos", "<tool>", "--output", tmp_path / "out")
+    printed = prepare(*arguments, "--eos", "<tool>", "--output", tmp_path / "out")
+    assert "documents end with '<tool>'\n" in printed
     [ids] = documents(tmp_path / "out/train")
     tokenizer = load_tokenizer(tmp_path / "out/train")
     assert ids.index(tokenizer.eos_id) == len(ids) - 1

@@ -1,13 +1,26 @@
 """Tokenizers: spelled special tokens, broken files and folders, and identities."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from tests.preparing import write_tokens
 from train.cpm_live.tokenizers import AntGreedyTokenizer, BeeTokenizer
-from train.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer, saved_identity
+from train.data.end_of_text import describe_end, named_ends
+from train.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    load_tokenizer,
+    open_tokenizer,
+    saved_identity,
+)
+from train.run.config import TrainConfig
+from train.run.inputs import open_inputs
 
 SPELLED = ["a </s> b", "</s>", "</s></s>\n<|endoftext|>x", "but <think>, <tool>, <s> and ü", ""]
 
@@ -75,11 +88,79 @@ def test_special_tokens_among_a_models_pieces_of_text_are_cut(tmp_path):
 def test_an_end_of_text_token_that_is_not_marked_as_special_is_cut(tmp_path):
     """Unknown text does not become it either."""
     file = words_file(tmp_path, ["</s>", "a", "[UNK]"])
-    assert open_tokenizer(file).encode("a </s> a").tolist() == [1, 2, 2, 1]
+    assert open_tokenizer(file, "</s>").encode("a </s> a").tolist() == [1, 2, 2, 1]
     tokenizer = open_tokenizer(file, "[UNK]")
     assert tokenizer.encode("a a").tolist() == [1, 1]
     with pytest.raises(ValueError, match=r"words.json encodes 'b' only as special token \[UNK\]"):
         tokenizer.encode("a bb")
+
+
+MAP, CONFIG, GENERATION = "special_tokens_map.json", "config.json", "generation_config.json"
+
+
+@pytest.mark.parametrize(
+    ("special", "beside", "chosen", "remark"),
+    [
+        # as Gemma, where </s> is a tag of HTML
+        (["<eos>", "<bos>"], {CONFIG: {"eos_token_id": 3}}, "<eos>", ""),
+        (["<eos>"], {CONFIG: {"eos_token_id": 0}}, "<eos>", "config.json names '</s>'"),
+        # as Qwen and Llama 3, where configs name the end of a turn, alone or in a list
+        (
+            ["<|endoftext|>", "<|im_end|>"],
+            {"tokenizer_config.json": {"eos_token": "<|im_end|>"}, GENERATION: {"eos_token_id": 4}},
+            "<|endoftext|>",
+            "tokenizer_config.json names '<|im_end|>'; generation_config.json names '<|im_end|>'; ",
+        ),
+        (
+            ["<|end_of_text|>", "<|eot_id|>"],
+            {GENERATION: {"eos_token_id": [4, 3]}, MAP: {"eos_token": {"content": "<|eot_id|>"}}},
+            "<|end_of_text|>",
+            "special_tokens_map.json names '<|eot_id|>'; ",
+        ),
+        # several usual names: configs decide, but only between these
+        (["<eos>", "[SEP]"], {CONFIG: {"eos_token_id": 4}}, "[SEP]", ""),
+        (["<eos>", "[SEP]"], {CONFIG: {"eos_token_id": [1, -1, 99]}}, "<eos>", "'a', 'token 99'"),
+        (["<|im_end|>", "[SEP]", "<eos>"], {CONFIG: {"eos_token_id": 3}}, "<eos>", "'<|im_end|>'"),
+        # no usual name
+        (["<end>", "<pad>"], {CONFIG: {"eos_token_id": [1, 3]}}, "<end>", ""),
+        ([], {"tokenizer_config.json": {"eos_token": "a"}}, "a", ""),
+        (["<end>"], {CONFIG: {"eos_token_id": 1}}, None, ""),
+        (["<end>"], {}, None, ""),
+    ],
+)
+def test_documents_end_with_a_special_token_and_configs_decide_between_several(
+    special, beside, chosen, remark, tmp_path
+):
+    for name, values in beside.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    file = words_file(tmp_path, ["</s>", "a", "[UNK]"], special)
+    if chosen is None:
+        with pytest.raises(ValueError, match=r"no special token '</s>' or .* next to it names one"):
+            open_tokenizer(file)
+        return
+    tokenizer = open_tokenizer(file)
+    assert (tokenizer.name_of(tokenizer.eos_id), tokenizer.eos) == (chosen, chosen)
+    described = describe_end(chosen, named_ends(tmp_path, tokenizer.name_of))
+    assert described.startswith(f"documents end with {chosen!r}")
+    assert (remark in described) if remark else described.endswith("'")
+    tokenizer.save(tmp_path / "saved")  # without the files next to it
+    assert load_tokenizer(tmp_path / "saved").identity == tokenizer.identity
+
+
+def test_an_older_folder_keeps_its_end_of_text(tmp_path, capsys):
+    """Even an ordinary token, which a run that reads the folder reports."""
+    file = words_file(tmp_path, ["</s>", "a", "[UNK]"], ["<eos>", "<bos>"])
+    older = JsonTokenizer(Path(file), older=True)
+    older.eos = None
+    data = write_tokens(tmp_path / "data", older, "a a " * 20)
+    assert '"eos": null' in (data / "tokenizer.spec.json").read_text()
+    assert load_tokenizer(data).eos == "</s>"
+    config = TrainConfig(data=str(data), model="cpm-tiny", seq_len=16)
+    open_inputs(config, torch.device("cpu"))
+    assert "data end with '</s>', an ordinary token, which" in capsys.readouterr().err
+    asked = write_tokens(tmp_path / "asked", open_tokenizer(file, "</s>"), "a a " * 20)
+    open_inputs(dataclasses.replace(config, data=str(asked)), torch.device("cpu"))
+    assert "ordinary token" not in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +356,7 @@ def test_folders_of_older_versions_have_no_identity(byte_level, tmp_path):
         '{"kind": "JsonTokenizer", "file": "tokenizer.json"}'
     )
     assert saved_identity(tmp_path) is None
-    assert load_tokenizer(tmp_path).eos is None
+    assert load_tokenizer(tmp_path).eos == "</s>"
     for broken in ("{", "[]", '{"identity": 5}'):
         (tmp_path / "tokenizer.spec.json").write_text(broken)
         with pytest.raises(ValueError, match=r"tokenizer.spec.json does not name a tokenizer"):

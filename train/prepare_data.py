@@ -40,6 +40,7 @@ from train.base.folders import write_aside
 from train.base.parallel import map_in_order
 from train.base.signals import Interrupts
 from train.base.wording import counted
+from train.data.end_of_text import describe_end, named_ends
 from train.data.files import MEGATRON, TextFile
 from train.data.find import add_inputs, check_holds_text, find_files
 from train.data.records import BadLines, BrokenShards
@@ -167,6 +168,13 @@ def _split(
     return parts
 
 
+def _print_end(tokenizer: Tokenizer) -> None:
+    """Print the token that ends documents, and the files that name others."""
+    file, name_of = tokenizer.file, tokenizer.name_of
+    named = {} if file is None else named_ends(file.parent, name_of)
+    print(describe_end(name_of(tokenizer.eos_id), named))
+
+
 def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
     files, unread = find_files(args.input, args.glob, args.exclude, args.format)
     given = next((file for file in files if file.kind == MEGATRON), None)
@@ -176,6 +184,8 @@ def prepare(args: argparse.Namespace, interrupts: Interrupts) -> None:
     tokenizer = open_tokenizer(args.tokenizer, args.eos)
     if tokenizer.instances:
         check_holds_text(files, f"data for {tokenizer.instances}")
+    else:
+        _print_end(tokenizer)
     shards, output = BrokenShards(args.max_bad_shards), Path(args.output)
     with write_aside(output) as partial:
         _check_output(output, args.overwrite, files)
@@ -210,6 +220,7 @@ def prepare_stream(args: argparse.Namespace, interrupts: Interrupts) -> None:
     tokenizer = open_tokenizer(args.tokenizer or "bytes", args.eos)
     if tokenizer.instances:
         raise ValueError(f"--stream is for documents, not for {tokenizer.instances}")
+    _print_end(tokenizer)
     output, shards = Path(args.output), BrokenShards(args.max_bad_shards)
     with write_aside(output) as partial:
         _check_output(output, args.overwrite, [file for file, _ in files])
@@ -245,7 +256,8 @@ def _parser() -> ArgumentParser:
     add(
         "--eos",
         metavar="TOKEN",
-        help="end-of-text token of a .json or .model (default: its own, or a usual name)",
+        help="end-of-text token of a .json or .model (default: a special token of a usual name, or "
+        "a model's own)",
     )
     add(
         "--field",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -16,12 +17,12 @@ import numpy as np
 
 from models.pointers import refuse_pointer
 from train.base.folders import inside
+from train.data.end_of_text import USUAL, choose_end, named_ends
 from train.data.tokenizer_base import SPEC, Tokenizer
 from train.registry import KINDS, load
 
 BYTES_END_OF_TEXT = "<|endoftext|>"  # the name of the token that ends a document of bytes
 _BEGIN_OF_TEXT = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[CLS]")
-_END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 class ByteTokenizer(Tokenizer):
@@ -49,25 +50,30 @@ class ByteTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A `tokenizers` file (tokenizer.json), with the end-of-text token `eos`, or a usual one.
 
-    Raises ValueError if the file does not have it. A text never becomes special tokens, not even
-    where it spells them. It may become other added tokens, which decode to the same text.
+    If `older`, it belongs to a folder that does not name this token. Then it is the first usual
+    name of any token, even of an ordinary one. Raises ValueError if there is no such token. A text
+    never becomes special tokens, not even where it spells them. It may become other added tokens,
+    which decode to the same text.
     """
 
     file: Path
+    eos: str
 
-    def __init__(self, file: Path, eos: str | None = None):
+    def __init__(self, file: Path, eos: str | None = None, older: bool = False):
         from tokenizers import Tokenizer as Backend
 
-        self.file, self.eos = file, eos
+        self.file = file
         self._backend = Backend.from_file(str(file))
         self._backend.no_truncation()  # files may set a length for truncation and padding
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # as text
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
-        self.eos_id = self._end_of_text(_END_OF_TEXT if eos is None else (eos,))
-        special = {
-            i for i, token in self._backend.get_added_tokens_decoder().items() if token.special
-        }
+        added = self._backend.get_added_tokens_decoder().items()
+        self._special = {token.content: i for i, token in added if token.special}
+        self.eos = eos or self._choose_end(older)
+        self.eos_id = self._find(self.eos)
+        special = set(self._special.values())
+        self.ordinary_end = older and self.eos_id not in special
         self.bos_id = self._begin_id(special)
         self._not_text = np.array(sorted((special - {self._unknown_id()}) | {self.eos_id}))
 
@@ -79,15 +85,16 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids if i != self.eos_id])
 
-    def _end_of_text(self, names: Sequence[str]) -> int:
-        """Return the id of the first of `names` that is a token."""
-        for name in names:
-            if (found := self._backend.token_to_id(name)) is not None:
-                return found
-        raise ValueError(
-            f"it has no end-of-text token {' or '.join(map(repr, names))}; name another one with "
-            "--eos"
-        )
+    def _choose_end(self, older: bool) -> str:
+        if older:
+            usual = (name for name in USUAL if self.id_of(name) is not None)
+            return next(usual, USUAL[0])
+        return choose_end(self._special, self.id_of, named_ends(self.file.parent, self.name_of))
+
+    def _find(self, eos: str) -> int:
+        if (found := self.id_of(eos)) is None:
+            raise ValueError(f"it has no end-of-text token {eos!r}; name another one with --eos")
+        return found
 
     def id_of(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -228,7 +235,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(f"{folder} has no tokenizer ({SPEC})")
     if spec["kind"] is ByteTokenizer:
         return ByteTokenizer()
-    return _read(spec["kind"], inside(folder, spec["file"]), spec["eos"])
+    kind, eos = spec["kind"], spec["eos"]
+    if kind is JsonTokenizer and eos is None:
+        kind = functools.partial(JsonTokenizer, older=True)
+    return _read(kind, inside(folder, spec["file"]), eos)
 
 
 def saved_identity(folder: Path) -> str | None:

@@ -23,7 +23,8 @@ class Tokenizer(ABC):
 
     bos_id     the begin token, which pretraining puts in front of a document; `eos_id` if there is
                none
-    eos        the end-of-text token that was asked for by name; None for the tokenizer's own
+    eos        the name by which a file's end-of-text token was chosen; None for the tokenizer's own
+    ordinary_end  whether `eos_id` is an ordinary token that an older version guessed by its name
     instances  the kind of model that reads its data folders; None if they hold documents
     left_out   number of characters so far for which `encode` had no ids
     """
@@ -33,6 +34,7 @@ class Tokenizer(ABC):
     bos_id: int
     file: Path | None = None
     eos: str | None = None
+    ordinary_end: bool = False
     instances: str | None = None
     left_out: int = 0
 
