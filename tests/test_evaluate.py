@@ -5,13 +5,14 @@ on any number of ranks.
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from bmt_burst.sequence.layout import IGNORE_INDEX
 from models.config import CPMConfig
@@ -26,6 +27,7 @@ from train.data.tokenizer import ByteTokenizer, JsonTokenizer
 from train.evaluation.retrieval import KEYS, SENTENCES, Haystack, Needle, RetrievalRows, Variables
 from train.evaluation.tasks import Bin, Grid, parse_tasks
 from train.run.config import TrainConfig
+from train.run.trained import open_trained
 
 TEXT = "The grass is green. The sky is blue. Here we go."
 LENGTH = 30
@@ -159,6 +161,7 @@ def folder(tmp_path_factory) -> Path:
         [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
     )
     backend.add_special_tokens(["</s>"])
+    backend.post_processor = processors.TemplateProcessing("</s> $A", None, [("</s>", 1)])
     assert len(words) <= TINY.vocab_size
     (folder / "haystack.txt").write_text(TEXT)
     backend.save(str(folder / "tokenizer.json"))
@@ -200,6 +203,24 @@ def data(folder) -> Path:
     words = TEXT.split() * 4
     texts = (" ".join(words[i % 5 : i % 5 + 3 + i % 7 * 5]) for i in range(24))
     return write_tokens(folder / "data", tokenizer, *texts)
+
+
+def test_documents_begin_as_the_folder_of_the_weights_says(folder, data, tmp_path):
+    """Not as the data was prepared: its begin token is the end of a text, for want of another."""
+    silent = shutil.copytree(folder / "trained", tmp_path / "silent")
+    values = json.loads((silent / "tokenizer.json").read_text())
+    (silent / "tokenizer.json").write_text(json.dumps(values | {"post_processor": None}))
+    for name, more, expected in (
+        (folder / "trained", {}, 1),
+        (folder / "trained", {"bos": "none"}, None),
+        (folder / "trained", {"documents": "ignore"}, None),
+        (silent, {}, None),
+        (silent, {"bos": "."}, 2),
+    ):
+        given = {"init_from": str(name), "seq_len": LENGTH, **more}
+        trained = open_trained(given, None, None, torch.device("cpu"))
+        assert trained.bos == expected
+        assert trained.open_data(str(data)).identity["bos"] == expected
 
 
 def evaluate(folder: Path, model: str, output: str, *more, ranks: int | None = None, code: int = 0):

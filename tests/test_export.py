@@ -8,6 +8,7 @@ import random
 import resource
 import subprocess
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import sentencepiece
@@ -36,6 +37,7 @@ from train.engine import Shard
 from train.export import main
 from train.generate import checkpoint_tokenizer, generate, load_model
 from train.generate import main as generate_main
+from train.generation.text_rules import TextRules
 
 # a vocabulary of 300 for 257 byte tokens
 PADDED = dataclasses.replace(SMALL, rope_theta=5e5)
@@ -135,6 +137,7 @@ def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind
     tokenizer = TOKENIZERS[kind](tmp_path)
     config = dataclasses.replace(PADDED, vocab_size=tokenizer.vocab_size, tie_embeddings=False)
     bos = tokenizer.bos_id
+    rules = TextRules(bos)
     run = run_of(tmp_path / "run", config, tokenizer, documents="mask", bos=bos)
     folder = exported(run, tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -144,14 +147,21 @@ def test_a_begin_token_stands_in_front_of_a_prompt_as_in_training(tmp_path, kind
     ids = model.generate(**given, max_new_tokens=30, do_sample=False)
     path = checkpoint.find(run)
     ours, same = load_model(path, torch.device("cpu")), checkpoint_tokenizer(path)
-    expected = generate(ours, same, prompt, 30, bos=bos, temperature=0)
+    expected = generate(ours, same, prompt, 30, rules=rules, temperature=0)
     assert tokenizer.decode(ids[0, 1:].tolist()) == expected
-    assert generate(ours, same, prompt, 30) != generate(ours, same, prompt, 30, bos=bos)
+    assert generate(ours, same, prompt, 30) != generate(ours, same, prompt, 30, rules=rules)
     capsys.readouterr()
     generate_main(["--run", str(run), "--prompt", prompt, "--tokens", "30", "--temperature", "0"])
     printed, said = capsys.readouterr()
     assert printed == expected + "\n"
     assert said.startswith("prefill of ") and said.count("\n") == 1
+    weights = exported(run, tmp_path / "bmtrain", "--format", "bmtrain") / "model.pt"
+    capsys.readouterr()
+    for source in (folder, weights):  # exports begin texts as the run does
+        more = ["--model", str(weights.with_suffix(".json"))] * (source == weights)
+        line = ["--init-from", str(source), *more, "--prompt", prompt, "--tokens", "30"]
+        generate_main([*line, "--temperature", "0"])
+        assert capsys.readouterr() == (expected + "\n", ANY)
 
 
 @pytest.mark.parametrize(

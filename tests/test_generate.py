@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,13 +55,13 @@ def test_ranks_and_chunks_give_the_text_of_one_process(folder, capsys):
     script.main(line(folder))
     alone, said = capsys.readouterr()
     assert alone.startswith(PROMPT) and len(alone) > len(PROMPT) + 20
-    speed = r"prefill of 121 tokens: [\d,.]+ tokens/s; decoding: [\d,.]+ ms a token\n"
+    speed = r"prefill of 120 tokens: [\d,.]+ tokens/s; decoding: [\d,.]+ ms a token\n"
     assert re.fullmatch(speed, said)
     script.main(line(folder, "--chunk", 50))
     in_chunks, said = capsys.readouterr()
     assert in_chunks == alone
     assert re.fullmatch(speed, said)
-    for tokens, expected in ((0, ""), (1, r"prefill of 121 tokens: [\d,.]+ tokens/s\n")):
+    for tokens, expected in ((0, ""), (1, r"prefill of 120 tokens: [\d,.]+ tokens/s\n")):
         script.main(line(folder, "--tokens", tokens))
         assert re.fullmatch(expected, capsys.readouterr().err)
     ended, printed = run_script(2, "train/generate.py", *line(folder, "--chunk", 50))
@@ -86,6 +88,52 @@ def test_greedy_tokens_are_the_same_on_any_ranks(folder, chunk):
         assert set(on_ranks(size, work)) == {expected}
 
 
+def test_a_text_ends_where_the_folder_says(folder, tmp_path, capsys):
+    """Also at tokens that are no end of a document. Options replace what the folder begins with."""
+    released = shutil.copytree(folder, tmp_path / "released")
+    more = ("--init-from", released, "--prompt-file", folder / "prompt.txt")
+    script.main(line(folder, *more))
+    answer = capsys.readouterr().out[len(PROMPT) : -1]
+    letter = answer[len(answer) // 2]
+    end = JsonTokenizer(folder / "tokenizer.json").id_of(letter)
+    (released / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
+    script.main(line(folder, *more))
+    assert capsys.readouterr().out[len(PROMPT) : -1] == answer[: answer.index(letter)]
+    for bos, begun in (("none", 120), ("a", 121), ("auto", 120)):
+        script.main(line(folder, *more, "--bos", bos, "--tokens", 1))
+        assert f"prefill of {begun} tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        script.main(line(folder, *more, "--bos", "<none>"))
+    said = capsys.readouterr().err
+    assert f"--bos must be auto, none or a token of {released}'s tokenizer, got '<none>'" in said
+
+
+def test_special_tokens_and_a_prompt_that_is_too_long_are_reported(folder, tmp_path, capsys):
+    """Once, and not with --special. Rotary scaling extends the range."""
+    prompt = "ask</s>tell" + "a" * 500
+    given = ["--init-from", folder, "--prompt", prompt, "--temperature", 0, "--tokens", 2]
+    script.main([*map(str, given)])
+    text, said = capsys.readouterr()
+    assert text.startswith("ask") and "</s>" not in text
+    letters = (
+        "the prompt spells special tokens, which are read as letters: </s>; --special reads them "
+        "as tokens\n"
+    )
+    beyond = "the prompt's 511 tokens and --tokens 2 are beyond the 512 tokens that the model was"
+    assert said.startswith(letters + beyond) and said.count("\n") == 3
+    script.main([*map(str, given), "--special"])
+    text, said = capsys.readouterr()
+    assert text.startswith(prompt)
+    assert said.startswith("prefill of 508 tokens") and said.count("\n") == 1
+    scaled = shutil.copytree(folder, tmp_path / "scaled")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config["rope_parameters"] |= rope
+    (scaled / "config.json").write_text(json.dumps(config))
+    script.main([*map(str, (*given, "--init-from", scaled))])
+    assert capsys.readouterr().err.startswith(letters + "prefill of 511 tokens")
+
+
 def test_a_prompt_may_have_fewer_tokens_than_ranks(folder, capsys):
     short = ["--init-from", folder, "--tokens", 5, "--temperature", 0]
     script.main([*map(str, short)])
@@ -103,15 +151,15 @@ def test_a_prompt_may_have_fewer_tokens_than_ranks(folder, capsys):
         (["--chunk", 0], "--chunk must be at least 1, got 0"),
         (["--processes", 0], "--processes must be at least 1, got 0"),
         (["--prompt-file", "/dev/null"], "expected a file, got /dev/null"),
-        (["--tokens", 2**31 - 1], "not enough memory for the keys and values of 2,147,483,768"),
+        (["--tokens", 2**31 - 1], "not enough memory for the keys and values of 2,147,483,767"),
     ],
 )
 def test_wrong_options_are_refused_in_a_line(folder, capsys, more, message):
     with pytest.raises(SystemExit) as stopped:
         script.main(line(folder, *more))
-    printed = capsys.readouterr().err
+    *before, printed = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2
-    assert message in printed and printed.count("\n") == 1
+    assert message in printed and all("beyond the 512 tokens" in x for x in before)
 
 
 def test_a_prompt_file_is_read_as_training_data_is(folder, tmp_path, capsys):
@@ -152,4 +200,4 @@ def test_logits_of_a_prompt_are_those_of_its_last_token(folder, config, ranks, c
 def test_chunks_that_are_too_short_are_refused_once(folder):
     ended, printed = run_script(2, "train/generate.py", *line(folder, "--chunk", 1))
     assert ended == 2
-    assert printed.count("a chunk of 1 of 121 tokens is too short for 2 ranks") == 1
+    assert printed.count("a chunk of 1 of 120 tokens is too short for 2 ranks") == 1

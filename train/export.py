@@ -118,7 +118,8 @@ def export_bmtrain(
             f"could not write {folder / 'model.pt'}: {error.__context__ or error}"
         ) from error
     (folder / "model.json").write_text(json.dumps(saved.state["model"], indent=2) + "\n")
-    tokenizer.save(folder)
+    bos = resume.saved_begin_token(saved.state)
+    tokenizer.save(folder, begin=None if bos is None else tokenizer.name_of(bos))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

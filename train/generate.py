@@ -43,6 +43,7 @@ from train.checkpoints import checkpoint
 from train.data.records import read_text
 from train.data.tokenizer import Tokenizer
 from train.generation.decoding import Choose, Generator, Speed, continue_text, sampler
+from train.generation.text_rules import TextRules
 from train.registry import load
 from train.run import ending, resume
 from train.run.config import TrainConfig
@@ -51,13 +52,14 @@ from train.run.kinds import ModelConfig, config_of, kind_of
 from train.run.launch import launch
 from train.run.options import add_options
 from train.run.settings import DTYPES
+from train.run.texts import begin_token, folder_stops, run_stops
 from train.run.trained import checkpoint_tokenizer, open_trained
 from train.run.watchdog import Watchdog
 
 _PROGRAM = "generate.py"
 _SHOWN = 12  # digits of the prompt's digest that are shown
 # options of pretrain.py, too
-_SHARED = {"init_from", "model", "accept_field", "processes", "device", "timeout"}
+_SHARED = {"init_from", "model", "accept_field", "bos", "processes", "device", "timeout"}
 
 
 def load_model(
@@ -80,7 +82,7 @@ def generate(
     prompt: str,
     tokens: int,
     *,
-    bos: int | None = None,
+    rules: TextRules | None = None,
     chunk: int | None = None,
     speed: Speed | None = None,
     temperature: float = 1.0,
@@ -90,9 +92,9 @@ def generate(
 ) -> str:
     """Return the prompt with up to `tokens` more tokens, by the model's generator (registry.py).
 
-    If the model has several ranks, all call this, and rank 0 chooses the tokens. `chunk` and
-    `speed` are continue_text's. Raises ValueError for settings out of range, and for a prompt that
-    the model cannot answer.
+    If the model has several ranks, all call this, and rank 0 chooses the tokens. `rules`, `chunk`
+    and `speed` are continue_text's. Raises ValueError for settings out of range, and for a prompt
+    that the model cannot answer.
     """
     _check_tokens(tokens)
     device = next(model.parameters()).device
@@ -105,10 +107,10 @@ def generate(
                 "attention has a bias"
             )
         answer: Generator = load(kind.generator)
-        return answer(model, tokenizer, prompt, tokens, choose, bos)
+        return answer(model, tokenizer, prompt, tokens, choose)
     check_ranks(model.config, model.sp.size)
     choose = choose if model.sp.size == 1 else _share(choose, device)
-    return continue_text(model, tokenizer, prompt, tokens, choose, bos, chunk, speed)
+    return continue_text(model, tokenizer, prompt, tokens, choose, rules, chunk, speed)
 
 
 def check_ranks(config: ModelConfig, count: int) -> None:
@@ -138,18 +140,6 @@ def _check_tokens(tokens: int) -> None:
         raise ValueError(f"--tokens must be at least 0 and below 2^31, got {tokens}")
 
 
-def _begin_token(path: Path, prompt: str) -> int | None:
-    """Return the begin token of a checkpoint's run. Warn if nothing can begin a text."""
-    state = checkpoint.Checkpoint(path).state
-    bos = resume.saved_begin_token(state)
-    if bos is None and not prompt and resume.saved_documents(state) == "mask":
-        ranks.warn(
-            "this model was trained without begin tokens (--bos) and cannot begin a text: give a "
-            "--prompt"
-        )
-    return bos
-
-
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(_PROGRAM, __doc__)
     add = parser.add_argument
@@ -160,6 +150,12 @@ def _parser() -> ArgumentParser:
         "example",
     )
     add("--prompt-file", type=Path, help="UTF-8 file with the text to continue")
+    add(
+        "--special",
+        action="store_true",
+        help="read names of special tokens in the prompt, as in a conversation, as these tokens, "
+        "and print special tokens (default: they are letters of the text)",
+    )
     add("--tokens", type=int, default=200, help="most tokens to add to each text (default: 200)")
     add("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     add("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
@@ -216,31 +212,54 @@ class _Request:
         args = self.args
         digest = hashlib.sha256(self.prompt.encode()).hexdigest()[:_SHOWN]
         own = {"run": args.run, "prompt": f"of digest {digest}", "tokens": args.tokens}
-        own |= {"chunk": args.chunk, "dtype": args.dtype, **self.sampling}
+        own |= {"chunk": args.chunk, "dtype": args.dtype, "special": args.special, **self.sampling}
         return shared_options({**TrainConfig(**self.settings).to_dict(), **own})
 
     def open(
         self, device: torch.device, count: int = 1
-    ) -> tuple[CPM | LiveModel, Tokenizer, int | None]:
-        """Return the whole model on one device, its tokenizer and its begin token, for a number of
-        ranks.
+    ) -> tuple[CPM | LiveModel, Tokenizer, TextRules]:
+        """Return the whole model on one device, its tokenizer and the rules of its texts, for a
+        number of ranks.
         """
         dtype = DTYPES[self.args.dtype]
         if self.args.run:
             path = checkpoint.find(self.args.run)
-            check_ranks(config_of(checkpoint.Checkpoint(path).state["model"]), count)
+            config = config_of(checkpoint.Checkpoint(path).state["model"])
+            check_ranks(config, count)
             tokenizer = checkpoint_tokenizer(path)
-            return load_model(path, device, dtype), tokenizer, _begin_token(path, self.prompt)
+            rules = self._rules(path, config, tokenizer)
+            return load_model(path, device, dtype), tokenizer, rules
         settings = {**self.settings, "dtype": self.args.dtype}
         trained = open_trained(settings, None, None, device)
         check_ranks(trained.model, count)
-        return trained.read(device, dtype), trained.tokenizer, trained.bos
+        stops = folder_stops(trained.name, trained.tokenizer, trained.model.vocab_size)
+        longest = trained.model.longest_sequence
+        rules = TextRules(trained.bos, stops, self.args.special, longest)
+        return trained.read(device, dtype), trained.tokenizer, rules
+
+    def _rules(self, path: Path, model: ModelConfig, tokenizer: Tokenizer) -> TextRules:
+        """Return the rules of a run's texts. Warn if nothing can begin a text."""
+        config, state = TrainConfig(**self.settings), checkpoint.Checkpoint(path).state
+        if not isinstance(model, CPMConfig):
+            if config.bos != "auto" or self.args.special:
+                found = kind_of(model).name
+                raise ValueError(f"--bos and --special are for a dense CPM, got a {found}")
+            return TextRules()
+        bos, began = begin_token(config, path, tokenizer), resume.saved_begin_token(state)
+        masked = resume.saved_documents(state) == "mask"
+        if bos is None and began is None and not self.prompt and masked:
+            ranks.warn(
+                "this model was trained without begin tokens (--bos) and cannot begin a text: give "
+                "a --prompt"
+            )
+        longest = max(resume.longest_row(state), model.longest_sequence or 0)
+        return TextRules(bos, run_stops(state, tokenizer), self.args.special, longest)
 
     def answer(
-        self, model: CPM | LiveModel, tokenizer: Tokenizer, bos: int | None, speed: Speed
+        self, model: CPM | LiveModel, tokenizer: Tokenizer, rules: TextRules, speed: Speed
     ) -> None:
         """Print the answer, and the speed at which a dense CPM computed it."""
-        args, options = self.args, {"bos": bos, "speed": speed, **self.sampling}
+        args, options = self.args, {"rules": rules, "speed": speed, **self.sampling}
         text = generate(model, tokenizer, self.prompt, args.tokens, chunk=args.chunk, **options)
         ranks.say(text)
         if said := str(speed):
@@ -254,9 +273,9 @@ def _work(request: _Request, watchdog: Watchdog) -> None:
     device = init_distributed(config, request.shared)
     sp = init_sequence_parallel(timeout=rank_timeout(config))
     watchdog.alive("reading weights")
-    model, tokenizer, bos = ranks.together(lambda: request.open(device, sp.size))
+    model, tokenizer, rules = ranks.together(lambda: request.open(device, sp.size))
     model.attach(sp)
-    ranks.together(lambda: request.answer(model, tokenizer, bos, Speed(watchdog.alive)))
+    ranks.together(lambda: request.answer(model, tokenizer, rules, Speed(watchdog.alive)))
     watchdog.alive("leaving the other ranks")
     dist.destroy_process_group()
 

@@ -27,14 +27,12 @@ def fill_in(
     prompt: str,
     tokens: int,
     choose: Choose,
-    bos: int | None = None,
 ) -> str:
     """Return the instance in `prompt`, JSON such as `{"question": "2 + 3", "<ans>": ""}`, answered.
 
     Each text under "<ans>" is continued by up to `tokens` tokens, which `choose` takes from logits
-    (V,). Instances begin on their own, without `bos`. Raises ValueError for other prompts.
+    (V,). Raises ValueError for other prompts.
     """
-    assert bos is None
     try:
         record = json.loads(prompt)
     except (ValueError, RecursionError) as error:
@@ -119,10 +117,8 @@ def continue_text(
     prompt: str,
     tokens: int,
     choose: Choose,
-    bos: int | None = None,
 ) -> str:
     """Return the text `prompt` and up to `tokens` more tokens, as `fill_in` takes them."""
-    assert bos is None
     config, task = model.config, TASKS["lm"]
     text = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
     row = torch.tensor(

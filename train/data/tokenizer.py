@@ -9,7 +9,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def special_names(self) -> Collection[str]:
+        return (BYTES_END_OF_TEXT,)
 
     def id_of(self, token: str) -> int | None:
         return self.eos_id if token == BYTES_END_OF_TEXT else None
@@ -84,6 +87,18 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids if i != self.eos_id])
+
+    def special_names(self) -> Collection[str]:
+        return self._special.keys()
+
+    def encode_special(self, text: str) -> list[int]:
+        self._backend.encode_special_tokens = False
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        self._backend.encode_special_tokens = True  # as text
+        return ids
+
+    def decode_special(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([*ids], skip_special_tokens=False)
 
     def _choose_end(self, older: bool) -> str:
         if older:
@@ -184,6 +199,10 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids if i != self.eos_id])
 
+    def special_names(self) -> Collection[str]:
+        pieces = filter(self._backend.is_control, range(self.vocab_size))
+        return [self._backend.id_to_piece(piece) for piece in pieces]
+
     def id_of(self, token: str) -> int | None:
         found = self._backend.piece_to_id(token)  # the unknown piece's id if there is no such token
         return found if self._backend.id_to_piece(found) == token else None
@@ -230,7 +249,7 @@ def open_tokenizer(name: str, eos: str | None = None) -> Tokenizer:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer that was saved into `folder`. Raises ValueError if it is broken."""
-    spec = _read_spec(folder)
+    spec = saved_spec(folder)
     if spec is None:
         raise ValueError(f"{folder} has no tokenizer ({SPEC})")
     if spec["kind"] is ByteTokenizer:
@@ -243,12 +262,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def saved_identity(folder: Path) -> str | None:
     """Return the identity of a folder's tokenizer, None for none and older ones."""
-    spec = _read_spec(folder)
+    spec = saved_spec(folder)
     return None if spec is None else spec["identity"]
 
 
-def _read_spec(folder: Path) -> dict[str, Any] | None:
-    """Return a folder's tokenizer: its "kind", a class, its "file", "eos" and "identity"."""
+def saved_spec(folder: Path) -> dict[str, Any] | None:
+    """Return the record of the tokenizer that was saved into `folder`, or None: its "kind", a
+    class, its "file", "eos" and "identity", and notes. Raises ValueError if it is broken.
+    """
     file = inside(folder, SPEC)
     if not file.is_file():
         return None

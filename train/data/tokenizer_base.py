@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,27 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens."""
 
+    def special_names(self) -> Collection[str]:
+        """Return the names of special tokens, which `encode` reads as letters."""
+        return ()
+
+    def encode_special(self, text: str) -> Sequence[int] | np.ndarray:
+        """Return the ids of `text`, in which names of special tokens are these tokens."""
+        names = sorted(self.special_names(), key=len, reverse=True)  # a name may begin another one
+        ids: list[int] = []
+        for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
+            token = self.id_of(part) if part in names else None
+            ids += [int(i) for i in self.encode(part)] if token is None else [token]
+        return ids
+
+    def decode_special(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, with the names of special tokens."""
+        special = {self.id_of(name) for name in self.special_names()}
+        runs = itertools.groupby(ids, lambda token: token in special)
+        return "".join(
+            "".join(map(self.name_of, run)) if named else self.decode([*run]) for named, run in runs
+        )
+
     @abstractmethod
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its name, or None if there is no such token."""
@@ -69,8 +92,10 @@ class Tokenizer(ABC):
         """The narrowest unsigned dtype for the ids."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
-    def save(self, folder: Path) -> None:
-        """Write the files that `load_tokenizer` reads, with tokenizer.json or .model."""
+    def save(self, folder: Path, **notes: Any) -> None:
+        """Write the files that `load_tokenizer` reads, with tokenizer.json or .model. `notes` are
+        stored with its name.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         name = None
         if self.file is not None:
@@ -82,5 +107,6 @@ class Tokenizer(ABC):
             "file": name,
             "eos": self.eos,
             "identity": self.identity,
+            **notes,
         }
         inside(folder, SPEC).write_text(json.dumps(spec) + "\n")

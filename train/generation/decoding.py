@@ -30,6 +30,7 @@ from models.cpm_live.config import LiveConfig
 from models.cpm_live.layers import LiveModel
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
+from train.generation.text_rules import TextRules
 
 _PIECE = 8192  # tokens of a prompt
 _TICK = 1.0  # seconds between signs of life, at least
@@ -47,10 +48,9 @@ class Generator(Protocol):
         prompt: str,
         tokens: int,
         choose: Choose,
-        bos: int | None = None,
     ) -> str:
         """Return the prompt with up to `tokens` more tokens for each text, which `choose` takes.
-        `bos` is the begin token of training, if any. Raises ValueError if there is no answer.
+        Raises ValueError if there is no answer.
         """
 
 
@@ -172,27 +172,28 @@ def continue_text(
     prompt: str,
     tokens: int,
     choose: Choose,
-    bos: int | None = None,
+    rules: TextRules | None = None,
     chunk: int | None = None,
     speed: Speed | None = None,
 ) -> str:
     """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
 
+    rules  how texts begin and end. By default, nothing is put in front of them
     chunk  the most tokens of the prompt that all ranks of the model compute at once. By default
            all, or 8,192 if the model has lightning layers. Then the first chunk of a prompt with
            sparse attention has at least dense_len tokens
     speed  notes the times
 
-    The model reads begin token `bos` in front of the prompt. Without `bos`, it reads the
-    end-of-text token for an empty prompt. Rotary scalings by length use that of the text so far,
-    as in transformers: earlier tokens are not rotated again. If the model has several ranks, all
-    call this, and `choose` must return the same token on each. Models with lightning layers have
-    one rank.
+    Rotary scalings by length use that of the text so far, as in transformers: earlier tokens are
+    not rotated again. If the model has several ranks, all call this, and `choose` must return the
+    same token on each. Models with lightning layers have one rank.
     """
-    begin = [] if bos is None else [bos]
-    ids = [*begin, *(int(i) for i in tokenizer.encode(prompt))] or [tokenizer.eos_id]
+    rules = rules or TextRules()
+    begin, given = rules.encode(tokenizer, prompt)
+    ids = begin + given
     speed, limit = speed or Speed(), len(ids) + tokens
     cache, fresh = _make_cache(model, limit, chunk), ids
+    rules.warn(tokenizer, prompt, len(ids), tokens)
     if model.config.lightning_layers:
         chunk = chunk or _PIECE
     speed.begin()
@@ -200,11 +201,11 @@ def continue_text(
         logits = _compute(model, cache, fresh, len(ids) - len(fresh), chunk, speed)
         token = choose(logits[0, -1, : tokenizer.vocab_size])
         speed.note(len(fresh), fresh is ids)
-        if token == tokenizer.eos_id:
+        if rules.ends(tokenizer, token):
             break
         fresh = [token]
         ids = ids + fresh
-    return tokenizer.decode(ids[len(begin) :])
+    return rules.decode(tokenizer, ids[len(begin) :])
 
 
 def _make_cache(model: CPM, limit: int, chunk: int | None) -> Cache | Decoder:

@@ -99,7 +99,7 @@ def _check(folder: Path, values: dict[str, Any], texts: dict[str, str], vocabula
     _note_begin_tokens(folder, values)
     for name in ("config.json", GENERATION):
         for field in _IDS:
-            _check_ids(folder / name, field, values.get(name, {}).get(field), vocabulary)
+            check_ids(folder / name, field, values.get(name, {}).get(field), vocabulary)
     _check_names(folder, tokenizer_config, values.get(SPECIAL, {}))
     _check_templates(folder, tokenizer_config, texts)
 
@@ -172,7 +172,8 @@ def _note_begin_tokens(folder: Path, values: dict[str, Any]) -> None:
         )
 
 
-def _check_ids(file: Path, field: str, value: Any, vocabulary: int) -> None:
+def check_ids(file: Path, field: str, value: Any, vocabulary: int) -> None:
+    """Raise ValueError unless `field` of a file has ids below `vocabulary`, or -1."""
     for token in ids(value):
         if type(token) is not int or not -1 <= token < vocabulary:
             raise ValueError(

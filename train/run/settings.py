@@ -111,7 +111,8 @@ class Settings:
     bos: str = option(
         "auto",
         "the token in front of each document, or none; auto: the tokenizer's begin token, else its "
-        "end-of-text token, and none with --documents ignore; a resumed run keeps its choice",
+        "end-of-text token, and none with --documents ignore; a resumed run keeps its choice; "
+        "generate.py and evaluate.py: as in training, or as the folder of --init-from says",
     )
     seq_len: int = option(512, "tokens in one sequence, over all ranks that share it", least=1)
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks", least=1)

@@ -18,9 +18,10 @@ from train.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from train.engine import Engine
 from train.run import resume
 from train.run.config import TrainConfig
-from train.run.inputs import check_kernel, check_padding, open_data, warn_of_length
+from train.run.inputs import check_kernel, check_padding, open_data
 from train.run.kinds import config_of, kind_of
 from train.run.same_tokenizer import check_folder, check_weights, find_tokenizers
+from train.run.texts import begin_token
 
 _FROM_RUN = ("seq_len", "dtype")  # settings that are a run's, unless they are given
 
@@ -76,7 +77,10 @@ class Trained:
             weights = Path(config.init_from or "")
             check_weights(place, self.tokenizer, weights, config.allow_other_tokenizer)
         apart = resume.choose_documents(config, self.path, data)
-        bos = resume.choose_begin_token(config, self.path, apart, data, self.tokenizer)
+        if self.path is None and config.bos == "auto":  # as the folder of the weights says
+            bos = self.bos if apart else None
+        else:
+            bos = resume.choose_begin_token(config, self.path, apart, data, self.tokenizer)
         opened: Sequences = data.keep_documents_apart(apart, bos)
         check_padding(config, opened)
         return opened
@@ -98,7 +102,6 @@ def open_trained(
         config, model = TrainConfig(**{**saved, **given}), config_of(state["model"])
     if not isinstance(model, CPMConfig):
         raise ValueError(f"expected a dense CPM, got a {kind_of(model).name}, which reads no texts")
-    warn_of_length(config, model)
     check_kernel(config, model, device)
     found = open_tokenizer(tokenizer) if tokenizer else _find_tokenizer(path, config)
     if found.vocab_size > model.vocab_size:
@@ -106,7 +109,7 @@ def open_trained(
             f"expected a tokenizer of at most {model.vocab_size} tokens, which the model has, got "
             f"one of {found.vocab_size}"
         )
-    return Trained(config, path, model, found, _begin_token(config, path, found))
+    return Trained(config, path, model, found, begin_token(config, path, found))
 
 
 def checkpoint_tokenizer(path: Path) -> Tokenizer:
@@ -125,14 +128,3 @@ def _find_tokenizer(path: Path | None, config: TrainConfig) -> Tokenizer:
             return found
         raise ValueError(found)
     raise ValueError(f"{folder} has no tokenizer: give --tokenizer")
-
-
-def _begin_token(config: TrainConfig, path: Path | None, tokenizer: Tokenizer) -> int | None:
-    """Return the begin token of a text that no data folder holds."""
-    if config.bos == "none" or config.documents == "ignore":
-        return None
-    if config.bos != "auto":
-        return resume.named_token(config.bos, tokenizer, str(path or config.init_from))
-    if path is not None:
-        return resume.saved_begin_token(checkpoint.Checkpoint(path).state)
-    return tokenizer.bos_id

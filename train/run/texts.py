@@ -1,0 +1,150 @@
+"""How texts of a trained model begin and end: as in its run, or as the files of its folder say.
+
+A run has saved its begin token. In the folder of --init-from, tokenizer.json's post_processor names
+it. Without one, `add_bos_token` of tokenizer_config.json decides, or else the default of its
+tokenizer_class. Texts end with the tokens that `eos_token_id` lists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from models.tensor_files import folder_of, read_json
+from train.base import ranks
+from train.checkpoints import checkpoint
+from train.data.tokenizer import SentencePieceTokenizer, Tokenizer, saved_spec
+from train.run import resume
+from train.run.beside import GENERATION, SPECIAL, TOKENIZER, check_ids, ids, token_name
+from train.run.config import TrainConfig
+
+_BEGINNING = ("Llama", "CodeLlama", "Gemma", "Cohere")  # their tokenizer classes put a begin token
+
+
+def begin_token(config: TrainConfig, path: Path | None, tokenizer: Tokenizer) -> int | None:
+    """Return the token in front of a text that no data folder holds: as --bos says, else as in the
+    run of checkpoint `path`, or as the folder of --init-from or of the tokenizer says.
+
+    Raises ValueError for a token that the tokenizer lacks, and for a folder with several.
+    """
+    if config.bos == "none" or config.documents == "ignore":
+        return None
+    if config.bos != "auto":
+        return resume.named_token(config.bos, tokenizer, str(path or config.init_from))
+    if path is not None:
+        return resume.saved_begin_token(checkpoint.Checkpoint(path).state)
+    return folder_begin_token(_folder_of(config, tokenizer), tokenizer)
+
+
+def _folder_of(config: TrainConfig, tokenizer: Tokenizer) -> Path:
+    """Return the folder of a tokenizer, or of the weights if it has no file."""
+    return folder_of(config.init_from or "") if tokenizer.file is None else tokenizer.file.parent
+
+
+def folder_begin_token(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """Return the token that a folder's files put in front of a text. Raises ValueError for several,
+    and OSError.
+    """
+    spec, values = saved_spec(folder) or {}, _read(folder)
+    if tokenizer.file is None and spec.get("kind") is not type(tokenizer):
+        return tokenizer.bos_id  # the folder is not this tokenizer's
+    if "begin" in spec:
+        return None if spec["begin"] is None else tokenizer.id_of(spec["begin"])
+    if spec and (folder / "model.json").is_file():
+        return tokenizer.bos_id  # an older export for bmtrain, which has not saved it
+    named, adds = _named_begin_token(values, tokenizer), _asked(values)
+    file = folder / "tokenizer.json"
+    if tokenizer.file is not None and tokenizer.file.suffix == ".json":
+        file = tokenizer.file
+    if file.is_file() and (rules := read_json(file).get("post_processor")):
+        found = _put_in_front(file, rules, tokenizer)
+        if adds is not None and adds != (found is not None):
+            puts = "no token" if found is None else repr(tokenizer.name_of(found))
+            ranks.warn(
+                f"{file} puts {puts} in front of a text, but {TOKENIZER} has add_bos_token "
+                f"{str(adds).lower()}: the first is used, unless --bos says otherwise"
+            )
+        return found
+    if adds is None:
+        adds = _adds_by_class(values, tokenizer)
+    return named if adds else None
+
+
+def _read(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the values of the files that are there, by name."""
+    names = ("config.json", GENERATION, TOKENIZER, SPECIAL)
+    return {name: read_json(folder / name) for name in names if (folder / name).is_file()}
+
+
+def _asked(values: Mapping[str, Any]) -> bool | None:
+    asked = values.get(TOKENIZER, {}).get("add_bos_token")
+    return asked if isinstance(asked, bool) else None
+
+
+def _adds_by_class(values: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether the class of a tokenizer puts a begin token in front of a text by default."""
+    named = (values.get(name, {}).get("tokenizer_class") for name in (TOKENIZER, "config.json"))
+    kind = next((name for name in named if isinstance(name, str)), None)
+    if kind is None:  # transformers reads a lone SentencePiece model as Llama's
+        return isinstance(tokenizer, SentencePieceTokenizer)
+    return kind.removesuffix("Fast").removesuffix("Tokenizer") in _BEGINNING
+
+
+def _named_begin_token(values: Mapping[str, Any], tokenizer: Tokenizer) -> int | None:
+    """Return the begin token that files name, or else the tokenizer's own, if it has one."""
+    for name in (TOKENIZER, SPECIAL):
+        if "bos_token" in values.get(name, {}):
+            token = token_name(values[name]["bos_token"])
+            return None if token is None else tokenizer.id_of(str(token))
+    return None if tokenizer.bos_id == tokenizer.eos_id else tokenizer.bos_id
+
+
+def _put_in_front(file: Path, rules: dict[str, Any], tokenizer: Tokenizer) -> int | None:
+    """Return the token that a post_processor puts in front of a text, found by one of one word."""
+    word = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}
+    probe = json.dumps({"version": "1.0", "model": word, "post_processor": rules})
+    try:
+        encoding = Backend.from_str(probe).encode("x")
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ValueError(f"{file}: post_processor: {error}") from error
+    tokens = encoding.ids[: encoding.special_tokens_mask.index(0)]
+    if len(tokens) > 1:
+        names = ", ".join(repr(tokenizer.name_of(token)) for token in tokens)
+        raise ValueError(
+            f"{file} puts {names} in front of a text, expected at most one token: give --bos TOKEN "
+            "or none"
+        )
+    return tokens[0] if tokens else None
+
+
+def run_stops(state: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end a text of a run: the end of its documents, and those that the
+    folder of its first weights lists, as its export does.
+    """
+    record = state.get("beside") or {}
+    known = not record.get("foreign", True)
+    listed = _listed(record["values"]) if known else []
+    return frozenset({tokenizer.eos_id, *(i for i in listed if 0 <= i < tokenizer.vocab_size)})
+
+
+def folder_stops(source: str, tokenizer: Tokenizer, vocabulary: int) -> frozenset[int]:
+    """Return the tokens that end a text as the folder of the weights lists, or else its tokenizer's
+    end-of-text token. Raises ValueError for ids that are not below `vocabulary`, and OSError.
+    """
+    folder = folder_of(source)
+    values = _read(folder)
+    for name in ("config.json", GENERATION):
+        check_ids(folder / name, "eos_token_id", _ends(values, name), vocabulary)
+    return frozenset(i for i in _listed(values) if i >= 0) or frozenset({tokenizer.eos_id})
+
+
+def _listed(values: Mapping[str, Any]) -> list[int]:
+    return [token for name in ("config.json", GENERATION) for token in ids(_ends(values, name))]
+
+
+def _ends(values: Mapping[str, Any], name: str) -> Any:
+    return values.get(name, {}).get("eos_token_id")
