@@ -190,7 +190,8 @@ def test_every_stage_is_checked_before_the_first_step(folder, second, message, m
     monkeypatch.setattr("importlib.util.find_spec", lambda x: None if x == "wandb" else find(x))
     if second.get("data") == "OTHER":
         second = {"data": str(folder.path / "other")}
-        folder.prepare("other", open_tokenizer(words_file(folder.path, ["</s>", "f", "[UNK]"])))
+        other = words_file(folder.path, ["f", "[UNK]"], ["</s>"])
+        folder.prepare("other", open_tokenizer(other))
     _, stages = parse_run(["--stages", str(folder.write(FIRST, {**SECOND, **second}))])
     with pytest.raises(RankError, match=message):
         stages.check(torch.device("cpu"))

@@ -383,7 +383,7 @@ def theirs(tmp_path) -> JsonTokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.save(str(tmp_path / "theirs.json"))
-    return JsonTokenizer(tmp_path / "theirs.json")
+    return JsonTokenizer(tmp_path / "theirs.json", "</s>")
 
 
 def forget_identity(folder) -> None:

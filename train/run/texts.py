@@ -1,4 +1,4 @@
-"""How texts of a trained model begin and end: as in its run, or as the files of its folder say.
+"""The begin token and the end tokens of a trained model: of its run, or as its folder's files say.
 
 A run has saved its begin token. In the folder of --init-from, tokenizer.json's post_processor names
 it. Without one, `add_bos_token` of tokenizer_config.json decides, or else the default of its
