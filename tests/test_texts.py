@@ -133,7 +133,7 @@ def test_a_tokenizer_without_a_file_or_a_class_keeps_its_begin_token(sentencepie
     ],
 )
 def test_texts_of_a_folder_end_with_the_tokens_that_it_lists(
-    config, generation, expected, tmp_path
+    config, generation, expected, tmp_path, capsys
 ):
     folder = folder_of(tmp_path, BYTES, {}, {"eos_token_id": config})
     if generation is not None:
@@ -144,6 +144,8 @@ def test_texts_of_a_folder_end_with_the_tokens_that_it_lists(
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 280]}')
     with pytest.raises(ValueError, match=r"eos_token_id below the vocab_size .* 280, got \[2, 280"):
         folder_stops(str(folder), tokenizer, 280)
+    assert 280 not in folder_stops(str(folder), tokenizer, 288)  # rows of padding
+    assert "eos_token_id lists 280, but the tokenizer has only" in capsys.readouterr().err
 
 
 def test_texts_of_a_run_end_as_those_of_its_export(source, tmp_path):  # noqa: F811

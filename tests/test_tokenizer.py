@@ -290,7 +290,10 @@ def test_a_begin_token_is_known_by_its_name_or_its_place_in_front_or_is_the_end_
 
 def test_the_end_of_text_of_sentencepiece_is_a_control_symbol(sentencepiece, tmp_path):
     open_tokenizer(str(sentencepiece), "<ctl>").save(tmp_path)
-    assert load_tokenizer(tmp_path).eos_id == 3
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_id == 3
+    (tmp_path / "config.json").write_text('{"eos_token_id": [3, 73440]}')
+    assert named_ends(tmp_path, tokenizer.name_of) == {"config.json": ["<ctl>", "token 73440"]}
     for token in ("<sep>", "fox", "<unk>", "", "<end>"):
         with pytest.raises(ValueError, match=f"must be one of its control symbols, got '{token}'"):
             open_tokenizer(str(sentencepiece), token)

@@ -58,8 +58,9 @@ from train.run.watchdog import Watchdog
 
 _PROGRAM = "generate.py"
 _SHOWN = 12  # digits of the prompt's digest that are shown
-# options of pretrain.py, too
-_SHARED = {"init_from", "model", "accept_field", "bos", "processes", "device", "timeout"}
+_SHARED = {  # options of pretrain.py, too
+    *("init_from", "model", "accept_field", "untie", "bos", "processes", "device", "timeout")
+}
 
 
 def load_model(
@@ -196,7 +197,7 @@ class _Request:
         settings = {name: vars(args)[name] for name in _SHARED if name in args}
         if (args.run is None) == ("init_from" not in settings):
             raise ValueError("give a trained model: either --run or --init-from")
-        if args.run and (other := {"model", "accept_field"} & settings.keys()):
+        if args.run and (other := {"model", "accept_field", "untie"} & settings.keys()):
             raise ValueError(f"{flag(min(other))} is for --init-from, got --run")
         if args.prompt is not None and args.prompt_file is not None:
             raise ValueError("give --prompt or --prompt-file, got both")

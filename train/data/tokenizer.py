@@ -208,7 +208,8 @@ class SentencePieceTokenizer(Tokenizer):
         return found if self._backend.id_to_piece(found) == token else None
 
     def name_of(self, token: int) -> str:
-        return self._backend.id_to_piece(token)
+        known = token < self.vocab_size
+        return self._backend.id_to_piece(token) if known else f"token {token}"
 
     def _rules(self) -> str:
         return hashlib.sha256(self._backend.serialized_model_proto()).hexdigest()

@@ -139,7 +139,13 @@ def folder_stops(source: str, tokenizer: Tokenizer, vocabulary: int) -> frozense
     values = _read(folder)
     for name in ("config.json", GENERATION):
         check_ids(folder / name, "eos_token_id", _ends(values, name), vocabulary)
-    return frozenset(i for i in _listed(values) if i >= 0) or frozenset({tokenizer.eos_id})
+    listed = frozenset(i for i in _listed(values) if i >= 0)
+    if lacking := sorted(i for i in listed if i >= tokenizer.vocab_size):
+        ranks.warn(
+            f"{folder}: eos_token_id lists {', '.join(map(str, lacking))}, but the tokenizer has "
+            f"only {tokenizer.vocab_size} tokens: no text ends there"
+        )
+    return listed.difference(lacking) or frozenset({tokenizer.eos_id})
 
 
 def _listed(values: Mapping[str, Any]) -> list[int]:

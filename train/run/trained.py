@@ -127,4 +127,7 @@ def _find_tokenizer(path: Path | None, config: TrainConfig) -> Tokenizer:
         if isinstance(found, Tokenizer):
             return found
         raise ValueError(found)
-    raise ValueError(f"{folder} has no tokenizer: give --tokenizer")
+    raise ValueError(
+        f"{folder} has no tokenizer.json or tokenizer.model: put one there, or give evaluate.py "
+        "--tokenizer"
+    )
