@@ -45,7 +45,6 @@ from train.run.building import make_engine, make_groups
 from train.run.checks import check_layers
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed, shared_options
-from train.run.inputs import warn_of_length
 from train.run.launch import launch
 from train.run.options import SourcesAction, add_options
 from train.run.trained import Trained, open_trained
@@ -187,7 +186,6 @@ class Evaluation:
             lambda: open_trained(request.settings, path, request.tokenizer, device)
         )
         self.config, model = self._configure(), self.trained.model
-        warn_of_length(self.config, model)
         self.output = ranks.together(self._choose_output)
         sp = ranks.together(lambda: make_groups(self.config))
         self.grid = ranks.together(self._choose_grid)
