@@ -16,6 +16,7 @@ pytest.importorskip("trl")  # a machine with GPUs may lack it
 import trl
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DistributedType
+from accelerate.local_sgd import LocalSGD
 from peft import PrefixTuningConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
@@ -281,10 +282,44 @@ def test_loaders_and_counts_under_a_mesh_of_all_ranks():
     (of_first, indices, total), (of_second, *_) = ranks[0], ranks[2]
     assert indices == [0, 1] and float(total) == 2
     for first, second in zip(of_first, of_second, strict=True):
+    refuse_steps_with_own_gradients(rank)
         assert len(first) == len(second) == 2
         gathered = [row for _, rows in first for row in rows]
         trimmed = sorted([x for x in row if x] for row in gathered)
         assert trimmed == sorted(Rows(7)[i]["input_ids"] for i in range(7))  # each once
+def refuse_steps_with_own_gradients(rank: int) -> None:
+    """Check that no rank takes a step with gradients that were not averaged over ranks."""
+    begin(rank)
+    accelerator = changed(sp_size=2)(Accelerator)(cpu=not GPUS, gradient_accumulation_steps=2)
+    own, other = model(), torch.nn.Linear(2, 1)
+    trained, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
+    other, of_other = accelerator.prepare(other, torch.optim.SGD(other.parameters(), 0.1))
+    with pytest.raises(ValueError, match="LocalSGD lets each rank take steps with its own gradie"):
+        LocalSGD(accelerator, trained, 2)
+    with LocalSGD(accelerator, trained, 2, enabled=False) as local:
+        local.step()
+    batch = {name: x.to(accelerator.device) for name, x in collate([*Rows(2)]).items()}
+    before = own.lm_head.weight.detach().clone()
+    refused = "an optimizer takes a step after a backward within no_sync, and with sequence paral"
+    for no_sync in (accelerator.no_sync, torch.nn.parallel.DistributedDataParallel.no_sync):
+        with no_sync(trained):
+            trained(**batch).loss.backward()
+            with pytest.raises(ValueError, match=refused):
+                optimizer.step()
+            accelerator.backward(trained(**batch).loss)
+        with pytest.raises(ValueError, match=refused):
+            optimizer.step()
+        of_other.step()
+    assert own.lm_head.weight.equal(before)
+    for _ in range(2):
+        with accelerator.accumulate(trained):
+            accelerator.backward(trained(**batch).loss)
+            optimizer.step()
+    after = own.lm_head.weight.detach()
+    assert not after.equal(before)
+    assert accelerator.sp.sum(after).equal(2 * after)
+
+
         assert [x for x, _ in first] != [x for x, _ in second]
 
 

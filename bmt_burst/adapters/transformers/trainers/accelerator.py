@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import DistributedType
 from accelerate.utils import recursively_apply
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
@@ -28,6 +31,7 @@ from .options import Options
 from .peers import Peers, find_peers
 
 _REFUSED_TYPES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_PARTS = "each rank of a group has only its part of the gradients"
 
 
 class ParallelAccelerator(Accelerator):
@@ -40,16 +44,35 @@ class ParallelAccelerator(Accelerator):
     sp: SequenceParallel
     _peers: Peers | None = None  # None if each rank counts
     _counts_ranks = False  # within what saves and loads: each rank then has files of its own
+    _prepared: WeakSet[nn.Module]
+    _unsynced: list[nn.Module]  # models within no_sync
+    _not_averaged: list[nn.Module]  # models that were within no_sync in the last backward
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
         self._make_groups()
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of training. The constructor of LocalSGD reads it, and nothing else of an
+        accelerator, so this refuses LocalSGD with a ValueError.
+        """
+        if self._peers is not None:
+            caller = sys._getframe(1)
+            of_local_sgd = caller.f_globals.get("__name__") == "accelerate.local_sgd"
+            if of_local_sgd and caller.f_locals.get("enabled"):
+                raise ValueError(
+                    "LocalSGD lets each rank take steps with its own gradients, and with sequence "
+                    f"parallelism {_PARTS}: leave it out, or pass enabled=False"
+                )
+        return super().distributed_type
 
     def _make_groups(self, sp: SequenceParallel | None = None) -> None:
         """Make the groups, once accelerate has initialised torch.distributed, or take those of
         `sp`.
         """
         options = self._sp_options
+        self._prepared, self._unsynced, self._not_averaged = WeakSet(), [], []
         if sp is not None:
             self.sp = sp
         elif dist.is_initialized():
@@ -135,6 +158,40 @@ class ParallelAccelerator(Accelerator):
         with self._count_ranks():  # any rank may have set it
             return super().check_trigger()
 
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        self._unsynced.append(model)
+        try:
+            with super().no_sync(model):
+                yield
+        finally:
+            self._unsynced.remove(model)
+
+    def backward(self, loss: Tensor, **named: Any) -> None:
+        super().backward(loss, **named)
+        self._not_averaged = self._find_unsynced()
+
+    def _find_unsynced(self) -> list[nn.Module]:
+        """Return the models that do not average gradients now. DDP has its own `no_sync`."""
+        own = (x for x in self._prepared if not getattr(x, "require_backward_grad_sync", True))
+        return [*self._unsynced, *own]
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if self._peers is not None and not getattr(optimizer, "_is_accelerate_prepared", False):
+            optimizer.register_step_pre_hook(self._check_averaged)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _check_averaged(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        """Raise ValueError before a step with gradients that were not averaged over ranks."""
+        models = {*self._find_unsynced(), *self._not_averaged}
+        local = {id(p) for model in models for p in model.parameters()}
+        if any(id(p) in local for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "an optimizer takes a step after a backward within no_sync, and with sequence "
+                f"parallelism {_PARTS}: run the last backward before a step outside of no_sync, or "
+                "use accelerator.accumulate"
+            )
+
     def _enable(self, model: nn.Module) -> None:
         """Enable the models of transformers in `model`, unless they are enabled."""
         if self.sp.size > 1:
@@ -161,6 +218,7 @@ class ParallelAccelerator(Accelerator):
         if self.sp.size > 1 and not evaluation_mode and not is_wrapped:
             self._forget(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        self._prepared.add(prepared)
         if prepared is not model:
             self._agree_before(prepared)
         return prepared
