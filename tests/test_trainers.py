@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pathlib
+import re
 import tempfile
 import warnings
 from typing import Any
@@ -14,10 +16,12 @@ import transformers as hf
 pytest.importorskip("trl")  # a machine with GPUs may lack it
 
 import trl
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.local_sgd import LocalSGD
-from peft import PrefixTuningConfig, get_peft_model
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
+from peft import AdaptionPromptConfig, PrefixTuningConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
@@ -26,6 +30,7 @@ from bmt_burst.adapters.transformers import enable, requests, sequence_parallel
 from bmt_burst.errors import RanksDisagree
 from tests.launcher import GPUS, run_ranks
 from tests.trainers import (
+    PAGE,
     PassOn,
     Rows,
     Stream,
@@ -82,7 +87,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"label_smoothing_factor": 0.1, "of_metrics": True},
     ),
     "own loss": ("train_with_trainer", {"loss": True, "of_metrics": True}),
-    "metrics of batches": ("train_with_trainer", {"of_metrics": True, "batch_eval_metrics": True}),
+    "seq2seq, metrics of batches": (
+        "train_with_trainer",
+        {"seq2seq": True, "of_metrics": True, "batch_eval_metrics": True},
+    ),
     "stream": ("train_with_trainer", {"stream": True}),
     "loss of a subclass": (
         "train_with_trainer",
@@ -113,7 +121,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, lora": ("train_with_dpo", {"adapter": True, "loss_type": "ipo"}),
     "dpo, lora, precomputed": ("train_with_dpo", {"adapter": True, "before": True}),
     "rewards": ("train_with_rewards", {"center_rewards_coefficient": 0.1}),
+    "kto": ("train_on_preferences", {"name": "KTO", "adapter": True, "desirable_weight": 1.3}),
+    "orpo": ("train_on_preferences", {"name": "ORPO"}),
+    "cpo": ("train_on_preferences", {"name": "CPO"}),
+    "tpo": ("train_on_preferences", {"name": "TPO"}),
     "sft, then dpo": ("train_twice", {}),
+    "comparison of the page": ("compare_as_on_the_page", {}),
     "loop": ("train_with_loop", {}),
     "loop, split batches": ("train_with_loop", {"split_batches": True}),
 }
@@ -147,25 +160,49 @@ def test_two_ranks_count_as_one_process(name, groups, results):
         compare(found[case], expected[case])
 
 
-REFUSED_CLASSES = {
-    "Seq2SeqTrainer": "Seq2SeqTrainer generates while it trains",
-    "GRPOTrainer": "GRPOTrainer generates while it trains",
-    "RLOOTrainer": "RLOOTrainer generates while it trains",
-    "DistillationTrainer": "DistillationTrainer generates while it trains",
-    "KTOTrainer": "KTOTrainer of trl.trainer.kto_trainer was not tested over ranks: expected TRL",
-}
+def trainers_of_trl() -> dict[str, type]:
+    """Return stand-ins for all of TRL's trainers, by module and name: only their names, modules and
+    bases are read, and importing all of them takes long.
+    """
+    folder = pathlib.Path(trl.__file__).parent
+    found, lines = {}, {}
+    for file in sorted((*folder.glob("trainer/*.py"), *folder.glob("experimental/**/*.py"))):
+        module = ".".join(file.relative_to(folder.parent).with_suffix("").parts)
+        module = module.removesuffix(".__init__")
+        for name, base in re.findall(r"(?m)^class ([A-Z]\w+Trainer)\(_?(\w+)\)", file.read_text()):
+            lines[f"{module}.{name}"] = module, name, base
+    ours = {"Trainer": hf.Trainer, "BaseTrainer": hf.Trainer}
+    for place, (module, name, base) in sorted(lines.items(), reverse=True):  # trl.trainer first
+        found[place] = type(name, (ours.get(base, hf.Trainer),), {"__module__": module})
+        ours.setdefault(name, found[place])
+    return found
+
+
+def test_trainers_of_trl_are_tested_or_generate_or_need_untested():
+    """Also those of a new release: a trainer that is not known needs untested=True."""
+    accepted, generating, others = set(), set(), set()
+    for place, cls in trainers_of_trl().items():
+        try:
+            sequence_parallel(cls, sp_size=2)
+            accepted.add(cls.__name__)
+        except ValueError as error:
+            if "generates while it trains, and over ranks there are no caches" in str(error):
+                generating.add(cls.__name__)
+                with pytest.raises(ValueError, match="generates while it trains"):
+                    sequence_parallel(cls, untested=True)
+            else:
+                assert f"{cls.__name__} of {cls.__module__} was not tested over ranks" in str(error)
+                assert "untested=True accepts it: first compare its losses" in str(error)
+                with pytest.warns(UserWarning, match="was not tested over ranks: compare its loss"):
+                    sequence_parallel(cls, untested=True)
+                others.add(place)
+    names = ("SFT", "DPO", "Reward", "KTO", "ORPO", "CPO", "TPO")
+    assert accepted == {f"{name}Trainer" for name in names}
+    assert {"GRPOTrainer", "RLOOTrainer", "GKDTrainer", "GMPOTrainer"} <= generating
+    assert others == {"trl.experimental.bema_for_ref_model.dpo_trainer.DPOTrainer"}
 
 
 def test_classes_that_cannot_be_are_refused():
-    for name, message in REFUSED_CLASSES.items():
-        cls = getattr(hf if hasattr(hf, name) else trl, name)
-        with pytest.raises(ValueError, match=message):
-            sequence_parallel(cls, sp_size=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is experimental
-        from trl.experimental.gkd import GKDTrainer
-    with pytest.raises(ValueError, match=r"GKDTrainer of trl.experimental.* was not tested over"):
-        sequence_parallel(GKDTrainer)  # a subclass of SFTTrainer that generates
     for wrong, message in (
         (dict, "expected transformers' Trainer, .*, got dict"),
         (hf.TrainingArguments, "or a subclass, got TrainingArguments"),
@@ -182,6 +219,7 @@ def test_classes_that_cannot_be_are_refused():
         with pytest.raises(TypeError, match=f"{name} must be True or False"):
             sequence_parallel(hf.Trainer, **{name: "yes"})
     assert issubclass(once, hf.Trainer) and once.__name__ == "Trainer"
+    assert issubclass(sequence_parallel(hf.Seq2SeqTrainer), hf.Seq2SeqTrainer)
 
 
 def refuse_arguments_on(rank: int) -> None:
@@ -228,16 +266,27 @@ def refuse_arguments_on(rank: int) -> None:
         with pytest.raises(ValueError, match=f"expected DDP or FSDP2, got {kind.value}, which is"):
             accelerator._make_groups()
     accelerator.state.distributed_type = own
+    generating = hf.Seq2SeqTrainingArguments(
+        use_cpu=not GPUS, report_to=[], predict_with_generate=True
+    )
+    with pytest.raises(ValueError, match="expected predict_with_generate=False, got True: over ra"):
+        changed(sp_size=2)(hf.Seq2SeqTrainer)(model=model(), args=generating)
     two = hf.TrainingArguments(use_cpu=not GPUS, report_to=[])
     two._n_gpu = 2
     with pytest.raises(ValueError, match="expected a process for each GPU, got one with 2 GPUs"):
         changed(sp_size=2)(hf.Trainer)(model=model(), args=two)
     assert accelerator.num_processes == 1 and accelerator.sp.size == 2
     prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    adaption = AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
     by_hand = enable(model(), init_sequence_parallel())
     other = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9))
     for wrong, error, message in (
         (get_peft_model(model(), prefix), ValueError, "is PREFIX_TUNING, which puts tokens before"),
+        (
+            get_peft_model(model(), adaption),
+            TypeError,
+            "an? AdaptedAttention, has .*: use LoRA inst",
+        ),
         (by_hand, ValueError, "is already enabled, for other groups: pass a model that is not"),
         (other, TypeError, "got a GPT2LMHeadModel: untested=True compares a small copy"),
     ):
@@ -246,47 +295,11 @@ def refuse_arguments_on(rank: int) -> None:
     begin(rank)
     with pytest.raises(ValueError, match="router_aux_loss_coef=0, which SFTConfig and DPOConfig"):
         train_with_sft(changed(sp_size=2), kind="Qwen3MoeForCausalLM", router_aux_loss_coef=0.1)
+    refuse_steps_with_own_gradients(rank)
     # the ranks still understand each other
     assert float(accelerator.sp.sum(torch.ones(()))) == 2
 
 
-def test_arguments_that_do_not_work_over_ranks_are_refused_on_all_ranks():
-    run_ranks(2, refuse_arguments_on)
-    with pytest.raises(ValueError, match="sp_size=2 needs as many processes or more, got one"):
-        changed(sp_size=2)(Accelerator)(cpu=True)
-
-
-def read_with_a_mesh(rank: int) -> tuple[list, list, int]:
-    """Return the batches of shuffled rows and of a stream, under an imagined mesh of HSDP."""
-    begin(rank)
-    accelerator = changed(sp_size=2)(Accelerator)(cpu=True)
-    accelerator.state.device_mesh = init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
-    found = []
-    for rows in (Rows(7), Stream(7)):
-        shuffle = {} if isinstance(rows, Stream) else {"shuffle": True}
-        loader = DataLoader(rows, batch_size=2, collate_fn=collate, **shuffle)
-        loader, rest = accelerator.prepare(loader), []
-        for batch in loader:
-            gathered = accelerator.gather_for_metrics([*batch["input_ids"].tolist()], True)
-            rest.append((batch["input_ids"].tolist(), gathered))
-        found.append(rest)
-    total = accelerator.reduce(torch.tensor(1.0))
-    return found, accelerator.gather(torch.tensor([accelerator.process_index])).tolist(), total
-
-
-def test_loaders_and_counts_under_a_mesh_of_all_ranks():
-    ranks = run_ranks(4, read_with_a_mesh)
-    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
-    (of_first, indices, total), (of_second, *_) = ranks[0], ranks[2]
-    assert indices == [0, 1] and float(total) == 2
-    for first, second in zip(of_first, of_second, strict=True):
-    refuse_steps_with_own_gradients(rank)
-        assert len(first) == len(second) == 2
-        gathered = [row for _, rows in first for row in rows]
-        trimmed = sorted([x for x in row if x] for row in gathered)
-        assert trimmed == sorted(Rows(7)[i]["input_ids"] for i in range(7))  # each once
 def refuse_steps_with_own_gradients(rank: int) -> None:
     """Check that no rank takes a step with gradients that were not averaged over ranks."""
     begin(rank)
@@ -320,6 +333,55 @@ def refuse_steps_with_own_gradients(rank: int) -> None:
     assert accelerator.sp.sum(after).equal(2 * after)
 
 
+def test_arguments_that_do_not_work_over_ranks_are_refused_on_all_ranks():
+    run_ranks(2, refuse_arguments_on)
+    with pytest.raises(ValueError, match="sp_size=2 needs as many processes or more, got one"):
+        changed(sp_size=2)(Accelerator)(cpu=True)
+
+
+def test_the_file_for_accelerate_launch_means_fsdp2(tmp_path, monkeypatch):
+    [text] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "fsdp2.yaml").write_text(text)
+    line = ["--config_file", str(tmp_path / "fsdp2.yaml"), "script.py"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(line))
+    for name, value in prepare_multi_gpu_env(args).items():
+        if name.startswith("FSDP_"):
+            monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert args.use_fsdp and args.num_processes == 8
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+
+
+def read_with_a_mesh(rank: int) -> tuple[list, list, int]:
+    """Return the batches of shuffled rows and of a stream, under an imagined mesh of HSDP."""
+    begin(rank)
+    accelerator = changed(sp_size=2)(Accelerator)(cpu=True)
+    accelerator.state.device_mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    found = []
+    for rows in (Rows(7), Stream(7)):
+        shuffle = {} if isinstance(rows, Stream) else {"shuffle": True}
+        loader = DataLoader(rows, batch_size=2, collate_fn=collate, **shuffle)
+        loader, rest = accelerator.prepare(loader), []
+        for batch in loader:
+            gathered = accelerator.gather_for_metrics([*batch["input_ids"].tolist()], True)
+            rest.append((batch["input_ids"].tolist(), gathered))
+        found.append(rest)
+    total = accelerator.reduce(torch.tensor(1.0))
+    return found, accelerator.gather(torch.tensor([accelerator.process_index])).tolist(), total
+
+
+def test_loaders_and_counts_under_a_mesh_of_all_ranks():
+    ranks = run_ranks(4, read_with_a_mesh)
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
+    (of_first, indices, total), (of_second, *_) = ranks[0], ranks[2]
+    assert indices == [0, 1] and float(total) == 2
+    for first, second in zip(of_first, of_second, strict=True):
+        assert len(first) == len(second) == 2
+        gathered = [row for _, rows in first for row in rows]
+        trimmed = sorted([x for x in row if x] for row in gathered)
+        assert trimmed == sorted(Rows(7)[i]["input_ids"] for i in range(7))  # each once
         assert [x for x, _ in first] != [x for x, _ in second]
 
 

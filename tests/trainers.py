@@ -5,10 +5,16 @@ Each takes a function that changes the class, and returns numbers that must not 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
+import re
+import sys
 import tempfile
+import types
+import unittest.mock
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +27,7 @@ from torch.utils.data import Dataset, IterableDataset
 from bmt_burst.adapters.transformers import sequence_parallel
 from tests.launcher import GPUS
 
+PAGE = Path(__file__).parents[1] / "docs/trainers.md"
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -235,18 +242,18 @@ def train_with_trainer(
     of_metrics: bool = False,
     evaluated_first: bool = False,
     subclass: bool = False,
+    seq2seq: bool = False,
     around: bool = False,
     trained: hf.PreTrainedModel | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    cls = OwnLoss if subclass else hf.Trainer
+    cls = OwnLoss if subclass else hf.Seq2SeqTrainer if seq2seq else hf.Trainer
+    of_arguments = hf.Seq2SeqTrainingArguments if seq2seq else hf.TrainingArguments
     trained = trained or (Around(model(), checking=True) if around else model())
     with tempfile.TemporaryDirectory() as folder:
         trainer = change(cls)(
             model=trained,
-            args=hf.TrainingArguments(
-                **arguments(folder, **changes), remove_unused_columns=not stream
-            ),
+            args=of_arguments(**arguments(folder, **changes), remove_unused_columns=not stream),
             train_dataset=Stream(13) if stream else Rows(13),
             eval_dataset=Stream(7) if stream and of_metrics else Rows(7),
             data_collator=collate,
@@ -412,6 +419,68 @@ def train_with_rewards(change: Change, **changes: Any) -> dict[str, Any]:
             processing_class=tokenizer(),
         )
         return run(trainer)
+
+
+def train_on_preferences(
+    change: Change, name: str, adapter: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Train with TRL's trainer for KTO, ORPO, CPO or TPO."""
+    import datasets
+
+    package = importlib.import_module(
+        "trl" if name == "KTO" else f"trl.experimental.{name.lower()}"
+    )
+    trainer_class, config = (getattr(package, f"{name}{kind}") for kind in ("Trainer", "Config"))
+    rows = [pairs(count) for count in (13, 7)]
+    if name == "KTO":
+        rows = [
+            [
+                {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
+                for row in some
+                for kind in ("chosen", "rejected")
+            ]
+            for some in rows
+        ]
+    else:
+        rows = [[row | {"reference": row["chosen"]} for row in some] for some in rows]
+    train, evaluated = map(datasets.Dataset.from_list, rows)
+    reference = {"ref_model": None if adapter else model()} if name == "KTO" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        options = arguments(folder, max_length=64, **changes) | {"bf16": False, "max_steps": 2}
+        trainer = change(trainer_class)(
+            model=model(),
+            args=config(**options),
+            train_dataset=train,
+            eval_dataset=evaluated,
+            processing_class=tokenizer(),
+            peft_config=lora() if adapter else None,
+            **reference,
+        )
+        return run(trainer)
+
+
+def compare_as_on_the_page(change: Change, folder: str) -> dict[str, Any]:
+    """Run the comparison of docs/trainers.md: one rank a group writes steps, two compare theirs."""
+    size = 1 if change is plain else 2
+    [code] = re.findall(r"```\n(import json.*?)```", PAGE.read_text(), re.DOTALL)
+    kept = f"{os.path.dirname(folder)}/steps-{dist.get_world_size() // size}.json"
+    script = types.ModuleType("my_script")
+    options = arguments(folder, max_steps=5)
+    script.__dict__["Trainer"] = hf.Trainer
+    script.__dict__["arguments"] = {
+        "model": model(),
+        "args": hf.TrainingArguments(**options),
+        "train_dataset": Rows(13),
+        "data_collator": collate,
+    }
+    found: dict[str, Any] = {}
+    with (
+        unittest.mock.patch.dict(sys.modules, my_script=script),
+        unittest.mock.patch.object(sys, "argv", ["compare.py", str(size)]),
+    ):
+        exec(code.replace("steps.json", kept), found)
+    assert found["size"] == size and len(found["steps"]) == 5
+    return {"steps": found["steps"]}
 
 
 def train_with_loop(change: Change, **options: Any) -> dict[str, Any]:

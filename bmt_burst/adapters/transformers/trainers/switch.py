@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch.distributed as dist
 
 from ....base.arguments import as_bool
 from .options import Class, Options, make_class
 
-_TESTED_OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
-_GENERATING = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+_TESTED_OF_TRL = (
+    *("SFTTrainer", "DPOTrainer", "RewardTrainer"),
+    *("KTOTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer"),
+)
+_GENERATING = (
+    *("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "A2POTrainer", "AsyncGRPOTrainer"),
+    *("AsyncDistillationTrainer", "GKDTrainer", "GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer"),
+    *("SDFTTrainer", "SDPOTrainer"),
+)
 
 
 def sequence_parallel(
@@ -33,19 +42,21 @@ def sequence_parallel(
     counts and learning rates are those of one process for each group. Saved models are plain. With
     one rank a group, the class does what `cls` does.
 
-    cls               transformers' Trainer, TRL's SFTTrainer, DPOTrainer or RewardTrainer,
-                      accelerate's Accelerator, or a subclass
+    cls               transformers' Trainer or Seq2SeqTrainer, TRL's trainer for SFT, DPO, rewards,
+                      KTO, ORPO, CPO or TPO, accelerate's Accelerator, or a subclass
     sp_size, mesh,    the ranks that share a sequence, as in init_sequence_parallel. An object makes
     layout            its groups once accelerate has initialised torch.distributed, and has them as
                       `sp`
-    balanced, flash, deterministic, strategy, untested
+    balanced, flash, deterministic, strategy
                       as in `enable`, with which models are enabled before they are wrapped
+    untested          True to accept models outside the list, as in `enable`, and trainers that
+                      were not tested, with a warning
     loss_only         whether code of yours reads only the loss of calls with labels: a
                       `compute_loss`, or a module around the model. Then no whole logits are made
 
-    Raises TypeError for classes that are neither, and ValueError for trainers that generate or were
-    not tested. Objects raise ValueError, on all ranks and before a step, for arguments that do not
-    work over ranks: docs/trainers.md lists them.
+    Raises TypeError for classes that are neither, and ValueError for trainers that generate, and
+    for those that were not tested unless untested=True. Objects raise ValueError, on all ranks and
+    before a step, for arguments that do not work over ranks: docs/trainers.md lists them.
     """
     if not isinstance(cls, type):
         raise TypeError(f"expected a class, such as Trainer, got a {type(cls).__name__}")
@@ -59,7 +70,7 @@ def sequence_parallel(
         sp_size, mesh, layout, balanced, flash, deterministic, strategy, untested, loss_only
     )
     names = [base.__name__ for base in cls.__mro__]
-    _check_class(cls, names)
+    _check_class(cls, names, untested)
     if "Trainer" in names:
         from .trainer import ParallelTrainer as mixin
     else:
@@ -67,10 +78,11 @@ def sequence_parallel(
     return make_class(mixin, cls, options)
 
 
-def _check_class(cls: type, names: list[str]) -> None:
+def _check_class(cls: type, names: list[str], untested: bool) -> None:
     """Raise TypeError or ValueError for a class that cannot be sequence parallel.
 
-    names  the names of the class and its bases
+    names     the names of the class and its bases
+    untested  whether trainers that were not tested are accepted, with a warning
     """
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
     name = cls.__name__
@@ -82,19 +94,35 @@ def _check_class(cls: type, names: list[str]) -> None:
             "expected transformers' Trainer, one of TRL's trainers, accelerate's Accelerator, or a "
             f"subclass, got {name}"
         )
-    for generating in (*_GENERATING, "Seq2SeqTrainer"):
-        if generating in names:
+    of_trl = [base for base in cls.__mro__ if base.__module__.startswith("trl.")]
+    for base in of_trl:
+        if base.__name__ in _GENERATING:
             raise ValueError(
-                f"{generating} generates while it trains, and over ranks there are no caches for "
-                "it: train with SFTTrainer, DPOTrainer or Trainer, or without sequence parallelism"
+                f"{base.__name__} generates while it trains, and over ranks there are no caches "
+                "for it: train with SFTTrainer, DPOTrainer or Trainer, or without sequence "
+                "parallelism"
             )
-    # the first of TRL's classes: some that generate are subclasses of a tested one
-    of_trl = next((base for base in cls.__mro__ if base.__module__.startswith("trl.")), None)
-    if of_trl is None:
+    # the first decides: some are subclasses of a tested one, and compute other losses
+    if not of_trl or _is_tested(of_trl[0]):
         return
-    is_tested = of_trl.__module__.startswith("trl.trainer.") and of_trl.__name__ in _TESTED_OF_TRL
-    if not is_tested:
+    text = f"{of_trl[0].__name__} of {of_trl[0].__module__} was not tested over ranks"
+    if not untested:
         raise ValueError(
-            f"{of_trl.__name__} of {of_trl.__module__} was not tested over ranks: expected TRL's "
-            f"{', '.join(_TESTED_OF_TRL)}, or a subclass of one"
+            f"{text}: expected TRL's {', '.join(_TESTED_OF_TRL)}, or a subclass of one. "
+            "untested=True accepts it: first compare its losses with those of one rank, as "
+            "docs/trainers.md shows"
         )
+    warnings.warn(
+        f"{text}: compare its losses and gradient norms with those of sp_size=1, as "
+        "docs/trainers.md shows",
+        stacklevel=3,
+    )
+
+
+def _is_tested(trainer: type) -> bool:
+    """Whether a class of TRL's is a tested trainer. Some of these are in a package of their own in
+    trl.experimental, where classes of the same name may do something else.
+    """
+    name = trainer.__name__
+    own = f"trl.experimental.{name.removesuffix('Trainer').lower()}."
+    return name in _TESTED_OF_TRL and f"{trainer.__module__}.".startswith(("trl.trainer.", own))

@@ -216,6 +216,12 @@ def _check_arguments(args: Any, model: Any) -> None:
             "expected neftune_noise_alpha=None: its noise is scaled by the tokens of a rank, not "
             "of the sequence"
         )
+    for name in ("predict_with_generate", "generate_during_eval"):
+        if getattr(args, name, False):
+            raise ValueError(
+                f"expected {name}=False, got True: over ranks there are no caches for it, "
+                "so generate with a model that save_pretrained wrote"
+            )
     kernels = args.liger_kernel_config or {}
     if args.use_liger_kernel and kernels.get("fused_linear_cross_entropy", True):
         raise ValueError(
