@@ -657,13 +657,14 @@ REFUSED = [  # what is wrong on all ranks, and how its error begins
         "position_ids start again within a document of cu_seq_lens_q: name this border there too",
     ),
 ]
-WHOLE = "(whole, identical on every rank)"
+WHOLE = "(whole, identical on every rank"
+OF_TRAINERS = f"{WHOLE}; in a trainer shard by trainer.accelerator.process_index, which counts grou"
 LONGER = {"input_ids": tokens(2, 38), "labels": tokens(2, 38)}
 DIFFER = [  # what rank 0 alone is given
-    ({"input_ids": IDS % 63}, f"ranks differ in input_ids {WHOLE}: rank 0 has"),
+    ({"input_ids": IDS % 63}, f"ranks differ in input_ids {OF_TRAINERS}ps): rank 0 has"),
     (LONGER, f"ranks differ in input_ids {WHOLE}"),
     ({"position_ids": packed(30, 7)}, "ranks differ in arguments: rank 0 has ['input_ids', 'lab"),
-    ({"num_items_in_batch": 7}, f"ranks differ in num_items_in_batch {WHOLE}"),
+    ({"num_items_in_batch": 7}, f"ranks differ in num_items_in_batch {WHOLE}): rank 0"),
     ({"whole_outputs": True}, "ranks differ in arguments: rank 0 has ['input_ids', 'labels', 'num"),
 ]
 
@@ -695,7 +696,7 @@ def check_refusals(rank: int) -> None:
             model(**base | (wrong if first else {}))
     for same in (5, torch.tensor([5])):
         model(**base | ({"num_items_in_batch": same} if first else {}))
-    with refused(f"ranks differ in inputs_embeds {WHOLE}: rank 0 has '(2"):
+    with refused(f"ranks differ in inputs_embeds {OF_TRAINERS}ps): rank 0 has '(2"):
         model(inputs_embeds=torch.zeros(2, 37, 16 if first else 32))
     model.config.is_causal = False
     with refused("is_causal is False in the configuration"):

@@ -32,6 +32,7 @@ from .requests import ANY_WHOLE, Outputs, warn_once
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
+_OF_TRAINERS = "; in a trainer shard by trainer.accelerator.process_index, which counts groups"
 _NUMBERS = ("num_items_in_batch", *LONGEST)
 _OURS = ("whole_outputs", "loss_only", "fused_lm_head", "label_smoothing")
 _COMPARED = ("input_ids", *_WHOLE, *CU_SEQ_LENS, *_NUMBERS)
@@ -218,7 +219,8 @@ class ForwardInputs:
                 described = _format_number(name, x)
             else:
                 described = _digest(x, vocabulary if name == "input_ids" else None)
-            terms[f"{name} (whole, identical on every rank)"] = described
+            hint = _OF_TRAINERS if name in _OF_TOKENS else ""
+            terms[f"{name} (whole, identical on every rank{hint})"] = described
         outputs = {name: self.arguments[name] for name in _OURS if name in self.arguments}
         outputs |= {"whole_outputs": self.whole, "loss_only": self.loss_only}
         return terms | outputs | {"layout": layout, "tokens": self.part["position_ids"].shape[1]}

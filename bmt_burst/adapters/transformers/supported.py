@@ -24,6 +24,7 @@ _NAMES = (
 _SUFFIXES = {("Gemma3", "Model"): "TextModel"}  # of a model that takes text alone
 _KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 
+_ENABLE_FIRST = "enable the model before another package changes it, or do without"
 _REFUSED = {
     "MiniCPMForCausalLM": "the code that comes with its weights does not ask transformers for its "
     "attention; train/export.py without --keep-scalings makes a Llama of a MiniCPM",
@@ -94,9 +95,12 @@ def find_target(model: Any, untested: bool) -> Target:
     for layer in model.base_model.layers:
         attention = getattr(layer, "self_attn", None)
         if not _has_forward_of(_FAMILIES[own], attention):
+            of_peft = type(attention).__module__.startswith("peft.")
+            hint = "use LoRA instead of this adapter" if of_peft else _ENABLE_FIRST
             raise TypeError(
                 f"a layer's attention, a {type(attention).__name__}, has another forward than "
-                f"transformers' {_FAMILIES[own].__name__}, which asks for its attention by name"
+                f"transformers' {_FAMILIES[own].__name__}, which asks for its attention by name: "
+                f"{hint}"
             )
     return _make_target(model, tested=True)
 
@@ -148,7 +152,7 @@ def _check_forward(own: type[nn.Module], model: Any, name: str) -> None:
     if not _has_forward_of(own, model):
         raise TypeError(
             f"this {name} has another forward than transformers' {own.__name__}, which would be "
-            "lost: enable the model before another package changes it, or do without"
+            f"lost: {_ENABLE_FIRST}"
         )
 
 
