@@ -483,30 +483,6 @@ def compare_as_on_the_page(change: Change, folder: str) -> dict[str, Any]:
     return {"steps": found["steps"]}
 
 
-def compare_as_on_the_page(change: Change, folder: str) -> dict[str, Any]:
-    """Run the comparison of docs/trainers.md: one rank a group writes steps, two compare theirs."""
-    size = 1 if change is plain else 2
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    kept = f"{os.path.dirname(folder)}/steps-{dist.get_world_size() // size}.json"
-    script = types.ModuleType("my_script")
-    options = arguments(folder, max_steps=5)
-    script.__dict__["Trainer"] = hf.Trainer
-    script.__dict__["arguments"] = {
-        "model": model(),
-        "args": hf.TrainingArguments(**options),
-        "train_dataset": Rows(13),
-        "data_collator": collate,
-    }
-    found: dict[str, Any] = {}
-    with (
-        unittest.mock.patch.dict(sys.modules, my_script=script),
-        unittest.mock.patch.object(sys, "argv", ["compare.py", str(size)]),
-    ):
-        exec(code.replace("steps.json", kept), found)
-    assert found["size"] == size and len(found["steps"]) == 5
-    return {"steps": found["steps"]}
-
-
 def train_with_loop(change: Change, **options: Any) -> dict[str, Any]:
     """A loop of accelerate's with accumulation, clipping, a scheduler and metrics."""
     from accelerate import Accelerator
