@@ -38,6 +38,7 @@ from .base.arguments import as_bool, as_int, check_dim
 from .base.autocast import autocast
 from .base.dtypes import accumulator_dtype
 from .base.kept import KeptResults, is_in_backward
+from .base.policies import without_policies
 from .calls.autograd import Past
 from .calls.call import attend
 from .calls.options import Ahead, Masks, Options
@@ -450,7 +451,8 @@ class Chunk:
             sinks, sparse = options.pop("sinks", None), options.pop("sparse", None)
             q, k, v = (autocast(x) for x in (q, k, v))
             extend = functools.partial(find_extension, None, None, chunks._adapt(sparse), None)
-            past = self.keep(layer, q, k, v, window)
+            with without_policies():  # a recomputation does less
+                past = self.keep(layer, q, k, v, window)
             of_chunks, ahead = chunks._keys(window), None
             asked = _make_options(of_chunks[self.number], options)
             if chunks.sp.size > 1 and chunks._phase == _FORWARD and self is chunks.chunks[0]:

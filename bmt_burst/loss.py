@@ -22,6 +22,7 @@ from .base.autocast import autocast
 from .base.autograd import check_first_derivative
 from .base.compiled import not_compiled
 from .base.dtypes import accumulator_dtype
+from .base.policies import without_policies
 from .fused import find_passes
 from .sequence.layout import IGNORE_INDEX, SIGNED
 
@@ -126,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, differentiate: bool, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         wanted, _, _, *of_weights = (differentiate and x for x in ctx.needs_input_grad)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_policies(), torch.autocast(hidden.device.type, enabled=False):
             losses, grads = _differentiate(hidden, weights, labels, [wanted, *of_weights])
         ctx.save_for_backward(*grads)
         ctx.dtype = hidden.dtype

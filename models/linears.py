@@ -215,10 +215,9 @@ def _add_product(
 ) -> Tensor:
     """Return x + scale * (inputs weight^T + bias)."""
     rows = x if bias is None else torch.add(x, bias, alpha=scale)
-    # no view: a block returns it, and FSDP2's hooks need tensors with memory of their own
-    result = torch.empty_like(x, memory_format=torch.contiguous_format)
     factors = rows.flatten(0, -2), inputs.flatten(0, -2), weight.T
-    torch.addmm(*factors, alpha=scale, out=result.flatten(0, -2))
+    # no view: a block returns it, and FSDP2's hooks need tensors with memory of their own
+    result: Tensor = torch.ops.aten._unsafe_view(torch.addmm(*factors, alpha=scale), x.shape)
     return result
 
 

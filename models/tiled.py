@@ -18,6 +18,7 @@ from torch import Tensor
 from bmt_burst.base.autograd import check_first_derivative
 from bmt_burst.base.compiled import not_compiled
 from bmt_burst.base.dtypes import accumulator_dtype
+from bmt_burst.base.policies import without_policies
 
 from .later import Later, make_stand_in
 
@@ -60,9 +61,10 @@ class _Tiles:
     def compute(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return the part's result on all tokens."""
         out = torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device)
-        flat_out, *flat = (x.flatten(0, -2) for x in (out, *inputs))
-        for rows in self.split(len(flat_out)):
-            flat_out[rows] = self.part(*(x[rows] for x in flat))
+        with without_policies():
+            flat_out, *flat = (x.flatten(0, -2) for x in (out, *inputs))
+            for rows in self.split(len(flat_out)):
+                flat_out[rows] = self.part(*(x[rows] for x in flat))
         return out
 
     def gradients(

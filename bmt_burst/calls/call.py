@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import check_transforms
+from ..base.policies import without_policies
 from ..ranks.agreement import (
     admit_one_thread,
     gather_terms,
@@ -64,7 +65,7 @@ def attend(
     """
     # kernels rely on q's GPU being the current one
     on_device = torch.cuda.device_of(q) if isinstance(q, Tensor) else contextlib.nullcontext()
-    with on_device, admit_one_thread(rings, CALL):
+    with on_device, without_policies(), admit_one_thread(rings, CALL):
         checked: list[tuple[Inputs, Tensors, Terms]] = []
 
         def check() -> dict[str, Any]:

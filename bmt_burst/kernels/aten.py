@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..base.policies import seen_by_policies
 from ..spec import Spec
 from . import refuses_half
 from .tile_by_tile import PlainKernel
 
-_forward = torch.ops.aten._flash_attention_forward
+_forward = seen_by_policies(torch.ops.aten._flash_attention_forward)
 _backward = torch.ops.aten._flash_attention_backward
 
 

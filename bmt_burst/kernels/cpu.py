@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..base.policies import seen_by_policies
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 from . import NO_SOFTCAP, load
 from .tile_by_tile import PlainKernel
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_forward = seen_by_policies(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..base.policies import seen_by_policies
 from ..spec import Spec
 from . import refuses_half
 from .tile_by_tile import PlainKernel
 
-_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+_forward = seen_by_policies(torch.ops.aten._scaled_dot_product_cudnn_attention)
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from ..base.policies import seen_by_policies
 from ..merging.surrogate import surrogate_out
 from ..sequence.tile import KernelCall
 from ..spec import Spec
@@ -33,9 +34,9 @@ class Fa2Kernel(Kernel):
     def forward(self, q, k, v, call, spec):
         options = _options(call, spec) | {"return_softmax": False}
         if call.is_whole:
-            return interface()._flash_attn_forward(q, k, v, **options)[:2]
+            return _forward(q, k, v, **options)[:2]
         packed = *pack(q, k, v), *_sizes(call, q)
-        out, lse, *_ = interface()._flash_attn_varlen_forward(*packed, **options, block_table=None)
+        out, lse, *_ = _varlen_forward(*packed, **options, block_table=None)
         [out], lse = unpack(len(q), out), unpack_rows(lse, len(q))
         if (nothing := blind_queries(call, q.device)) is not None:  # where the package returns inf
             out = out.masked_fill(nothing[:, None, None], 0.0)
@@ -57,6 +58,16 @@ class Fa2Kernel(Kernel):
         packed = *tensors, lse, *grads, *_sizes(call, q)
         interface()._flash_attn_varlen_backward(*packed, **options)
         return tuple(unpack(len(q), *grads))
+
+
+@seen_by_policies
+def _forward(*tensors: Tensor, **options: Any) -> Any:
+    return interface()._flash_attn_forward(*tensors, **options)
+
+
+@seen_by_policies
+def _varlen_forward(*tensors: Any, **options: Any) -> Any:
+    return interface()._flash_attn_varlen_forward(*tensors, **options)
 
 
 def _options(call: KernelCall, spec: Spec) -> dict[str, Any]:

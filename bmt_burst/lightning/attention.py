@@ -21,6 +21,7 @@ from ..base.autograd import check_transforms
 from ..base.compiled import not_compiled
 from ..base.dtypes import accumulator_dtype
 from ..base.kept import is_recomputing
+from ..base.policies import without_policies
 from ..calls.call import find_kept_plan
 from ..calls.inputs import Inputs, check_inputs
 from ..calls.masking import Masking, check_lengths, find_masking, resolve_layout
@@ -136,7 +137,7 @@ def lightning_attn_func(
     # kernels rely on q's GPU being the current one
     on_device = torch.cuda.device_of(q) if isinstance(q, Tensor) else contextlib.nullcontext()
     options = Options(causal=mask is None, mask=mask, layout=layout, flash=flash)
-    with on_device, admit_one_thread(rings, CALL):
+    with on_device, without_policies(), admit_one_thread(rings, CALL):
         checked: list[_Call] = []
 
         def check() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..base.arguments import as_int, check_dim, check_tensor
 from ..base.compiled import not_compiled
+from ..base.policies import without_policies
 from ..errors import RanksDisagree
 from ..sequence.layout import Layout, layout_class
 from ..transport import ALONE
@@ -115,7 +116,7 @@ class SequenceParallel:
             return _find_longest(positions)
         rings = make_rings(self.process_group, self.double_group)
         find = functools.cache(lambda: _find_longest(positions).unsqueeze(0))  # one row of a whole
-        with admit_one_thread(rings, "a call of longest"):
+        with without_policies(), admit_one_thread(rings, "a call of longest"):
             agree(rings, "longest", lambda: describe_tensor(rings, "longest", find()))
             mine = find()
             one_each = Layout.contiguous(rings.size, rings.size)
@@ -146,7 +147,7 @@ class SequenceParallel:
             where = {"dim": check_dim(x, dim), "seq_len": layout.seq_len, "layout": layout.term}
             return tensor | where
 
-        with admit_one_thread(rings, "a call of unshard"):
+        with without_policies(), admit_one_thread(rings, "a call of unshard"):
             everyone = agree(rings, "unshard", terms, but=["shape"])
             layout, dim = self.layout_of(seq_len), everyone[0]["dim"]
             shapes = [theirs["shape"] for theirs in everyone]
@@ -172,7 +173,7 @@ class SequenceParallel:
         ranks. Integers and bools have no gradient. Raises the errors of `unshard`.
         """
         rings = make_rings(self.process_group, self.double_group)
-        with admit_one_thread(rings, "a call of sum"):
+        with without_policies(), admit_one_thread(rings, "a call of sum"):
             agree(rings, "sum", lambda: describe_tensor(rings, "sum", x))
             return apply_together(rings, Sum(), x)
 
