@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -52,13 +52,14 @@ class Cache:
     sp      the ranks that share the tokens, by default this one alone. Their layout does not count.
     layers  the number of attention layers of the model
     limit   the most tokens. Memory is reserved with the first keys, which set shape and dtype.
-    length  the number of tokens so far
+    length  the number of tokens so far, which only new tokens change
 
     `prefill` yields chunks of a prompt, which a model takes as its cache. Then the cache itself is
     the model's cache. All ranks pass the same new tokens, one or a few, and get the same results.
     The key of position p stays on rank (p // 64) % size. There are no gradients.
 
-    Raises ValueError for layers or a limit below 1, TypeError for arguments of other types.
+    Raises ValueError for layers or a limit below 1, TypeError for arguments of other types, and
+    AttributeError on all ranks if `length` is set.
     """
 
     def __init__(self, sp: SequenceParallel | None, layers: int, limit: int):
@@ -67,7 +68,7 @@ class Cache:
         for name in ("layers", "limit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        self.length = 0
+        self._length = 0
         self._kept: dict[int, Kept] = {}
         # of layers with sparse attention: of the prompt, and with new tokens on GPUs
         self._sums: dict[int, KeySums] = {}
@@ -76,6 +77,19 @@ class Cache:
         self._filling: Prompt | None = None  # its prefill has not ended
         self._positions = Positions(self.sp, torch.empty(0, dtype=torch.int64), 0, self.limit)
         self._new = NewTokens(0, [], [])
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far."""
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> NoReturn:
+        error = AttributeError(
+            f"a Cache cannot take tokens back: expected a length that stays {self._length}, got "
+            f"{length}: after a rejected draft, prefill another Cache with the tokens to keep"
+        )
+        refuse_call(error, self.sp.process_group, self.sp.double_group, "a new length of a Cache")
 
     def prefill(
         self, length: int, tokens: int | None = None, layout: str = "zigzag"
@@ -120,7 +134,7 @@ class Cache:
         self._filling, self._sums = prompt, {}  # those of an earlier attempt do not count
         yield from cast("Iterator[PrefillChunk]", prompt.forward(last=True))
         self._kept = prompt.results
-        self.length, self._lengths = prompt.length, [prompt.length] * self.layers
+        self._length, self._lengths = prompt.length, [prompt.length] * self.layers
         mine = prompt.layout.positions(self.sp.rank)
         self._positions = Positions(self.sp, mine, prompt.length, self.limit)
         self._filling = None
@@ -276,7 +290,7 @@ class Cache:
         stops = [before + count for count in itertools.accumulate(own)]
         self._positions.count = stops[-1]
         places = [end - 1 if mine else -1 for end, mine in zip(stops, own, strict=True)]
-        self.length, self._new = stop, NewTokens(start, places, stops)
+        self._length, self._new = stop, NewTokens(start, places, stops)
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> Kept:
         """Keep the new keys and values that stay on this rank. Return all of its memory."""
