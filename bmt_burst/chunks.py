@@ -36,6 +36,7 @@ from torch import Tensor
 
 from .base.arguments import as_bool, as_int, check_dim
 from .base.autocast import autocast
+from .base.compiled import not_compiled
 from .base.dtypes import accumulator_dtype
 from .base.kept import KeptResults, is_in_backward
 from .base.policies import without_policies
@@ -122,6 +123,7 @@ class Chunks:
         # recorded any
         self._needed, self._backwards, self._records = set[int](), set[int](), False
         self._ends: dict[int, Tensor] = {}  # of the positions of chunks that asked for a length
+        self._positions: dict[int, Tensor] = {}  # of chunks, where a model passed them
 
     def forward(self, last: bool = False) -> Iterator[Chunk]:
         """Yield the chunks in their order, without gradient. The last one is left out, since its
@@ -198,6 +200,7 @@ class Chunks:
         self._kept.clear()
         self._results.clear()
         self._ends.clear()
+        self._positions.clear()
 
     def _keep(
         self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None
@@ -299,6 +302,8 @@ class Chunks:
                 f"chunk {chunk.number} was computed {self._calls[again[0]]} times by layer "
                 f"{again[0]}: run the model once, and give each attention a layer of its own"
             )
+        if len(self._positions) == len(self.chunks) > 0 and chunk is self.chunks[-1]:
+            self._check_positions()
         if len(self._ends) == len(self.chunks) and chunk is self.chunks[-1]:
             self._check_lengths()
         if self._phase == _BACKWARD:
@@ -347,6 +352,36 @@ class Chunks:
                 f"document or the length= of Chunks, got {found.tolist()}: pass the right "
                 "length=, since rotary scalings depend on it"
             )
+
+    def _check_positions(self) -> None:
+        """Raise ValueError on all ranks if positions show that shards are of another layout."""
+        if self.sp.size == 1:
+            return
+        mine = torch.cat([self._positions[n] for n in range(len(self.chunks))], -1)
+        whole = self.sp.with_layout(self.layout).unshard(mine, self.layout.seq_len, -1)
+        before, after = whole[..., :-1], whole[..., 1:]
+        neighbours = self._neighbours if whole.dim() > 1 else self._neighbours.all(0)
+        wrong = (after <= before) & (after != 0) & neighbours.to(whole.device)
+        if wrong.any():
+            place = tuple(wrong.nonzero()[0])
+            raise ValueError(
+                f"expected positions that rise within each document, got {int(after[place])} after "
+                f"{int(before[place])} at token {int(place[-1]) + 1} of the sequence: ranks have "
+                "other tokens than the chunks. Cut tokens, labels and positions by "
+                "chunks.layout.shard(x, sp.rank), or for each chunk by chunk.shard(x)"
+            )
+
+    @functools.cached_property
+    def _neighbours(self) -> Tensor:
+        """Whether each token but the last and the next one are of one document: (rows, S - 1) bool.
+        Nothing is known of positions in a tree of drafts, and of padding.
+        """
+        rows = torch.zeros(len(self.masks), self.layout.seq_len - 1, dtype=torch.bool)
+        for row, mask in zip(rows, self.masks, strict=True):
+            begins = {s.q[0] for s in mask.slices if mask.first_break is None}
+            for start, stop in mask.parts:
+                row[start : stop - 1] = start in begins
+        return rows
 
     def _adapt(self, sparse: InfLLMV2 | None) -> InfLLMV2 | None:
         """Return constants with which a chunk is sparse if a call of the whole sequence is."""
@@ -409,6 +444,17 @@ class Chunk:
         """Return all tokens of x (B, C, E), or none if the run only keeps keys and values."""
         return x[:, :0] if self.is_only_kept else x
 
+    @not_compiled
+    def check_positions(self, positions: Tensor) -> None:
+        """Note the positions of this rank's tokens: (C,) int64, or (B, C).
+
+        Once all chunks have noted them, ranks check at the end of the last chunk that the tokens
+        are those of the chunks' layout: positions must rise within each document, or begin again
+        with 0. That raises ValueError on all ranks. It gathers 8 bytes a token once a step.
+        """
+        self.chunks._positions[self.number] = positions
+
+    @not_compiled
     def longest(self, positions: Tensor) -> Tensor:
         """Return the length by which rotary scalings choose frequencies: () for `positions` (C,)
         int64, (B,) for (B, C). It is SequenceParallel.longest of the whole sequence.

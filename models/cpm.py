@@ -266,6 +266,8 @@ class CPM(SequenceParallelModule):
         self, positions: Tensor, cache: KVCache | Chunk | Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of the rotation at `positions`."""
+        if isinstance(cache, Chunk):
+            cache.check_positions(positions)
         scaling, theta = self.config.rope_scaling, self.config.rope_theta
         frequencies = rope_frequencies(self.config.head_dim, theta, positions.device)
         if scaling is None:

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from bmt_burst import Cache, InfLLMV2, Mask, nn
+from bmt_burst import Cache, InfLLMV2, Layout, Mask, nn
 from bmt_burst.kernels import few_queries
 from models.cpm import CPM
 from tests.test_chunks import DENSE, LARGEST, SCALED, SPARSE, build, on_ranks
@@ -107,8 +107,8 @@ def step(model: CPM, cache: Cache, tokens: int = 1, rows: int = 1, **more) -> No
 
 def fill(model: CPM, cache: Cache, tokens: int, chunk: int | None = None) -> None:
     for part in cache.prefill(tokens, chunk):
-        count = part.span.stop - part.span.start
-        model(torch.zeros(1, count, dtype=torch.int64), torch.arange(count), cache=part)
+        positions = part.shard(torch.arange(tokens), 0)
+        model(torch.zeros(1, len(positions), dtype=torch.int64), positions, cache=part)
 
 
 def begin_twice(model, cache, rank):
@@ -129,6 +129,21 @@ def skip_a_layer(model, cache, rank):
 def change_rows(model, cache, rank):
     step(model, cache)
     step(model, cache, rows=2)
+
+
+def take_back(model, cache, rank):
+    fill(model, cache, 20)
+    step(model, cache, 4)
+    if rank == 0:  # the other one has not noticed that its draft was rejected
+        cache.length -= 2
+    step(model, cache)
+
+
+def cut_otherwise(model, cache, rank):
+    positions = Layout.zigzag(80, 2).positions(rank)
+    for part in cache.prefill(80, 20):
+        mine = positions[part.span]
+        model(torch.zeros(1, len(mine), dtype=torch.int64), mine, cache=part)
 
 
 def mix_prefills(model, cache, rank):
@@ -181,6 +196,11 @@ WRONG = {
     "rows that change": (change_rows, "layer 0 of the cache has keys"),
     "a second prefill": (begin_twice, "expected an empty Cache, got one with 1 tokens"),
     "an unfinished prefill": (leave_a_prefill, "expected a Cache whose prefill has ended"),
+    "tokens that are taken back": (
+        take_back,
+        "a Cache cannot take tokens back: expected a length that stays 24, got 22: after a rejec",
+    ),
+    "a prompt of another layout": (cut_otherwise, "positions that rise .* each chunk by chunk.sha"),
     "two prefills at once": (mix_prefills, "expected a chunk of the prefill that began last"),
     "too much memory": (
         lambda model, cache, rank: step(model, Cache(cache.sp, 3, 1 << 60)),
@@ -219,7 +239,7 @@ def test_wrong_use_raises_on_all_ranks(case):
     def work(sp):
         try:
             do(build(DENSE, sp), Cache(sp, 3, 100), sp.rank)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             return str(error)
         return "no error"
 

@@ -698,6 +698,36 @@ def test_lengths_that_do_not_fit_positions_are_refused():
     step(Chunks(mask, 20, 3, length=60), model)
 
 
+@pytest.mark.parametrize("mask", [Mask.causal(1024), Mask.documents((0, 300, 1024), window=50)])
+@pytest.mark.parametrize("layout", [Layout.zigzag(1024, 2), Layout.contiguous(1024, 2)])
+def test_shards_of_another_layout_are_refused_by_their_positions(mask, layout):
+    """Ranks have as many tokens of each chunk as in the chunks' layout."""
+    x, y, positions = (part[:1] for part in make_data(mask))
+
+    def work(sp):
+        chunks, model = Chunks(mask, 256, 3, sp), build(DENSE, sp)
+        other = (layout.shard(part, sp.rank) for part in (x, y, positions))
+        chunks.layout.shard = lambda _x, _rank: next(other)  # of `in_chunks`
+        with pytest.raises(ValueError, match=r"positions that rise .* chunks.layout.shard\(x"):
+            in_chunks(chunks, model, (x, y, positions), evaluate=True)
+
+    on_ranks(2, work)
+
+
+def test_positions_may_begin_elsewhere_and_leave_some_out():
+    mask = Mask(66, Mask.documents((0, 20, 60)).slices)
+    positions = 7 + 3 * torch.arange(66)
+    positions[20:40] -= 60  # a document
+    positions[40:60] = torch.arange(20)  # a document that the mask does not know
+    positions[60:] = 1  # padding
+    data = [torch.zeros(1, 66, dtype=torch.int64)] * 2 + [positions.unsqueeze(0)]
+
+    def work(sp):
+        in_chunks(Chunks(mask, 30, 3, sp), build(DENSE, sp), data, evaluate=True)
+
+    on_ranks(2, work)
+
+
 def test_chunks_of_other_ranks_than_the_model_are_refused():
     def work(sp):
         with pytest.raises(ValueError, match="this model's 2 ranks, got Chunks of 1: pass sp"):
