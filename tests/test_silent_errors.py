@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from bmt_burst import Layout, Mask, SequenceParallel, Slice
+from bmt_burst.chunks import Chunk
 from bmt_burst.sparse.queries import Choosers
 from tests.launcher import ROOT
 
@@ -161,6 +162,15 @@ def ranks_have_parts_of_other_rows(call, _names):
         return [row[rank] for rank, row in enumerate(rows)]
 
     return inputs
+
+
+@fault_of("test_chunks_have_their_own_layout")
+def chunks_are_cut_as_the_sequence_is(_names, monkeypatch):
+    def shard(chunk, x):
+        sp = chunk.chunks.sp
+        return Layout.zigzag(x.shape[1], sp.size).shard(x, sp.rank)[:, chunk.span]
+
+    monkeypatch.setattr(Chunk, "shard", shard)
 
 
 @fault_of("test_positions_count_from_the_start_of_the_document", "rank_inputs")
