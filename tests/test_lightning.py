@@ -440,11 +440,18 @@ MASKS = [
     Mask.window(8, 3),
     Mask.documents((0, 4, 8), causal=False),
     Mask(8, (Slice((0, 8), (0, 2)), Slice((2, 8), (2, 8), 0))),
-    Mask(8, (Slice((0, 7), (0, 7), 0),)),
-    Mask(8, (Slice((1, 8), (1, 8), 0),)),
 ]
+PADDED = {7: Slice((0, 7), (0, 7), 0), 0: Slice((1, 8), (1, 8), 0)}  # by the token of padding
 WRONG = [
     *[({"mask": mask}, "ValueError: causal documents") for mask in MASKS],
+    *[
+        (
+            {"mask": Mask(8, (seen,))},
+            f"ValueError: causal documents.* tokens {n} to {n} see nothing: make such padding a "
+            f"document of its own, with {n} and {n + 1} among the cu_seqlens",
+        )
+        for n, seen in PADDED.items()
+    ],
     ({"mask": Mask.causal(8, 9)}, "ValueError: the mask|of one sequence"),
     ({"mask": [Mask.causal(8)] * 2}, "ValueError: 2 entries for a batch of 1"),
     ({"mask": Mask.causal(9)}, "ValueError: the mask has 9 tokens, the ranks hold 8"),

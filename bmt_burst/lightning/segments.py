@@ -14,7 +14,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ..sequence.layout import Layout, Run
 from ..sequence.mask import Mask
@@ -134,6 +134,8 @@ def find_borders(mask: Mask) -> tuple[int, ...]:
     for q, kv, low, high in mask.slices:
         tokens = q[1] - q[0]
         is_causal = tokens == 1 or (low == 0 and (high is None or high >= tokens))
+        if q[0] > borders[-1]:
+            _refuse_padding(borders[-1], q[0])
         if q != kv or q[0] != borders[-1] or not is_causal:
             raise ValueError(
                 "lightning attention needs causal documents, such as Mask.documents(cu_seqlens), "
@@ -141,11 +143,17 @@ def find_borders(mask: Mask) -> tuple[int, ...]:
             )
         borders.append(q[1])
     if borders[-1] != mask.seq_len:
-        raise ValueError(
-            "lightning attention needs causal documents, in which each token sees itself; got a "
-            f"mask in which token {borders[-1]} sees nothing"
-        )
+        _refuse_padding(borders[-1], mask.seq_len)
     return tuple(borders)
+
+
+def _refuse_padding(start: int, stop: int) -> NoReturn:
+    raise ValueError(
+        "lightning attention needs causal documents, in which each token sees itself; got a mask "
+        f"in which tokens {start} to {stop - 1} see nothing: make such padding a document of its "
+        f"own, with {start} and {stop} among the cu_seqlens of Mask.documents. That changes no "
+        "other document"
+    )
 
 
 def plan_states(
