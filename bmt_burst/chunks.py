@@ -273,7 +273,7 @@ class Chunks:
 
     def _check_tensors(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise ValueError for a wrong layer, and for tensors of other tokens than the chunk's."""
-        if not 0 <= layer < self.layers:
+        if not 0 <= as_int("layer", layer) < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in these Chunks, got {layer}")
         tokens, rows = chunk.span.stop - chunk.span.start, len(self.masks)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -464,6 +464,7 @@ class Chunk:
         lengths = torch.tensor(chunks.lengths, device=positions.device)
         return lengths.amax() if positions.dim() == 1 else lengths.expand(len(positions))
 
+    @not_compiled
     def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Past:
         """Keep k and v (B, C, G, D) of a layer. Return the keys and values that the chunk's queries
         see, with the sums of their gradients in backward(). `attend` begins with it.
@@ -472,6 +473,7 @@ class Chunk:
         """
         return self.chunks._keep(self, layer, q, k, v, window)
 
+    @not_compiled
     def attend(
         self,
         layer: int,

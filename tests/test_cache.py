@@ -215,6 +215,14 @@ WRONG = {
         "expected sparse=None, as for 50 earlier tokens of layer 0, got InfLLMV2",
     ),
     "a layer that there is not": (attend((3, 1)), "expected a layer below 3 in this Cache, got 3"),
+    "a module for a layer": (
+        lambda model, cache, rank: attend((model.norm if rank else 0, 1))(model, cache, rank),
+        "layer must be a whole number, got RMSNorm",
+    ),
+    "a prompt of one token": (
+        lambda model, cache, rank: fill(model, cache, 1),
+        "a prompt of at least 2 tokens, .* got 1: without a prefill, pass them as new tokens",
+    ),
     "other tokens in a layer": (
         attend((0, 2), (1, 1)),
         "expected 2 new tokens in layer 1, as in earlier layers, got 1",

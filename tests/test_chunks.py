@@ -363,6 +363,7 @@ WRONG = {
         "a backward in the loop that yielded chunk 2, got one after this loop",
     ),
     "a layer that there is not": (attend((0, 3)), "expected a layer below 3 in these Chunks, got"),
+    "a module for a layer": (attend((DENSE,)), "layer must be a whole number, got CPMConfig"),
     "a layer twice": (attend((0, 1, 2, 1)), "computed 2 times by layer 1: run the model once"),
     "another dtype": (
         attend(change=lambda *inputs: [x.double() for x in inputs]),
@@ -424,7 +425,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_use_is_refused(case):
     do, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         do(Chunks(Mask.causal(60), 20, 3), build(DENSE))
 
 

@@ -3,6 +3,7 @@ for shapes as they come; models of its users go on over several ranks as if they
 """
 
 import contextlib
+import itertools
 import subprocess
 import sys
 
@@ -10,9 +11,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bmt_burst import burst_attn_func, init_sequence_parallel, nn
+import bmt_burst
+from bmt_burst import (
+    Cache,
+    Chunks,
+    Decoder,
+    Mask,
+    SequenceParallel,
+    burst_attn_func,
+    init_sequence_parallel,
+    nn,
+    simulate,
+)
+from bmt_burst.chunks import Chunk
+from bmt_burst.generation.prompt import PrefillChunk
+from bmt_burst.lightning.cache import continue_state
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
+from bmt_burst.sparse.cache import attend_to_cache
 from tests.launcher import ROOT, run_ranks
 from tests.reference import relative_error
 
@@ -108,3 +124,34 @@ def worst_differences(rank: int) -> list[float]:
 def test_a_compiled_model_of_several_ranks_takes_every_length():
     for differences in run_ranks(2, worst_differences):
         assert max(differences) < 2e-6
+
+
+def test_a_compiled_function_may_attend_in_chunks_and_caches():
+    torch._dynamo.reset()
+    x = torch.randn(1, 24, 2, 4)
+
+    def attend(part, x):
+        return part.attend(0, x * 2, x, x) + 1
+
+    def work(ring):
+        sp, results = SequenceParallel(ring.rank, 2, process_group=ring), []
+        compiled = torch.compile(attend, backend="eager")
+        for run in (attend, attend if ring.rank else compiled):  # another rank need not compile
+            cache = Cache(sp, 1, 26)
+            chunks = Chunks(Mask.causal(24), 24, 1, sp).forward(last=True), cache.prefill(24)
+            parts = itertools.chain(*chunks)
+            results.append([run(part, part.shard(x)) for part in parts])
+            results[-1].append(run(cache, x[:, :2]))
+        return all(map(torch.equal, *results))
+
+    assert simulate(2, work) == [True, True]
+
+
+def test_no_graph_has_what_ranks_do_together():
+    on_one_rank = {"alibi_slopes", "init_sequence_parallel", "shard", "shift_labels", "simulate"}
+    names = set(bmt_burst.__all__) - on_one_rank - {"unshard"}
+    entries = [vars(bmt_burst)[name] for name in names if name.islower()]
+    entries += [Cache.attend, Chunk.attend, Chunk.keep, Chunk.longest, Chunk.check_positions]
+    entries += [PrefillChunk.attend, Decoder.__call__, continue_state, attend_to_cache]
+    entries += [vars(SequenceParallel)[name] for name in ("longest", "unshard", "sum")]
+    assert [x for x in entries if not getattr(x, "_torchdynamo_disable", False)] == []

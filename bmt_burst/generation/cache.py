@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ..base.arguments import as_int
 from ..base.autocast import autocast, without_autocast
+from ..base.compiled import not_compiled
 from ..base.streams import send_to_device
 from ..calls.refusal import refuse_call
 from ..chunks import Kept
@@ -117,6 +119,12 @@ class Cache:
                     "to the model with cache=cache"
                 )
             self._check_limit(length)
+            if 1 <= length < self.sp.size:
+                raise ValueError(
+                    f"expected a prompt of at least {self.sp.size} tokens, one for each rank, got "
+                    f"{length}: without a prefill, pass them as new tokens of the empty Cache, "
+                    "model(tokens, positions, cache=cache) on all ranks"
+                )
             prompt = Prompt(
                 self.sp,
                 self.layers,
@@ -151,6 +159,7 @@ class Cache:
         """
         return positions.amax(-1) + 1
 
+    @not_compiled
     def attend(
         self,
         layer: int,
@@ -186,7 +195,8 @@ class Cache:
         q, k, v = (autocast(x) for x in (q, k, v))
         on_device = torch.cuda.device_of(q)  # kernels rely on it being the current one
         with on_device, torch.no_grad(), admit_one_thread(rings, doing), without_autocast(q):
-            if not 0 <= layer < self.layers or self._lengths[layer] == self.length:
+            is_known = isinstance(layer, Integral) and 0 <= layer < self.layers
+            if not is_known or self._lengths[layer] == self.length:
                 agree(rings, "a Cache", lambda: self._describe(rings, layer, q, k, v, sparse))
                 for ring in rings.shared:
                     ring.connect(q.device)
@@ -214,7 +224,7 @@ class Cache:
         """Return the terms that ranks compare before new tokens. Raises ValueError for wrong
         inputs.
         """
-        if not 0 <= layer < self.layers:
+        if not 0 <= as_int("layer", layer) < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in this Cache, got {layer}")
         refuse_nope(sparse)
         self._check_ready(q.shape[1])

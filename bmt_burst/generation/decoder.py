@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import as_bool
+from ..base.compiled import not_compiled
 from ..calls.refusal import refuse_call
 from ..kernels import few_queries
 from ..ranks.agreement import admit_one_thread, agree, report_failure, run_together
@@ -71,6 +72,7 @@ class Decoder:
         """Return each `dense_len` with which the next token's attention is sparse."""
         return {least for least in self.cache._dense_lens if self.cache.length + 1 >= least}
 
+    @not_compiled
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of new tokens (B, S) int64, without gradient.

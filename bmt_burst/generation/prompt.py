@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..base.autocast import autocast
+from ..base.compiled import not_compiled
 from ..calls.autograd import Past
 from ..chunks import Chunk, Chunks, Kept
 from ..ranks.sequence_parallel import SequenceParallel
@@ -90,6 +91,7 @@ class PrefillChunk(Chunk):
         [owner] = (r for r in range(sp.size) if any(at in some for some in layout.shards[r]))
         return last[:, owner : owner + 1]
 
+    @not_compiled
     def attend(
         self,
         layer: int,

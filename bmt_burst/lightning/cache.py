@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.autocast import without_autocast
+from ..base.compiled import not_compiled
 from ..base.dtypes import accumulator_dtype
 from . import kernels
 from .segments import Segments
@@ -28,6 +29,7 @@ class StateCache(Protocol):
     states: dict[int, Tensor]  # by layer, (B, H, D, D) in fp32, or fp64 for fp64 inputs
 
 
+@not_compiled
 @torch.no_grad()
 def continue_state(
     q: Tensor,

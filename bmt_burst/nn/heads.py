@@ -65,7 +65,7 @@ class SelfAttention(SequenceParallelModule):
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim above 0, got {head_dim}")
         self.hidden_size, self.head_dim = hidden_size, head_dim
-        self.rotary, self.layer = as_bool("rotary", rotary), layer
+        self.rotary, self.layer = as_bool("rotary", rotary), as_int("layer", layer)
         self.attach(SequenceParallel() if sp is None else sp)
         width = num_heads * head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=qkv_bias)

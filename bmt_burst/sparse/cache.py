@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..base.compiled import not_compiled
 from ..base.dtypes import accumulator_dtype
 from ..base.growing import Growing
 from ..kernels.few_queries import attend_grouped
@@ -142,6 +143,7 @@ def sum_keys(cache: Any, layer: int, new_keys: Tensor, keys: Tensor, sparse: Inf
     return sums
 
 
+@not_compiled
 @torch.no_grad()
 def attend_to_cache(
     q: Tensor,
