@@ -284,5 +284,7 @@ def test_wrong_arguments_are_refused():
     for arguments, message in (((0, 10), "layers must be at least 1"), ((1, 0), "limit must be")):
         with pytest.raises(ValueError, match=message):
             Cache(None, *arguments)
+    with pytest.raises(AttributeError, match="limit"):
+        Cache(None, 1, 10).limit = 20
     with pytest.raises(TypeError, match=r"sp must be a SequenceParallel, .*, got int"):
         Cache(2, 1, 10)

@@ -66,7 +66,7 @@ class Cache:
 
     def __init__(self, sp: SequenceParallel | None, layers: int, limit: int):
         self.sp = check_sp(SequenceParallel() if sp is None else sp)
-        self.layers, self.limit = as_int("layers", layers), as_int("limit", limit)
+        self.layers, self._limit = as_int("layers", layers), as_int("limit", limit)
         for name in ("layers", "limit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -79,6 +79,11 @@ class Cache:
         self._filling: Prompt | None = None  # its prefill has not ended
         self._positions = Positions(self.sp, torch.empty(0, dtype=torch.int64), 0, self.limit)
         self._new = NewTokens(0, [], [])
+
+    @property
+    def limit(self) -> int:
+        """The most tokens. It is read-only, since memory is reserved for as many."""
+        return self._limit
 
     @property
     def length(self) -> int:
