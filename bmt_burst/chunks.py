@@ -302,7 +302,7 @@ class Chunks:
                 f"chunk {chunk.number} was computed {self._calls[again[0]]} times by layer "
                 f"{again[0]}: run the model once, and give each attention a layer of its own"
             )
-        if len(self._positions) == len(self.chunks) > 0 and chunk is self.chunks[-1]:
+        if len(self._positions) == len(self.chunks) and chunk is self.chunks[-1]:
             self._check_positions()
         if len(self._ends) == len(self.chunks) and chunk is self.chunks[-1]:
             self._check_lengths()
@@ -359,8 +359,10 @@ class Chunks:
             return
         mine = torch.cat([self._positions[n] for n in range(len(self.chunks))], -1)
         whole = self.sp.with_layout(self.layout).unshard(mine, self.layout.seq_len, -1)
-        before, after = whole[..., :-1], whole[..., 1:]
-        neighbours = self._neighbours if whole.dim() > 1 else self._neighbours.all(0)
+        rows, neighbours = whole.view(-1, whole.shape[-1]), self._neighbours
+        if len(rows) == 1:  # shared by all rows
+            neighbours = neighbours.all(0)
+        before, after = rows[:, :-1], rows[:, 1:]
         wrong = (after <= before) & (after != 0) & neighbours.to(whole.device)
         if wrong.any():
             place = tuple(wrong.nonzero()[0])

@@ -105,8 +105,6 @@ CASES: dict[str, tuple[int, list, Function]] = {
     "sparse": (1, QKV, attention(causal=True, sparse=SPARSE)),
     "lightning": (1, STATES, lightning),
     "ring": (2, QKV, attention(flash="cpu", mask=DOCUMENTS, strategy="ring")),
-    "ulysses": (2, QKV, attention(flash="cpu", mask=DOCUMENTS, strategy="ulysses")),
-    "one-call": (2, QKV, attention(flash="cpu", causal=True, strategy="one-call")),
     "lightning ranks": (2, STATES, lightning),
     "unshard": (2, QKV[:1], unshard),
     "loss": (
