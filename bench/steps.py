@@ -60,7 +60,7 @@ def run(name: str, options: list[str], args: argparse.Namespace, device: Any) ->
     facts = {
         "kind": "steps",
         "case": name,
-        "model": config.model,
+        "model": config.model_source,
         "layers": model.num_layers,
         "mixers": getattr(model, "mixers", None),
         "engine": args.engine,

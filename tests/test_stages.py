@@ -1,5 +1,6 @@
 """Stages of a file: options, resuming with the same command, and replaced processes."""
 
+import dataclasses
 import gc
 import importlib.util
 import json
@@ -150,6 +151,9 @@ def test_one_command_trains_all_stages_and_resumes_in_each(folder, replaced, mon
     assert f"stage short is done; not applied to it: {now}\n" in out
     assert "--steps 2 -> 3" in err and "resumed after step 2" in out
     assert list(records(run / "02-long")) == [1, 2, 3]
+    _, stages = parse_run(["--stages", str(folder.write(FIRST, SECOND, model=None))])
+    found = [stages.opening(stage).model_config() for stage in stages.all]
+    assert found == [SMALL, dataclasses.replace(SMALL, rope_theta=5e4)], "those of the checkpoints"
 
 
 def test_other_stages_than_those_that_were_trained_are_refused(folder, capfd):

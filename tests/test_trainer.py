@@ -493,6 +493,67 @@ def extended(folder: Path, tokens: list[str]) -> JsonTokenizer:
     return JsonTokenizer(folder / "tokenizer.json")
 
 
+@pytest.fixture
+def other_shape(settings, tmp_path) -> dict:
+    """Return options without a model, and weights of another vocabulary and shape as init_from."""
+    words = [f"<{i}>" for i in range(300)]
+    tokenizer = extended(tmp_path / "many", words)
+    shape = dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size, num_layers=1)
+    save_weights(tmp_path / "hf", shape, initialized(shape).state_dict())
+    (tmp_path / "hf/tokenizer.json").write_bytes(tokenizer.file.read_bytes())
+    data = written_text(tmp_path / "theirs", tokenizer)
+    del settings["model"]
+    return settings | {"data": str(data), "init_from": str(tmp_path / "hf")}
+
+
+def test_a_checkpoint_brings_its_model(other_shape, tmp_path, capsys):
+    """Also a head of its own, and positions that were given when the run began."""
+    own = {"untie": True, "rope_theta": 2e4}
+    train(other_shape, **own)
+    begun, whole = other_shape | own, records(tmp_path / "run")
+    alone = {name: value for name, value in other_shape.items() if name != "init_from"}
+    path, model = newest(tmp_path / "run").path, newest(tmp_path / "run").state["model"]
+    (tmp_path / "same.json").write_text(json.dumps(model))
+    capsys.readouterr()
+    for options in (alone, alone | {"rope_theta": 2e4, "untie": True}, begun):
+        forget(tmp_path / "run", 4)
+        assert train(options, resume="auto")
+        assert records(tmp_path / "run") == whole
+    assert train(alone | {"model": str(tmp_path / "same.json")}, resume=str(path))
+    assert "changed since" not in capsys.readouterr().err
+    stage = alone | {"resume": str(path), "new_stage": True, "seq_len": 122}
+    assert train(stage, output=str(tmp_path / "stage"))
+    assert capsys.readouterr().err.startswith("changed since the checkpoint: --seq-len 61 -> 122")
+    assert newest(tmp_path / "stage").state["model"] == model
+    assert train(stage, output=str(tmp_path / "theta"), rope_theta=5e4)
+    assert "--rope-theta 20000.0 -> 50000.0" in capsys.readouterr().err
+    assert newest(tmp_path / "theta").state["model"] == model | {"rope_theta": 5e4}
+
+
+def test_a_model_beside_a_checkpoint_must_agree_with_it(other_shape, tmp_path):
+    """Whatever names it: the error has both values, and no advice that would ruin the run."""
+    train(other_shape, steps=2)
+    alone = {name: value for name, value in other_shape.items() if name != "init_from"}
+    size = newest(tmp_path / "run").state["model"]["vocab_size"]
+    checkpoint_options = {"resume": str(tmp_path / "run/step_00000002"), "new_stage": True}
+    preset = rf"another model: vocab_size {size} -> 320, .*; leave out --model cpm-tiny to continue"
+    stage = alone | checkpoint_options | {"output": str(tmp_path / "stage")}
+    other = initialized(SMALL)
+    save_weights(tmp_path / "other", SMALL, other.state_dict())
+    for options, message in (
+        (alone | {"resume": "auto", "model": "cpm-tiny"}, preset),
+        (stage | {"model": "cpm-tiny"}, preset),
+        (stage | {"init_from": str(tmp_path / "other")}, "; leave out --init-from .*other to cont"),
+        (stage | {"untie": True}, "another model: tie_embeddings True -> False$"),
+        (alone | {"resume": "auto", "rope_theta": 5e4}, r"10000.0 -> 50000.0; give --new-stage"),
+        (alone | {"output": str(tmp_path / "new")}, "only 320: give --model or --init-from$"),
+        (stage | {"resume": "auto"}, "has no checkpoint of a stage yet: give --resume CHECKPOINT"),
+    ):
+        with pytest.raises(ranks.RankError, match=message):
+            train(options)
+    assert not (tmp_path / "stage").exists()
+
+
 def test_a_vocabulary_grows_with_the_tokenizer_of_the_data(settings, tmp_path, capsys):
     """Then the run resumes, and its export has the new tokens."""
     old, new = extended(tmp_path / "old", []), extended(tmp_path / "new", ["<call>", "<end>"])

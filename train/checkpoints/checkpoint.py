@@ -141,12 +141,8 @@ def find(run_or_checkpoint: Path) -> Path:
     """Return the checkpoint of a path: the path itself, which may be a renamed copy, or the newest
     whole one in it. Raises CheckpointError if there is none.
     """
-    if run_or_checkpoint.is_symlink():
-        run_or_checkpoint = run_or_checkpoint.resolve()
-    if (
-        not _NAME.fullmatch(run_or_checkpoint.name)
-        and not (run_or_checkpoint / "manifest.json").exists()
-    ):
+    run_or_checkpoint = _resolve_link(run_or_checkpoint)
+    if not _is_checkpoint(run_or_checkpoint):
         path = newest(run_or_checkpoint)
         if path is None:
             raise CheckpointError(f"there is no checkpoint in {run_or_checkpoint}")
@@ -154,6 +150,41 @@ def find(run_or_checkpoint: Path) -> Path:
     if problem := _damage_on_any_rank(run_or_checkpoint):
         raise CheckpointError(f"{run_or_checkpoint} is not a whole checkpoint: {problem}")
     return run_or_checkpoint
+
+
+def peek(run_or_checkpoint: Path) -> tuple[Path, Any] | None:
+    """Return the checkpoint of a path as `find` does, and its state, without reading anything else.
+    Return None for a run without a checkpoint. Raises CheckpointError if none is readable.
+    """
+    place = _resolve_link(run_or_checkpoint)
+    paths = [place] if _is_checkpoint(place) else listed(place)
+    for path in paths:
+        try:
+            return path, _read_state(path)
+        except CheckpointError:
+            if path == paths[-1]:
+                raise
+    return None
+
+
+def _resolve_link(path: Path) -> Path:
+    return path.resolve() if path.is_symlink() else path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return bool(_NAME.fullmatch(path.name)) or (path / "manifest.json").exists()
+
+
+def _read_state(path: Path) -> Any:
+    """Return the state of a checkpoint. Raises CheckpointError if its manifest or it is damaged."""
+    try:
+        _manifest(path)
+        found = json.loads((path / "manifest.json").read_text())["format"]
+        if found != _FORMAT:  # a newer version may have written it, and it may be whole
+            raise ValueError(f"expected a manifest of format {_FORMAT}, got {found!r}")
+        return json.loads((path / "state.json").read_text())
+    except _UNREADABLE as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
 
 
 def damage(path: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -198,12 +229,9 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = path
+        self.state = _read_state(path)
         try:
             names = sorted(_manifest(path))
-            found = json.loads((path / "manifest.json").read_text())["format"]
-            if found != _FORMAT:  # a newer version may have written it, and it may be whole
-                raise ValueError(f"expected a manifest of format {_FORMAT}, got {found!r}")
-            self.state = json.loads((path / "state.json").read_text())
             self._files = [
                 safe_open(path / name, "pt") for name in names if name.startswith("rank_")
             ]

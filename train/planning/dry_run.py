@@ -9,6 +9,7 @@ import torch
 
 from bmt_burst import kernels
 from train.base.files import print_error
+from train.checkpoints.checkpoint import CheckpointError
 from train.run.config import TrainConfig
 from train.run.stages import parse_run
 
@@ -24,8 +25,8 @@ def dry_run(argv: Sequence[str]) -> int:
         return 0
     for stage in stages.all if stages else (None,):
         try:
-            report = _report(stage.config if stage else config)
-        except (ValueError, OSError) as error:
+            report = _report(stages.opening(stage) if stages and stage else config)
+        except (ValueError, OSError, CheckpointError) as error:
             print_error(f"pretrain.py: {f'stage {stage.name}: ' if stage else ''}{error}")
             return 2
         print(f"stage {stage.number}, {stage.name}\n{report}\n" if stage else report)
@@ -52,7 +53,7 @@ def advise(config: TrainConfig) -> str:
     """Return the largest part of the memory of a run, and the option that helps most."""
     try:
         return explain_shortage(_plan(config))
-    except ValueError as error:
+    except (ValueError, OSError, CheckpointError) as error:
         return str(error)
 
 

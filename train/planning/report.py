@@ -61,7 +61,7 @@ def _describe_run(planned: Planned) -> str:
     groups = cluster.gpus // config.sp_size
     return "; ".join(
         (
-            f"{config.init_from or config.model}: {planned.model.num_parameters:,} parameters, "
+            f"{config.model_source}: {planned.model.num_parameters:,} parameters, "
             f"{config.dtype}{' and fp8' * config.fp8}, engine {planned.engine}",
             f"{counted(cluster.gpus, 'GPU')} of {cluster.gib:g} GiB",
             f"{counted(config.batch_size, 'sequence')} of {counted(config.seq_len, 'token')} a "

@@ -13,16 +13,19 @@ from models.huggingface import CONFIG
 from models.tensor_files import is_file, read_json
 from models.weights import Expected
 from train.base.wording import flag
+from train.checkpoints import checkpoint
 from train.engine.fp8 import check_model
 from train.registry import KINDS, Kind
 from train.run.checks import check_layers, check_settings
 from train.run.kinds import (
+    DEFAULT_MODEL,
     PRESETS,
     ModelConfig,
     config_of,
     expected_weights,
     kind_of,
     read_model,
+    saved_model,
 )
 from train.run.settings import Settings
 
@@ -59,11 +62,46 @@ class TrainConfig(Settings):
         except ValueError as error:
             raise ValueError(f"--fp8 with {self.model_name}: {error}") from error
 
+    @property
+    def model_name(self) -> str:
+        """The model for messages: as its user named it, or where it is from."""
+        return self.given_model or (
+            f"the default model, {DEFAULT_MODEL}"
+            if (resumed := self.resumed()) is None
+            else f"the model of {resumed[0]}"
+        )
+
+    @property
+    def model_source(self) -> str:
+        """The folder, file, preset or checkpoint that the model is from."""
+        if given := self.init_from or self.model:
+            return given
+        resumed = self.resumed()
+        return DEFAULT_MODEL if resumed is None else str(resumed[0])
+
+    def resumed(self) -> tuple[Path, Any] | None:
+        """Return the checkpoint of --resume and its state, which may be damaged, or None for a run
+        that starts. Raises CheckpointError for one that cannot be read, and ValueError for a
+        --new-stage that has none.
+        """
+        if self.resume == "never":
+            return None
+        root = Path(self.output if self.resume == "auto" else self.resume)
+        found = checkpoint.peek(root)
+        if found is None and self.resume != "auto":
+            raise checkpoint.CheckpointError(f"there is no checkpoint in {root}")
+        if found is None and self.new_stage:
+            raise ValueError(
+                f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one"
+            )
+        return found
+
     def named_model(self) -> ModelConfig:
         """Return the shape of the starting weights, with the head of --untie."""
         named = self._read_model()
         self._check_kind(kind_of(named))
-        if not self.untie:
+        is_untied = isinstance(named, CPMConfig) and not named.tie_embeddings
+        if not self.untie or (is_untied and self.given_model is None and self.resumed()):
             return named
         assert isinstance(named, CPMConfig), "_check_kind refuses the others"
         try:
@@ -91,6 +129,9 @@ class TrainConfig(Settings):
             found = read_model(Path(self.init_from), self.accepted_names)
             self._check_folder_of_weights(kind_of(found))
             return found
+        if self.model is None:
+            resumed = self.resumed()
+            return PRESETS[DEFAULT_MODEL] if resumed is None else saved_model(*resumed)
         if self.model in PRESETS:
             return PRESETS[self.model]
         path = Path(self.model)

@@ -48,8 +48,13 @@ class Inputs:
 
 
 def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
-    """Open what `config` names. Raises ValueError if model, kernel and data do not fit together."""
+    """Open what `config` names. Raises ValueError if model, kernel and data do not fit together, or
+    if the model is not that of the checkpoint to resume from.
+    """
     model = _grow(config, config.model_config())
+    if resumed := config.resumed():
+        new_stage = resume.begins_stage(config)
+        resume.check_model(*resumed, model, new_stage, config.given_model)
     kind = kind_of(model)
     warn_of_length(config, model)
     check_kernel(config, model, device)
@@ -135,7 +140,7 @@ def open_source(config: TrainConfig, kind: Kind, model: ModelConfig, folder: str
         )
     announces = ranks.rank() % config.sp_size == 0
     stream = Stream(Path(folder), StreamFiles.open(Path(folder)), config, announces)
-    _check_vocabulary(config.model_name, model, folder, stream)
+    _check_vocabulary(config, None, model, folder, stream)
     return stream
 
 
@@ -144,17 +149,26 @@ def open_data(
 ) -> Stored:
     """Open a data folder. Raises ValueError if it has more tokens than the model, called `name`."""
     data: Stored = load(kind.data).open(folder, model, config.seq_len, config.seed)
-    _check_vocabulary(name or config.model_name, model, folder, data)
+    _check_vocabulary(config, name, model, folder, data)
     return data
 
 
-def _check_vocabulary(name: str, model: ModelConfig, folder: str, data: Source) -> None:
-    if (found := data.vocab_size) > model.vocab_size:
-        raise ValueError(
-            f"{folder} has a vocabulary of {found} tokens, but {name} has only {model.vocab_size}: "
-            "give data or a model with another vocabulary; pretrain.py --init-from with "
-            "--grow-vocabulary adds rows for new tokens"
-        )
+def _check_vocabulary(
+    config: TrainConfig, name: str | None, model: ModelConfig, folder: str, data: Source
+) -> None:
+    if (found := data.vocab_size) <= model.vocab_size:
+        return
+    advice = (
+        "give data or a model with another vocabulary; pretrain.py --init-from with "
+        "--grow-vocabulary adds rows for new tokens"
+    )
+    if name is None and config.given_model is None:
+        resumes = config.resumed() is not None
+        advice = "give data of its tokenizer" if resumes else "give --model or --init-from"
+    raise ValueError(
+        f"{folder} has a vocabulary of {found} tokens, but {name or config.model_name} has only "
+        f"{model.vocab_size}: {advice}"
+    )
 
 
 def _open_validation(

@@ -21,6 +21,7 @@ ModelConfig = CPMConfig | LiveConfig
 PRESETS: dict[str, ModelConfig] = {
     name: preset for kind in KINDS for name, preset in load(kind.presets).items()
 }
+DEFAULT_MODEL = "cpm-tiny"  # of a run that names none, and resumes none
 
 
 def kind_of(config: ModelConfig) -> Kind:
@@ -60,6 +61,15 @@ def _kind_of_values(values: dict[str, Any]) -> Kind:
             "the pos_bias_type of ModelCenter's Llama"
         )
     return fitting[0]
+
+
+def saved_model(path: Path, state: Any) -> ModelConfig:
+    """Return the model in the state of checkpoint `path`. Raises ValueError if it has none."""
+    try:
+        # fields that the checkpoint lacks have the value that was implied then
+        return config_of(state["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds an unknown model: {error}") from error
 
 
 def read_model(folder: Path, accept: Collection[str] = ()) -> ModelConfig:

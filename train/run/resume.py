@@ -12,8 +12,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from models.config import CPMConfig
-from models.cpm_live.config import LiveConfig
 from train.base import ranks
 from train.base.wording import flag
 from train.checkpoints import checkpoint
@@ -23,7 +21,7 @@ from train.data.skips import Skips, parse_range
 from train.data.source import Source
 from train.data.tokenizer import Tokenizer
 from train.run.config import TrainConfig
-from train.run.kinds import config_of
+from train.run.kinds import ModelConfig, config_of, saved_model
 from train.run.progress import Progress, learning_rate
 from train.run.settings import fields_by_group
 
@@ -33,7 +31,7 @@ _TECHNICAL = {
     *("processes", "restarts", "max_skips", "stop_after"),
     *("checkpointing", "checkpointing_blocks", "checkpointing_every", "chunk"),
     *("offload", "offload_optimizer", "allow_other_tokenizer"),
-    *("untie", "grow_vocabulary", "accept_field"),  # the model itself is compared
+    *("model", "init_from", "untie", "grow_vocabulary", "accept_field"),  # the model is compared
 } - {"seed", "skip_data"}
 _NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
 # fields of a model that a stage may change
@@ -59,10 +57,6 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
     auto = config.resume == "auto"
     path = checkpoint.newest(root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
     if path is None:
-        if config.new_stage:
-            raise ranks.RankError(
-                f"{root} has no checkpoint of a stage yet: give --resume CHECKPOINT to start one"
-            )
         if config.skip_data:
             option = f"--skip-data {config.skip_data}"
             raise ranks.RankError(
@@ -176,15 +170,36 @@ def longest_row(state: dict) -> int:
     return state.get("longest_row", state["config"]["seq_len"])
 
 
-def keep_length(model: CPMConfig | LiveConfig, state: dict) -> CPMConfig | LiveConfig:
+def keep_length(model: ModelConfig, state: dict) -> ModelConfig:
     """Return the model with the length for which a checkpoint's weights were made."""
     made_for = state["model"].get("max_position_embeddings")
     return dataclasses.replace(model, max_position_embeddings=made_for) if made_for else model
 
 
+def check_model(
+    path: Path, state: Any, model: ModelConfig, new_stage: bool, given: str | None = None
+) -> None:
+    """Raise ValueError unless the state of checkpoint `path` has the same model. A new stage may
+    have other rotary positions, windows and sparse attention. `given` is the option that named the
+    model, if any.
+    """
+    changed = _changed_fields(saved_model(path, state), model)
+    allowed = changed.keys() <= _CHANGED_BY_STAGES
+    if changed and not (allowed and new_stage):
+        advice = f"; leave out {given} to continue with the checkpoint's model" if given else ""
+        advice = f"; {_STAGE}" if allowed else advice
+        raise ValueError(f"{path} holds another model: {_list_changes(changed)}{advice}")
+
+
+def _changed_fields(before: ModelConfig, now: ModelConfig) -> dict[str, tuple]:
+    """Return the fields that a computation uses and that differ, with both values."""
+    changed = _differences(before.to_dict(), now.to_dict())
+    return {name: values for name, values in changed.items() if name not in _NOTES}
+
+
 def check_same(
     saved: checkpoint.Checkpoint,
-    model: CPMConfig | LiveConfig,
+    model: ModelConfig,
     data: dict,
     new_stage: bool,
     tokenizer: Tokenizer,
@@ -192,19 +207,7 @@ def check_same(
     """Raise ValueError unless the checkpoint has the same model, and was reading the same data. A
     new stage may have other rotary positions, windows, sparse attention and data.
     """
-    try:
-        # fields that the checkpoint lacks have the value that was implied then
-        before = config_of(saved.state["model"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{saved.path} holds an unknown model: {error}") from error
-    changed = _differences(before.to_dict(), model.to_dict())
-    changed = {name: values for name, values in changed.items() if name not in _NOTES}
-    allowed = changed.keys() <= _CHANGED_BY_STAGES
-    if changed and not (allowed and new_stage):
-        advice = f"; {_STAGE}" if allowed else ""
-        raise ValueError(
-            f"{saved.path} holds another model: {_list_changes(changed, tokenizer)}{advice}"
-        )
+    check_model(saved.path, saved.state, model, new_stage)
     reading = saved.state["data"] | {
         "documents": saved_documents(saved.state),
         "bos": saved_begin_token(saved.state),
@@ -223,12 +226,12 @@ def _differences(before: dict, now: dict) -> dict[str, tuple]:
     }
 
 
-def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer) -> str:
+def _list_changes(differences: dict[str, tuple], tokenizer: Tokenizer | None = None) -> str:
     """List changes with both values: settings as options, begin tokens by name."""
     settings = {field.name for field in dataclasses.fields(TrainConfig)}
     changed = []
     for name, values in differences.items():
-        if name == "bos":
+        if name == "bos" and tokenizer:
             values = tuple(_token_name(token, tokenizer) for token in values)
         changed.append(_show_change(flag(name) if name in settings else name, *values))
     return ", ".join(changed)
@@ -251,14 +254,17 @@ def _token_name(token: int | None, tokenizer: Tokenizer) -> str:
 def print_changes(
     state: dict, now: dict, config: TrainConfig, next_step: int, tokenizer: Tokenizer
 ) -> None:
-    """Print which settings that affect the result differ between `state` and `now`, the same part
-    of this run's state. Also print a jump of the learning rate at `next_step`.
+    """Print which settings that affect the result, and which fields of the model, differ between
+    `state` and `now`, the same part of this run's state. Also print a jump of the learning rate at
+    `next_step`.
     """
+    changed = _changed_fields(config_of(state["model"]), config_of(now["model"]))
     before, now = _settings(state), _settings(now)
-    changed = {
-        k: (before.get(k), v) for k, v in now.items() if k not in _TECHNICAL and before.get(k) != v
+    # the model itself was compared, and checkpoints remember skipped data, which the run prints
+    unprinted = {*_TECHNICAL, *_CHANGED_BY_STAGES, "skip_data"}
+    changed |= {
+        k: (before.get(k), v) for k, v in now.items() if k not in unprinted and before.get(k) != v
     }
-    changed.pop("skip_data", None)  # checkpoints remember it, and the run prints it
     if changed:
         ranks.warn(f"changed since the checkpoint: {_list_changes(changed, tokenizer)}")
     if next_step <= config.steps:
@@ -281,7 +287,7 @@ def _settings(state: dict) -> dict:
         layout = "balanced" if window or documents != "ignore" else "zigzag"
     meant = {"documents": documents, "bos": saved_begin_token(state), "layout": layout}
     # older checkpoints lack some settings
-    return {"strategy": "auto", "window": None, "fp8": False} | config | meant
+    return {"strategy": "auto", "fp8": False} | config | meant
 
 
 def _print_jump(state: dict, config: TrainConfig, next_step: int) -> None:

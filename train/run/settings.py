@@ -15,7 +15,7 @@ from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
 from models.tensor_files import is_file
 from train.evaluation.tasks import parse_tasks
-from train.run.kinds import PRESETS
+from train.run.kinds import DEFAULT_MODEL, PRESETS
 from train.run.profiling import parse_steps
 
 SCHEDULES = ("wsd", "cosine", "linear")
@@ -39,10 +39,11 @@ def option(default: Any, help: str, **extra: Any) -> Any:
 class Settings:
     """The settings of a run."""
 
-    model: str = option(
-        "cpm-tiny",
+    model: str | None = option(
+        None,
         f"a preset ({', '.join(PRESETS)}), or a JSON file with the fields of CPMConfig or of "
-        "CPM-Live's configurations",
+        "CPM-Live's configurations; by default the model of the checkpoint to resume from, or "
+        f"{DEFAULT_MODEL}",
     )
     init_from: str | None = option(
         None,
@@ -339,13 +340,11 @@ class Settings:
         )
 
     @property
-    def model_name(self) -> str:
-        """The model as its user named it, for messages."""
+    def given_model(self) -> str | None:
+        """The option that names the model, with its value, or None if none does."""
         if self.init_from and not is_file(self.init_from):
             return f"--init-from {self.init_from}"
-        if self.model == Settings.model:
-            return f"the default model, {self.model}"
-        return f"--model {self.model}"
+        return f"--model {self.model}" if self.model is not None else None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

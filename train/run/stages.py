@@ -85,6 +85,17 @@ class Stages:
         before = self.all[number - 2].last_checkpoint
         return dataclasses.replace(config, resume=str(before), new_stage=True)
 
+    def opening(self, stage: Stage) -> TrainConfig:
+        """Return the settings of a stage, with the checkpoint at which it would begin now: its own,
+        else the newest of the stages before it, if any.
+        """
+        for other in reversed(self.all[: stage.number]):
+            if newest := checkpoint.listed(other.folder)[:1]:
+                if other is stage:
+                    break
+                return dataclasses.replace(stage.config, resume=str(newest[0]), new_stage=True)
+        return stage.config
+
     @property
     def later(self) -> tuple[Stage, ...]:
         """The stages after the current one."""
@@ -148,11 +159,12 @@ class Stages:
     def _check_inputs(self, device: torch.device) -> list[Inputs]:
         """Return the inputs of this stage and of all that follow it."""
         with redirect_stderr(io.StringIO()):  # the stage repeats its warnings
-            opened = [_check_stage(self.current, device)]
+            opened = [_check_stage(self.current.name, self.opening(self.current), device)]
         for stage in self.later:
             warnings = io.StringIO()
             with redirect_stderr(warnings):
-                opened.append(_check_stage(stage, device, opened[0].training.folder))
+                data = opened[0].training.folder
+                opened.append(_check_stage(stage.name, self.opening(stage), device, data))
             for line in warnings.getvalue().splitlines():
                 print(f"stage {stage.name}: {line}", file=sys.stderr)
         return opened
@@ -258,9 +270,10 @@ def _given_number() -> int | None:
     return None if number is None else int(number)
 
 
-def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -> Inputs:
+def _check_stage(
+    name: str, config: TrainConfig, device: torch.device, data: Path | None = None
+) -> Inputs:
     """Open the inputs of a stage, with the tokenizer of folder `data`. Raises ValueError."""
-    config = stage.config
     try:
         check_installed(config.wandb)
         choose_engine(config, device)
@@ -269,8 +282,8 @@ def _check_stage(stage: Stage, device: torch.device, data: Path | None = None) -
         inputs = keep_documents_apart(open_inputs(config, device), config, None)
         if data is not None:
             check_folder(data, inputs.training.folder, inputs.training.folder)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"stage {stage.name}: {error}") from error
+    except (ValueError, OSError, checkpoint.CheckpointError) as error:
+        raise ValueError(f"stage {name}: {error}") from error
     return inputs
 
 

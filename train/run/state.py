@@ -123,7 +123,7 @@ def describe_run(
     if c.tokens_of_chunk is not None:
         chunks = f", each in {counted(count_chunks(c.seq_len, c.tokens_of_chunk), 'chunk')}"
     facts = [
-        f"{c.init_from or c.model}: {model.num_parameters:,} parameters, {c.dtype} on "
+        f"{c.model_source}: {model.num_parameters:,} parameters, {c.dtype} on "
         f"{engine.device.type}, {type(engine).__name__}",
         f"{batches.dp_size} data parallel x {counted(sp.size, 'sequence parallel rank')}"
         + ("" if strategy == "auto" else f", strategy {strategy}"),
