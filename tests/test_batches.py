@@ -81,7 +81,7 @@ def validation_losses(monkeypatch, world: int, sp_size: int) -> list[float]:
         group = ring.subring(range(first, first + sp_size))
         sp = SequenceParallel(ring.rank - first, sp_size, process_group=group)
         engine = SimpleNamespace(model=initialized(SMALL, sp=sp), sum=sum_over_ranks)
-        return measure_losses({"": data}, dealt[ring.rank], engine, lambda: None)["val_loss"]
+        return measure_losses({"": data}, dealt[ring.rank], engine, lambda: None)[0]["val_loss"]
 
     return simulate(world, work)
 

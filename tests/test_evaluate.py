@@ -258,13 +258,22 @@ def test_results_do_not_depend_on_the_ranks(folder, data):
     """Losses are differences of logits of about 20, which fp32 rounds at 2e-6. 35 and 71 tokens are
     no multiples of 2 ranks.
     """
-    more = ("--data", data, "--seq-len", 35, "--bins", 6, "--samples", 3, "--lengths", "35,71")
+    more = ("--data", data, "--bins", 6, "--samples", 3, "--lengths", "35,71")
     more = (*more, "--tasks", "needle,positions")
-    evaluate(folder, "trained", "one", *more)
+    printed = evaluate(folder, "trained", "one", *more)
+    warned = f"--lengths 71 is beyond the {LENGTH} tokens that the model was made for\n"
+    assert warned in printed
     expected = results(folder / "one")
     assert 0 < expected["needle"]["found"] < 1, "it was trained on 30 tokens"
     bins = expected["positions"]["bins"]
-    assert [b["start"] for b in bins] == [0, 6, 12, 18, 24, 30] and bins[-1]["targets"]
+    assert [b["start"] for b in bins] == [0, 6, 12, 18, 24, 30, 0, 12, 24, 36, 48, 60]
+    assert [b["length"] for b in bins] == [35] * 6 + [71] * 6
+    last = next(b for b in reversed(bins) if b["targets"])
+    assert expected["positions"]["far_loss"] == last["loss"] and bins[5]["targets"]
+    far = f"far_loss {last['loss']:.4f} (of only {last['targets']} targets)"
+    assert f"positions: {far} in sequences of 71 tokens\n" in printed
+    assert "positions: sequences of 35, 71 tokens of" in printed
+    assert " in texts of 35, 71 tokens\n" in printed
     for ranks, options in (
         (2, ("--sp-size", 2, "--layout", "contiguous", "--data", f"all={data}")),
         (4, ("--sp-size", 2, "--strategy", "all-gather", "--micro-batch-size", 2)),
@@ -276,7 +285,8 @@ def test_results_do_not_depend_on_the_ranks(folder, data):
             assert mine["loss"] == pytest.approx(cell["loss"], rel=1e-5, abs=1e-5)
         for mine, b in zip(found["positions"]["bins"], bins, strict=True):
             assert mine["targets"] == b["targets"]
-            assert mine["perplexity"] == pytest.approx(b["perplexity"], rel=1e-5)
+            if b["targets"]:
+                assert mine["perplexity"] == pytest.approx(b["perplexity"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -321,6 +331,10 @@ def test_what_cannot_be_evaluated_is_refused(folder, data, capsys):
     assert "either --run or --init-from" in refused("--run", "a", "--init-from", "b")
     assert "--model is for --init-from, got --run" in refused("--run", "a", "--model", "b")
     assert "--tasks positions needs text" in refused("--init-from", folder / "trained")
+    without = "--init-from", folder / "trained", "--tasks", "needle"
+    assert "--init-from needs a length: give --lengths" in refused(*without)
+    both = "--lengths are those of all tasks: leave out --seq-len"
+    assert both in refused("--run", "a", "--lengths", 8, "--seq-len", 8)
     assert "--lengths: expected numbers with commas" in refused("--run", "a", "--lengths", "1,b")
     assert "--seed must be at least 0" in refused("--run", "a", "--seed", -1)
     with pytest.raises(ValueError, match="--eval-tasks positions needs --val-data"):

@@ -58,6 +58,13 @@ def test_an_evaluation_reports_its_start_and_its_loss(settings, tmp_path, capsys
         assert f"step {step}: saved {tmp_path}/run/step_{step:08d} in " in printed
         began = printed.index(f"step {step}: evaluating on {tmp_path}/link")
         assert began < printed.index(f"step {step}: validation loss {loss:.4f}, in ")
+    few = {"steps": 1, "warmup_steps": 0, "decay_steps": 0, "eval_sequences": 1}
+    named = {"val_data": {"x": str(tmp_path / "other")}, "output": str(tmp_path / "few")}
+    assert train(settings, **few, **named, eval_tasks="positions")
+    targets = r" \d\.\d{4} \(of only \d\d targets\), "
+    printed = capsys.readouterr().out
+    assert re.search(f"step 1: validation loss{targets}val_loss/x{targets}in ", printed)
+    assert re.search(r"step 1: far_loss \d\.\d{4} \(of only \d targets?\), in ", printed)
 
 
 def test_a_signal_stops_an_evaluation_at_once_and_resuming_makes_up_for_it(
@@ -136,16 +143,21 @@ def made_for(longest: int) -> str:
 
 
 def test_sequences_longer_than_the_model_was_made_for_give_a_warning(settings, tmp_path, capsys):
-    warning = "--seq-len 61 is beyond the 60 tokens that the model was made for: see --rope-theta"
+    """It names only options that were not given."""
+    warning = "--seq-len 61 is beyond the 60 tokens that the model was made for"
     scaling = {"kind": "yarn", "factor": 1.5, "original_length": 40}
-    for longest, options, warned in (
-        (60, {}, True),
-        (61, {}, False),
-        (40, {"rope_scaling": scaling}, True),
+    for number, (longest, options, advice) in enumerate(
+        (
+            (60, {}, ": see --rope-theta and --rope-scaling"),
+            (61, {}, None),
+            (40, {"rope_scaling": scaling}, ": see --rope-theta"),
+            (40, {"rope_scaling": scaling, "rope_theta": 2e4}, ""),
+        )
     ):
         (tmp_path / "model.json").write_text(made_for(longest))
-        train(settings, output=str(tmp_path / f"run-{longest}"), steps=2, **options)
-        assert (warning in capsys.readouterr().err) == warned
+        train(settings, output=str(tmp_path / f"run-{number}"), steps=2, **options)
+        printed = capsys.readouterr().err.splitlines()
+        assert (f"{warning}{advice}" in printed) == (advice is not None)
 
 
 def test_stages_keep_the_longest_row_and_what_the_model_was_made_for(settings, tmp_path):

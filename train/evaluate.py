@@ -1,7 +1,7 @@
 r"""Evaluate a trained model on long texts: needles, chains of variables, perplexity by position.
 
     python train/evaluate.py --run runs/8b --processes 2 --sp-size 2 --lengths 4096,32768
-    python train/evaluate.py --init-from FOLDER --tasks needle --dtype bf16
+    python train/evaluate.py --init-from FOLDER --tasks needle --dtype bf16 --lengths 4096
     torchrun --nproc-per-node 8 train/evaluate.py --run runs/8b --sp-size 8 --lengths 1048576
 
 An answer's tokens are scored in one pass over the text, which is cut over --sp-size ranks. It is
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from train.base import ranks
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
-from train.base.wording import counted, flag
+from train.base.wording import flag
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
 from train.data.folder import Sequences
@@ -45,6 +45,7 @@ from train.run.building import make_engine, make_groups
 from train.run.checks import check_layers
 from train.run.config import TrainConfig
 from train.run.distributed import init_distributed, shared_options
+from train.run.inputs import warn_of_length
 from train.run.launch import launch
 from train.run.options import SourcesAction, add_options
 from train.run.trained import Trained, open_trained
@@ -109,8 +110,8 @@ def _parser() -> ArgumentParser:
     add(
         "--lengths",
         type=_numbers(int),
-        help="tokens of these texts, as in 4096,32768 (default: a quarter, a half and all of "
-        "--seq-len)",
+        help="tokens of these texts and of sequences of --data, as in 4096,32768 (default: texts "
+        "of a quarter, a half and all of --seq-len, sequences of --seq-len)",
     )
     add("--depths", type=_numbers(float), help="where the needle is (default: 0,0.25,0.5,0.75,1)")
     add("--hops", type=_numbers(int), help="hops of the chain of variables (default: 1,2,4)")
@@ -159,10 +160,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
                 "--tasks positions needs text: give --data FOLDER, or --tasks needle,variables"
             )
         Grid(**{"lengths": (1,), **grid})  # checks the sizes before anything is started
+        _take_lengths(grid.get("lengths"), given)
         TrainConfig(**given)
     except ValueError as error:
         parser.fail(error)
     return request
+
+
+def _take_lengths(lengths: tuple[int, ...] | None, settings: dict[str, Any]) -> None:
+    """Let --lengths decide --seq-len. Raises ValueError if both or none give a length."""
+    if lengths is None:
+        if "init_from" in settings and "seq_len" not in settings:
+            raise ValueError("--init-from needs a length: give --lengths, as in 4096,32768")
+        return
+    if "seq_len" in settings:
+        raise ValueError("--lengths are those of all tasks: leave out --seq-len")
+    fewest = settings.get("sp_size", 1)
+    if min(lengths) < fewest:
+        raise ValueError(f"--lengths must be at least --sp-size {fewest}, got {min(lengths)}")
+    settings["seq_len"] = max(lengths)
 
 
 def _find_shared(request: argparse.Namespace) -> dict[str, Any]:
@@ -210,9 +226,9 @@ class Evaluation:
         """Run the tasks and write the report."""
         results = []
         for name in self.request.tasks:
-            result = tasks.evaluate(name, self.subject, self.grid)
-            results.append(result)
-            ranks.say(f"{name}: {tasks.METRICS[name]} {result.value:.4f}")
+            results.append(tasks.evaluate(name, self.subject, self.grid))
+            for line in results[-1].describe():
+                ranks.say(line)
         self.watchdog.alive("writing the report")
         ranks.on_first(lambda: self._write(results))
         ranks.say(f"wrote {self.output}")
@@ -241,15 +257,12 @@ class Evaluation:
     def _choose_grid(self) -> Grid:
         """Return the sizes. Raises ValueError for lengths that cannot be cut over the ranks."""
         whole, fewest = self.config.seq_len, self.config.sp_size
-        lengths = tuple(dict.fromkeys((max(whole // 4, 1), max(whole // 2, 1), whole)))
-        grid = Grid(**{"lengths": lengths, **self.request.grid})
-        if min(grid.lengths) < fewest:
-            raise ValueError(
-                f"--lengths must be at least --sp-size {fewest}, got {min(grid.lengths)}"
-            )
-        texts = {*grid.lengths, *([whole] if "positions" in self.request.tasks else [])}
-        for length in texts:  # strategies and layers may refuse some
+        parts = dict.fromkeys(max(whole // part, fewest) for part in (4, 2, 1))
+        grid = Grid(**{"lengths": tuple(parts), **self.request.grid})
+        for length in {*grid.lengths, whole}:  # strategies and layers may refuse some
             check_layers(self._of_length(length), self.trained.model)
+        given = "--lengths" if "lengths" in self.request.grid else "--seq-len"
+        warn_of_length(self.config, self.trained.model, given)
         return grid
 
     def _choose_output(self) -> Path:
@@ -263,8 +276,10 @@ class Evaluation:
             raise ValueError(f"{output} exists: give another --output")
         return output
 
-    def _open_data(self) -> dict[str, Sequences]:
-        """Open --data, by default the run's validation data, else its training data."""
+    def _open_data(self) -> dict[int, dict[str, Sequences]]:
+        """Open --data in sequences of all --lengths, else of --seq-len. By default it is the run's
+        validation data, else its training data.
+        """
         folders = self.request.data
         if folders is None:
             assert self.trained.path is not None
@@ -273,9 +288,13 @@ class Evaluation:
             for folder in folders.values():
                 if not Path(folder).is_dir():
                     raise ValueError(f"{folder}, the run's data, is not here: give --data")
-        length, read = counted(self.config.seq_len, "token"), ", ".join(folders.values())
-        ranks.say(f"positions: {length} a sequence of {read}")
-        return {name: self.trained.open_data(folder) for name, folder in folders.items()}
+        lengths = dict.fromkeys(self.request.grid.get("lengths", (self.config.seq_len,)))
+        shown, read = ", ".join(f"{length:,}" for length in lengths), ", ".join(folders.values())
+        ranks.say(f"positions: sequences of {shown} tokens of {read}")
+        return {
+            length: {name: self.trained.open_data(at, length) for name, at in folders.items()}
+            for length in lengths
+        }
 
 
 def main(argv: Sequence[str]) -> int:

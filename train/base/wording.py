@@ -6,10 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+_FEW_TARGETS = 100  # token losses differ by about 3 from each other, so their mean by 0.3
+
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """Return "1 token" or "2,000 tokens"; `plural` is the noun's, by default with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def remark_few(targets: float) -> str:
+    """Return a remark on a mean over so few targets that chance decides it, else nothing."""
+    return f" (of only {counted(int(targets), 'target')})" if targets < _FEW_TARGETS else ""
 
 
 def parse_pair(text: str) -> tuple[int, int] | None:

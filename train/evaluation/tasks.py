@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmt_burst.sequence.layout import IGNORE_INDEX
 from train.base.files import writing
-from train.base.wording import flag
+from train.base.wording import counted, flag, remark_few
 from train.data.batches import Batches
 from train.data.folder import Sequences
 from train.data.tokenizer_base import Tokenizer
@@ -139,7 +139,8 @@ class Subject:
     """The model that is evaluated, and its texts.
 
     batches    deals rows of a length to the ranks
-    data       the sequences of the task positions by the name of their source, which may be empty
+    data       the sequences of the task positions by their length, and by the name of their source,
+               which may be empty
     alive      is called before each micro-batch, with what is done
     """
 
@@ -147,7 +148,7 @@ class Subject:
     batches: Callable[[int], Batches]
     tokenizer: Tokenizer
     bos: int | None
-    data: dict[str, Sequences]
+    data: dict[int, dict[str, Sequences]]
     alive: Callable[[str], None]
     text: str = SENTENCES
 
@@ -160,10 +161,16 @@ class Retrieved:
     level: str
     cells: list[Cell]
     by_source: ClassVar[dict[str, float]] = {}
+    remark: ClassVar[str] = ""
 
     @property
     def value(self) -> float:
         return sum(cell.found for cell in self.cells) / len(self.cells)
+
+    def describe(self) -> list[str]:
+        """Return a line with the value and the lengths of the texts."""
+        lengths = ", ".join(f"{n:,}" for n in dict.fromkeys(cell.length for cell in self.cells))
+        return [f"{self.task}: {METRICS[self.task]} {self.value:.4f} in texts of {lengths} tokens"]
 
     def to_dict(self) -> dict[str, Any]:
         rows = [
@@ -175,19 +182,34 @@ class Retrieved:
 
 @dataclass(frozen=True)
 class ByPosition:
-    """The result of positions. `value` is the loss of the last bin with targets, also by source."""
+    """The result of positions: bins by the length of sequences, also of each named source. `value`
+    is the loss of the last bin with targets of the longest sequences, also by source.
+    """
 
-    bins: list[Bin]
-    sources: dict[str, list[Bin]]
+    bins: dict[int, list[Bin]]
+    sources: dict[str, dict[int, list[Bin]]]
     task = "positions"
 
     @property
     def value(self) -> float:
-        return _far_loss(self.bins)
+        return _longest(self.bins).loss
 
     @property
     def by_source(self) -> dict[str, float]:
-        return {name: _far_loss(bins) for name, bins in self.sources.items()}
+        return {name: _longest(bins).loss for name, bins in self.sources.items()}
+
+    @property
+    def remark(self) -> str:
+        """A remark if `value` is the mean of few targets, else nothing."""
+        return remark_few(_longest(self.bins).targets)
+
+    def describe(self) -> list[str]:
+        """Return a line with the loss of the last bin with targets for each length."""
+        return [
+            f"positions: far_loss {far.loss:.4f}{remark_few(far.targets)} in sequences of "
+            f"{length:,} tokens"
+            for length, far in ((length, _far(bins)) for length, bins in self.bins.items())
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         whole = _bins_to_dict(self.bins)
@@ -195,22 +217,29 @@ class ByPosition:
         return {**whole, "sources": of_sources} if of_sources else whole
 
 
-def _far_loss(bins: list[Bin]) -> float:
-    return next((b.loss for b in reversed(bins) if b.targets), math.nan)
+def _far(bins: list[Bin]) -> Bin:
+    """Return the last bin with targets, else the last."""
+    return next((b for b in reversed(bins) if b.targets), bins[-1])
 
 
-def _bins_to_dict(bins: list[Bin]) -> dict[str, Any]:
+def _longest(bins: dict[int, list[Bin]]) -> Bin:
+    return _far(bins[max(bins)])
+
+
+def _bins_to_dict(by_length: dict[int, list[Bin]]) -> dict[str, Any]:
     rows = [
         {
+            "length": length,
             "start": b.start,
             "stop": b.stop,
             "targets": b.targets,
             "loss": b.loss if b.targets else None,
             "perplexity": b.perplexity if math.isfinite(b.perplexity) else None,
         }
+        for length, bins in by_length.items()
         for b in bins
     ]
-    far = _far_loss(bins)
+    far = _longest(by_length).loss
     return {"far_loss": far if math.isfinite(far) else None, "bins": rows}
 
 
@@ -228,10 +257,17 @@ def check_tasks(tasks: tuple[str, ...], subject: Subject, grid: Grid) -> None:
 def evaluate(name: str, subject: Subject, grid: Grid) -> Result:
     """Run the task called `name`. Every rank must call this function, and gets the same result."""
     if name == "positions":
-        sources = list(subject.data.values())
-        batches, alive = subject.batches(sources[0].seq_len), partial(subject.alive, "positions")
-        bins, parts = measure_positions(sources, batches, subject.engine, grid.bins, alive)
-        return ByPosition(bins, {n: b for n, b in zip(subject.data, parts, strict=True) if n})
+        whole: dict[int, list[Bin]] = {}
+        of_sources: dict[str, dict[int, list[Bin]]] = {}
+        for length, sources in subject.data.items():
+            alive = partial(subject.alive, f"positions in {length:,} tokens")
+            whole[length], parts = measure_positions(
+                list(sources.values()), subject.batches(length), subject.engine, grid.bins, alive
+            )
+            for source, bins in zip(sources, parts, strict=True):
+                if source:
+                    of_sources.setdefault(source, {})[length] = bins
+        return ByPosition(whole, of_sources)
     task, cells = _make_task(name, grid), []
     for length in grid.lengths:
         rows = _make_rows(task, subject, grid, length)
@@ -296,12 +332,13 @@ def _draw_map(figure: Any, axes: Any, result: Retrieved) -> None:
 
 
 def _draw_curve(axes: Any, result: ByPosition) -> None:
-    """Draw perplexity over positions."""
+    """Draw perplexity over positions, a curve for each source and length."""
     for name, of_source in {**result.sources, "all": result.bins}.items():
-        bins = [b for b in of_source if b.targets]
-        centers = [(b.start + b.stop - 1) / 2 for b in bins]
-        axes.plot(centers, [b.perplexity for b in bins], marker="o", label=name)
-    if result.sources:
-        axes.legend()
-    axes.set(xlabel="position", ylabel="perplexity", title="perplexity by position")
+        for length, of_length in of_source.items():
+            bins = [b for b in of_length if b.targets]
+            centers = [(b.start + b.stop - 1) / 2 for b in bins]
+            label = f"{name}, {counted(length, 'token')}"
+            axes.plot(centers, [b.perplexity for b in bins], marker="o", label=label)
+    axes.legend()
+    axes.set(xlabel="position", ylabel="perplexity", title="perplexity by position in a sequence")
     axes.grid(alpha=0.3)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 from train.base import ranks
+from train.base.wording import remark_few
 from train.data.batches import Batches, Dealer, Work
 from train.data.folder import Sequences
 from train.data.shares import show_sources
@@ -42,7 +43,7 @@ class Evaluations:
             lambda length: cast(Batches, batches),  # only rows of --seq-len are made
             inputs.tokenizer,
             inputs.training.identity.get("bos"),
-            cast(dict[str, Sequences], inputs.validation),
+            {config.seq_len: cast(dict[str, Sequences], inputs.validation)},
             alive,
         )
         self._grid = Grid((config.seq_len,), seed=config.seed)
@@ -83,9 +84,11 @@ class Evaluations:
         began, sources = time.perf_counter(), self._inputs.validation
         metrics.say(f"step {step}: evaluating on {show_sources(self._config.val_data)}")
         alive = partial(self._alive, "validation loss")
-        found = measure_losses(sources, self._batches, self._engine, alive)
+        found, targets = measure_losses(sources, self._batches, self._engine, alive)
         metrics.record(step, **found)
-        mean, *others = (f"{name} {value:.4f}" for name, value in found.items())
+        mean, *others = (
+            f"{name} {value:.4f}{remark_few(targets[name])}" for name, value in found.items()
+        )
         losses = ", ".join([mean.replace("val_loss", "validation loss"), *others])
         metrics.say(f"step {step}: {losses}, in {time.perf_counter() - began:.1f} s")
 
@@ -96,4 +99,5 @@ class Evaluations:
         value, by_source = result.value, result.by_source
         found = {name: value, **{f"{name}/{source}": x for source, x in by_source.items()}}
         metrics.record(step, **found)
-        metrics.say(f"step {step}: {name} {value:.4f}, in {time.perf_counter() - began:.1f} s")
+        seconds = time.perf_counter() - began
+        metrics.say(f"step {step}: {name} {value:.4f}{result.remark}, in {seconds:.1f} s")

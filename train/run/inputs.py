@@ -16,6 +16,7 @@ from bmt_burst.spec import Spec
 from models.config import CPMConfig
 from models.mixers import find_lightning_flash
 from train.base import ranks
+from train.base.wording import counted, flag
 from train.data.mixture import Mixture, parts
 from train.data.shares import parse_shares, validation_folders
 from train.data.source import Source, Stored
@@ -191,21 +192,26 @@ def check_padding(config: TrainConfig, data: Source) -> None:
     if (padding := data.padding) <= _MUCH_PADDING:
         return
     tokens = data.identity["tokens"]
-    finding = f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding"
+    finding = (
+        f"{padding:.0%} of the positions of {data.folder} ({tokens:,} tokens) are padding in "
+        f"sequences of {counted(config.seq_len, 'token')}"
+    )
     if padding > _MOST_PADDING:
-        raise ValueError(
-            f"{finding} at --seq-len {config.seq_len}: give more text or a shorter one"
-        )
-    ranks.warn(f"{finding} at --seq-len {config.seq_len}")
+        raise ValueError(f"{finding}: give more text or shorter sequences")
+    ranks.warn(finding)
 
 
-def warn_of_length(config: TrainConfig, model: ModelConfig) -> None:
-    """Warn if rows are longer than the sequences that the model was made for."""
+def warn_of_length(config: TrainConfig, model: ModelConfig, option: str | None = None) -> None:
+    """Warn if rows are longer than the sequences that the model was made for. `option` gave their
+    length to a script that has no options for rotary positions.
+    """
     longest = model.longest_sequence if isinstance(model, CPMConfig) else None
     if longest and config.seq_len > longest:
+        others = ("rope_theta", "rope_scaling") if option is None else ()
+        advice = " and ".join(flag(name) for name in others if getattr(config, name) is None)
         ranks.warn(
-            f"--seq-len {config.seq_len:,} is beyond the {longest:,} tokens that the model was "
-            "made for: see --rope-theta and --rope-scaling"
+            f"{option or '--seq-len'} {config.seq_len:,} is beyond the {longest:,} tokens that the "
+            f"model was made for{f': see {advice}' if advice else ''}"
         )
 
 

@@ -221,9 +221,10 @@ def mean_losses(
 @torch.no_grad()
 def measure_losses(
     sources: Mapping[str, Stored], batches: Dealer, engine: Engine, alive: Callable[[], None]
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return the mean token loss of each source and of all, as a record names them, over evenly
-    spaced sequences. Every rank must call it. `alive` is called before each micro-batch.
+    spaced sequences, and the number of targets of each. Every rank must call it. `alive` is called
+    before each micro-batch.
     """
     sums = []
     for data in sources.values():
@@ -236,4 +237,6 @@ def measure_losses(
     sums = engine.sum(sums)
     losses, targets_of = sums[::2], sums[1::2]
     mean = sum(losses) / sum(targets_of) if sum(targets_of) else math.nan
-    return {"val_loss": mean, **mean_losses("val_loss", sources, losses, targets_of)}
+    named = {f"val_loss/{source}": n for source, n in zip(sources, targets_of, strict=True)}
+    means = {"val_loss": mean, **mean_losses("val_loss", sources, losses, targets_of)}
+    return means, {"val_loss": sum(targets_of), **named}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,11 @@ class Trained:
         model.load_state_dict(read, assign=True)
         return model.eval()
 
-    def open_data(self, folder: str) -> Sequences:
-        """Open a data folder, as in training. Raises ValueError if it has another tokenizer."""
-        config, kind = self.config, kind_of(self.model)
+    def open_data(self, folder: str, seq_len: int) -> Sequences:
+        """Open a data folder, as in training, in sequences of `seq_len` tokens. Raises ValueError
+        if it has another tokenizer.
+        """
+        config, kind = dataclasses.replace(self.config, seq_len=seq_len), kind_of(self.model)
         data: Any = open_data(config, kind, self.model, folder, str(self.path or config.model_name))
         place = data.folder
         if self.path is not None:
