@@ -119,7 +119,7 @@ def main() -> None:
     from train.run.stages import parse_run
 
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    args.stop = StopSignal(lambda: None, lambda: os._exit(1))
+    args.stop = StopSignal(lambda signum: None, lambda: os._exit(1))
     args.folder = tempfile.mkdtemp() if os.environ["RANK"] == "0" else ""
     runs = [(name, shlex.split(rest)) for name, _, rest in (x.partition("=") for x in args.runs)]
     first, _ = parse_run(["--engine", args.engine, *runs[0][1]])

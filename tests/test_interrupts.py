@@ -35,7 +35,9 @@ def test_a_folder_has_one_run_at_a_time(folder):
     assert f"{folder}/shared is in use by process {first.pid} on " in printed
     assert (folder / "shared/metrics.jsonl").read_text().startswith(before)
     os.kill(first.pid, signal.SIGHUP)
-    assert "to resume, run the same command with --resume auto" in first.communicate()[0]
+    ended = first.communicate()[0]
+    assert "stopping after this step, on SIGHUP; SIGINT (Ctrl-C) ends the run now\n" in ended
+    assert "to resume, run the same command with --resume auto" in ended
     assert first.returncode == 0
 
 

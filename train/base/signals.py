@@ -15,7 +15,6 @@ from train.base.files import leave_terminal, terminals
 
 LAUNCHER = "BMT_BURST_LAUNCHER"  # environment variable of a rank: its launcher's process id
 INTERRUPTED = 128 + signal.SIGINT  # exit code of a run that was ended at once
-NOTED = "stopping after this step; press Ctrl-C again to end the run now"
 # Signals that ask a run to stop, besides Ctrl-C. Slurm sends the last two before a time limit, if
 # --signal says so.
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -31,10 +30,18 @@ def has_launcher() -> bool:
     return LAUNCHER in os.environ
 
 
+def describe_stop(signum: int) -> str:
+    """Return a line about a signal that stops a run, and how to end the run now."""
+    if signum == signal.SIGINT:
+        return "stopping after this step; press Ctrl-C again to end the run now"
+    name = signal.Signals(signum).name
+    return f"stopping after this step, on {name}; SIGINT (Ctrl-C) ends the run now"
+
+
 class StopSignal:
     """A flag that SIGINT and the signals of STOPPING set instead of ending the process.
 
-    received   a signal arrived, and `noted` was called
+    received   a signal arrived, and `noted` was called with it
     insisted   a SIGINT arrived after it, and `insist` was called
 
     A thread calls both at once, since Python's handlers wait for the main thread, which may be
@@ -43,7 +50,9 @@ class StopSignal:
     """
 
     def __init__(
-        self, noted: Callable[[], None] = lambda: None, insist: Callable[[], None] = lambda: None
+        self,
+        noted: Callable[[int], None] = lambda signum: None,
+        insist: Callable[[], None] = lambda: None,
     ):
         self.received = self.insisted = False
         self._noted, self._insist, self._terminals = noted, insist, terminals()
@@ -77,7 +86,7 @@ class StopSignal:
                 leave_terminal(self._terminals)
             if signum in signals and not self.received:
                 self.received, first = True, now
-                self._noted()
+                self._noted(signum)
             elif signum == signal.SIGINT and signum in signals and now - first > _SAME:
                 self.insisted = True
                 self._insist()

@@ -7,20 +7,21 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from train.base import ranks
 from train.base.files import leave_reason, print_error
-from train.base.signals import INTERRUPTED, NOTED, has_launcher
+from train.base.signals import INTERRUPTED, describe_stop, has_launcher
 from train.run.watchdog import Watchdog
 
 
-def acknowledge() -> None:
+def acknowledge(signum: int) -> None:
     """Print that a signal arrived. A launcher does so itself."""
     if ranks.rank() == 0 and not has_launcher():
-        print_error(NOTED)
+        print_error(describe_stop(signum))
 
 
 def end_now(watchdog: Watchdog) -> NoReturn:
@@ -87,6 +88,12 @@ def _join_sentences(*sentences: str) -> str:
 
 def run_script(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Call `main` with the arguments of the command line, and end the process with its code."""
+    try:
+        ranks.check_environment()
+    except ValueError as error:
+        print_error(reason := f"{Path(sys.argv[0]).name}: {error}")
+        leave_reason(reason)
+        _leave(2)
     try:
         _leave(main(sys.argv[1:]))
     except SystemExit as given:  # argparse has printed the reason

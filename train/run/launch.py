@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from train.base import ranks
 from train.base.files import print_error
-from train.base.signals import INTERRUPTED, LAUNCHER, NOTED, STOPPING, StopSignal
+from train.base.signals import INTERRUPTED, LAUNCHER, STOPPING, StopSignal, describe_stop
 from train.checkpoints import checkpoint
 from train.run.replacement import make_store
 from train.run.watchdog import EXIT_CODE
@@ -52,7 +52,7 @@ def launch(
     Return 0, also after a signal, else the code of the first rank that failed, or 130 after a
     second Ctrl-C. A failure that a rank has explained (code 2) is not followed by a restart.
     """
-    stop = StopSignal(noted=lambda: print_error(NOTED if outlook else "stopping"))
+    stop = StopSignal(lambda signum: print_error(describe_stop(signum) if outlook else "stopping"))
     made, options = 0, list[str]()
     while isinstance(ended := _run_ranks([*argv, *options], processes, stop, outlook), _Failure):
         if made == restarts or ended.code == _EXPLAINED or stop.received:
