@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from bmt_burst.errors import RankFailed, RankGone, RankLate
 from train.base import ranks
 from train.base.files import leave_reason
 from train.run import ending, launch
+from train.run.config import TrainConfig
+from train.run.distributed import init_distributed
 from train.run.stages import parse_run
 from train.run.watchdog import EXIT_CODE
 
@@ -38,6 +41,31 @@ def test_nobody_outside_of_the_machine_reaches_the_store():
     assert set(listeners()) - before == {f"0100007F:{store.port:04X}"}  # 127.0.0.1
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_a_port_that_another_program_has_is_named(monkeypatch):
+    """Where srun or a user starts the ranks, without torchrun's own store."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        place = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(ValueError, match=f"MASTER_PORT {port} of this machine is in use"):
+            init_distributed(TrainConfig(device="cpu", timeout=5.0))
+
+
+def test_a_rank_outside_of_its_world_is_refused_at_once(monkeypatch):
+    for values, message in (
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "expected RANK below WORLD_SIZE, which is 2, got 2"),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"}, "expected LOCAL_RANK below LOCAL_WORLD"),
+        ({"RANK": ""}, "expected a number in the environment variable RANK, got ''"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
+            for name, value in values.items():
+                patch.setenv(name, value)
+            ranks.check_environment()
+    ranks.check_environment()
 
 
 def test_the_cause_is_the_rank_that_failed_by_itself():

@@ -37,6 +37,21 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def check_environment() -> None:
+    """Raise ValueError if the variables of this rank, which srun or a user may have set, are wrong.
+    It would wait for ranks that do not exist.
+    """
+    for name, count in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        for variable in (name, count):
+            if not (value := os.environ.get(variable, "0")).isdecimal():
+                raise ValueError(
+                    f"expected a number in the environment variable {variable}, got {value!r}"
+                )
+        own, size = os.environ.get(name), os.environ.get(count)
+        if own and size and int(own) >= int(size):
+            raise ValueError(f"expected {name} below {count}, which is {size}, got {own}")
+
+
 def gather(value: Any, group: Group = None) -> list[Any]:
     """Return `value` of every rank. A thread needs a `group` of its own, with all ranks."""
     values = [None] * world_size()

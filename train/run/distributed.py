@@ -55,7 +55,7 @@ def init_distributed(config: TrainConfig, shared: Mapping[str, Any] | None = Non
     # Beside BMTrain, torch.distributed only carries messages between hosts.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and engine == "torch" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(seconds=rank_timeout(config)))
+        _join(backend, timedelta(seconds=rank_timeout(config)))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     shared = shared_options(config.to_dict()) if shared is None else shared
@@ -69,6 +69,19 @@ def init_distributed(config: TrainConfig, shared: Mapping[str, Any] | None = Non
 
         bmtrain.init_distributed(seed=config.seed)
     return device
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Join the other ranks. Raises ValueError if rank 0 cannot listen at the port of all."""
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(
+            f"MASTER_PORT {os.environ['MASTER_PORT']} of this machine is in use by another "
+            "program: give all ranks another MASTER_PORT, or let that program end first"
+        ) from error
 
 
 def choose_engine(config: TrainConfig, device: torch.device) -> str:
