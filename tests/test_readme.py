@@ -171,7 +171,7 @@ def test_every_file_they_name_is_there():
 # Options of torchrun, Slurm, tensorboard, install_gpu.sh and, up to an underscore, lm-eval.
 OTHERS = """--nodes --ntasks-per-node --gpus-per-node --nnodes --nproc-per-node --rdzv-backend
 --rdzv-endpoint --max-restarts --logdir --from --signal --time --signals-to-handle
---shutdown-timeout --batch --metadata"""
+--shutdown-timeout --batch --metadata --kill-on-bad-exit"""
 
 
 def test_every_option_of_pretraining_that_they_name_is_one():

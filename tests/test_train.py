@@ -200,7 +200,7 @@ def test_weights_go_to_bmtrains_format_and_come_back(folder, whole_run):
     last, first = (records[-1]["val_loss"] for records in runs)
     assert first == pytest.approx(last, rel=1e-6)
     printed = train(folder, "from-other", code=2, model="cpm-tiny", init_from=source)
-    assert "expected weights of 4 layers (num_layers of the default model, cpm-tiny)" in printed
+    assert "expected weights of 4 layers (num_layers of --model cpm-tiny)" in printed
 
 
 def test_wrong_runs_are_refused_in_a_line(folder):

@@ -40,7 +40,7 @@ class TokenFile:
             )
             raise ValueError(
                 f"{self.folder} holds {held}, but this model reads {wanted}: "
-                "see prepare_data.py --tokenizer"
+                "give a --model that reads them, or other data (prepare_data.py --tokenizer)"
             )
         dtype = np.dtype(self.index["dtype"])
         self._check_size("tokens.bin", self.index["tokens"] * dtype.itemsize)

@@ -186,9 +186,10 @@ def check_model(
     changed = _changed_fields(saved_model(path, state), model)
     allowed = changed.keys() <= _CHANGED_BY_STAGES
     if changed and not (allowed and new_stage):
-        advice = f"; leave out {given} to continue with the checkpoint's model" if given else ""
-        advice = f"; {_STAGE}" if allowed else advice
-        raise ValueError(f"{path} holds another model: {_list_changes(changed)}{advice}")
+        keep = f"leave out {given} to continue with the checkpoint's model" if given else ""
+        advice = "; or ".join(filter(None, (_STAGE if allowed else "", keep)))
+        what = f"{path} holds another model: {_list_changes(changed)}"
+        raise ValueError(f"{what}; {advice}" if advice else what)
 
 
 def _changed_fields(before: ModelConfig, now: ModelConfig) -> dict[str, tuple]:
