@@ -540,6 +540,15 @@ def test_a_checkpoint_brings_its_model(other_shape, tmp_path, capsys):
     assert train(stage, output=str(tmp_path / "theta"), rope_theta=5e4)
     assert "--rope-theta 20000.0 -> 50000.0" in capsys.readouterr().err
     assert newest(tmp_path / "theta").state["model"] == model | {"rope_theta": 5e4}
+    resumed = TrainConfig(resume="auto", output=str(tmp_path / "run"))
+    for step, state in ((4, "{"), (2, "[]")):  # an older one is read, else an error names it
+        assert resumed.model_config().to_dict() == model
+        (tmp_path / f"run/step_{step:08d}/state.json").write_text(state)
+    with pytest.raises(ValueError, match="step_00000002 holds an unknown model"):
+        resumed.model_config()
+    (tmp_path / "run/step_00000002/state.json").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="step_00000002 is not a whole checkpoint"):
+        resumed.model_config()
 
 
 def test_a_model_beside_a_checkpoint_must_agree_with_it(other_shape, tmp_path):

@@ -86,15 +86,13 @@ class Stages:
         return dataclasses.replace(config, resume=str(before), new_stage=True)
 
     def opening(self, stage: Stage) -> TrainConfig:
-        """Return the settings of a stage, with the checkpoint at which it would begin now: its own,
-        else the newest of the stages before it, if any.
+        """Return the settings of a stage, with the folder of the checkpoints whose model it would
+        have now: its own, else those of the last stage before it that has some.
         """
-        for other in reversed(self.all[: stage.number]):
-            if newest := checkpoint.listed(other.folder)[:1]:
-                if other is stage:
-                    break
-                return dataclasses.replace(stage.config, resume=str(newest[0]), new_stage=True)
-        return stage.config
+        begun = [each for each in self.all[: stage.number] if checkpoint.listed(each.folder)]
+        if not begun or begun[-1] is stage:
+            return stage.config
+        return dataclasses.replace(stage.config, resume=str(begun[-1].folder), new_stage=True)
 
     @property
     def later(self) -> tuple[Stage, ...]:
