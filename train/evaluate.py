@@ -186,6 +186,8 @@ def _find_shared(request: argparse.Namespace) -> dict[str, Any]:
     names = ("run", "tokenizer", "text", "data", "tasks")
     own = {name: getattr(request, name) for name in names} | request.grid
     own["needles"] = own.pop("hidden", None)
+    if "lengths" in request.grid:
+        own["seq_len"] = None  # it follows from them
     return shared_options({**TrainConfig(**request.settings).to_dict(), **own})
 
 

@@ -49,9 +49,10 @@ class Inputs:
 
 
 def open_inputs(config: TrainConfig, device: torch.device) -> Inputs:
-    """Open what `config` names. Raises ValueError if model, kernel and data do not fit together, or
-    if the model is not that of the checkpoint to resume from.
+    """Open what `config` names. Raises ValueError if model, kernel and data do not fit together, if
+    the model is not that of the checkpoint to resume from, or if --output has others.
     """
+    resume.check_output(config)
     model = _grow(config, config.model_config())
     if resumed := config.resumed():
         new_stage = resume.begins_stage(config)

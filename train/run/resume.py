@@ -43,16 +43,20 @@ _STAGE = (
 _JUMP = 0.01  # relative change of a learning rate that is reported
 
 
+def check_output(config: TrainConfig) -> None:
+    """Raise ValueError if a run that does not resume has checkpoints in its --output."""
+    if config.resume == "never" and checkpoint.listed(Path(config.output)):
+        raise ValueError(
+            f"{config.output} has checkpoints: give --resume auto to resume, or another --output"
+        )
+
+
 def choose_checkpoint(config: TrainConfig) -> Path | None:
     """Return the checkpoint to resume from, or None. Every rank must call this function.
     Raises RankError for checkpoints that the run would not continue, and broken ones.
     """
     root = Path(config.output)
     if config.resume == "never":
-        if checkpoint.listed(root):
-            raise ranks.RankError(
-                f"{root} has checkpoints: give --resume auto to resume, or another --output"
-            )
         return None
     auto = config.resume == "auto"
     path = checkpoint.newest(root, set_aside=True) if auto else checkpoint.find(Path(config.resume))
