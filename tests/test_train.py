@@ -44,8 +44,9 @@ def command(folder: Path, output: str, **options) -> list[str]:
     defaults = {"model": folder / "model.json", "data": folder / "data/train", "seq_len": 61}
     defaults |= {"batch_size": 4, "micro_batch_size": 2, "steps": STEPS, "lr": 0.003}
     defaults |= {"save_every": 0}
-    pairs = {**defaults, "output": folder / output, **options}.items()
-    flags = [text for name, value in pairs for text in ("--" + name.replace("_", "-"), str(value))]
+    given = {**defaults, "output": folder / output, **options}
+    pairs = [("--" + k.replace("_", "-"), str(v)) for k, v in given.items() if v is not None]
+    flags = [text for pair in pairs for text in pair]
     return [sys.executable, str(ROOT / "train/pretrain.py"), *flags]
 
 
