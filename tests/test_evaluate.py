@@ -220,7 +220,7 @@ def test_documents_begin_as_the_folder_of_the_weights_says(folder, data, tmp_pat
         given = {"init_from": str(name), "seq_len": LENGTH, **more}
         trained = open_trained(given, None, None, torch.device("cpu"))
         assert trained.bos == expected
-        assert trained.open_data(str(data)).identity["bos"] == expected
+        assert trained.open_data(str(data), LENGTH).identity["bos"] == expected
 
 
 def evaluate(folder: Path, model: str, output: str, *more, ranks: int | None = None, code: int = 0):

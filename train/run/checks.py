@@ -84,7 +84,8 @@ def _check_needs(settings: Settings) -> None:
     for name in ("allow_other_tokenizer", "grow_vocabulary"):
         if getattr(settings, name) and not settings.init_from:
             raise ValueError(f"{flag(name)} needs --init-from, which is not given")
-    if settings.accept_field is not None and not settings.init_from and settings.model in PRESETS:
+    has_file = settings.init_from or settings.model not in (None, *PRESETS)
+    if settings.accept_field is not None and not has_file:
         raise ValueError("--accept-field needs --init-from or --model FILE, neither is given")
     if settings.new_stage and settings.resume == "never":
         raise ValueError("--new-stage needs the checkpoint to start from: give --resume CHECKPOINT")

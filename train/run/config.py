@@ -118,8 +118,9 @@ class TrainConfig(Settings):
         """Return the fields of --accept-field with their values. Raises ValueError or OSError."""
         if not self.accepted_names:
             return {}
-        folder = self.init_from and not is_file(self.init_from)
-        values = read_json(Path(self.init_from or "", CONFIG) if folder else Path(self.model))
+        in_folder = self.init_from and not is_file(self.init_from)
+        source = Path(self.init_from or "", CONFIG) if in_folder else Path(self.model or "")
+        values = read_json(source)
         if missing := [name for name in self.accepted_names if name not in values]:
             raise ValueError(f"--accept-field {','.join(missing)}: expected a field of config.json")
         return {name: values[name] for name in self.accepted_names}
