@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.arguments import as_bool, as_int, check_dim
+from .base.arguments import as_bool, as_int, check_dim, check_tensor
 from .base.autocast import autocast
 from .base.compiled import not_compiled
 from .base.dtypes import accumulator_dtype
@@ -359,18 +359,18 @@ class Chunks:
             return
         mine = torch.cat([self._positions[n] for n in range(len(self.chunks))], -1)
         whole = self.sp.with_layout(self.layout).unshard(mine, self.layout.seq_len, -1)
-        rows, neighbours = whole.view(-1, whole.shape[-1]), self._neighbours
-        if len(rows) == 1:  # shared by all rows
+        neighbours = self._neighbours.to(whole.device)
+        if len(whole) == 1:  # shared by all rows
             neighbours = neighbours.all(0)
-        before, after = rows[:, :-1], rows[:, 1:]
-        wrong = (after <= before) & (after != 0) & neighbours.to(whole.device)
+        before, after = whole[:, :-1], whole[:, 1:]
+        wrong = (after < before) & (after != 0) & neighbours
         if wrong.any():
             place = tuple(wrong.nonzero()[0])
             raise ValueError(
-                f"expected positions that rise within each document, got {int(after[place])} after "
-                f"{int(before[place])} at token {int(place[-1]) + 1} of the sequence: ranks have "
-                "other tokens than the chunks. Cut tokens, labels and positions by "
-                "chunks.layout.shard(x, sp.rank), or for each chunk by chunk.shard(x)"
+                "expected positions that do not fall within a document of the mask, except to 0, "
+                f"got {int(after[place])} after {int(before[place])} at token {int(place[-1]) + 1} "
+                "of the sequence: ranks have other tokens than the chunks. Cut tokens, labels and "
+                "positions by chunks.layout.shard(x, sp.rank), or for each chunk by chunk.shard(x)"
             )
 
     @functools.cached_property
@@ -451,10 +451,24 @@ class Chunk:
         """Note the positions of this rank's tokens: (C,) int64, or (B, C).
 
         Once all chunks have noted them, ranks check at the end of the last chunk that the tokens
-        are those of the chunks' layout: positions must rise within each document, or begin again
-        with 0. That raises ValueError on all ranks. It gathers 8 bytes a token once a step.
+        are those of the chunks' layout: within a document positions never fall, except to 0. That
+        gathers 8 bytes a token once a step.
+
+        Raises ValueError on all ranks for positions that fall, or that are not one for each token,
+        and TypeError if they are no tensor.
         """
-        self.chunks._positions[self.number] = positions
+        sp, tokens = self.chunks.sp, self.span.stop - self.span.start
+        try:
+            check_tensor("positions", positions)
+            if positions.dim() not in (1, 2) or positions.shape[-1] != tokens:
+                raise ValueError(
+                    f"expected positions (batch, {tokens}) or ({tokens},), of this rank's tokens "
+                    f"of chunk {self.number}, got shape {tuple(positions.shape)}: cut them by "
+                    "chunk.shard"
+                )
+        except (TypeError, ValueError) as error:
+            refuse_call(error, sp.process_group, sp.double_group)
+        self.chunks._positions[self.number] = positions.view(-1, tokens)
 
     @not_compiled
     def longest(self, positions: Tensor) -> Tensor:

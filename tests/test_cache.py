@@ -200,7 +200,10 @@ WRONG = {
         take_back,
         "a Cache cannot take tokens back: expected a length that stays 24, got 22: after a rejec",
     ),
-    "a prompt of another layout": (cut_otherwise, "positions that rise .* each chunk by chunk.sha"),
+    "a prompt of another layout": (
+        cut_otherwise,
+        "positions that do not fall .* each chunk by chunk.sha",
+    ),
     "two prefills at once": (mix_prefills, "expected a chunk of the prefill that began last"),
     "too much memory": (
         lambda model, cache, rank: step(model, Cache(cache.sp, 3, 1 << 60)),

@@ -416,8 +416,16 @@ WRONG = {
         "expected a chunk or a mask and layout, got both",
     ),
     "other tokens": (
-        lambda chunks, model: pass_tokens(chunks, model, 19),
+        attend(change=lambda *inputs: [x[:, 1:] for x in inputs]),
         r"expected q \(batch, 20, heads",
+    ),
+    "other positions": (
+        lambda chunks, model: pass_tokens(chunks, model, 19),
+        r"expected positions \(batch, 20\) or \(20,\), of this rank's tokens of chunk 0, got shape",
+    ),
+    "positions that are no tensor": (
+        lambda chunks, model: next(chunks.forward()).check_positions([0] * 20),
+        "positions must be a torch.Tensor, got list",
     ),
 }
 
@@ -709,17 +717,17 @@ def test_shards_of_another_layout_are_refused_by_their_positions(mask, layout):
         chunks, model = Chunks(mask, 256, 3, sp), build(DENSE, sp)
         other = (layout.shard(part, sp.rank) for part in (x, y, positions))
         chunks.layout.shard = lambda _x, _rank: next(other)  # of `in_chunks`
-        with pytest.raises(ValueError, match=r"positions that rise .* chunks.layout.shard\(x"):
+        with pytest.raises(ValueError, match=r"that do not fall .* chunks.layout.shard\(x"):
             in_chunks(chunks, model, (x, y, positions), evaluate=True)
 
     on_ranks(2, work)
 
 
-def test_positions_may_begin_elsewhere_and_leave_some_out():
+def test_positions_may_begin_elsewhere_repeat_and_leave_some_out():
     mask = Mask(66, Mask.documents((0, 20, 60)).slices)
     positions = 7 + 3 * torch.arange(66)
     positions[20:40] -= 60  # a document
-    positions[40:60] = torch.arange(20)  # a document that the mask does not know
+    positions[40:60] = torch.arange(20) // 2  # a document that the mask does not know
     positions[60:] = 1  # padding
     data = [torch.zeros(1, 66, dtype=torch.int64)] * 2 + [positions.unsqueeze(0)]
 
