@@ -37,8 +37,12 @@ _HARMLESS = frozenset((_OF_TRANSFORMERS + _OF_GENERATION + _OF_PROGRAMS).split()
 # private fields of transformers, versions of programs, and tokens
 _HARMLESS_NAMES = re.compile(r"^_|^unsloth_|_version$|_token_ids?$")
 
-# Values at which a field does nothing that the user may accept at others. Training has no dropout.
-_DEFAULTS: dict[str, tuple[Any, ...]] = {"pruned_heads": ({},), "scale_emb": (1,)}
+# Values at which a field does nothing. The user may accept it at others. Training has no dropout.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "pruned_heads": ({},),
+    "scale_emb": (1,),
+    "activation": ("silu", "swiglu"),  # besides hidden_act
+}
 _DROPOUT = re.compile(r"dropout|_pdrop$")
 
 _OFF: tuple[Any, ...] = (False, [], {})
@@ -82,10 +86,15 @@ def check_unknown(hf: dict[str, Any], read: Collection[str], accept: Collection[
 
     hf      names and values
     read    names of fields that are read
-    accept  names of fields that the user accepts. All must be in the file
+    accept  names of fields that the user accepts. All must be in the file, and unknown
     """
     if missing := sorted(set(accept) - hf.keys()):
         raise ValueError(f"--accept-field {','.join(missing)}: expected a field of config.json")
+    if known := sorted(name for name in accept if name in read or _never_matters(name)):
+        raise ValueError(
+            f"--accept-field {','.join(known)}: expected an unknown field, and not one that is "
+            "read or changes nothing"
+        )
     unknown = {
         name: value
         for name, value in hf.items()
@@ -99,8 +108,13 @@ def check_unknown(hf: dict[str, Any], read: Collection[str], accept: Collection[
         )
 
 
+def _never_matters(name: str) -> bool:
+    """Whether a field changes no logits, whatever its value."""
+    return name in _HARMLESS or bool(_HARMLESS_NAMES.search(name))
+
+
 def _is_harmless(name: str, value: Any) -> bool:
-    if value is None or value is False or name in _HARMLESS or _HARMLESS_NAMES.search(name):
+    if value is None or value is False or _never_matters(name):
         return True
     if name in _REFUSED:
         return value in _REFUSED[name][0]

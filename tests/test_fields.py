@@ -174,7 +174,8 @@ def test_a_published_config_is_read(name):
     assert parameters in (None, config.num_parameters)
     for more in CLASSES.values():
         assert config_from_hf({**more, **hf}) == config
-    for more in ({"a_new_switch": False}, {"a_new_size": None}, {"clip_qkv": None}):
+    neutral = {"activation": "swiglu"}  # as in Falcon 3's
+    for more in ({"a_new_switch": False}, {"a_new_size": None}, {"clip_qkv": None}, neutral):
         assert config_from_hf({**hf, **more}) == config
 
 
@@ -223,6 +224,9 @@ def test_an_unknown_field_is_refused_unless_it_is_accepted_by_name(name):
         config_from_hf({**given, **other}, (name,))
     with pytest.raises(ValueError, match="--accept-field another: expected a field of config"):
         config_from_hf(given, (name, "another"))
+    for known in ("num_hidden_layers", "torch_dtype", "eos_token_id"):
+        with pytest.raises(ValueError, match=f"--accept-field {known}: expected an unknown field"):
+            config_from_hf(given, (name, known))
 
 
 def test_rotary_positions_without_scaling_have_no_unknown_fields():
@@ -248,8 +252,12 @@ def test_every_reader_of_a_folder_takes_accepted_fields(tmp_path):
         config = TrainConfig(**model, accept_field="rope_ratio")
         assert config.model_config().hidden_size == SMALL.hidden_size
         assert config.accepted_fields() == {"rope_ratio": 8}
-    with pytest.raises(ValueError, match="--accept-field needs --init-from or --model FILE"):
-        TrainConfig(accept_field="rope_ratio")
+    (tmp_path / "own.json").write_text(json.dumps(SMALL.to_dict()))
+    with pytest.raises(ValueError, match=r"--accept-field rope_ratio: expected a field of .*own\."):
+        TrainConfig(model=str(tmp_path / "own.json"), accept_field="rope_ratio").model_config()
+    for model in ({}, {"model": "cpm-tiny", "init_from": "weights.pt"}):
+        with pytest.raises(ValueError, match="--accept-field needs --init-from FOLDER or --model"):
+            TrainConfig(**model, accept_field="rope_ratio")
     assert TrainConfig().accepted_fields() == {}
 
 
@@ -265,12 +273,12 @@ def test_programs_take_accepted_fields(tmp_path, capsys):
 
     accept = ["--accept-field", "rope_ratio"]
     assert "give --accept-field rope_ratio" in refusal(generate_main, *folder)
-    assert "has no tokenizer: give --tokenizer" in refusal(generate_main, *folder, *accept)
+    assert "has no tokenizer.json or tokenizer.model: put one" in refusal(generate_main, *folder, *accept)
     plan = [*folder, "--gpus", "1"]
     assert "give --accept-field rope_ratio" in refusal(plan_main, *plan)
     message = "--accept-field another: expected a field of config.json"
     assert message in refusal(plan_main, *plan, "--accept-field", "rope_ratio, another")
-    request = evaluate._parse([*folder, *accept, "--tasks", "needle"])
+    request = evaluate._parse([*folder, *accept, "--tasks", "needle", "--lengths", "64"])
     assert request.settings["accept_field"] == "rope_ratio"
     for program in (generate_main, evaluate._parse):
         message = "--accept-field is for --init-from, got --run"

@@ -19,7 +19,6 @@ from train.base.wording import counted, flag
 from train.data.shares import parse_shares, validation_folders
 from train.data.skips import parse_range
 from train.engine.fp8 import MULTIPLE
-from train.run.kinds import PRESETS
 from train.run.profiling import parse_steps
 from train.run.settings import Settings
 from train.run.time_limit import check_time_limit
@@ -84,9 +83,8 @@ def _check_needs(settings: Settings) -> None:
     for name in ("allow_other_tokenizer", "grow_vocabulary"):
         if getattr(settings, name) and not settings.init_from:
             raise ValueError(f"{flag(name)} needs --init-from, which is not given")
-    has_file = settings.init_from or settings.model not in (None, *PRESETS)
-    if settings.accept_field is not None and not has_file:
-        raise ValueError("--accept-field needs --init-from or --model FILE, neither is given")
+    if settings.accept_field is not None and settings.model_file is None:
+        raise ValueError("--accept-field needs --init-from FOLDER or --model FILE, got neither")
     if settings.new_stage and settings.resume == "never":
         raise ValueError("--new-stage needs the checkpoint to start from: give --resume CHECKPOINT")
     if settings.skip_data and settings.resume == "never":

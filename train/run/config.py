@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from models.config import CPMConfig
-from models.huggingface import CONFIG
 from models.tensor_files import is_file, read_json
 from models.weights import Expected
 from train.base.wording import flag
@@ -118,15 +117,21 @@ class TrainConfig(Settings):
         """Return the fields of --accept-field with their values. Raises ValueError or OSError."""
         if not self.accepted_names:
             return {}
-        in_folder = self.init_from and not is_file(self.init_from)
-        source = Path(self.init_from or "", CONFIG) if in_folder else Path(self.model or "")
-        values = read_json(source)
+        assert self.model_file is not None, "check_settings refuses the others"
+        values = read_json(self.model_file)
         if missing := [name for name in self.accepted_names if name not in values]:
-            raise ValueError(f"--accept-field {','.join(missing)}: expected a field of config.json")
+            raise ValueError(
+                f"--accept-field {','.join(missing)}: expected a field of {self.model_file}"
+            )
         return {name: values[name] for name in self.accepted_names}
 
     def _read_model(self) -> ModelConfig:
         if self.init_from and not is_file(self.init_from):
+            if not Path(self.init_from).exists() and self.resumed():
+                raise ValueError(
+                    f"folder {self.init_from} does not exist; leave out --init-from to continue "
+                    "with the checkpoint's model"
+                )
             found = read_model(Path(self.init_from), self.accepted_names)
             self._check_folder_of_weights(kind_of(found))
             return found
@@ -141,10 +146,12 @@ class TrainConfig(Settings):
                 f"--model {self.model} is neither a preset ({', '.join(PRESETS)}) nor a JSON file"
             )
         try:
-            return config_of(json.loads(path.read_text()), self.accepted_names)
+            found = config_of(json.loads(path.read_text()), self.accepted_names)
         # missing, unknown or wrong fields, text that is not JSON, or JSON that is nested too deeply
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
+        self.accepted_fields()  # other files than Hugging Face's may lack them
+        return found
 
     def _check_folder_of_weights(self, found: Kind) -> None:
         """Raise ValueError for a folder with another kind of model than the preset of --model."""

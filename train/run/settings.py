@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from bmt_burst import strategies
 from bmt_burst.offload import Offload
 from bmt_burst.sequence.layout import LAYOUTS
 from models.blocks import CHECKPOINTING, Saving
+from models.huggingface import CONFIG
 from models.tensor_files import is_file
 from train.evaluation.tasks import parse_tasks
 from train.run.kinds import DEFAULT_MODEL, PRESETS
@@ -289,6 +291,13 @@ class Settings:
         """
         is_one = self.chunk is None or self.chunk >= self.seq_len
         return None if is_one else self.chunk
+
+    @property
+    def model_file(self) -> Path | None:
+        """The JSON file of the model, or None if a preset or a checkpoint has it."""
+        if self.init_from and not is_file(self.init_from):
+            return Path(self.init_from, CONFIG)
+        return None if self.model is None or self.model in PRESETS else Path(self.model)
 
     @property
     def accepted_names(self) -> tuple[str, ...]:
