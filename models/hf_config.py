@@ -307,7 +307,7 @@ def _check_longrope(scaling: RopeScaling | None, kind: str, advice: str) -> None
     if kind == KIND and is_longer and scaling.short_factor != scaling.long_factor:
         raise ValueError(
             "MiniCPM-SALA's code has the long_factor of longrope at every length, this one has "
-            "another short_factor"
+            "another short_factor: give both the same divisors, or export.py --format bmtrain"
         )
     expected = dataclasses.replace(scaling, attention_factor=None).attention_scale
     if not math.isclose(expected, scaling.attention_scale, rel_tol=1e-6):

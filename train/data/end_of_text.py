@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+
+from models.tensor_files import read_json
 
 USUAL = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 _OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json")  # these name the token
@@ -44,7 +44,7 @@ def named_ends(folder: Path, name_of: Callable[[int], str]) -> dict[str, list[st
     """
     found = {}
     for file in (*_OF_TOKENIZERS, *_OF_MODELS):
-        values = _read(folder / file) if (folder / file).is_file() else {}
+        values = read_json(folder / file) if (folder / file).is_file() else {}
         if file in _OF_TOKENIZERS:
             token = values.get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -56,16 +56,6 @@ def named_ends(folder: Path, name_of: Callable[[int], str]) -> dict[str, list[st
         if names:
             found[file] = names
     return found
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: expected names and values, got a {type(values).__name__}")
-    return values
 
 
 def describe_end(name: str, named: dict[str, list[str]]) -> str:
