@@ -160,13 +160,15 @@ def _check_vocabulary(
 ) -> None:
     if (found := data.vocab_size) <= model.vocab_size:
         return
-    advice = (
-        "give data or a model with another vocabulary; pretrain.py --init-from with "
-        "--grow-vocabulary adds rows for new tokens"
-    )
-    if name is None and config.given_model is None:
-        resumes = config.resumed() is not None
-        advice = "give data of its tokenizer" if resumes else "give --model or --init-from"
+    if name or config.given_model:
+        advice = (
+            "give data or a model with another vocabulary; pretrain.py --init-from with "
+            "--grow-vocabulary adds rows for new tokens"
+        )
+    elif config.resumed():
+        advice = "give data of its tokenizer"
+    else:
+        advice = "give --model, or a folder as --init-from"
     raise ValueError(
         f"{folder} has a vocabulary of {found} tokens, but {name or config.model_name} has only "
         f"{model.vocab_size}: {advice}"

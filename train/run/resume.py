@@ -190,10 +190,12 @@ def check_model(
     changed = _changed_fields(saved_model(path, state), model)
     allowed = changed.keys() <= _CHANGED_BY_STAGES
     if changed and not (allowed and new_stage):
-        keep = f"leave out {given} to continue with the checkpoint's model" if given else ""
-        advice = "; or ".join(filter(None, (_STAGE if allowed else "", keep)))
-        what = f"{path} holds another model: {_list_changes(changed)}"
-        raise ValueError(f"{what}; {advice}" if advice else what)
+        ways = [_STAGE] * allowed
+        if given or not allowed:  # without a given model only --untie changes more
+            ways.append(f"leave out {given or '--untie'} to continue with the checkpoint's model")
+        raise ValueError(
+            f"{path} holds another model: {_list_changes(changed)}; {'; or '.join(ways)}"
+        )
 
 
 def _changed_fields(before: ModelConfig, now: ModelConfig) -> dict[str, tuple]:
