@@ -87,21 +87,17 @@ def _agreed(said: dict[str, Any], default: Any) -> Any:
 def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | None:
     """Make the scaling in `rope`, with transformers' defaults and other fields of config.json."""
     kind = _agreed({name: rope.get(name) for name in ("rope_type", "type")}, "default")
-    unknown = sorted(rope.keys() - _OF_ALL - _NO_MATTER)
+    if not isinstance(kind, str) or kind not in ("default", *_OF_KIND):
+        known = ", ".join(_OF_KIND)
+        raise ValueError(f"rotary positions must be scaled by one of {known}, got {kind!r}: {rope}")
+    _check_unknown(kind, rope)
     if kind == "default":
-        if unknown:
-            raise ValueError(f"rotary positions are not scaled, with unknown fields {unknown}")
         if rope.get("factor", 1) not in (None, 1):
             raise ValueError(
                 f"{rope} has a factor without a kind of scaling: add a rope_type, one of "
                 f"{', '.join(_OF_KIND)}, or remove the factor"
             )
         return None
-    if not isinstance(kind, str) or kind not in _OF_KIND:
-        known = ", ".join(_OF_KIND)
-        raise ValueError(f"rotary positions must be scaled by one of {known}, got {kind!r}: {rope}")
-    if unknown:
-        raise ValueError(f"rotary positions are scaled by {kind} with unknown fields {unknown}")
     said = {name: rope[name] for name in _OF_KIND[kind] & rope.keys() if rope[name] is not None}
     if kind == "yarn" and rope.get("truncate", True) is None:  # as transformers reads it
         said["truncate"] = False
@@ -114,6 +110,16 @@ def _rope_scaling(rope: dict[str, Any], hf: dict[str, Any]) -> RopeScaling | Non
         return _without_default(RopeScaling.from_dict({"kind": kind, **said}))
     except ValueError as error:
         raise ValueError(f"rotary positions are scaled by {kind}: {error}") from error
+
+
+def _check_unknown(kind: Any, rope: dict[str, Any]) -> None:
+    """Raise ValueError for unknown fields that are neither null nor false."""
+    names = sorted(rope.keys() - _OF_ALL - _NO_MATTER)
+    if unknown := [name for name in names if rope[name] is not None and rope[name] is not False]:
+        raise ValueError(
+            f"rotary positions of kind {kind!r} have unknown fields {unknown}: if these change "
+            "nothing, remove them from config.json"
+        )
 
 
 def _original_length(kind: str, rope: dict[str, Any], hf: dict[str, Any]) -> int:

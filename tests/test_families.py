@@ -395,7 +395,7 @@ OTHERS = [
 ]
 BROKEN = [  # changes of rope_parameters
     ("yarn", {"rope_type": "proportional"}, "linear, dynamic, yarn, llama3, longrope, got 'prop"),
-    ("yarn", {"mrope_section": [1, 1, 2]}, "with unknown fields ['mrope_section'"),
+    ("yarn", {"mrope_section": [1, 1, 2]}, "have unknown fields ['mrope_section'"),
     ("yarn", {"factor": 0.5}, "factor of yarn must be at least 1, got 0.5"),
     ("yarn", {"factor": "4"}, "scaled by yarn: factor must be float, got '4'"),
     ("yarn", {"original_max_position_embeddings": -16}, "embeddings must be a positive int"),

@@ -229,11 +229,18 @@ def test_an_unknown_field_is_refused_unless_it_is_accepted_by_name(name):
             config_from_hf(given, (name, known))
 
 
-def test_rotary_positions_without_scaling_have_no_unknown_fields():
+def test_rotary_positions_have_no_unknown_fields():
     hf, _ = PUBLISHED["Llama 2 7B"]
-    rope = {"rope_type": "default", "mrope_section": [16, 24, 24]}
-    with pytest.raises(ValueError, match=r"are not scaled, with unknown fields \['mrope_s"):
-        config_from_hf({**hf, "rope_parameters": rope})
+    for rope in ({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}):
+        given = {**hf, "rope_parameters": {**rope, "mrope_section": [16, 24, 24]}}
+        message = (
+            rf"of kind '{rope['rope_type']}' have unknown fields \['mrope_section'\]: if these"
+        )
+        with pytest.raises(ValueError, match=message):
+            config_from_hf(given)
+        neutral = {**rope, "mrope_section": None, "mrope_interleaved": False}
+        expected = config_from_hf({**hf, "rope_parameters": rope})
+        assert config_from_hf({**hf, "rope_parameters": neutral}) == expected
 
 
 def with_a_field(folder: Path) -> Path:
