@@ -76,7 +76,7 @@ def test_wrong_configurations_are_refused(arguments, message, tmp_path, capsys):
 
 def test_options_that_spoil_a_model_are_named(tmp_path):
     scaling = {"kind": "yarn", "factor": 4.0, "original_length": 64}
-    expected = r"--rope-theta, --rope-scaling with the default model, cpm-tiny: .* 1, got 0\.5"
+    expected = r"--rope-theta, --rope-scaling with the default model cpm-tiny: .* 1, got 0\.5"
     with pytest.raises(ValueError, match=expected):
         TrainConfig(rope_theta=0.5, rope_scaling=scaling).model_config()
     by_nope = TrainConfig(seq_len=64, chunk=32, sparse={"use_nope": True, "dense_len": 64})

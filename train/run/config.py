@@ -64,11 +64,10 @@ class TrainConfig(Settings):
     @property
     def model_name(self) -> str:
         """The model for messages: as its user named it, or where it is from."""
-        return self.given_model or (
-            f"the default model, {DEFAULT_MODEL}"
-            if (resumed := self.resumed()) is None
-            else f"the model of {resumed[0]}"
-        )
+        if given := self.given_model:
+            return given
+        resumed = self.resumed()
+        return f"the model of {resumed[0]}" if resumed else f"the default model {DEFAULT_MODEL}"
 
     @property
     def model_source(self) -> str:
@@ -76,7 +75,7 @@ class TrainConfig(Settings):
         if given := self.init_from or self.model:
             return given
         resumed = self.resumed()
-        return DEFAULT_MODEL if resumed is None else str(resumed[0])
+        return str(resumed[0]) if resumed else DEFAULT_MODEL
 
     def resumed(self) -> tuple[Path, Any] | None:
         """Return the checkpoint of --resume and its state, which may be damaged, or None for a run
