@@ -304,26 +304,36 @@ def refuse_steps_with_own_gradients(rank: int) -> None:
     """Check that no rank takes a step with gradients that were not averaged over ranks."""
     begin(rank)
     accelerator = changed(sp_size=2)(Accelerator)(cpu=not GPUS, gradient_accumulation_steps=2)
-    own, other = model(), torch.nn.Linear(2, 1)
+    own, plain_other = model(), model()
     trained, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
-    other, of_other = accelerator.prepare(other, torch.optim.SGD(other.parameters(), 0.1))
+    other, of_other = accelerator.prepare(
+        plain_other, torch.optim.SGD(plain_other.parameters(), 0.1)
+    )
     with pytest.raises(ValueError, match="LocalSGD lets each rank take steps with its own gradie"):
         LocalSGD(accelerator, trained, 2)
     with LocalSGD(accelerator, trained, 2, enabled=False) as local:
         local.step()
     batch = {name: x.to(accelerator.device) for name, x in collate([*Rows(2)]).items()}
     before = own.lm_head.weight.detach().clone()
-    refused = "an optimizer takes a step after a backward within no_sync, and with sequence paral"
+    refused = "an optimizer takes a step after a call within no_sync, and with sequence parallel"
     for no_sync in (accelerator.no_sync, torch.nn.parallel.DistributedDataParallel.no_sync):
         with no_sync(trained):
             trained(**batch).loss.backward()
             with pytest.raises(ValueError, match=refused):
                 optimizer.step()
-            accelerator.backward(trained(**batch).loss)
+            loss = trained(**batch).loss
+        accelerator.backward(loss)  # DDP does not average it, since the forward was within no_sync
+        accelerator.backward(other(**batch).loss)
         with pytest.raises(ValueError, match=refused):
             optimizer.step()
         of_other.step()
     assert own.lm_head.weight.equal(before)
+    trained(**batch).loss.backward()  # averages what was accumulated
+    with torch.no_grad(), accelerator.no_sync(trained):
+        trained(**batch)
+    optimizer.step()
+    before = own.lm_head.weight.detach().clone()
+    assert accelerator.sp.sum(before).equal(2 * before)
     for _ in range(2):
         with accelerator.accumulate(trained):
             accelerator.backward(trained(**batch).loss)
@@ -439,7 +449,7 @@ class Sampling(hf.TrainerCallback):
 
 def call_beside(rank: int) -> None:
     """Train with a loss that passes on the model's, and let one rank call alone."""
-    requests.warn_once.cache_clear()
+    requests._warned.clear()
     begin(rank)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*GiB on each rank")  # LoRA reads no logits
@@ -456,8 +466,8 @@ def call_beside(rank: int) -> None:
             warnings.simplefilter("always")
             trainer = changed(sp_size=2, **options)(PassOn)(
                 model=model(),
-                args=hf.TrainingArguments(**arguments(folder, max_steps=1)),
-                train_dataset=Rows(4),
+                args=hf.TrainingArguments(**arguments(folder, max_steps=2)),
+                train_dataset=Rows(4),  # batches of two lengths
                 data_collator=collate,
                 callbacks=[sampling],
             )

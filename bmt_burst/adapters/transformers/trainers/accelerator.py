@@ -44,9 +44,8 @@ class ParallelAccelerator(Accelerator):
     sp: SequenceParallel
     _peers: Peers | None = None  # None if each rank counts
     _counts_ranks = False  # within what saves and loads: each rank then has files of its own
-    _prepared: WeakSet[nn.Module]
     _unsynced: list[nn.Module]  # models within no_sync
-    _not_averaged: list[nn.Module]  # models that were within no_sync in the last backward
+    _not_averaged: WeakSet[nn.Module]  # models that were within no_sync in their last forward
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
@@ -72,7 +71,7 @@ class ParallelAccelerator(Accelerator):
         `sp`.
         """
         options = self._sp_options
-        self._prepared, self._unsynced, self._not_averaged = WeakSet(), [], []
+        self._unsynced, self._not_averaged = [], WeakSet()
         if sp is not None:
             self.sp = sp
         elif dist.is_initialized():
@@ -167,15 +166,6 @@ class ParallelAccelerator(Accelerator):
         finally:
             self._unsynced.remove(model)
 
-    def backward(self, loss: Tensor, **named: Any) -> None:
-        super().backward(loss, **named)
-        self._not_averaged = self._find_unsynced()
-
-    def _find_unsynced(self) -> list[nn.Module]:
-        """Return the models that do not average gradients now. DDP has its own `no_sync`."""
-        own = (x for x in self._prepared if not getattr(x, "require_backward_grad_sync", True))
-        return [*self._unsynced, *own]
-
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if self._peers is not None and not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer.register_step_pre_hook(self._check_averaged)
@@ -183,13 +173,13 @@ class ParallelAccelerator(Accelerator):
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         """Raise ValueError before a step with gradients that were not averaged over ranks."""
-        models = {*self._find_unsynced(), *self._not_averaged}
+        models = {*self._unsynced, *self._not_averaged}
         local = {id(p) for model in models for p in model.parameters()}
         if any(id(p) in local for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
-                "an optimizer takes a step after a backward within no_sync, and with sequence "
-                f"parallelism {_PARTS}: run the last backward before a step outside of no_sync, or "
-                "use accelerator.accumulate"
+                "an optimizer takes a step after a call within no_sync, and with sequence "
+                f"parallelism {_PARTS}: run the last forward and backward before a step outside of "
+                "no_sync, or use accelerator.accumulate"
             )
 
     def _enable(self, model: nn.Module) -> None:
@@ -204,7 +194,7 @@ class ParallelAccelerator(Accelerator):
         prepared = super().prepare(*args, **named)
         for x in prepared if isinstance(prepared, tuple | list) else (prepared,):
             if isinstance(x, FSDPModule):
-                self._agree_before(x)
+                self._hook_calls(x)
         return prepared
 
     def prepare_model(
@@ -218,28 +208,35 @@ class ParallelAccelerator(Accelerator):
         if self.sp.size > 1 and not evaluation_mode and not is_wrapped:
             self._forget(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
-        self._prepared.add(prepared)
         if prepared is not model:
-            self._agree_before(prepared)
+            self._hook_calls(prepared)
         return prepared
 
-    def _agree_before(self, wrapper: Any) -> None:
+    def _hook_calls(self, wrapper: Any) -> None:
         """Let ranks that share sequences agree before each forward of DDP or FSDP2. These exchange
         parameters or buffers first, and a rank that calls alone would wait there.
+
+        Also note whether the gradients will be averaged: DDP decides this at the forward.
         """
         enabled = find_enabled(wrapper)
         if self.sp.size == 1 or enabled is None:
             return
-        if (before := vars(wrapper).pop("_agreement", None)) is not None:  # by another object
+        if (before := getattr(wrapper, "_hook_of_calls", None)) is not None:  # of another object
             before.remove()
         rings = make_rings(self.sp.process_group, self.sp.double_group)
         doing = f"a call of the prepared {type(enabled).__name__}"
 
         @not_compiled
-        def agree_on_call(*_call: Any) -> None:
+        def begin_call(wrapper: Any, *_arguments: Any) -> None:
             run_together(rings, doing, lambda: None)
+            if torch.is_grad_enabled():
+                averages = getattr(wrapper, "require_backward_grad_sync", True)  # DDP's own flag
+                if averages and wrapper not in self._unsynced:
+                    self._not_averaged.discard(wrapper)
+                else:
+                    self._not_averaged.add(wrapper)
 
-        wrapper._agreement = wrapper.register_forward_pre_hook(agree_on_call, prepend=True)
+        wrapper._hook_of_calls = wrapper.register_forward_pre_hook(begin_call, prepend=True)
 
     def _forget(self, model: nn.Module) -> None:
         """Undo that a model was prepared for evaluation, so that it can be prepared for training.
