@@ -401,7 +401,7 @@ def test_padding_sees_tokens_only_where_its_outputs_are_read():
         model.base_model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
     fused = enable(with_fused_head("Llama"), SequenceParallel())
     fused.model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
-    requests.warn_once.cache_clear()
+    requests._warned.clear()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         ours(**row, **labels)

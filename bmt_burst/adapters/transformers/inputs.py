@@ -163,7 +163,7 @@ class ForwardInputs:
         window = find_window(config)
         is_asked = self.whole and not self.fused and not caller.always_whole
         if is_asked and caller.sp.rank == 0 and any(sees_nothing(x, window) for x in masks):
-            warn_once(_UNDEFINED)
+            warn_once("padding", _UNDEFINED)
         return masks
 
     def _find_targets(self) -> Tensor | None:

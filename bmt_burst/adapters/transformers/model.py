@@ -160,10 +160,11 @@ class EnabledModel(Enabled):
         """Warn once of what whole logits cost that nobody asked for by name."""
         numbers = inputs.cut.size * inputs.cut.seq_len * self.config.vocab_size
         warn_once(
+            "whole logits",
             f"whole logits of a {type(self).__name__}, {4 * numbers / 2**30:.3g} GiB on each rank "
             "in fp32, are made, since the code that calls it may read them. If it reads only the "
             "loss, pass loss_only=True to sequence_parallel. If it needs whole logits, pass "
-            "whole_outputs=True to the model to silence this"
+            "whole_outputs=True to the model to silence this",
         )
 
     @not_compiled

@@ -5,7 +5,6 @@ may have forwards that take no other arguments.
 from __future__ import annotations
 
 import enum
-import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ class _Asked:
 
 
 _asked = _Asked()
+_warned: set[str] = set()
 
 
 @contextmanager
@@ -53,7 +53,8 @@ def find_asked() -> Outputs | None:
     return _asked.outputs
 
 
-@functools.cache
-def warn_once(text: str) -> None:
-    """Warn once in this process."""
-    warnings.warn(text, stacklevel=2)
+def warn_once(of: str, text: str) -> None:
+    """Warn of something once in this process, whatever the numbers in the text are."""
+    if of not in _warned:
+        _warned.add(of)
+        warnings.warn(text, stacklevel=3)
