@@ -96,6 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "train_with_trainer",
         {"subclass": True, "label_smoothing_factor": 0.1},
     ),
+    "steps of an untested trainer": ("train_with_trainer", {"own_steps": True}),
     "module around a model": ("train_with_trainer", {"around": True}),
     "module around a model, label smoothing": (
         "train_with_trainer",

@@ -168,15 +168,15 @@ def run(trainer: Any) -> dict[str, Any]:
     }
 
 
-Change = Callable[[type], type]
+Change = Callable[..., type]
 
 
-def plain(cls: type) -> type:
+def plain(cls: type, **_options: Any) -> type:
     return cls
 
 
 def changed(**options: Any) -> Change:
-    return lambda cls: sequence_parallel(cls, **options)
+    return lambda cls, **more: sequence_parallel(cls, **options, **more)
 
 
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -201,6 +201,25 @@ class OwnLoss(hf.Trainer):
         out = model(**inputs)
         loss = out.loss + 0.1 * out.logits.logsumexp(-1).pow(2).mean()
         return (loss, out) if return_outputs else loss
+
+
+class OwnSteps(hf.Trainer):
+    """A Trainer as TRL may add one, with steps of its own that read the loss and the logits."""
+
+    __module__ = "trl.experimental.own"
+
+    def _compute(self, model, inputs):
+        out = model(**self._prepare_inputs(inputs))
+        return out.loss + 0.1 * out.logits.logsumexp(-1).pow(2).mean(), out.logits
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss, _ = self._compute(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return *self._compute(model, inputs), inputs["labels"]
 
 
 class PassOn(hf.Trainer):
@@ -242,16 +261,18 @@ def train_with_trainer(
     of_metrics: bool = False,
     evaluated_first: bool = False,
     subclass: bool = False,
+    own_steps: bool = False,
     seq2seq: bool = False,
     around: bool = False,
     trained: hf.PreTrainedModel | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    cls = OwnLoss if subclass else hf.Seq2SeqTrainer if seq2seq else hf.Trainer
+    kinds = {OwnLoss: subclass, OwnSteps: own_steps, hf.Seq2SeqTrainer: seq2seq}
+    cls = next((kind for kind, chosen in kinds.items() if chosen), hf.Trainer)
     of_arguments = hf.Seq2SeqTrainingArguments if seq2seq else hf.TrainingArguments
     trained = trained or (Around(model(), checking=True) if around else model())
     with tempfile.TemporaryDirectory() as folder:
-        trainer = change(cls)(
+        trainer = change(cls, **{"untested": True} if own_steps else {})(
             model=trained,
             args=of_arguments(**arguments(folder, **changes), remove_unused_columns=not stream),
             train_dataset=Stream(13) if stream else Rows(13),

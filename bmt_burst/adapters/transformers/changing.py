@@ -36,7 +36,7 @@ def change_model(
     enabled.__class__ = put_before(target.enabled, type(enabled))
     assert isinstance(enabled, EnabledModel)
     set_options(enabled, sp, balanced, options)
-    enabled._whole_by_default, enabled._with_targets, enabled._is_inside = False, None, False
+    enabled._with_targets = enabled._without_targets = None
     vars(enabled).pop("_original_forward", None)  # accelerate's unwrap_model would set it
     forward = vars(enabled).pop("forward", None)
     enabled._forward = forward if "autocast" in forwards else None

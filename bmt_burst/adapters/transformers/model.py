@@ -48,9 +48,8 @@ class EnabledModel(Enabled):
     # set by enable
     _sp: SequenceParallel
     _balanced: bool
-    _whole_by_default: bool  # of calls without targets
     _with_targets: Outputs | None  # what calls with targets return by default
-    _is_inside: bool  # of a module that may read its outputs
+    _without_targets: Outputs | None  # what others do; a trainer or an accelerator sets it
     _options: dict[str, Any]
     _forward: Callable | None
     _fused: Callable | None
@@ -152,7 +151,7 @@ class EnabledModel(Enabled):
             self._balanced,
             not self.has_head,
             asked or self._with_targets,
-            asked if asked in ANY_WHOLE else Outputs.WHOLE if self._whole_by_default else None,
+            asked if asked in ANY_WHOLE else self._without_targets,
             vocabulary,
         )
 

@@ -16,7 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import DistributedType
 from accelerate.utils import recursively_apply
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 

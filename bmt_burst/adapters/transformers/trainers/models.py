@@ -22,11 +22,14 @@ from .options import Options
 _READ_NOTHING = {"torch", "accelerate", "peft", "transformers", "huggingface_hub"}
 
 
-def find_enabled(model: nn.Module) -> EnabledModel | None:
-    """Return the enabled model inside of wrappers such as DDP and PEFT, or None."""
-    for found, _ in _find_models(model):
+def find_enabled(model: nn.Module, inside: bool = True) -> EnabledModel | None:
+    """Return the enabled model inside of wrappers such as DDP and PEFT, or None.
+
+    inside  whether it may also be inside of a module of unknown code
+    """
+    for found, is_inside in _find_models(model):
         for part in (found, found.base_model):
-            if isinstance(part, EnabledModel):
+            if isinstance(part, EnabledModel) and (inside or not is_inside):
                 return part
     return None
 
@@ -53,8 +56,8 @@ def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> 
             enable(found, sp, **options.of_enable)
             enabled = find_enabled(found)
             assert enabled is not None, "enabled above"
-            enabled._whole_by_default = True
-        elif enabled._whole_by_default:  # by another trainer
+            enabled._without_targets = Outputs.WHOLE
+        elif enabled._without_targets is not None:  # by another trainer
             take_head(enabled)
             set_options(enabled, sp, options.balanced, options.of_attention)
         elif enabled._sp is not sp:
@@ -62,8 +65,7 @@ def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> 
                 f"this {type(found).__name__} is already enabled, for other groups: pass a model "
                 "that is not enabled, since sequence_parallel enables it"
             )
-        if enabled._whole_by_default:
-            enabled._is_inside = is_inside
+        if enabled._without_targets is not None:
             enabled._with_targets = Outputs.WHOLE_FOR_OTHERS if is_inside else None
             if options.loss_only:
                 enabled._with_targets = Outputs.LOSS_ONLY

@@ -103,7 +103,7 @@ def _check_class(cls: type, names: list[str], untested: bool) -> None:
                 "parallelism"
             )
     # the first decides: some are subclasses of a tested one, and compute other losses
-    if not of_trl or _is_tested(of_trl[0]):
+    if not of_trl or is_tested(of_trl[0]):
         return
     text = f"{of_trl[0].__name__} of {of_trl[0].__module__} was not tested over ranks"
     if not untested:
@@ -119,8 +119,8 @@ def _check_class(cls: type, names: list[str], untested: bool) -> None:
     )
 
 
-def _is_tested(trainer: type) -> bool:
-    """Whether a class of TRL's is a tested trainer. Some of these are in a package of their own in
+def is_tested(trainer: type) -> bool:
+    """Whether a class is a tested trainer of TRL's. Some of these are in a package of their own in
     trl.experimental, where classes of the same name may do something else.
     """
     name = trainer.__name__

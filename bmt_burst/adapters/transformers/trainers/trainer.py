@@ -23,6 +23,7 @@ from ..requests import Outputs, ask_models
 from .accelerator import ParallelAccelerator
 from .models import find_enabled
 from .options import Options, make_class
+from .switch import is_tested
 
 # Arguments that may differ between ranks. Others decide when ranks exchange something.
 _OF_A_RANK = {
@@ -113,8 +114,8 @@ class ParallelTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        chosen = self._choose_outputs(model) if prediction_loss_only else Outputs.WHOLE
-        with ask_models(chosen):
+        of_loss = self._choose_outputs(model, "prediction_step")
+        with ask_models(of_loss if prediction_loss_only else Outputs.WHOLE):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _smooth_over_ranks(
@@ -137,32 +138,32 @@ class ParallelTrainer(Trainer):
         """Whether the model can smooth the labels itself, and must."""
         if self.label_smoother is None or self.compute_loss_func is not None:
             return False
-        enabled = find_enabled(self.accelerator.unwrap_model(model))
-        return isinstance(enabled, EnabledCausalLM) and not enabled._is_inside
+        return isinstance(find_enabled(model, inside=False), EnabledCausalLM)
 
-    def _choose_outputs(self, model: nn.Module) -> Outputs | None:
-        """Return what `compute_loss` reads of the model, or None for what calls return by default.
+    def _choose_outputs(self, model: nn.Module, *methods: str) -> Outputs | None:
+        """Return what a step reads of the model, or None for what calls return by default.
 
-        Transformers' Trainer reads the loss alone. Code that is neither its nor TRL's may read
-        anything: a `compute_loss`, and modules around the model.
+        Transformers' Trainer reads the loss alone. Code that is neither its nor that of a tested
+        trainer of TRL may read anything: methods that call the model, and modules around it.
+
+        methods  names of methods that call the model, besides those of a training step
         """
         if self.sp.size == 1:
             return None
-        if not _is_of_package(self._owner_of_loss):
+        owner = self._find_owner("compute_loss", "_compute_loss", "training_step", *methods)
+        of_transformers = owner.__module__.startswith("transformers.")
+        if not (of_transformers or is_tested(owner) or self._sp_options.loss_only):
             return Outputs.WHOLE_FOR_OTHERS
         enabled = find_enabled(model)
         if enabled is not None and enabled._with_targets is not None:
             return enabled._with_targets
-        reads_loss = self._owner_of_loss is Trainer and self.compute_loss_func is None
+        reads_loss = of_transformers and self.compute_loss_func is None
         return Outputs.LOSS_ONLY if reads_loss or self._is_smoothed(model) else None
 
-    @functools.cached_property
-    def _owner_of_loss(self) -> type:
-        """The class that computes the loss. With `loss_only` this is a class of a package."""
+    def _find_owner(self, *methods: str) -> type:
+        """Return the class that defines one of these methods: `cls` or the first base with one."""
         after = type(self).__mro__[type(self).__mro__.index(ParallelTrainer) + 1 :]
-        owners = [base for base in after if "compute_loss" in vars(base)]
-        is_known = _is_of_package if self._sp_options.loss_only else bool
-        return next(filter(is_known, owners))
+        return next(base for base in after if not vars(base).keys().isdisjoint(methods))
 
     def _run_epoch(self, *args: Any, **named: Any) -> Any:
         """Run an epoch. The function of transformers' module that skips batches makes a loader
@@ -197,11 +198,6 @@ class _SmoothedByModel(LabelSmoother):
 
     def __call__(self, model_output: Any, *_args: Any, **_named: Any) -> Tensor:
         return model_output["loss"]
-
-
-def _is_of_package(owner: type) -> bool:
-    """Whether a class is transformers' own or TRL's."""
-    return owner.__module__.startswith(("transformers.", "trl."))
 
 
 def _check_arguments(args: Any, model: Any) -> None:
