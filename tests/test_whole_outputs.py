@@ -189,7 +189,7 @@ def test_whole_tuples_stay_tuples():
         assert relative_error(mine, x) < BOUND
 
 
-def test_arguments_of_a_call_come_before_what_is_asked_beside_it():
+def test_arguments_of_a_call_come_before_requests():
     call = calls()["whole"]
     alone = {"input_ids": call["input_ids"]}  # there is no loss
     for asked, arguments, length in (
@@ -419,6 +419,13 @@ def test_padding_sees_tokens_only_where_its_outputs_are_read():
     pairs = 20 * 21 // 2
     more = pairs + 17 * 20
     assert [mask.area for mask in masks] == [pairs] * 3 + [more] * 3 + [pairs] * 2
+    # the first token of a second document is a target of the padding before it
+    row["attention_mask"] = torch.tensor([[1] * 12 + [0] * 5 + [2] * 20])
+    labels = {"labels": row["input_ids"].where(row["attention_mask"].ne(0), -100)}
+    alone, with_outputs = (
+        ours(**row, **labels, whole_outputs=whole).loss for whole in (False, True)
+    )
+    assert alone.equal(with_outputs)
 
 
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaModel"])

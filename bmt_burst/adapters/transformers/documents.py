@@ -36,8 +36,8 @@ def find_masks(
     arguments     of a forward, by name, with tensors of the shapes that it takes
     size          B
     seq_len       S
-    padding_sees  whether padding sees the document before it, as under transformers' masks. Other
-                  padding sees nothing
+    padding_sees  whether padding behind the last document sees it, as under transformers' masks.
+                  Other padding sees nothing
 
     Raises ValueError or TypeError for arguments that name no documents or different ones.
     """
@@ -212,11 +212,10 @@ def _make_mask(spans: list[Span], seq_len: int, padding_sees: bool) -> Mask:
     """Return the mask of a row with documents at `spans`."""
     if sum(stop - start for start, stop in spans) == seq_len:
         return Mask.documents((0, *(stop for _, stop in spans)))
-    stops = [stop for _, stop in spans]
-    if padding_sees:
-        stops = [*(start for start, _ in spans[1:]), seq_len]
-    pairs = zip(spans, stops, strict=False)
-    return Mask(seq_len, tuple(Slice((kv[0], stop), kv, 0) for kv, stop in pairs))
+    queries = list(spans)
+    if padding_sees and spans:
+        queries[-1] = (spans[-1][0], seq_len)
+    return Mask(seq_len, tuple(Slice(q, kv, 0) for q, kv in zip(queries, spans, strict=True)))
 
 
 def _shorten(numbers: list[int]) -> str:

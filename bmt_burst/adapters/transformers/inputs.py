@@ -56,8 +56,9 @@ _OF_HEADS = ("margin",)  # TRL's RewardTrainer passes whole batches, and its los
 _CACHES = ("past_key_values", "cache")
 _UNDEFINED = (
     "whole outputs were asked for, and some padding sees no token: padding on the left of a row, "
-    "or a window behind its last token. Its outputs have no defined value, since transformers' "
-    "attentions differ there: leave them out of a loss. Padding on the right has defined outputs"
+    "between documents, a window behind the last token, or anywhere in a model with a "
+    "sparse_config. Its outputs have no defined value, since transformers' attentions differ "
+    "there: leave them out of a loss. Other padding on the right has defined outputs"
 )
 _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore documents
 
@@ -88,7 +89,7 @@ class ForwardInputs:
     part           the arguments of the model's own forward: this rank's part of them
     cut            how the batch is cut
     whole          whether logits and hidden states are returned whole
-    unasked        whether they are only because unknown code may read them
+    unasked        whether they are whole only because unknown code may read them
     loss_only      whether logits are left out
     fused          whether TRL's fused head computes log-probabilities instead of logits
     label_smoothing  the part of each target that is spread over the vocabulary
@@ -137,7 +138,7 @@ class ForwardInputs:
         self.masking = {"mask": masks * (size // len(masks)), "layout": layouts}
 
     def _choose_outputs(self, caller: Caller) -> None:
-        """Decide what is returned. The arguments of a call come before what was asked beside it."""
+        """Decide what is returned. A call's arguments come before requests and defaults."""
         asked = caller.without_targets if self.targets is None else caller.with_targets
         if self.arguments.keys() & {"whole_outputs", "loss_only"}:
             asked = None

@@ -1,5 +1,5 @@
-"""Requests for outputs of enabled models. They travel beside a call, because modules around a model
-may have forwards that take no other arguments.
+"""Requests for outputs of enabled models. They are no arguments of a call, because a module around
+a model may have a forward that does not take or pass on such arguments.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from contextlib import contextmanager
 
 
 class Outputs(enum.Enum):
-    """The outputs that a call returns if it does not name them itself."""
+    """The outputs that a call returns if its arguments do not say it."""
 
     WHOLE = "whole logits and hidden states"
-    # what nobody asked for by name
     WHOLE_FOR_OTHERS = "whole logits and hidden states, since unknown code may read them"
     LOSS_ONLY = "no logits, if the call has targets"
 
@@ -22,35 +21,27 @@ class Outputs(enum.Enum):
 ANY_WHOLE = (Outputs.WHOLE, Outputs.WHOLE_FOR_OTHERS)
 
 
-class _Asked:
-    """The request that is open. It is not one of a thread: a backward that computes a forward again
-    runs in autograd's threads.
-    """
-
-    outputs: Outputs | None = None
-
-
-_asked = _Asked()
+# All threads share the open requests: autograd's threads run a forward again in a backward.
+_open: list[Outputs | None] = []
 _warned: set[str] = set()
 
 
 @contextmanager
 def ask_models(outputs: Outputs | None) -> Iterator[None]:
-    """Ask all enabled models that are called inside for these outputs, or for those of the context
-    around this one. A request for whole outputs is also in force in contexts inside of it.
+    """Request outputs from all enabled models that are called in this context. None leaves an outer
+    request in force. An outer request for WHOLE also stays in force.
     """
-    before = _asked.outputs
-    if outputs is not None and before is not Outputs.WHOLE:
-        _asked.outputs = outputs
+    asked = find_asked()
+    _open.append(asked if outputs is None or asked is Outputs.WHOLE else outputs)
     try:
         yield
     finally:
-        _asked.outputs = before
+        _open.pop()
 
 
 def find_asked() -> Outputs | None:
-    """Return the request that is open, if there is one."""
-    return _asked.outputs
+    """Return the innermost open request, or None."""
+    return _open[-1] if _open else None
 
 
 def warn_once(of: str, text: str) -> None:

@@ -53,8 +53,8 @@ class ParallelAccelerator(Accelerator):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of training. The constructor of LocalSGD reads it, and nothing else of an
-        accelerator, so this refuses LocalSGD with a ValueError.
+        """The kind of training. Raises ValueError if LocalSGD asks: its constructor reads nothing
+        else of an accelerator, so it is refused here.
         """
         if self._peers is not None:
             caller = sys._getframe(1)

@@ -51,8 +51,9 @@ def sequence_parallel(
                       as in `enable`, with which models are enabled before they are wrapped
     untested          True to accept models outside the list, as in `enable`, and trainers that
                       were not tested, with a warning
-    loss_only         whether code of yours reads only the loss of calls with labels: a
-                      `compute_loss`, or a module around the model. Then no whole logits are made
+    loss_only         whether code of yours reads only the loss of calls with labels: a subclass's
+                      `compute_loss` or steps, or a module around the model. Then no whole logits
+                      are made
 
     Raises TypeError for classes that are neither, and ValueError for trainers that generate, and
     for those that were not tested unless untested=True. Objects raise ValueError, on all ranks and
