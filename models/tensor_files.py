@@ -29,6 +29,8 @@ _PICKLED = (".pt", ".bin", ".pth")
 _WHOLE = {_SAFETENSORS: "model.safetensors", ".bin": "pytorch_model.bin"}
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "pytorch_model*.pt", "consolidated*.pth")
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.\w+)")
+# torch.load's errors for other bytes
+_REFUSED = (RuntimeError, EOFError, OSError, LookupError, AttributeError, TypeError, struct.error)
 _INSIDE = ("model", "module", "state_dict", "model_state_dict")  # the weights of a checkpoint
 _FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPES = tuple(_FLOATS.values())  # dtypes that weights may have
@@ -215,8 +217,8 @@ def _unpickle(path: Path) -> Any:
         raise ValueError(
             f"{path} is not a file of weights: only names and tensors are unpickled"
         ) from error
-    # bytes that are not such an archive
-    except (RuntimeError, EOFError, LookupError, AttributeError, TypeError, struct.error) as error:
+    # bytes that are not such an archive, or only the start of one
+    except _REFUSED as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} is not a file of weights: {reason}") from error
 
