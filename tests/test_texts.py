@@ -11,7 +11,7 @@ from tests.test_export_beside import source, state_of, tokenizer_in  # noqa: F40
 from tests.test_tokenizer import sentencepiece  # noqa: F401
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
 from train.generation.text_rules import TextRules
-from train.run.texts import folder_begin_token, folder_stops, run_stops
+from train.run.texts import folder_begin_token, folder_stops, lacking_tokens, run_stops
 
 PROMPT = "the <|im_start|>fox<|im_end|> <s>"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
@@ -187,3 +187,18 @@ def test_special_tokens_of_a_prompt_are_letters_or_tokens(sentencepiece, tmp_pat
         "the prompt's 1,200 tokens and --tokens 8 are beyond the 20 tokens that the model was made "
         "for: give a shorter prompt or fewer --tokens\n"
     )
+
+
+def test_tokens_that_only_other_files_of_a_folder_have_are_named(tmp_path, capsys):
+    """transformers adds them to the tokenizer."""
+    decoder = {"280": {"content": "<|tool|>"}, "4": {"content": "<|im_start|>"}}
+    folder = folder_of(tmp_path, BYTES, {"added_tokens_decoder": decoder})
+    (folder / "added_tokens.json").write_text('{"<|end|>": 281}')
+    tokenizer = JsonTokenizer(folder / "tokenizer.json")
+    lacking = lacking_tokens(str(folder), tokenizer)
+    assert lacking == ("<|tool|>", "<|end|>")
+    rules = TextRules(special=True, lacking=lacking)
+    rules.warn(tokenizer, "<|im_start|>fox", 5, 5)
+    assert capsys.readouterr().err == ""
+    rules.warn(tokenizer, "<|im_start|>fox<|end|>", 5, 5)
+    assert "lacks, which are read as letters: <|end|>; AutoTokenizer" in capsys.readouterr().err

@@ -52,7 +52,7 @@ from train.run.kinds import ModelConfig, config_of, kind_of
 from train.run.launch import launch
 from train.run.options import add_options
 from train.run.settings import DTYPES
-from train.run.texts import begin_token, folder_stops, run_stops
+from train.run.texts import begin_token, folder_stops, lacking_tokens, run_stops
 from train.run.trained import checkpoint_tokenizer, open_trained
 from train.run.watchdog import Watchdog
 
@@ -235,7 +235,8 @@ class _Request:
         check_ranks(trained.model, count)
         stops = folder_stops(trained.name, trained.tokenizer, trained.model.vocab_size)
         longest = trained.model.longest_sequence
-        rules = TextRules(trained.bos, stops, self.args.special, longest)
+        lacking = lacking_tokens(trained.name, trained.tokenizer)
+        rules = TextRules(trained.bos, stops, self.args.special, longest, lacking)
         return trained.read(device, dtype), trained.tokenizer, rules
 
     def _rules(self, path: Path, model: ModelConfig, tokenizer: Tokenizer) -> TextRules:

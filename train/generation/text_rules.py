@@ -19,12 +19,14 @@ class TextRules:
     stops    the tokens that end a text. If there are none, the tokenizer's end-of-text token does
     special  whether names of special tokens in a prompt are these tokens, and are printed
     longest  tokens of the longest text that the model was made for; None: not known
+    lacking  names of tokens of the model that the tokenizer lacks
     """
 
     bos: int | None = None
     stops: frozenset[int] = frozenset()
     special: bool = False
     longest: int | None = None
+    lacking: tuple[str, ...] = ()
 
     def encode(self, tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
         """Return the tokens in front of a prompt, and its own. A prompt that starts with `bos` gets
@@ -48,10 +50,15 @@ class TextRules:
         """
         spelled = [name for name in tokenizer.special_names() if name in prompt]
         if spelled and not self.special:
-            more = f" and {len(spelled) - _SHOWN} more" if spelled[_SHOWN:] else ""
             ranks.warn(
                 "the prompt spells special tokens, which are read as letters: "
-                f"{', '.join(spelled[:_SHOWN])}{more}; --special reads them as tokens"
+                f"{_shorten(spelled)}; --special reads them as tokens"
+            )
+        if lacking := [name for name in self.lacking if name in prompt]:
+            ranks.warn(
+                "the prompt spells tokens that the tokenizer's file lacks, which are read as "
+                f"letters: {_shorten(lacking)}; AutoTokenizer.from_pretrained(FOLDER)"
+                ".save_pretrained(FOLDER) of transformers writes them into its tokenizer.json"
             )
         if self.longest is not None and read + tokens > self.longest:
             ranks.warn(
@@ -59,3 +66,8 @@ class TextRules:
                 f"{self.longest:,} tokens that the model was made for: give a shorter prompt or "
                 "fewer --tokens"
             )
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -29,7 +29,7 @@ _JSON = ("config.json", GENERATION, TOKENIZER, SPECIAL)
 _TEMPLATES = (TEMPLATE, "chat_template.json", "additional_chat_templates/*.jinja")
 _LICENSE = re.compile("LICEN[CS]E|NOTICE|COPYING|USE_POLICY")
 _MOST_BYTES = 1 << 20  # of a text
-_LARGE = "added_tokens_decoder"  # a field that repeats tokenizer.json
+ADDED = "added_tokens_decoder"  # a field that repeats tokenizer.json
 _IDS = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
 
@@ -59,8 +59,8 @@ def read_beside(
         for path in _find_texts(folder)
     }
     tokenizer_config = values.get(TOKENIZER, {})
-    if added := tokenizer_config.get(_LARGE, {}):
-        tokenizer_config[_LARGE] = {}
+    if added := tokenizer_config.get(ADDED, {}):
+        tokenizer_config[ADDED] = {}
     shape = read_config(folder, accept).to_dict()
     _check(folder, values, texts, shape["vocab_size"])
     found = [other for _, other in find_tokenizers(folder, tokenizer.eos)]
@@ -123,6 +123,17 @@ def _find_lacking(
     folder: Path, tokenizer: Tokenizer, decoder: dict[str, Any], templates: list[str]
 ) -> list[str]:
     """Return the added tokens, with those of `decoder`, that templates spell and the run lacks."""
+    return [
+        name
+        for name, token in added_tokens(folder, decoder).items()
+        if tokenizer.id_of(name) != token and any(name in text for text in templates)
+    ]
+
+
+def added_tokens(folder: Path, decoder: dict[str, Any]) -> dict[str, int]:
+    """Return the added tokens of a folder's files and of `decoder`, by name. Raises ValueError for
+    broken files.
+    """
     others = {
         name: read_json(folder / name) if (folder / name).is_file() else {}
         for name in ("added_tokens.json", "tokenizer.json")
@@ -134,14 +145,10 @@ def _find_lacking(
         added |= {entry["content"]: entry["id"] for entry in listed}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{folder} does not name tokens as tokenizers do: {_LARGE} of {TOKENIZER}, or "
+            f"{folder} does not name tokens as tokenizers do: {ADDED} of {TOKENIZER}, or "
             f"added_tokens of tokenizer.json: {type(error).__name__}: {error}"
         ) from error
-    return [
-        name
-        for name, token in added.items()
-        if tokenizer.id_of(name) != token and any(name in text for text in templates)
-    ]
+    return added
 
 
 def _find_texts(folder: Path) -> Iterator[Path]:

@@ -19,7 +19,16 @@ from train.base import ranks
 from train.checkpoints import checkpoint
 from train.data.tokenizer import SentencePieceTokenizer, Tokenizer, saved_spec
 from train.run import resume
-from train.run.beside import GENERATION, SPECIAL, TOKENIZER, check_ids, ids, token_name
+from train.run.beside import (
+    ADDED,
+    GENERATION,
+    SPECIAL,
+    TOKENIZER,
+    added_tokens,
+    check_ids,
+    ids,
+    token_name,
+)
 from train.run.config import TrainConfig
 
 _BEGINNING = ("Llama", "CodeLlama", "Gemma", "Cohere")  # their tokenizer classes put a begin token
@@ -146,6 +155,15 @@ def folder_stops(source: str, tokenizer: Tokenizer, vocabulary: int) -> frozense
             f"only {tokenizer.vocab_size} tokens: no text ends there"
         )
     return listed.difference(lacking) or frozenset({tokenizer.eos_id})
+
+
+def lacking_tokens(source: str, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the added tokens that the folder of the weights names, but its tokenizer's file lacks.
+    Raises ValueError for broken files, and OSError.
+    """
+    folder = folder_of(source)
+    decoder = _read(folder).get(TOKENIZER, {}).get(ADDED, {})
+    return tuple(name for name in added_tokens(folder, decoder) if tokenizer.id_of(name) is None)
 
 
 def _listed(values: Mapping[str, Any]) -> list[int]:
