@@ -60,6 +60,8 @@ def test_a_rank_outside_of_its_world_is_refused_at_once(monkeypatch):
         ({"RANK": "2", "WORLD_SIZE": "2"}, "expected RANK below WORLD_SIZE, which is 2, got 2"),
         ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"}, "expected LOCAL_RANK below LOCAL_WORLD"),
         ({"RANK": ""}, "expected a number in the environment variable RANK, got ''"),
+        ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT: set them"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "without MASTER_PORT: set them"),
     ):
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
             for name, value in values.items():

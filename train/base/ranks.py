@@ -50,6 +50,12 @@ def check_environment() -> None:
         own, size = os.environ.get(name), os.environ.get(count)
         if own and size and int(own) >= int(size):
             raise ValueError(f"expected {name} below {count}, which is {size}, got {own}")
+    needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if "RANK" in os.environ and (missing := [name for name in needed if name not in os.environ]):
+        raise ValueError(
+            f"RANK is set without {', '.join(missing)}: set them for each rank as well, or start "
+            "the ranks with torchrun or --processes"
+        )
 
 
 def gather(value: Any, group: Group = None) -> list[Any]:
