@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.test_export import byte_level_bpe
@@ -12,6 +13,7 @@ from tests.test_tokenizer import sentencepiece  # noqa: F401
 from train.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
 from train.generation.text_rules import TextRules
 from train.run.texts import folder_begin_token, folder_stops, lacking_tokens, run_stops
+from train.run.trained import open_trained
 
 PROMPT = "the <|im_start|>fox<|im_end|> <s>"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
@@ -110,6 +112,11 @@ def test_several_tokens_in_front_of_a_text_are_refused(tmp_path):
         begin(folder)
 
 
+def test_a_post_processor_that_drops_the_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"json: expected a post_processor that keeps the text"):
+        begin(folder_of(tmp_path, template("<bos>"), {}))
+
+
 def test_a_tokenizer_without_a_file_or_a_class_keeps_its_begin_token(sentencepiece, tmp_path):  # noqa: F811
     lone = open_tokenizer(str(sentencepiece))
     assert folder_begin_token(sentencepiece.parent, lone) == 1  # as Llama's
@@ -187,6 +194,16 @@ def test_special_tokens_of_a_prompt_are_letters_or_tokens(sentencepiece, tmp_pat
         "the prompt's 1,200 tokens and --tokens 8 are beyond the 20 tokens that the model was made "
         "for: give a shorter prompt or fewer --tokens\n"
     )
+
+
+def test_a_file_of_weights_needs_its_model(tmp_path):
+    """The default model is not what its user chose."""
+    special = (f"<|{i}|>" for i in range(320))
+    byte_level_bpe(330, "</s>", *special).save(str(tmp_path / "tokenizer.json"))
+    given = {"init_from": str(tmp_path / "model.safetensors"), "seq_len": 8}
+    message = r"of at most 320 tokens, which the default model, cpm-tiny has, .*: give --model"
+    with pytest.raises(ValueError, match=message):
+        open_trained(given, None, None, torch.device("cpu"))
 
 
 def test_tokens_that_only_other_files_of_a_folder_have_are_named(tmp_path, capsys):

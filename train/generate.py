@@ -199,6 +199,8 @@ class _Request:
             raise ValueError("give a trained model: either --run or --init-from")
         if args.run and (other := {"model", "accept_field", "untie"} & settings.keys()):
             raise ValueError(f"{flag(min(other))} is for --init-from, got --run")
+        if any("\ud800" <= letter <= "\udfff" for letter in args.prompt or ""):
+            raise ValueError(f"--prompt must be in UTF-8, got {args.prompt!r}")
         if args.prompt is not None and args.prompt_file is not None:
             raise ValueError("give --prompt or --prompt-file, got both")
         if args.chunk is not None and args.chunk < 1:

@@ -185,7 +185,7 @@ def check_ids(file: Path, field: str, value: Any, vocabulary: int) -> None:
         if type(token) is not int or not -1 <= token < vocabulary:
             raise ValueError(
                 f"{file}: expected {field} below the vocab_size of config.json, {vocabulary}, "
-                f"got {value}"
+                f"got {value!r}"
             )
 
 

@@ -120,6 +120,8 @@ def _put_in_front(file: Path, rules: dict[str, Any], tokenizer: Tokenizer) -> in
         encoding = Backend.from_str(probe).encode("x")
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{file}: post_processor: {error}") from error
+    if 0 not in encoding.special_tokens_mask:
+        raise ValueError(f"{file}: expected a post_processor that keeps the text, got {rules}")
     tokens = encoding.ids[: encoding.special_tokens_mask.index(0)]
     if len(tokens) > 1:
         names = ", ".join(repr(tokenizer.name_of(token)) for token in tokens)

@@ -108,9 +108,11 @@ def open_trained(
     check_kernel(config, model, device)
     found = open_tokenizer(tokenizer) if tokenizer else _find_tokenizer(path, config)
     if found.vocab_size > model.vocab_size:
+        named = path or config.model_name
+        advice = "" if path or config.given_model else ": give --model, as for pretrain.py"
         raise ValueError(
-            f"expected a tokenizer of at most {model.vocab_size} tokens, which the model has, got "
-            f"one of {found.vocab_size}"
+            f"expected a tokenizer of at most {model.vocab_size} tokens, which {named} has, got "
+            f"one of {found.vocab_size}{advice}"
         )
     return Trained(config, path, model, found, begin_token(config, path, found))
 
