@@ -329,7 +329,11 @@ def refuse_steps_with_own_gradients(rank: int) -> None:
             optimizer.step()
         of_other.step()
     assert own.lm_head.weight.equal(before)
-    trained(**batch).loss.backward()  # averages what was accumulated
+    with accelerator.no_sync(trained):
+        losses = [trained(**batch).loss for _ in range(2)]
+        accelerator.backward(losses[0])
+        with accelerator.trigger_sync_in_backward(trained):
+            accelerator.backward(losses[1])  # averages what was accumulated
     with torch.no_grad(), accelerator.no_sync(trained):
         trained(**batch)
     optimizer.step()

@@ -166,6 +166,12 @@ class ParallelAccelerator(Accelerator):
         finally:
             self._unsynced.remove(model)
 
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        with super().trigger_sync_in_backward(model):
+            self._not_averaged.discard(model)  # this backward averages all that was accumulated
+            yield
+
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if self._peers is not None and not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer.register_step_pre_hook(self._check_averaged)
