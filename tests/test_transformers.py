@@ -540,7 +540,7 @@ def test_what_models_and_layers_ask_for_is_refused():
 
 def test_options_and_enabled_parts_are_checked():
     ours = enabled(plain("Llama"), SequenceParallel())
-    ids, alone = tokens(1, 5), "was called without its model: call the model that was enabled"
+    ids, alone = tokens(1, 5), "was called without its model: call the model that was enabled, not"
     llama, phi = "an enabled LlamaForCausalLM", enabled(plain("Phi3, long"), SequenceParallel())
     with refusal("TypeError: sp must be a SequenceParallel, from"):
         enable(plain("Llama"), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -51,6 +51,15 @@ class ForwardContext:
         return self.options | {"mask": limit_masks(self.options["mask"], window)}
 
 
+def refuse_part(part: nn.Module) -> NoReturn:
+    """Raise TypeError for a call of a part of an enabled model."""
+    raise TypeError(
+        f"a {type(part).__name__} was called without its model: call the model that was enabled, "
+        "not a part of it such as its `model`. With output_hidden_states=True it returns hidden "
+        "states"
+    )
+
+
 @not_compiled
 def attention(
     module: nn.Module,
@@ -72,10 +81,7 @@ def attention(
     MiniCPM4's, attention is sparse.
     """
     if bmt_burst is None:
-        raise TypeError(
-            f"a {type(module).__name__} was called without its model: call the model that was "
-            "enabled"
-        )
+        refuse_part(module)
     try:
         _check_layer(module, dropout, sliding_window, attention_mask)
         sparse = _find_sparse(module)

@@ -21,7 +21,7 @@ from ...ranks.rings import make_rings
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
 from ...sparse import Choices
 from ..enabling import put_before
-from .attention import ForwardContext
+from .attention import ForwardContext, refuse_part
 from .configs import check_configs
 from .inputs import Caller, ForwardInputs
 from .outputs import join_fused
@@ -232,7 +232,8 @@ class EnabledCausalLM(EnabledModel):
     def generate(self, *_args: Any, **_named: Any) -> NoReturn:
         raise ValueError(
             f"an enabled {type(self).__name__} does not generate, since caches need whole "
-            "sequences: load what save_pretrained writes into a model that is not enabled"
+            "sequences: load what save_pretrained writes into a model that is not enabled, or its "
+            "weights while a trainer runs, as docs/trainers.md shows"
         )
 
 
@@ -248,10 +249,7 @@ class EnabledRotary(Enabled):
         self, x: Tensor, position_ids: Tensor, *args: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
         if self._last is None:
-            raise TypeError(
-                f"a {type(self).__name__} was called without its model: call the model that was "
-                "enabled"
-            )
+            refuse_part(self)
         last = self._last.to(position_ids).expand(len(position_ids), 1)
         cos, sin = super().forward(x, torch.cat((position_ids, last), 1), *args, **named)
         return cos[:, :-1], sin[:, :-1]
