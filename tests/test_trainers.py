@@ -452,6 +452,14 @@ class Sampling(hf.TrainerCallback):
         self.sample(self.trainer)
 
 
+class CallingAlone(hf.TrainerCallback):
+    """Call the model on one rank, as callbacks that print a sample do."""
+
+    def on_step_end(self, args, state, control, model, **_) -> None:
+        if state.is_world_process_zero:
+            model(Rows(1).rows[0][None])
+
+
 def call_beside(rank: int) -> None:
     """Train with a loss that passes on the model's, and let one rank call alone."""
     requests._warned.clear()
@@ -492,6 +500,10 @@ def call_beside(rank: int) -> None:
     with pytest.raises(RanksDisagree, match="rank 1 begins a call of the prepared LlamaForCausal"):
         # DDP alone would wait for the buffers of rank 0
         wrapped(Rows(1).rows[0][None]) if rank else sp.sum(torch.ones(()))
+    assert trainer.args.logging_steps == 1  # torch's gather of the logs would wait, too
+    trainer.add_callback(CallingAlone())
+    with pytest.raises(RanksDisagree, match="rank 1 begins the end of a step"):
+        trainer.train()
     assert float(sp.sum(torch.ones(()))) == 2
 
 

@@ -218,6 +218,14 @@ class ParallelAccelerator(Accelerator):
             self._hook_calls(prepared)
         return prepared
 
+    def _meet(self, doing: str) -> None:
+        """Let the ranks that share sequences agree that all of them do this. Raises the errors of
+        bmt_burst.errors.
+        """
+        if self.sp.size > 1:
+            rings = make_rings(self.sp.process_group, self.sp.double_group)
+            run_together(rings, doing, lambda: None)
+
     def _hook_calls(self, wrapper: Any) -> None:
         """Let ranks that share sequences agree before each forward of DDP or FSDP2. These exchange
         parameters or buffers first, and a rank that calls alone would wait there.
@@ -229,12 +237,11 @@ class ParallelAccelerator(Accelerator):
             return
         if (before := getattr(wrapper, "_hook_of_calls", None)) is not None:  # of another object
             before.remove()
-        rings = make_rings(self.sp.process_group, self.sp.double_group)
         doing = f"a call of the prepared {type(enabled).__name__}"
 
         @not_compiled
         def begin_call(wrapper: Any, *_arguments: Any) -> None:
-            run_together(rings, doing, lambda: None)
+            self._meet(doing)
             if torch.is_grad_enabled():
                 averages = getattr(wrapper, "require_backward_grad_sync", True)  # DDP's own flag
                 if averages and wrapper not in self._unsynced:

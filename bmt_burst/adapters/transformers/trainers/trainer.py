@@ -102,6 +102,12 @@ class ParallelTrainer(Trainer):
         with ask_models(self._choose_outputs(model)):
             return super().training_step(model, *args, **named)
 
+    def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        # A rank that ended in a callback, or calls the model there, would leave the others waiting
+        # in torch's own gather of the losses to log.
+        self.accelerator._meet("the end of a step")
+        super()._maybe_log_save_evaluate(*args, **named)
+
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         # DPOTrainer calls it before it prepares the model.
         self.accelerator._enable(model)
