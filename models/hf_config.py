@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -51,7 +52,7 @@ _SCALINGS = ("scale_emb", "scale_depth", "dim_model_base")
 _QWEN3_HEAD_DIM = 128  # if a Qwen3's config.json does not say it
 # names in config.json that are read for all models, and for some
 _READ = {
-    *("model_type", "architectures", "head_dim", "hidden_act", "max_position_embeddings"),
+    *("model_type", "head_dim", "hidden_act", "max_position_embeddings"),
     *("tie_word_embeddings", "attention_bias", "mlp_bias"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     *("sparse_config", "use_mup", "mup_denominator"),
@@ -59,6 +60,7 @@ _READ = {
     *_RENAMED.values(),
     *ROPE_FIELDS,
 }
+_HEADS = "(Model|For(CausalLM|(Sequence|Token)Classification|QuestionAnswering))"
 _READ_BY = {"minicpm": _SCALINGS, KIND: (*_SCALINGS, *SALA_FIELDS)}
 
 
@@ -71,7 +73,8 @@ def config_from_hf(hf: dict[str, Any], accept: Collection[str] = ()) -> CPMConfi
     hf = {"model_type": _by_architecture(hf), **hf}
     whole, hf = hf, {name: value for name, value in hf.items() if value is not None}
     _refuse_others(hf)
-    check_unknown(whole, {*_READ, *_READ_BY.get(hf["model_type"], ())}, accept)
+    read = {*_READ, *_READ_BY.get(hf["model_type"], ()), *_own_code(hf)}
+    check_unknown(whole, read, accept)
     theta, scaling = read_rope(hf, computes_once=_has_code_of_minicpm(hf))
     required = {*_SAME_NAME, *_RENAMED.values()} - {"num_key_value_heads"}
     if hf["model_type"] in MINICPMS:
@@ -135,6 +138,21 @@ def _refuse_others(hf: dict[str, Any]) -> None:
         raise ValueError(
             f"expected {expected}, got unsupported fields {values}{f' ({why})' if why else ''}"
         )
+
+
+def _own_code(hf: dict[str, Any]) -> set[str]:
+    """Return which of the fields that name code name only that of the model_type. Other code may
+    compute another model: gte-Qwen2's lets tokens attend to later ones, and no other field says so.
+    """
+    kind, code, classes = hf["model_type"], hf.get("auto_map"), hf.get("architectures") or []
+    stem = _ARCHITECTURES[kind].removesuffix("ForCausalLM")
+    own = {"auto_map", "architectures"}
+    # OpenBMB releases its models with their code
+    if kind not in MINICPMS and any(name.startswith("AutoModel") for name in code or ()):
+        own.remove("auto_map")
+    if not all(re.fullmatch(f"{stem}{_HEADS}", str(name), re.IGNORECASE) for name in classes):
+        own.remove("architectures")
+    return own
 
 
 def _has_code_of_minicpm(hf: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 # Fields that change no logits, whatever their value: those of the configurations in transformers
 # 4.57 and 5.24, those for generation, and those of programs, kernels and tokenizers.
 _OF_TRANSFORMERS = """
-    auto_map base_model_pp_plan base_model_tp_plan chunk_size_feed_forward custom_pipelines dtype
+    base_model_pp_plan base_model_tp_plan chunk_size_feed_forward custom_pipelines dtype
     finetuning_task gradient_checkpointing id2label initializer_range is_decoder label2id
     name_or_path num_labels output_attentions output_hidden_states pretraining_tp problem_type
     return_dict task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype

@@ -175,6 +175,7 @@ def test_a_published_config_is_read(name):
     for more in CLASSES.values():
         assert config_from_hf({**more, **hf}) == config
     neutral = {"activation": "swiglu"}  # as in Falcon 3's
+    neutral["auto_map"] = {"AutoTokenizer": ["tokenization_own.Tokenizer", None]}
     for more in ({"a_new_switch": False}, {"a_new_size": None}, {"clip_qkv": None}, neutral):
         assert config_from_hf({**hf, **more}) == config
 
@@ -209,6 +210,9 @@ UNKNOWN = {
     "qk_norm": True,  # of a MiniCPM-SALA
     "attention_dropout": 0.1,
     "a_new_list": [],
+    # of other code, such as gte-Qwen2's, whose tokens attend to later ones
+    "auto_map": {"AutoModel": "modeling_both.Model"},
+    "architectures": ["LlamaEncoderModel"],
 }
 
 
@@ -266,6 +270,8 @@ def test_every_reader_of_a_folder_takes_accepted_fields(tmp_path):
         with pytest.raises(ValueError, match="--accept-field needs --init-from FOLDER or --model"):
             TrainConfig(**model, accept_field="rope_ratio")
     assert TrainConfig().accepted_fields() == {}
+    with pytest.raises(ValueError, match=r"--accept-field must name fields of .*, got ' ,'"):
+        TrainConfig(init_from=str(folder), accept_field=" ,")
 
 
 def test_programs_take_accepted_fields(tmp_path, capsys):

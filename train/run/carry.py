@@ -80,7 +80,8 @@ def carry_over(
     written  config.json as it follows from the model
     """
     record, source = state.get("beside"), state["config"].get("init_from")
-    accepted = {n: value for n, value in state.get("accepted", {}).items() if n not in written}
+    left = {*written, "auto_map"}  # the code that it names is not copied
+    accepted = {name: x for name, x in state.get("accepted", {}).items() if name not in left}
     if record is None:
         carried = Carried(None if source is None or is_file(source) else source, accepted)
         carried.leave_out("its run began before checkpoints recorded it", "all beside the weights")

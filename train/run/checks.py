@@ -85,6 +85,10 @@ def _check_needs(settings: Settings) -> None:
             raise ValueError(f"{flag(name)} needs --init-from, which is not given")
     if settings.accept_field is not None and settings.model_file is None:
         raise ValueError("--accept-field needs --init-from FOLDER or --model FILE, got neither")
+    if settings.accept_field is not None and not settings.accepted_names:
+        raise ValueError(
+            f"--accept-field must name fields of config.json, got {settings.accept_field!r}"
+        )
     if settings.new_stage and settings.resume == "never":
         raise ValueError("--new-stage needs the checkpoint to start from: give --resume CHECKPOINT")
     if settings.skip_data and settings.resume == "never":
