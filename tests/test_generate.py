@@ -149,7 +149,7 @@ def test_a_prompt_may_have_fewer_tokens_than_ranks(folder, capsys):
         (["--prompt", "a"], "give --prompt or --prompt-file, got both"),
         (["--run", "runs"], "either --run or --init-from"),
         (["--chunk", 0], "--chunk must be at least 1, got 0"),
-        (["--prompt", "caf\udce9"], "--prompt must be in UTF-8"),
+        (["--prompt", "\udce9"], "--prompt must be in UTF-8"),
         (["--processes", 0], "--processes must be at least 1, got 0"),
         (["--prompt-file", "/dev/null"], "expected a file, got /dev/null"),
         (["--tokens", 2**31 - 1], "not enough memory for the keys and values of 2,147,483,767"),
