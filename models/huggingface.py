@@ -24,8 +24,9 @@ from torch import Tensor
 from .config import CPMConfig
 from .cpm import CPM
 from .hf_config import EXPORTED_CODE, HF_FIELDS, config_from_hf, config_to_hf
+from .json_files import read_json
 from .model_center import MODEL_CENTER_FIELDS, config_from_model_center
-from .tensor_files import dtype_name, open_folder, read_json
+from .tensor_files import dtype_name, open_folder
 from .weights import HEAD, Expected, Weights
 
 CONFIG = "config.json"

@@ -6,7 +6,6 @@ Files of torch.save are unpickled in torch's safe mode, which makes only names a
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import pickle
 import re
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .pointers import refuse_pointer
+from .json_files import read_json, refuse_pointer
 
 _SAFETENSORS = ".safetensors"
 _PICKLED = (".pt", ".bin", ".pth")
@@ -82,18 +81,6 @@ def open_folder(folder: Path) -> dict[str, Stored]:
     others = sorted(path.name for end in _PICKLED for path in folder.glob(f"*{end}"))
     found = f"; {others[0]} has another name: give it as a file" if others else ""
     raise ValueError(f"{folder} has no weights ({', '.join(_PATTERNS[:3])}){found}")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read names and values from a JSON file. Raises ValueError for others, or OSError."""
-    refuse_pointer(file)
-    try:
-        content = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected names and values, got a {type(content).__name__}")
-    return content
 
 
 def _read_index(index: Path, whole: Path) -> dict[str, Stored]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from models.tensor_files import read_json
+from models.json_files import read_json
 
 USUAL = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 _OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json")  # these name the token

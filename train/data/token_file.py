@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.tensor_files import read_json
+from models.json_files import read_json
 from train.base import ranks
 from train.base.folders import inside
 from train.base.wording import counted

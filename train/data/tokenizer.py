@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from models.pointers import refuse_pointer
+from models.json_files import refuse_pointer
 from train.base.folders import inside
 from train.data.end_of_text import USUAL, choose_end, named_ends
 from train.data.tokenizer_base import SPEC, Tokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from models.huggingface import read_config
-from models.tensor_files import read_json
+from models.json_files import read_json
 from train.base import ranks
 from train.data.tokenizer import Tokenizer
 from train.registry import KINDS, Kind

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from models.config import CPMConfig
-from models.tensor_files import is_file, read_json
+from models.json_files import read_json
+from models.tensor_files import is_file
 from models.weights import Expected
 from train.base.wording import flag
 from train.checkpoints import checkpoint

@@ -14,7 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from models.tensor_files import folder_of, read_json
+from models.json_files import read_json
+from models.tensor_files import folder_of
 from train.base import ranks
 from train.checkpoints import checkpoint
 from train.data.tokenizer import SentencePieceTokenizer, Tokenizer, saved_spec
