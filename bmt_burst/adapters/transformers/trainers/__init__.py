@@ -2,6 +2,7 @@
 
 switch.py       `sequence_parallel`, and the classes that it refuses
 options.py      its options
+tested.py       the trainers of TRL that were tested
 trainer.py      how it differs from a plain Trainer: losses, evaluation, counts, saves
 accelerator.py  how it differs from a plain Accelerator: data, gathers, schedulers, models
 loaders.py      streams and orders of data for groups

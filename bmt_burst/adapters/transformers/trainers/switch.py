@@ -8,11 +8,8 @@ import torch.distributed as dist
 
 from ....base.arguments import as_bool
 from .options import Class, Options, make_class
+from .tested import TESTED_OF_TRL, is_tested
 
-_TESTED_OF_TRL = (
-    *("SFTTrainer", "DPOTrainer", "RewardTrainer"),
-    *("KTOTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer"),
-)
 _GENERATING = (
     *("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "A2POTrainer", "AsyncGRPOTrainer"),
     *("AsyncDistillationTrainer", "GKDTrainer", "GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer"),
@@ -109,7 +106,7 @@ def _check_class(cls: type, names: list[str], untested: bool) -> None:
     text = f"{of_trl[0].__name__} of {of_trl[0].__module__} was not tested over ranks"
     if not untested:
         raise ValueError(
-            f"{text}: expected TRL's {', '.join(_TESTED_OF_TRL)}, or a subclass of one. "
+            f"{text}: expected TRL's {', '.join(TESTED_OF_TRL)}, or a subclass of one. "
             "untested=True accepts it: first compare its losses with those of one rank, as "
             "docs/trainers.md shows"
         )
@@ -118,12 +115,3 @@ def _check_class(cls: type, names: list[str], untested: bool) -> None:
         "docs/trainers.md shows",
         stacklevel=3,
     )
-
-
-def is_tested(trainer: type) -> bool:
-    """Whether a class is a tested trainer of TRL's. Some of these are in a package of their own in
-    trl.experimental, where classes of the same name may do something else.
-    """
-    name = trainer.__name__
-    own = f"trl.experimental.{name.removesuffix('Trainer').lower()}."
-    return name in _TESTED_OF_TRL and f"{trainer.__module__}.".startswith(("trl.trainer.", own))

@@ -23,7 +23,7 @@ from ..requests import Outputs, ask_models
 from .accelerator import ParallelAccelerator
 from .models import find_enabled
 from .options import Options, make_class
-from .switch import is_tested
+from .tested import is_tested
 
 # Arguments that may differ between ranks. Others decide when ranks exchange something.
 _OF_A_RANK = {
