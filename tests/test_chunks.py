@@ -754,4 +754,4 @@ def test_an_error_on_one_rank_is_raised_on_all():
             return str(error)
         return "no error"
 
-    assert all("expected q (batch, 15, heads" in text for text in on_ranks(2, work))
+    assert all("expected positions (batch, 15)" in text for text in on_ranks(2, work))

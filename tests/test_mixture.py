@@ -217,7 +217,8 @@ def test_sources_that_do_not_fit_together_are_refused_by_name(mixed, tmp_path):
     edit_index(tmp_path / "short", sha256={})
     check(
         rf"source books \({tmp_path}/short\) has another tokenizer than source code "
-        rf"\({tmp_path}/text\): expected .*, got 000000000000"
+        rf"\({tmp_path}/text\): expected .*, got 000000000000",
+        output=str(tmp_path / "another"),
     )
 
 

@@ -201,7 +201,7 @@ def test_a_file_of_weights_needs_its_model(tmp_path):
     special = (f"<|{i}|>" for i in range(320))
     byte_level_bpe(330, "</s>", *special).save(str(tmp_path / "tokenizer.json"))
     given = {"init_from": str(tmp_path / "model.safetensors"), "seq_len": 8}
-    message = r"of at most 320 tokens, which the default model, cpm-tiny has, .*: give --model"
+    message = r"of at most 320 tokens, which the default model cpm-tiny has, .*: give --model"
     with pytest.raises(ValueError, match=message):
         open_trained(given, None, None, torch.device("cpu"))
 
