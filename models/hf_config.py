@@ -60,7 +60,9 @@ _READ = {
     *_RENAMED.values(),
     *ROPE_FIELDS,
 }
-_HEADS = "(Model|For(CausalLM|(Sequence|Token)Classification|QuestionAnswering))"
+_STEMS = "|".join(name.removesuffix("ForCausalLM") for name in _ARCHITECTURES.values())
+_HEADS = "Model|For(CausalLM|(Sequence|Token)Classification|QuestionAnswering)"
+_CLASS = re.compile(f"({_STEMS})({_HEADS})", re.IGNORECASE)  # older files have LLaMAForCausalLM
 _READ_BY = {"minicpm": _SCALINGS, KIND: (*_SCALINGS, *SALA_FIELDS)}
 
 
@@ -141,16 +143,17 @@ def _refuse_others(hf: dict[str, Any]) -> None:
 
 
 def _own_code(hf: dict[str, Any]) -> set[str]:
-    """Return which of the fields that name code name only that of the model_type. Other code may
-    compute another model: gte-Qwen2's lets tokens attend to later ones, and no other field says so.
+    """Return which of the fields that name code name only that of the families read here. Other
+    code may compute another model: gte-Qwen2's lets tokens attend to later ones, and no other field
+    says so.
     """
-    kind, code, classes = hf["model_type"], hf.get("auto_map"), hf.get("architectures") or []
-    stem = _ARCHITECTURES[kind].removesuffix("ForCausalLM")
+    code, classes = hf.get("auto_map"), hf.get("architectures") or []
     own = {"auto_map", "architectures"}
     # OpenBMB releases its models with their code
-    if kind not in MINICPMS and any(name.startswith("AutoModel") for name in code or ()):
+    has_models = any(name.startswith("AutoModel") for name in code or ())
+    if has_models and hf["model_type"] not in MINICPMS:
         own.remove("auto_map")
-    if not all(re.fullmatch(f"{stem}{_HEADS}", str(name), re.IGNORECASE) for name in classes):
+    if not all(_CLASS.fullmatch(str(name)) for name in classes):
         own.remove("architectures")
     return own
 
