@@ -61,6 +61,6 @@ def __getattr__(name: str) -> ModuleType:
     if name != "bmtrain":
         raise AttributeError(f"module 'bmt_burst' has no attribute {name!r}")
     try:
-        return importlib.import_module(".bmtrain", __name__)
+        return importlib.import_module(".bmtrain", __package__)
     except ImportError as error:
         raise AttributeError(f"bmt_burst.bmtrain cannot be imported: {error}") from error

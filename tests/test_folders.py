@@ -1,12 +1,16 @@
 """The folders of bmt_burst/ are its architecture: no circle of imports, and no import of a folder
 above.
+
+Imports are read from the source: statements, and calls of `import_module` with a literal name. A
+name that is computed cannot be seen. `test_imports_by_a_computed_name` lists the modules that
+compute one: they load the modules of a table, which import the contract beside the table.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,18 +58,43 @@ def imported(name: str) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(known[name].read_text())
     late = {id(x) for f in ast.walk(tree) if _is_late(f) for x in ast.walk(f)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: 1 - node.level or None] if node.level else []
-            base = ".".join(filter(None, [*above, node.module]))
-            deeper = [f"{base}.{alias.name}" for alias in node.names]
-            found = [name if name in known else base for name in deeper]
-        else:
-            continue
-        for target in found:
+        for target in _find_targets(node, package, known):
             if target in known:
                 yield target, id(node) not in late
+
+
+def _find_targets(node: ast.AST, package: str, known: Collection[str]) -> list[str]:
+    """Return the modules that a node of a module in `package` imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = _resolve("." * node.level + (node.module or ""), package)
+        deeper = [f"{base}.{alias.name}" for alias in node.names]
+        return [name if name in known else base for name in deeper]
+    if _imports_by_name(node) and (name := _literal_name(node)):
+        return [_resolve(name, package)]
+    return []
+
+
+def _resolve(name: str, package: str) -> str:
+    """Return the full name of a module that is imported as `name`, perhaps relative."""
+    module = name.lstrip(".")
+    above = package.split(".")[: 1 - (len(name) - len(module)) or None] if module != name else []
+    return ".".join(filter(None, [*above, module]))
+
+
+def _imports_by_name(node: ast.AST) -> bool:
+    """Whether a node is a call of import_module."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+
+
+def _literal_name(node: ast.Call) -> str | None:
+    """Return the name that import_module is called with, or None if it is computed. A relative
+    name must be relative to the module's own package.
+    """
+    name, *anchor = (ast.unparse(x) for x in [*node.args, *(x.value for x in node.keywords)])
+    is_literal = name[0] in "'\"" and anchor in ([], ["__package__"])
+    return ast.literal_eval(name) if is_literal else None
 
 
 def _is_late(node: ast.AST) -> bool:
@@ -111,6 +140,41 @@ def test_no_circle_of_imports(package):
     imports = {name: {target for target, _ in imported(name)} for name in MODULES[package]}
     circle = find_circle(imports)
     assert not circle, " -> ".join(circle)
+
+
+def test_imports_by_a_computed_name():
+    computed = {
+        name
+        for name, path in MODULES["bmt_burst"].items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _imports_by_name(node) and _literal_name(node) is None
+    }
+    assert computed == {
+        "bmt_burst.bias.kernels",
+        "bmt_burst.kernels",
+        "bmt_burst.lightning.kernels",
+        "bmt_burst.strategies",
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import a.b", ["a.b"]),
+        ("from ..c import d", ["a.c"]),
+        ("from .c import d", ["a.b.c.d"]),
+        ("from . import c", ["a.b.c"]),
+        ("importlib.import_module('.c', __package__)", ["a.b.c"]),
+        ("import_module('..c', package=__package__)", ["a.c"]),
+        ("import_module('a.c')", ["a.c"]),
+        ("import_module(f'a.{name}')", []),
+    ],
+)
+def test_imports_are_found(source, expected):
+    """Imports of a module in the package a.b."""
+    nodes = ast.walk(ast.parse(source))
+    known = {"a.b.c", "a.b.c.d", "a.c"}
+    assert [x for node in nodes for x in _find_targets(node, "a.b", known)] == expected
 
 
 def test_circles_are_found():

@@ -1,7 +1,7 @@
 """Attention of a few queries to many keys, as in decoding.
 
 The keys lie in memory that has room for more. Each query sees a span of them. A kernel may cut the
-keys into splits. Its partial results, in the accumulator's dtype, merge by lse.
+keys into splits. Its `Partials` merge by lse.
 
 `find_kernels` returns the module for some tensors. Both modules have the functions of this one:
 
@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..merging.parts import Partials
 from ..spec import Spec
 from . import load
-
-# Out (N, B, S, H, D) and lse (N, B, S, H), natural log, in the accumulator's dtype.
-Partials = tuple[Tensor, Tensor]
 
 _SCORES = 1 << 25  # that `attend` keeps in memory, unless one query has more
 

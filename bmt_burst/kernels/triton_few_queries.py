@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.devices import count_processors
+from ..merging.parts import Partials
 from ..spec import Spec
-from .few_queries import Partials
 from .triton import LaunchShape, precision, shape_of, shared_memory
 from .triton_blocks import scores_of
 from .triton_memory import INFINITY, LOG2_E, read, token_at, wide

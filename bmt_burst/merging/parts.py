@@ -17,6 +17,9 @@ Part = tuple[Sequence[Span], Tensor]
 # The queries, and their out (B, T, H, D) and lse (B, H, T).
 OutputPart = tuple[Sequence[Span], Tensor, Tensor]
 Parts = Sequence[Part] | Sequence[OutputPart]
+# N results of the same few queries: out (N, B, S, H, D) and lse (N, B, S, H), natural log, in the
+# accumulator's dtype.
+Partials = tuple[Tensor, Tensor]
 
 
 def tokens_at(x: Tensor, span: Span) -> Tensor:

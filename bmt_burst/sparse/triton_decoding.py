@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.few_queries import Partials
 from ..kernels.triton import precision
 from ..kernels.triton_blocks import scores_of
 from ..kernels.triton_few_queries import add_values, choose_shape, count_programs, store_part
 from ..kernels.triton_memory import INFINITY, LOG2_E, read, token_at, wide
+from ..merging.parts import Partials
 from ..spec import Spec
 from .cache import KeySums
 from .compressed import CompressedKeys
