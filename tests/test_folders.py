@@ -1,9 +1,10 @@
 """The folders of bmt_burst/ are its architecture: no circle of imports, and no import of a folder
 above.
 
-Imports are read from the source: statements, and calls of `import_module` with a literal name. A
-name that is computed cannot be seen. `test_imports_by_a_computed_name` lists the modules that
-compute one: they load the modules of a table, which import the contract beside the table.
+Imports are read from the source: statements, calls of `import_module` with a literal name, and the
+tables of registries. A computed name cannot be seen: only `base/registry.py` may import by one. The
+table in a package's own `__init__.py` is not followed, because the implementations that it names
+import their contract from there.
 """
 
 from __future__ import annotations
@@ -71,8 +72,11 @@ def _find_targets(node: ast.AST, package: str, known: Collection[str]) -> list[s
         base = _resolve("." * node.level + (node.module or ""), package)
         deeper = [f"{base}.{alias.name}" for alias in node.names]
         return [name if name in known else base for name in deeper]
-    if _imports_by_name(node) and (name := _literal_name(node)):
+    if _calls("import_module", node) and (name := _literal_name(node)):
         return [_resolve(name, package)]
+    if _calls("Registry Modules", node) and ast.unparse(node.args[0]) == "__package__":
+        places = ast.literal_eval(node.args[1]).values()
+        return [_resolve("." + place.partition(":")[0], package) for place in places]
     return []
 
 
@@ -83,9 +87,9 @@ def _resolve(name: str, package: str) -> str:
     return ".".join(filter(None, [*above, module]))
 
 
-def _imports_by_name(node: ast.AST) -> bool:
-    """Whether a node is a call of import_module."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+def _calls(names: str, node: ast.AST) -> bool:
+    """Whether a node calls one of some functions, perhaps of a module."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in names.split()
 
 
 def _literal_name(node: ast.Call) -> str | None:
@@ -142,19 +146,17 @@ def test_no_circle_of_imports(package):
     assert not circle, " -> ".join(circle)
 
 
-def test_imports_by_a_computed_name():
-    computed = {
-        name
-        for name, path in MODULES["bmt_burst"].items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if _imports_by_name(node) and _literal_name(node) is None
-    }
-    assert computed == {
-        "bmt_burst.bias.kernels",
-        "bmt_burst.kernels",
-        "bmt_burst.lightning.kernels",
-        "bmt_burst.strategies",
-    }
+def test_only_registries_import_by_a_computed_name():
+    """And a registry outside of an `__init__.py` says `__package__`, which this test follows."""
+    computed = set()
+    for name, path in MODULES["bmt_burst"].items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if _calls("import_module", node) and _literal_name(node) is None:
+                computed.add(name)
+            if _calls("Registry Modules", node):
+                anchor = "__name__" if path.name == "__init__.py" else "__package__"
+                assert ast.unparse(node.args[0]) == anchor, name
+    assert computed == {"bmt_burst.base.registry"}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,8 @@ def test_imports_by_a_computed_name():
         ("import_module('..c', package=__package__)", ["a.c"]),
         ("import_module('a.c')", ["a.c"]),
         ("import_module(f'a.{name}')", []),
+        ("Modules(__package__, {'x': 'c', 'y': 'c.d:Kind'})", ["a.b.c", "a.b.c.d"]),
+        ("Registry(__name__, {'x': 'c'})", []),
     ],
 )
 def test_imports_are_found(source, expected):

@@ -476,7 +476,7 @@ WRONG = [
     ({"slopes": torch.zeros(4, requires_grad=True)}, "ValueError: requires_grad=False"),
     ({"slopes": [0.0] * 4}, "TypeError: slopes must be a torch.Tensor, got list"),
     ({"scale": 0.0}, "ValueError: scale must be positive"),
-    ({"flash": "fa4"}, "ValueError: unknown flash 'fa4'"),
+    ({"flash": "fa4"}, "ValueError: one of .'auto', 'triton', 'reference'., got 'fa4'"),
     ({"flash": None}, "TypeError: flash must be the name"),
     ({"softcap": 30.0}, "TypeError: no softmax.*use burst_attn_func"),
     ({"sinks": X}, "TypeError: no softmax"),

@@ -9,20 +9,8 @@ meta_passes    tensors without values: they allocate what a GPU's pass does
 
 from __future__ import annotations
 
-from types import ModuleType
+from ..base.registry import Modules
 
-import torch
-from torch import Tensor
-
-from . import meta_passes, torch_passes
-
-
-def find_passes(x: Tensor) -> ModuleType:
-    """Return the module of passes over tensors such as x."""
-    if x.is_meta:
-        return meta_passes
-    if x.is_cuda and x.dtype != torch.float64:
-        from . import triton_passes
-
-        return triton_passes
-    return torch_passes
+find_passes = Modules(
+    __name__, {"triton": "triton_passes", "meta": "meta_passes", "torch": "torch_passes"}
+).find

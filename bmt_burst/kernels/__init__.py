@@ -11,7 +11,6 @@ length, use `packed` for their arguments.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
@@ -21,21 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.registry import Registry
 from ..sequence.tile import KernelCall
 from ..spec import Spec
 
 logger = logging.getLogger("bmt_burst")
 
-# Name -> class, the fastest first. "auto" tries them in this order.
-_BACKENDS = {
-    "fa4": "Fa4Kernel",
-    "cudnn": "CudnnKernel",
-    "fa2": "Fa2Kernel",
-    "aten": "AtenKernel",
-    "triton": "TritonKernel",
-    "cpu": "CpuKernel",
-    "reference": "ReferenceKernel",
-}
+# The fastest first. "auto" tries them in this order.
+_BACKENDS: Registry[Kernel] = Registry(
+    __name__,
+    {
+        "fa4": "fa4:Fa4Kernel",
+        "cudnn": "cudnn:CudnnKernel",
+        "fa2": "fa2:Fa2Kernel",
+        "aten": "aten:AtenKernel",
+        "triton": "triton:TritonKernel",
+        "cpu": "cpu:CpuKernel",
+        "reference": "reference:ReferenceKernel",
+    },
+)
+load, names = _BACKENDS.load, _BACKENDS.names
 
 # A name of the official package -> the kernels that it stands for, the fastest first.
 _ALIASES = {"cuda": ("fa4", "fa2")}
@@ -139,39 +143,15 @@ class Kernel(ABC):
         """
 
 
-def names() -> list[str]:
-    """Return the names of all kernels, the fastest first."""
-    return list(_BACKENDS)
-
-
-@functools.cache
-def load(name: str) -> Kernel:
-    """Import and return the kernel called `name`."""
-    loaded: Kernel = getattr(importlib.import_module(f"{__name__}.{name}"), _BACKENDS[name])()
-    return loaded
-
-
 def pick(name: str, q: Tensor, k: Tensor, spec: Spec) -> Kernel:
     """Return the kernel `name` or, for "auto", the fastest kernel that can compute these inputs.
 
     Raises ValueError if the name is unknown, or with every candidate's reason if none can.
     """
-    expected = ["auto", *_ALIASES, *_BACKENDS]
-    if name not in expected:
-        raise ValueError(f"expected flash to be one of {expected}, got {name!r}")
-    candidates = names() if name == "auto" else _ALIASES.get(name, (name,))
-    reasons = []
-    for candidate in map(load, candidates):
-        reason = candidate.refuses(spec, q, k) or candidate.broken()
-        if reason is None:
-            if name == "auto":
-                _announce(candidate.name, q.dtype, q.device.type)
-            return candidate
-        reasons.append(f"{candidate.name}: {reason}")
-    raise ValueError(
-        f"no kernel for flash={name!r}, {q.dtype}, head size {q.shape[-1]} on {q.device}: "
-        f"{'; '.join(reasons)}"
-    )
+    found = _BACKENDS.pick(name, q, lambda x: x.refuses(spec, q, k) or x.broken(), _ALIASES)
+    if name == "auto":
+        _announce(found, q.dtype, q.device.type)
+    return load(found)
 
 
 NO_SOFTCAP = "it does not support a softcap"

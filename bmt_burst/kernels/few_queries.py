@@ -15,27 +15,26 @@ results.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..base.registry import Modules
 from ..merging.parts import Partials
 from ..spec import Spec
 from . import load
 
+_MODULES = Modules(__package__, {"triton": "triton_few_queries", "torch": "few_queries"})
 _SCORES = 1 << 25  # that `attend` keeps in memory, unless one query has more
 
 
 def find_kernels(q: Tensor) -> ModuleType:
     """Return the module for tensors such as q (B, S, H, D)."""
     triton = load("triton")
-    if q.is_cuda and not (triton.refuses(Spec(1.0), q, q) or triton.broken()):
-        return importlib.import_module(".triton_few_queries", __package__)
-    return sys.modules[__name__]
+    fits = q.is_cuda and not (triton.refuses(Spec(1.0), q, q) or triton.broken())
+    return _MODULES.load("triton" if fits else "torch")
 
 
 def put(k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor, places: Tensor) -> None:

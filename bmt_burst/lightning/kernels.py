@@ -28,23 +28,12 @@ To add a kernel, write a module with these functions, and name it in `_MODULES`.
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 from torch import Tensor
 
-# by their names, the fastest first
-_MODULES = {"triton": "triton_kernel", "reference": "reference"}
+from ..base.registry import Modules
 
-
-def names() -> list[str]:
-    """Return the names of all kernels, the fastest first."""
-    return list(_MODULES)
-
-
-def load(name: str) -> ModuleType:
-    """Return the kernel called `name`."""
-    return importlib.import_module(f".{_MODULES[name]}", __package__)
+_MODULES = Modules(__package__, {"triton": "triton_kernel", "reference": "reference"})
+load, names = _MODULES.load, _MODULES.names
 
 
 def pick(name: str, q: Tensor) -> str:
@@ -53,12 +42,4 @@ def pick(name: str, q: Tensor) -> str:
     Raises ValueError for an unknown name, and for a kernel that cannot compute with tensors like q
     (B, S, H, D). Raises TypeError for anything but a string.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"flash must be the name of a kernel, got {name!r}")
-    if name == "auto":
-        return next(other for other in _MODULES if load(other).refuses(q) is None)
-    if name not in _MODULES:
-        raise ValueError(f"unknown flash {name!r}; expected 'auto' or one of {list(_MODULES)}")
-    if reason := load(name).refuses(q):
-        raise ValueError(f"flash={name!r} cannot compute this call: {reason}")
-    return name
+    return _MODULES.pick(name, q, lambda kernel: kernel.refuses(q), {})

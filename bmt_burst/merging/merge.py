@@ -21,17 +21,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
+from ..base.registry import Modules
 from ..sequence.span import Span, length
-from . import plain
 from .parts import OutputPart, Part, clip_parts, is_whole
 
+_MODULES = Modules(__package__, {"triton": "fused", "torch": "plain"})
 _MOST_PARTS = 15  # that wait. With the next one, they are added up in one pass over memory
 
 
@@ -104,7 +104,7 @@ class Outputs(Sum):
 
     def _fill(self, out: Tensor, lse: Tensor) -> None:
         if self.parts:
-            _backend(out).merge_outputs(out, lse, self.parts)
+            _MODULES.find(out).merge_outputs(out, lse, self.parts)
         else:
             out.zero_()
             lse.fill_(-torch.inf)
@@ -162,7 +162,7 @@ class Gradients(Sum):
         """Write the sum of the parts to `total`."""
         if not self.parts:
             return total.zero_()
-        _backend(total).sum_gradients(total, self.parts)
+        _MODULES.find(total).sum_gradients(total, self.parts)
         return total
 
 
@@ -219,14 +219,5 @@ def stack_lse_delta(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     """
     batch, tokens, heads, _ = out.shape
     rows = torch.empty(batch, tokens, heads, 2, dtype=lse.dtype, device=out.device)
-    _backend(out).fill_lse_delta(rows, out, dout, lse)
+    _MODULES.find(out).fill_lse_delta(rows, out, dout, lse)
     return rows
-
-
-def _backend(x: Tensor) -> ModuleType:
-    """Return the module for tensors like x: fused on GPUs, plain elsewhere and for fp64."""
-    if x.is_cuda and x.dtype != torch.float64:
-        from . import fused  # needs Triton
-
-        return fused
-    return plain

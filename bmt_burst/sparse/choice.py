@@ -28,13 +28,15 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import DTYPES, as_positive, check_tensor
+from ..base.registry import Modules
 from ..base.streams import send_to_device
 from ..sequence.mask import Mask, Slice
-from . import torch_choice
 from .blocks import MOST_TOKENS
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 from .queries import Choosers, documents, find_longest
+
+_MODULES = Modules(__package__, {"triton": "triton_choice", "torch": "torch_choice"})
 
 
 def choose(
@@ -140,11 +142,8 @@ def choose_by_score(
 
     keys  those of the choosers' documents, one after the other
     """
-    if q.is_cuda and q.dtype != torch.float64:
-        from . import triton_choice
-
-        return triton_choice.choose_by_score(q, choosers, keys, sparse, scale)
-    return torch_choice.choose_by_score(q, choosers, keys, sparse, scale)
+    chosen: Tensor = _MODULES.find(q).choose_by_score(q, choosers, keys, sparse, scale)
+    return chosen
 
 
 def _check_choose(q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2) -> None:

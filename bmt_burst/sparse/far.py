@@ -16,20 +16,19 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
+from ..base.registry import Modules
 from . import torch_far
 from .blocks import FarKeys
+
+_MODULES = Modules(__package__, {"triton": "triton_far", "torch": "torch_far"})
 
 
 def find_kernels(q: Tensor, far: FarKeys) -> ModuleType:
     """Return the module with `add_far_outputs` and `add_far_gradients` for such tensors: Triton's
     on GPUs, unless for fp64 or too large heads or blocks. `torch_far.py` specifies both.
     """
-    if q.is_cuda and q.dtype != torch.float64:
-        from . import triton_far
-
-        if triton_far.fits(q, far.k, far.blocks.block_size):
-            return triton_far
-    return torch_far
+    found = _MODULES.find(q)
+    fits = found is torch_far or found.fits(q, far.k, far.blocks.block_size)
+    return found if fits else torch_far

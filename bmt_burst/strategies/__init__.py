@@ -17,14 +17,13 @@ only by their contracts. `compute` is what strategies share. To add a strategy, 
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
+from ..base.registry import Registry
 from ..ranks.rings import Rings
 from .compute import Keys, QueryGradients, Tensors
 from .problem import DENSE, GROUP_BYTES, Part, Problem, Scoring, Sizes
@@ -33,14 +32,18 @@ __all__ = ["DENSE", "GROUP_BYTES", "Part", "Plan", "Problem", "Scoring", "Sizes"
 
 logger = logging.getLogger("bmt_burst")
 
-_STRATEGIES = {
-    "ring": "ring.Ring",
-    "all-gather": "all_gather.AllGather",
-    "ulysses": "ulysses.Ulysses",
-    "usp": "ulysses.USP",
-    "one-call": "one_call.OneCall",
-    "plain-ring": "plain_ring.PlainRing",
-}
+_STRATEGIES: Registry[Strategy] = Registry(
+    __name__,
+    {
+        "ring": "ring:Ring",
+        "all-gather": "all_gather:AllGather",
+        "ulysses": "ulysses:Ulysses",
+        "usp": "ulysses:USP",
+        "one-call": "one_call:OneCall",
+        "plain-ring": "plain_ring:PlainRing",
+    },
+)
+load, names = _STRATEGIES.load, _STRATEGIES.names
 _SHORT = 0.35e12  # operations of a rank's forward, below which "auto" takes one-call
 _FEW_TOKENS = 1 << 13  # of a rank: with more, gathering all takes longer than it saves
 _logged: set[str] = set()  # the strategies whose choice was logged
@@ -128,19 +131,6 @@ class Strategy(ABC):
         """Return the part of `rank`. It depends only on the arguments, and making it costs no more
         than this rank's part.
         """
-
-
-def names() -> list[str]:
-    """List all strategies."""
-    return list(_STRATEGIES)
-
-
-@functools.cache
-def load(name: str) -> Strategy:
-    """Load the strategy called `name`."""
-    module, _, strategy = _STRATEGIES[name].rpartition(".")
-    loaded: Strategy = getattr(importlib.import_module(f"{__name__}.{module}"), strategy)()
-    return loaded
 
 
 def choose(name: str, problem: Problem) -> Strategy:

@@ -5,24 +5,27 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from abc import ABC, abstractmethod
 
 from torch import Tensor
 
 from ... import kernels
+from ...base.registry import Registry
 from ...kernels import Kernel
 from ...sequence.tile import KernelCall
 from ...spec import Spec
 from ..call_bias import CallBias
 
-# Name of a kernel -> class of the same kernel with a bias, the fastest first.
-_BACKENDS = {
-    "fa4": "Fa4TableKernel",
-    "triton": "TritonTableKernel",
-    "reference": "ReferenceTableKernel",
-}
+# Each has the name of the same kernel without a bias. The fastest first.
+_BACKENDS: Registry[TableKernel] = Registry(
+    __name__,
+    {
+        "fa4": "fa4:Fa4TableKernel",
+        "triton": "triton:TritonTableKernel",
+        "reference": "reference:ReferenceTableKernel",
+    },
+)
+load, names = _BACKENDS.load, _BACKENDS.names
 
 
 class TableKernel(ABC):
@@ -72,28 +75,14 @@ class TableKernel(ABC):
         """
 
 
-@functools.cache
-def load(name: str) -> TableKernel:
-    """Import and return the kernel called `name`."""
-    module = importlib.import_module(f"{__name__}.{name}")
-    loaded: TableKernel = getattr(module, _BACKENDS[name])()
-    return loaded
-
-
 def pick(kernel: Kernel, q: Tensor, k: Tensor, spec: Spec) -> TableKernel:
     """Return the kernel for pairs with a bias, where `kernel` computes those without.
 
     It is the same kernel if that knows biases, otherwise the fastest that does. Raises ValueError
     with every candidate's reason if none can.
     """
-    candidates = sorted(_BACKENDS, key=lambda name: name != kernel.name)  # the same one first
-    reasons = []
-    for candidate in map(load, candidates):
-        reason = candidate.refuses(spec, q, k) or candidate.broken()
-        if reason is None:
-            return candidate
-        reasons.append(f"{candidate.name}: {reason}")
-    raise ValueError(
-        f"no kernel with a bias for {q.dtype}, head size {q.shape[-1]} on {q.device}: "
-        f"{'; '.join(reasons)}"
+    candidates = sorted(names(), key=lambda name: name != kernel.name)  # the same one first
+    found = _BACKENDS.first(
+        candidates, q, lambda x: x.refuses(spec, q, k) or x.broken(), "kernel with a bias for"
     )
+    return load(found)
