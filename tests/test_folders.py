@@ -114,7 +114,9 @@ def folder_of(name: str) -> str:
 
 
 def level(name: str) -> int:
-    return next(i for i, folders in enumerate(LEVELS) if folder_of(name) in folders)
+    found = [i for i, folders in enumerate(LEVELS) if folder_of(name) in folders]
+    assert found, f"add {folder_of(name)!r} to LEVELS in tests/test_folders.py"
+    return found[0]
 
 
 def test_no_folder_imports_one_above():
@@ -181,6 +183,11 @@ def test_imports_are_found(source, expected):
     assert [x for node in nodes for x in _find_targets(node, "a.b", known)] == expected
 
 
+def test_a_folder_without_a_level_is_named():
+    with pytest.raises(AssertionError, match="add 'attic' to LEVELS"):
+        level("bmt_burst.attic.box")
+
+
 def test_circles_are_found():
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert find_circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
@@ -225,6 +232,7 @@ SCRIPTS = {"make_vocabulary", "prepare_data", "pretrain", "generate", "export", 
 
 def _train_level(name: str) -> int:
     top = folder_of(name)
+    assert top in (*TRAIN_LEVELS, *SCRIPTS), f"add {top!r} to TRAIN_LEVELS or SCRIPTS"
     return len(TRAIN_LEVELS) if top in SCRIPTS else TRAIN_LEVELS.index(top)
 
 
