@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from bmt_burst import IGNORE_INDEX, Layout, SequenceParallel, shard, shift_labels, unshard
+from bmt_burst import (
+    IGNORE_INDEX,
+    Layout,
+    Mask,
+    SequenceParallel,
+    shard,
+    shift_labels,
+    unshard,
+)
+from bmt_burst.sequence.layout import Stacked, Tail
 from tests.refusals import refusal
 
 
@@ -139,3 +148,46 @@ def test_wrong_shards_are_refused():
         Layout.zigzag(8, 2).shard(torch.zeros(1, 9), 0)
     with pytest.raises(ValueError, match=r"expected shards of \[4, 4\] tokens"):
         Layout.zigzag(8, 2).unshard([torch.zeros(1, 3), torch.zeros(1, 5)])
+
+
+@pytest.mark.parametrize(
+    ("layout", "lines"),
+    [
+        (Layout.zigzag(8000, 2), ["rank 0: 0-1999, 6000-7999", "rank 1: 2000-3999, 4000-5999"]),
+        (Layout.striped(7, 3), ["rank 0: 0-6 by 3", "rank 1: 1-4 by 3", "rank 2: 2-5 by 3"]),
+        (Layout.chunks(12, 2, 6), ["rank 0: 0-1, 5, 6-7, 11", "rank 1: 2-3, 4, 8-9, 10"]),
+        (Tail(Layout.contiguous(9, 2), 5), ["rank 0: no tokens", "rank 1: 0-3"]),
+        (Stacked([Layout.striped(5, 2), Layout.contiguous(4, 2)]),
+         ["rank 0: 0-4 by 2, 5-6", "rank 1: 1-3 by 2, 7-8"]),
+    ],
+)  # fmt: skip
+def test_layouts_print_runs(layout, lines):
+    assert str(layout).splitlines() == lines
+
+
+DOCUMENTS = Mask.documents(range(0, (1 << 17) + 1, 64))
+
+
+@pytest.mark.parametrize("size", [2, 24, 25, 64])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: Layout.balanced(DOCUMENTS, size),
+        lambda size: Layout.zigzag(1 << 17, size),
+        lambda size: Layout.striped(1 << 17, size),
+        lambda size: Layout.chunks(1 << 17, size, 1 << 10),
+        lambda size: Stacked([Layout.striped(1 << 12, size)] * 40),
+    ],
+)
+def test_a_printed_layout_fits_on_a_screen(make, size):
+    layout = make(size)
+    lines = str(layout).splitlines()
+    assert len(lines) == min(size, 24) and max(map(len, lines)) <= 100
+    assert "\n" not in repr(layout) and len(repr(layout)) <= 100
+    if size > 24:
+        assert lines.pop() == f"... {size - 23} more ranks"
+    for rank, line in enumerate(lines):
+        runs = line.removeprefix(f"rank {rank}: ").split(", ")
+        more = int(runs.pop().split()[1]) if "more" in line else 0
+        assert len(runs) + more == len(layout.shards[rank])
+        assert not more or len(line) > 70

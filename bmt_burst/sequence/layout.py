@@ -30,6 +30,7 @@ from .balance import balanced_spans
 from .mask import Mask
 from .span import Span, length
 
+_LINES, _COLUMNS = 24, 100  # of a layout that is printed, at most
 IGNORE_INDEX = -100
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes that can hold IGNORE_INDEX
 
@@ -55,7 +56,8 @@ RunFields = tuple[int, int, int, Span]
 
 
 class Layout(ABC):
-    """The positions of `seq_len` tokens on `size` ranks. It prints the positions of each rank.
+    """The positions of `seq_len` tokens on `size` ranks. It prints the runs of each rank, at most a
+    screen of them.
 
     Make one with zigzag, striped, contiguous, balanced, chunks or named. Layouts are equal if they
     have the same kind and put all tokens in the same places.
@@ -230,7 +232,11 @@ class Layout(ABC):
         return f"Layout.{self.name}({self.seq_len}, {self.size})"
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {r}: {self.positions(r).tolist()}" for r in range(self.size))
+        """List the first and last position of each run, such as "rank 0: 0-9, 30-39"."""
+        shown = self.size if self.size <= _LINES else _LINES - 1
+        lines = [f"rank {r}: {_list_runs(self.shards[r], r)}" for r in range(shown)]
+        more = self.size - shown
+        return "\n".join([*lines, f"... {more} more ranks"] if more else lines)
 
 
 class Zigzag(Layout):
@@ -458,6 +464,23 @@ def _cut_ranges(ranges: Iterable[range], span: Span) -> Iterator[range]:
     for r in ranges:
         first, stop = (max(-((r.start - edge) // r.step), 0) for edge in span)
         yield r[first:stop]
+
+
+def _list_runs(runs: Sequence[range], rank: int) -> str:
+    """Return the runs of a rank in one line: as many as fit, and how many more there are."""
+    words = [_describe_run(run) for run in runs[: _COLUMNS // 3]]
+    line, most = "no tokens", _COLUMNS - len(f"rank {rank}: ")
+    for shown in range(len(words), 0, -1):
+        more = len(runs) - shown
+        rest = [f"... {more} more run{'s' * (more > 1)}"] if more else []
+        if len(line := ", ".join([*words[:shown], *rest])) <= most:
+            break
+    return line
+
+
+def _describe_run(run: range) -> str:
+    step = f" by {run.step}" if run.step > 1 else ""
+    return f"{run[0]}-{run[-1]}{step}" if len(run) > 1 else f"{run[0]}"
 
 
 def _last_tokens(mask: Mask, seq_len: int, device: torch.device) -> Tensor:

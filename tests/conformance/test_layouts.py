@@ -98,6 +98,18 @@ def test_wrong_sizes_are_refused(name):
 
 @each_layout
 def test_it_prints(name):
+    """All positions, if they fit on a screen."""
     layout = made(name, 10, 2)
-    assert "rank 0: [" in str(layout) and "rank 1: [" in str(layout)
+    for rank, line in enumerate(str(layout).splitlines()):
+        prefix, runs = line.split(": ")
+        positions = [position for run in runs.split(", ") for position in read_run(run)]
+        assert prefix == f"rank {rank}" and positions == layout.positions(rank).tolist()
+    assert rank == 1
     assert name in repr(layout)
+
+
+def read_run(run):
+    """Return the positions of a printed run: "3", "3-9" or "3-9 by 2"."""
+    ends, _, step = run.partition(" by ")
+    first, _, last = ends.partition("-")
+    return range(int(first), int(last or first) + 1, int(step or 1))
