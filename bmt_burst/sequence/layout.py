@@ -468,7 +468,7 @@ def _cut_ranges(ranges: Iterable[range], span: Span) -> Iterator[range]:
 
 def _list_runs(runs: Sequence[range], rank: int) -> str:
     """Return the runs of a rank in one line: as many as fit, and how many more there are."""
-    words = [_describe_run(run) for run in runs[: _COLUMNS // 3]]
+    words = [describe_run(run) for run in runs[: _COLUMNS // 3]]
     line, most = "no tokens", _COLUMNS - len(f"rank {rank}: ")
     for shown in range(len(words), 0, -1):
         more = len(runs) - shown
@@ -478,7 +478,8 @@ def _list_runs(runs: Sequence[range], rank: int) -> str:
     return line
 
 
-def _describe_run(run: range) -> str:
+def describe_run(run: range) -> str:
+    """Return the first and last position of a run as text: "3", "3-9" or "3-9 by 2"."""
     step = f" by {run.step}" if run.step > 1 else ""
     return f"{run[0]}-{run[-1]}{step}" if len(run) > 1 else f"{run[0]}"
 

@@ -59,6 +59,17 @@ class Slice(NamedTuple):
         first = start if high is None else max(start, q_start - high + 1)
         return first, stop if low is None else min(stop, q_stop - low)
 
+    def intersect(self, other: Slice) -> Slice:
+        """Return the slice of the pairs that both have."""
+        lows = [x for x in (self.low, other.low) if x is not None]
+        highs = [x for x in (self.high, other.high) if x is not None]
+        return Slice(
+            overlap(self.q, other.q),
+            overlap(self.kv, other.kv),
+            max(lows, default=None),
+            min(highs, default=None),
+        )
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -555,15 +566,7 @@ def _check_disjoint(slices: Sequence[Slice]) -> None:
 
 
 def _check_pair(a: Slice, b: Slice) -> None:
-    lows = [x for x in (a.low, b.low) if x is not None]
-    highs = [x for x in (a.high, b.high) if x is not None]
-    both = Slice(
-        overlap(a.q, b.q),
-        overlap(a.kv, b.kv),
-        max(lows, default=None),
-        min(highs, default=None),
-    )
-    if both.area:
+    if a.intersect(b).area:
         raise ValueError(
             f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common"
         )
