@@ -293,6 +293,11 @@ def test_groups_are_either_single_or_double():
             burst_attn_func(*qkv(), double_group=(ring, None))
         with pytest.raises(TypeError, match="double_group: expected a pair"):
             burst_attn_func(*qkv(), double_group=None)
+        with pytest.raises(TypeError, match="expected intra to be a group or a pair"):
+            burst_attn_func(*qkv(), double_group=((ring, None), ring))
+        pair = ring, ring.subring([ring.rank])
+        with pytest.raises(ValueError, match=r"of inter to have the same ranks .* and 0 of 1"):
+            burst_attn_func(*qkv(), double_group=(ring, pair))
         with pytest.raises(TypeError, match=r"a ProcessGroup or DeviceMesh .*, a bmtrain .* int"):
             burst_attn_func(*qkv(), process_group=0)
 

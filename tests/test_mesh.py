@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -47,7 +48,24 @@ def groups_of_calls(rank: int) -> list[float]:
     return [
         error(rank // 2, one, {"process_group": mesh["intra"]}),
         error(0, double, {"double_group": (mesh["intra"], mesh["inter"])}),
+        error(0, double, pairs_of_groups(rank, mesh)),
     ]
+
+
+def pairs_of_groups(rank: int, mesh: DeviceMesh) -> dict:
+    """Return a double ring as the official package takes it, and check which pairs are refused."""
+    again = [dist.new_group(x) for x in ([0, 1], [2, 3])]
+    others = [dist.new_group(x) for x in ([0, 2], [1, 3])]
+    intra, inter = mesh["intra"], mesh["inter"].get_group()
+    start = rank // 2 * 2
+    other = others[rank % 2]
+    ranks = dist.get_process_group_ranks(other)
+    wrong = (
+        rf"of intra to have .*, got ranks \[{start}, {start + 1}\] and \[{ranks[0]}, {ranks[1]}\]"
+    )
+    with pytest.raises(ValueError, match=wrong):
+        burst_attn_func(*random_qkv(1, 4, 2, 2, 8)[:3], double_group=((intra, other), inter))
+    return {"double_group": [(intra, again[rank // 2]), (inter, other)]}
 
 
 def sequences_of_meshes(rank: int) -> list[float]:

@@ -232,14 +232,18 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
     the same place of all hosts, or this rank alone. A rank's number in the sequence is (its rank in
     inter) * (size of intra) + (its rank in intra).
 
+    As in the official BurstAttention, intra and inter may be pairs of groups. There the second one
+    of a pair sends dq. Here the first one sends everything.
+
     Raises TypeError for what is no group. Raises ValueError for a mesh of more dimensions, if this
-    rank is in none of the groups, or if both kinds are given.
+    rank is in none of the groups, if both kinds are given, or for a pair of groups with other ranks
+    or in another order.
     """
     if not isinstance(double_group, Sequence) or len(double_group) != 2:
         raise TypeError(
             f"double_group: expected a pair (intra, inter) of groups, got {double_group!r}"
         )
-    intra, inter = double_group
+    intra, inter = map(_take_first, double_group, ("intra", "inter"))
     if (intra is None) != (inter is None):
         raise ValueError(f"double_group: expected both groups or neither, got {double_group!r}")
     if intra is None:
@@ -250,6 +254,37 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
             "so pass process_group=None"
         )
     return Rings(_find_transport(intra), _find_transport(inter), double=True)
+
+
+def _take_first(group: Group | None, role: str) -> Group | None:
+    """Return a group, or the first of a pair of groups with the same ranks."""
+    if not isinstance(group, tuple | list):
+        return group
+    if len(group) != 2 or any(x is None for x in group):
+        raise TypeError(
+            f"double_group: expected {role} to be a group or a pair of groups, got {group!r}"
+        )
+    first, second = map(_list_ranks, group)
+    if first != second:
+        raise ValueError(
+            f"double_group: expected both groups of {role} to have the same ranks in the same "
+            f"order, got ranks {first} and {second}"
+        )
+    return group[0]
+
+
+def _list_ranks(group: Group) -> list[int] | str:
+    """Return the ranks of a group in their order. Of a bmtrain NCCLCommunicator or a Transport,
+    which do not know them, return the place of this rank.
+    """
+    bmtrain = initialized_bmtrain()
+    if bmtrain and isinstance(group, bmtrain.nccl.NCCLCommunicator):
+        return f"{bmtrain.nccl.commRank(group)} of {bmtrain.nccl.commCount(group)}"
+    group = _find_mesh_group(group) if isinstance(group, dist.DeviceMesh) else group
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)
+    transport = _find_transport(group)
+    return f"{transport.rank} of {transport.size}"
 
 
 def _find_transport(group: Group | None) -> Transport:
