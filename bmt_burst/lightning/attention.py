@@ -40,9 +40,9 @@ from ..sequence.layout import Layout, Stacked
 from ..sequence.mask import Mask
 from ..transport import LANES
 from . import kernels
-from .exchange import state_bytes
-from .plan import NAME, LightningAttention, Plan
-from .segments import find_borders, plan_states
+from .exchange import check_state, state_bytes
+from .plan import NAME, LightningAttention, PastStates, Plan
+from .segments import Edges, find_borders, plan_states
 from .slopes import check_slopes, describe_slopes
 
 CALL = f"a call of {NAME}"
@@ -134,14 +134,33 @@ def lightning_attn_func(
         RuntimeError: as `burst_attn_func`.
     """
     rings = make_rings(process_group, double_group)
+    options = Options(causal=mask is None, mask=mask, layout=layout, flash=flash)
+    return attend_lightning(rings, q, k, v, slopes, scale, options)
+
+
+def attend_lightning(
+    rings: Rings,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    scale: float | None,
+    options: Options,
+    past: PastStates | None = None,
+) -> Tensor:
+    """Return out (B, S, H, D) of a call that all ranks of `rings` make.
+
+    past  the states of the edges of a chunk, if mask and layout are those of a chunk
+
+    Raises on every rank if arguments are wrong on any rank.
+    """
     # kernels rely on q's GPU being the current one
     on_device = torch.cuda.device_of(q) if isinstance(q, Tensor) else contextlib.nullcontext()
-    options = Options(causal=mask is None, mask=mask, layout=layout, flash=flash)
     with on_device, without_policies(), admit_one_thread(rings, CALL):
         checked: list[_Call] = []
 
         def check() -> dict[str, Any]:
-            call = _check_call(rings, (q, k, v), slopes, scale, options)
+            call = _check_call(rings, (q, k, v), slopes, scale, options, past)
             checked.append(call)
             return call.terms
 
@@ -153,7 +172,7 @@ def lightning_attn_func(
             rings.history.calls = number
             tensors = (_flatten(x) for x in call.inputs.tensors)
             run: Callable[..., Tensor] = LightningAttention.apply
-            return run(*tensors, rings, plan, number).view(call.inputs.q.shape)
+            return run(*tensors, rings, plan, number, past).view(call.inputs.q.shape)
 
 
 class _Call(NamedTuple):
@@ -164,6 +183,7 @@ class _Call(NamedTuple):
     scale: float
     masking: Masking
     kernel: str
+    edges: Edges | None
     terms: dict[str, Any]
 
 
@@ -173,6 +193,7 @@ def _check_call(
     slopes: Tensor,
     scale: float | None,
     options: Options,
+    past: PastStates | None,
 ) -> _Call:
     """Return the call of this rank. Raises TypeError or ValueError if an argument is wrong."""
     inputs = check_inputs(*qkv, None, is_packed=False)
@@ -188,6 +209,11 @@ def _check_call(
     if masking.mask is not None:
         find_borders(masking.mask)
     kernel = kernels.pick(options.flash, q)
+    edges = None
+    if past is not None:
+        edges = past.edges.expand(len(q))
+        if any(edges.before):
+            check_state(q, past.initial)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.tensors)
     terms = {
         **describe_inputs(inputs, masking.rows),
@@ -195,11 +221,12 @@ def _check_call(
         "scale": scale,
         "mask": describe_mask(masking),
         "layout": describe_layout(masking.layout),
+        "documents of other chunks": edges and str(edges),
         "recording of gradients": recorded,
         "the kernel of flash": kernel,
         "kept states": is_recomputing(),
     }
-    return _Call(inputs, values, scale, masking, kernel, terms)
+    return _Call(inputs, values, scale, masking, kernel, edges, terms)
 
 
 def _check_shapes(inputs: Inputs) -> None:
@@ -237,14 +264,15 @@ def _make_plan(rings: Rings, call: _Call, lines: Sequence[bytes]) -> Plan:
         tokens = [theirs["tokens"] for theirs in everyone]
         mask, layout = _find_sequence(call, tokens)
         borders = find_borders(mask)
-        states = plan_states(layout, borders, rings.rank, rings.inner.size)
+        states = plan_states(layout, borders, rings.rank, rings.inner.size, call.edges)
     except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
         mark_known(error)
         raise
     q = call.inputs.q
     size = q.shape[3]
     like = torch.empty(1, q.shape[2], size, size, dtype=accumulator_dtype(q.dtype), device="meta")
-    most = max(states.forward.most, states.backward.most)
+    # at once for all chunks, since all ranks stop whenever this memory grows
+    most = states.total if call.edges else max(states.forward.most, states.backward.most)
     rings.reserve({**dict.fromkeys(LANES, 0), "visit": most * state_bytes(like)}, q.device)
     # other kernels need tokens
     kernel = call.kernel if len(states.segments.cuts) > 1 else "reference"

@@ -5,7 +5,8 @@ With U_j the last state of run j if it began with 0, the state before run r is
     C_r = sum of e^(-slope * tokens from the end of j to the start of r) U_j
 
 over the earlier runs j of its document. Gradients of states are added up in the same way, from the
-end of the sequence. A sum has a fixed order, so results are bitwise equal between runs.
+end of the sequence. A sum has a fixed order, so results are bitwise equal between runs. The state
+that leaves a chunk has one order on all ranks.
 
 Letters: N states, H heads, D head size.
 """
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..base.dtypes import accumulator_dtype
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
 from .segments import Exchange, Hop, Sum
@@ -38,18 +40,25 @@ def _decays_over(of_one: Sum) -> list[int]:
 
 
 def exchange_states(
-    rings: Rings, plan: Exchange, own: Sequence[Tensor], like: Tensor, weights: Tensor
+    rings: Rings,
+    plan: Exchange,
+    own: Sequence[Tensor],
+    entering: Sequence[Tensor],
+    like: Tensor,
+    weights: Tensor,
 ) -> list[Tensor]:
     """Return the states (H, D, D) that this rank takes, one for each of `plan.sums`.
 
-    own      the states of `plan.own`, (H, D, D) each, contiguous
-    like     a tensor (..., H, D, D) of the dtype and device of states
-    weights  what `find_weights` returned for `plan.sums`
+    own       the states of `plan.own`, (H, D, D) each, contiguous
+    entering  those of `plan.entering`, which every rank holds
+    like      a tensor (..., H, D, D) of the dtype and device of states
+    weights   what `find_weights` returned for `plan.sums`
     """
     held = dict(zip(plan.own, own, strict=True))
     held |= _cross(rings.outer, plan.across, held, like)
+    edges = {~row: state for row, state in zip(plan.entering, entering, strict=True)}
     with _deliver(rings.inner, plan.within, plan.most, held, like) as received:
-        return _add_up(plan.sums, {**held, **received}, weights)
+        return _add_up(plan.sums, {**held, **received, **edges}, weights)
 
 
 def _cross(
@@ -83,6 +92,17 @@ def _deliver(
         yield {run: memory[place] for run, _, place in hop.receives}
     finally:
         delivery.release()
+
+
+def check_state(q: Tensor, state: Tensor | None) -> None:
+    """Raise ValueError unless q (B, S, H, D) can continue `state`, which is (B, H, D, D) in the
+    accumulator's dtype on q's device.
+    """
+    batch, _, heads, size = q.shape
+    expected = f"{(batch, heads, size, size)} in {accumulator_dtype(q.dtype)} on {q.device}"
+    found = "none" if state is None else f"{tuple(state.shape)} in {state.dtype} on {state.device}"
+    if found != expected:
+        raise ValueError(f"expected states {expected} to continue, got {found}")
 
 
 def state_bytes(like: Tensor) -> int:

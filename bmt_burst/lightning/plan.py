@@ -1,10 +1,11 @@
 """The plan of a rank in calls of lightning attention, and their forward and backward.
 
-Letters: T tokens of this rank, H heads, D head size, N states.
+Letters: T tokens of this rank, R rows, H heads, D head size, N states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -21,10 +22,32 @@ from ..kernels.packed import prepare_once
 from ..ranks.agreement import admit_one_thread, report_failure, run_together
 from ..ranks.rings import Rings
 from .exchange import exchange_states, find_weights
-from .segments import Exchange, StatePlan
+from .segments import Edges, StatePlan
 from .slopes import send_slopes
 
 NAME = "lightning_attn_func"
+
+
+@dataclass(eq=False)
+class PastStates:
+    """The states of a chunk's edges, the same on every rank: (R, H, D, D) in the accumulator's
+    dtype. Autograd records none of them. None is 0.
+
+    initial   the states of earlier tokens
+    begin     called when the backward begins. Raises ValueError if another one did before. None
+              for a call without a backward
+    final     the forward writes the states after the chunk. A recomputation that takes its states
+              from the first run does not.
+    dfinal    the gradients of the states after the chunk, once a backward begins
+    dinitial  the backward writes the gradients of `initial`
+    """
+
+    edges: Edges
+    initial: Tensor | None = None
+    begin: Callable[[], None] | None = None
+    final: Tensor | None = None
+    dfinal: Tensor | None = None
+    dinitial: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -41,35 +64,64 @@ class Plan:
     scale: float
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def take_initial(self, rings: Rings, last: Tensor) -> Tensor:
-        """Return the states (N, H, D, D) with which segments begin, from those after segments. A
-        recomputation takes those of the first run.
+    def take_initial(self, rings: Rings, last: Tensor, past: PastStates | None) -> Tensor:
+        """Return the states (N, H, D, D) with which segments begin, from those after segments.
+        Write `past.final`. A recomputation takes the states of the first run.
         """
-        plan = self.states.forward
-        if not plan.is_any:
+        if not self.states.forward.is_any:
             return last
-        finding = "lightning attention exchanges its states"
-        return find_kept(lambda: self._exchange(rings, "forward", plan, last), finding)
 
-    def take_final(self, rings: Rings, first: Tensor) -> Tensor:
+        def exchange() -> Tensor:
+            initial, final = self._exchange(rings, "forward", last, past and past.initial)
+            if past is not None:
+                past.final = final
+            return initial
+
+        if rings.size == 1:  # nothing is sent
+            return exchange()
+        return find_kept(exchange, "lightning attention exchanges its states")
+
+    def take_final(self, rings: Rings, first: Tensor, past: PastStates | None) -> Tensor:
         """Return the gradients (N, H, D, D) of the states after segments, from those of the states
-        before segments.
+        before segments. Write `past.dinitial`.
         """
-        plan = self.states.backward
-        if not plan.is_any:
+        if not self.states.backward.is_any:
             return first
-        return self._exchange(rings, "backward", plan, first)
+        final, dinitial = self._exchange(rings, "backward", first, past and past.dfinal)
+        if past is not None:
+            past.dinitial = dinitial
+        return final
 
-    def _exchange(self, rings: Rings, direction: str, plan: Exchange, own: Tensor) -> Tensor:
+    def _exchange(
+        self, rings: Rings, direction: str, own: Tensor, edge: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the states that this rank takes in a direction, and those that leave the rows.
+
+        own   the states of this rank's segments
+        edge  those that enter the rows
+        """
+        plan, step = self.states.forward, 1
+        if direction == "backward":  # it numbers runs from the end of the sequence
+            plan, step = self.states.backward, -1
+
         def make() -> Tensor:
             slopes = torch.tensor(self.slopes, dtype=torch.float64)
             return send_to_device(find_weights(plan.sums, slopes).to(own.dtype), own.device)
 
         weights = prepare_once(self, (direction, own.dtype), own.device, make)
-        # the backward numbers runs from the end of the sequence
-        order = slice(None, None, -1 if direction == "backward" else 1)
-        found = exchange_states(rings, plan, own.unbind()[order], own, weights)
-        return torch.stack(found[order]) if found else own.new_empty(0, *own.shape[1:])
+
+        def take(state: Tensor | None) -> Tensor:
+            return own.new_zeros(own.shape[1:]) if state is None else state
+
+        entering = [take(None if edge is None else edge[row]) for row in plan.entering]
+        found = exchange_states(rings, plan, own.unbind()[::step], entering, own, weights)
+        count = len(found) - len(plan.leaving)
+        taken = torch.stack(found[:count][::step]) if count else own.new_empty(0, *own.shape[1:])
+        if not plan.leaving:
+            return taken, None
+        leaving = dict(zip(plan.leaving, found[count:], strict=True))
+        rows = range(self.states.rows)
+        return taken, torch.stack([take(leaving.get(row)) for row in rows])
 
 
 class LightningAttention(torch.autograd.Function):
@@ -77,17 +129,25 @@ class LightningAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rings: Rings, plan: Plan, number: int
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rings: Rings,
+        plan: Plan,
+        number: int,
+        past: PastStates | None,
     ) -> Tensor:
-        """Return out of the call with this number."""
+        """Return out of the call with this number. It continues the states of a `past`."""
         segments, kernel = plan.states.segments, plan.kernel
         slopes = send_slopes(plan, plan.slopes, q)
         with without_autocast(q):
             states = kernel.forward_states(k, v, slopes, segments)
-            initial = plan.take_initial(rings, states.last)
+            initial = plan.take_initial(rings, states.last, past)
             out: Tensor = kernel.outputs(q, k, v, slopes, plan.scale, segments, states, initial)
         ctx.save_for_backward(q, k, v, initial)
         ctx.rings, ctx.plan, ctx.number = rings, plan, number
+        ctx.past, ctx.has_past = past, past is not None
         return out
 
     @staticmethod
@@ -97,30 +157,36 @@ class LightningAttention(torch.autograd.Function):
         doing = f"the backward of call {ctx.number}, of {NAME}"
         rings: Rings = ctx.rings
         plan: Plan = ctx.plan
+        past: PastStates | None = ctx.past
 
         def begin() -> tuple[Tensor, ...]:
             check_first_derivative(NAME)
             check_transforms(f"the backward of {NAME}", dout)
             saved: tuple[Tensor, ...] = ctx.saved_tensors  # raises if they were freed
+            if ctx.has_past:
+                if past is None:
+                    raise ValueError(
+                        "the backward of a chunk ran twice: call it once on each chunk's loss, "
+                        "before the next chunk"
+                    )
+                if past.begin is None:
+                    raise ValueError(
+                        "a chunk of forward() or of a prefill has no backward: call backward on "
+                        "the loss of a chunk that Chunks.backward() yielded"
+                    )
+                past.begin()
             return saved
 
         with admit_one_thread(rings, doing):
             q, k, v, initial = run_together(rings, doing, begin)
             with without_autocast(dout), report_failure(rings, doing):
-                dq, dk, dv = _differentiate(rings, plan, q, k, v, dout, initial)
-        return dq, dk, dv, None, None, None
-
-
-def _differentiate(
-    rings: Rings, plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, initial: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of this rank's tokens."""
-    segments, kernel, scale = plan.states.segments, plan.kernel, plan.scale
-    slopes = send_slopes(plan, plan.slopes, q)
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    states = kernel.backward_states(q, dout, slopes, scale, segments)
-    dfinal = plan.take_final(rings, states.last)
-    grads: tuple[Tensor, Tensor, Tensor] = kernel.gradients(
-        q, k, v, dout, slopes, scale, segments, initial, states, dfinal
-    )
-    return grads
+                segments, kernel, scale = plan.states.segments, plan.kernel, plan.scale
+                slopes = send_slopes(plan, plan.slopes, q)
+                dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+                states = kernel.backward_states(q, dout, slopes, scale, segments)
+                dfinal = plan.take_final(rings, states.last, past)
+                grads = kernel.gradients(
+                    q, k, v, dout, slopes, scale, segments, initial, states, dfinal
+                )
+        ctx.past = None  # a loss that is still held would hold all states
+        return *grads, None, None, None, None

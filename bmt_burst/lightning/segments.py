@@ -4,6 +4,11 @@ A run is consecutive positions of one rank. Document borders cut it into segment
 segment may begin with a state of earlier runs, and only its last one may leave a state for later
 runs. All follows from the documents and the layout, so ranks exchange nothing but states.
 
+The sequence may be a chunk of a longer one. A document may then continue the state of an earlier
+chunk, which every rank holds: it is one more earlier run without tokens. A document may also go on
+in a later chunk. Every rank adds up the state at the chunk's end, in one order, so that all get the
+same bits. The rows of a batch are one sequence, in which each row has such edges.
+
 Plain numbers, no torch. Try `print(plan_states(Layout.zigzag(60, 2), (0, 9, 60), rank=0))`.
 """
 
@@ -36,6 +41,21 @@ class Segments:
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
+class Edges(NamedTuple):
+    """The documents of a chunk's rows that are parts of longer ones.
+
+    before  for each row, whether its first document continues a state of an earlier chunk
+    after   for each row, whether its last document goes on in a later chunk
+    """
+
+    before: tuple[bool, ...]
+    after: tuple[bool, ...]
+
+    def expand(self, rows: int) -> Edges:
+        """Return the edges of so many rows, from those of each or of all."""
+        return self if len(self.before) > 1 else Edges(self.before * rows, self.after * rows)
+
+
 class Message(NamedTuple):
     """The state of a run, the rank of a ring that it is sent to or received from, and its place
     among the states that the receiver gets.
@@ -54,14 +74,16 @@ class Hop(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A state that is added to another one, after it decayed over `tokens`."""
+    """A state that is added to another one, after it decayed over `tokens`. Run ~r is the state
+    that enters row r.
+    """
 
     run: int
     tokens: int
 
 
 class Sum(NamedTuple):
-    """The state that a run takes: the last state of each of `terms`, decayed.
+    """The state that a run takes, or one that leaves: the last state of each of `terms`, decayed.
 
     earlier  how many tokens the previous Sum of this rank decays over until it is added, or None
              if it belongs to another document
@@ -76,12 +98,14 @@ class Exchange:
     """The states that a rank sends, receives and adds up in one direction. Runs are numbered in
     that direction.
 
-    own     the runs whose states this rank computes
-    across  messages between hosts, among the ranks at one place of all hosts
-    within  messages within this host, afterwards
-    most    the most states that any rank receives from ranks of its host
-    sums    the states that this rank takes, in the order of their runs
-    is_any  whether any rank takes a state. Otherwise no rank sends one.
+    own       the runs whose states this rank computes
+    across    messages between hosts, among the ranks at one place of all hosts
+    within    messages within this host, afterwards
+    most      the most states that any rank receives from ranks of its host
+    sums      the states that this rank takes, in the order of their runs, then those that leave
+    is_any    whether any rank takes a state. Otherwise no rank sends one.
+    entering  the rows whose state enters, from beyond the first token
+    leaving   the rows whose state leaves, beyond the last token, in the order of their sums
     """
 
     own: tuple[int, ...]
@@ -90,6 +114,8 @@ class Exchange:
     most: int
     sums: tuple[Sum, ...]
     is_any: bool
+    entering: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         hops = "; ".join(
@@ -102,13 +128,19 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """The part of one rank. `backward` numbers runs from the end of the sequence."""
+    """The part of one rank. `backward` numbers runs from the end of the sequence.
+
+    total  the number of runs of all ranks. No rank receives more states, whatever the documents.
+    rows   the number of rows that have edges, or 1
+    """
 
     rank: int
     runs: tuple[Run, ...]
     segments: Segments
     forward: Exchange
     backward: Exchange
+    total: int
+    rows: int
 
     def __str__(self) -> str:
         runs = ", ".join(f"{run.start} to {run.stop - 1}" for run in self.runs)
@@ -156,34 +188,102 @@ def _refuse_padding(start: int, stop: int) -> NoReturn:
     )
 
 
+class ChunkBorders(NamedTuple):
+    """The documents of a chunk.
+
+    borders  where they begin, rising from 0, and last the chunk's length
+    before   whether the first one began in an earlier chunk
+    after    whether the last one goes on in a later chunk
+    """
+
+    borders: tuple[int, ...]
+    before: bool
+    after: bool
+
+
+@functools.lru_cache(maxsize=256)  # a chunk has them in each layer
+def find_chunk_borders(mask: Mask, start: int, stop: int, goes_on: bool = False) -> ChunkBorders:
+    """Return the documents of the tokens start to stop - 1 of a whole sequence.
+
+    goes_on  whether the mask's last document goes on after it, as a prompt does
+
+    Raises ValueError unless the mask is of causal documents.
+    """
+    borders = find_borders(mask)
+    first, last = bisect_left(borders, start), bisect_left(borders, stop)
+    inside = tuple(border - start for border in borders[first:last] if border > start)
+    after = goes_on if stop == borders[-1] else borders[last] != stop
+    return ChunkBorders((0, *inside, stop - start), borders[first] != start, after)
+
+
 def plan_states(
-    layout: Layout, borders: Sequence[int], rank: int, inner: int | None = None
+    layout: Layout,
+    borders: Sequence[int],
+    rank: int,
+    inner: int | None = None,
+    edges: Edges | None = None,
 ) -> StatePlan:
     """Return the part of a rank.
 
     borders  where documents begin, rising from 0, and last the length of the sequence
     inner    the number of ranks of a host, by default all
+    edges    those of the rows, if the sequence consists of rows of a chunk, of equal lengths
 
     Raises ValueError if a run has steps, as in striped layouts.
     """
-    by_rank = [tuple(_join_runs(layout, r)) for r in range(layout.size)]
+    row_starts = _find_rows(layout, edges)
+    by_rank = [tuple(_join_runs(layout, r, row_starts)) for r in range(layout.size)]
     runs = sorted(itertools.chain(*by_rank))
-    end = layout.seq_len
-    forward = [(run.start, run.stop, run.owner) for run in runs]
-    backward = [(end - stop, end - start, owner) for start, stop, owner in reversed(forward)]
-    mirrored = [end - border for border in reversed(borders)]
+    forward = _Direction(
+        [(run.start, run.stop, run.owner) for run in runs],
+        borders,
+        {at: row for row, at in enumerate(row_starts[:-1]) if edges and edges.before[row]},
+        {at: row for row, at in enumerate(row_starts[1:]) if edges and edges.after[row]},
+    )
+    backward = forward.mirrored(layout.seq_len)
     inner = inner or layout.size
     return StatePlan(
         rank,
         by_rank[rank],
-        _cut_segments(by_rank[rank], borders),
-        _plan_exchange(forward, borders, rank, layout.size, inner),
-        _plan_exchange(backward, mirrored, rank, layout.size, inner),
+        _cut_segments(by_rank[rank], forward),
+        _plan_exchange(forward, rank, layout.size, inner),
+        _plan_exchange(backward, rank, layout.size, inner),
+        len(runs),
+        len(row_starts) - 1,
     )
 
 
-def _join_runs(layout: Layout, rank: int) -> Iterator[Run]:
-    """Yield the runs of a rank, neighbours joined."""
+class _Direction(NamedTuple):
+    """A sequence in one direction.
+
+    runs    (start, stop, owner), rising
+    enters  by position the row whose state enters there
+    leaves  by position the row whose state leaves there
+    """
+
+    runs: Sequence[tuple[int, int, int]]
+    borders: Sequence[int]
+    enters: dict[int, int]
+    leaves: dict[int, int]
+
+    def mirrored(self, end: int) -> _Direction:
+        """Return the sequence of `end` tokens from its end."""
+        return _Direction(
+            [(end - stop, end - start, owner) for start, stop, owner in reversed(self.runs)],
+            [end - border for border in reversed(self.borders)],
+            {end - at: row for at, row in self.leaves.items()},
+            {end - at: row for at, row in self.enters.items()},
+        )
+
+
+def _find_rows(layout: Layout, edges: Edges | None) -> Sequence[int]:
+    """Return where rows with edges begin, and last the length of all."""
+    rows = len(edges.before) if edges else 1
+    return range(0, layout.seq_len + 1, layout.seq_len // rows)
+
+
+def _join_runs(layout: Layout, rank: int, row_starts: Sequence[int]) -> Iterator[Run]:
+    """Yield the runs of a rank, neighbours of a row joined."""
     last = None
     for run in layout.runs(rank):
         length = run.span[1] - run.span[0]
@@ -192,43 +292,45 @@ def _join_runs(layout: Layout, rank: int) -> Iterator[Run]:
                 f"lightning attention needs consecutive tokens, got {layout!r}: each of its runs "
                 "would send a state for one token; use layout='zigzag'"
             )
-        if last is not None and last.start + last.span[1] - last.span[0] == run.start:
-            last = last._replace(span=(last.span[0], run.span[1]))
-            continue
         if last is not None:
+            if last.stop == run.start and run.start not in row_starts:
+                last = last._replace(span=(last.span[0], run.span[1]))
+                continue
             yield last
         last = run._replace(step=1)
     if last is not None:
         yield last
 
 
-def _cut_segments(runs: Sequence[Run], borders: Sequence[int]) -> Segments:
-    cuts, opens, leaves = [0], list[int](), list[int]()
+def _cut_segments(runs: Sequence[Run], sequence: _Direction) -> Segments:
+    borders, cuts, opens, leaves = sequence.borders, [0], list[int](), list[int]()
     for run in runs:
         first, last = bisect_left(borders, run.start), bisect_left(borders, run.stop)
-        if borders[first] != run.start:
+        if borders[first] != run.start or run.start in sequence.enters:
             opens.append(len(cuts) - 1)
         shift = run.span[0] - run.start
         cuts += [b + shift for b in borders[first:last] if b > run.start]
-        if borders[last] != run.stop:
+        if borders[last] != run.stop or run.stop in sequence.leaves:
             leaves.append(len(cuts) - 1)
         cuts.append(run.span[1])
     return Segments(tuple(cuts), tuple(opens), tuple(leaves))
 
 
-def _plan_exchange(
-    runs: Sequence[tuple[int, int, int]],
-    borders: Sequence[int],
-    rank: int,
-    size: int,
-    inner: int,
-) -> Exchange:
-    """Plan the exchange of states from earlier to later runs (start, stop, owner)."""
+def _plan_exchange(sequence: _Direction, rank: int, size: int, inner: int) -> Exchange:
+    """Plan the exchange of states from earlier to later runs."""
+    runs, borders, enters, leaves = sequence
     starts, inside = [start for start, _, _ in runs], set(borders)
     needed = [set[int]() for _ in range(size)]
     sums, previous = list[Sum](), dict[int, int]()  # by rank its last run that takes a state
+
+    def add_up(document: int, at: int, sources: range, earlier: int | None = None) -> Sum:
+        """Return the state of a document at a position, from `sources` or also from all before."""
+        edge = [Term(~enters[document], at - document)] if document in enters else []
+        terms = (Term(run, at - runs[run][1]) for run in sources)
+        return Sum((*(edge if earlier is None else ()), *terms), earlier)
+
     for number, (start, _, owner) in enumerate(runs):
-        if start in inside:
+        if start in inside and start not in enters:
             continue
         document = borders[bisect_right(borders, start) - 1]
         first, earlier = bisect_right(starts, document) - 1, previous.get(owner, 0)
@@ -236,16 +338,25 @@ def _plan_exchange(
         sources = range(max(first, earlier), number)
         needed[owner].update(sources)
         if owner == rank:
-            terms = tuple(Term(run, start - runs[run][1]) for run in sources)
-            sums.append(Sum(terms, start - starts[earlier] if joins else None))
+            sums.append(
+                add_up(document, start, sources, start - starts[earlier] if joins else None)
+            )
         previous[owner] = number
+    for at in leaves:  # the same sum on every rank
+        document = borders[bisect_left(borders, at) - 1]
+        sources = range(bisect_right(starts, document) - 1, bisect_left(starts, at))
+        for of_rank in needed:
+            of_rank.update(sources)
+        sums.append(add_up(document, at, sources))
     own = [
         number for number, (_, stop, owner) in enumerate(runs)
-        if owner == rank and stop not in inside
+        if owner == rank and (stop not in inside or stop in leaves)
     ]  # fmt: skip
     owners = [owner for _, _, owner in runs]
     across, within, most = _plan_hops(owners, needed, rank, inner)
-    return Exchange(tuple(own), across, within, most, tuple(sums), any(needed))
+    is_any = any(needed) or bool(enters)
+    rows = tuple(enters.values()), tuple(leaves.values())
+    return Exchange(tuple(own), across, within, most, tuple(sums), is_any, *rows)
 
 
 def _plan_hops(
