@@ -37,6 +37,7 @@ from torch import Tensor
 from .base.arguments import as_bool, as_int, check_dim, check_tensor
 from .base.autocast import autocast
 from .base.compiled import not_compiled
+from .base.differences import find_difference
 from .base.dtypes import accumulator_dtype
 from .base.kept import KeptResults, is_in_backward
 from .base.policies import without_policies
@@ -599,28 +600,11 @@ class Kept:
         """
         last = slice(keys.last.start - keys.own.start, None)
         self.difference = torch.maximum(
-            _find_difference(k[:, last], self.k[:, keys.kept]),
-            _find_difference(v[:, last], self.v[:, keys.kept]),
+            find_difference(k[:, last], self.k[:, keys.kept]),
+            find_difference(v[:, last], self.v[:, keys.kept]),
         )
         if keys.kept != keys.own:
             for x in self.sums:
                 later = x[:, keys.kept].clone()
                 x[:, keys.own] = 0
                 x[:, keys.last] = later
-
-
-def _find_difference(x: Tensor, kept: Tensor) -> Tensor:
-    """Return the difference of two tensors, relative to the most that rounding does.
-
-    Runs with the same kernels are equal. A compiled model rounds elsewhere without a graph: in tens
-    of layers that adds up to several eps in an entry, but not in a scale of all, where independent
-    roundings cancel. A scale of fp32 may differ by products in TF32.
-    """
-    eps = torch.finfo(kept.dtype).eps
-    x, kept = (t.to(accumulator_dtype(kept.dtype)) for t in (x, kept))
-    if not kept.numel():
-        return kept.new_zeros(())
-    apart, tiny = x - kept, torch.finfo(kept.dtype).tiny
-    of_entry = apart.abs().amax() / kept.abs().amax().clamp_min(tiny)
-    of_scale = (apart * kept).sum().abs() / kept.square().sum().clamp_min(tiny)
-    return torch.maximum(of_entry / eps**0.5, of_scale / max(2 * eps, 1e-5))

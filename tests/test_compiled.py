@@ -25,7 +25,7 @@ from bmt_burst import (
 )
 from bmt_burst.chunks import Chunk
 from bmt_burst.generation.prompt import PrefillChunk
-from bmt_burst.lightning.cache import continue_state
+from bmt_burst.lightning.memory import continue_state
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
 from bmt_burst.sparse.cache import attend_to_cache

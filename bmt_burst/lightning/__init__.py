@@ -7,7 +7,7 @@ plan       the part of a rank in a call: forward and backward
 slopes     how fast states decay
 segments   which tokens have a state of their own, and which states ranks send
 exchange   sends states and adds them up
-cache      states of generation
+memory     states between chunks, and of generation
 kernels    the contract of kernels, and the choice of one
 
 Kernels: `reference` in torch, `triton_kernel` for GPUs, with its programs in `triton_blocks`.

@@ -102,7 +102,10 @@ def check_state(q: Tensor, state: Tensor | None) -> None:
     expected = f"{(batch, heads, size, size)} in {accumulator_dtype(q.dtype)} on {q.device}"
     found = "none" if state is None else f"{tuple(state.shape)} in {state.dtype} on {state.device}"
     if found != expected:
-        raise ValueError(f"expected states {expected} to continue, got {found}")
+        raise ValueError(
+            f"expected states {expected} to continue, got {found}: continue with the same rows, "
+            "dtype and device, or begin with other states"
+        )
 
 
 def state_bytes(like: Tensor) -> int:

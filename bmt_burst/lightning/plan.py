@@ -72,7 +72,8 @@ class Plan:
             return last
 
         def exchange() -> Tensor:
-            initial, final = self._exchange(rings, "forward", last, past and past.initial)
+            entering = past.initial if past else None
+            initial, final = self._exchange(rings, "forward", last, entering)
             if past is not None:
                 past.final = final
             return initial
@@ -87,7 +88,8 @@ class Plan:
         """
         if not self.states.backward.is_any:
             return first
-        final, dinitial = self._exchange(rings, "backward", first, past and past.dfinal)
+        entering = past.dfinal if past else None
+        final, dinitial = self._exchange(rings, "backward", first, entering)
         if past is not None:
             past.dinitial = dinitial
         return final

@@ -8,7 +8,7 @@ lightning  lightning attention
 """
 
 from ..calls.options import Layouts, Masks
-from ..lightning.cache import StateCache
+from ..lightning.memory import StateCache
 from ..sparse.cache import SparseKVCache
 from .attention import BurstAttention, limit_masks
 from .heads import SelfAttention

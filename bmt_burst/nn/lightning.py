@@ -19,7 +19,7 @@ from ..chunks import Chunk
 from ..generation.cache import Cache
 from ..lightning import alibi_slopes, lightning_attn_func
 from ..lightning.attention import CALL
-from ..lightning.cache import StateCache, continue_state
+from ..lightning.memory import StateCache, continue_state
 from ..lightning.slopes import check_slopes
 from ..ranks.sequence_parallel import SequenceParallel
 from .heads import SelfAttention

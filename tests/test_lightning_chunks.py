@@ -1,0 +1,393 @@
+"""Lightning attention in chunks over ranks: equal to the recurrence over the whole sequence."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from bmt_burst import Layout, Mask, simulate
+from bmt_burst.calls.options import Options
+from bmt_burst.lightning import reference
+from bmt_burst.lightning.attention import attend_lightning
+from bmt_burst.lightning.memory import StateMemory, continue_state
+from bmt_burst.lightning.plan import PastStates
+from bmt_burst.lightning.segments import ChunkBorders, Edges, find_chunk_borders
+from bmt_burst.ranks.rings import make_rings
+from bmt_burst.sparse import keep_choices
+from tests.lightning import expected_results, random_tensors, recurrence, worst_error
+from tests.refusals import refusal, refusal_of_rank
+from tests.rings import ring_arguments
+
+EXACT = 1e-10
+SCALE = 0.31
+
+
+class Rank:
+    """A rank that computes a sequence in chunks. `masks` has one for each row, or one for all."""
+
+    def __init__(
+        self,
+        ring,
+        masks: Sequence[Mask],
+        tokens: int,
+        layout: str = "zigzag",
+        inner: int | None = None,
+        goes_on: bool = False,
+        flash: str = "auto",
+    ):
+        groups = ring_arguments(ring, inner or ring.size)
+        hosts = groups.get("double_group", (None, None))
+        self.rings = make_rings(groups.get("process_group"), hosts)
+        self.masks, self.goes_on, self.flash, self.ring = masks, goes_on, flash, ring
+        self.layout = Layout.chunks(masks[0].seq_len, ring.size, tokens, layout)
+        self.count = len(self.layout.spans)
+        self.memory = StateMemory()
+        self.begun: list[int] = []
+
+    def borders(self, number: int) -> list[ChunkBorders]:
+        span = self.layout.spans[number]
+        return [find_chunk_borders(mask, *span, self.goes_on) for mask in self.masks]
+
+    def edges(self, number: int) -> Edges:
+        rows = self.borders(number)
+        return Edges(tuple(row.before for row in rows), tuple(row.after for row in rows))
+
+    def shard(self, x: Tensor, number: int) -> Tensor:
+        return self.layout.layouts[number].shard(
+            x[:, slice(*self.layout.spans[number])], self.ring.rank
+        )
+
+    def attend(self, number, qkv: Sequence[Tensor], slopes: Tensor, past: PastStates) -> Tensor:
+        masks = [Mask.documents(row.borders) for row in self.borders(number)]
+        options = Options(
+            mask=masks if len(masks) > 1 else masks[0],
+            layout=self.layout.layouts[number],
+            flash=self.flash,
+        )
+        return attend_lightning(self.rings, *qkv, slopes, SCALE, options, past)
+
+    def run_forward(self, tensors, slopes, keeps=True) -> list[Tensor]:
+        """Return out of each chunk, but without the last one if states are kept."""
+        outs = []
+        for number in range(self.count - keeps):
+            with torch.no_grad():
+                past = self.memory.open(self.edges(number))
+                qkv = [self.shard(x, number) for x in tensors[:3]]
+                outs.append(self.attend(number, qkv, slopes, past))
+                self.memory.close(past, keeps)
+        return outs
+
+    def run_backward(self, number: int, tensors, slopes, run=None) -> list[Tensor]:
+        """Return out, dq, dk and dv of a chunk."""
+        begin = lambda: self.begun.append(number)  # noqa: E731
+        past = self.memory.reopen(number, self.edges(number), begin)
+        *qkv, dout = (self.shard(x, number) for x in tensors)
+        leaves = [x.requires_grad_() for x in qkv]
+        attend = lambda *qkv: self.attend(number, qkv, slopes, past)  # noqa: E731
+        out = run(attend, *leaves) if run else attend(*leaves)
+        difference = self.memory.find_difference(number, past, out.dtype)
+        assert difference is None or difference == 0, "both runs have the same bits"
+        out.backward(dout)
+        self.memory.finish(number, past)
+        return [out.detach(), *(x.grad for x in leaves)]
+
+
+def in_chunks(size, masks, tokens, tensors, slopes, run=None, **options):
+    """Return whole out, dq, dk and dv. States and their gradients must be identical on all ranks,
+    in each chunk.
+    """
+
+    def work(ring):
+        rank = Rank(ring, masks, tokens, **options)
+        rank.run_forward(tensors, slopes)
+        edges, results = [*rank.memory.states], list[list[Tensor]]()
+        for number in reversed(range(rank.count)):
+            results.append(rank.run_backward(number, tensors, slopes, run))
+            edges.append(rank.memory.gradient)
+        assert rank.begun == [*reversed(range(rank.count))]
+        whole = [torch.cat(parts, 1) for parts in zip(*results[::-1], strict=True)]
+        return whole, edges, rank.layout, ring.traffic
+
+    results = simulate(size, work)
+    for of_rank in results[1:]:
+        for one, other in zip(results[0][1], of_rank[1], strict=True):
+            assert (one is None and other is None) or one.equal(other)
+    layout = results[0][2]
+    parts = zip(*(found for found, *_ in results), strict=True)
+    return [layout.unshard(list(x)) for x in parts], results
+
+
+def cut(*borders: int) -> Mask:
+    return Mask.documents(borders)
+
+
+def random_rows(chance: random.Random, tokens: int, chunk: int) -> list[Mask]:
+    """Return rows of documents that begin anywhere, or at borders of chunks and next to them."""
+    edges = [x for n in range(chunk, tokens, chunk) for x in (n - 1, n, n + 1) if 0 < x < tokens]
+    rows = []
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        places = chance.choice((range(1, tokens), edges, range(1, tokens, chunk)))
+        begins = chance.sample([*places], min(len(places), chance.choice((0, 0, 1, 2, 5))))
+        rows.append(cut(0, *sorted(begins), tokens))
+    return rows
+
+
+RINGS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (4, 2), (6, 3), (4, 1)]  # and ranks of a host
+
+
+def test_chunks_equal_the_recurrence(monkeypatch):
+    """On 1 to 8 ranks and hosts, whatever the rows, documents, borders and layout in a chunk."""
+    for seed, (size, inner) in itertools.product(range(5), RINGS):
+        chance = random.Random(100 * seed + size + inner)
+        monkeypatch.setattr(reference, "CHUNK", (5, 64)[seed % 2])
+        tokens = chance.randint(3 * size, 48)
+        most = chance.randint(size + tokens // 8, tokens)
+        most = -(-tokens // max(min(-(-tokens // most), tokens // size), 1))
+        masks = random_rows(chance, tokens, most)
+        batch = 2 if len(masks) == 1 and chance.random() < 0.5 else len(masks)
+        tensors, slopes = random_tensors(batch, tokens)
+        expected = expected_results(tensors, slopes, SCALE, masks * (batch // len(masks)))
+        layout = chance.choice(("zigzag", "contiguous"))
+        got, _ = in_chunks(size, masks, most, tensors, slopes, layout=layout, inner=inner)
+        assert worst_error(got, expected) < EXACT, (seed, size, inner, masks, most, layout)
+
+
+CASES = {
+    "across": [cut(0, 48)],
+    "at borders": [cut(0, 16, 32, 48)],
+    "across one and at another": [cut(0, 32, 48)],
+    "several in a chunk": [cut(0, 5, 9, 17, 18, 30, 32, 47, 48)],
+    "different rows": [cut(0, 16, 48), cut(0, 20, 48), cut(0, 7, 32, 40, 48)],
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_documents_and_borders(case, size):
+    masks = CASES[case]
+    tensors, slopes = random_tensors(len(masks), 48)
+    expected = expected_results(tensors, slopes, SCALE, masks)
+    got, _ = in_chunks(size, masks, 16, tensors, slopes)
+    assert worst_error(got, expected) < EXACT
+
+
+def test_single_precision():
+    tensors, slopes = random_tensors(1, 96, 8)
+    rounded = [x.float() for x in tensors]
+    masks = [cut(0, 10, 70, 96)]
+    expected = expected_results([x.double() for x in rounded], slopes, SCALE, masks)
+    got, results = in_chunks(3, masks, 24, rounded, slopes)
+    assert {x.dtype for x in (*got, *filter(torch.is_tensor, results[0][1]))} == {torch.float32}
+    assert worst_error([x.double() for x in got], expected) < 1e-5
+
+
+def test_what_is_kept_and_sent():
+    """A state for each border within a document: a row that ends there keeps 0. Nothing is sent
+    where documents end at the borders of runs.
+    """
+    tensors, slopes = random_tensors(2, 48)
+    _, results = in_chunks(2, [cut(0, 16, 48), cut(0, 32, 48)], 16, tensors, slopes)
+    states = results[0][1]
+    assert states[0] is None and [x.shape for x in states[1:3]] == [(2, 4, 4, 4)] * 2
+    assert not states[1][0].any() and states[1][1].any() and states[2][0].any()
+    assert not states[2][1].any()
+    masks = [cut(0, 8, 16, 24, 32, 40, 48)]
+    tensors, slopes = random_tensors(1, 48)
+    _, results = in_chunks(2, masks, 16, tensors, slopes, layout="contiguous")
+    assert results[0][1] == [None] * 6 and not any(traffic for *_, traffic in results)
+
+
+def test_a_chunk_prints_and_its_borders_are_those_of_the_mask():
+    mask = cut(0, 4, 10, 20, 32)
+    assert find_chunk_borders(mask, 0, 10) == ((0, 4, 10), False, False)
+    assert find_chunk_borders(mask, 3, 12) == ((0, 1, 7, 9), True, True)
+    assert find_chunk_borders(mask, 11, 19) == ((0, 8), True, True)
+    assert find_chunk_borders(mask, 20, 32) == ((0, 12), False, False)
+    assert find_chunk_borders(mask, 20, 32, goes_on=True) == ((0, 12), False, True)
+    with refusal("ValueError: lightning attention needs causal documents"):
+        find_chunk_borders(Mask.window(32, 4), 0, 8)
+
+
+# guards
+
+
+def test_a_second_backward_is_refused_and_the_graph_lets_states_go():
+    tensors, slopes = random_tensors(1, 32)
+
+    def work(ring):
+        rank = Rank(ring, [cut(0, 32)], 16)
+        rank.run_forward(tensors, slopes)
+        past = PastStates(rank.edges(1), rank.memory.states[1], lambda: None)
+        *qkv, dout = (rank.shard(x, 1) for x in tensors)
+        out = rank.attend(1, [x.requires_grad_() for x in qkv], slopes, past)
+        out.backward(dout, retain_graph=True)
+        held = weakref.ref(past)
+        del past
+        gc.collect()
+        assert held() is None
+        with refusal("ValueError: the backward of a chunk ran twice"):
+            out.backward(dout)
+        out = rank.attend(1, qkv, slopes, rank.memory.open(rank.edges(1)))
+        with refusal(r"ValueError: a chunk of forward\(\) or of a prefill has no backward"):
+            out.backward(dout)
+
+    simulate(2, work)
+
+
+def test_a_backward_that_may_not_begin_raises_on_all_ranks():
+    tensors, slopes = random_tensors(1, 32)
+
+    def work(ring):
+        def begin():
+            if ring.rank:
+                raise ValueError("expected one backward of chunk 1")
+
+        rank = Rank(ring, [cut(0, 32)], 16)
+        rank.run_forward(tensors, slopes)
+        past = rank.memory.reopen(1, rank.edges(1), begin)
+        *qkv, dout = (rank.shard(x, 1) for x in tensors)
+        out = rank.attend(1, [x.requires_grad_() for x in qkv], slopes, past)
+        with refusal_of_rank(1, ring.rank, "ValueError: expected one backward of chunk 1"):
+            out.backward(dout)
+
+    simulate(2, work)
+
+
+def test_a_second_run_that_differs_is_found():
+    """As with dropout, in 16 bits too. Rounding is not."""
+    tensors, slopes = random_tensors(1, 512, 8)
+
+    def work(ring, dtype, change):
+        rank = Rank(ring, [cut(0, 512)], 256)
+        first = [x.to(dtype) for x in tensors]
+        rank.run_forward(first, slopes)
+        past = rank.memory.reopen(0, rank.edges(0), lambda: None)
+        rank.attend(0, [rank.shard(change(x), 0) for x in first[:3]], slopes, past)
+        return rank.memory.find_difference(0, past, dtype)
+
+    def drop(x):
+        kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) > 0.1
+        return x * kept / 0.9
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        eps = torch.finfo(dtype).eps
+        noise = 1 + eps * torch.randint(-1, 2, (1, 512, 4, 8)).to(dtype)
+        for change, is_found in ((drop, True), (lambda x, by=noise: x * by, False)):
+            found = simulate(2, lambda ring, d=dtype, c=change: work(ring, d, c))
+            assert found[0].equal(found[1])
+            assert bool(found[0] > 1) == is_found, (dtype, found[0])
+
+
+def test_checkpointed_chunks_send_no_state_twice():
+    """The recomputation takes the states of the second run, which exchanged them."""
+    tensors, slopes = random_tensors(2, 48)
+    masks = [cut(0, 5, 40, 48), cut(0, 32, 48)]
+
+    def run(attend, *qkv):
+        return checkpoint(attend, *qkv, use_reentrant=False, context_fn=keep_choices)
+
+    plain, sent = in_chunks(2, masks, 16, tensors, slopes)
+    again, resent = in_chunks(2, masks, 16, tensors, slopes, run)
+    assert all(x.equal(y) for x, y in zip(plain, again, strict=True))
+    assert [traffic for *_, traffic in sent] == [traffic for *_, traffic in resent]
+
+
+def test_wrong_states_are_refused_on_all_ranks():
+    tensors, slopes = random_tensors(1, 32)
+
+    def work(ring):
+        rank = Rank(ring, [cut(0, 32)], 16)
+        qkv = [rank.shard(x, 1) for x in tensors[:3]]
+        edges, right = rank.edges(1), torch.zeros(1, 4, 4, 4, dtype=torch.float64)
+        for wrong, text in (
+            (right.float(), r"got \(1, 4, 4, 4\) in torch.float32 on cpu"),
+            (right.repeat(2, 1, 1, 1), r"expected states \(1, 4, 4, 4\) .* got \(2, 4, 4, 4\)"),
+            (None, "expected states .* to continue, got none"),
+        ):
+            past = PastStates(edges, wrong if ring.rank else right)
+            with refusal_of_rank(1, ring.rank, f"ValueError: {text}"):
+                rank.attend(1, qkv, slopes, past)
+        other = Edges((True,), (True,)) if ring.rank else edges
+        with refusal("ValueError: ranks differ in documents of other chunks"):
+            rank.attend(1, qkv, slopes, PastStates(other, right))
+        return rank.attend(1, qkv, slopes, PastStates(edges, right))
+
+    simulate(2, work)
+
+
+# prompts and new tokens
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_new_tokens_continue_a_prompt_in_chunks(size):
+    """The prompt is cut over ranks. Every rank computes all new tokens, one or a few at a time."""
+    tensors, slopes = random_tensors(2, 40)
+    prompt = [x[:, :32] for x in tensors]
+    values = tuple(slopes.tolist())
+
+    def work(ring):
+        rank = Rank(ring, [cut(0, 32)], 12, goes_on=True)
+        memory = rank.memory
+        memory.reserve(2, 4, 4, tensors[0])
+        address = memory.states[0].data_ptr()
+        outs = rank.run_forward(prompt, slopes, keeps=False)
+        news = [
+            memory.extend(*(x[:, a:b] for x in tensors[:3]), values, SCALE)
+            for a, b in itertools.pairwise((32, 33, 34, 37, 40))
+        ]
+        [state] = memory.states
+        assert state.data_ptr() == address, "a CUDA graph needs one address"
+        return torch.cat(outs, 1), torch.cat(news, 1), state, rank.layout
+
+    results = simulate(size, work)
+    expected = recurrence(*tensors[:3], slopes, SCALE, [{0}, {0}])
+    whole = results[0][3].unshard([out for out, *_ in results])
+    for _, news, state, _ in results:
+        assert state.equal(results[0][2])
+        assert worst_error([torch.cat([whole, news], 1)], [expected]) < EXACT
+
+
+def test_rows_of_a_state_are_chosen_and_tokens_are_not_taken_back():
+    (q, k, v, _), slopes = random_tensors(3, 6)
+    values = tuple(slopes.tolist())
+    memory = StateMemory()
+    memory.extend(q, k, v, values, SCALE)
+    before, address = memory.states[-1].clone(), memory.states[-1].data_ptr()
+    memory.choose(torch.tensor([2, 0, 0]))
+    assert memory.states[-1].equal(before[[2, 0, 0]]) and memory.states[-1].data_ptr() == address
+    memory.choose(torch.tensor([1]))
+    assert memory.states[-1].equal(before[[0]])
+    with refusal("ValueError: cannot take back 2 tokens: it keeps one state"):
+        memory.take_back(2)
+
+
+def test_new_tokens_in_place_equal_new_ones():
+    (q, k, v, _), slopes = random_tensors(2, 8)
+    values = tuple(slopes.tolist())
+    zeros = torch.zeros(2, 4, 4, 4, dtype=torch.float64)
+    for state in (None, zeros):
+        out, after = continue_state(q, k, v, values, SCALE, state)
+        assert worst_error([out], [recurrence(q, k, v, slopes, SCALE, [{0}] * 2)]) < EXACT
+    assert after is zeros
+
+
+def test_the_triton_kernel_takes_edges(monkeypatch):
+    """In Triton's interpreter where there is no GPU."""
+    pytest.importorskip("triton")
+    from bmt_burst.lightning import triton_kernel
+
+    monkeypatch.setattr(triton_kernel, "refuses", lambda q: None)
+    tensors, slopes = random_tensors(1, 48, 16, 2)
+    rounded = [x.float() for x in tensors]
+    masks = [cut(0, 20, 48)]
+    expected = expected_results([x.double() for x in rounded], slopes, SCALE, masks)
+    got, _ = in_chunks(1, masks, 16, rounded, slopes, flash="triton")
+    assert worst_error([x.double() for x in got], expected) < 1e-5
