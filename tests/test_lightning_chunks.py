@@ -19,7 +19,7 @@ from bmt_burst.lightning import reference
 from bmt_burst.lightning.attention import attend_lightning
 from bmt_burst.lightning.memory import StateMemory, continue_state
 from bmt_burst.lightning.plan import PastStates
-from bmt_burst.lightning.segments import ChunkBorders, Edges, find_chunk_borders
+from bmt_burst.lightning.segments import Edges, cut_documents
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.sparse import keep_choices
 from tests.lightning import expected_results, random_tensors, recurrence, worst_error
@@ -52,13 +52,11 @@ class Rank:
         self.memory = StateMemory()
         self.begun: list[int] = []
 
-    def borders(self, number: int) -> list[ChunkBorders]:
-        span = self.layout.spans[number]
-        return [find_chunk_borders(mask, *span, self.goes_on) for mask in self.masks]
+    def cut(self, number: int) -> tuple[tuple[Mask, ...], Edges]:
+        return cut_documents(tuple(self.masks), *self.layout.spans[number], self.goes_on)
 
     def edges(self, number: int) -> Edges:
-        rows = self.borders(number)
-        return Edges(tuple(row.before for row in rows), tuple(row.after for row in rows))
+        return self.cut(number)[1]
 
     def shard(self, x: Tensor, number: int) -> Tensor:
         return self.layout.layouts[number].shard(
@@ -66,7 +64,7 @@ class Rank:
         )
 
     def attend(self, number, qkv: Sequence[Tensor], slopes: Tensor, past: PastStates) -> Tensor:
-        masks = [Mask.documents(row.borders) for row in self.borders(number)]
+        masks, _ = self.cut(number)
         options = Options(
             mask=masks if len(masks) > 1 else masks[0],
             layout=self.layout.layouts[number],
@@ -82,21 +80,22 @@ class Rank:
                 past = self.memory.open(self.edges(number))
                 qkv = [self.shard(x, number) for x in tensors[:3]]
                 outs.append(self.attend(number, qkv, slopes, past))
-                self.memory.close(past, keeps)
+                self.memory.close(keeps)
         return outs
 
     def run_backward(self, number: int, tensors, slopes, run=None) -> list[Tensor]:
         """Return out, dq, dk and dv of a chunk."""
-        begin = lambda: self.begun.append(number)  # noqa: E731
-        past = self.memory.reopen(number, self.edges(number), begin)
         *qkv, dout = (self.shard(x, number) for x in tensors)
         leaves = [x.requires_grad_() for x in qkv]
-        attend = lambda *qkv: self.attend(number, qkv, slopes, past)  # noqa: E731
+
+        def attend(*qkv):
+            past = self.memory.reopen(number, self.edges(number), lambda: self.begun.append(number))
+            return self.attend(number, qkv, slopes, past)
+
         out = run(attend, *leaves) if run else attend(*leaves)
-        difference = self.memory.find_difference(number, past, out.dtype)
-        assert difference is None or difference == 0, "both runs have the same bits"
         out.backward(dout)
-        self.memory.finish(number, past)
+        difference = self.memory.finish(number, out.dtype)
+        assert difference is None or difference == 0, "both runs have the same bits"
         return [out.detach(), *(x.grad for x in leaves)]
 
 
@@ -205,15 +204,29 @@ def test_what_is_kept_and_sent():
     assert results[0][1] == [None] * 6 and not any(traffic for *_, traffic in results)
 
 
-def test_a_chunk_prints_and_its_borders_are_those_of_the_mask():
+@pytest.mark.parametrize(
+    ("span", "borders", "before", "after"),
+    [
+        ((0, 10), (0, 4, 10), False, False),
+        ((3, 12), (0, 1, 7, 9), True, True),
+        ((11, 19), (0, 8), True, True),
+        ((20, 32), (0, 12), False, False),
+    ],
+)
+def test_documents_are_cut_at_the_edges_of_a_chunk(span, borders, before, after):
     mask = cut(0, 4, 10, 20, 32)
-    assert find_chunk_borders(mask, 0, 10) == ((0, 4, 10), False, False)
-    assert find_chunk_borders(mask, 3, 12) == ((0, 1, 7, 9), True, True)
-    assert find_chunk_borders(mask, 11, 19) == ((0, 8), True, True)
-    assert find_chunk_borders(mask, 20, 32) == ((0, 12), False, False)
-    assert find_chunk_borders(mask, 20, 32, goes_on=True) == ((0, 12), False, True)
+    assert cut_documents((mask,), *span) == ((cut(*borders),), ((before,), (after,)))
+    both = cut_documents((mask, cut(0, 32)), *span)
+    assert both == (
+        (cut(*borders), cut(0, borders[-1])),
+        ((before, span[0] > 0), (after, span[1] < 32)),
+    )
+
+
+def test_a_prompt_goes_on_and_windows_are_refused():
+    assert cut_documents((cut(0, 8),), 4, 8, True) == ((cut(0, 4),), ((True,), (True,)))
     with refusal("ValueError: lightning attention needs causal documents"):
-        find_chunk_borders(Mask.window(32, 4), 0, 8)
+        cut_documents((Mask.window(32, 4),), 0, 8)
 
 
 # guards
@@ -271,7 +284,7 @@ def test_a_second_run_that_differs_is_found():
         rank.run_forward(first, slopes)
         past = rank.memory.reopen(0, rank.edges(0), lambda: None)
         rank.attend(0, [rank.shard(change(x), 0) for x in first[:3]], slopes, past)
-        return rank.memory.find_difference(0, past, dtype)
+        return rank.memory.finish(0, dtype)
 
     def drop(x):
         kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) > 0.1

@@ -4,15 +4,15 @@ A forward goes through the chunks of a sequence. It keeps the state before each 
 backward, or only the latest one, as for a prompt. The backward goes from the last chunk to the
 first, and passes on the gradient of the state:
 
-    past = memory.open(edges)                   forward of the next chunk
-    ... the call with `past` ...
-    memory.close(past, keeps=True)
+    past = memory.open(edges)                   the forward of the next chunk
+    attend_lightning(..., past)
+    memory.close(keeps=True)
 
-    past = memory.reopen(number, edges, begin)  its second run, with a graph
-    ... the call with `past` ...
-    memory.find_difference(number, past, dtype)
-    ... the backward ...
-    memory.finish(number, past)
+    past = memory.reopen(number, edges, begin)  the second run of a chunk, with a graph
+    attend_lightning(..., past).backward(dout)
+    memory.finish(number, dtype)
+
+`segments.cut_documents` finds the edges of a chunk.
 
 New tokens continue the latest state in place, at one address, as a CUDA graph needs. Every rank
 computes all of them, so every rank holds all states.
@@ -56,48 +56,54 @@ class StateMemory:
 
     states    before each chunk whose forward began, and last the latest one
     gradient  the gradient of the state after the chunk whose backward is next
+    past      the past of the present chunk
     """
 
     def __init__(self) -> None:
         self.states: list[Tensor | None] = [None]
         self.gradient: Tensor | None = None
+        self.past: PastStates | None = None
 
     def open(self, edges: Edges) -> PastStates:
         """Return the past of the forward of the next chunk."""
-        return PastStates(edges, self.states[-1])
+        self.past = PastStates(edges, self.states[-1])
+        return self.past
 
-    def close(self, past: PastStates, keeps: bool) -> None:
-        """Set the latest state to the one after a chunk.
+    def close(self, keeps: bool) -> None:
+        """End the forward of a chunk: the state after it is the latest one.
 
         keeps  whether the state before the chunk stays, for the chunk's second run
         """
+        assert self.past is not None, "a chunk is open"
         if keeps:
-            self.states.append(past.final)
+            self.states.append(self.past.final)
         else:
-            self._replace_latest(past.final)
+            self._replace_latest(self.past.final)
+        self.past = None
 
     def reopen(self, number: int, edges: Edges, begin: Callable[[], None]) -> PastStates:
-        """Return the past of the second run of chunk `number`. Later chunks are finished.
+        """Return the past of the second run of chunk `number`. Later chunks are finished. A
+        recomputation gets the same past.
 
         begin  see `PastStates`
         """
-        return PastStates(edges, self.states[number], begin, dfinal=self.gradient)
+        if self.past is None:
+            self.past = PastStates(edges, self.states[number], begin, dfinal=self.gradient)
+        return self.past
 
-    def find_difference(self, number: int, past: PastStates, dtype: torch.dtype) -> Tensor | None:
-        """Return the difference of the state after chunk `number` from the kept one, relative to
-        the most that rounding in the inputs' dtype does: () fp32 or fp64. None if nothing can be
-        compared: after the last chunk, and where all documents end with this one.
+    def finish(self, number: int, dtype: torch.dtype) -> Tensor | None:
+        """End the second run of chunk `number`: take the gradient of the state before it, and
+        forget the states after it.
+
+        Return the difference of the state after it from the kept one, relative to the most that
+        rounding in the inputs' dtype does. None if none was kept: after the last chunk, and where
+        all documents end.
         """
-        if past.final is None or number + 1 == len(self.states):
-            return None
-        kept = self.states[number + 1]
-        assert kept is not None, "the forward left a state, since its edges are the same"
-        return find_difference(past.final, kept, dtype)
-
-    def finish(self, number: int, past: PastStates) -> None:
-        """Take the gradient of the state before chunk `number`. Forget the states after it."""
-        self.gradient = past.dinitial
+        assert self.past is not None, "a chunk is open"
+        found, self.gradient, self.past = self.past.final, self.past.dinitial, None
+        kept = self.states[number + 1] if number + 1 < len(self.states) else None
         del self.states[number + 1 :]
+        return None if found is None or kept is None else find_difference(found, kept, dtype)
 
     def reserve(self, rows: int, heads: int, size: int, like: Tensor) -> None:
         """Make the latest state at the address that it keeps.

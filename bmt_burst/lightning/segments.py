@@ -188,32 +188,25 @@ def _refuse_padding(start: int, stop: int) -> NoReturn:
     )
 
 
-class ChunkBorders(NamedTuple):
-    """The documents of a chunk.
+@functools.lru_cache(maxsize=256)  # a chunk needs them in each layer
+def cut_documents(
+    masks: tuple[Mask, ...], start: int, stop: int, goes_on: bool = False
+) -> tuple[tuple[Mask, ...], Edges]:
+    """Return the masks of the tokens start to stop - 1 of each row, and the edges of these rows.
 
-    borders  where they begin, rising from 0, and last the chunk's length
-    before   whether the first one began in an earlier chunk
-    after    whether the last one goes on in a later chunk
+    masks    of the whole sequences
+    goes_on  whether the last document of each mask goes on after it, as that of a prompt does
+
+    Raises ValueError unless the masks are of causal documents.
     """
-
-    borders: tuple[int, ...]
-    before: bool
-    after: bool
-
-
-@functools.lru_cache(maxsize=256)  # a chunk has them in each layer
-def find_chunk_borders(mask: Mask, start: int, stop: int, goes_on: bool = False) -> ChunkBorders:
-    """Return the documents of the tokens start to stop - 1 of a whole sequence.
-
-    goes_on  whether the mask's last document goes on after it, as a prompt does
-
-    Raises ValueError unless the mask is of causal documents.
-    """
-    borders = find_borders(mask)
-    first, last = bisect_left(borders, start), bisect_left(borders, stop)
-    inside = tuple(border - start for border in borders[first:last] if border > start)
-    after = goes_on if stop == borders[-1] else borders[last] != stop
-    return ChunkBorders((0, *inside, stop - start), borders[first] != start, after)
+    found, before, after = list[Mask](), list[bool](), list[bool]()
+    for borders in map(find_borders, masks):
+        first, last = bisect_left(borders, start), bisect_left(borders, stop)
+        inside = [border - start for border in borders[first:last] if border > start]
+        found.append(Mask.documents((0, *inside, stop - start)))
+        before.append(borders[first] != start)
+        after.append(goes_on if stop == borders[-1] else borders[last] != stop)
+    return tuple(found), Edges(tuple(before), tuple(after))
 
 
 def plan_states(
