@@ -244,11 +244,8 @@ def own_states(plan: StatePlan, borders, direction: str):
 
 
 def add_up(exchange: Exchange, states: dict[int, dict[int, int]]):
-    found: dict[int, int] = {}
-    for terms, earlier in exchange.sums:
-        parts = [(found, earlier)] if earlier is not None else []
-        parts += [(states[run], decay) for run, decay in terms]
-        tokens = [(t, n + decay) for part, decay in parts for t, n in part.items()]
+    for faded in exchange.sums:
+        tokens = [(t, n + decay) for run, decay in faded for t, n in states[run].items()]
         found = dict(tokens)
         assert len(found) == len(tokens), "each token is added once"
         yield found

@@ -5,8 +5,8 @@ With U_j the last state of run j if it began with 0, the state before run r is
     C_r = sum of e^(-slope * tokens from the end of j to the start of r) U_j
 
 over the earlier runs j of its document. Gradients of states are added up in the same way, from the
-end of the sequence. A sum has a fixed order, so results are bitwise equal between runs. The state
-that leaves a chunk has one order on all ranks.
+end of the sequence. A sum has a fixed order, so results are bitwise equal between runs, and the
+states that leave a chunk are between ranks.
 
 Letters: N states, H heads, D head size.
 """
@@ -22,21 +22,16 @@ from torch import Tensor
 from ..base.dtypes import accumulator_dtype
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
-from .segments import Exchange, Hop, Sum
+from .segments import Exchange, Faded, Hop
 from .slopes import decay
 
 
-def find_weights(sums: Sequence[Sum], slopes: Tensor) -> Tensor:
+def find_weights(sums: Sequence[Sequence[Faded]], slopes: Tensor) -> Tensor:
     """Return the decay of each state that is added up, those of all sums in turn: (N, H, 1, 1) in
     the dtype of slopes (H,).
     """
-    tokens = [n for of_one in sums for n in _decays_over(of_one)]
+    tokens = [tokens for faded in sums for _, tokens in faded]
     return decay(slopes, torch.tensor(tokens, dtype=torch.int64)).mT[..., None, None]
-
-
-def _decays_over(of_one: Sum) -> list[int]:
-    earlier = [] if of_one.earlier is None else [of_one.earlier]
-    return [*earlier, *(tokens for _, tokens in of_one.terms)]
 
 
 def exchange_states(
@@ -113,11 +108,11 @@ def state_bytes(like: Tensor) -> int:
     return like.shape[1:].numel() * like.element_size()
 
 
-def _add_up(sums: Sequence[Sum], states: Mapping[int, Tensor], weights: Tensor) -> list[Tensor]:
-    found = list[Tensor]()
-    parts = weights.split([len(_decays_over(of_one)) for of_one in sums])
-    for of_one, its_weights in zip(sums, parts, strict=True):
-        earlier = [] if of_one.earlier is None else [found[-1]]
-        added = torch.stack([*earlier, *(states[run] for run, _ in of_one.terms)])
-        found.append(added.mul_(its_weights).sum(0))
-    return found
+def _add_up(
+    sums: Sequence[Sequence[Faded]], states: Mapping[int, Tensor], weights: Tensor
+) -> list[Tensor]:
+    parts = weights.split([len(faded) for faded in sums])
+    return [
+        torch.stack([states[run] for run, _ in faded]).mul_(its_weights).sum(0)
+        for faded, its_weights in zip(sums, parts, strict=True)
+    ]

@@ -73,24 +73,13 @@ class Hop(NamedTuple):
     receives: tuple[Message, ...]
 
 
-class Term(NamedTuple):
-    """A state that is added to another one, after it decayed over `tokens`. Run ~r is the state
-    that enters row r.
+class Faded(NamedTuple):
+    """The last state of a run, once it decayed over `tokens`. Run ~r is the state that enters row
+    r.
     """
 
     run: int
     tokens: int
-
-
-class Sum(NamedTuple):
-    """The state that a run takes, or one that leaves: the last state of each of `terms`, decayed.
-
-    earlier  how many tokens the previous Sum of this rank decays over until it is added, or None
-             if it belongs to another document
-    """
-
-    terms: tuple[Term, ...]
-    earlier: int | None
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,8 @@ class Exchange:
     across    messages between hosts, among the ranks at one place of all hosts
     within    messages within this host, afterwards
     most      the most states that any rank receives from ranks of its host
-    sums      the states that this rank takes, in the order of their runs, then those that leave
+    sums      the states that this rank takes, in the order of their runs, then those that leave.
+              Each is the sum of faded ones.
     is_any    whether any rank takes a state. Otherwise no rank sends one.
     entering  the rows whose state enters, from beyond the first token
     leaving   the rows whose state leaves, beyond the last token, in the order of their sums
@@ -112,7 +102,7 @@ class Exchange:
     across: Hop
     within: Hop
     most: int
-    sums: tuple[Sum, ...]
+    sums: tuple[tuple[Faded, ...], ...]
     is_any: bool
     entering: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
@@ -314,33 +304,22 @@ def _plan_exchange(sequence: _Direction, rank: int, size: int, inner: int) -> Ex
     runs, borders, enters, leaves = sequence
     starts, inside = [start for start, _, _ in runs], set(borders)
     needed = [set[int]() for _ in range(size)]
-    sums, previous = list[Sum](), dict[int, int]()  # by rank its last run that takes a state
+    sums = list[tuple[Faded, ...]]()
 
-    def add_up(document: int, at: int, sources: range, earlier: int | None = None) -> Sum:
-        """Return the state of a document at a position, from `sources` or also from all before."""
-        edge = [Term(~enters[document], at - document)] if document in enters else []
-        terms = (Term(run, at - runs[run][1]) for run in sources)
-        return Sum((*(edge if earlier is None else ()), *terms), earlier)
+    def take(document: int, at: int, stop: int, takers: Sequence[int]) -> None:
+        """Let ranks take the state of a document at a position, after the runs up to `stop` - 1."""
+        sources = range(bisect_right(starts, document) - 1, stop)
+        for taker in takers:
+            needed[taker].update(sources)
+        if rank in takers:
+            edge = [Faded(~enters[document], at - document)] if document in enters else []
+            sums.append((*edge, *(Faded(run, at - runs[run][1]) for run in sources)))
 
     for number, (start, _, owner) in enumerate(runs):
-        if start in inside and start not in enters:
-            continue
-        document = borders[bisect_right(borders, start) - 1]
-        first, earlier = bisect_right(starts, document) - 1, previous.get(owner, 0)
-        joins = earlier > first
-        sources = range(max(first, earlier), number)
-        needed[owner].update(sources)
-        if owner == rank:
-            sums.append(
-                add_up(document, start, sources, start - starts[earlier] if joins else None)
-            )
-        previous[owner] = number
+        if start not in inside or start in enters:
+            take(borders[bisect_right(borders, start) - 1], start, number, (owner,))
     for at in leaves:  # the same sum on every rank
-        document = borders[bisect_left(borders, at) - 1]
-        sources = range(bisect_right(starts, document) - 1, bisect_left(starts, at))
-        for of_rank in needed:
-            of_rank.update(sources)
-        sums.append(add_up(document, at, sources))
+        take(borders[bisect_left(borders, at) - 1], at, bisect_left(starts, at), range(size))
     own = [
         number for number, (_, stop, owner) in enumerate(runs)
         if owner == rank and (stop not in inside or stop in leaves)
