@@ -15,9 +15,9 @@ from .attention import (
     burst_attn_qkvpacked_func,
     burst_attn_varlen_func,
 )
-from .chunks import Chunks
-from .generation.cache import Cache
-from .generation.decoder import Decoder
+from .parts.chunks import Chunks
+from .parts.cache import Cache
+from .parts.decoder import Decoder
 from .lightning import alibi_slopes, lightning_attn_func
 from .ranks.groups import init_sequence_parallel
 from .ranks.sequence_parallel import SequenceParallel

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from bmt_burst.base.arguments import as_int
 from bmt_burst.base.autocast import autocast_dtype
 from bmt_burst.calls.refusal import refuse_call
-from bmt_burst.chunks import Chunk
+from bmt_burst.parts.chunks import Chunk
 from bmt_burst.fused.norm import RMSNorm
-from bmt_burst.generation.cache import Cache
+from bmt_burst.parts.cache import Cache
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
     KVCache,

@@ -23,8 +23,8 @@ from bmt_burst import (
     nn,
     simulate,
 )
-from bmt_burst.chunks import Chunk
-from bmt_burst.generation.prompt import PrefillChunk
+from bmt_burst.parts.chunks import Chunk
+from bmt_burst.parts.prompt import PrefillChunk
 from bmt_burst.lightning.memory import continue_state
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out

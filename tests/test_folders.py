@@ -30,7 +30,7 @@ LEVELS = [
     ("calls",),
     ("bias", "sparse", "lightning", "scores"),
     ("extensions",),
-    ("attention", "chunks", "generation", "loss", "offload", "nn", "", "doctor"),
+    ("attention", "parts", "loss", "offload", "nn", "", "doctor"),
     ("adapters", "bmtrain", "compat"),
 ]
 # The core, and words of its extensions.

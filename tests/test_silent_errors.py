@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from bmt_burst import Layout, Mask, SequenceParallel, Slice
-from bmt_burst.chunks import Chunk
+from bmt_burst.parts.chunks import Chunk
 from bmt_burst.sparse.queries import Choosers
 from tests.launcher import ROOT
 

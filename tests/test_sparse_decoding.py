@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from bmt_burst import Cache, Decoder, InfLLMV2
-from bmt_burst.generation import cache as caches
-from bmt_burst.generation import new_tokens
+from bmt_burst.parts import cache as caches
+from bmt_burst.parts import new_tokens
 from bmt_burst.sparse.cache import KeySums, attend_to_chosen
 from bmt_burst.sparse.choice import choose_in_document
 from bmt_burst.spec import Spec

@@ -20,8 +20,8 @@ from ..base.dtypes import accumulator_dtype
 from ..calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
 from ..calls.options import Layouts, Masks
 from ..calls.refusal import refuse_call
-from ..chunks import Chunk
-from ..generation.cache import Cache
+from ..parts.chunks import Chunk
+from ..parts.cache import Cache
 from ..kernels import load
 from ..kernels.reference import visible
 from ..merging.sinks import decoded_with_sinks

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..base.arguments import as_bool, as_int, as_positive
 from ..calls.options import Layouts, Masks
-from ..chunks import Chunk
+from ..parts.chunks import Chunk
 from ..fused import functions
 from ..fused.norm import RMSNorm
-from ..generation.cache import Cache
+from ..parts.cache import Cache
 from ..ranks.sequence_parallel import SequenceParallel
 from .modules import WRONG_INPUTS, KVCache, SequenceParallelModule, refuse_wrong_forward
 from .rotary import apply_rope

@@ -15,8 +15,8 @@ from ..base.autocast import autocast
 from ..base.dtypes import accumulator_dtype
 from ..calls.options import Layouts, Masks
 from ..calls.refusal import refuse_call
-from ..chunks import Chunk
-from ..generation.cache import Cache
+from ..parts.chunks import Chunk
+from ..parts.cache import Cache
 from ..lightning import alibi_slopes, lightning_attn_func
 from ..lightning.attention import CALL
 from ..lightning.memory import StateCache, continue_state

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bmt_burst import Chunks, Layout, SequenceParallel
-from bmt_burst.chunks import Chunk
+from bmt_burst.parts.chunks import Chunk
 from bmt_burst.sequence.mask import Mask
 from bmt_burst.sequence.span import length
 from bmt_burst.sparse import InfLLMV2

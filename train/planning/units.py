@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bmt_burst import Chunks, Mask
 from bmt_burst.calls.autograd import Past
-from bmt_burst.chunks import Chunk
+from bmt_burst.parts.chunks import Chunk
 from bmt_burst.loss import tile_tokens
 from bmt_burst.nn import LightningAttention
 from models.blocks import Saving

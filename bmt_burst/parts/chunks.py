@@ -34,26 +34,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.arguments import as_bool, as_int, check_dim, check_tensor
-from .base.autocast import autocast
-from .base.compiled import not_compiled
-from .base.differences import find_difference
-from .base.dtypes import accumulator_dtype
-from .base.kept import KeptResults, is_in_backward
-from .base.policies import without_policies
-from .calls.autograd import Past
-from .calls.call import attend
-from .calls.options import Ahead, Masks, Options
-from .calls.refusal import refuse_call
-from .extensions import find_extension
-from .ranks.rings import make_rings
-from .ranks.sequence_parallel import SequenceParallel, check_sp
-from .sequence.chunk_keys import ChunkKeys, count_places, find_keys
-from .sequence.layout import Layout
-from .sequence.mask import Mask
-from .sequence.span import Span
-from .sparse.config import InfLLMV2
-from .sparse.queries import find_longest
+from ..base.arguments import as_bool, as_int, check_dim, check_tensor
+from ..base.autocast import autocast
+from ..base.compiled import not_compiled
+from ..base.differences import find_difference
+from ..base.dtypes import accumulator_dtype
+from ..base.kept import KeptResults, is_in_backward
+from ..base.policies import without_policies
+from ..calls.autograd import Past
+from ..calls.call import attend
+from ..calls.options import Ahead, Masks, Options
+from ..calls.refusal import refuse_call
+from ..extensions import find_extension
+from ..ranks.rings import make_rings
+from ..ranks.sequence_parallel import SequenceParallel, check_sp
+from ..sequence.chunk_keys import ChunkKeys, count_places, find_keys
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask
+from ..sequence.span import Span
+from ..sparse.config import InfLLMV2
+from ..sparse.queries import find_longest
 
 # the phases of Chunks, as errors name them
 _READY, _FORWARD, _KEPT, _BACKWARD = "without kept keys", "in forward()", "kept", "in backward()"

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..base.autocast import autocast
 from ..base.compiled import not_compiled
 from ..calls.autograd import Past
-from ..chunks import Chunk, Chunks, Kept
+from .chunks import Chunk, Chunks, Kept
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.mask import Mask
 from ..sequence.span import Span

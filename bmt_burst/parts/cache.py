@@ -29,7 +29,7 @@ from ..base.autocast import autocast, without_autocast
 from ..base.compiled import not_compiled
 from ..base.streams import send_to_device
 from ..calls.refusal import refuse_call
-from ..chunks import Kept
+from .chunks import Kept
 from ..kernels import few_queries
 from ..kernels.few_queries import Partials, find_kernels
 from ..merging.sinks import decoded_with_sinks
