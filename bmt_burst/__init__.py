@@ -15,10 +15,10 @@ from .attention import (
     burst_attn_qkvpacked_func,
     burst_attn_varlen_func,
 )
-from .parts.chunks import Chunks
-from .parts.cache import Cache
-from .parts.decoder import Decoder
 from .lightning import alibi_slopes, lightning_attn_func
+from .parts.cache import Cache
+from .parts.chunks import Chunks
+from .parts.decoder import Decoder
 from .ranks.groups import init_sequence_parallel
 from .ranks.sequence_parallel import SequenceParallel
 from .ranks.simulation import simulate

@@ -1,4 +1,4 @@
-"""The extensions of attention that the public functions take. Nothing else names both."""
+"""The extensions of attention that public functions take. Nothing else names all of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .bias.extension import Bias
 from .bias.scores import Scores
+from .memories.keys import Softmax
 from .sparse.config import InfLLMV2
 from .sparse.extension import Sparse
 from .strategies.extension import Extension
@@ -39,3 +40,17 @@ def find_extension(
             f"choose_by must be a pair of queries and keys, got {type(choose_by).__name__}"
         )
     return Sparse(sparse), tuple(choose_by or ())
+
+
+def find_kind(
+    window: int | None, options: dict[str, Any]
+) -> tuple[Softmax, tuple[Tensor | None, ...]]:
+    """Return softmax attention with options of burst_attn_func, and the tensors that it takes.
+
+    Raises TypeError for an option that it does not have.
+    """
+    known = {**options, "window": window}
+    scale, sinks = known.pop("softmax_scale", None), known.pop("sinks", None)
+    by = known.pop("sparse", None), known.pop("choose_by", None)
+    extension, tensors = find_extension(None, None, *by)
+    return Softmax(scale=scale, extension=extension, **known), (sinks, *tensors)

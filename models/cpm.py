@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from bmt_burst.base.arguments import as_int
 from bmt_burst.base.autocast import autocast_dtype
 from bmt_burst.calls.refusal import refuse_call
-from bmt_burst.parts.chunks import Chunk
 from bmt_burst.fused.norm import RMSNorm
-from bmt_burst.parts.cache import Cache
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
-    KVCache,
     Layouts,
     Masks,
+    Part,
     SequenceParallelModule,
+    find_part,
     rope_frequencies,
     rotations,
     swiglu,
@@ -85,29 +84,19 @@ class CPMBlock(nn.Module):
         for part in ("_before", "_after"):
             setattr(self, part, torch.compile(getattr(self, part), **options))
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | Chunk | Cache | None = None,
-        mask: Masks | None = None,
-        layout: Layouts | None = None,
-    ) -> Tensor:
-        saves = cache is None or isinstance(cache, Chunk)
-        saving = self.saving if saves else Saving()
-        return saving.run(self._whole, x, cos, sin, cache, mask, layout, keep=(cos, sin))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, part: Part) -> Tensor:
+        saving = self.saving if part.saves_graph else Saving()
+        return saving.run(self._whole, x, cos, sin, part, keep=(cos, sin))
 
-    def _whole(self, runner: Runner, x: Tensor, cos: Tensor, sin: Tensor, *seen: Any) -> Tensor:
-        """Compute the block. `runner` calls all but the attention, which `seen` are for."""
+    def _whole(self, runner: Runner, x: Tensor, cos: Tensor, sin: Tensor, part: Part) -> Tensor:
+        """Compute the block. `runner` calls all but the attention."""
         attention = self.self_attn
         fuses = self._fuses(x)
         # then the part before the attention saves only its input, unless heads have norms
         begin = runner.begin if fuses and attention.q_norm is None else runner.run
         before = self._before_fused if fuses else self._before
         x, q, k, v, choose_by = begin(before, x, cos, sin)
-        cache, mask, layout = seen
-        attended = attention.attend(q, k, v, cache, mask, layout, choose_by)
+        attended = attention.attend(q, k, v, part, choose_by)
         modules = [attention.o_proj, self.post_attention_layernorm, self.mlp]
         if attention.gate is not None:
             gating = self.input_layernorm, attention.gate, attention.o_norm
@@ -196,7 +185,7 @@ class CPM(SequenceParallelModule):
         tokens: Tensor,
         positions: Tensor,
         labels: Tensor | None = None,
-        cache: KVCache | Chunk | Cache | None = None,
+        cache: Part | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
         by_token: bool = False,
@@ -209,6 +198,7 @@ class CPM(SequenceParallelModule):
         positions  (S,) or (B, S) int64
         labels     (B, S), already shifted, IGNORE_INDEX where there is no target: return the sum of
                    token losses (fp32) and the number of targets instead of logits
+        cache      a chunk of Chunks or of a prompt, or a Cache, whose tokens these ones continue
         mask       the mask of the whole sequence, or one for each row; by default causal. Layers
                    with a window see its part in the window
         layout     how the sequence lies on the ranks, or one for each row; by default sp's
@@ -223,21 +213,16 @@ class CPM(SequenceParallelModule):
         are kept (Chunks.forward), logits are (B, 0, V). In Cache.prefill, the last chunk has those
         of the last token, (B, 1, V), on all ranks.
         """
-        if isinstance(cache, Chunk) and self.saving.offload:
-            raise ValueError(
-                "expected a Chunk or an offload, got both: kept keys stay on the device"
-            )
+        part = find_part(self.sp, cache, mask, layout)
         if last is not None:
-            self._check_last(last, tokens.shape[1], labels, cache)
+            self._check_last(last, tokens.shape[1], labels)
         x = self.embed_tokens(tokens) * self.config.scale_emb
-        cos, sin = self._rope_tables(positions, cache)
-        seen = cos, sin, cache, mask, layout
-        x = self.saving.run_all(self.layers, x, *seen, keep=(cos, sin))
+        cos, sin = self._rope_tables(positions, part)
+        x = self.saving.run_all(self.layers, x, cos, sin, part, keep=(cos, sin))
         count = x.shape[1]
-        if isinstance(cache, Chunk):
-            x = cache.select(x)
-        elif last is not None:
-            x = x[:, count - last :]
+        x = part.select(x)
+        if last is not None:
+            x = x[:, max(x.shape[1] - last, 0) :]
         if x.shape[1] == 0 < count:
             return x.new_empty(len(x), 0, self.config.vocab_size)
         x = self.norm(x) / self.config.width_scale
@@ -249,32 +234,24 @@ class CPM(SequenceParallelModule):
         loss = linear_cross_entropy_by_row if by_row else linear_cross_entropy_sum
         return loss(x, head.weight, labels)
 
-    def _check_last(
-        self, last: int, tokens: int, labels: Tensor | None, cache: KVCache | Chunk | Cache | None
-    ) -> None:
+    def _check_last(self, last: int, tokens: int, labels: Tensor | None) -> None:
         """Raise an error on all ranks unless the last tokens can have logits."""
         try:
-            if labels is not None or isinstance(cache, Chunk):
-                other = "labels" if labels is not None else "a Chunk, which chooses itself"
-                raise ValueError(f"expected last={last!r} or {other}, got both: leave out last")
+            if labels is not None:
+                raise ValueError(f"expected last={last!r} or labels, got both: leave out last")
             if not 0 <= as_int("last", last) <= tokens:
                 raise ValueError(f"last must be 0 to {tokens}, this rank's tokens, got {last}")
         except (TypeError, ValueError) as error:
             refuse_call(error, self.sp.process_group, self.sp.double_group)
 
-    def _rope_tables(
-        self, positions: Tensor, cache: KVCache | Chunk | Cache | None
-    ) -> tuple[Tensor, Tensor]:
+    def _rope_tables(self, positions: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of the rotation at `positions`."""
-        if isinstance(cache, Chunk):
-            cache.check_positions(positions)
+        part.check_positions(positions)
         scaling, theta = self.config.rope_scaling, self.config.rope_theta
         frequencies = rope_frequencies(self.config.head_dim, theta, positions.device)
         if scaling is None:
             return rotations(positions, frequencies)
-        length = None
-        if scaling.by_length:
-            length = (cache if isinstance(cache, Chunk | Cache) else self.sp).longest(positions)
+        length = part.longest(positions) if scaling.by_length else None
         frequencies = scaling.frequencies(frequencies, theta, length)
         return rotations(positions, frequencies, scaling.attention_scale)
 

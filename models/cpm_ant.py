@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from bmt_burst.nn import KVCache, Layouts
+from bmt_burst import Cache
+from bmt_burst.nn import Layouts
 from models.cpm_live.config import AntConfig
 from models.cpm_live.layers import LiveModel, RowScores
 from models.cpm_live.scores import ant_scores
@@ -40,7 +41,7 @@ class CPMAnt(LiveModel):
         scores: RowScores | None = None,
         labels: Tensor | None = None,
         layout: Layouts | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         rows: Tensor | None = None,
         by_row: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmt_burst.nn import KVCache, Layouts, apply_rope, rope_tables
+from bmt_burst import Cache
+from bmt_burst.nn import Layouts, apply_rope, rope_tables
 from models.blocks import recompute
 from models.cpm_live.config import BeeConfig
 from models.cpm_live.layers import LiveModel, RowScores
@@ -42,7 +43,7 @@ class CPMBee(LiveModel):
         scores: RowScores | None = None,
         labels: Tensor | None = None,
         layout: Layouts | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         rows: Tensor | None = None,
         by_row: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:

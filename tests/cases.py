@@ -29,18 +29,6 @@ def random_qkv(
     return call_tensors(call, batch, heads, kv_heads, head_size, dtype, seed)
 
 
-class Cache:
-    """Keys and values of one layer."""
-
-    def __init__(self):
-        self.kv = None
-
-    def extend(self, layer, k, v):
-        both = torch.stack((k, v))
-        self.kv = both if self.kv is None else torch.cat((self.kv, both), 2)
-        return tuple(self.kv)
-
-
 def named_calls(unit: int) -> dict[str, KernelCall]:
     """Return kernel calls of every kind. Tiles have a few times `unit` tokens, 4 or more."""
     square, n = (0, 8 * unit), 8 * unit

@@ -430,7 +430,10 @@ def test_wrong_inputs_of_a_layer_on_one_rank_are_an_error_on_all():
         ((x[..., :8], cos, cos), r"ValueError: x must be \(batch, tokens, 32\), .*\(1, 6, 8\)"),
         ((x, cos[:1], cos), r"ValueError: cos must be \(..., 6, 4\), .* got shape \(1, 4\)"),
         ((x.double(), cos, cos), "RuntimeError: dtype"),
-        ((x, cos, cos, object()), "ValueError: a KVCache holds one rank's tokens"),
+        (
+            (x, cos, cos, object()),
+            "TypeError: cache must be a chunk of bmt_burst.Chunks or a bm",
+        ),
         ((x, cos, cos), "TypeError: unexpected keyword argument 'wrong'"),
     ]
 

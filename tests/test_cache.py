@@ -11,7 +11,7 @@ import torch
 from bmt_burst import Cache, InfLLMV2, Layout, Mask, nn
 from bmt_burst.kernels import few_queries
 from models.cpm import CPM
-from tests.test_chunks import DENSE, LARGEST, SCALED, SPARSE, build, on_ranks
+from tests.test_chunks import DENSE, LARGEST, NOPE, SCALED, SPARSE, build, on_ranks
 
 WINDOWED = dataclasses.replace(SCALED, rope_scaling=None)
 
@@ -46,6 +46,8 @@ CASES = [
     (SPARSE, (1, 2, 3), 260, 70, (1, 5, 1, 60, 1), "zigzag"),
     (SPARSE, (4,), 300, None, (1, 1, 1), "striped"),
     (SPARSE, (2,), 60, 30, (20, 20, 1), "zigzag"),
+    (NOPE, (1, 3), 260, 70, (1, 5, 1), "zigzag"),
+    (NOPE, (2,), 0, None, (60, 40, 1), "zigzag"),
 ]
 FLAT = [
     pytest.param(config, size, *case, id=f"{number}-{size}")
@@ -170,10 +172,6 @@ def attend(*calls):
     return do
 
 
-NOPE = InfLLMV2(
-    block_size=16, kernel_size=8, kernel_stride=4, window_size=32, topk=3, use_nope=True
-)
-
 WRONG = {
     "a long prompt": (
         lambda model, cache, rank: fill(model, cache, 101),
@@ -193,12 +191,12 @@ WRONG = {
         lambda model, cache, rank: step(model, cache, 1 + rank),
         "ranks differ in shapes of a Cache",
     ),
-    "rows that change": (change_rows, "layer 0 of the cache has keys"),
+    "rows that change": (change_rows, "as in earlier calls of layer 0, got"),
     "a second prefill": (begin_twice, "expected an empty Cache, got one with 1 tokens"),
     "an unfinished prefill": (leave_a_prefill, "expected a Cache whose prefill has ended"),
     "tokens that are taken back": (
         take_back,
-        "a Cache cannot take tokens back: expected a length that stays 24, got 22: after a rejec",
+        "length of a Cache is read-only: expected 24, got 22: take new tokens back with cache.crop",
     ),
     "a prompt of another layout": (
         cut_otherwise,
@@ -215,7 +213,7 @@ WRONG = {
     ),
     "sparse attention after dense": (
         turn_sparse,
-        "expected sparse=None, as for 50 earlier tokens of layer 0, got InfLLMV2",
+        "expected extension=None, as in earlier calls of layer 0, got extension=Sparse",
     ),
     "a layer that there is not": (attend((3, 1)), "expected a layer below 3 in this Cache, got 3"),
     "a module for a layer": (
@@ -276,11 +274,68 @@ def test_a_prefill_that_failed_may_start_again(size):
         assert (logits - whole).abs().max() / whole.abs().max() < LARGEST
 
 
-def test_sparse_attention_without_rotary_positions_is_refused():
-    model = build(dataclasses.replace(DENSE, sparse=NOPE))
-    for do in (step, lambda *given: fill(*given, 20)):
-        with pytest.raises(ValueError, match="a Cache keeps rotated keys only"):
-            do(model, Cache(None, 3, 100))
+def test_drafts_are_taken_back():
+    """What stays is as if there had been no draft."""
+    tokens = torch.randint(0, 40, (2, 130), generator=torch.Generator().manual_seed(5))
+    draft = (tokens + 1) % 40
+
+    @torch.no_grad()
+    def work(sp):
+        model, cache = build(WINDOWED, sp), Cache(sp, 3, 130)
+        found = [generate(model, cache, tokens, 40, 20, (30,))]
+        for stays in (40, 55, 70):
+            cache.crop(stays)
+            at = torch.arange(stays, stays + 20)
+            model(draft[:, at], at, cache=cache)
+            cache.crop(stays)
+            at = torch.arange(stays, 130)
+            found.append(model(tokens[:, at], at, cache=cache))
+        return found
+
+    whole = build(WINDOWED)(tokens, torch.arange(130))
+    for found in on_ranks(3, work):
+        for logits, start in zip(found[1:], (40, 55, 70), strict=True):
+            assert (logits - whole[:, start:]).abs().max() / whole.abs().max() < LARGEST
+
+
+@pytest.mark.parametrize("config", [WINDOWED, SPARSE, NOPE], ids=["windows", "sparse", "use_nope"])
+def test_rows_of_a_cache_are_chosen(config):
+    """As beams are: repeated, in another order, and fewer."""
+    tokens = torch.randint(0, 40, (2, 150), generator=torch.Generator().manual_seed(5))
+
+    @torch.no_grad()
+    def work(sp):
+        model, cache, found = build(config, sp), Cache(sp, 3, 150), []
+        generate(model, cache, tokens[:, :120], 100, None, (19, 1))
+        for start, rows in ((120, [1, 0]), (130, [1, 0, 0]), (140, [2])):
+            cache.select_rows(rows)
+            at = torch.arange(start, start + 10)
+            texts = {120: [1, 0], 130: [0, 1, 1], 140: [1]}[start]
+            found.append((texts, model(tokens[texts][:, at], at, cache=cache)))
+        return found
+
+    whole = build(config)(tokens, torch.arange(150))
+    for found in on_ranks(2, work):
+        for (rows, logits), start in zip(found, (120, 130, 140), strict=True):
+            expected = whole[rows, start : start + 10]
+            assert (logits - expected).abs().max() / whole.abs().max() < LARGEST
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_ranks_that_are_given_other_tokens_find_it(config, dtype):
+    @torch.no_grad()
+    def work(sp):
+        model, cache = build(config, sp).to(dtype), Cache(sp, 3, 300)
+        tokens = torch.randint(0, 40, (1, 120), generator=torch.Generator().manual_seed(5))
+        generate(model, cache, tokens, 100, None, (1,) * 10)
+        step = torch.full((1, 3), 7)
+        step[0, 1] += sp.rank
+        model(step, torch.arange(110, 113), cache=cache)
+        with pytest.raises(ValueError, match="given other new tokens: choose each token on one"):
+            model(step, torch.arange(113, 116), cache=cache)
+
+    on_ranks(2, work)
 
 
 def test_wrong_arguments_are_refused():

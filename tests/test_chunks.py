@@ -37,6 +37,7 @@ SPARSE = dataclasses.replace(
         block_size=16, kernel_size=8, kernel_stride=4, window_size=32, topk=3, dense_len=90
     ),
 )
+NOPE = dataclasses.replace(SPARSE, sparse=dataclasses.replace(SPARSE.sparse, use_nope=True))
 SCALED = dataclasses.replace(
     DENSE,
     window=20,
@@ -105,6 +106,8 @@ CASES = [
     (SPARSE, 2, DOCUMENTS, 50, "contiguous", "none"),
     (SPARSE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "selective"),
     (SPARSE, 8, DOCUMENTS, 120, "zigzag", "none"),
+    (NOPE, 1, Mask.causal(300), 70, "zigzag", "selective"),
+    (NOPE, 3, [Mask.causal(240), DOCUMENTS], 80, "zigzag", "full"),
     (WINDOWED, 4, Mask.causal(131), 33, "contiguous", "full"),
     (
         WINDOWED,
@@ -233,7 +236,7 @@ def test_only_the_last_forward_has_logits():
     x, positions = torch.zeros(1, 20, dtype=torch.int64), torch.arange(20)
     assert [model(x, positions, cache=c).shape[1] for c in chunks.forward()] == [0, 0]
     assert [model(x, positions, cache=c).shape[1] for c in chunks.forward(last=True)] == [20] * 3
-    assert not chunks._kept, "an evaluation leaves no keys"
+    assert not chunks._memories, "an evaluation leaves no keys"
 
 
 def take(model: CPM, chunk) -> torch.Tensor:
@@ -367,15 +370,15 @@ WRONG = {
     "a layer twice": (attend((0, 1, 2, 1)), "computed 2 times by layer 1: run the model once"),
     "another dtype": (
         attend(change=lambda *inputs: [x.double() for x in inputs]),
-        r"float32, as in the first chunk of layer 0, got \(1, 2, 8\) and torch.float64",
+        r"float32 on cpu, as in earlier calls of layer 0, got \(1, 2, 8\), torch.float64",
     ),
     "values of another size": (
         attend(change=lambda q, k, v: (q, k, v[..., :4])),
         "values of the keys' head size, 8, got 4",
     ),
-    "use_nope": (
-        attend(sparse=InfLLMV2(dense_len=-1, use_nope=True)),
-        "keep rotated keys only: expected sparse attention without use_nope",
+    "another choice": (
+        attend(sparse=InfLLMV2(dense_len=-1)),
+        "expected extension=None, as in earlier calls of layer 0, got extension=Sparse",
     ),
     "no backward of a layer": (
         attend_backward((0, 1, 2), (0, 2)),
@@ -392,7 +395,7 @@ WRONG = {
     ),
     "another window": (
         change_window,
-        "expected window=9, as in the first chunk of layer 0, got wi",
+        "expected window=9, as in earlier calls of layer 0, got window=10",
     ),
     "another batch": (change_batch, r"expected k of \(2, 2, 8\).* got \(1, 2, 8\)"),
     "no forward": (lambda chunks, model: next(chunks.backward()), "whose forward.. has ended"),
@@ -623,11 +626,11 @@ def test_only_what_later_chunks_see_is_kept(case):
     chunks, model, (x, _, positions) = Chunks(masks, 20, 3), build(config), make_data(masks)
     for chunk in chunks.forward():
         model(x[:, chunk.span], positions[:, chunk.span], cache=chunk)
-    assert tuple(map(count_kept, chunks._keys(window))) == (*kept, 0)
+    assert tuple(map(count_kept, chunks._memories[0].keys)) == (*kept, 0)
     run = chunks.backward()
     last = next(run)
     model(x[:, last.span], positions[:, last.span], cache=last)
-    memory = [x for layer in chunks._kept.values() for x in (layer.k, layer.v, *layer.sums)]
+    memory = [x for layer in chunks._memories.values() for x in (*layer.kept, *layer.sums)]
     entries = 2 * places * config.num_kv_heads * config.head_dim  # of two rows
     assert sum(x.nbytes for x in memory) == 3 * 2 * entries * (8 + 8)  # three layers in float64
 
@@ -653,8 +656,8 @@ def test_a_loss_that_is_held_does_not_hold_kept_keys():
     for chunk in chunks.backward():
         loss = take(model, chunk)
         loss.backward()
-        layer = chunks._kept[0]
-        kept = [StorageWeakRef(x.untyped_storage()) for x in (layer.k, layer.v, *layer.sums)]
+        layer = chunks._memories[0]
+        kept = [StorageWeakRef(x.untyped_storage()) for x in (*layer.kept, *layer.sums)]
         del layer
     assert loss.grad_fn is not None
     assert kept and all(storage.expired() for storage in kept)
@@ -666,7 +669,7 @@ def test_a_step_that_fails_frees_kept_keys():
     def fail() -> None:
         for chunk in chunks.forward():
             take(model, chunk)
-            kept.append(StorageWeakRef(chunks._kept[0].k.untyped_storage()))
+            kept.append(StorageWeakRef(chunks._memories[0].kept[0].untyped_storage()))
             if chunk.number == 1:
                 raise RuntimeError("out of memory")
 

@@ -23,12 +23,10 @@ from bmt_burst import (
     nn,
     simulate,
 )
-from bmt_burst.parts.chunks import Chunk
-from bmt_burst.parts.prompt import PrefillChunk
 from bmt_burst.lightning.memory import continue_state
 from bmt_burst.loss import linear_cross_entropy_sum
 from bmt_burst.merging.surrogate import surrogate_out
-from bmt_burst.sparse.cache import attend_to_cache
+from bmt_burst.parts.chunks import Chunk
 from tests.launcher import ROOT, run_ranks
 from tests.reference import relative_error
 
@@ -151,7 +149,14 @@ def test_no_graph_has_what_ranks_do_together():
     on_one_rank = {"alibi_slopes", "init_sequence_parallel", "shard", "shift_labels", "simulate"}
     names = set(bmt_burst.__all__) - on_one_rank - {"unshard"}
     entries = [vars(bmt_burst)[name] for name in names if name.islower()]
-    entries += [Cache.attend, Chunk.attend, Chunk.keep, Chunk.longest, Chunk.check_positions]
-    entries += [PrefillChunk.attend, Decoder.__call__, continue_state, attend_to_cache]
+    entries += [
+        Cache.attend,
+        Chunk.attend,
+        Chunk.mix,
+        Cache.mix,
+        Chunk.longest,
+        Chunk.check_positions,
+    ]
+    entries += [Decoder.__call__, continue_state]
     entries += [vars(SequenceParallel)[name] for name in ("longest", "unshard", "sum")]
     assert [x for x in entries if not getattr(x, "_torchdynamo_disable", False)] == []

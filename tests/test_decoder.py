@@ -52,7 +52,7 @@ class StandIn:
         logits = self.model(*inputs, cache=cache)
         if self.replays == -1:
             self.inputs, self.logits = inputs, logits
-            self.read = cache._new.first, cache._new.on_device, cache._new.spans
+            self.read = cache._new.sent
         return logits
 
     @contextmanager
@@ -68,14 +68,15 @@ class StandIn:
 
     def written(self) -> list[torch.Tensor]:
         """Return the memory that a step writes."""
-        keys = [x for kept in self.cache._kept.values() for x in (kept.k, kept.v)]
-        sums = [x for kept in self.cache._decoding.values() for x in (kept._recent, *kept._keys)]
-        return keys + sums
+        memories = self.cache._memories.values()
+        keys = [x for memory in memories for x in memory.kept]
+        decoding = [d for memory in memories if (d := getattr(memory, "_decoding", None))]
+        return keys + [x for keys in decoding for x in (keys._recent, *keys._keys)]
 
     def replay(self):
         self.replays += 1
         new, cache = self.cache._new, self.cache
-        new.first, new.on_device, new.spans = self.read
+        new.sent = self.read
         new.prepared = {}
         cache._lengths = [new.start] * cache.layers
         self.logits.copy_(self.model(*self.inputs, cache=cache))

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from bmt_burst import SequenceParallel, simulate
-from models.config import PRESETS
+from bmt_burst import Cache, SequenceParallel, simulate
 from models.cpm_ant import ant_scores
 from tests.live import Golden, bee_instance, golden
 from tests.reference import relative_error
-from train.generation.decoding import AntDecoder, BeeDecoder, Cache, continue_row, sampler
+from train.generation.decoding import AntDecoder, BeeDecoder, continue_row, sampler
 
 FP32 = 1e-5  # as in test_cpm_live.py
 START, END = 6, 7
@@ -112,9 +111,9 @@ def test_what_cannot_be_continued_is_refused():
     def work(ring):
         model = case.model(sp=SequenceParallel(ring.rank, 2, process_group=ring))
         fields = case.arguments(case.layouts("zigzag", 2), ring.rank)
-        model(*fields, case.scores(), cache=Cache(case.config, 96, model.input_embedding.weight))
+        model(*fields, case.scores(), cache=Cache(model.sp, case.config.num_layers, 96))
 
-    with pytest.raises(ValueError, match="a KVCache holds one rank's tokens, sp has 2 ranks"):
+    with pytest.raises(ValueError, match="expected a Cache of one rank, got one of 2"):
         simulate(2, work)
 
 
@@ -125,7 +124,6 @@ def test_more_tokens_than_memory_are_refused(tokens):
     for decode in (
         lambda: BeeDecoder(case.model(), row, tokens),
         lambda: AntDecoder(ant.model(), *ant_row(ant), tokens),
-        lambda: Cache(PRESETS["cpm-tiny"], tokens, torch.zeros(1)),
     ):
         with pytest.raises(
             ValueError, match=f"not enough memory for the keys and values of {tokens:,} tokens"

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from bmt_burst import Layout, SequenceParallel, simulate
+from bmt_burst import Cache, Layout, SequenceParallel, simulate
 from bmt_burst.errors import RanksDisagree
 from bmt_burst.nn import rope_frequencies
 from bmt_burst.sequence.mask import Mask
@@ -37,7 +37,6 @@ from models.huggingface import (
 )
 from models.rope import RopeScaling
 from tests.test_model import SMALL, initialized
-from train.generation.decoding import Cache
 from train.run.measure import step_flops
 
 ORIGINAL = 16  # tokens that the small models were "first trained" with
@@ -337,7 +336,7 @@ def test_generation_beyond_the_original_length_is_that_of_transformers(rope, tmp
     theirs = theirs_of("llama", rope)
     theirs.save_pretrained(tmp_path)
     ours, tokens = load_cpm(tmp_path).requires_grad_(False), tokens_of(20, rows=1)
-    cache, past = Cache(ours.config, 20, ours.norm.weight), None
+    cache, past = Cache(None, ours.config.num_layers, 20), None
     for start, stop in ((0, 12), (12, 16), (16, 17), (17, 20)):
         step = theirs(tokens[:, start:stop], past_key_values=past, use_cache=True)
         past = step.past_key_values

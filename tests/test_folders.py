@@ -28,6 +28,7 @@ LEVELS = [
     ("ranks",),
     ("strategies",),
     ("calls",),
+    ("memories",),
     ("bias", "sparse", "lightning", "scores"),
     ("extensions",),
     ("attention", "parts", "loss", "offload", "nn", "", "doctor"),

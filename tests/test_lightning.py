@@ -481,9 +481,12 @@ WRONG = [
     ({"strategy": "ulysses"}, "TypeError: no strategies such as ulysses.*leave it out"),
     ({"deterministic": True}, "TypeError: bitwise equal: leave it out"),
     ({"causal": True}, "TypeError: causal without a mask"),
-    ({"cache": X}, "TypeError: generation"),
-    ({"initial_state": X}, "TypeError: 0 before each document.*continues the states of a .*Cache"),
-    ({"output_final_state": True}, "TypeError: continues the states of a bmt_burst.nn.StateCache"),
+    ({"cache": X}, "TypeError: .*LightningAttention takes a cache"),
+    ({"initial_state": X}, "TypeError: 0 before each document.*continues states in .*Chunks"),
+    (
+        {"output_final_state": True},
+        "TypeError: continues states in bmt_burst.Chunks",
+    ),
     ({"g_gamma": X}, "TypeError: write slopes=-g_gamma"),
     ({"softmax_scale": 1.0}, "TypeError: write scale"),
 ]

@@ -9,8 +9,8 @@ import itertools
 import pytest
 import torch
 
-from bmt_burst import Layout, Mask, SequenceParallel, alibi_slopes, simulate
-from bmt_burst.nn import BurstAttention, LightningAttention, StateCache, rope_tables
+from bmt_burst import Cache, Layout, Mask, SequenceParallel, alibi_slopes, simulate
+from bmt_burst.nn import BurstAttention, LightningAttention, rope_tables
 from tests import sala
 from tests.refusals import refusal_of_rank
 from tests.test_sparse import SMALL as SPARSE
@@ -18,24 +18,6 @@ from tests.test_sparse import SMALL as SPARSE
 EXACT = 1e-12
 HF = {"head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 BORDERS = (0, 1, 30, 50)
-
-
-class States:
-    def __init__(self):
-        self.states = {}
-
-
-class Keys:
-    """A cache of keys and values, without states."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def extend(self, layer, k, v):
-        if layer in self.kept:
-            k, v = (torch.cat(pair, 1) for pair in zip(self.kept[layer], (k, v), strict=True))
-        self.kept[layer] = k, v
-        return k, v
 
 
 def randomized(layer):
@@ -75,11 +57,11 @@ def test_slopes_are_constants():
     """Numbers of the layer: no dtype of weights, device or file changes them."""
     with torch.device("meta"):
         layer, on_cpu = LightningAttention(32, 4), alibi_slopes(4)
-    assert layer.slopes == tuple(on_cpu.tolist())
-    assert layer.bfloat16().slopes == layer.slopes
+    assert layer.kind.slopes == tuple(on_cpu.tolist())
+    assert layer.bfloat16().kind == layer.kind
     assert not [name for name in layer.state_dict() if "slope" in name]
     still = LightningAttention(32, 4, slopes=torch.zeros(4))
-    assert still.slopes == (0.0,) * 4
+    assert still.kind.slopes == (0.0,) * 4
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -124,21 +106,21 @@ def test_documents_in_a_row_are_those_alone():
 
 def test_states_continue_a_whole_forward():
     """In pieces, and token by token. Rows have states of their own."""
-    layer = randomized(LightningAttention(32, 4, layer=3))
+    layer = randomized(LightningAttention(32, 4))
     x, cos, sin = inputs(batch=3)
-    whole, cache = layer(x, cos, sin), States()
-    assert isinstance(cache, StateCache)
+    whole, cache = layer(x, cos, sin), Cache(None, 1, 50)
     cuts = (0, 17, 18, 45, *range(46, 51))
     pieces = [layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in itertools.pairwise(cuts)]
     assert (torch.cat(pieces, 1) - whole).abs().max() <= EXACT * whole.abs().max()
-    [(number, state)] = cache.states.items()
-    assert number == 3 and state.shape == (3, 4, 8, 8) and state.dtype == torch.float64
-    alone = States()
+    state = cache._memories[0].states[-1]
+    assert state.shape == (3, 4, 8, 8) and state.dtype == torch.float64
+    alone = Cache(None, 1, 50)
     layer(x[1:2], cos, sin, alone)
-    assert (alone.states[3] - state[1:2]).abs().max() <= EXACT * state.abs().max()
+    alone = alone._memories[0].states[-1]
+    assert (alone - state[1:2]).abs().max() <= EXACT * state.abs().max()
     half = copy.deepcopy(layer).bfloat16()
-    half(x.bfloat16(), cos, sin, cache := States())
-    assert cache.states[3].dtype == torch.float32
+    half(x.bfloat16(), cos, sin, cache := Cache(None, 1, 50))
+    assert cache._memories[0].states[-1].dtype == torch.float32
 
 
 def test_layers_without_positions_choose_alike_with_use_nope():
@@ -149,7 +131,7 @@ def test_layers_without_positions_choose_alike_with_use_nope():
     ).double()
     nope.load_state_dict(layer.state_dict())
     assert nope(x).equal(layer(x))
-    assert nope(x, cache=Keys()).allclose(layer(x)), "and ask for no other keys"
+    assert nope(x, cache=Cache(None, 1, 50)).allclose(layer(x)), "and ask for no other keys"
 
 
 def test_autocast_computes_in_its_dtype():
@@ -157,7 +139,7 @@ def test_autocast_computes_in_its_dtype():
     x, *tables = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x.float(), *tables)
-        cached = layer(x.float(), *tables, States())
+        cached = layer(x.float(), *tables, Cache(None, 1, 50))
     assert out.dtype == cached.dtype == torch.bfloat16
     assert torch.allclose(out, cached, rtol=0.1, atol=0.05)
 
@@ -186,7 +168,11 @@ def test_wrong_calls_are_refused_on_all_ranks():
         ((None, cos, cos), {}, "TypeError: x must be a torch.Tensor, got NoneType"),
         ((x, cos, None), {}, "TypeError: sin must be a torch.Tensor, got NoneType"),
         ((x[..., :8], cos, cos), {}, r"ValueError: x must be \(batch, tokens, 32\)"),
-        ((x, cos, cos, States()), {}, "ValueError: lightning attention continues states on one"),
+        (
+            (x, cos, cos, Cache(None, 1, 6)),
+            {},
+            "ValueError: expected Cache of this model's 2",
+        ),
         ((x, cos, cos), {"mask": Mask.full(12)}, "ValueError: .*causal documents"),
         ((x, cos, cos), {"layout": "striped"}, "ValueError: .*striped.*zigzag"),
         ((x, cos, cos), {"wrong": 1}, "TypeError: unexpected keyword argument 'wrong'"),
@@ -202,30 +188,26 @@ def test_wrong_calls_are_refused_on_all_ranks():
 
     assert all(out.isfinite().all() for out in simulate(2, work))
     layer = LightningAttention(32, 4).double()
-    for message, cache, named in (
-        ("needs a bmt_burst.nn.StateCache, .* got a Keys", Keys(), {}),
-        ("expected a cache or a mask and layout", States(), {"mask": Mask.causal(6)}),
-        ("expected a cache or a mask and layout", States(), {"layout": "zigzag"}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            layer(x, cos, sin, cache, **named)
+    for named in ({"mask": Mask.causal(6)}, {"layout": "zigzag"}):
+        with pytest.raises(ValueError, match="expected a Cache or a mask and layout"):
+            layer(x, cos, sin, Cache(None, 1, 6), **named)
 
 
 def test_states_of_other_rows_are_refused():
-    layer, cache, (x, *tables) = LightningAttention(32, 4).double(), States(), inputs()
+    layer, cache, (x, *tables) = LightningAttention(32, 4).double(), Cache(None, 1, 99), inputs()
     layer(x, *tables, cache)
     for wrong, message in (
-        (x[:1], r"states \(1, 4, 8, 8\) in torch.float64 on cpu to continue, got \(2, 4, 8, 8\)"),
-        (x[:, :0], "one or more new tokens, got none"),
+        (x[:1], r"expected q of \(2, 4, 8\) rows, heads and head size.* got \(1, 4, 8\)"),
+        (x[:, :0], "of at least one token"),
     ):
         cut = [table[: wrong.shape[1]] for table in tables]
         with pytest.raises(ValueError, match=message):
-            layer(wrong, *cut, cache)
-    with pytest.raises(ValueError, match=r"in torch.float32 .* got .* in torch.float64"):
-        layer.float()(x.float(), *tables, cache)
+            layer(wrong[:, :40], *(t[:40] for t in cut), cache)
+    with pytest.raises(ValueError, match=r"torch.float64 on cpu, .* torch.float32 on cpu"):
+        layer.float()(x[:, :9].float(), *(t[:9] for t in tables), cache)
 
 
-@pytest.mark.parametrize("cache", [None, States()], ids=["whole", "cache"])
+@pytest.mark.parametrize("cache", [None, Cache(None, 1, 50)], ids=["whole", "cache"])
 def test_the_kernel_that_was_asked_for_is_used_or_refused(cache):
     layer = LightningAttention(32, 4, flash="triton").double()
     with pytest.raises(ValueError, match="no kernel for flash='triton'"):

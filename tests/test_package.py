@@ -59,9 +59,10 @@ CALLS = """
 import torch
 from bmt_burst import Mask, burst_attn_func as attend, burst_attn_varlen_func as varlen
 from bmt_burst import burst_attn_kvpacked_func as kv, burst_attn_qkvpacked_func as qkv
-from bmt_burst.nn import KVCache, SparseKVCache
+from bmt_burst import Cache
+from bmt_burst.nn import Part
 
-def as_plain(cache: SparseKVCache) -> KVCache: return cache
+def as_part(cache: Cache) -> Part: return cache
 
 x, either = torch.randn(1, 4, 2, 8), bool(input())
 attend(x, x, x, return_lse=either), kv(x, x, return_lse=either), qkv(x, return_lse=either)

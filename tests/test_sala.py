@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmt_burst import IGNORE_INDEX, Layout, Mask, shift_labels, simulate
+from bmt_burst import IGNORE_INDEX, Cache, Decoder, Layout, Mask, shift_labels, simulate
 from bmt_burst.fused.functions import _Norm
 from bmt_burst.fused.norm import RMSNorm
 from bmt_burst.lightning import triton_kernel
+from bmt_burst.lightning.memory import StateMemory
 from bmt_burst.lightning.segments import Segments
-from bmt_burst.nn import rope_tables
+from bmt_burst.nn import find_part, rope_tables
 from bmt_burst.offload import Offload
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from models.blocks import Saving
@@ -38,7 +39,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.export import main as export_main
 from train.generate import generate, load_model
 from train.generate import main as generate_main
-from train.generation.decoding import Cache, Speed, _compute
+from train.generation.decoding import Speed, _compute
 from train.planning.ledger import META, Ledger
 from train.planning.lightning import (
     _BACKWARD_TENSORS,
@@ -317,13 +318,13 @@ def test_generation_goes_on_from_a_whole_forward(sparse):
     """In pieces of a prompt, then token by token. Only attention layers keep keys."""
     config = dataclasses.replace(SMALL, sparse=sparse)
     model, places = initialized(config), torch.arange(90)
-    whole, cache = model(TOKENS, places), Cache(config, 90, model.norm.weight)
+    whole, cache = model(TOKENS, places), Cache(None, config.num_layers, 90)
     cuts = (0, 33, 70, *range(71, 91))
     pieces = [model(TOKENS[:, a:b], places[a:b], cache=cache) for a, b in itertools.pairwise(cuts)]
     assert (torch.cat(pieces, 1) - whole).abs().max() <= 1e-10 * whole.abs().max()
-    assert sorted(cache.states) == [1, 2, 4]
-    assert all(state.shape == (1, 4, 8, 8) for state in cache.states.values())
-    assert len(cache._k) == len(config.attention_layers) == 2
+    states = {n: m.states[-1] for n, m in cache._memories.items() if isinstance(m, StateMemory)}
+    assert sorted(states) == [1, 2, 4]
+    assert all(state.shape == (1, 4, 8, 8) for state in states.values())
 
 
 @torch.no_grad()
@@ -334,8 +335,8 @@ def test_logits_do_not_depend_on_the_pieces_of_a_prompt(dense_len):
     model = initialized(config)
     whole = model(TOKENS, torch.arange(90))[:, -1]
     for chunk in (7, 64, None):
-        cache = Cache(config, 90, model.norm.weight)
-        found = _compute(model, cache, TOKENS[0].tolist(), 0, chunk, Speed())[:, -1]
+        decoder = Decoder(model, Cache(None, config.num_layers, 90))
+        found = _compute(model, decoder, TOKENS[0].tolist(), 0, chunk, Speed())[:, -1]
         assert (found - whole).abs().max() <= 1e-10 * whole.abs().max()
 
 
@@ -344,9 +345,6 @@ def test_texts_do_not_depend_on_the_pieces_of_a_prompt():
     prompt = "def main(a, b):\n" * 3
     texts = [generate(model, tokenizer, prompt, 8, chunk=n, temperature=0) for n in (None, 7, 48)]
     assert texts[0] == texts[1] == texts[2] and texts[0].startswith(prompt)
-    model.attach(SequenceParallel(0, 2, process_group=object()))
-    with pytest.raises(ValueError, match="leave out --processes, got 2"):
-        generate(model, tokenizer, prompt, 8)
 
 
 def test_options_that_exclude_lightning_layers_are_refused_by_name():
@@ -364,7 +362,7 @@ def test_options_that_exclude_lightning_layers_are_refused_by_name():
     ("flash", "expected"), [("triton", "triton"), ("reference", "reference"), ("fa4", "auto")]
 )
 def test_lightning_layers_take_the_kernel_of_flash_if_there_is_one(flash, expected):
-    assert CPM(SMALL, flash=flash).layers[1].self_attn.flash == expected
+    assert CPM(SMALL, flash=flash).layers[1].self_attn.kind.flash == expected
 
 
 def test_a_kernel_that_lightning_layers_cannot_have_is_refused_at_the_start(monkeypatch):
@@ -453,7 +451,7 @@ def test_plans_count_what_blocks_save(monkeypatch, saving, mixer):
     x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
     tables = rope_tables(torch.arange(tokens), config.head_dim)
     with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        out = saving.run_all(model.layers, x, *tables, None, None, None, keep=tables)
+        out = saving.run_all(model.layers, x, *tables, find_part(model.sp), keep=tables)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
     for other in (out, *tables, *model.parameters()):
         storages.pop(other.untyped_storage().data_ptr(), None)

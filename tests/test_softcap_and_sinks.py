@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bmt_burst import (
+    Cache,
     Layout,
     Mask,
     Scores,
@@ -14,7 +15,7 @@ from bmt_burst import (
     kernels,
     nn,
 )
-from tests.cases import Cache, random_qkv
+from tests.cases import random_qkv
 from tests.reference import assert_close, dense_results, relative_error
 from tests.refusals import refusal
 from tests.rings import CPU_KERNELS, ring_output, ring_results
@@ -167,7 +168,7 @@ def test_a_layer_caps_scores_and_has_sinks_with_and_without_a_cache(window, soft
     exact, *_ = dense_results(mask, tensors, 6**-0.5, softcap=softcap, sinks=layer.sinks)
     assert relative_error(whole, layer.o_proj(exact.flatten(2))) < 1e-10
     assert relative_error(plain(x, cos, sin), whole) > 0.01
-    cache = Cache()
+    cache = Cache(None, 1, 11)
     parts = [layer(x[:, a:b], cos[a:b], sin[a:b], cache) for a, b in ((0, 5), (5, 6), (6, 11))]
     assert relative_error(torch.cat(parts, 1), whole) < 1e-10
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import (
+    Cache,
     InfLLMV2,
     Layout,
     Mask,
@@ -30,14 +31,13 @@ from bmt_burst.base import kept
 from bmt_burst.nn import BurstAttention, rope_tables
 from bmt_burst.ranks.rings import Rings
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
-from bmt_burst.sparse import Choices, choose, keep_choices
-from bmt_burst.sparse import cache as cache_module
+from bmt_burst.sparse import Choices, choose, keep_choices, key_sums
 from bmt_burst.sparse.blocks import packed_dtype
 from bmt_burst.sparse.compressed import compress, sum_strides
 from bmt_burst.sparse.plan import SparsePlan
 from bmt_burst.spec import Spec
 from bmt_burst.transport import ALONE
-from tests.cases import Cache, made_layout, random_qkv
+from tests.cases import made_layout, random_qkv
 from tests.reference import assert_close
 from tests.rings import ring_output, ring_results
 from tests.sparse import (
@@ -280,7 +280,7 @@ def test_autocast_does_not_change_the_choice():
     def results():
         attended = burst_attn_func(q, k, v, causal=True, sparse=SMALL)
         with torch.no_grad():
-            generated = layer(x, *tables, Cache())
+            generated = layer(x, *tables, Cache(None, 1, 300))
         return choose(q, k, Mask.causal(300), SMALL), attended, generated
 
     plain = results()
@@ -607,8 +607,7 @@ def test_layers_are_sparse_and_generate_sparsely():
     dense = BurstAttention(32, 4, 2, 8, sinks=True).double()
     dense.load_state_dict(layer.state_dict())
     assert not torch.allclose(whole, dense(x, cos, sin))
-    for cache in (Cache(), SummingCache()):
-        assert (in_pieces(layer, x, cos, sin, cache) - whole).abs().max() < EXACT
+    assert (in_pieces(layer, x, cos, sin, Cache(None, 1, 70)) - whole).abs().max() < EXACT
     assert (over_ranks(2, layer, x, cos, sin) - whole).abs().max() < EXACT
 
 
@@ -624,30 +623,24 @@ def test_a_layer_chooses_by_queries_and_keys_before_rotation():
     exact = layer.o_proj(exact.flatten(1))
     for found in (
         over_ranks(2, layer, x, cos, sin),
-        in_pieces(layer, x, cos, sin, SummingCache()),
+        in_pieces(layer, x, cos, sin, Cache(None, 1, 70)),
     ):
         assert (found[0] - exact).abs().max() < EXACT
-    with pytest.raises(ValueError, match=r"expected a SparseKVCache .* got Cache"):
-        layer(x, cos, sin, Cache())
     with pytest.raises(ValueError, match=r"expected choose_by with .* got none"):
-        layer.attend(*layer.project(x, cos, sin), SummingCache())
-
-
-class SummingCache(Cache):
-    """A cache that keeps sums of keys, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.key_sums = {}
+        layer.attend(*layer.project(x, cos, sin), Cache(None, 1, 70))
 
 
 def test_a_cache_adds_each_key_up_once(monkeypatch):
     """The sums are bit-identical to those of all keys at once, whatever tokens come together."""
     layer = BurstAttention(32, 4, 2, 8, sparse=dataclasses.replace(SMALL, dense_len=30))
-    x, (cos, sin), cache = torch.randn(1, 70, 32), rope_tables(torch.arange(70), 8), SummingCache()
+    x, (cos, sin), cache = (
+        torch.randn(1, 70, 32),
+        rope_tables(torch.arange(70), 8),
+        Cache(None, 1, 70),
+    )
     summed = []
     monkeypatch.setattr(
-        cache_module, "sum_strides", lambda k, *args: summed.append(len(k)) or sum_strides(k, *args)
+        key_sums, "sum_strides", lambda k, *args: summed.append(len(k)) or sum_strides(k, *args)
     )
     cuts = [0, 1, 2, 9, 10, *range(40, 71)]
     with torch.no_grad():
@@ -655,13 +648,11 @@ def test_a_cache_adds_each_key_up_once(monkeypatch):
             layer(x[:, a:b], cos[a:b], sin[a:b], cache)
     # a stride has 2 tokens, of which one may have waited
     assert sum(summed) <= 70 + len(cuts)
-    whole = compress(sum_strides(cache.kv[0][0], SMALL), SMALL)
-    [found] = cache.key_sums[0].compress()
+    memory = cache._memories[0]
+    whole = compress(sum_strides(memory.kept[0][0], SMALL), SMALL)
+    [found] = memory.sums_of_keys.compress()
     assert found.scored.equal(whole.scored)
     assert found.normalizing.equal(whole.normalizing)
-    cache.key_sums.clear()
-    with pytest.raises(ValueError, match="key_sums have its 71 tokens, got 1"):
-        layer(x[:, :1], cos[:1], sin[:1], cache)
 
 
 def test_a_layer_refuses_what_excludes_sparse_attention():

@@ -10,10 +10,11 @@ import torch
 from torch.nn import functional
 
 from bmt_burst import Cache, Decoder, InfLLMV2
-from bmt_burst.parts import cache as caches
-from bmt_burst.parts import new_tokens
-from bmt_burst.sparse.cache import KeySums, attend_to_chosen
+from bmt_burst.memories import keys as memories
+from bmt_burst.memories import new_tokens
+from bmt_burst.sparse import memory
 from bmt_burst.sparse.choice import choose_in_document
+from bmt_burst.sparse.key_sums import KeySums, attend_to_chosen
 from bmt_burst.spec import Spec
 from tests.reference import relative_error
 from tests.test_cache import generate
@@ -77,7 +78,9 @@ def test_attention_is_that_of_torch(dtype):
         q = torch.randn(2, end - first, heads, 24, generator=chance).to(dtype)
         tensors = [x.to(DEVICE) for x in (q, kept_k, kept_v)]
         out, lse = torch.zeros_like(q, device=DEVICE), torch.zeros(q.shape[:3], device=DEVICE)
-        triton_few_queries.merge(keys.attend(*tensors, at_hand, new, prepared, spec), out, lse)
+        triton_few_queries.merge(
+            keys.attend(tensors[0], *tensors, at_hand, new, prepared, spec), out, lse
+        )
         for row, compressed in enumerate(sums.compress()):
             chosen = choose_in_document(q[row], places, compressed, sparse, scale)
             of_row = (x[row].double() for x in (q, kept_k[:, :-later], kept_v[:, :-later]))
@@ -88,8 +91,10 @@ def test_attention_is_that_of_torch(dtype):
 
 def use_triton(monkeypatch):
     """Compute new tokens by Triton on any device."""
-    for module in (caches, new_tokens):
+    for module in (memories, new_tokens):
         monkeypatch.setattr(module, "find_kernels", lambda _: triton_few_queries)
+    for module in (memories, memory):
+        monkeypatch.setattr(module, "has_kernels", lambda _: True)
 
 
 def one_at_a_time(monkeypatch):

@@ -55,3 +55,19 @@ def send_to_device(x: Tensor, device: torch.device) -> Tensor:
         return x
     refuse_capture("attention with tables", _CAPTURED)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+class Flag:
+    """A bool of a device that the host reads without waiting for it."""
+
+    def __init__(self, value: Tensor):
+        self._value, self._copied = value, None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def is_set(self) -> bool | None:
+        """Return the value, or None if the device has not computed it yet."""
+        return bool(self._value) if self._copied is None or self._copied.query() else None

@@ -74,7 +74,7 @@ def attend(
             inputs = check_inputs(q, *keys, sinks, options.is_packed)
             if extension:
                 check_extension(extension, inputs.q, inputs.k)
-                extension.check(tensors, q, k)
+                extension.check(tensors, q, keys[0])
                 tensors = extension.prepare(tensors, inputs.q)
             check_transforms("burst_attn_func", *inputs.tensors, *tensors)
 

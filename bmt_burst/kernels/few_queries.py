@@ -37,6 +37,11 @@ def find_kernels(q: Tensor) -> ModuleType:
     return _MODULES.load("triton" if fits else "torch")
 
 
+def has_kernels(q: Tensor) -> bool:
+    """Whether `find_kernels` returns Triton's for tensors such as q."""
+    return find_kernels(q) is not _MODULES.load("torch")
+
+
 def put(k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor, places: Tensor) -> None:
     """Write k and v (B, S, G, D) to their places (S,) int64 in kept_k and kept_v (B, T, G, D). A
     place of -1 is none.

@@ -57,8 +57,8 @@ _STRATEGY = (
 )
 _MASK = "it is causal without a mask, and Mask.documents(cu_seqlens) keeps documents apart"
 _STATE = (
-    "a state is 0 before each document, so pass whole documents; without a gradient, "
-    "bmt_burst.nn.LightningAttention continues the states of a bmt_burst.nn.StateCache"
+    "a state is 0 before each document, so pass whole documents; bmt_burst.nn.LightningAttention "
+    "continues states in bmt_burst.Chunks and in a bmt_burst.Cache"
 )
 _INSTEAD = {  # arguments of other functions, and what to write here
     **dict.fromkeys(("scores", "bias", "softcap", "sinks", "return_lse"), _SOFTMAX),
@@ -68,7 +68,7 @@ _INSTEAD = {  # arguments of other functions, and what to write here
     "softmax_scale": "write scale",
     "sparse": "lightning attention chooses no blocks: use burst_attn_func",
     "kv_layout": "a token has its query, key and value on one rank: write layout",
-    "cache": "states of generation belong to one process: leave it out",
+    "cache": "bmt_burst.nn.LightningAttention takes a cache: leave it out",
     **dict.fromkeys(("initial_state", "output_final_state"), _STATE),
     "g_gamma": "write slopes=-g_gamma",
 }
@@ -99,8 +99,8 @@ def lightning_attn_func(
         S = e^(-slope) S + k v^T,   out = scale * S^T q
 
     This is the linear attention of MiniCPM-SALA (arXiv 2602.11761). Ranks send only states. States
-    are neither taken nor returned: in generation, `bmt_burst.nn.LightningAttention` continues those
-    of a `bmt_burst.nn.StateCache`, without a gradient.
+    are neither taken nor returned: `bmt_burst.nn.LightningAttention` continues them in
+    `bmt_burst.Chunks` and in a `bmt_burst.Cache`.
 
     Every rank of the group must call. [attention.md](attention.md#lightning-attention) has an
     example.

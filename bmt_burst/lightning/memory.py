@@ -1,30 +1,20 @@
-"""The memory of a lightning layer: its states at the borders of chunks, and after new tokens.
+"""Lightning attention as a kind of layer. Its memory holds the state before each chunk, and after
+the newest token.
 
-A forward goes through the chunks of a sequence. It keeps the state before each chunk for the
-backward, or only the latest one, as for a prompt. The backward goes from the last chunk to the
-first, and passes on the gradient of the state:
-
-    past = memory.open(edges)                   the forward of the next chunk
-    attend_lightning(..., past)
-    memory.close(keeps=True)
-
-    past = memory.reopen(number, edges, begin)  the second run of a chunk, with a graph
-    attend_lightning(..., past).backward(dout)
-    memory.finish(number, dtype)
-
-`segments.cut_documents` finds the edges of a chunk.
-
+A forward keeps the state before each chunk for the backward, or only the latest one, as for a
+prompt. The backward goes from the last chunk to the first, and passes on the gradient of the state.
 New tokens continue the latest state in place, at one address, as a CUDA graph needs. Every rank
 computes all of them, so every rank holds all states.
 
-Letters: R rows, S new tokens, H heads, D head size.
+Letters: B batch, S new tokens, H heads, D head size.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NoReturn, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,25 +23,39 @@ from ..base.autocast import without_autocast
 from ..base.compiled import not_compiled
 from ..base.differences import find_difference
 from ..base.dtypes import accumulator_dtype
+from ..calls.options import Options
+from ..memories.new_tokens import NewTokens
+from ..memories.protocol import Kind, Memory, Room, Turn, select_rows
+from ..ranks.rings import make_rings
 from . import kernels
+from .attention import attend_lightning, lightning_attn_func
 from .exchange import check_state
 from .plan import PastStates
-from .segments import Edges, Segments
+from .segments import Segments, cut_documents
 from .slopes import decay, send_slopes
 
 
-@runtime_checkable
-class StateCache(Protocol):
-    """A cache of generation that keeps the states of lightning layers.
+@dataclass(frozen=True)
+class Lightning:
+    """Lightning attention of heads with these slopes, see lightning_attn_func."""
 
-    It begins with an empty dict. The layers fill it.
-    """
+    slopes: tuple[float, ...]
+    scale: float | None = None
+    flash: str = "auto"
+    name: ClassVar[str] = "lightning attention"
 
-    states: dict[int, Tensor]  # by layer, (B, H, D, D) in fp32, or fp64 for fp64 inputs
+    def attend(self, part: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
+        groups = part.sp.groups | {"layout": part.layout}
+        slopes = torch.tensor(self.slopes, dtype=accumulator_dtype(q.dtype))
+        options = {"scale": self.scale, "mask": part.mask, "flash": self.flash}
+        return lightning_attn_func(q, k, v, slopes, **options, **groups)
+
+    def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> StateMemory:
+        return StateMemory(self, room, q)
 
 
-class StateMemory:
-    """The states of a lightning layer. They are (R, H, D, D) in the accumulator's dtype, identical
+class StateMemory(Memory):
+    """The states of a lightning layer. They are (B, H, D, D) in the accumulator's dtype, identical
     on all ranks. None is 0.
 
     states    before each chunk whose forward began, and last the latest one
@@ -59,96 +63,104 @@ class StateMemory:
     past      the past of the present chunk
     """
 
-    def __init__(self) -> None:
+    keeps_results = False  # a second run exchanges its states again, to compare them
+
+    def __init__(self, kind: Lightning, room: Room, q: Tensor):
+        self.kind, self.room, self.rows = kind, room, len(q)
         self.states: list[Tensor | None] = [None]
         self.gradient: Tensor | None = None
         self.past: PastStates | None = None
+        self.like = q.new_empty(0, *q.shape[2:])
+        self.difference = q.new_zeros((), dtype=torch.float32)
+        self.keeps = False  # whether states stay for the second run of chunks
 
-    def open(self, edges: Edges) -> PastStates:
-        """Return the past of the forward of the next chunk."""
-        self.past = PastStates(edges, self.states[-1])
-        return self.past
+    @functools.cached_property
+    def slopes(self) -> Tensor:
+        """The slopes (H,) in the accumulator's dtype, on the host."""
+        return torch.tensor(self.kind.slopes, dtype=accumulator_dtype(self.like.dtype))
 
-    def close(self, keeps: bool) -> None:
-        """End the forward of a chunk: the state after it is the latest one.
+    @functools.cached_property
+    def _fades(self) -> Tensor:
+        """The decay over one token, (H, 1, 1) on the layer's device."""
+        return torch.exp(-self.slopes).view(-1, 1, 1).to(self.like.device)
 
-        keeps  whether the state before the chunk stays, for the chunk's second run
-        """
-        assert self.past is not None, "a chunk is open"
-        if keeps:
-            self.states.append(self.past.final)
-        else:
-            self._replace_latest(self.past.final)
-        self.past = None
+    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> None:
+        layer = self.room.layer
+        if not isinstance(kind, Lightning) or kind != self.kind:
+            raise ValueError(
+                f"expected {self.kind} in layer {layer}, as in its earlier calls, got {kind}"
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            had, got = ((self.rows, *self.like.shape[1:]), (len(x), *x.shape[2:]))
+            is_alike = x.dtype == self.like.dtype and x.device == self.like.device
+            if got != had or not is_alike:
+                raise ValueError(
+                    f"expected {name} of {had} rows, heads and head size, {self.like.dtype} on "
+                    f"{self.like.device}, as in earlier calls of layer {layer}, got {got}, "
+                    f"{x.dtype} on {x.device}"
+                )
 
-    def reopen(self, number: int, edges: Edges, begin: Callable[[], None]) -> PastStates:
-        """Return the past of the second run of chunk `number`. Later chunks are finished. A
-        recomputation gets the same past.
-
-        begin  see `PastStates`
-        """
-        if self.past is None:
-            self.past = PastStates(edges, self.states[number], begin, dfinal=self.gradient)
-        return self.past
-
-    def finish(self, number: int, dtype: torch.dtype) -> Tensor | None:
-        """End the second run of chunk `number`: take the gradient of the state before it, and
-        forget the states after it.
-
-        Return the difference of the state after it from the kept one, relative to the most that
-        rounding in the inputs' dtype does. None if none was kept: after the last chunk, and where
-        all documents end.
-        """
-        assert self.past is not None, "a chunk is open"
-        found, self.gradient, self.past = self.past.final, self.past.dinitial, None
-        kept = self.states[number + 1] if number + 1 < len(self.states) else None
-        del self.states[number + 1 :]
-        return None if found is None or kept is None else find_difference(found, kept, dtype)
-
-    def reserve(self, rows: int, heads: int, size: int, like: Tensor) -> None:
-        """Make the latest state at the address that it keeps.
-
-        like  a tensor of the dtype and device of inputs
-        """
-        if self.states[-1] is None:
-            dtype = accumulator_dtype(like.dtype)
-            self.states[-1] = like.new_zeros(rows, heads, size, size, dtype=dtype)
-
-    def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slopes: tuple[float, ...],
-        scale: float,
-        flash: str = "auto",
-    ) -> Tensor:
-        """Return the attention of new tokens, and continue the latest state: see
-        `continue_state`.
-        """
-        out, self.states[-1] = continue_state(q, k, v, slopes, scale, self.states[-1], flash)
-        return out
-
-    def choose(self, rows: Tensor) -> None:
-        """Let the latest state have the states of some rows: (R,) int64. Beams do that."""
-        if (state := self.states[-1]) is not None:
-            self._replace_latest(state.index_select(0, rows))
-
-    def take_back(self, tokens: int) -> NoReturn:
-        """Raise ValueError: a state is a sum, and the tokens in it are not kept."""
-        raise ValueError(
-            f"lightning attention cannot take back {tokens} tokens: it keeps one state, to which "
-            "they were added, and no tokens. Begin again with the tokens before them"
+    def keep(
+        self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
+    ) -> Callable[[], Tensor]:
+        chunks, self.keeps = self.room.chunks, turn.with_backward
+        assert chunks is not None, "a chunk belongs to a sequence"
+        goes_on = self.room.limit is not None
+        masks, edges = cut_documents(self.room.masks, *chunks.spans[turn.number], goes_on)
+        if not turn.differentiates:
+            self.past = PastStates(edges, self.states[-1])
+        elif self.past is None:  # a recomputation gets the same past
+            before = self.states[turn.number]
+            self.past = PastStates(edges, before, turn.begin, dfinal=self.gradient)
+        options = Options(
+            mask=masks if len(masks) > 1 else masks[0],
+            layout=chunks.layouts[turn.number],
+            flash=self.kind.flash,
         )
+        sp = self.room.sp
+        rings, past = make_rings(sp.process_group, sp.double_group), self.past
+        return lambda: attend_lightning(rings, q, k, v, self.slopes, self.kind.scale, options, past)
 
     @torch.no_grad()
-    def _replace_latest(self, state: Tensor | None) -> None:
-        """Set the latest state, at the address that it has if the shape is the same."""
-        latest = self.states[-1]
-        if latest is None or state is None or latest.shape != state.shape:
-            self.states[-1] = state
+    def close(self, number: int) -> None:
+        assert self.past is not None, "a chunk was computed"
+        final, self.past = self.past.final, None
+        if self.keeps:
+            self.states.append(final)
         else:
-            latest.copy_(state)
+            self.states = [final]
+
+    def finish(self, number: int) -> None:
+        assert self.past is not None, "a chunk was computed"
+        found, self.gradient, self.past = self.past.final, self.past.dinitial, None
+        kept = self.states[number + 1] if number + 1 < len(self.states) else None
+        self.difference = torch.zeros_like(self.difference)
+        if found is not None and kept is not None:
+            self.difference = find_difference(found, kept, self.like.dtype)
+        del self.states[number + 1 :]
+
+    @torch.no_grad()
+    def attend(self, new: NewTokens, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
+        kind, state, size = self.kind, self.states[-1], q.shape[3]
+        scale = size**-0.5 if kind.scale is None else kind.scale
+        if state is None or q.shape[1] > 1:
+            found = continue_state(q, k, v, kind.slopes, scale, state, kind.flash)
+            out, self.states[-1] = found
+            return out
+        # one token: a few operators, which a CUDA graph holds
+        queries, keys, values = (x.squeeze(1).to(state.dtype) for x in (q, k, v))
+        state.mul_(self._fades).addcmul_(keys.unsqueeze(-1), values.unsqueeze(-2))
+        out = (queries.unsqueeze(-2) @ state).transpose(1, 2) * scale
+        return out.to(q.dtype)
+
+    def refuses_crop(self) -> str | None:
+        return "the state of lightning attention is a sum, and the tokens in it are not kept"
+
+    def select_rows(self, rows: Tensor) -> bool:
+        self.rows, before = len(rows), self.states[-1]
+        if before is not None:
+            self.states[-1] = select_rows(before, rows)
+        return self.states[-1] is before
 
 
 @not_compiled

@@ -1,32 +1,31 @@
 """Layers: rotary embedding by explicit positions, SwiGLU, and sequence parallel self-attention.
 
 rotary     rotary embedding
-modules    the base of layers over ranks, caches of generation, SwiGLU
+modules    the base of layers over ranks, SwiGLU
+parts      the part of a sequence that a model computes, from its arguments
 heads      projections to heads and back, and gates
 attention  softmax attention
 lightning  lightning attention
 """
 
 from ..calls.options import Layouts, Masks
-from ..lightning.memory import StateCache
-from ..sparse.cache import SparseKVCache
 from .attention import BurstAttention, limit_masks
 from .heads import SelfAttention
 from .lightning import LightningAttention
-from .modules import KVCache, SequenceParallelModule, swiglu
+from .modules import SequenceParallelModule, swiglu
+from .parts import Part, find_part
 from .rotary import apply_rope, rope_frequencies, rope_tables, rotations
 
 __all__ = [
     "BurstAttention",
-    "KVCache",
     "Layouts",
     "LightningAttention",
     "Masks",
+    "Part",
     "SelfAttention",
     "SequenceParallelModule",
-    "SparseKVCache",
-    "StateCache",
     "apply_rope",
+    "find_part",
     "limit_masks",
     "rope_frequencies",
     "rope_tables",

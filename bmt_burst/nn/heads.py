@@ -5,18 +5,18 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 from torch import Tensor, nn
 
 from ..base.arguments import as_bool, as_int, as_positive
 from ..calls.options import Layouts, Masks
-from ..parts.chunks import Chunk
 from ..fused import functions
 from ..fused.norm import RMSNorm
-from ..parts.cache import Cache
+from ..memories.protocol import Part
 from ..ranks.sequence_parallel import SequenceParallel
-from .modules import WRONG_INPUTS, KVCache, SequenceParallelModule, refuse_wrong_forward
+from .modules import WRONG_INPUTS, SequenceParallelModule, refuse_wrong_forward
+from .parts import find_part
 from .rotary import apply_rope
 
 # q, k, v, and the queries and keys that sparse attention chooses by
@@ -91,27 +91,40 @@ class SelfAttention(SequenceParallelModule):
         x: Tensor,
         cos: Tensor | None = None,
         sin: Tensor | None = None,
-        cache: KVCache | Chunk | Cache | None = None,
+        cache: Part | None = None,
         mask: Masks | None = None,
         layout: Layouts | None = None,
     ) -> Tensor:
         """Map x (B, S, E) of this rank's tokens to (B, S, E). `cos` and `sin` are `rope_tables` of
-        their positions, which a layer without rotary positions does not need. The other arguments
-        are `attend`'s.
+        their positions, which a layer without rotary positions does not need.
 
-        With a cache, x continues the tokens that the cache holds. With a bmt_burst.Cache, x is the
-        same on all ranks. Raises on all ranks if inputs are wrong on any rank.
+        cache   a chunk of Chunks or of a prompt, or a Cache, whose tokens x continues. With a Cache
+                x is the same on all ranks
+        mask    which pairs of the whole sequence are visible, or one for each row. By default a
+                token attends to all earlier ones.
+        layout  which rank owns which positions, or one for each row; by default sp's. "balanced"
+                is Layout.balanced of the mask, without this layer's window.
+
+        Raises on all ranks if inputs are wrong on any rank, and ValueError for a cache with a mask
+        or a layout.
         """
         try:
             self._check_inputs(x, cos, sin)
             q, k, v, choose_by = self.project_all(x, cos, sin)
         except WRONG_INPUTS as error:
             self._refuse(error)
-        attended = self.attend(q, k, v, cache, mask, layout, choose_by)
+        attended = self.attend(q, k, v, find_part(self.sp, cache, mask, layout), choose_by)
         return self.o_proj(self.gate_heads(attended, x))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *seen: Any) -> Tensor:
-        """Return the attention with heads side by side: (B, S, H * D)."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        part: Part,
+        choose_by: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the attention in a part of a sequence, with heads side by side: (B, S, H * D)."""
         raise NotImplementedError
 
     def _refuse(self, error: Exception) -> NoReturn:

@@ -11,19 +11,13 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import check_tensor
-from ..base.autocast import autocast
-from ..base.dtypes import accumulator_dtype
-from ..calls.options import Layouts, Masks
 from ..calls.refusal import refuse_call
-from ..parts.chunks import Chunk
-from ..parts.cache import Cache
-from ..lightning import alibi_slopes, lightning_attn_func
 from ..lightning.attention import CALL
-from ..lightning.memory import StateCache, continue_state
-from ..lightning.slopes import check_slopes
+from ..lightning.memory import Lightning
+from ..lightning.slopes import alibi_slopes, check_slopes
+from ..memories.protocol import Part
 from ..ranks.sequence_parallel import SequenceParallel
 from .heads import SelfAttention
-from .modules import WRONG_INPUTS, KVCache
 
 
 class LightningAttention(SelfAttention):
@@ -40,7 +34,7 @@ class LightningAttention(SelfAttention):
     sp               the ranks that share the sequence, from init_sequence_parallel. By default this
                      rank is alone. Its layout may not be striped.
     flash            as lightning_attn_func's
-    layer            this layer's index in a StateCache
+    layer            this layer's number in Chunks and in a Cache
     qk_norm_eps      added to the mean square of q and k in each head. None: they are not
                      normalized. `q_norm` and `k_norm` have weights (D,).
     output_norm_eps  the same for the attention of all heads. `o_norm` has a weight (H * D,).
@@ -86,12 +80,11 @@ class LightningAttention(SelfAttention):
             output_gate=output_gate,
             rotary=rotary,
         )
-        self.flash = flash
         slopes = alibi_slopes(num_heads) if slopes is None else slopes
         check_tensor("slopes", slopes)
         # numbers, as a buffer would take the dtype of the weights
         like = slopes.new_empty(1, 1, num_heads, 1, dtype=torch.float64)
-        self.slopes = check_slopes(slopes, like)
+        self.kind = Lightning(check_slopes(slopes, like), self.head_dim**-0.5, flash)
 
     def _refuse(self, error: Exception) -> NoReturn:
         refuse_call(error, self.sp.process_group, self.sp.double_group, CALL)
@@ -101,65 +94,13 @@ class LightningAttention(SelfAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: KVCache | StateCache | Chunk | Cache | None = None,
-        mask: Masks | None = None,
-        layout: Layouts | None = None,
-        choose_by: None = None,
+        part: Part,
+        choose_by: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the attention with heads side by side: (B, S, H * D).
 
-        cache   a StateCache, whose states q, k and v continue, and which gets the new ones. There
-                is no gradient then.
-        mask    causal documents of the whole sequence, or such a mask for each row. By default a
-                row is one document.
-        layout  which rank owns which positions, or one for each row; by default sp's
+        part  the part of a sequence that q, k and v are of. Its mask has causal documents.
 
-        Raises on all ranks ValueError for a cache with a mask, with a layout or with an `sp` of
-        more than one rank, and for a Chunk, a bmt_burst.Cache or another cache without states.
+        Raises on all ranks as `part.mix` does.
         """
-        try:
-            if cache is not None:
-                states = self._check_cache(cache, mask, layout)
-            slopes = torch.tensor(self.slopes, dtype=accumulator_dtype(q.dtype), device="cpu")
-        except WRONG_INPUTS as error:
-            self._refuse(error)
-        if cache is not None:
-            q, k, v = (autocast(x) for x in (q, k, v))
-            state = states.get(self.layer)
-            out, states[self.layer] = continue_state(
-                q, k, v, self.slopes, self.head_dim**-0.5, state, self.flash
-            )
-            return out.flatten(2)
-        groups = self.sp.groups if layout is None else self.sp.groups | {"layout": layout}
-        out = lightning_attn_func(q, k, v, slopes, mask=mask, flash=self.flash, **groups)
-        return out.flatten(2)
-
-    def _check_cache(
-        self,
-        cache: KVCache | StateCache | Chunk | Cache,
-        mask: Masks | None,
-        layout: Layouts | None,
-    ) -> dict[int, Tensor]:
-        """Return the states of a cache. Raises ValueError if it does not fit."""
-        if isinstance(cache, Chunk):
-            raise ValueError(
-                "lightning attention has no chunks of a sequence, got a Chunk: compute the whole "
-                "sequence in one forward"
-            )
-        if isinstance(cache, Cache) or self.sp.size > 1:
-            raise ValueError(
-                "lightning attention continues states on one process, got "
-                f"a {type(cache).__name__} and {self.sp.size} ranks: generate with sp=None and a "
-                "bmt_burst.nn.StateCache"
-            )
-        if mask is not None or layout is not None:
-            raise ValueError(
-                "expected a cache or a mask and layout, got both: new tokens continue all of a "
-                "cache"
-            )
-        if not isinstance(cache, StateCache):
-            raise ValueError(
-                "lightning attention needs a bmt_burst.nn.StateCache, which has a dict `states`, "
-                f"got a {type(cache).__name__}"
-            )
-        return cache.states
+        return part.mix(self.layer, self.kind, q, k, v).flatten(2)

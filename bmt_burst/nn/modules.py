@@ -1,12 +1,9 @@
-"""The base of layers over ranks, caches of generation, and SwiGLU.
-
-Letters: B batch, S tokens of this rank, G kv heads, D head size.
-"""
+"""The base of layers over ranks, and SwiGLU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, Protocol
+from typing import ParamSpec
 
 from torch import Tensor, nn
 
@@ -23,13 +20,6 @@ Parameters = ParamSpec("Parameters")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, elementwise. (arXiv 2002.05202.)"""
     return functions.gate(gate, up)
-
-
-class KVCache(Protocol):
-    """Keys and values of earlier tokens, for generation."""
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, S, G, D) to the earlier ones of `layer`, and return all."""
 
 
 class SequenceParallelModule(nn.Module):

@@ -1,1 +1,6 @@
-"""Parts of a sequence that a model computes in turn: chunks of training, of a prompt, new tokens."""
+"""Parts of a sequence that a model computes in turn.
+
+chunks   chunks of a sequence that is trained on, and of a prompt
+cache    the cache of generation: a prompt, and new tokens
+decoder  new tokens by a CUDA graph
+"""

@@ -28,8 +28,8 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,23 +37,17 @@ from torch import Tensor
 from ..base.arguments import as_bool, as_int, check_dim, check_tensor
 from ..base.autocast import autocast
 from ..base.compiled import not_compiled
-from ..base.differences import find_difference
-from ..base.dtypes import accumulator_dtype
 from ..base.kept import KeptResults, is_in_backward
 from ..base.policies import without_policies
-from ..calls.autograd import Past
-from ..calls.call import attend
-from ..calls.options import Ahead, Masks, Options
+from ..calls.options import Masks
 from ..calls.refusal import refuse_call
-from ..extensions import find_extension
-from ..ranks.rings import make_rings
+from ..extensions import find_kind
+from ..memories.protocol import Kind, Memory, Room, Turn
 from ..ranks.sequence_parallel import SequenceParallel, check_sp
-from ..sequence.chunk_keys import ChunkKeys, count_places, find_keys
+from ..sequence.chunk_keys import find_keys
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..sequence.span import Span
-from ..sparse.config import InfLLMV2
-from ..sparse.queries import find_longest
 
 # the phases of Chunks, as errors name them
 _READY, _FORWARD, _KEPT, _BACKWARD = "without kept keys", "in forward()", "kept", "in backward()"
@@ -76,7 +70,7 @@ class Chunks:
     of other types.
     """
 
-    _keeps_all = False  # whether keys are kept for tokens that the mask does not have
+    _limit: int | None = None  # of a cache, if these are the chunks of its prompt
 
     def __init__(
         self,
@@ -111,10 +105,11 @@ class Chunks:
         )
         cut = zip(self.layout.spans, itertools.pairwise(mine), strict=True)
         self.chunks = tuple(
-            self._make_chunk(n, positions, slice(*span)) for n, (positions, span) in enumerate(cut)
+            Chunk(self, n, positions, slice(*span)) for n, (positions, span) in enumerate(cut)
         )
-        self._keys(None)  # an error here is better than one in the middle of a step
-        self._phase, self._kept = _READY, dict[int, Kept]()
+        # an error here is better than one in the middle of a step
+        find_keys(self.masks, self.layout, self.sp.rank)
+        self._phase, self._memories = _READY, dict[int, Memory]()
         self._results = defaultdict[tuple[int, int], list[Tensor]](list)  # by chunk and layer
         self._evaluates = False
         self._current: Chunk | None = None
@@ -134,12 +129,12 @@ class Chunks:
         layers.
         """
         self._evaluates = is_whole = as_bool("last", last)
-        self._forget()
+        self.forget()
         yield from self._run(_FORWARD, self.chunks if is_whole else self.chunks[:-1])
-        if is_whole:
-            self._forget()
-        else:
+        if not is_whole:
             self._phase = _KEPT
+        elif self._limit is None:
+            self.forget()
 
     def backward(self) -> Iterator[Chunk]:
         """Yield the chunks from the last one to the first. Run the model once on each, and call the
@@ -156,18 +151,21 @@ class Chunks:
                 f"chunks that are {self._phase}"
             )
         yield from self._run(_BACKWARD, self.chunks[::-1])
-        self._forget()
+        self.forget()
 
-    def _make_chunk(self, number: int, positions: Span, span: slice) -> Chunk:
-        return Chunk(self, number, positions, span)
+    @staticmethod
+    def of_prompt(
+        sp: SequenceParallel, layers: int, length: int, tokens: int, layout: str, limit: int
+    ) -> Chunks:
+        """Return the chunks of the first `length` tokens of a Cache with this limit."""
+        prompt = Chunks(Mask.causal(length), tokens, layers, sp, layout=layout)
+        prompt._limit = limit
+        return prompt
 
-    def _keys(self, window: int | None) -> tuple[ChunkKeys, ...]:
-        """Return the keys of each chunk, in layers with this window."""
-        return find_keys(self.masks, self.layout, self.sp.rank, window, self._keeps_all)
-
-    def _count_places(self, window: int | None) -> int:
-        """Return the number of keys of a layer that there is memory for."""
-        return count_places(self._keys(window))
+    def take_memories(self) -> dict[int, Memory]:
+        """Return the memories of the layers, by their numbers, and forget them."""
+        memories, self._memories = self._memories, {}
+        return memories
 
     def _run(self, phase: str, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         self._phase, self._run_number = phase, self._run_number + 1
@@ -188,50 +186,49 @@ class Chunks:
                     )
                 self._check_done(chunk)
                 if phase == _FORWARD:
-                    for kept in self._kept.values():
-                        kept.close(self._keys(kept.window)[chunk.number])
+                    for memory in self._memories.values():
+                        memory.close(chunk.number)
         except BaseException:  # also if a loop was left before its end
             if run == self._run_number:
-                self._forget()
+                self.forget()
             raise
         self._current = None
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forget what layers keep, and end a run."""
         self._phase, self._current = _READY, None
-        self._kept.clear()
+        self._memories.clear()
         self._results.clear()
         self._ends.clear()
         self._positions.clear()
 
-    def _keep(
-        self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None
-    ) -> Past:
-        """Keep k and v of a chunk, and return all keys that its queries see."""
+    def _begin(
+        self, chunk: Chunk, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
+    ) -> tuple[Memory, Turn]:
+        """Return the memory of a layer, and its turn on a chunk."""
         self._check_chunk(chunk)
         self._check_tensors(chunk, layer, q, k, v)
-        keys = self._keys(window)[chunk.number]
-        kept = self._kept.get(layer)
-        if kept is None:
-            kept = self._kept[layer] = Kept(k, v, self._count_places(window), window)
-        kept.check(layer, k, v, window)
-        is_first, differentiates = not self._calls[layer], self._phase == _BACKWARD
+        memory = self._memories.get(layer)
+        reserves = memory is None and self.sp.size > 1
+        if memory is None:
+            room = Room(layer, self.sp, self.masks, self.layout, self._limit)
+            memory = self._memories[layer] = kind.memory(room, q, k, v, *tensors)
+        memory.check(kind, q, k, v)
+        is_first = not self._calls[layer]
         if is_first or not is_in_backward():  # a recomputation is no other run
             self._calls[layer] += 1
         if torch.is_grad_enabled():
             self._records = True
             if any(x.requires_grad for x in (q, k, v)):
                 self._needed.add(layer)
-        if differentiates and is_first and chunk is not self.chunks[-1]:
-            kept.open(k, v, keys)
-        kept.put(k, v, keys.own)
-        dk, dv = (x[:, keys.seen] for x in kept.sums) if differentiates else (None, None)
-        return Past(
-            kept.k[:, keys.seen],
-            kept.v[:, keys.seen],
-            dk,
-            dv,
-            slice(keys.own.start - keys.seen.start, None),
-            functools.partial(self._begin_backward, self._run_number, chunk, layer),
+        return memory, Turn(
+            number=chunk.number,
+            differentiates=self._phase == _BACKWARD,
+            is_first=is_first,
+            reserves=reserves and self._phase == _FORWARD,
+            with_backward=not self._evaluates,
+            terms=self._terms,
+            begin=functools.partial(self._begin_backward, self._run_number, chunk, layer),
         )
 
     def _begin_backward(self, run: int, chunk: Chunk, layer: int) -> None:
@@ -261,6 +258,11 @@ class Chunks:
 
     def _check_chunk(self, chunk: Chunk) -> None:
         """Raise ValueError unless this chunk is the present one."""
+        if self._current is None and self._limit is not None:
+            raise ValueError(
+                "expected a chunk of the prefill that began last, inside its loop, got one of an "
+                "earlier prefill"
+            )
         if self._current is None:
             raise ValueError(
                 f"expected a chunk inside the loop over forward() or backward() that yielded it, "
@@ -283,10 +285,6 @@ class Chunks:
                     f"expected {name} ({rows if rows > 1 else 'batch'}, {tokens}, heads, head "
                     f"size), this rank's tokens of chunk {chunk.number}, got shape {tuple(x.shape)}"
                 )
-        if v.shape[3] != q.shape[3]:
-            raise ValueError(
-                f"chunks take values of the keys' head size, {q.shape[3]}, got {v.shape[3]}"
-            )
 
     def _check_done(self, chunk: Chunk) -> None:
         """Raise ValueError unless each layer computed a chunk once, and its gradients if needed."""
@@ -309,11 +307,13 @@ class Chunks:
             self._check_lengths()
         if self._phase == _BACKWARD:
             self._check_backward(chunk)
+            for memory in self._memories.values():
+                memory.finish(chunk.number)
             self._check_kept(chunk)
         elif chunk is self.chunks[0] and self.sp.size > 1:
             # NCCL connects ranks when they first exchange tensors. It needs memory, which may not
             # be left in the backward. So they exchange some here.
-            self.sp.sum(next(iter(self._kept.values())).difference)
+            self.sp.sum(next(iter(self._memories.values())).difference)
 
     def _check_backward(self, chunk: Chunk) -> None:
         """Raise ValueError if a layer had no backward."""
@@ -330,8 +330,8 @@ class Chunks:
             )
 
     def _check_kept(self, chunk: Chunk) -> None:
-        """Raise ValueError on all ranks if the keys and values of a chunk are not the kept ones."""
-        each = [kept.difference.float() for kept in self._kept.values()]
+        """Raise ValueError on all ranks if a chunk is not what the forward kept of it."""
+        each = [memory.difference.float() for memory in self._memories.values()]
         # NaN shows in the loss, and hides no difference of another layer
         worst = torch.stack(each).nan_to_num(0.0).amax()
         # the sum over ranks has only differences beyond rounding
@@ -386,24 +386,16 @@ class Chunks:
                 row[start : stop - 1] = start in begins
         return rows
 
-    def _adapt(self, sparse: InfLLMV2 | None) -> InfLLMV2 | None:
-        """Return constants with which a chunk is sparse if a call of the whole sequence is."""
-        if sparse is None or sparse.is_dense(max(map(find_longest, self.masks))):
-            return None
-        if sparse.use_nope:
-            raise ValueError(
-                "Chunks keep rotated keys only: expected sparse attention without use_nope"
-            )
-        return replace(sparse, dense_len=-1)
+    @functools.cached_property
+    def _digest(self) -> str:
+        told = f"{[mask.digest for mask in self.masks]} {self.layout.term} {self._limit}"
+        return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
 
-    def _find_terms(self, window: int | None) -> dict[str, Any]:
-        """Return what ranks compare of all calls, in layers with a window."""
-        digests = " ".join(mask.digest for mask in self.masks)
-        told = f"{digests} {self.layout.term} {self._keeps_all} {window}"
+    @property
+    def _terms(self) -> dict[str, Any]:
+        """What ranks compare of all calls."""
         return {
-            "the masks or layouts of later chunks": hashlib.blake2b(
-                told.encode(), digest_size=12
-            ).hexdigest(),
+            "the masks or layouts of later chunks": self._digest,
             "layers of Chunks": self.layers,
             "length of Chunks": self._length,
             "last of forward()": self._evaluates,
@@ -432,6 +424,13 @@ class Chunk:
     positions: Span
     span: slice
 
+    saves_graph: ClassVar[bool] = True
+
+    @property
+    def sp(self) -> SequenceParallel:
+        """The ranks that share the chunk."""
+        return self.chunks.sp
+
     @property
     def is_only_kept(self) -> bool:
         """Whether the present run only keeps keys and values, so that no result is used."""
@@ -444,8 +443,21 @@ class Chunk:
         return layout.shard(x.narrow(dim, start, stop - start), self.chunks.sp.rank, dim)
 
     def select(self, x: Tensor) -> Tensor:
-        """Return all tokens of x (B, C, E), or none if the run only keeps keys and values."""
-        return x[:, :0] if self.is_only_kept else x
+        """Return the tokens of x (B, C, E) that get a result: all, or none if the run only keeps
+        what later chunks need. Of a prompt that is its last token, (B, 1, E) on all ranks, with
+        the last chunk.
+        """
+        chunks = self.chunks
+        if self.is_only_kept or (chunks._limit is not None and self is not chunks.chunks[-1]):
+            return x[:, :0]
+        return x if chunks._limit is None else self._select_last(x)
+
+    def _select_last(self, x: Tensor) -> Tensor:
+        sp, layout = self.chunks.sp, self.chunks.layout.layouts[self.number]
+        last = sp.with_layout("contiguous").unshard(x[:, -1:], sp.size)  # of each rank
+        at = layout.seq_len - 1
+        [owner] = (r for r in range(sp.size) if any(at in some for some in layout.shards[r]))
+        return last[:, owner : owner + 1]
 
     @not_compiled
     def check_positions(self, positions: Tensor) -> None:
@@ -482,129 +494,49 @@ class Chunk:
         return lengths.amax() if positions.dim() == 1 else lengths.expand(len(positions))
 
     @not_compiled
-    def keep(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Past:
-        """Keep k and v (B, C, G, D) of a layer. Return the keys and values that the chunk's queries
-        see, with the sums of their gradients in backward(). `attend` begins with it.
-
-        Raises ValueError as `attend`, on this rank only.
-        """
-        return self.chunks._keep(self, layer, q, k, v, window)
-
-    @not_compiled
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        **options: Any,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, **options: Any
     ) -> Tensor:
         """Return the attention of the chunk's queries to the keys up to its end: (B, C, H, D).
 
         layer    the number of the layer, 0 to `layers` - 1
         q        (B, C, H, D) of this rank's tokens
         k, v     (B, C, G, D)
-        options  as burst_attn_func's: flash, deterministic, strategy, softcap, sinks, sparse
+        options  as burst_attn_func's: flash, deterministic, strategy, softcap, sinks, sparse,
+                 choose_by
 
         Raises ValueError on all ranks for a chunk that is not the present one, a layer number out
         of range, a window that differs from the earlier chunks', and tensors with a different
         number of rows or tokens.
         """
-        chunks = self.chunks
         try:
-            sinks, sparse = options.pop("sinks", None), options.pop("sparse", None)
-            q, k, v = (autocast(x) for x in (q, k, v))
-            extend = functools.partial(find_extension, None, None, chunks._adapt(sparse), None)
-            with without_policies():  # a recomputation does less
-                past = self.keep(layer, q, k, v, window)
-            of_chunks, ahead = chunks._keys(window), None
-            asked = _make_options(of_chunks[self.number], options)
-            if chunks.sp.size > 1 and chunks._phase == _FORWARD and self is chunks.chunks[0]:
-                # Later there may be no memory left. To let it grow with each chunk would be slow.
-                ahead = Ahead(
-                    lambda: dict.fromkeys(_make_options(keys, options) for keys in of_chunks),
-                    chunks._find_terms(window),
-                    not chunks._evaluates,
-                )
-        except (TypeError, ValueError, AttributeError) as error:
-            refuse_call(error, chunks.sp.process_group, chunks.sp.double_group)
-        rings = make_rings(chunks.sp.process_group, chunks.sp.double_group)
-        with chunks._keep_results(self, layer):
-            out, _ = attend(rings, q, k, v, sinks, asked, extend, past, ahead)
-        return out
+            kind, tensors = find_kind(window, options)
+        except (TypeError, ValueError) as error:
+            self._refuse(error)
+        return self.mix(layer, kind, q, k, v, *tensors)
 
+    def begin(
+        self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
+    ) -> tuple[Memory, Turn]:
+        """Return the memory of a layer, and its turn on this chunk. `mix` begins with it.
 
-def _make_options(keys: ChunkKeys, given: dict[str, Any]) -> Options:
-    """Return the options of a chunk's call."""
-    return Options(
-        **given,
-        mask=keys.masks[0] if len(keys.masks) == 1 else keys.masks,
-        layout=keys.chunks.layouts[keys.number],
-        kv_layout=keys.layout,
-    )
-
-
-class Kept:
-    """The keys and values of a layer that are kept, and those of the present chunk, in the places
-    that `ChunkKeys` gives them. `close` ends a chunk of the forward, `open` begins one of the
-    backward.
-
-    k, v        (B, T, G, D)
-    sums        of their gradients, in the accumulator's dtype
-    window      that of the layer, if it has one
-    difference  that of the last chunk from what was kept, relative to the most that rounding does
-    """
-
-    def __init__(self, k: Tensor, v: Tensor, tokens: int, window: int | None = None):
-        self.k, self.v = (x.new_empty(len(x), tokens, *x.shape[2:]) for x in (k, v))
-        self.window = window
-        self.difference = torch.zeros((), dtype=torch.float32, device=k.device)
-
-    @functools.cached_property
-    def sums(self) -> tuple[Tensor, Tensor]:
-        wide = accumulator_dtype(self.k.dtype)
-        return torch.zeros_like(self.k, dtype=wide), torch.zeros_like(self.v, dtype=wide)
-
-    def check(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> None:
-        """Raise ValueError for keys, values or a window that are not as in the first chunk."""
-        if window != self.window:
-            raise ValueError(
-                f"expected window={self.window}, as in the first chunk of layer {layer}, got "
-                f"window={window}"
-            )
-        for name, x, earlier in (("k", k, self.k), ("v", v, self.v)):
-            found, expected = ((len(t), *t.shape[2:]) for t in (x, earlier))
-            if found != expected or x.dtype != earlier.dtype:
-                raise ValueError(
-                    f"expected {name} of {expected} rows, heads and head size and {earlier.dtype}, "
-                    f"as in the first chunk of layer {layer}, got {found} and {x.dtype}"
-                )
-
-    @torch.no_grad()
-    def put(self, k: Tensor, v: Tensor, at: slice) -> None:
-        for total, x in ((self.k, k), (self.v, v)):
-            total[:, at] = x
-
-    @torch.no_grad()
-    def close(self, keys: ChunkKeys) -> None:
-        """Forget the keys of a chunk that no later one sees."""
-        if keys.kept != keys.own:
-            for x in (self.k, self.v):
-                x[:, keys.kept] = x[:, keys.last].clone()
-
-    @torch.no_grad()
-    def open(self, k: Tensor, v: Tensor, keys: ChunkKeys) -> None:
-        """Compare the keys and values of a chunk with the kept ones, and make room for all of its
-        sums. Keys that no later chunk sees have sums of 0.
+        Raises ValueError as `attend`, on this rank only.
         """
-        last = slice(keys.last.start - keys.own.start, None)
-        self.difference = torch.maximum(
-            find_difference(k[:, last], self.k[:, keys.kept]),
-            find_difference(v[:, last], self.v[:, keys.kept]),
-        )
-        if keys.kept != keys.own:
-            for x in self.sums:
-                later = x[:, keys.kept].clone()
-                x[:, keys.own] = 0
-                x[:, keys.last] = later
+        return self.chunks._begin(self, layer, kind, q, k, v, *tensors)
+
+    @not_compiled
+    def mix(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
+        """Do what `attend` does, for any kind of layer."""
+        try:
+            q, k, v = (autocast(x) for x in (q, k, v))
+            with without_policies():  # a recomputation does less
+                memory, turn = self.begin(layer, kind, q, k, v, *tensors)
+                compute = memory.keep(turn, q, k, v, *tensors)
+        except (TypeError, ValueError, AttributeError) as error:
+            self._refuse(error)
+        keeps = memory.keeps_results
+        with self.chunks._keep_results(self, layer) if keeps else nullcontext():
+            return compute()
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        refuse_call(error, self.sp.process_group, self.sp.double_group)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..base.arguments import as_bool
 from ..base.compiled import not_compiled
 from ..calls.refusal import refuse_call
-from ..kernels import few_queries
+from ..memories.new_tokens import NewTokens
 from ..ranks.agreement import admit_one_thread, agree, report_failure, run_together
 from ..ranks.rings import Rings, make_rings
 from ..transport.torch_dist import TorchTransport
@@ -54,8 +54,8 @@ class Decoder:
     then a new one is made.
 
     The model must do the same work for each token. Its work on the host is done only when the graph
-    is made. Its weights may change in place only. Drop the Decoder before the ranks' group is
-    destroyed: NCCL waits until graphs that use it are gone.
+    is made. Its weights may change in place only. Close the Decoder before the ranks' group is
+    destroyed, or use it as a context: NCCL waits until graphs that use it are gone.
 
     Raises TypeError for a graph that is no bool.
     """
@@ -63,14 +63,20 @@ class Decoder:
     def __init__(self, model: Callable[..., Tensor], cache: Cache, graph: bool | None = None):
         self.model, self.cache = model, cache
         self._graph_asked = None if graph is None else as_bool("graph", graph)
-        # those of the layers, once one token was computed without a graph
-        self._windows: list[int | None] | None = None
+        # what the last token needed that was computed without a graph, if it was a single one
+        self._numbers: list[tuple[Hashable, ...]] | None = None
         self._step: _Step | None = None
-        self._sparse_lens = self._find_sparse_lens()
+        self._variant = cache.variant(cache.length + 1)
 
-    def _find_sparse_lens(self) -> set[int]:
-        """Return each `dense_len` with which the next token's attention is sparse."""
-        return {least for least in self.cache._dense_lens if self.cache.length + 1 >= least}
+    def close(self) -> None:
+        """Drop the graph. A later call makes another one."""
+        self._step = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @not_compiled
     @torch.inference_mode()
@@ -89,17 +95,18 @@ class Decoder:
             refuse_call(error, sp.process_group, sp.double_group, "a call of a Decoder")
         count = tokens.shape[1]
         rings = make_rings(sp.process_group, sp.double_group)
-        if self._sparse_lens != (sparse_lens := self._find_sparse_lens()):
+        if self._variant != (variant := self.cache.variant(self.cache.length + 1)):
             # layers that turned sparse have other kernels, which run without a graph first
-            self._windows = self._step = None
-            self._sparse_lens = sparse_lens
-        if count == 1 and self._windows is not None and self._replays(rings):
-            return self._replay(rings, tokens, self._windows)
+            self._numbers = self._step = None
+            self._variant = variant
+        if count == 1 and self._numbers is not None and self._replays(rings):
+            return self._replay(rings, tokens, self._numbers)
         length = self.cache.length
         positions = torch.arange(length, length + count, device=tokens.device)
         logits = self.model(tokens, positions, cache=self.cache)
         if count == 1:
-            self._windows = [*self.cache._new.spans]
+            assert self.cache._new is not None, "the model has begun them"
+            self._numbers = [*self.cache._new.sent]
         return logits
 
     def _replays(self, rings: Rings) -> bool:
@@ -118,38 +125,42 @@ class Decoder:
 
     def _find_obstacle(self, rings: Rings) -> str | None:
         """Return why a graph cannot compute a step, or None if it can."""
-        keys = [kept.k for kept in self.cache._kept.values()]
-        if any(few_queries.find_kernels(k) is few_queries for k in keys):
-            return f"keys are {keys[0].dtype} on {keys[0].device}, for which there is no kernel"
-        if len({k.device for k in keys}) > 1:
+        memories = self.cache._memories.values()
+        if reason := next(filter(None, (memory.graph_obstacle() for memory in memories)), None):
+            return reason
+        if len({memory.difference.device for memory in memories}) > 1:
             return "the layers are on several GPUs"
         if rings.double or not all(isinstance(ring, TorchTransport) for ring in rings.shared):
             return "the ranks are no single group of torch.distributed"
         return None
 
-    def _replay(self, rings: Rings, tokens: Tensor, windows: list[int | None]) -> Tensor:
+    def _replay(
+        self, rings: Rings, tokens: Tensor, numbers: Sequence[tuple[Hashable, ...]]
+    ) -> Tensor:
         """Compute one token by the graph. The first call makes it."""
         doing, cache = "a step of a Decoder", self.cache
-        keys = next(iter(cache._kept.values())).k
+        memory = next(iter(cache._memories.values()))
 
         def describe() -> dict[str, Any]:
             cache._check_ready(1)
-            if tokens.shape != (len(keys), 1):
-                raise ValueError(f"expected tokens ({len(keys)}, 1), got {tuple(tokens.shape)}")
+            if tokens.shape != (memory.rows, 1):
+                raise ValueError(f"expected tokens ({memory.rows}, 1), got {tuple(tokens.shape)}")
             return {"length": cache.length, "limit": cache.limit}
 
-        with torch.cuda.device_of(keys), admit_one_thread(rings, doing):
+        with torch.cuda.device_of(memory.difference), admit_one_thread(rings, doing):
             agree(rings, "a Decoder", describe)
-            cache._begin(1)
+            new = cache._begin(rings, 1)
             if self._step is None:
                 for ring in rings.shared:
                     assert isinstance(ring, TorchTransport), "others are obstacles"
                     ring.start_watch()
-                record = functools.partial(_Step.record, self.model, cache, windows)
+                device = memory.difference.device
+                record = functools.partial(_Step.record, self.model, cache, new, numbers, device)
                 self._step = run_together(rings, "the making of a Decoder's graph", record)
             with report_failure(rings, doing):
-                self._step.fill(tokens, cache)
+                self._step.fill(tokens, new)
                 self._step.graph.replay()
+                new.differs = self._step.differs
                 cache._lengths = [cache.length] * cache.layers
                 return self._step.logits.clone()
 
@@ -158,40 +169,50 @@ class Decoder:
 class _Step:
     """A recorded step, and the memory on the GPU that it reads and writes.
 
+    names    of the numbers that layers read, as NewTokens.on takes them
     tokens   (B, 1) int64
-    numbers  int64: the position, the place of its key, and for each window the first key that the
-             token sees and the key after its last one
+    numbers  int64: the numbers with these names, one after the other
     logits   (B, 1, V)
+    differs  whether ranks were given other tokens, () bool, or None if they do not compare them
     """
 
     graph: torch.cuda.CUDAGraph
-    windows: list[int | None]
+    names: Sequence[tuple[Hashable, ...]]
     tokens: Tensor
     numbers: Tensor
     logits: Tensor
+    differs: Tensor | None
 
     @staticmethod
-    def record(model: Callable[..., Tensor], cache: Cache, windows: list[int | None]) -> _Step:
+    def record(
+        model: Callable[..., Tensor],
+        cache: Cache,
+        new: NewTokens,
+        names: Sequence[tuple[Hashable, ...]],
+        device: torch.device,
+    ) -> _Step:
         """Record the tokens that the cache has begun, without computing them."""
-        keys, new = next(iter(cache._kept.values())).k, cache._new
-        tokens = torch.zeros(len(keys), 1, dtype=torch.int64, device=keys.device)
-        numbers = torch.zeros(2 + 2 * len(windows), dtype=torch.int64, device=keys.device)
-        new.first, new.on_device = numbers[:1], numbers[1:2]
-        new.spans = dict(zip(windows, numbers[2:].view(-1, 1, 2), strict=True))
+        rows = next(iter(cache._memories.values())).rows
+        tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        names = [("first",), *(name for name in names if name != ("first",))]
+        shapes = [torch.tensor(new.find(*name)).shape for name in names]
+        sizes = [shape.numel() for shape in shapes]
+        numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        parts = zip(numbers.split(sizes), shapes, strict=True)
+        new.sent = dict(zip(names, (x.view(shape) for x, shape in parts), strict=True))
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads, as those that watch ranks, need not stop meanwhile
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                logits = model(tokens, numbers[:1], cache=cache)
+                logits = model(tokens, new.sent["first",], cache=cache)
         except RuntimeError as error:
             raise RuntimeError(
                 f"no CUDA graph can be made of this model, pass graph=False to Decoder: {error}"
             ) from error
-        return _Step(graph, windows, tokens, numbers, logits)
+        return _Step(graph, names, tokens, numbers, logits, new.differs)
 
-    def fill(self, tokens: Tensor, cache: Cache) -> None:
+    def fill(self, tokens: Tensor, new: NewTokens) -> None:
         """Write the inputs of the tokens that the cache has begun."""
-        new = cache._new
-        spans = [end for window in self.windows for end in cache._find_spans(window)[0]]
+        found = [torch.tensor(new.find(*name)).flatten() for name in self.names]
         self.tokens.copy_(tokens)
-        self.numbers.copy_(torch.tensor([new.start, *new.places, *spans]))
+        self.numbers.copy_(torch.cat(found))

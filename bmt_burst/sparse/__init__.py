@@ -9,7 +9,8 @@ choice      the definition of the choice, by `torch_choice`, or on GPUs `triton_
 blocks      the chosen blocks beyond the window, as places in a sequence
 far         attention to them, by `torch_far`, or on GPUs `triton_far`
 tiles       the blocks of neighbouring queries, and the queries of each block, for GPUs
-cache       attention of new tokens to a cache of keys and values
+memory      what a layer keeps of earlier tokens
+key_sums    sums of keys by which new tokens choose, and their attention
 triton_decoding  the same for a `bmt_burst.Cache` on GPUs, also in CUDA graphs
 spans       gathers tokens of the sequence from all ranks, and returns gradients to their owners
 plan        the part of a rank in a call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from ..strategies import Plan, Problem, choose
 from ..strategies.extension import Extension, Tensors
 from .choice import find_fault
 from .config import InfLLMV2
+from .memory import SparseMemory
 from .plan import SparsePlan
 from .queries import find_longest, near_mask
 
@@ -32,6 +34,7 @@ class Sparse(Extension):
 
     name = "sparse attention"
     takes_two_lengths = True
+    memory = SparseMemory
 
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
         if self.config is not None and not isinstance(self.config, InfLLMV2):
@@ -42,7 +45,7 @@ class Sparse(Extension):
             raise ValueError(f"expected choose_by together with use_nope=True, got {got}")
 
     def prepare(self, tensors: Tensors, q: Tensor) -> Tensors:
-        found = (x.detach().reshape(*q.shape[:2], *x.shape[-2:]) for x in tensors)
+        found = (x.detach() if x.dim() == 4 else x.detach().unsqueeze(0) for x in tensors)
         return tuple(functional.pad(x.to(q.dtype), (0, q.shape[-1] - x.shape[-1])) for x in found)
 
     def join_rows(self, tensors: Tensors) -> Tensors:
@@ -70,6 +73,12 @@ class Sparse(Extension):
         if mask is not None and (fault := find_fault(mask)):
             raise ValueError(fault)
         return self
+
+    def in_chunks(self, masks: Sequence[Mask]) -> Self | None:
+        assert self.config, "a layer's extension has constants"
+        if masks and self.config.is_dense(max(map(find_longest, masks))):
+            return None
+        return replace(self, config=replace(self.config, dense_len=-1))
 
     def terms(self, tensors: Tensors) -> dict[str, Any]:
         return {"sparse": str(self.config), "kept choices": is_recomputing()}

@@ -19,11 +19,12 @@ from ..kernels.triton import precision
 from ..kernels.triton_blocks import scores_of
 from ..kernels.triton_few_queries import add_values, choose_shape, count_programs, store_part
 from ..kernels.triton_memory import INFINITY, LOG2_E, read, token_at, wide
+from ..memories.protocol import select_rows
 from ..merging.parts import Partials
 from ..spec import Spec
-from .cache import KeySums
 from .compressed import CompressedKeys
 from .config import InfLLMV2
+from .key_sums import KeySums
 from .triton_choice import Piece, Tiles, choose_in_spans, count_parts, count_queries, split
 
 _RECENT = tl.constexpr(8)  # sums of strides that are kept: a kernel 2 has 8 of them
@@ -53,6 +54,14 @@ class DecodingKeys:
         if sums is not None:
             self._copy(sums, k.dtype)
 
+    def select_rows(self, rows: Tensor) -> bool:
+        """Keep these rows (N,) int64 of the batch. Return whether that is in place."""
+        before, batch = self._recent, len(self._recent)
+        self._recent = select_rows(before, rows)
+        each = (select_rows(x.unflatten(1, (batch, -1)), rows, 1) for x in self._keys)
+        self._keys = CompressedKeys(*(x.flatten(1, 2) for x in each))
+        return self._recent is before
+
     def _copy(self, sums: KeySums, dtype: torch.dtype) -> None:
         for row, found in enumerate(sums.compress()):
             for x, kept, most in zip(found, self._keys, (1, 4), strict=True):
@@ -76,6 +85,7 @@ class DecodingKeys:
     def attend(
         self,
         q: Tensor,
+        by_q: Tensor,
         k: Tensor,
         v: Tensor,
         at_hand: KeysAtHand,
@@ -86,7 +96,7 @@ class DecodingKeys:
         """Return the attention of new tokens, whose keys were added, to the keys at hand in the
         blocks that they choose.
 
-        q         (B, S, H, D)
+        q, by_q   (B, S, H, D), the queries, and those to choose by
         k, v      (B, T, G, D)
         first     (1,) int64, the position of the first one, on q's device
         prepared  what layers share that compute these tokens
@@ -94,13 +104,13 @@ class DecodingKeys:
         groups, splits = k.shape[2], self._count_splits(q, k.shape[2])
         found = []
         for start in range(0, q.shape[1], _MOST_TOKENS):
-            part = q[:, start : start + _MOST_TOKENS].contiguous()
+            part, by = (x[:, start : start + _MOST_TOKENS].contiguous() for x in (q, by_q))
             size = count_queries(part, self.sparse, groups)
             key = start, size, self._strides, self.sparse
             if key not in prepared:
                 stop = first + q.shape[1]
                 prepared[key] = self._find_tiles(part, size, first + start, stop)
-            found.append(self._attend(part, k, v, at_hand, prepared[key], splits, spec))
+            found.append(self._attend(part, by, k, v, at_hand, prepared[key], splits, spec))
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
 
@@ -114,6 +124,7 @@ class DecodingKeys:
     def _attend(
         self,
         q: Tensor,
+        by_q: Tensor,
         k: Tensor,
         v: Tensor,
         at_hand: KeysAtHand,
@@ -125,7 +136,7 @@ class DecodingKeys:
         batch, tokens, heads, head_size = q.shape
         groups, most = k.shape[2], self.sparse.most_blocks
         share = heads // groups
-        chosen = choose_in_spans(q.flatten(0, 1), tiles, self._keys, self.sparse, spec.scale)
+        chosen = choose_in_spans(by_q.flatten(0, 1), tiles, self._keys, self.sparse, spec.scale)
         shape = choose_shape(q, share)
         outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
         lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -45,11 +45,14 @@ class Extension(ABC):
     name               what messages call it
     brings             the argument that brings a mask, if any
     takes_two_lengths  whether queries and keys may be other tokens, or lie elsewhere
+    memory             the class of a layer's memory, as memories.keys.KeyMemory, which is used for
+                       None
     """
 
     name: str
     brings: str = "nothing"
     takes_two_lengths: bool = False
+    memory: ClassVar[Any] = None
 
     @property
     def mask(self) -> Mask | None:
@@ -95,6 +98,14 @@ class Extension(ABC):
 
         Raises ValueError if it does not fit the call.
         """
+
+    def in_chunks(self, masks: Sequence[Mask]) -> Self | None:
+        """Return the extension for chunks of a sequence with these masks, one for each row or one
+        for all, or for new tokens if there are none. None: they are dense.
+
+        Raises ValueError if there are no chunks of it.
+        """
+        return self
 
     @abstractmethod
     def terms(self, tensors: Tensors) -> dict[str, Any]:

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmt_burst import Scores, burst_attn_func
+from bmt_burst import Cache, Scores, burst_attn_func
 from bmt_burst.base.compiled import fused_on_gpus
 from bmt_burst.base.dtypes import accumulator_dtype
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum
-from bmt_burst.nn import KVCache, Layouts, SequenceParallelModule
+from bmt_burst.nn import Layouts, SequenceParallelModule
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
 from models.blocks import Layers, Runner, Saving
 
@@ -71,7 +71,7 @@ class Norm(nn.Module):
 class SelfAttention(SequenceParallelModule):
     """The first part of a block: x to (x + attention(norm(x))) / residual_divisor.
 
-    The attention is over the ranks of `sp`, or to a KVCache. `options` are passed to
+    The attention is over the ranks of `sp`, or to a Cache. `options` are passed to
     burst_attn_func. Modules without a forward give weights the names of checkpoints.
     """
 
@@ -106,7 +106,7 @@ class SelfAttention(SequenceParallelModule):
         added: Tensor,
         scores: RowScores | None,
         layout: Layouts | None,
-        cache: KVCache | None,
+        cache: Cache | None,
     ) -> Tensor:
         """Compute the attention: (B, S, H * D).
 
@@ -118,10 +118,6 @@ class SelfAttention(SequenceParallelModule):
         Raises ValueError for a cache if `sp` has more than one rank.
         """
         if cache is not None:
-            if self.sp.size > 1:
-                raise ValueError(
-                    f"a KVCache holds one rank's tokens, sp has {self.sp.size} ranks: use sp=None"
-                )
             k, v = cache.extend(self.layer, k, v)
         if scores is None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -173,7 +169,7 @@ class Block(nn.Module):
         added: Tensor,
         scores: RowScores | None = None,
         layout: Layouts | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Apply the block to x (B, S, E). SelfAttention.attend explains the other arguments."""
         saving = self.saving if cache is None else Saving()
@@ -266,7 +262,7 @@ class LiveModel(SequenceParallelModule):
         x: Tensor,
         scores: RowScores | None,
         layout: Layouts | None,
-        cache: KVCache | None,
+        cache: Cache | None,
         rows: Tensor | None,
     ) -> Tensor:
         """Compute the encoder's hidden states of x (B, S, E), after its norm.

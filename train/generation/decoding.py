@@ -8,31 +8,26 @@ time and memory in proportion to the tokens before it.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from bmt_burst import Cache as SharedCache
-from bmt_burst import Decoder, Scores
+from bmt_burst import Cache, Decoder, Scores
 from bmt_burst.bias.call_bias import CallBias, Segments
-from bmt_burst.sparse.cache import KeySums
-from models.config import CPMConfig
+from bmt_burst.memories.protocol import reserve_memory
 from models.cpm import CPM
 from models.cpm_ant import CPMAnt, ant_scores
 from models.cpm_bee import CPMBee, bee_scores
-from models.cpm_live.config import LiveConfig
 from models.cpm_live.layers import LiveModel
 from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
 from train.generation.text_rules import TextRules
 
-_PIECE = 8192  # tokens of a prompt
 _TICK = 1.0  # seconds between signs of life, at least
 
 Choose = Callable[[Tensor], int]  # a token from logits (V,)
@@ -98,36 +93,6 @@ def _sample(
     return int(tokens[torch.multinomial(probs, 1, generator=generator)])
 
 
-class Cache:
-    """Keys and values of up to `limit` tokens for layers of softmax attention, and states for those
-    of lightning attention: a bmt_burst.nn.SparseKVCache and a StateCache. Raises ValueError if
-    there is not enough memory.
-    """
-
-    def __init__(self, config: CPMConfig | LiveConfig, limit: int, like: Tensor):
-        layers: Sequence[int] = range(config.num_layers)
-        if isinstance(config, CPMConfig):
-            layers = config.attention_layers
-        self._places = {layer: place for place, layer in enumerate(layers)}
-        shape = (len(layers), 1, limit, config.num_kv_heads, config.head_dim)
-        try:
-            self._k, self._v = like.new_empty(shape), like.new_empty(shape)
-        except RuntimeError as error:
-            raise ValueError(
-                f"not enough memory for the keys and values of {counted(limit, 'token')}"
-            ) from error
-        self._filled = [0] * len(layers)
-        self.key_sums: dict[int, KeySums] = {}
-        self.states: dict[int, Tensor] = {}
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        place = self._places[layer]
-        start, stop = self._filled[place], self._filled[place] + k.shape[1]
-        self._k[place, :, start:stop], self._v[place, :, start:stop] = k, v
-        self._filled[place] = stop
-        return self._k[place, :, :stop], self._v[place, :, :stop]
-
-
 class Speed:
     """The times of a prompt and of the tokens after it.
 
@@ -179,88 +144,46 @@ def continue_text(
     """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
 
     rules  how texts begin and end. By default, nothing is put in front of them
-    chunk  the most tokens of the prompt that all ranks of the model compute at once. By default
-           all, or 8,192 if the model has lightning layers. Then the first chunk of a prompt with
-           sparse attention has at least dense_len tokens
+    chunk  the most tokens of the prompt that all ranks of the model compute at once, by default all
     speed  notes the times
 
     Rotary scalings by length use that of the text so far, as in transformers: earlier tokens are
     not rotated again. If the model has several ranks, all call this, and `choose` must return the
-    same token on each. Models with lightning layers have one rank.
+    same token on each.
     """
     rules = rules or TextRules()
     begin, given = rules.encode(tokenizer, prompt)
     ids = begin + given
     speed, limit = speed or Speed(), len(ids) + tokens
-    cache, fresh = _make_cache(model, limit, chunk), ids
     rules.warn(tokenizer, prompt, len(ids), tokens)
-    if model.config.lightning_layers:
-        chunk = chunk or _PIECE
-    speed.begin()
-    for _ in range(tokens):
-        logits = _compute(model, cache, fresh, len(ids) - len(fresh), chunk, speed)
-        token = choose(logits[0, -1, : tokenizer.vocab_size])
-        speed.note(len(fresh), fresh is ids)
-        if rules.ends(tokenizer, token):
-            break
-        fresh = [token]
-        ids = ids + fresh
+    fresh = ids
+    with Decoder(model, Cache(model.sp, model.config.num_layers, limit)) as decoder:
+        speed.begin()
+        for _ in range(tokens):
+            logits = _compute(model, decoder, fresh, len(ids) - len(fresh), chunk, speed)
+            token = choose(logits[0, -1, : tokenizer.vocab_size])
+            speed.note(len(fresh), fresh is ids)
+            if rules.ends(tokenizer, token):
+                break
+            fresh = [token]
+            ids = ids + fresh
     return rules.decode(tokenizer, ids[len(begin) :])
 
 
-def _make_cache(model: CPM, limit: int, chunk: int | None) -> Cache | Decoder:
-    """Return an empty cache of up to `limit` tokens, or a decoder with one.
-
-    Only a cache on one rank has states of lightning layers and, without chunks, the keys before
-    their rotation by which use_nope chooses.
-    """
-    sparse = model.config.sparse
-    by_nope = sparse is not None and sparse.use_nope and model.sp.size == 1 and chunk is None
-    if model.config.lightning_layers or by_nope:
-        return Cache(model.config, limit, model.norm.weight)
-    return Decoder(model, SharedCache(model.sp, model.config.num_layers, limit))
-
-
 def _compute(
-    model: CPM,
-    cache: Cache | Decoder,
-    fresh: list[int],
-    start: int,
-    chunk: int | None,
-    speed: Speed,
+    model: CPM, decoder: Decoder, fresh: list[int], start: int, chunk: int | None, speed: Speed
 ) -> Tensor:
     """Return the logits of the last of some tokens, (1, any, V). They begin at position `start`."""
     device = model.norm.weight.device
     tokens = torch.tensor([fresh], device=device)
-    positions = torch.arange(start, start + len(fresh), device=device)
-    logits: Tensor
-    if isinstance(cache, Cache):
-        sizes = _cut_prompt(model.config, len(fresh), chunk or len(fresh))
-        for end, *piece in zip(
-            itertools.accumulate(sizes), tokens.split(sizes, 1), positions.split(sizes), strict=True
-        ):
-            logits = model(*piece, cache=cache, last=int(end == len(fresh)))
-            speed.alive(f"computed tokens to {start + end - 1}")
-        return logits
     # a chunk cannot have fewer tokens than ranks
     if start or len(fresh) < model.sp.size:
-        return cache(tokens)
-    for part in cache.cache.prefill(len(fresh), chunk):
+        return decoder(tokens)
+    positions, logits = torch.arange(len(fresh), device=device), tokens
+    for part in decoder.cache.prefill(len(fresh), chunk):
         speed.alive(f"computing tokens {part.positions[0]} to {part.positions[1] - 1}")
         logits = model(part.shard(tokens), part.shard(positions, 0), cache=part)
     return logits
-
-
-def _cut_prompt(config: CPMConfig, tokens: int, chunk: int) -> list[int]:
-    """Return the number of tokens of each chunk of a prompt.
-
-    Sparse attention to a cache of less than dense_len tokens is dense. That of a prompt with as
-    many is sparse from its first token on, so its first chunk has as many.
-    """
-    first, sparse = min(chunk, tokens), config.sparse
-    if sparse is not None and not sparse.is_dense(tokens):
-        first = max(first, sparse.dense_len)
-    return [first, *(min(chunk, tokens - at) for at in range(first, tokens, chunk))]
 
 
 class _Row:
@@ -273,11 +196,12 @@ class _Row:
                 f"limit={limit} must be at least {scores.seq_len}, the number of tokens of the row"
             )
         self.model, self.count, self.limit = model, scores.seq_len, limit
-        self.cache = Cache(model.config, limit, weight)
+        self.cache = Cache(model.sp, model.config.num_layers, limit)
         self._pairs = scores.pairs.to(weight.device)
         self._distances = scores.distances.to(weight.device)
         self._other = scores.other
-        self._tokens = torch.zeros(4, limit, dtype=torch.int32, device=weight.device)
+        with reserve_memory(limit):
+            self._tokens = torch.zeros(4, limit, dtype=torch.int32, device=weight.device)
         self._tokens[:, : self.count] = scores.tokens(torch.arange(self.count)).to(weight.device)
 
     def add(self, group: int, base: int, segment: int) -> Tensor:

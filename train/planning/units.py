@@ -21,9 +21,10 @@ from torch import Tensor
 
 from bmt_burst import Chunks, Mask
 from bmt_burst.calls.autograd import Past
-from bmt_burst.parts.chunks import Chunk
 from bmt_burst.loss import tile_tokens
-from bmt_burst.nn import LightningAttention
+from bmt_burst.memories.keys import KeyMemory, Softmax
+from bmt_burst.nn import LightningAttention, Part, find_part
+from bmt_burst.parts.chunks import Chunk
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
@@ -195,12 +196,19 @@ def _begin_last_chunk(shape: Shape, tokens: int) -> tuple[Iterator[Chunk], Chunk
     )
     for chunk in chunks.forward():
         for layer in range(shape.layers):
-            chunk.keep(layer, q, k, v)
+            _keep(chunk, layer, q, k, v)
     backward = chunks.backward()
     last = next(backward)
-    pasts = [last.keep(layer, q, k, v) for layer in range(shape.layers)]
+    pasts = [_keep(last, layer, q, k, v) for layer in range(shape.layers)]
     kept = [x for past in pasts for x in (past.k, past.v, past.dk, past.dv) if x is not None]
     return backward, last, kept
+
+
+def _keep(chunk: Chunk, layer: int, *qkv: Tensor) -> Past:
+    """Keep k and v of a chunk. Return all that its queries see."""
+    memory, turn = chunk.begin(layer, Softmax(), *qkv)
+    assert isinstance(memory, KeyMemory), "softmax attention keeps keys"
+    return memory.put(turn, *qkv[1:])
 
 
 Run = Callable[[Tensor], Tensor]
@@ -210,8 +218,8 @@ def _find_blocks(model: CPM, tables: tuple[Tensor, ...], chunk: Chunk | None) ->
     """Return the forward of all blocks. `tables` are those of rotary positions."""
 
     def run(x: Tensor) -> Tensor:
-        seen = chunk, None, None  # no documents
-        return model.saving.run_all(model.layers, x, *tables, *seen, keep=tables)
+        part = find_part(model.sp, chunk)  # without documents
+        return model.saving.run_all(model.layers, x, *tables, part, keep=tables)
 
     return run
 
@@ -268,10 +276,8 @@ class _Attention:
         self.levels: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: Chunk | None, *_: Any
-    ) -> Tensor:
-        past = None if chunk is None else chunk.keep(layer, q, k, v)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, part: Part, *_: Any) -> Tensor:
+        past = _keep(part, layer, q, k, v) if isinstance(part, Chunk) else None
         return _Attend.apply(q, k, v, self, past).flatten(2)
 
     def pass_states(self, _layer: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:

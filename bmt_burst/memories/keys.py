@@ -1,0 +1,270 @@
+"""Softmax attention as a kind of layer. Its memory holds keys and values.
+
+Letters: B batch, C tokens of a rank in a chunk, S new tokens, T keys of a rank, H query heads, G kv
+heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..base.compiled import not_compiled
+from ..base.differences import find_difference
+from ..base.dtypes import accumulator_dtype
+from ..calls.autograd import Past
+from ..calls.call import attend
+from ..calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
+from ..calls.options import Ahead, Layouts, Masks, Options
+from ..calls.refusal import refuse_call
+from ..kernels.few_queries import find_kernels, has_kernels
+from ..merging.parts import Partials
+from ..merging.sinks import decoded_with_sinks
+from ..ranks.rings import make_rings
+from ..ranks.sequence_parallel import SequenceParallel
+from ..sequence.chunk_keys import ChunkKeys, count_places, find_keys
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask
+from ..spec import Spec
+from ..strategies import GROUP_BYTES
+from ..strategies.extension import Extension
+from .new_tokens import NewTokens, count_own
+from .protocol import Kind, Memory, Room, Turn, reserve_memory, select_rows
+
+_MOST_BATCHES = 32  # their masks within a window are kept
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Softmax attention with options of burst_attn_func. Its tensors are sinks (H,) or None, and
+    then those of the extension.
+
+    scale      positive factor of the scores, by default 1 / sqrt(D)
+    window     a token sees only itself and the window - 1 tokens before it, if the mask allows
+    extension  what narrows or adds to the visible pairs
+    """
+
+    scale: float | None = None
+    flash: str = "auto"
+    deterministic: bool = False
+    strategy: str = "auto"
+    backward: str = "auto"
+    group_bytes: int = GROUP_BYTES
+    softcap: float | None = None
+    window: int | None = None
+    extension: Extension | None = None
+    name: ClassVar[str] = "softmax attention"
+
+    @not_compiled
+    def attend(self, part: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
+        sp, mask, layout = part.sp, part.mask, part.layout
+        sinks, *others = tensors or (None,)
+        if self.window is not None:
+            mask, layout = _find_rows(self.window, mask, layout, q, sp)
+        rings = make_rings(sp.process_group, sp.double_group)
+        asked = self._options(mask=mask, causal=mask is None, layout=layout)
+        out, _ = attend(rings, q, k, v, sinks, asked, lambda: (self.extension, tuple(others)))
+        return out
+
+    def _options(self, **more: Any) -> Options:
+        return Options(
+            softmax_scale=self.scale,
+            flash=self.flash,
+            deterministic=self.deterministic,
+            strategy=self.strategy,
+            backward=self.backward,
+            group_bytes=self.group_bytes,
+            softcap=self.softcap,
+            **more,
+        )
+
+    def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> KeyMemory:
+        make = KeyMemory if self.extension is None else self.extension.memory or KeyMemory
+        return make(self, room, k, v)
+
+    def spec(self, q: Tensor) -> Spec:
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return Spec(scale, self.deterministic, self.softcap)
+
+
+class KeyMemory(Memory):
+    """Keys and values of a layer. Those of chunks lie in the places that `ChunkKeys` gives them,
+    and those of new tokens follow.
+
+    kept  the keys, the values, and what else a subclass keeps of each token, (B, T, G, D) each
+    """
+
+    def __init__(self, kind: Softmax, room: Room, *like: Tensor):
+        self.kind, self.room, self.rows = kind, room, len(like[0])
+        # that of a chunk: some extensions are dense in short sequences
+        self.extension = kind.extension and kind.extension.in_chunks(room.masks)
+        self.keys: tuple[ChunkKeys, ...] = ()
+        count = 0
+        if room.chunks is not None:
+            keeps_all = room.limit is not None
+            of_sequence = room.masks, room.chunks, room.sp.rank
+            self.keys = find_keys(*of_sequence, kind.window, keeps_all)
+            count = count_places(self.keys)
+        if room.limit is not None:
+            count += count_own(room.sp, room.length, room.limit)
+        with reserve_memory(room.limit):
+            self.kept = [x.new_empty(len(x), count, *x.shape[2:]) for x in like]
+        self.difference = torch.zeros((), dtype=torch.float32, device=like[0].device)
+
+    @functools.cached_property
+    def sums(self) -> list[Tensor]:
+        """The sums of gradients of keys and values, in the accumulator's dtype."""
+        return [torch.zeros_like(x, dtype=accumulator_dtype(x.dtype)) for x in self.kept[:2]]
+
+    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> None:
+        layer = self.room.layer
+        if not isinstance(kind, Softmax):
+            raise ValueError(f"layer {layer} keeps keys of {self.kind.name}, got {kind.name}")
+        for name in ("window", "extension"):
+            expected, found = getattr(self.kind, name), getattr(kind, name)
+            if found != expected:
+                raise ValueError(
+                    f"expected {name}={expected}, as in earlier calls of layer {layer}, got "
+                    f"{name}={found}"
+                )
+        if v.shape[3] != q.shape[3]:
+            raise ValueError(
+                f"chunks and caches take values of the keys' head size, {q.shape[3]}, got "
+                f"{v.shape[3]}"
+            )
+        for name, x, earlier in zip("kv", (k, v), self.kept, strict=False):
+            had, got = ((len(t), *t.shape[2:]) for t in (earlier, x))
+            if got != had or x.dtype != earlier.dtype or x.device != earlier.device:
+                raise ValueError(
+                    f"expected {name} of {had} rows, heads and head size, {earlier.dtype} on "
+                    f"{earlier.device}, as in earlier calls of layer {layer}, got {got}, {x.dtype} "
+                    f"on {x.device}"
+                )
+
+    def keep(
+        self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
+    ) -> Callable[[], Tensor]:
+        past = self.put(turn, k, v)
+        sinks, *others = tensors or (None,)
+        return functools.partial(self._attend_chunk, turn, past, q, k, v, sinks, *others)
+
+    def put(self, turn: Turn, *tensors: Tensor) -> Past:
+        """Keep k, v and what else is kept, (B, C, G, D) each, of a chunk. Return all keys and
+        values that its queries see, with the sums of their gradients if a backward follows.
+        """
+        keys = self.keys[turn.number]
+        if turn.differentiates and turn.is_first and turn.number < len(self.keys) - 1:
+            self._open(tensors, keys)
+        with torch.no_grad():
+            for kept, x in zip(self.kept, tensors, strict=True):
+                kept[:, keys.own] = x
+        k, v = (x[:, keys.seen] for x in self.kept[:2])
+        dk, dv = (x[:, keys.seen] for x in self.sums) if turn.differentiates else (None, None)
+        return Past(k, v, dk, dv, slice(keys.own.start - keys.seen.start, None), turn.begin)
+
+    def _attend_chunk(
+        self,
+        turn: Turn,
+        past: Past,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        *others: Tensor,
+    ) -> Tensor:
+        sp, ahead = self.room.sp, None
+        others = others if self.extension else ()
+
+        def find(keys: ChunkKeys) -> Options:
+            return self.kind._options(
+                mask=keys.masks[0] if len(keys.masks) == 1 else keys.masks,
+                layout=keys.chunks.layouts[keys.number],
+                kv_layout=keys.layout,
+            )
+
+        if turn.reserves:
+            # Later there may be no memory left. To let it grow with each chunk would be slow.
+            terms = turn.terms | {"window": self.kind.window}
+            ahead = Ahead(lambda: dict.fromkeys(map(find, self.keys)), terms, turn.with_backward)
+        rings = make_rings(sp.process_group, sp.double_group)
+        asked = find(self.keys[turn.number])
+        out, _ = attend(rings, q, k, v, sinks, asked, lambda: (self.extension, others), past, ahead)
+        return out
+
+    @torch.no_grad()
+    def close(self, number: int) -> None:
+        keys = self.keys[number]
+        if keys.kept != keys.own:
+            for x in self.kept:
+                x[:, keys.kept] = x[:, keys.last].clone()
+
+    @torch.no_grad()
+    def _open(self, tensors: Iterable[Tensor], keys: ChunkKeys) -> None:
+        """Compare the keys and values of a chunk with the kept ones, and make room for all of its
+        sums. Keys that no later chunk sees have sums of 0.
+        """
+        last = slice(keys.last.start - keys.own.start, None)
+        pairs = zip(tensors, self.kept, strict=True)
+        each = [find_difference(x[:, last], kept[:, keys.kept]) for x, kept in pairs]
+        self.difference = torch.stack([x.float() for x in each]).amax()
+        if keys.kept != keys.own:
+            for x in self.sums:
+                later = x[:, keys.kept].clone()
+                x[:, keys.own] = 0
+                x[:, keys.last] = later
+
+    def attend(self, new: NewTokens, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
+        sinks, *others = tensors or (None,)
+        find_kernels(k).put(k, v, *self.kept[:2], new.on(k.device, "places"))
+        parts = self._attend_part(new, q, k, *others)
+        out, lse = new.merge(parts, q, v, q.dtype if sinks is None else None)
+        if sinks is not None:
+            out = decoded_with_sinks(out, lse.transpose(1, 2), sinks).to(q.dtype)
+        return out
+
+    def _attend_part(self, new: NewTokens, q: Tensor, k: Tensor, *others: Tensor) -> Partials:
+        """Return the attention of new tokens to the keys of this rank."""
+        spans = new.on(q.device, "spans", self.kind.window)
+        return find_kernels(q).attend(q, *self.kept, spans, self.kind.spec(q))
+
+    def select_rows(self, rows: Tensor) -> bool:
+        before, self.rows = self.kept, len(rows)
+        self.kept = [select_rows(x, rows) for x in before]
+        return self.kept[0] is before[0]
+
+    def graph_obstacle(self) -> str | None:
+        k = self.kept[0]
+        if has_kernels(k):
+            return None
+        return f"keys are {k.dtype} on {k.device}, for which there is no kernel"
+
+
+@not_compiled
+def _find_rows(
+    window: int, mask: Masks | None, layout: Layouts, q: Tensor, sp: SequenceParallel
+) -> tuple[tuple[Mask, ...], list[Layout]]:
+    """Return the rows' masks within a window, by default causal ones, and the rows' layouts. An
+    error is raised on all ranks.
+    """
+    try:
+        batch, tokens = q.shape[:2]
+        masks, layouts = masks_of_rows(mask, batch), layouts_of_rows(layout, batch)
+        if not masks:
+            masks = masks_of_layouts(layouts, seq_len=tokens if sp.size == 1 else None)
+        # tokens lie in one layout in all layers, whatever their windows
+        pairs = zip(layouts, masks, strict=True)
+        return limit_masks(masks, window), [resolve_layout(*pair, sp.size) for pair in pairs]
+    except (TypeError, ValueError, AttributeError) as error:
+        refuse_call(error, sp.process_group, sp.double_group)
+
+
+@functools.lru_cache(maxsize=_MOST_BATCHES)
+def limit_masks(masks: tuple[Mask, ...], window: int) -> tuple[Mask, ...]:
+    """Return the mask of each row within a window. They are kept as plain_mask's are."""
+    limited = {mask: mask.windowed(window) for mask in masks}  # equal rows share an object
+    return tuple(limited[mask] for mask in masks)

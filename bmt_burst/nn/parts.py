@@ -1,0 +1,87 @@
+"""The part of a sequence that a model computes, from the arguments of models and layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..base.compiled import not_compiled
+from ..calls.options import Layouts, Masks
+from ..calls.refusal import refuse_call
+from ..memories.protocol import Kind, Part
+from ..parts.cache import Cache
+from ..parts.chunks import Chunk
+from ..ranks.sequence_parallel import SequenceParallel
+
+
+class Whole:
+    """A whole sequence, or a batch of them, over the ranks of `sp`.
+
+    mask    the mask of the sequence, or one for each row. None: causal
+    layout  how it lies on the ranks, or one layout for each row. None: sp's
+    """
+
+    saves_graph = True
+
+    def __init__(
+        self, sp: SequenceParallel, mask: Masks | None = None, layout: Layouts | None = None
+    ):
+        self.sp, self.mask = sp, mask
+        self.layout: Layouts = sp.layout if layout is None else layout
+
+    @not_compiled
+    def mix(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
+        return kind.attend(self, q, k, v, *tensors)
+
+    def select(self, x: Tensor) -> Tensor:
+        return x
+
+    def longest(self, positions: Tensor) -> Tensor:
+        return self.sp.longest(positions)
+
+    def check_positions(self, positions: Tensor) -> None:
+        pass
+
+
+def find_part(
+    sp: SequenceParallel,
+    cache: Part | None = None,
+    mask: Masks | None = None,
+    layout: Layouts | None = None,
+) -> Part:
+    """Return the part of a sequence that a model over the ranks of `sp` computes.
+
+    cache   a chunk of Chunks or of a Cache's prompt, or a Cache, whose tokens new ones continue.
+            None: a whole sequence
+    mask    the mask of the whole sequence, or one for each row. None: causal
+    layout  how it lies on the ranks, or one for each row. None: sp's
+
+    Raises ValueError on all ranks for a cache with a mask or a layout, or of other ranks than the
+    model's, TypeError for another object.
+    """
+    if cache is None:
+        return Whole(sp, mask, layout)
+    try:
+        _check_cache(sp, cache, mask, layout)
+    except (TypeError, ValueError) as error:
+        refuse_call(error, sp.process_group, sp.double_group)
+    return cache
+
+
+def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> None:
+    kind = "Cache" if isinstance(cache, Cache) else "Chunks"
+    if not all(hasattr(cache, name) for name in ("mix", "select", "longest", "saves_graph")):
+        raise TypeError(
+            "cache must be a chunk of bmt_burst.Chunks or a bmt_burst.Cache, got "
+            f"{type(cache).__name__}: bmt_burst.Cache(None, layers, limit) is one of this process "
+            "alone"
+        )
+    if mask is not None or layout is not None:
+        name = "chunk" if isinstance(cache, Chunk) else "Cache"
+        raise ValueError(f"expected a {name} or a mask and layout, got both: it has its own")
+    if sp.size not in (1, cache.sp.size):
+        raise ValueError(
+            f"expected {kind} of this model's {sp.size} ranks, got {kind} of {cache.sp.size}: pass "
+            f"sp to {kind}"
+        )

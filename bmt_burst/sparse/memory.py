@@ -1,0 +1,137 @@
+"""The memory of a layer with sparse attention: keys, values, and what blocks are chosen by.
+
+Letters: B batch, C tokens of a rank in a chunk, S new tokens, T keys of a rank, H query heads, G kv
+heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.few_queries import has_kernels
+from ..memories.keys import KeyMemory, Softmax
+from ..memories.new_tokens import NewTokens
+from ..memories.protocol import Room, Turn, reserve_memory
+from ..merging.parts import Partials
+from ..spec import Spec
+from .choice import choose_in_document
+from .config import InfLLMV2
+from .key_sums import KeySums, attend_to_chosen
+
+if TYPE_CHECKING:  # it needs the package triton
+    from .triton_decoding import DecodingKeys
+
+
+class SparseMemory(KeyMemory):
+    """Keys and values of a layer with sparse attention. New tokens choose blocks by sums of keys,
+    to which each key is added once.
+
+    Chunks choose by the kept keys. With use_nope a sequence in chunks also keeps the keys before
+    they are rotated.
+    """
+
+    def __init__(self, kind: Softmax, room: Room, k: Tensor, v: Tensor):
+        config: InfLLMV2 | None = getattr(kind.extension, "config", None)
+        assert config is not None, "a checked extension has constants"
+        self.config, self.sums_of_keys = config, KeySums(config)
+        self._decoding: DecodingKeys | None = None  # on GPUs, once there are new tokens
+        by_k = (k,) if config.use_nope and room.chunks is not None else ()
+        super().__init__(kind, room, k, v, *by_k)
+
+    def keep(
+        self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
+    ) -> Callable[[], Tensor]:
+        sinks, by_q, by_k = self._take_choose_by(q, k, *tensors)
+        keys = self.keys[turn.number]
+        layout = keys.chunks.layouts[turn.number]
+        extra = self.kept[2:]
+        past = self.put(turn, k, v, *([by_k] if extra else []))
+        others = (by_q, extra[0][:, keys.seen]) if extra else ()
+        compute = functools.partial(self._attend_chunk, turn, past, q, k, v, sinks, *others)
+        if self.room.limit is None:
+            return compute
+
+        def compute_and_sum() -> Tensor:
+            out = compute()
+            self.sums_of_keys.extend(
+                self.room.sp.with_layout(layout).unshard(by_k.detach(), layout.seq_len)
+            )
+            return out
+
+        return compute_and_sum
+
+    def _take_choose_by(
+        self, q: Tensor, k: Tensor, sinks: Tensor | None = None, *choose_by: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return the sinks, and the queries and keys to choose by."""
+        if not self.config.use_nope:
+            return sinks, q, k
+        if len(choose_by) != 2:
+            raise ValueError(f"expected choose_by with {self.config}, got none")
+        by_q, by_k = (x.detach().to(q.dtype) for x in choose_by)
+        return sinks, by_q, by_k
+
+    def attend(self, new: NewTokens, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
+        sinks, by_q, by_k = self._take_choose_by(q, k, *tensors)
+        if has_kernels(k):
+            self._add_on_device(new, by_k)
+        else:
+            self.sums_of_keys.extend(by_k)
+        return super().attend(new, q, k, v, sinks, by_q)
+
+    def _add_on_device(self, new: NewTokens, k: Tensor) -> None:
+        """Add keys (B, S, G, D) of new tokens in memory that a graph may write."""
+        from .triton_decoding import DecodingKeys
+
+        if self._decoding is None:
+            assert self.room.limit is not None, "a cache has a limit"
+            sums = self.sums_of_keys if self.sums_of_keys.tokens else None
+            with reserve_memory(self.room.limit):
+                self._decoding = DecodingKeys(sums, k, self.room.limit, self.config)
+            self.sums_of_keys = KeySums(self.config)
+        self._decoding.extend(k, new.on(k.device, "first"))
+
+    def _attend_part(self, new: NewTokens, q: Tensor, k: Tensor, *others: Tensor) -> Partials:
+        if self.config.is_dense(new.stop):
+            return super()._attend_part(new, q, k)
+        [by_q] = others
+        positions, (keys, values, *_) = new.positions, self.kept
+        spec = self.kind.spec(q)
+        if self._decoding is not None:
+            from .triton_decoding import KeysAtHand
+
+            name, at = (KeysAtHand, self.config.block_size), positions.on(q.device)
+            if name not in positions.prepared:
+                positions.prepared[name] = KeysAtHand.of(at, positions.limit, name[1])
+            at_hand, first = positions.prepared[name], new.on(q.device, "first")
+            return self._decoding.attend(q, by_q, keys, values, at_hand, first, new.prepared, spec)
+        return self._attend_by_rows(new, q, by_q, spec)
+
+    def _attend_by_rows(self, new: NewTokens, q: Tensor, by_q: Tensor, spec: Spec) -> Partials:
+        places, found = torch.arange(new.start, new.stop), []
+        count, at = new.positions.count, new.positions.on(q.device)
+        k, v = (x[:, :count] for x in self.kept[:2])
+        for row, compressed in enumerate(self.sums_of_keys.compress()):
+            chosen = choose_in_document(by_q[row], places, compressed, self.config, spec.scale)
+            out, lse = attend_to_chosen(
+                q[row], k[row], v[row], at[:count], places, chosen, self.config, spec
+            )
+            found.append((out, lse.T))
+        outs, lses = zip(*found, strict=True)
+        return torch.stack(outs).unsqueeze(0), torch.stack(lses).unsqueeze(0)
+
+    def refuses_crop(self) -> str | None:
+        return "sums of keys, by which blocks are chosen, do not forget keys"
+
+    def select_rows(self, rows: Tensor) -> bool:
+        self.sums_of_keys.select_rows(rows)
+        moved = self._decoding is not None and not self._decoding.select_rows(rows)
+        return super().select_rows(rows) and not moved
+
+    def variant(self, length: int) -> Hashable:
+        return self.config.is_dense(length)
