@@ -1,4 +1,4 @@
-"""What layers keep of earlier tokens: the protocol, and the memory of softmax attention.
+"""Memories, which hold what layers keep of earlier tokens: the protocol, and softmax attention's.
 
 protocol    parts of a sequence, kinds of layers, and memories
 keys        softmax attention as a kind, and its keys and values

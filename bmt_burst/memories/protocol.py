@@ -128,7 +128,7 @@ class Turn:
 
 
 class Memory(ABC):
-    """What a layer keeps of earlier tokens.
+    """The memory of a layer, which holds what it keeps of earlier tokens.
 
     difference     of the last chunk that was computed again from what was kept of it, (), relative
                    to the most that rounding does

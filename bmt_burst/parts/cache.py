@@ -40,8 +40,7 @@ from .chunks import Chunk, Chunks
 
 
 class Cache:
-    """What layers keep of up to `limit` tokens, on the ranks of `sp`. Rows of a batch have one
-    length.
+    """A cache of up to `limit` tokens, on the ranks of `sp`. Rows of a batch have one length.
 
     sp      the ranks that share the tokens, by default this one alone. Their layout does not count.
     layers  the number of attention layers of the model

@@ -393,7 +393,7 @@ class Chunks:
 
     @property
     def _terms(self) -> dict[str, Any]:
-        """What ranks compare of all calls."""
+        """The terms of all calls, which ranks compare."""
         return {
             "the masks or layouts of later chunks": self._digest,
             "layers of Chunks": self.layers,
