@@ -33,6 +33,8 @@ if __name__ == "__main__":
 from bench import options
 from bench.machine import Machine
 from bmt_burst import Cache, Decoder, InfLLMV2, init_sequence_parallel
+from bmt_burst.lightning.memory import Lightning, StateMemory
+from bmt_burst.sparse.memory import SparseMemory
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
 
@@ -81,19 +83,27 @@ class Bench:
         return self.machine.slowest(time.perf_counter() - start)
 
     def fill(self, cache: Cache, length: int) -> None:
-        """Fill the cache with random keys and values, without the time of a prefill."""
+        """Fill the cache with random keys, values and states, without the time of a prefill."""
         of, chance = self.config, torch.Generator(self.machine.device).manual_seed(0)
+        like = {"device": self.machine.device, "dtype": self.machine.dtype}
         for part in cache.prefill(length, self.chunk * self.machine.size):
             tokens = part.span.stop - part.span.start
-            like = {"device": self.machine.device, "dtype": self.machine.dtype}
             q = torch.empty(1, tokens, of.num_heads, of.head_dim, **like)
-            for layer in range(of.num_layers):
-                keys = torch.randn(2, 1, tokens, of.num_kv_heads, of.head_dim, **like)
-                part.keep(layer, q, *keys)
-                if of.sparse is not None:
+            for layer, block in enumerate(self.model.layers):
+                kind = block.self_attn.kind
+                heads = of.num_heads if isinstance(kind, Lightning) else of.num_kv_heads
+                keys = torch.randn(2, 1, tokens, heads, of.head_dim, **like)
+                memory, turn = part.begin(layer, kind, q, *keys)
+                if isinstance(memory, StateMemory):
+                    memory.keep(turn, q, *keys)
+                    shape = 1, heads, of.head_dim, of.head_dim
+                    memory.past.final = torch.randn(shape, generator=chance, device=q.device)
+                    continue
+                memory.put(turn, *keys)
+                if isinstance(memory, SparseMemory):
                     shape = 1, part.positions[1] - part.positions[0], *keys.shape[3:]
-                    whole = torch.randn(*shape, generator=chance, **like)  # equal on all ranks
-                    cache._add_sums(layer, whole, of.sparse)
+                    # equal on all ranks
+                    memory.sums_of_keys.extend(torch.randn(*shape, generator=chance, **like))
 
     def compute(self, decoder: Decoder, count: int) -> float:
         """Return the seconds of new tokens, with the choice of the next one."""
