@@ -109,18 +109,8 @@ def generate(
             )
         answer: Generator = load(kind.generator)
         return answer(model, tokenizer, prompt, tokens, choose)
-    check_ranks(model.config, model.sp.size)
     choose = choose if model.sp.size == 1 else _share(choose, device)
     return continue_text(model, tokenizer, prompt, tokens, choose, rules, chunk, speed)
-
-
-def check_ranks(config: ModelConfig, count: int) -> None:
-    """Raise ValueError if a model does not generate on so many ranks."""
-    if count > 1 and isinstance(config, CPMConfig) and config.lightning_layers:
-        raise ValueError(
-            "expected one process for a model with lightning layers, whose states are on one rank: "
-            f"leave out --processes, got {count}"
-        )
 
 
 def _share(choose: Choose, device: torch.device) -> Choose:
@@ -171,8 +161,7 @@ def _parser() -> ArgumentParser:
     add(
         "--chunk",
         type=int,
-        help="compute the prompt in chunks of this many tokens, over all ranks (default: at once, "
-        "or 8192 with lightning layers)",
+        help="compute the prompt in chunks of this many tokens, over all ranks (default: at once)",
     )
     add_options(parser, _SHARED)
     return parser
@@ -218,23 +207,17 @@ class _Request:
         own |= {"chunk": args.chunk, "dtype": args.dtype, "special": args.special, **self.sampling}
         return shared_options({**TrainConfig(**self.settings).to_dict(), **own})
 
-    def open(
-        self, device: torch.device, count: int = 1
-    ) -> tuple[CPM | LiveModel, Tokenizer, TextRules]:
-        """Return the whole model on one device, its tokenizer and the rules of its texts, for a
-        number of ranks.
-        """
+    def open(self, device: torch.device) -> tuple[CPM | LiveModel, Tokenizer, TextRules]:
+        """Return the whole model on one device, its tokenizer and the rules of its texts."""
         dtype = DTYPES[self.args.dtype]
         if self.args.run:
             path = checkpoint.find(self.args.run)
             config = config_of(checkpoint.Checkpoint(path).state["model"])
-            check_ranks(config, count)
             tokenizer = checkpoint_tokenizer(path)
             rules = self._rules(path, config, tokenizer)
             return load_model(path, device, dtype), tokenizer, rules
         settings = {**self.settings, "dtype": self.args.dtype}
         trained = open_trained(settings, None, None, device)
-        check_ranks(trained.model, count)
         stops = folder_stops(trained.name, trained.tokenizer, trained.model.vocab_size)
         longest = trained.model.longest_sequence
         lacking = lacking_tokens(trained.name, trained.tokenizer)
@@ -277,7 +260,7 @@ def _work(request: _Request, watchdog: Watchdog) -> None:
     device = init_distributed(config, request.shared)
     sp = init_sequence_parallel(timeout=rank_timeout(config))
     watchdog.alive("reading weights")
-    model, tokenizer, rules = ranks.together(lambda: request.open(device, sp.size))
+    model, tokenizer, rules = ranks.together(lambda: request.open(device))
     model.attach(sp)
     ranks.together(lambda: request.answer(model, tokenizer, rules, Speed(watchdog.alive)))
     watchdog.alive("leaving the other ranks")

@@ -31,9 +31,17 @@ _FORWARD_TENSORS, _BACKWARD_TENSORS = 6, 14
 _FORWARD_STATES, _BACKWARD_STATES = 4, 8
 
 
+# bytes a second at which a rank receives states, without overlap; not measured
+_STATES_RATE = 150e9
+
+
 @dataclass(frozen=True)
 class LightningShape:
-    """A lightning attention of one rank of several. `tokens` are those of the whole sequence."""
+    """A lightning attention of one rank of several.
+
+    tokens   those of the whole sequence, or of a chunk
+    chunked  whether they are one of several chunks, whose state every rank adds up
+    """
 
     batch: int
     tokens: int
@@ -41,6 +49,7 @@ class LightningShape:
     head_size: int
     dtype: torch.dtype
     ranks: int = 1
+    chunked: bool = False
 
     @property
     def rank_tokens(self) -> int:
@@ -60,8 +69,20 @@ class LightningShape:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of the states of other ranks that it takes, and saves for the backward."""
-        return _RUNS * self.batch * self.state_bytes if self.ranks > 1 else 0
+        """Bytes of the states with which its runs begin. They are saved for the backward."""
+        runs = _RUNS if self.ranks > 1 else int(self.chunked)
+        return runs * self.batch * self.state_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the states of other ranks that it receives, one of each run."""
+        return _RUNS * (self.ranks - 1) * self.batch * self.state_bytes
+
+    def count_kept(self, chunks: int) -> int:
+        """Return the most bytes of states that all `chunks` keep: one before each but the first,
+        and of the chunk whose backward runs, its last state and the gradients of both.
+        """
+        return (chunks + 2) * self.batch * self.state_bytes
 
 
 def lightning_memory(shape: LightningShape) -> AttentionMemory:
@@ -69,17 +90,21 @@ def lightning_memory(shape: LightningShape) -> AttentionMemory:
 
     A forward has the states before pieces, and those that it sends. Last, a backward has both again
     for dq, the gradients of the states before pieces, and three of those next to segments: the sent
-    ones, the taken ones, and the latter divided by the scale.
+    ones, the taken ones, and the latter divided by the scale. In a chunk, a rank also has a copy of
+    all runs' states while it adds them up.
     """
-    taken = shape.taken_bytes
-    # a slot has the states of the runs of all other ranks
-    held = LANES["visit"] * taken * (shape.ranks - 1)
-    return AttentionMemory(shape.piece_bytes + taken, 2 * shape.piece_bytes + 4 * taken, held)
+    taken, received = shape.taken_bytes, shape.received_bytes
+    added = received // shape.batch + taken // shape.batch if shape.chunked else 0
+    forward, backward = shape.piece_bytes + taken, 2 * shape.piece_bytes + 4 * taken
+    return AttentionMemory(
+        forward + added, max(backward, shape.piece_bytes + taken + added), LANES["visit"] * received
+    )
 
 
 def lightning_seconds(shape: LightningShape, run: str, products: float, traffic: float) -> float:
     """Return the seconds of a "forward", "backward", or "again". It is bound by memory or by matrix
-    products, at these rates in bytes and operations a second.
+    products, at these rates in bytes and operations a second. In a chunk, the exchange of all
+    states follows. The few states of a whole sequence are not counted.
     """
     tensors, states, factor = _FORWARD_TENSORS, _FORWARD_STATES, 1.0
     if run == "backward":
@@ -87,4 +112,5 @@ def lightning_seconds(shape: LightningShape, run: str, products: float, traffic:
     entries = shape.rank_tokens * shape.heads * shape.head_size
     nbytes = tensors * entries * shape.dtype.itemsize + states * shape.piece_bytes
     operations = factor * shape.rank_tokens * lightning_flops(shape.heads, shape.head_size)
-    return max(nbytes / traffic, operations / products)
+    exchange = shape.received_bytes / _STATES_RATE if shape.chunked else 0.0
+    return max(nbytes / traffic, operations / products) + exchange

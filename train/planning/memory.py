@@ -35,6 +35,7 @@ PARTS = (
     "gathered weights",
     "activations",
     "kept keys",
+    "kept states",
     "working memory",
     "loss",
     "rings",
@@ -81,7 +82,7 @@ class Step:
     """A step of one rank, which updates a `shard` of parameters after all micro-batches.
 
     chunks             of a sequence: 1 if it is computed as a whole
-    kept               bytes that chunks keep from forward to backward
+    kept               bytes of keys that chunks keep from forward to backward
     forward, backward  the work of one micro-batch, without attention
     attention          how often each attention runs in it
     """
@@ -107,12 +108,6 @@ class _Layers:
     unit: Unit
     attention: Sequence[AnyShape]
     parameters: int
-
-    @property
-    def whole_attention(self) -> Iterator[AnyShape]:
-        """Its attentions to the whole sequence, by all tokens."""
-        for shape in self.attention:
-            yield replace(shape, chunk=None) if isinstance(shape, AttentionShape) else shape
 
     @property
     def memory(self) -> AttentionMemory:
@@ -157,8 +152,8 @@ def plan_step(
         keeps_weights=keeps_weights,
     )
     layers = _find_layers(config, model, micro_batch_size)
-    kept = _count_kept(layers)
-    memory = _find_memory(config, model, gpus, sharding, layers, kept)
+    kept, states = _count_kept(layers), _count_states(layers, chunks)
+    memory = _find_memory(config, model, gpus, sharding, layers, kept, states)
     forward = sum((each.unit.forward_work for each in layers), Work())
     backward = sum((each.unit.backward_work for each in layers), Work())
     if chunks > 1:
@@ -185,18 +180,22 @@ def plan_step(
 def _count_attention(layers: list[_Layers], chunks: int) -> Mapping[AttentionRun, float]:
     """Return how often each attention runs in a micro-batch.
 
-    The chunks' attentions are together one attention to the whole sequence. The forward that keeps
-    keys is one to all tokens before the last chunk. Choices of sparse attention are made once.
+    The chunks' softmax attentions are together one attention to the whole sequence. The forward
+    that keeps keys is one to all tokens before the last chunk. Choices of sparse attention are made
+    once. Lightning attention runs once for each chunk.
     """
     found: defaultdict[AttentionRun, float] = defaultdict(float)
     for each in layers:
-        for whole in each.whole_attention:
+        for shape in each.attention:
+            whole, earlier, times = shape, shape, chunks
+            if isinstance(shape, AttentionShape):
+                tokens = shape.tokens - shape.tokens // chunks
+                whole, times = replace(shape, chunk=None), 1
+                earlier = replace(whole, tokens=tokens)
             for run, count in each.unit.runs.items():
-                found[AttentionRun(whole, run)] += count / len(each.attention)
-        for shape in each.attention if chunks > 1 else ():
-            assert isinstance(shape, AttentionShape), "lightning layers refuse chunks"
-            earlier = replace(shape, tokens=shape.tokens - shape.tokens // chunks, chunk=None)
-            found[AttentionRun(earlier, "again")] += 1
+                found[AttentionRun(whole, run)] += times * count / len(each.attention)
+            if chunks > 1:
+                found[AttentionRun(earlier, "again")] += max(times - 1, 1)
     return found
 
 
@@ -204,12 +203,21 @@ def _count_kept(layers: list[_Layers]) -> int:
     """Count the bytes that chunks keep: keys, values, sums of their gradients, and choices."""
     found = 0
     for each in layers:
-        for shape in each.attention:
-            if not isinstance(shape, AttentionShape):  # lightning layers refuse chunks
-                continue
-            keys = count_kept(shape) * each.unit.kept_of_token // len(each.attention)
+        shapes = [shape for shape in each.attention if isinstance(shape, AttentionShape)]
+        for shape in shapes:
+            keys = count_kept(shape) * each.unit.kept_of_token // len(shapes)
             found += shape.batch * (keys + count_choices(shape))
     return found
+
+
+def _count_states(layers: list[_Layers], chunks: int) -> int:
+    """Count the bytes of the states of lightning layers that chunks keep."""
+    shapes = [shape for each in layers for shape in each.attention]
+    return sum(
+        shape.count_kept(chunks)
+        for shape in shapes
+        if isinstance(shape, LightningShape) and shape.chunked
+    )
 
 
 def _unit_tokens(config: TrainConfig) -> int:
@@ -295,9 +303,10 @@ def mixer_shape(config: TrainConfig, model: CPMConfig, batch: int, layer: int) -
     """Return the attention of a layer."""
     if model.mixer_of_layers[layer] != LIGHTNING:
         return attention_shape(config, model, batch, model.windows[layer])
-    dtype = DTYPES[config.dtype]
-    sizes = config.seq_len, model.num_heads, model.head_dim
-    return LightningShape(batch, *sizes, dtype, config.sp_size)
+    dtype, chunk = DTYPES[config.dtype], config.tokens_of_chunk
+    tokens = config.seq_len if chunk is None else chunk_tokens(config.seq_len, chunk)
+    sizes = tokens, model.num_heads, model.head_dim
+    return LightningShape(batch, *sizes, dtype, config.sp_size, chunked=chunk is not None)
 
 
 def attention_shape(
@@ -327,6 +336,7 @@ def _find_memory(
     sharding: Sharding,
     layers: list[_Layers],
     kept: int,
+    states: int,
 ) -> StepMemory:
     """Return the moment that needs most."""
     shard = -(-model.num_parameters // gpus)
@@ -341,6 +351,7 @@ def _find_memory(
     running = {
         "activations": tables,
         "kept keys": kept,
+        "kept states": states,
         "gathered weights": sharding.outside * outside,
     }
     moments = [("optimizer", _add(constant, {"gradients": sharding.gradients * shard}))]

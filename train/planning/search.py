@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bmt_burst.sequence.layout import count_chunks
 from models.config import CPMConfig
-from train.run.checks import layers_refuse_chunk, refuses_chunk
+from train.run.checks import refuses_chunk
 from train.run.config import TrainConfig
 from train.run.kinds import ModelConfig, kind_of
 
@@ -97,7 +97,7 @@ def plan(
         )
     if engine == "torch" and (config.dtype == "fp16" or config.offload_optimizer):
         raise ValueError("--dtype fp16 and --offload-optimizer need --engine bmtrain")
-    if config.chunk is not None and (reason := _refuses_chunk(config, model, config.chunk)):
+    if config.chunk is not None and (reason := _refuses_chunk(config, config.chunk)):
         raise ValueError(reason)
     if config.fp8 and cluster.hardware.fp8 is None:
         raise ValueError(
@@ -137,18 +137,18 @@ def possible_chunks(planned: Planned) -> list[int]:
     if config.chunk is not None:
         return [config.chunk]
     sizes = [tokens * config.sp_size for tokens in CHUNKS]
-    return [n for n in sizes if n < config.seq_len and not _refuses_chunk(config, planned.model, n)]
+    return [n for n in sizes if n < config.seq_len and not _refuses_chunk(config, n)]
 
 
-def _refuses_chunk(config: TrainConfig, model: CPMConfig, tokens: int) -> str | None:
-    """Return why a run with this model cannot have --chunk `tokens`, or None if it can."""
+def _refuses_chunk(config: TrainConfig, tokens: int) -> str | None:
+    """Return why a plan cannot have --chunk `tokens`, or None if it can."""
     count = count_chunks(config.seq_len, tokens)
     if count > _MOST_CHUNKS:
         return (
             f"--chunk {tokens} cuts --seq-len {config.seq_len} into {count:,} chunks: expected at "
             f"most {_MOST_CHUNKS:,} in a plan"
         )
-    return layers_refuse_chunk(model, config.seq_len, tokens) or refuses_chunk(config, tokens)
+    return refuses_chunk(config, tokens)
 
 
 def with_options(planned: Planned, **options: object) -> Planned:
@@ -325,7 +325,7 @@ def helping_options(planned: Planned) -> Sequence[Planned]:
     if config.checkpointing != "none" and not config.offload and config.chunk is None:
         changes += [{"offload": True}]
     half = (config.tokens_of_chunk or 0) // 2
-    if half and not _refuses_chunk(config, planned.model, half):
+    if half and not _refuses_chunk(config, half):
         changes += [{"chunk": half}]
     if planned.engine == "bmtrain" and not config.offload_optimizer:
         changes += [{"offload_optimizer": True}]

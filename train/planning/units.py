@@ -1,8 +1,8 @@
 """The units of a model, run one at a time on tensors without values: a block, a group of blocks
 that are recomputed together, or the last norm with the loss.
 
-In a step in chunks, the tokens of a unit are those of one chunk. `bmt_burst.Chunks` keeps its keys
-and values, as in training.
+Blocks compute a part of a sequence whose attention only allocates. In a step in chunks this part is
+one chunk, and the memories of layers keep its keys and values, as in training.
 
 Letters: N tokens of a rank, E hidden size, V vocabulary.
 """
@@ -12,19 +12,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmt_burst import Chunks, Mask
+from bmt_burst import Layout, Mask, SequenceParallel
 from bmt_burst.calls.autograd import Past
+from bmt_burst.lightning.memory import Lightning
 from bmt_burst.loss import tile_tokens
-from bmt_burst.memories.keys import KeyMemory, Softmax
-from bmt_burst.nn import LightningAttention, Part, find_part
-from bmt_burst.parts.chunks import Chunk
+from bmt_burst.memories.keys import KeyMemory
+from bmt_burst.memories.protocol import Kind, Room, Turn
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
@@ -122,20 +122,15 @@ def _run(shape: Shape, tokens: int) -> Unit:
     """Run a unit forward and backward in a ledger."""
     ledger, offload = Ledger(), PlannedOffload()
     model = _build(shape, offload)
-    attention = _Attention(ledger, shape)
-    for layer, block in enumerate(model.layers):
-        is_lightning = isinstance(block.self_attn, LightningAttention)
-        attend = attention.pass_states if is_lightning else attention.attend
-        attend = functools.partial(attend, layer)
-        setattr(block.self_attn, "attend", attend)  # noqa: B010 - instead of a method
+    part = _Part(ledger, shape)
     with META:
         start = torch.empty(1, requires_grad=True)
         tables = tuple(torch.empty(tokens, shape.model.head_dim // 2) for _ in ("cos", "sin"))
-    backward, chunk, kept = iter(tuple[Chunk]()), None, list[Tensor]()
     if shape.chunked and shape.layers:
-        backward, chunk, kept = _begin_last_chunk(shape, tokens)
+        part.open_memories(model, tokens)
+    kept = [x for memory in part.memories.values() for x in (*memory.kept, *memory.sums)]
     ledger.ignore(*kept)
-    work = _find_blocks(model, tables, chunk) if shape.layers else _find_loss(model, ledger)
+    work = _find_blocks(model, tables, part) if shape.layers else _find_loss(model, ledger)
     ledger.ignore(start, *tables, *model.parameters())
     ledger.ignore(*(p.grad for p in model.parameters() if p.grad is not None))
     with ledger:
@@ -146,10 +141,9 @@ def _run(shape: Shape, tokens: int) -> Unit:
         del x
         saved = ledger.now - end.nbytes
         ledger.start()
-        attention.in_backward = True
+        part.in_backward = True
         end.backward()
-    del backward  # ends the chunk's run
-    levels = attention.levels
+    levels = part.levels
     return Unit(
         saved=float(saved),
         parked=tuple(map(float, offload.parked)),
@@ -159,7 +153,7 @@ def _run(shape: Shape, tokens: int) -> Unit:
         backward_attention=float(max(levels["again"], levels["backward"])),
         forward_work=forward_work,
         backward_work=ledger.work,
-        runs=attention.runs,
+        runs=part.runs,
         kept_of_token=sum(x.nbytes for x in kept) // (_CHUNKS * shape.batch * tokens),
     )
 
@@ -184,41 +178,13 @@ def _build(shape: Shape, offload: PlannedOffload) -> CPM:
     return model
 
 
-def _begin_last_chunk(shape: Shape, tokens: int) -> tuple[Iterator[Chunk], Chunk, list[Tensor]]:
-    """Keep chunks of so many tokens of each row. Return their backward, which must be held, its
-    first chunk, which is the last one, and what all chunks of all layers keep.
-    """
-    model = shape.model
-    chunks = Chunks(Mask.causal(_CHUNKS * tokens), tokens, shape.layers)
-    q, k, v = (
-        torch.empty(shape.batch, tokens, heads, model.head_dim, dtype=shape.dtype, device=META)
-        for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
-    )
-    for chunk in chunks.forward():
-        for layer in range(shape.layers):
-            _keep(chunk, layer, q, k, v)
-    backward = chunks.backward()
-    last = next(backward)
-    pasts = [_keep(last, layer, q, k, v) for layer in range(shape.layers)]
-    kept = [x for past in pasts for x in (past.k, past.v, past.dk, past.dv) if x is not None]
-    return backward, last, kept
-
-
-def _keep(chunk: Chunk, layer: int, *qkv: Tensor) -> Past:
-    """Keep k and v of a chunk. Return all that its queries see."""
-    memory, turn = chunk.begin(layer, Softmax(), *qkv)
-    assert isinstance(memory, KeyMemory), "softmax attention keeps keys"
-    return memory.put(turn, *qkv[1:])
-
-
 Run = Callable[[Tensor], Tensor]
 
 
-def _find_blocks(model: CPM, tables: tuple[Tensor, ...], chunk: Chunk | None) -> Run:
+def _find_blocks(model: CPM, tables: tuple[Tensor, ...], part: _Part) -> Run:
     """Return the forward of all blocks. `tables` are those of rotary positions."""
 
     def run(x: Tensor) -> Tensor:
-        part = find_part(model.sp, chunk)  # without documents
         return model.saving.run_all(model.layers, x, *tables, part, keep=tables)
 
     return run
@@ -260,29 +226,52 @@ class _End(torch.autograd.Function):
         return torch.empty(ctx.shape, dtype=ctx.dtype, device=META)
 
 
-class _Attention:
-    """An attention that allocates its results, computes nothing, and notes the memory meanwhile.
+class _Part:
+    """A part of a sequence whose attention allocates its results, and computes nothing. It notes the
+    memory meanwhile.
 
-    levels  the most bytes when it ran "forward", "again" in the backward, and "backward"
-    runs    how often it did
+    memories  those of layers with softmax attention, if the part is a chunk
+    levels    the most bytes when attention ran "forward", "again" in the backward, and "backward"
+    runs      how often it did
     """
 
+    saves_graph = True
+
     def __init__(self, ledger: Ledger, shape: Shape):
-        self.ledger, self.chosen, self.in_backward = ledger, shape.chosen, False
-        self.ranks = 1 if shape.is_alone else 2
+        self.ledger, self.shape, self.in_backward = ledger, shape, False
         # the blocks that sparse attention chooses for each token and kv head
         sparse = shape.model.sparse
         self.far_blocks = 0 if sparse is None else sparse.most_blocks - sparse.window_blocks
+        self.memories: dict[int, KeyMemory] = {}
         self.levels: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, part: Part, *_: Any) -> Tensor:
-        past = _keep(part, layer, q, k, v) if isinstance(part, Chunk) else None
-        return _Attend.apply(q, k, v, self, past).flatten(2)
+    def open_memories(self, model: CPM, tokens: int) -> None:
+        """Make this part the last of several chunks of so many tokens of each row."""
+        config, rows = model.config, self.shape.batch
+        sequence = Mask.causal(_CHUNKS * tokens), Layout.chunks(_CHUNKS * tokens, 1, tokens)
+        q, k = (
+            torch.empty(rows, 1, heads, config.head_dim, dtype=self.shape.dtype, device=META)
+            for heads in (config.num_heads, config.num_kv_heads)
+        )
+        for layer, block in enumerate(model.layers):
+            kind, (mask, chunks) = block.self_attn.kind, sequence
+            if not isinstance(kind, Lightning):
+                room = Room(layer, SequenceParallel(), (mask,), chunks)
+                self.memories[layer] = kind.memory(room, q, k, k)
 
-    def pass_states(self, _layer: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        """Return the result of a lightning layer."""
-        return _PassStates.apply(q, k, v, self).flatten(2)
+    def mix(
+        self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
+        if isinstance(kind, Lightning):
+            return _PassStates.apply(q, k, v, self)
+        _, *inputs = tensors  # without sinks
+        memory, past = self.memories.get(layer), None
+        if memory is not None:
+            turn = Turn(_CHUNKS - 1, True, True, False, True, {}, lambda: None)
+            past = memory.put(turn, *(k, v, *inputs[1:])[: len(memory.kept)])
+            inputs = inputs[:1]  # keys to choose by are kept
+        return _Attend.apply(q, k, v, self, past, *inputs)
 
     def note(self, run: str) -> None:
         self.runs[run] += 1
@@ -292,49 +281,49 @@ class _Attention:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: _Attention, past: Past | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: _Part, past: Past | None, *inputs: Tensor
     ) -> Tensor:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        seen = (k, v) if past is None else (past.k, past.v)
-        ctx.save_for_backward(q, *seen, out, lse)
+        own = (k, v) if past is None else ()
+        ctx.save_for_backward(q, out, lse, *inputs, *own)
         ctx.past = past
         # Offloading does not move choices, and a recomputation takes those of the first forward.
         # A document's first queries choose nothing, but a rank may have only later ones.
-        chosen = 0 if attention.in_backward else attention.far_blocks * k.shape[:3].numel()
-        ctx.chosen = torch.empty(chosen, dtype=attention.chosen, device=META)
-        ctx.attention = attention
-        attention.note("again" if attention.in_backward else "forward")
+        chosen = 0 if part.in_backward else part.far_blocks * k.shape[:3].numel()
+        ctx.chosen = torch.empty(chosen, dtype=part.shape.chosen, device=META)
+        ctx.part, ctx.input_count = part, len(inputs)
+        part.note("again" if part.in_backward else "forward")
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, _, _ = ctx.saved_tensors
+        q, _, _, *others = ctx.saved_tensors
         past: Past | None = ctx.past
         if past is None:
-            results = tuple(map(torch.empty_like, (q, k, v)))
+            results = tuple(map(torch.empty_like, (q, *others[ctx.input_count :])))
         else:
             results = torch.empty_like(q), *past.own_gradients(past.keys_with_sums())
-        ctx.attention.note("backward")
-        return *results, None, None
+        ctx.part.note("backward")
+        return *results, *[None] * (2 + ctx.input_count)
 
 
 class _PassStates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: _Attention) -> Tensor:
-        batch, tokens, heads, size = q.shape
-        shape = LightningShape(batch, tokens, heads, size, q.dtype, attention.ranks)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: _Part) -> Tensor:
+        ranks = 1 if part.shape.is_alone else 2
+        shape = LightningShape(*q.shape, q.dtype, ranks, part.shape.chunked)
         # a recomputation takes the states of the first forward
-        taken = 0 if attention.in_backward else shape.taken_bytes
+        taken = 0 if part.in_backward else shape.taken_bytes
         ctx.taken = torch.empty(taken, dtype=torch.uint8, device=META)
         ctx.save_for_backward(q, k, v)
-        ctx.attention = attention
-        attention.note("again" if attention.in_backward else "forward")
+        ctx.part = part
+        part.note("again" if part.in_backward else "forward")
         return torch.empty_like(q)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         results = tuple(map(torch.empty_like, ctx.saved_tensors))
-        ctx.attention.note("backward")
+        ctx.part.note("backward")
         return *results, None
 
 

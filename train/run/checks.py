@@ -145,30 +145,11 @@ def _check_chunk(settings: Settings) -> None:
 
 def check_layers(settings: Settings, model: CPMConfig) -> None:
     """Raise ValueError for options that exclude layers of the model."""
-    chunk = settings.chunk
-    if chunk is not None and (reason := layers_refuse_chunk(model, settings.seq_len, chunk)):
-        raise ValueError(reason)
     if model.lightning_layers and settings.layout == "striped":
         raise ValueError(
             "--layout striped excludes lightning layers, whose ranks would send a state for each "
             "token: give --layout zigzag"
         )
-
-
-def layers_refuse_chunk(model: CPMConfig, seq_len: int, tokens: int) -> str | None:
-    """Return why this model cannot have --chunk `tokens`, or None if it can."""
-    if model.lightning_layers:
-        return (
-            f"--chunk {tokens}: lightning layers compute a sequence as a whole: leave out --chunk, "
-            "and give a larger --sp-size, or in training --checkpointing full, if memory is short"
-        )
-    sparse = model.sparse
-    if tokens < seq_len and sparse is not None and sparse.use_nope and not sparse.is_dense(seq_len):
-        return (
-            f"--chunk {tokens} keeps rotated keys only: expected --sparse without use_nope, by "
-            "whose keys without rotation it would choose"
-        )
-    return None
 
 
 def refuses_chunk(settings: Settings, tokens: int) -> str | None:
@@ -180,11 +161,6 @@ def refuses_chunk(settings: Settings, tokens: int) -> str | None:
             f"--chunk {tokens} cuts --seq-len {settings.seq_len} into chunks of "
             f"{counted(shortest, 'token')}, too few for {counted(ranks, 'rank')}: give at least "
             f"{-(-settings.seq_len // (settings.seq_len // ranks))}"
-        )
-    if settings.offload:
-        return (
-            "--chunk excludes --offload, which would move kept keys and values: leave out "
-            "--offload, and give a smaller --chunk if memory is short"
         )
     strategy = settings.attention["strategy"]
     if strategy in ("ulysses", "usp"):
