@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmt_burst import IGNORE_INDEX, Cache, Decoder, Layout, Mask, shift_labels, simulate
+from bmt_burst import IGNORE_INDEX, Cache, Chunks, Decoder, Layout, Mask, shift_labels, simulate
 from bmt_burst.fused.functions import _Norm
 from bmt_burst.fused.norm import RMSNorm
 from bmt_burst.lightning import triton_kernel
@@ -31,10 +31,12 @@ from models.hf_config import config_from_hf, config_to_hf
 from models.huggingface import load_cpm, read_folder, save_weights
 from tests import sala
 from tests.launcher import run_script
-from tests.runs import train, written_text
+from tests.runs import records, train, written_text
+from tests.test_chunks import on_ranks
 from tests.test_sparse import SMALL as SPARSE
 from train.checkpoints import checkpoint
 from train.data.batches import Batches
+from train.data.folder import Row
 from train.data.tokenizer import ByteTokenizer
 from train.export import main as export_main
 from train.generate import generate, load_model
@@ -144,6 +146,49 @@ def test_packed_documents_have_the_loss_and_gradients_of_those_alone():
     ]
     packed = loss_and_gradients(model, SequenceParallel(), Layout.zigzag(90, 1))
     assert_equal(packed, [*map(sum, zip(*alone, strict=True))], 1e-12)
+
+
+def train_steps(config, ranks, chunk, saving, steps=3):
+    """Return the losses of steps on changing documents, each in chunks and over so many ranks."""
+
+    def work(sp):
+        model, losses = initialized(config, sp=sp, saving=saving), []
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        chance = torch.Generator().manual_seed(1)
+        for step in range(steps):
+            mask = Mask.documents((0, 30 + step % 30, 57 + step % 30, 90))
+            tokens = torch.randint(320, (1, 90), generator=chance)
+            whole = tokens, mask.positions().unsqueeze(0), shift_labels(tokens, mask=mask)
+            chunks = Chunks(mask, chunk or 90, config.num_layers, sp)
+            mine, losses_of_parts = [chunks.layout.shard(x, sp.rank) for x in whole], []
+            for part in chunks.forward() if chunk else ():
+                model(*(x[:, part.span] for x in mine), cache=part)
+            for part in chunks.backward() if chunk else [None]:
+                how = {"cache": part} if part else {"mask": mask, "layout": chunks.layout}
+                loss, _ = model(*(x[:, part.span] if part else x for x in mine), **how)
+                (loss / 87).backward()
+                losses_of_parts.append(loss.detach())
+            for parameter in model.parameters():
+                parameter.grad = sp.sum(parameter.grad)
+            losses.append(sp.sum(torch.stack(losses_of_parts).sum()) / 87)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(losses)
+
+    return on_ranks(ranks, work)[0]
+
+
+@pytest.mark.parametrize("sparse", [None, SPARSE], ids=["dense", "sparse"])
+def test_losses_of_steps_do_not_depend_on_chunks_and_ranks(sparse):
+    config = dataclasses.replace(SMALL, sparse=sparse)
+    expected = train_steps(config, 1, None, Saving())
+    for ranks, chunk, saving in (
+        (1, 25, Saving("full")),
+        (2, 40, Saving("selective")),
+        (4, 31, Saving("full", every=2)),
+    ):
+        found = train_steps(config, ranks, chunk, saving)
+        assert (found - expected).abs().max() < 1e-9, (ranks, chunk)
 
 
 SAVINGS = [
@@ -349,7 +394,6 @@ def test_texts_do_not_depend_on_the_pieces_of_a_prompt():
 
 def test_options_that_exclude_lightning_layers_are_refused_by_name():
     for option, value, message in (
-        ("chunk", 32, "--chunk 32: lightning layers .* as a whole: leave out --chunk, and give"),
         ("layout", "striped", "--layout striped excludes lightning layers"),
         ("window", 8, "--window with --model sala-tiny: expected a window or lightning layers"),
     ):
@@ -398,6 +442,22 @@ def test_batches_count_pairs_of_attention_layers_only():
     assert Batches(config, alone, SequenceParallel(), torch.device("cpu"))._whole.work == (0,)
 
 
+@pytest.mark.usefixtures("alone")
+@torch.no_grad()
+def test_evaluations_do_not_depend_on_chunks():
+    """Losses of rows, and of tokens with the most likely ones."""
+    model, found = initialized(), []
+    labels = shift_labels(TOKENS, mask=Mask.documents(BORDERS))
+    rows = [Row(TOKENS[0], labels[0], BORDERS), Row(TOKENS[0].flip(0), labels[0], (0, 90))]
+    for chunk in (None, 25):
+        config = TrainConfig(seq_len=90, batch_size=2, micro_batch_size=2, chunk=chunk)
+        batches = Batches(config, SMALL, SequenceParallel(), torch.device("cpu"))
+        batch = batches._make(SimpleNamespace(documents=True), rows, (0, 0))
+        found.append([*batch.losses(model), *batch.score_tokens(model)])
+    for whole, in_chunks in zip(*found, strict=True):
+        assert torch.allclose(whole.double(), in_chunks.double(), rtol=1e-10)
+
+
 def test_plans_have_states_and_the_parameters_of_each_layer():
     """A plan of one layer of each kind: 16 KiB a token more for k and v, and less attention."""
 
@@ -426,8 +486,6 @@ def test_plans_have_states_and_the_parameters_of_each_layer():
         planned(checkpointing="full", seq_len=n).step.memory.total for n in (1 << 17, 1 << 18)
     )
     assert one < many
-    with pytest.raises(ValueError, match="--chunk 4096: lightning layers"):
-        planned(chunk=4096)
 
 
 @pytest.mark.parametrize("mixer", ["lightning", "attention"])
@@ -499,14 +557,16 @@ def test_plans_count_what_the_lightning_kernel_allocates_and_moves(monkeypatch):
 
 
 def test_a_folder_is_trained_exported_and_read_again(alone, tmp_path, capsys):
-    """With the released fields and small sizes: a step on two ranks, and one more on one rank."""
+    """With the released fields and small sizes: a step in chunks on two ranks, and one more on one
+    rank.
+    """
     folder, data = tmp_path / "release", written_text(tmp_path / "text", ByteTokenizer())
     save_weights(folder, config_from_hf(sala.SMALL), initialized().float().state_dict())
     (folder / "config.json").write_text(json.dumps(sala.SMALL))
     ByteTokenizer().save(folder)
     options = {"init_from": str(folder), "data": str(data), "seq_len": 60, "batch_size": 2}
     options |= {"steps": 2, "micro_batch_size": 2, "output": str(tmp_path / "run")}
-    first = {**options, "processes": 2, "sp_size": 2, "stop_after": 1}
+    first = {**options, "processes": 2, "sp_size": 2, "stop_after": 1, "chunk": 25}
     words = [w for n, v in first.items() for w in ("--" + n.replace("_", "-"), str(v))]
     ended, printed = run_script(2, "train/pretrain.py", *words)
     assert ended == 0, printed

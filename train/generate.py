@@ -161,7 +161,7 @@ def _parser() -> ArgumentParser:
     add(
         "--chunk",
         type=int,
-        help="compute the prompt in chunks of this many tokens, over all ranks (default: at once)",
+        help="compute the prompt in chunks of this many tokens, over all ranks (default: 65536)",
     )
     add_options(parser, _SHARED)
     return parser

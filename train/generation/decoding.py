@@ -28,6 +28,7 @@ from train.base.wording import counted
 from train.data.tokenizer_base import Tokenizer
 from train.generation.text_rules import TextRules
 
+_CHUNK = 1 << 16  # tokens of a prompt: hidden states of a longer one would take most of the memory
 _TICK = 1.0  # seconds between signs of life, at least
 
 Choose = Callable[[Tensor], int]  # a token from logits (V,)
@@ -144,7 +145,8 @@ def continue_text(
     """Return the prompt and up to `tokens` more tokens, fewer if the model ends the text.
 
     rules  how texts begin and end. By default, nothing is put in front of them
-    chunk  the most tokens of the prompt that all ranks of the model compute at once, by default all
+    chunk  the most tokens of the prompt that all ranks of the model compute at once, by default
+           65,536
     speed  notes the times
 
     Rotary scalings by length use that of the text so far, as in transformers: earlier tokens are
@@ -180,7 +182,7 @@ def _compute(
     if start or len(fresh) < model.sp.size:
         return decoder(tokens)
     positions, logits = torch.arange(len(fresh), device=device), tokens
-    for part in decoder.cache.prefill(len(fresh), chunk):
+    for part in decoder.cache.prefill(len(fresh), min(chunk or _CHUNK, len(fresh))):
         speed.alive(f"computing tokens {part.positions[0]} to {part.positions[1] - 1}")
         logits = model(part.shard(tokens), part.shard(positions, 0), cache=part)
     return logits
