@@ -118,9 +118,7 @@ class Bench:
 @torch.inference_mode()
 def run(args: argparse.Namespace, machine: Machine) -> Iterator[dict]:
     """Measure all cases. Yield their rows."""
-    dense = PRESETS[args.model]
-    if args.layers:
-        dense = dataclasses.replace(dense, num_layers=args.layers)
+    dense = options.first_layers(PRESETS[args.model], args.layers)
     for case in args.cases:
         what, length, *sparse = case.split(":")
         config = dataclasses.replace(dense, sparse=InfLLMV2() if sparse else None)

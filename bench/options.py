@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from bench import masks
 from bench.implementations import Case
+from models.config import CPMConfig
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -22,6 +24,15 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
         "--output", type=Path, required=True, help="file of JSON lines to append to"
     )
     return parser
+
+
+def first_layers(model: CPMConfig, count: int | None) -> CPMConfig:
+    """Return a model with so many of its first layers. None: all."""
+    if count is None:
+        return model
+    return dataclasses.replace(
+        model, num_layers=count, mixers=model.mixers and model.mixers[:count]
+    )
 
 
 def add_cases(

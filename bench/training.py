@@ -37,7 +37,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.machine import pretrain, record
-from bench.options import make_parser
+from bench.options import first_layers, make_parser
 from bmt_burst import InfLLMV2
 from models.config import PRESETS
 
@@ -45,7 +45,7 @@ from models.config import PRESETS
 def rows(args: argparse.Namespace) -> Iterator[dict]:
     """Measure all settings. Yield their rows."""
     model = PRESETS[args.model]
-    model = dataclasses.replace(model, num_layers=args.layers or model.num_layers)
+    model = first_layers(model, args.layers)
     sp_size = args.sp_size or args.gpus
     batch_size = args.batch_size or args.gpus // sp_size
     for seq_len, checkpointing, sparse in itertools.product(
