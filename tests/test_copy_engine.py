@@ -2,6 +2,7 @@
 like.
 """
 
+import ctypes
 import queue
 import random
 import threading
@@ -35,16 +36,15 @@ class ThreadStream:
     def __init__(self, work):
         self.work = work
 
-    def copy(self, copies):
+    def copy(self, target, source, nbytes):
         def late():
-            for target, source in copies:
-                time.sleep(random.random() * self.longest_copy)
-                half = len(source) // 2  # not at one go
-                target[:half] = source[:half]
-                time.sleep(random.random() * 1e-3)
-                target[half:] = source[half:]
+            time.sleep(random.random() * self.longest_copy)
+            half = nbytes // 2  # not at one go
+            ctypes.memmove(target, source, half)
+            time.sleep(random.random() * 1e-3)
+            ctypes.memmove(target + half, source + half, nbytes - half)
 
-        self.work.put(torch.no_grad()(late))
+        self.work.put(late)
 
     def write(self, flags, value):
         def now():
@@ -172,8 +172,8 @@ def test_calls_by_copy_engines_equal_dense(inner, outer, options, one_queue, eno
     more.
     """
     monkeypatch.setattr(ring_strategy, "_ENOUGH_ROWS", enough)
-    monkeypatch.setattr(heads, "_ENOUGH_ROWS", enough)
-    monkeypatch.setattr(heads, "_ENOUGH_WORK", 0)
+    monkeypatch.setattr(heads, "_MOST_ROWS", enough)
+    monkeypatch.setattr(heads, "_PIECE_WORK", 1)
     size, arenas = inner * outer, {}
     calls = [(17 * size, 0), (23 * size + 1, 1 << 30), (9 * size, 20_000), (17 * size, 0)]
     tensors = [random_qkv(2, tokens, 4, 2, 16, seed=seed) for seed, (tokens, _) in enumerate(calls)]

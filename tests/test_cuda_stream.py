@@ -1,5 +1,5 @@
-"""Flags of CUDA streams: the driver gets its operations as its documentation says. A driver of CPU
-memory stands for CUDA's.
+"""Flags and copies of CUDA streams: the driver gets its operations as its documentation says. A
+driver of CPU memory stands for CUDA's.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ STREAM = SimpleNamespace(cuda_stream=7)
 
 
 class Driver:
-    """The function of libcuda on the CPU's memory, and the number of its calls."""
+    """The functions of libcuda on the CPU's memory, and the number of its calls."""
 
     calls = 0
 
@@ -35,6 +35,11 @@ class Driver:
                 if ctypes.c_int32(flag.value - value).value < 0:
                     return 1  # this driver cannot wait
         return 0
+
+    def cuMemcpyAsync(self, target, source, nbytes, stream):
+        assert stream.value == 7
+        ctypes.memmove(target.value, source.value, nbytes.value)
+        return int(nbytes.value > 8)  # this driver copies no more
 
 
 def read_words(pointer, count):
@@ -61,3 +66,12 @@ def test_flags_are_written_and_waited_for_together(driver):
     calls = driver.calls
     stream.write([], 1)
     assert driver.calls == calls
+
+
+def test_memory_is_copied_between_addresses(driver):
+    source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    stream = CudaStream(STREAM)
+    stream.copy(target.data_ptr() + 2, source.data_ptr() + 3, 5)
+    assert target.tolist() == [0, 0, 3, 4, 5, 6, 7, 0]
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync failed with CUDA error 1"):
+        stream.copy(target.data_ptr(), source.data_ptr(), 9)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import LANES, Arrivals, Delivery, Puts, as_bytes
+from . import LANES, Arrivals, Delivery, Puts
 from .cuda_stream import CudaDevice
 
 _FLAG_BYTES = 128  # flags are this far apart
@@ -137,12 +137,11 @@ class _Lane:
         peers = list(dict.fromkeys(put.peer for put in sends))
         stream.follow(self.device.current().record())  # by then the puts are ready
         stream.wait([self.freed[peer] for peer in peers], self.number - len(self.slots))
-        stream.copy(
-            [
-                (slot[peer][offset : offset + tensor.nbytes], as_bytes(tensor))
-                for tensor, peer, offset in sends
-            ]
-        )
+        for tensor, peer, offset in sends:
+            nbytes = tensor.nbytes
+            assert tensor.is_contiguous(), f"expected contiguous memory, got {tensor.stride()}"
+            assert offset + nbytes <= self.slot_bytes, "a put ends beyond its slot"
+            stream.copy(slot[peer].data_ptr() + offset, tensor.data_ptr(), nbytes)
         stream.write([self.arrived_there[peer] for peer in peers], self.number)
         return stream.record()
 
@@ -168,7 +167,7 @@ class _Lane:
         for peer in range(len(self.parts)):
             if self.slot_bytes:
                 there, here = self.slots[0][peer], self.slots[-1][self.rank]
-                self.stream.copy([(there[:4], here[:4])])
+                self.stream.copy(there.data_ptr(), here.data_ptr(), 4)
             self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
 
     def _flag(self, owner: int, index: int) -> Tensor:
