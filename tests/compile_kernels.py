@@ -106,7 +106,8 @@ def compile_fused():
                 wide, lse, [([(0, tokens)], wide, lse), (spans, half, lse[..., start:])]
             )
             fused.sum_gradients(wide, [([(0, tokens)], wide), (spans, half)])
-        fused.fill_lse_delta(torch.zeros(1, tokens - start, 2, 2), half, half, lse[..., start:])
+        rows = torch.zeros(1, tokens - start, 2, 2 + 2 * (start % 2))
+        fused.fill_lse_delta(rows, half, half, lse[..., start:])
 
 
 def compile_passes():

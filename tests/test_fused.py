@@ -93,10 +93,11 @@ def test_fused_query_rows_equal_their_specification(head_size, dtype):
     )
     lse = torch.randn(2, 8, 30, device=DEVICE)
     lse[:, :, ::3] = -torch.inf
-    results = [torch.empty(2, 30, 5, 2, device=DEVICE) for _ in range(2)]
-    for rows, module in zip(results, (fused, plain), strict=True):
-        module.fill_lse_delta(rows, out, dout[:, :, 1:6], lse[:, 3:])
-    assert torch.allclose(*results, rtol=1e-5, atol=1e-5)
+    for width in (2, 4):
+        results = [torch.zeros(2, 30, 5, width, device=DEVICE) for _ in range(2)]
+        for rows, module in zip(results, (fused, plain), strict=True):
+            module.fill_lse_delta(rows, out, dout[:, :, 1:6], lse[:, 3:])
+        assert torch.allclose(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_fused_merge_does_not_hide_nan():

@@ -73,10 +73,12 @@ def sum_gradients(total: Tensor, parts: list[Part]) -> None:
 
 
 def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
-    """Fill rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout), both (B, S, H, D)."""
+    """Fill the first columns of rows (B, S, H, 2 or more), contiguous, with lse (B, H, S) and
+    rowsum(out * dout), both (B, S, H, D).
+    """
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), multiply_by_16(lse.stride())
-    _fill_lse_delta[grid](rows, out, dout, lse, *strides, *sizes, *constants)
+    _fill_lse_delta[grid](rows, out, dout, lse, *strides, rows.shape[-1], *sizes, *constants)
 
 
 def _fill_up(parts: list[Any]) -> list[Any]:
@@ -203,7 +205,7 @@ def _sum_gradients(
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _fill_lse_delta(
-    rows, out, dout, lse, out_strides, dout_strides, lse_strides, tokens, heads, head_size,
+    rows, out, dout, lse, out_strides, dout_strides, lse_strides, columns, tokens, heads, head_size,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     batch, token, head, inside = _rows_here(tokens, heads, ROWS)
@@ -216,7 +218,7 @@ def _fill_lse_delta(
     do = tl.load(do_places, mask=mask, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + _row_at(batch, head, token, lse_strides), mask=inside)
 
-    place = rows + ((batch * tokens + token) * heads + head) * 2
+    place = rows + ((batch * tokens + token) * heads + head) * columns
     tl.store(place, row_lse, mask=inside)
     tl.store(place + 1, tl.sum(o * do, 1), mask=inside)
 

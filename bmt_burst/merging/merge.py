@@ -213,11 +213,10 @@ def empty_lse(q: Tensor) -> Tensor:
     return torch.empty(batch, heads, tokens, dtype=accumulator_dtype(q.dtype), device=q.device)
 
 
-def stack_lse_delta(out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
+def stack_lse_delta(out: Tensor, dout: Tensor, lse: Tensor, width: int = 2) -> Tensor:
     """Return lse (B, H, S) and delta of out and dout (B, S, H, D) side by side, as they are sent:
-    (B, S, H, 2) in lse's dtype.
+    (B, S, H, width) in lse's dtype. Columns after these two are uninitialized.
     """
-    batch, tokens, heads, _ = out.shape
-    rows = torch.empty(batch, tokens, heads, 2, dtype=lse.dtype, device=out.device)
+    rows = torch.empty(*out.shape[:3], width, dtype=lse.dtype, device=out.device)
     _MODULES.find(out).fill_lse_delta(rows, out, dout, lse)
     return rows

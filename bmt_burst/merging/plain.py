@@ -48,7 +48,9 @@ def sum_gradients(total: Tensor, parts: list[Part]) -> None:
 
 
 def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
-    """Fill rows (B, S, H, 2) with lse (B, H, S) and rowsum(out * dout), both (B, S, H, D)."""
+    """Fill the first columns of rows (B, S, H, 2 or more), contiguous, with lse (B, H, S) and
+    rowsum(out * dout), both (B, S, H, D).
+    """
     rows[..., 0] = lse.transpose(1, 2)
     rows[..., 1] = (out.to(rows.dtype) * dout).sum(-1)
 

@@ -30,7 +30,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...base.dtypes import WIDE, accumulator_dtype, copy_unit
 from ...merging.merge import empty_lse, stack_lse_delta
@@ -106,7 +105,7 @@ class UlyssesPlan(Plan):
         if self.shares_kv:
             kv_grad = replace(kv, unit=dtype, is_summed=True)
         lse = Field(1, 1, sums, sums)
-        # lse and delta of a head, and zeros, since all units divide 16 bytes
+        # lse and delta of a head, in 16 bytes, which all units divide
         rows = replace(q, head_size=WIDE.itemsize // sums.itemsize, dtype=sums)
         # If ranks have equally many kv heads, the heads of all are equally far apart.
         groups = (
@@ -166,9 +165,8 @@ class UlyssesPlan(Plan):
             return tuple(grads)
 
         assert queries.out is not None, "a call has out"
-        # lse and delta of each head, (B, S, H, 2) with zeros up to 16 bytes a head
-        rows = stack_lse_delta(queries.out, queries.dout, queries.lse)
-        rows = pad(rows, (0, WIDE.itemsize // rows.itemsize - 2))
+        width = WIDE.itemsize // queries.lse.itemsize
+        rows = stack_lse_delta(queries.out, queries.dout, queries.lse, width)
         sent = k, v, q, queries.dout, rows
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         # Gradients of shared kv heads are added up.
