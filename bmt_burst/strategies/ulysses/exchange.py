@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...base.dtypes import WIDE
 from ...sequence.span import Span, length
-from ...transport import Arrival, Delivery, Put, Transport, as_bytes
+from ...transport import Arrival, Delivery, Put, Transport
 from .heads import kv_heads
 from .tokens import HostTokens
 
@@ -55,7 +55,7 @@ class Field:
     def to_rows(self, x: Tensor) -> Tensor:
         """Return the rows of a tensor: a view, unless its heads or units lie apart."""
         rows = x.flatten(2)
-        return rows if self.unit == self.dtype else _view_as(rows, self.unit)
+        return rows if self.unit == self.dtype else _view_as(rows, self.unit)  # sums are wider
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """Return the tensor of some rows: a view, unless its numbers may lie between units."""
@@ -130,8 +130,8 @@ class Exchange(ABC):
         (leaving, arrivals), puts = self._messages, list[Put]()
         for source, messages in zip(sources, leaving, strict=False):  # without heads, no sources
             # One operation makes the views of all messages.
-            parts = as_bytes(source).split([each.nbytes for each in messages])
-            pairs = zip(parts, messages, strict=True)
+            sizes = [nbytes // source.itemsize for _, _, nbytes in messages]
+            pairs = zip(source.view(-1).split_with_sizes(sizes), messages, strict=True)
             puts += [Put(part, peer, at) for part, (peer, at, nbytes) in pairs if nbytes]
         return transport.deliver(self.lane, self.nbytes, puts, arrivals, device)
 
@@ -218,8 +218,8 @@ class Return(Exchange):
         """Send the results of a piece, for all tokens of the host in the order of their positions.
         There are none without heads.
         """
-        rows = self.to_rows(results) if results else []
-        return self._deliver(transport, [self.tokens.unsort(x).contiguous() for x in rows], device)
+        sources = [self.tokens.unsort(x).contiguous() for x in results]
+        return self._deliver(transport, sources, device)
 
     def receive(self, delivery: Delivery, results: Sequence[Tensor]) -> None:
         """Wait for the results of all ranks and put them in the rows `results` of this rank's
