@@ -39,6 +39,26 @@ def test_every_query_head_is_computed_once_with_its_kv_head(rows):
         assert found == [(q, q // ratio) for q in range(heads)]
 
 
+@pytest.mark.parametrize(
+    ("heads", "ratio", "size", "tokens_per_gpu", "cuts"),
+    [
+        (32, 4, 2, 4096, (0, 16)),
+        (32, 4, 2, 8192, (0, 8, 16)),
+        (32, 1, 2, 8192, (0, 8, 16)),
+        (32, 4, 2, 16384, (0, 4, 12, 16)),
+        (32, 4, 2, 32768, (0, 4, 8, 12, 16)),
+        (32, 4, 4, 8192, (0, 4, 8)),
+        (32, 4, 4, 32768, (0, 1, 3, 5, 7, 8)),
+        (32, 4, 8, 8192, (0, 1, 3, 4)),
+    ],
+)
+def test_a_call_has_no_more_pieces_than_its_work_pays_for(heads, ratio, size, tokens_per_gpu, cuts):
+    """Causal, with heads of 128. Where it is possible, no kv head is in two pieces."""
+    tokens, mine = size * tokens_per_gpu, heads // size
+    work = mine * Mask.causal(tokens).area * 128
+    assert cut_heads(mine, ratio, tokens, work) == cuts
+
+
 def test_in_inference_mode_and_after_it():
     """With tokens in the order of ranks, whose indices on a device are kept."""
     layout, (q, k, v, _) = Layout.striped(23, 2), random_qkv(1, 23, 4, 2, 8)
@@ -112,8 +132,8 @@ def test_a_plan_of_usp_prints_what_its_rings_do():
 @pytest.mark.parametrize("grid", [(4, 2), (6, 3)])
 def test_hosts_of_unequal_tokens_cut_heads_alike(grid, tokens, monkeypatch):
     """The ring between hosts computes a piece of each host at a time."""
-    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_WORK", 0)
-    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._ENOUGH_ROWS", 64)
+    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._PIECE_WORK", 1)
+    monkeypatch.setattr("bmt_burst.strategies.ulysses.heads._MOST_ROWS", 64)
     (size, inner), mask = grid, Mask.causal(tokens)
     for name in ("contiguous", "zigzag"):
         layout, tensors = Layout.named(name, tokens, size), random_qkv(1, tokens, 24, 12, 8)

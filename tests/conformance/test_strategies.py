@@ -40,8 +40,8 @@ LIMITS = {
     "strategies.ring._ENOUGH_ROWS": (1 << 18, 1),
     "strategies.one_call._MOST_COPIES": (2, 1),
     "strategies.ulysses.tokens._MOST_RUNS": (4, 1),
-    "strategies.ulysses.heads._ENOUGH_ROWS": (1 << 18, 60),
-    "strategies.ulysses.heads._ENOUGH_WORK": (1 << 40, 0),
+    "strategies.ulysses.heads._MOST_ROWS": (1 << 18, 60),
+    "strategies.ulysses.heads._PIECE_WORK": (1 << 40, 1),
 }
 EXACT = 1e-12  # fp64 rounds at 1e-16; sums have some hundred terms
 

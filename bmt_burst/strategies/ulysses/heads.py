@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from ...sequence.span import Span
 
-# Rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM.
-_ENOUGH_ROWS = 1 << 18
-# Visible pairs, over all heads, times the head size: with less, the host takes longer to enqueue
-# three pieces than an H200 takes to compute them, 5 ms for a forward and backward.
-_ENOUGH_WORK = 3 << 36
-_ENDS = 8  # the first piece has one of so many heads, and so has the last
-_ENOUGH_KV_HEADS = 4
+# Rows of queries of a piece, over all of its heads, unless one head has more: received heads take
+# memory.
+_MOST_ROWS = 1 << 18
+# Visible pairs of a piece, over all of its heads, times the head size. An H200 computes a forward
+# and backward of these in 3.3 ms. The host takes 2 ms to enqueue them.
+_PIECE_WORK = 1 << 37
+_ENDS = 8  # of three pieces or more, the first one has one of so many heads, and so has the last
 
 
 def share_heads(heads: int, size: int) -> list[Span]:
@@ -39,18 +39,21 @@ def cut_heads(heads: int, ratio: int, rows: int, work: int) -> tuple[int, ...]:
            `Scoring.host_work`
 
     Only two exchanges have no kernel to hide behind: the first that a rank receives, and the last
-    that it returns. So the first and the last piece have an eighth of the heads. Pieces between
-    them have at most `_ENOUGH_ROWS`, as received heads take memory. Fewer rows than that in all, or
-    less than `_ENOUGH_WORK`, are one piece. All hosts have the same pieces, since the ring between
-    them computes one after the other. A rank with a few kv heads or more does not cut between
-    the query heads of one, because each piece would exchange that kv head again.
+    that it returns. They are shorter if the first and the last piece have few heads. But the host
+    enqueues each piece anew: in three pieces, a call of 8K tokens a GPU took twice as long as its
+    kernels. So there are no more pieces than the work pays for, and two have equally many heads.
+
+    All hosts have the same pieces, since the ring between them computes one after the other. A
+    piece has whole kv heads where that is possible, because each piece receives its kv heads.
     """
-    if heads * rows < _ENOUGH_ROWS or work < _ENOUGH_WORK:
+    pieces = work // _PIECE_WORK
+    if pieces < 2:
         return 0, heads
-    unit = ratio if heads >= _ENOUGH_KV_HEADS * ratio else 1
+    # With two or three kv heads, pieces of whole ones are large.
+    unit = ratio if heads >= (2 if ratio * rows <= _MOST_ROWS else 4) * ratio else 1
     units = -(-heads // unit)
-    most = max(_ENOUGH_ROWS // (unit * rows), 1)
-    ends = max(min(units // _ENDS, most), 1)
+    most = max(_MOST_ROWS // (unit * rows), 1)
+    ends = max(min(-(-units // 2) if pieces == 2 else units // _ENDS, most), 1)
     middle = max(units - 2 * ends, 0)
     count = max(-(-middle // most), 1)
     cuts = {0, units, *(ends + middle * i // count for i in range(count + 1))}
