@@ -215,6 +215,37 @@ def _torch_context_parallel(case: Case, sp: SequenceParallel, _layout: Layout) -
     return attention
 
 
+def _naive_ulysses(case: Case, sp: SequenceParallel, _layout: Layout) -> Attention:
+    """Make a Ulysses without overlap: collectives send q, k and v, and return out of one kernel."""
+    group, attention = _single_ring(sp, case), kernel_alone(case)
+    if case.kv_heads % sp.size:
+        raise Unavailable(f"{case.kv_heads} kv heads do not divide over {sp.size} ranks")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Swap.apply(
+            attention(*(_Swap.apply(x, group, True) for x in (q, k, v))), group, False
+        )
+
+    return run
+
+
+class _Swap(torch.autograd.Function):
+    """An all-to-all from some tokens of all heads to all tokens of some heads, or back."""
+
+    @staticmethod
+    def forward(ctx, x, group, to_heads):
+        ctx.group, ctx.to_heads = group, to_heads
+        cut, joined = (2, 1) if to_heads else (1, 2)
+        sent = torch.stack(x.chunk(group.size(), cut))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), joined)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Swap.apply(grad, ctx.group, not ctx.to_heads), None, None
+
+
 @cache
 def _replace_torch_attention(group: dist.ProcessGroup) -> contextlib.ExitStack:
     """Enter torch's context_parallel and stay in it, because the backward must also run inside.
@@ -253,6 +284,7 @@ IMPLEMENTATIONS = {
         kinds=("causal", "full", "documents", "window"),
     ),
     "ulysses": Implementation("contiguous", partial(Burst, strategy="ulysses")),
+    "naive ulysses": Implementation("contiguous", _naive_ulysses),
     "ring_flash_attn zigzag": Implementation("zigzag", _ring_flash_attn, kernel="fa2"),
     "torch context_parallel": Implementation("zigzag", _torch_context_parallel, kernel="cudnn"),
 }

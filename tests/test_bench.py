@@ -49,7 +49,7 @@ def measure(size, command, folder):
 
 @on_cpus
 def test_benchmark_runs_and_reports(tmp_path):
-    others = "'bmt_burst low memory' all-gather ulysses 'ring_flash_attn zigzag'"
+    others = "'bmt_burst low memory' all-gather ulysses 'naive ulysses' 'ring_flash_attn zigzag'"
     command = f"attention.py --tokens-per-gpu 32 --implementations bmt_burst {others}"
     measure(2, command, tmp_path)
     masks = "--masks causal documents window --documents long --windows 40 --no-links"
@@ -57,7 +57,8 @@ def test_benchmark_runs_and_reports(tmp_path):
     rows = measure(2, command, tmp_path)
     measured = [r for r in rows if r["kind"] == "attention" and "unavailable" not in r]
     assert all(r.keys() >= KEYS for r in measured)
-    expected = {"bmt_burst", "bmt_burst low memory", "all-gather", "ulysses", "kernel alone"}
+    expected = {"bmt_burst", "bmt_burst low memory", "all-gather", "ulysses", "naive ulysses"}
+    expected.add("kernel alone")
     assert {r["impl"] for r in measured if r["mask"] == "causal"} == expected
     for mask in ("documents long", "window 40"):
         assert {r["impl"] for r in measured if r["mask"] == mask} == {"bmt_burst", "kernel alone"}
