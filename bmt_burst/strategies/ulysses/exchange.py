@@ -78,7 +78,8 @@ class Exchange(ABC):
     """An exchange of a piece between ranks 0, 1, ... of a host. This one is `rank`.
 
     heads   the heads of each rank
-    groups  the ranks in groups: the heads of a group lie equally far apart
+    groups  the ranks whose heads are copied at once: all, if they have equally many kv heads, or
+            each alone
     nbytes  the most bytes that a rank receives
     """
 
@@ -136,18 +137,15 @@ class Exchange(ABC):
         return transport.deliver(self.lane, self.nbytes, puts, arrivals, device)
 
     def to_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [field.to_rows(x) for field, x in zip(self.fields, tensors, strict=True)]
+        """Return the rows of all heads: (ranks of a group, B, S, units), for each field."""
+        rows = [field.to_rows(x) for field, x in zip(self.fields, tensors, strict=True)]
+        ranks = len(self.groups[0])
+        return [x.view(*x.shape[:2], ranks, x.shape[2] // ranks).permute(2, 0, 1, 3) for x in rows]
 
-    def _view_heads(self, group: range, number: int, rows: Tensor) -> Tensor:
-        """Return a view of the heads of a group in rows of field `number`: (ranks, B, S, units)."""
-        start, stop = self.columns[group[0]][number]
-        distance = (self.columns[group[-1]][number][0] - start) // max(len(group) - 1, 1)
-        batch, token, unit = rows.stride()
-        return rows.as_strided(
-            (len(group), *rows.shape[:2], stop - start),
-            (distance * unit, batch, token, unit),
-            rows.storage_offset() + start * unit,
-        )
+    def _take_heads(self, rows: Sequence[Tensor], group: range) -> list[Tensor]:
+        """Return views of the heads of a group: (ranks, B, S, units), for each field."""
+        spans = self.columns[group[0]]
+        return [x.narrow(3, at[0], length(at)) for x, at in zip(rows, spans, strict=True)]
 
 
 class Visit(Exchange):
@@ -161,10 +159,7 @@ class Visit(Exchange):
 
     def start(self, transport: Transport, rows: Sequence[Tensor]) -> Delivery:
         """Send this rank's tokens. `rows` are those of all heads."""
-        sources = [
-            torch.cat([self._view_heads(group, i, x) for i, x in enumerate(rows)], 3)
-            for group in self.groups
-        ]
+        sources = [torch.cat(self._take_heads(rows, group), 3) for group in self.groups]
         return self._deliver(transport, sources, rows[0].device)
 
     def receive(self, delivery: Delivery) -> list[Tensor]:
@@ -226,14 +221,13 @@ class Return(Exchange):
         tokens. Release the delivery.
         """
         delivery.wait()
-        for i, (field, rows) in enumerate(zip(self.fields, results, strict=True)):
-            start = self.starts[i]
-            for group in self.groups:
-                into = self._view_heads(group, i, rows)
-                stop = start + into.numel() * field.unit.itemsize
-                landed = delivery.memory[start:stop].view(field.unit).view(into.shape)
+        starts = self.starts[:-1]
+        for group in self.groups:
+            for i, into in enumerate(self._take_heads(results, group)):
+                field, start = self.fields[i], starts[i]
+                starts[i] += into.numel() * field.unit.itemsize
+                landed = delivery.memory[start : starts[i]].view(field.unit).view(into.shape)
                 into.add_(landed) if field.is_summed else into.copy_(landed)
-                start = stop
         delivery.release()
 
     def _find_messages(self, sender: int, receivers: Sequence[int]) -> list[list[Arrival]]:
