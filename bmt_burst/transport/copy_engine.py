@@ -6,7 +6,8 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
 
     sender      waits until its receivers have read delivery n - slots (the sender's flags `freed`),
                 copies each put to its place in the receiver's slot, and writes n to the receivers'
-                flags `arrived`. A separate stream does this, also for puts to the sender itself.
+                flags `arrived`. A separate stream does this. Another one copies what the sender
+                puts to itself, at the same time.
     receiver    `wait` lets the current stream wait for the flags `arrived` of the expected senders.
                 `release` lets it write n to every rank's flag `freed`.
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from . import LANES, Arrivals, Delivery, Puts
-from .cuda_stream import CudaDevice
+from .cuda_stream import CudaDevice, CudaStream
 
 _FLAG_BYTES = 128  # flags are this far apart
 # slots are a multiple of this, so that a little growth needs no new arena
@@ -90,8 +91,8 @@ class CopyEngines:
 
 
 class _Lane:
-    """One kind of deliveries: its slots and flags in every rank's arena, and the stream that fills
-    slots.
+    """One kind of deliveries: its slots and flags in every rank's arena, and the streams that fill
+    slots of other ranks and the own ones.
 
     `parts` are the lane's bytes in the arenas: slots, then the flags "arrived" and "freed" of each
     rank.
@@ -104,7 +105,7 @@ class _Lane:
             [part[slot * slot_bytes : (slot + 1) * slot_bytes] for part in parts]
             for slot in range(slots)
         ]
-        self.stream = device.stream()
+        self.streams = device.stream(), device.stream()
         self.number = 0
         self.released: torch.cuda.Event | None = None  # after the last release
         peers = range(len(parts))
@@ -118,24 +119,32 @@ class _Lane:
         assert nbytes <= self.slot_bytes, f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
         self.number += 1
         slot = self.slots[self.number % len(self.slots)]
-        sent = self._send(slot, sends) if sends else None
+        current = self.device.current()
+        if self.released:
+            current.follow(self.released)
+        ready = current.record()  # by then the puts are ready, and the own slot was read
+        others, own = ([p for p in sends if (p.peer == self.rank) == x] for x in (False, True))
         return _LaneDelivery(
             slot[self.rank][:nbytes],
             lane=self,
             number=self.number,
             arrived=[self.arrived[peer] for peer in sources],
-            sent=sent,
+            sent=[
+                self._send(stream, slot, puts, ready)
+                for stream, puts in zip(self.streams, (others, own), strict=True)
+                if puts
+            ],
             sends=sends,
         )
 
-    def _send(self, slot: Sequence[Tensor], sends: Puts) -> torch.cuda.Event:
+    def _send(
+        self, stream: CudaStream, slot: Sequence[Tensor], sends: Puts, ready: torch.cuda.Event
+    ) -> torch.cuda.Event:
         """Copy puts to the ranks' memory for this delivery. Return an event after that."""
-        stream = self.stream
         # The next rank first: where copies follow one another, each rank receives from another one.
-        # This rank itself is the last, since others wait for what it sends them.
-        sends = sorted(sends, key=lambda put: (put.peer - self.rank - 1) % len(self.parts))
-        peers = list(dict.fromkeys(put.peer for put in sends))
-        stream.follow(self.device.current().record())  # by then the puts are ready
+        sends = sorted(sends, key=lambda put: (put.peer - self.rank) % len(self.parts))
+        peers = [peer for peer in dict.fromkeys(put.peer for put in sends) if peer != self.rank]
+        stream.follow(ready)
         stream.wait([self.freed[peer] for peer in peers], self.number - len(self.slots))
         for tensor, peer, offset in sends:
             nbytes = tensor.nbytes
@@ -161,14 +170,15 @@ class _Lane:
         """
         # Slots hold zeros and flags 0 until now. Only the own flag becomes 1, and no rank waits
         # for what it puts to itself.
-        self.stream.write([self.arrived[self.rank]], 1)
-        self.stream.wait([self.arrived[self.rank]], 1)
-        self.device.current().follow(self.stream.record())
+        stream, _ = self.streams
+        stream.write([self.arrived[self.rank]], 1)
+        stream.wait([self.arrived[self.rank]], 1)
+        self.device.current().follow(stream.record())
         for peer in range(len(self.parts)):
             if self.slot_bytes:
                 there, here = self.slots[0][peer], self.slots[-1][self.rank]
-                self.stream.copy(there.data_ptr(), here.data_ptr(), 4)
-            self.stream.write([self.arrived_there[peer]], int(peer == self.rank))
+                stream.copy(there.data_ptr(), here.data_ptr(), 4)
+            stream.write([self.arrived_there[peer]], int(peer == self.rank))
 
     def _flag(self, owner: int, index: int) -> Tensor:
         at = len(self.slots) * self.slot_bytes + index * _FLAG_BYTES
@@ -177,20 +187,20 @@ class _Lane:
 
 @dataclass(eq=False, kw_only=True)
 class _LaneDelivery(Delivery):
-    """Delivery `number` of a lane. `wait` waits for flags, and for the event after its puts."""
+    """Delivery `number` of a lane. `wait` waits for flags, and for the events after its puts."""
 
     lane: _Lane
     number: int
     arrived: Sequence[Tensor]
-    sent: torch.cuda.Event | None
+    sent: Sequence[torch.cuda.Event]
     sends: Puts
     recycled: bool = True
 
     def wait(self) -> None:
         current = self.lane.device.current()
         current.wait(self.arrived, self.number)
-        if self.sent:
-            current.follow(self.sent)
+        for event in self.sent:
+            current.follow(event)
         self.sends = ()
 
     def release(self) -> None:
