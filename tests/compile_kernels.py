@@ -88,7 +88,7 @@ def compile_decoding():
         first = torch.zeros(2, dtype=torch.int64)[tokens - 1 : tokens]
         keys.extend(k, first)
         at_hand = triton_decoding.KeysAtHand.of(torch.arange(kept), kept, 64)
-        keys.attend(q, kept_k, kept_k, at_hand, first, {}, Spec(0.3, softcap=20.0))
+        keys.attend(q, q, kept_k, kept_k, at_hand, first, {}, Spec(0.3, softcap=20.0))
 
 
 def compile_fused():
