@@ -179,3 +179,41 @@ def test_prompts_and_new_tokens_are_those_of_one_dense_process(name, size, promp
 
     for out in on_ranks(size, work):
         assert (out - expected[:, prompt:]).abs().max() < EXACT
+
+
+def run_states(chunks: Chunks, scale: float = 1.0, layers: tuple[int, ...] = (0, 1)) -> None:
+    """Take a step of two lightning layers. Values are scaled in the second run, where only some
+    layers are computed.
+    """
+    kind, x = Lightning((0.1, 0.2)), torch.ones(1, 10, 2, 4, dtype=torch.float64)
+    for chunk in chunks.forward():
+        for layer in (0, 1):
+            chunk.mix(layer, kind, x, x, x)
+    for chunk in chunks.backward():
+        q = x.clone().requires_grad_()
+        sum(chunk.mix(layer, kind, q, x, x * scale).sum() for layer in layers).backward()
+
+
+def test_wrong_second_runs_of_states_are_refused():
+    for named, message in (
+        ({"scale": 1.01}, "keys, values or states of chunk 1 differ from what the forward kept"),
+        ({"layers": (0,)}, "chunk 2 was not computed by 1 of 2 layers, the first is layer 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_states(Chunks(Mask.causal(30), 10, 2), **named)
+    run_states(Chunks(Mask.causal(30), 10, 2))
+
+
+def test_beams_and_drafts_of_states():
+    """Rows are chosen in place, and nothing is taken back."""
+    kind, x = Lightning((0.1, 0.2)), torch.randn(3, 7, 2, 4, dtype=torch.float64)
+    cache, whole = Cache(None, 1, 9), Cache(None, 1, 9)
+    cache.mix(0, kind, *(x[:, :6],) * 3)
+    cache.select_rows([2, 0, 0])
+    whole.mix(0, kind, *(x[[2, 0, 0], :6],) * 3)
+    rest = (x[:, 6:],) * 3
+    assert cache.mix(0, kind, *rest).equal(whole.mix(0, kind, *rest))
+    with pytest.raises(ValueError, match="layer 0 cannot take tokens back: the state of lightning"):
+        cache.crop(5)
+    with pytest.raises(ValueError, match=r"expected rows of 0 to 2, got \[3\]"):
+        cache.select_rows([3])

@@ -337,7 +337,7 @@ class Chunks:
         # the sum over ranks has only differences beyond rounding
         if (found := self.sp.sum(torch.where(worst > 1, worst, 0.0))) > 0:
             raise ValueError(
-                f"the keys or values of chunk {chunk.number} differ from those that the forward "
+                f"the keys, values or states of chunk {chunk.number} differ from what the forward "
                 f"kept, by {float(found):.3g} times as much as rounding does at most: both runs "
                 "need the same weights, and a model without dropout"
             )
