@@ -231,6 +231,8 @@ CHUNKED = (
     ("minicpm4-0.5b", 1, "h100", "torch", True, False),
     ("minicpm4-8b", 2, "h200", "torch", True, False),
     ("minicpm4-8b", 2, "h100", "bmtrain", True, True),
+    ("minicpm-sala", 2, "h200", "torch", True, False),
+    ("minicpm-sala", 8, "h200", "torch", True, False),
     ("minicpm4-8b", 8, "h200", "torch", False, False),
     ("minicpm4-8b", 8, "h100", "torch", False, False),
     ("llama3-8b", 8, "h200", "torch", False, False),

@@ -1,6 +1,5 @@
 """The configuration of a run: files, the command line, models and learning rates."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -79,11 +78,6 @@ def test_options_that_spoil_a_model_are_named(tmp_path):
     expected = r"--rope-theta, --rope-scaling with the default model cpm-tiny: .* 1, got 0\.5"
     with pytest.raises(ValueError, match=expected):
         TrainConfig(rope_theta=0.5, rope_scaling=scaling).model_config()
-    by_nope = TrainConfig(seq_len=64, chunk=32, sparse={"use_nope": True, "dense_len": 64})
-    with pytest.raises(ValueError, match="--chunk 32 keeps rotated keys only: expected --sparse"):
-        by_nope.model_config()
-    dataclasses.replace(by_nope, chunk=64).model_config()
-    dataclasses.replace(by_nope, sparse={"use_nope": True, "dense_len": 65}).model_config()
     (tmp_path / "deep.json").write_text("[" * 200_000)
     with pytest.raises(ValueError, match=r"deep\.json: .*recursion"):
         TrainConfig(model=str(tmp_path / "deep.json")).model_config()

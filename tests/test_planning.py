@@ -234,6 +234,26 @@ def test_chunks_keep_keys_values_and_sums_of_their_gradients(gpus, batch_size, d
     assert run.step.kept == run.step.memory.parts["kept keys"]
 
 
+def test_chunks_keep_a_key_more_to_choose_by_without_positions():
+    runs = [
+        planned(2, seq_len=65536, chunk=8192, sparse={"use_nope": by_nope})
+        for by_nope in (False, True)
+    ]
+    model = runs[0].model
+    of_token = model.num_layers * model.num_kv_heads * model.head_dim * 2
+    assert runs[1].step.kept - runs[0].step.kept == of_token * 65536 // 2
+
+
+def test_a_chunk_is_planned_with_an_offload():
+    """Of the inputs of its blocks, for any length of the sequence."""
+    runs = [
+        planned(seq_len=n, chunk=8192, checkpointing="full", offload=True) for n in (32768, 65536)
+    ]
+    inputs = 8192 * runs[0].model.hidden_size * 2 * runs[0].model.num_layers
+    assert {run.step.memory.parked for run in runs} == {inputs}
+    assert all(run.step.memory.parts["activations"] < inputs for run in runs)
+
+
 def test_chunks_keep_the_last_tokens_of_each_for_a_window():
     run = planned(2, seq_len=65536, chunk=8192, window=1000)
     model = run.model
@@ -423,10 +443,6 @@ def test_wrong_options_are_refused(capsys):
         ),
         (["--chunk", "8", "--seq-len", "65544"], "into 8,193 chunks: expected at most 8,192"),
         (["--chunk", "8192", "--strategy", "ulysses"], "--chunk excludes --strategy ulysses"),
-        (
-            ["--chunk", "8192", "--seq-len", "65536", "--sparse", '{"use_nope": true}'],
-            "--chunk 8192 keeps rotated keys only",
-        ),
         (["--model", "14b", "--gpus", "1", "--gpu-memory", "20"], "no sequence fits"),
     ):
         code, _, printed = run_script(capsys, *("--gpus", "8", "--model", "qwen3-0.6b"), *options)

@@ -20,10 +20,11 @@ from bmt_burst.fused.functions import _Norm
 from bmt_burst.fused.norm import RMSNorm
 from bmt_burst.lightning import triton_kernel
 from bmt_burst.lightning.memory import StateMemory
-from bmt_burst.lightning.segments import Segments
+from bmt_burst.lightning.segments import Edges, Segments, plan_states
 from bmt_burst.nn import find_part, rope_tables
 from bmt_burst.offload import Offload
 from bmt_burst.ranks.sequence_parallel import SequenceParallel
+from bmt_burst.transport import LANES
 from models.blocks import Saving
 from models.config import PRESETS, CPMConfig
 from models.cpm import CPM
@@ -31,7 +32,7 @@ from models.hf_config import config_from_hf, config_to_hf
 from models.huggingface import load_cpm, read_folder, save_weights
 from tests import sala
 from tests.launcher import run_script
-from tests.runs import records, train, written_text
+from tests.runs import train, written_text
 from tests.test_chunks import on_ranks
 from tests.test_sparse import SMALL as SPARSE
 from train.checkpoints import checkpoint
@@ -49,7 +50,7 @@ from train.planning.lightning import (
     LightningShape,
     lightning_memory,
 )
-from train.planning.search import Cluster, plan
+from train.planning.search import CHUNKS, Cluster, plan, possible_chunks
 from train.planning.seconds import H200
 from train.planning.units import Shape, find_unit
 from train.run.config import TrainConfig
@@ -486,6 +487,59 @@ def test_plans_have_states_and_the_parameters_of_each_layer():
         planned(checkpointing="full", seq_len=n).step.memory.total for n in (1 << 17, 1 << 18)
     )
     assert one < many
+
+
+def planned_in_chunks(ranks=2, seq_len=1 << 20, chunk=1 << 17, model="minicpm-sala", **more):
+    options = {"model": model, "seq_len": seq_len, "sp_size": ranks, "dtype": "bf16"}
+    options |= {"batch_size": 1, "checkpointing": "full", "engine": "torch", "chunk": chunk}
+    cluster = Cluster(ranks, 139.8, H200, host_gib=128.0)
+    return plan(TrainConfig(**options | more), cluster, "torch")
+
+
+def test_plans_of_chunks_have_the_keys_of_eight_layers_and_states_of_the_others():
+    run = planned_in_chunks()
+    keys = 8 * 2 * 2 * 128 * (2 + 4)  # layers, k and v, kv heads, size, bf16 and fp32: 24 KiB
+    choices = 8 * 2 * 64 * 2  # of all tokens but the first 6,208, which see all blocks
+    first = PRESETS["minicpm-sala"].sparse.exact_tokens
+    state, parts = 32 * 128 * 128 * 4, run.step.memory.parts
+    tokens = 1 << 19
+    assert parts["kept keys"] == keys * tokens + choices * (tokens - first // 2)
+    assert parts["kept states"] == 24 * (8 + 2) * state
+    longer = planned_in_chunks(seq_len=1 << 21).step.memory
+    grown = tokens * (keys + choices + 24 * state / (1 << 16))
+    assert grown <= longer.total - run.step.memory.total <= 1.05 * grown
+    assert possible_chunks(planned_in_chunks(chunk=None)) == [2 * n for n in CHUNKS]
+    groups = planned_in_chunks(checkpointing_every=2).step
+    assert groups.kept == run.step.kept, "groups of blocks of both kinds"
+    counts = {
+        r.run: n for r, n in run.step.attention.items() if isinstance(r.shape, LightningShape)
+    }
+    assert counts == {"forward": 24 * 8, "again": 24 * (8 + 7), "backward": 24 * 8}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_plans_have_the_states_that_ranks_exchange_in_a_chunk(ranks):
+    shape = LightningShape(1, 1 << 16, 32, 128, torch.bfloat16, ranks, chunked=True)
+    layout, edges = Layout.zigzag(1 << 16, ranks), Edges((True,), (True,))
+    total = plan_states(layout, (0, 1 << 16), 0, edges=edges).total
+    assert shape.exchanged_bytes == total * shape.state_bytes
+    assert lightning_memory(shape).held == LANES["visit"] * total * shape.state_bytes
+
+
+def test_plans_count_the_states_that_chunks_hold(monkeypatch):
+    """The most at the end of a backward, in a layer of one of two ranks."""
+    found, finish = [], StateMemory.finish
+
+    def note(memory, number):
+        past = memory.past
+        states = [*memory.states, memory.gradient, past.initial, past.final, past.dfinal]
+        held = {x.data_ptr(): x.nbytes for x in [*states, past.dinitial] if x is not None}
+        found.append(sum(held.values()))
+        finish(memory, number)
+
+    monkeypatch.setattr(StateMemory, "finish", note)
+    train_steps(SMALL, 2, 23, Saving("full"), steps=1)
+    assert max(found) == 2 * LightningShape(1, 23, 4, 8, torch.float64).count_kept(4), "in fp64"
 
 
 @pytest.mark.parametrize("mixer", ["lightning", "attention"])

@@ -7,15 +7,17 @@ import dataclasses
 import pytest
 import torch
 
-from bmt_burst import SequenceParallel, shift_labels, simulate
+from bmt_burst import Chunks, Mask, SequenceParallel, shift_labels, simulate
 from bmt_burst.fused import torch_passes
-from bmt_burst.offload import Offload
+from bmt_burst.offload import Offload, Parked
 from models.blocks import Saving
 from models.tiled import run_tiled
+from tests.test_chunks import DENSE, NOPE, build, in_chunks, make_data, on_ranks
 from tests.test_model import SMALL, initialized
 from train.run.config import TrainConfig
 
 TOKENS = torch.randint(0, 300, (2, 23), generator=torch.Generator().manual_seed(3))
+LIGHTNING = dataclasses.replace(DENSE, mixers=("lightning", "attention", "lightning"))
 BIASED = dataclasses.replace(SMALL, mlp_bias=True, o_bias=True, qk_norm=True)
 
 
@@ -97,6 +99,61 @@ class CountingOffload(Offload):
     def _leaves(self, x):
         self.bytes += x.nbytes
         return super()._leaves(x)
+
+
+class CopyingOffload(Offload):
+    """Copies all tensors that are saved inside its blocks, and counts their bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def _leaves(self, x):
+        return True
+
+    def _move(self, x):
+        self.bytes += x.nbytes
+        return _Copied(x)
+
+
+class _Copied(Parked):
+    def __init__(self, x):
+        self.copy = x.clone()
+
+    def fetch(self):
+        pass
+
+    def take(self):
+        return self.copy
+
+
+@pytest.mark.parametrize("config", [DENSE, LIGHTNING, NOPE], ids=["dense", "lightning", "use_nope"])
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_offloading_in_chunks_moves_no_kept_keys(config, checkpointing):
+    """It moves as many bytes of four chunks as of one: with "full" the inputs of blocks."""
+    mask = Mask.documents((0, 61, 68, 240))
+
+    def work(sp, tokens, offloads=None):
+        model = build(config, sp)
+        saving = Saving(checkpointing, offloads and offloads[sp.rank])
+        model.saving = dataclasses.replace(saving, keep_results=config.keeps_results)
+        for block in model.layers:
+            block.saving = model.saving
+        loss = in_chunks(Chunks(mask, tokens, config.num_layers, sp), model, make_data(mask))
+        return loss, [p.grad for p in model.parameters()]
+
+    moved = []
+    for tokens in (60, 240):
+        offloads = CopyingOffload(), CopyingOffload()
+        pairs = [on_ranks(2, lambda sp, at=tokens, o=o: work(sp, at, o)) for o in (None, offloads)]
+        for plain, found in zip(*pairs, strict=True):
+            assert plain[0] == found[0]
+            assert all(x.equal(y) for x, y in zip(plain[1], found[1], strict=True))
+        moved.append([offload.bytes for offload in offloads])
+    if checkpointing == "full":
+        assert moved == [[config.num_layers * 2 * 120 * config.hidden_size * 8] * 2] * 2
+    if config is DENSE:
+        assert moved[0] == moved[1]
 
 
 def test_offloading_moves_the_inputs_of_groups_alone():

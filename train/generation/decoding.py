@@ -182,7 +182,7 @@ def _compute(
     if start or len(fresh) < model.sp.size:
         return decoder(tokens)
     positions, logits = torch.arange(len(fresh), device=device), tokens
-    for part in decoder.cache.prefill(len(fresh), min(chunk or _CHUNK, len(fresh))):
+    for part in decoder.cache.prefill(len(fresh), chunk or _CHUNK):
         speed.alive(f"computing tokens {part.positions[0]} to {part.positions[1] - 1}")
         logits = model(part.shard(tokens), part.shard(positions, 0), cache=part)
     return logits

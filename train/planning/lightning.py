@@ -74,9 +74,9 @@ class LightningShape:
         return runs * self.batch * self.state_bytes
 
     @property
-    def received_bytes(self) -> int:
-        """Bytes of the states of other ranks that it receives, one of each run."""
-        return _RUNS * (self.ranks - 1) * self.batch * self.state_bytes
+    def exchanged_bytes(self) -> int:
+        """Bytes of the states of the runs of all ranks. The two at the middle of zigzag are one."""
+        return (_RUNS * self.ranks - 1) * self.batch * self.state_bytes if self.ranks > 1 else 0
 
     def count_kept(self, chunks: int) -> int:
         """Return the most bytes of states that all `chunks` keep: one before each but the first,
@@ -90,15 +90,16 @@ def lightning_memory(shape: LightningShape) -> AttentionMemory:
 
     A forward has the states before pieces, and those that it sends. Last, a backward has both again
     for dq, the gradients of the states before pieces, and three of those next to segments: the sent
-    ones, the taken ones, and the latter divided by the scale. In a chunk, a rank also has a copy of
-    all runs' states while it adds them up.
+    ones, the taken ones, and the latter divided by the scale. In a chunk, every rank receives the
+    states of all runs, and has a copy of those of a row while it adds them up.
     """
-    taken, received = shape.taken_bytes, shape.received_bytes
-    added = received // shape.batch + taken // shape.batch if shape.chunked else 0
+    taken, exchanged = shape.taken_bytes, shape.exchanged_bytes
     forward, backward = shape.piece_bytes + taken, 2 * shape.piece_bytes + 4 * taken
-    return AttentionMemory(
-        forward + added, max(backward, shape.piece_bytes + taken + added), LANES["visit"] * received
-    )
+    if not shape.chunked:
+        # a slot has the states of the runs of all other ranks
+        return AttentionMemory(forward, backward, LANES["visit"] * taken * (shape.ranks - 1))
+    added = forward + (exchanged + 2 * taken) // shape.batch
+    return AttentionMemory(added, max(backward, added), LANES["visit"] * exchanged)
 
 
 def lightning_seconds(shape: LightningShape, run: str, products: float, traffic: float) -> float:
@@ -112,5 +113,5 @@ def lightning_seconds(shape: LightningShape, run: str, products: float, traffic:
     entries = shape.rank_tokens * shape.heads * shape.head_size
     nbytes = tensors * entries * shape.dtype.itemsize + states * shape.piece_bytes
     operations = factor * shape.rank_tokens * lightning_flops(shape.heads, shape.head_size)
-    exchange = shape.received_bytes / _STATES_RATE if shape.chunked else 0.0
+    exchange = shape.exchanged_bytes / _STATES_RATE if shape.chunked else 0.0
     return max(nbytes / traffic, operations / products) + exchange

@@ -25,6 +25,7 @@ from bmt_burst.lightning.memory import Lightning
 from bmt_burst.loss import tile_tokens
 from bmt_burst.memories.keys import KeyMemory
 from bmt_burst.memories.protocol import Kind, Room, Turn
+from bmt_burst.nn import BurstAttention
 from models.blocks import Saving
 from models.config import CPMConfig
 from models.cpm import CPM
@@ -227,7 +228,7 @@ class _End(torch.autograd.Function):
 
 
 class _Part:
-    """A part of a sequence whose attention allocates its results, and computes nothing. It notes the
+    """A part of a sequence. Its attention allocates its results, computes nothing, and notes the
     memory meanwhile.
 
     memories  those of layers with softmax attention, if the part is a chunk
@@ -248,29 +249,31 @@ class _Part:
 
     def open_memories(self, model: CPM, tokens: int) -> None:
         """Make this part the last of several chunks of so many tokens of each row."""
-        config, rows = model.config, self.shape.batch
-        sequence = Mask.causal(_CHUNKS * tokens), Layout.chunks(_CHUNKS * tokens, 1, tokens)
+        config, length = model.config, _CHUNKS * tokens
         q, k = (
-            torch.empty(rows, 1, heads, config.head_dim, dtype=self.shape.dtype, device=META)
-            for heads in (config.num_heads, config.num_kv_heads)
+            torch.empty(
+                self.shape.batch, 1, n, config.head_dim, dtype=self.shape.dtype, device=META
+            )
+            for n in (config.num_heads, config.num_kv_heads)
         )
         for layer, block in enumerate(model.layers):
-            kind, (mask, chunks) = block.self_attn.kind, sequence
-            if not isinstance(kind, Lightning):
-                room = Room(layer, SequenceParallel(), (mask,), chunks)
-                self.memories[layer] = kind.memory(room, q, k, k)
+            mixer = block.self_attn
+            if isinstance(mixer, BurstAttention):
+                chunks = Layout.chunks(length, 1, tokens)
+                room = Room(layer, SequenceParallel(), (Mask.causal(length),), chunks)
+                self.memories[layer] = mixer.kind.memory(room, q, k, k)
 
     def mix(
         self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None
     ) -> Tensor:
         if isinstance(kind, Lightning):
             return _PassStates.apply(q, k, v, self)
-        _, *inputs = tensors  # without sinks
+        inputs = [x for x in tensors if x is not None]  # by which sparse attention chooses
         memory, past = self.memories.get(layer), None
         if memory is not None:
             turn = Turn(_CHUNKS - 1, True, True, False, True, {}, lambda: None)
             past = memory.put(turn, *(k, v, *inputs[1:])[: len(memory.kept)])
-            inputs = inputs[:1]  # keys to choose by are kept
+            inputs = inputs[:1]
         return _Attend.apply(q, k, v, self, past, *inputs)
 
     def note(self, run: str) -> None:
@@ -311,7 +314,9 @@ class _PassStates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, part: _Part) -> Tensor:
         ranks = 1 if part.shape.is_alone else 2
-        shape = LightningShape(*q.shape, q.dtype, ranks, part.shape.chunked)
+        batch, tokens, heads, size = q.shape
+        sizes = batch, tokens, heads, size, q.dtype, ranks
+        shape = LightningShape(*sizes, chunked=part.shape.chunked)
         # a recomputation takes the states of the first forward
         taken = 0 if part.in_backward else shape.taken_bytes
         ctx.taken = torch.empty(taken, dtype=torch.uint8, device=META)
