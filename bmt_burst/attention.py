@@ -1,6 +1,6 @@
 """The functions of attention: burst_attn_func, its packed variants, and burst_attn_varlen_func.
 
-Each takes its options one by one and passes them to `calls.call.attend` as one `Options`.
+Each takes its options one by one. `calls.softmax.attend` takes them as a kind and a sequence.
 Overloads tell type checkers what return_lse returns. mypy does not expand a bool that is no literal
 over those for True and False, so each function has a third one.
 """
@@ -21,10 +21,9 @@ from typing import (
 
 from torch import Tensor
 
+from .base.arguments import as_bool
 from .base.compiled import not_compiled
-from .calls.call import attend
 from .calls.inputs import unpack_tensor
-from .calls.options import Layouts, Masks, Options
 from .calls.refusal import (
     bind_arguments,
     find_second_cu_seqlens,
@@ -32,14 +31,56 @@ from .calls.refusal import (
     refuse_call,
     refuse_wrong_arguments,
 )
+from .calls.softmax import SoftmaxAttention, attend
 from .extensions import AllScores, find_extension
 from .ranks.rings import Group, make_rings
+from .ranks.sequence_parallel import SequenceParallel, WholeSequence
 from .sequence.layout import Layout
 from .sequence.mask import Mask, read_documents
+from .sequence.rows import Layouts, Masks
 from .sparse.config import InfLLMV2
 from .strategies import GROUP_BYTES
+from .strategies.extension import Extension
 
 Result = TypeVar("Result")
+
+_MOST_KINDS = 64  # kept
+
+
+ALIBI = (
+    "for documents of at most n tokens, call burst_attn_func with "
+    "scores=Scores.by_distance(mask, torch.arange(1 - n, n).abs().int()) and "
+    "bias=-torch.arange(n, device=slopes.device).unsqueeze(1) * slopes"
+)
+_MASK = "burst_attn_func takes a mask, such as Mask.documents(cu_seqlens, window=window)"
+_VARLEN = "burst_attn_varlen_func takes packed documents, with cu_seqlens and cu_seqlens_k"
+_BIAS = "a bias is a table, for the rows that scores name: see the docstring of burst_attn_func"
+# arguments of other packages' functions, and what to write here
+_INSTEAD = {
+    "alibi_slopes": ALIBI,
+    "attn_bias": _BIAS,
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "bias": _BIAS,
+    "cu_seqlens": _VARLEN,
+    "cu_seqlens_k": _VARLEN,
+    "cu_seqlens_q": _VARLEN,
+    "dropout_p": "attention over ranks has no dropout, so leave it out",
+    "enable_gqa": "k and v may have fewer heads without it",
+    "group": "write process_group",
+    "is_causal": "write causal",
+    "mask": _MASK,
+    "max_seqlen": _VARLEN,
+    "max_seqlen_k": _VARLEN,
+    "max_seqlen_q": _VARLEN,
+    "return_attn_probs": "write return_lse",
+    "scale": "write softmax_scale",
+    "scores": _BIAS,
+    "window": _MASK,
+    "window_size": "flash-attn's (left, 0) is window=left + 1, of a Mask or burst_attn_varlen_func",
+}
+
+_refuse = functools.partial(refuse_arguments, instead=_INSTEAD)
 
 
 class SharedKeywords(TypedDict, total=False):
@@ -63,7 +104,7 @@ class SharedKeywords(TypedDict, total=False):
 class Keywords(SharedKeywords, total=False):
     """Keyword arguments of burst_attn_func and its packed variants."""
 
-    mask: Masks | None
+    mask: Masks | WholeSequence | None
     layout: Layouts
     kv_layout: Layouts | None
     scores: AllScores | None
@@ -107,7 +148,7 @@ def burst_attn_func(
 
 @_overloaded
 @not_compiled
-@refuse_wrong_arguments
+@functools.partial(refuse_wrong_arguments, refuse=_refuse)
 def burst_attn_func(
     q: Tensor,
     k: Tensor,
@@ -120,7 +161,7 @@ def burst_attn_func(
     process_group: Group | None = None,
     double_group: Sequence[Group | None] = (None, None),
     *,
-    mask: Masks | None = None,
+    mask: Masks | WholeSequence | None = None,
     layout: Layouts = "zigzag",
     kv_layout: Layouts | None = None,
     strategy: str = "auto",
@@ -164,7 +205,8 @@ def burst_attn_func(
         double_group: (intra, inter) groups of a double ring, instead of `process_group`. Each may
             be a pair of groups with the same ranks, and then the first one is used.
         mask: the visible pairs of the whole sequence, instead of `causal`: a `bmt_burst.Mask`, or
-            one for each row of the batch. Without mask and causal all pairs are visible.
+            one for each row of the batch. Without mask and causal all pairs are visible. The result
+            of `SequenceParallel.sequence` has layouts and groups too, so pass none with it.
         layout: the positions of each rank's tokens, in their order: "zigzag", "striped",
             "contiguous", "balanced" for Layout.balanced of the mask, a `bmt_burst.Layout`, or one
             of these for each row of the batch. Rows must give a rank equally many tokens. Cut q, k
@@ -225,25 +267,83 @@ def burst_attn_func(
     this rank raises. Ranks that wait for it raise TimeoutError after the group's timeout, or
     RuntimeError as soon as this process has ended. The same happens if ranks pass different groups.
     """
-    options = Options(
-        softmax_scale=softmax_scale,
-        flash=flash,
-        causal=causal,
-        optimize_bwd_comm=optimize_bwd_comm,
-        deterministic=deterministic,
-        mask=mask,
-        layout=layout,
-        strategy=strategy,
-        backward=backward,
-        return_lse=return_lse,
-        group_bytes=group_bytes,
-        softcap=softcap,
-        kv_layout=kv_layout,
+    out, lse = _attend(
+        (q, k, v, sinks),
+        (softmax_scale, flash, deterministic, strategy, backward, group_bytes, softcap),
+        (scores, bias, sparse, choose_by),
+        (mask, layout, kv_layout, causal),
+        (process_group, double_group),
+        (optimize_bwd_comm, return_lse),
     )
-    extend = functools.partial(find_extension, scores, bias, sparse, choose_by)
-    rings = make_rings(process_group, double_group)
-    out, lse = attend(rings, q, k, v, sinks, options, extend)
     return (out, lse) if return_lse else out
+
+
+# typed, since an argument may equal another one of a wrong type, as 1 equals True
+@functools.lru_cache(maxsize=_MOST_KINDS, typed=True)
+def _find_kind(
+    optimize_bwd_comm: bool, return_lse: bool, extension: Extension | None, *options: Any
+) -> SoftmaxAttention:
+    """Return the kind of a call. Raises TypeError or ValueError for a wrong option."""
+    as_bool("optimize_bwd_comm", optimize_bwd_comm)
+    as_bool("return_lse", return_lse)
+    asked = (*options, None, extension)
+    return SoftmaxAttention(*asked)
+
+
+def _attend(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    options: tuple[Any, ...],
+    extended: tuple[Any, Any, Any, Any],
+    placed: tuple[Any, ...],
+    groups: tuple[Group | None, Sequence[Group | None]],
+    flags: tuple[bool, bool],
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse. The arguments are a public function's.
+
+    tensors   q, k, v and the sinks
+    options   the first fields of `SoftmaxAttention`
+    extended  the arguments of `find_extension`
+    placed    those of `WholeSequence.local`, or a WholeSequence in place of the mask
+    groups    process_group and double_group
+    flags     optimize_bwd_comm and return_lse
+    """
+    rings = make_rings(*groups)
+    try:
+        sequence = placed[0]
+        if not isinstance(sequence, WholeSequence):
+            sequence = WholeSequence.local(*placed)
+        elif sequence.sp is not None:
+            _check_alone(sequence.sp, placed, groups)
+            rings = sequence.sp.rings
+        extension, inputs = None, ()
+        if any(x is not None for x in extended):
+            extension, inputs = find_extension(*extended)
+        try:
+            kind = _find_kind(*flags, extension, *options)
+        except TypeError:  # no option is without a hash
+            kind = _find_kind.__wrapped__(*flags, extension, *options)
+    except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
+        refuse_call(error, *groups)
+    q, k, v, sinks = tensors
+    return attend(rings, sequence, kind, q, k, v, (sinks, *inputs))
+
+
+def _check_alone(
+    sp: SequenceParallel,
+    placed: tuple[Any, ...],
+    groups: tuple[Group | None, Sequence[Group | None]],
+) -> None:
+    """Raise ValueError for arguments that a sequence of the ranks of `sp` has."""
+    _, layout, kv_layout, causal = placed
+    if layout != "zigzag" or kv_layout is not None or causal:
+        raise ValueError(
+            "expected mask=sequence alone, got layout, kv_layout or causal too: it has its own"
+        )
+    if groups[0] not in (None, sp.process_group) or tuple(groups[1]) not in (
+        (None, None),
+        tuple(sp.double_group),
+    ):
+        raise ValueError("expected no group with mask=sequence, or its own, got another one")
 
 
 def _takes_packed(
@@ -268,7 +368,7 @@ def _takes_packed(
                 given = bind_arguments(function.__name__, signature, args, named).arguments
                 given[name] = unpack_tensor(name, given[name], count)
             except (TypeError, ValueError) as error:
-                refuse_arguments(error, signature, args, named)
+                _refuse(error, signature, args, named)
             return function(**given)
 
         call.__dict__["__signature__"] = signature  # which help() shows
@@ -370,7 +470,7 @@ def burst_attn_varlen_func(
 
 @_overloaded
 @not_compiled
-@refuse_wrong_arguments
+@functools.partial(refuse_wrong_arguments, refuse=_refuse)
 def burst_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -426,23 +526,12 @@ def burst_attn_varlen_func(
         mask = Mask.documents(cu_seqlens, causal, window, kv_cu_seqlens=cu_seqlens_k)
     except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
         refuse_call(error, process_group, double_group)
-    options = Options(
-        softmax_scale=softmax_scale,
-        flash=flash,
-        causal=False,
-        optimize_bwd_comm=optimize_bwd_comm,
-        deterministic=deterministic,
-        mask=mask,
-        layout=layout,
-        strategy=strategy,
-        backward=backward,
-        return_lse=return_lse,
-        group_bytes=group_bytes,
-        softcap=softcap,
-        is_packed=True,
-        kv_layout=kv_layout,
+    out, lse = _attend(
+        (q, k, v, sinks),
+        (softmax_scale, flash, deterministic, strategy, backward, group_bytes, softcap),
+        (None, None, sparse, choose_by),
+        (mask, layout, kv_layout, False, True),
+        (process_group, double_group),
+        (optimize_bwd_comm, return_lse),
     )
-    extend = functools.partial(find_extension, None, None, sparse, choose_by)
-    rings = make_rings(process_group, double_group)
-    out, lse = attend(rings, q, k, v, sinks, options, extend)
     return (out[0], lse[0]) if return_lse else out[0]

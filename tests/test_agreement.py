@@ -125,7 +125,7 @@ def unprepared(rank: int) -> None:
             setattr(holder, method, fail if rank in who else plain)
             sockets._FAILING = patience(who)
             error = error_of(lambda who=who, group=group: call(group, 8 + len(who)))
-            told = "" if rank in who else "RankFailed: rank 1 of the group failed in call 1: "
+            told = "" if rank in who else "RankFailed: rank 1 of the group failed in call 2: "
             assert error.startswith(f"{told}MemoryError: no memory left")
         setattr(holder, method, plain)
 

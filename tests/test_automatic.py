@@ -9,8 +9,8 @@ import torch
 from bench import masks
 from bench.tables import read_rows
 from bmt_burst import InfLLMV2, Layout, Mask, strategies
-from bmt_burst.calls import terms as calls
-from bmt_burst.calls.terms import _find_strategy
+from bmt_burst.calls import softmax as calls
+from bmt_burst.calls.softmax import _find_strategy
 from bmt_burst.sparse.extension import Sparse
 from bmt_burst.strategies import choose
 from bmt_burst.strategies.ring import RingPlan

@@ -20,7 +20,7 @@ from bmt_burst import (
     burst_attn_func,
     simulate,
 )
-from bmt_burst.calls import call
+from bmt_burst.calls.softmax import Request
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sparse import plan
 from bmt_burst.transport import ALONE
@@ -636,17 +636,16 @@ def test_only_what_later_chunks_see_is_kept(case):
 
 
 def test_chunks_of_a_window_share_plans(monkeypatch):
-    made, make = [], call._make_plan
-    monkeypatch.setattr(call, "_make_plan", lambda *given: made.append(1) or make(*given))
+    made, make = [], Request.make_plan
+    monkeypatch.setattr(Request, "make_plan", lambda *given: made.append(1) or make(*given))
     config, mask = dataclasses.replace(DENSE, window=9), Mask.causal(160)
 
     def work(sp):
         in_chunks(Chunks(mask, 20, 3, sp), build(config, sp), make_data(mask))
 
     on_ranks(2, work)
-    # on each rank with and without gradient, and to reserve memory: of the first chunk, and of the
-    # seven others
-    assert len(made) == 2 * 3 * 2
+    # on each rank to reserve memory, of the first chunk and of the seven others
+    assert len(made) == 2 * 2
 
 
 def test_a_loss_that_is_held_does_not_hold_kept_keys():

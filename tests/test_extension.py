@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bmt_burst import Layout, Mask, simulate
-from bmt_burst.calls.call import attend
-from bmt_burst.calls.options import Options
+from bmt_burst.calls.softmax import SoftmaxAttention, attend
 from bmt_burst.ranks.rings import make_rings
+from bmt_burst.ranks.sequence_parallel import WholeSequence
 from bmt_burst.strategies import Plan, Problem, choose
 from bmt_burst.strategies.compute import Attention, AttentionGradient
 from bmt_burst.strategies.extension import Extension
@@ -90,10 +90,8 @@ class Warm(Extension):
         return choose(strategy, problem).plan(problem, rank)
 
 
-def options(mask: Mask, layout: Layout, strategy: str) -> Options:
-    return Options(
-        0.3, "reference", False, True, False, mask, layout, strategy, "auto", True, 0, None
-    )
+def kind(strategy: str, extension: Extension | None = None) -> SoftmaxAttention:
+    return SoftmaxAttention(0.3, "reference", strategy=strategy, group_bytes=0, extension=extension)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +107,8 @@ def test_it_computes_over_ranks(strategy, size, inner):
         own = [layout.shard(x, ring.rank).requires_grad_() for x in tensors[:3]]
         mine, groups = factors.clone().requires_grad_(), ring_arguments(ring, inner)
         rings = make_rings(groups.get("process_group"), groups.get("double_group", (None, None)))
-        out, _ = attend(
-            rings, *own, None, options(mask, layout, strategy), lambda: (Warm(), (mine,))
-        )
+        sequence = WholeSequence.local(mask, layout)
+        out, _ = attend(rings, sequence, kind(strategy, Warm()), *own, (None, mine))
         out.backward(layout.shard(tensors[3], ring.rank))
         return out.detach(), *(x.grad for x in own), mine.grad
 
@@ -132,12 +129,11 @@ def test_ranks_compare_its_terms_and_share_its_errors():
 
     def work(ring, counts, message):
         factors = torch.ones(counts[ring.rank], dtype=torch.float64)
-        extend = (lambda: (Warm(), (factors,))) if len(factors) else (lambda: (None, ()))
+        extended = kind("ring", Warm() if len(factors) else None)
+        sequence = WholeSequence.local(Mask.causal(12), layout)
+        others = (None, factors) if len(factors) else ()
         with pytest.raises(ValueError, match=message):
-            attend(
-                make_rings(ring, (None, None)), q, k, v, None,
-                options(Mask.causal(12), layout, "ring"), extend,
-            )  # fmt: skip
+            attend(make_rings(ring, (None, None)), sequence, extended, q, k, v, others)
 
     simulate(2, lambda ring: work(ring, (2, 0), "ranks differ in temperatures"))
     simulate(2, lambda ring: work(ring, (2, 3), "expected 2 temperatures, got"))

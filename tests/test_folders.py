@@ -35,7 +35,7 @@ LEVELS = [
     ("adapters", "bmtrain", "compat"),
 ]
 # The core, and words of its extensions.
-CORE = ("sequence", "merging", "transport", "ranks", "strategies")
+CORE = ("sequence", "merging", "transport", "ranks", "strategies", "calls")
 WORDS = re.compile(r"\b(?i:bias|learned|sparse|lightning|selected)\b|\bScores\b")
 
 

@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, simulate
 from bmt_burst.base.differences import find_difference
-from bmt_burst.calls.options import Options
 from bmt_burst.lightning import reference
 from bmt_burst.lightning.attention import attend_lightning
 from bmt_burst.lightning.memory import continue_state
 from bmt_burst.lightning.plan import PastStates
 from bmt_burst.lightning.segments import Edges, cut_documents
 from bmt_burst.ranks.rings import make_rings
+from bmt_burst.ranks.sequence_parallel import WholeSequence
 from bmt_burst.sparse import keep_choices
 from tests.lightning import expected_results, random_tensors, recurrence, worst_error
 from tests.refusals import refusal, refusal_of_rank
@@ -68,12 +68,9 @@ class Rank:
 
     def attend(self, number, qkv: Sequence[Tensor], slopes: Tensor, past: PastStates) -> Tensor:
         masks, _ = self.cut(number)
-        options = Options(
-            mask=masks if len(masks) > 1 else masks[0],
-            layout=self.layout.layouts[number],
-            flash=self.flash,
-        )
-        return attend_lightning(self.rings, *qkv, slopes, SCALE, options, past)
+        mask = masks if len(masks) > 1 else masks[0]
+        sequence = WholeSequence.local(mask, self.layout.layouts[number])
+        return attend_lightning(self.rings, sequence, *qkv, slopes, SCALE, self.flash, past)
 
     def run_forward(self, tensors, slopes) -> list[Tensor]:
         """Return out of each chunk, and keep the states before and after."""

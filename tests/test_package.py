@@ -4,13 +4,14 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from typing import get_overloads
 
 import pytest
 
 from bmt_burst import burst_attn_func, burst_attn_varlen_func
 from bmt_burst.attention import Keywords, VarlenKeywords
-from bmt_burst.calls.options import Options
+from bmt_burst.calls.softmax import SoftmaxAttention
 from tests.launcher import ROOT
 
 
@@ -101,12 +102,15 @@ def test_a_type_checker_finds_wrong_arguments(tmp_path):
 
 
 def test_options_are_those_of_the_signatures():
-    """A new option stands in the signature, in `Options` and in the keywords of overloads."""
+    """A new option stands in the signature, in the kind and in the keywords of overloads."""
     shown = inspect.signature(burst_attn_func).parameters
     own = {"q", "k", "v", "softmax_scale", "return_lse"}
     assert set(shown) - own == set(Keywords.__annotations__)
     tensors_and_groups = {"q", "k", "v", "sinks", "process_group", "double_group"}
-    of_extensions = {"scores", "bias", "sparse", "choose_by"}
-    assert set(shown) - tensors_and_groups - of_extensions == {*Options._fields} - {"is_packed"}
+    others = {"scores", "bias", "sparse", "choose_by", "mask", "causal", "layout", "kv_layout"}
+    flags = {"optimize_bwd_comm", "return_lse"}
+    kind = {field.name for field in fields(SoftmaxAttention)} - {"window", "extension"}
+    found = {name.removeprefix("softmax_") for name in shown}
+    assert found - tensors_and_groups - others - flags == kind
     shown = inspect.signature(burst_attn_varlen_func).parameters
     assert set(shown) - own - {"cu_seqlens"} == set(VarlenKeywords.__annotations__)

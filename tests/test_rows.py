@@ -16,7 +16,7 @@ from bmt_burst import (
     burst_attn_varlen_func,
     simulate,
 )
-from bmt_burst.calls.call import _MOST_PLANS
+from bmt_burst.calls.requests import MOST_KEPT
 from bmt_burst.sequence.layout import LAYOUTS, Balanced
 from bmt_burst.sequence.tile import KernelCall
 from tests.cases import call_tensors, made_layout, random_mask, random_qkv
@@ -318,7 +318,7 @@ def test_plans_of_the_last_masks_are_kept():
     again = Mask.causal(64)
     masks = [
         Mask.documents((0, 1 + number % 63, 64), window=2 + number // 63)
-        for number in range(_MOST_PLANS + 9)
+        for number in range(MOST_KEPT + 9)
     ]
 
     def work(ring):
@@ -328,12 +328,12 @@ def test_plans_of_the_last_masks_are_kept():
             for each in (again, mask):
                 burst_attn_func(q, k, v, mask=each, process_group=ring)
             [history] = ring.histories.values()
-            assert len(history.plans) <= _MOST_PLANS
+            assert len(history.plans) <= MOST_KEPT
             kept = {plan.problem.mask: id(plan) for plan in history.plans.values()}
             plans.add(kept.pop(again))
         return len(plans), [*kept]
 
-    assert simulate(2, work) == [(1, masks[1 - _MOST_PLANS :])] * 2
+    assert simulate(2, work) == [(1, masks[1 - MOST_KEPT :])] * 2
 
 
 def test_calls_are_not_confused_with_those_that_look_alike_on_a_rank():

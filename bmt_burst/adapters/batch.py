@@ -17,14 +17,19 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import check_tensor
-from ..calls.masking import check_lengths, check_seq_len, layouts_of_rows, masks_of_rows
-from ..calls.options import Layouts, Masks
-from ..calls.terms import describe_layout
-from ..ranks.agreement import gather_terms, read_equal_terms
+from ..ranks.agreement import agree, describe_term
 from ..ranks.rings import make_rings
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice, plain_mask
+from ..sequence.rows import (
+    Layouts,
+    Masks,
+    check_lengths,
+    check_seq_len,
+    layouts_of_rows,
+    masks_of_rows,
+)
 from ..sequence.span import Span, merged
 
 _MOST_MASKS = 256  # of padded rows that are kept
@@ -118,8 +123,7 @@ def agree_on_batch(sp: SequenceParallel, doing: str, make_part: Callable[[], Loc
     """
     make_part = functools.cache(make_part)
     rings = make_rings(sp.process_group, sp.double_group)
-    lines = gather_terms(rings, doing, lambda: make_part().terms)
-    everyone = read_equal_terms(lines, but=("tokens",))
+    everyone = agree(rings, "", lambda: make_part().terms, but=("tokens",), doing=doing)
     return make_part().make_batch([theirs["tokens"] for theirs in everyone])
 
 
@@ -176,7 +180,7 @@ class LocalPart:
             "length": self.lengths and _describe_rows(self.lengths),
             **{name: "given" if name in self.marks else None for name in _MARKS},
             "mask": _describe_rows([mask and mask.digest for mask in self.masks]),
-            "layout": _describe_rows([describe_layout(layout) for layout in self.layouts]),
+            "layout": _describe_rows([describe_term(layout) for layout in self.layouts]),
         }
 
     def make_batch(self, tokens: list[int]) -> Batch:

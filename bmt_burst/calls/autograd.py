@@ -14,7 +14,7 @@ from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import not_compiled
 from ..merging.sinks import sinks_gradient, with_sinks
 from ..merging.surrogate import add_lse_gradient
-from ..ranks.agreement import admit_one_thread, report_failure, run_together
+from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
 from ..strategies import Plan
 from ..strategies.compute import Keys, QueryGradients
@@ -108,7 +108,7 @@ class PlannedAttention(torch.autograd.Function):
         plan: Plan = ctx.plan
         past: Past | None = ctx.past
 
-        def begin() -> tuple[Tensor, tuple[Any, ...]]:
+        def begin() -> tuple[Terms, tuple[Tensor, ...]]:
             check_first_derivative("burst_attn_func")
             saved, dout = ctx.saved_tensors, grads[0]  # raises if they were freed
             if ctx.has_past and past is None:
@@ -127,13 +127,13 @@ class PlannedAttention(torch.autograd.Function):
             check_transforms("the backward of burst_attn_func", *given)
             if dout is None:  # nothing that used out, which is saved[3], returned a gradient for it
                 dout = torch.zeros_like(saved[3])
-            return dout, saved
+            return Terms(doing), (dout, *saved)
 
-        with admit_one_thread(rings, doing):
-            dout, (q, k, v, out, lse, sinks, *others) = run_together(rings, doing, begin)
+        def compute(given: tuple[Tensor, ...], _: tuple[bytes, ...]) -> tuple[Tensor | None, ...]:
+            dout, q, k, v, out, lse, sinks, *others = given
             inputs, kept = others[: ctx.input_count], others[ctx.input_count :]
             dsinks, dlse = None, grads[1]
-            with without_autocast(dout), report_failure(rings, doing):
+            with without_autocast(dout):
                 if dlse is not None:
                     out, dout = add_lse_gradient(out, dout, lse, dlse)
                 queries = QueryGradients(q, dout, lse, out)
@@ -146,4 +146,6 @@ class PlannedAttention(torch.autograd.Function):
                     ctx.past = None  # a loss that is still held would hold all keys and sums
                 if sinks is not None and ctx.needs_input_grad[3]:
                     dsinks = sinks_gradient(dout, out, lse, sinks)
-        return dq, dk, dv, dsinks, None, None, None, None, *of_inputs
+            return dq, dk, dv, dsinks, None, None, None, None, *of_inputs
+
+        return run_agreed(rings, doing, begin, compute)

@@ -10,7 +10,7 @@ size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,60 +20,51 @@ from ..base.arguments import DTYPES, check_like_lse, check_tensor
 from ..base.autocast import autocast_dtype, cast
 
 
-class Inputs(NamedTuple):
-    """Checked tensors on one device.
+class Form(NamedTuple):
+    """The changes that tensors of a call get before it computes.
 
-    q           (B, S, H, D)
-    k, v        (B, T, G, D) in q's dtype; G divides H
-    sinks       (H,) fp32 (fp64 for fp64 inputs), or None
-    autocast    the dtype that autocast cast q, k and v to, or None if it is off
-    head_size   the head size of q and k as they were passed. D is the larger one of these two.
-    value_size  the head size of v as it was passed, and so of out
+    is_packed   whether they are packed documents, (tokens, heads, head size)
+    autocast    the dtype that autocast casts them to, or None if it is off. A norm or a rotary
+                embedding may leave some of them in fp32
+    head_size   the head size of q and k
+    value_size  the head size of v, and so of out
+    changes     whether any tensor changes
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None
+    is_packed: bool
     autocast: torch.dtype | None
     head_size: int
     value_size: int
+    changes: bool
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors."""
-        tensors = (self.q, self.k, self.v, self.sinks)
-        return tuple(x for x in tensors if x is not None)
+    def prepare(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors (B, tokens, heads, D) in the dtype of autocast, with zeros where they have
+        less than the larger head size.
+        """
+        if self.is_packed:
+            tensors = tuple(x.unsqueeze(0) for x in tensors)
+        if self.autocast:
+            tensors = tuple(cast(x, self.autocast) for x in tensors)
+        if self.head_size == self.value_size:
+            return tensors
+        size = max(self.head_size, self.value_size)
+        return tuple(functional.pad(x, (0, size - x.shape[-1])) for x in tensors)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, is_packed: bool) -> Inputs:
-    """Return the inputs with a batch dimension, in the dtype of autocast and of one head size.
-
-    is_packed  whether q, k and v are packed documents, (tokens, heads, head size)
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, is_packed: bool) -> Form:
+    """Return the form of a call's tensors.
 
     Raises TypeError or ValueError for tensors that do not fit or do not fit together.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_one(name, x, is_packed)
-    if is_packed:
-        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    # A norm or a rotary embedding may leave some of them in fp32.
-    if autocast := autocast_dtype(q):
-        q, k, v = cast(q, autocast), cast(k, autocast), cast(v, autocast)
+    autocast, sizes = autocast_dtype(q), (q.shape[-1], v.shape[-1])
+    changes = is_packed or autocast is not None or sizes[0] != sizes[1]
+    form = Form(is_packed, autocast, *sizes, changes)
+    q, k, v = form._replace(value_size=form.head_size).prepare(q, k, v)
     _check_together(q, k, v)
     _check_sinks(sinks, q)
-    return _pad_heads(Inputs(q, k, v, sinks, autocast, q.shape[-1], v.shape[-1]))
-
-
-def _pad_heads(inputs: Inputs) -> Inputs:
-    """Return the inputs with zeros where q and k, or v, have less than the larger head size."""
-    missing = inputs.value_size - inputs.head_size
-    if not missing:
-        return inputs
-    if missing < 0:
-        return inputs._replace(v=functional.pad(inputs.v, (0, -missing)))
-    q, k = (functional.pad(x, (0, missing)) for x in (inputs.q, inputs.k))
-    return inputs._replace(q=q, k=k)
+    return form
 
 
 def _check_one(name: str, x: Tensor, is_packed: bool) -> None:
@@ -129,6 +120,21 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
             f"got shape {tuple(sinks.shape)}{several if sinks.shape[1:] == q.shape[2:3] else ''}"
         )
     check_like_lse("sinks", sinks, q)
+
+
+def describe_inputs(form: Form, q: Tensor, k: Tensor, sinks: Tensor | None) -> dict[str, Any]:
+    """Return what ranks compare of prepared tensors."""
+    return {
+        "batch": q.shape[0],
+        "q heads": q.shape[2],
+        "kv heads": k.shape[2],
+        "head size": form.head_size,
+        "head size of v": form.value_size,
+        "autocast": form.autocast and str(form.autocast),
+        "dtype": str(q.dtype),
+        "device type": q.device.type,
+        "sinks": sinks is not None,
+    }
 
 
 def unpack_tensor(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:

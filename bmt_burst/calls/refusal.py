@@ -14,39 +14,6 @@ from ..ranks.rings import Group, make_rings
 
 CALL = "a call of burst_attn_func"  # its name in the ranks' messages
 
-ALIBI = (
-    "for documents of at most n tokens, call burst_attn_func with "
-    "scores=Scores.by_distance(mask, torch.arange(1 - n, n).abs().int()) and "
-    "bias=-torch.arange(n, device=slopes.device).unsqueeze(1) * slopes"
-)
-_MASK = "burst_attn_func takes a mask, such as Mask.documents(cu_seqlens, window=window)"
-_VARLEN = "burst_attn_varlen_func takes packed documents, with cu_seqlens and cu_seqlens_k"
-_BIAS = "a bias is a table, for the rows that scores name: see the docstring of burst_attn_func"
-# arguments of other packages' functions, and what to write here
-_INSTEAD = {
-    "alibi_slopes": ALIBI,
-    "attn_bias": _BIAS,
-    "attn_mask": _MASK,
-    "attention_mask": _MASK,
-    "bias": _BIAS,
-    "cu_seqlens": _VARLEN,
-    "cu_seqlens_k": _VARLEN,
-    "cu_seqlens_q": _VARLEN,
-    "dropout_p": "attention over ranks has no dropout, so leave it out",
-    "enable_gqa": "k and v may have fewer heads without it",
-    "group": "write process_group",
-    "is_causal": "write causal",
-    "mask": _MASK,
-    "max_seqlen": _VARLEN,
-    "max_seqlen_k": _VARLEN,
-    "max_seqlen_q": _VARLEN,
-    "return_attn_probs": "write return_lse",
-    "scale": "write softmax_scale",
-    "scores": _BIAS,
-    "window": _MASK,
-    "window_size": "flash-attn's (left, 0) is window=left + 1, of a Mask or burst_attn_varlen_func",
-}
-
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -66,7 +33,7 @@ def refuse_arguments(
     signature: inspect.Signature,
     args: Sequence[Any],
     named: Mapping[str, Any],
-    instead: Mapping[str, str] = _INSTEAD,
+    instead: Mapping[str, str],
     doing: str = CALL,
 ) -> NoReturn:
     """Raise `error` as `refuse_call` does, in the group that the arguments name.
@@ -84,9 +51,7 @@ def refuse_arguments(
 
 def refuse_wrong_arguments(
     function: Callable[Parameters, Result],
-    refuse: Callable[
-        [Exception, inspect.Signature, Sequence[Any], Mapping[str, Any]], NoReturn
-    ] = refuse_arguments,
+    refuse: Callable[[Exception, inspect.Signature, Sequence[Any], Mapping[str, Any]], NoReturn],
 ) -> Callable[Parameters, Result]:
     """Return `function`. A call that does not fit its signature is passed to `refuse`, which raises
     on all ranks.

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..attention import burst_attn_func
+from ..attention import ALIBI, burst_attn_func
 from ..base.arguments import as_bool, as_float, as_int, check_tensor
 from ..base.compiled import not_compiled
-from ..calls.refusal import ALIBI, bind_arguments, refuse_call
+from ..calls.refusal import bind_arguments, refuse_call
 from ..ranks.rings import Group, make_rings
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice, read_bounds

@@ -8,7 +8,6 @@ Letters: B batch, S tokens of this rank, T = B S, H heads, D head size.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,22 +21,15 @@ from ..base.compiled import not_compiled
 from ..base.dtypes import accumulator_dtype
 from ..base.kept import is_recomputing
 from ..base.policies import without_policies
-from ..calls.call import find_kept_plan
-from ..calls.inputs import Inputs, check_inputs
-from ..calls.masking import Masking, check_lengths, find_masking, resolve_layout
-from ..calls.options import Layouts, Masks, Options, check_options
-from ..calls.refusal import refuse_arguments, refuse_wrong_arguments
-from ..calls.terms import describe_inputs, describe_layout, describe_mask
-from ..ranks.agreement import (
-    admit_one_thread,
-    gather_terms,
-    mark_known,
-    read_equal_terms,
-    report_failure,
-)
+from ..calls.inputs import Form, check_inputs, describe_inputs
+from ..calls.refusal import refuse_arguments, refuse_call, refuse_wrong_arguments
+from ..calls.requests import find_plan, find_request, known_to_all, on_device
+from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Group, Rings, check_device, make_rings
+from ..ranks.sequence_parallel import WholeSequence
 from ..sequence.layout import Layout, Stacked
 from ..sequence.mask import Mask
+from ..sequence.rows import Layouts, Masks, Rows
 from ..transport import LANES
 from . import kernels
 from .exchange import check_state, state_bytes
@@ -134,103 +126,127 @@ def lightning_attn_func(
         RuntimeError: as `burst_attn_func`.
     """
     rings = make_rings(process_group, double_group)
-    options = Options(causal=mask is None, mask=mask, layout=layout, flash=flash)
-    return attend_lightning(rings, q, k, v, slopes, scale, options)
+    try:
+        sequence = WholeSequence.local(mask, layout, causal=mask is None)
+    except (TypeError, ValueError) as error:
+        refuse_call(error, process_group, double_group, CALL)
+    return attend_lightning(rings, sequence, q, k, v, slopes, scale, flash)
 
 
 def attend_lightning(
     rings: Rings,
+    sequence: WholeSequence,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: Tensor,
-    scale: float | None,
-    options: Options,
+    slopes: Tensor | tuple[float, ...],
+    scale: float | None = None,
+    flash: str = "auto",
     past: PastStates | None = None,
 ) -> Tensor:
     """Return out (B, S, H, D) of a call that all ranks of `rings` make.
 
-    past  the states of the edges of a chunk, if mask and layout are those of a chunk
+    past  the states of the edges of a chunk, if `sequence` is one
 
     Raises on every rank if arguments are wrong on any rank.
     """
-    # kernels rely on q's GPU being the current one
-    on_device = torch.cuda.device_of(q) if isinstance(q, Tensor) else contextlib.nullcontext()
-    with on_device, without_policies(), admit_one_thread(rings, CALL):
-        checked: list[_Call] = []
 
-        def check() -> dict[str, Any]:
-            call = _check_call(rings, (q, k, v), slopes, scale, options, past)
-            checked.append(call)
-            return call.terms
+    def check() -> tuple[Terms, _Call]:
+        call = _find_call(rings, sequence, (q, k, v), slopes, scale, flash, past)
+        return call.terms, call
 
-        lines = gather_terms(rings, CALL, check)
-        [call] = checked
-        number = rings.history.calls + 1
-        with report_failure(rings, f"call {number}"):
-            plan = find_kept_plan(rings, lines, lambda: _make_plan(rings, call, lines))
-            rings.history.calls = number
-            tensors = (_flatten(x) for x in call.inputs.tensors)
-            run: Callable[..., Tensor] = LightningAttention.apply
-            return run(*tensors, rings, plan, number, past).view(call.inputs.q.shape)
+    def run(call: _Call, lines: tuple[bytes, ...]) -> Tensor:
+        plan = find_plan(rings, call.terms, lines, functools.partial(_make_plan, rings, call))
+        tensors = (_flatten(x) for x in call.form.prepare(q, k, v))
+        compute: Callable[..., Tensor] = LightningAttention.apply
+        return compute(*tensors, rings, plan, rings.history.calls, past).view(q.shape)
+
+    with on_device(q), without_policies():
+        return run_agreed(rings, CALL, check, run, counts=True)
 
 
 class _Call(NamedTuple):
-    """A checked call. `terms` are what ranks compare."""
+    """A call as one rank has checked it. `like` has the shape of q, and no memory."""
 
-    inputs: Inputs
+    terms: Terms
+    form: Form
     slopes: tuple[float, ...]
     scale: float
-    masking: Masking
+    rows: Rows
     kernel: str
     edges: Edges | None
-    terms: dict[str, Any]
+    like: Tensor
+    device: torch.device
+
+
+def _find_call(
+    rings: Rings,
+    sequence: WholeSequence,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    slopes: Tensor | tuple[float, ...],
+    scale: float | None,
+    flash: str,
+    past: PastStates | None,
+) -> _Call:
+    """Return the call of this rank. Calls are kept by everything that checks depend on.
+
+    Raises TypeError or ValueError if an argument is wrong.
+    """
+    edges = None if past is None else past.edges
+
+    def check(values: Tensor | tuple[float, ...] = slopes) -> _Call:
+        return _check_call(rings, sequence, qkv, values, scale, flash, edges)
+
+    if not all(isinstance(x, Tensor) for x in qkv) or qkv[0].dim() != 4:
+        return check()
+    check_transforms(NAME, *qkv)
+    if past is not None and any(past.edges.before):
+        check_state(qkv[0], past.initial)
+    values = slopes if isinstance(slopes, tuple) else check_slopes(slopes, qkv[0])
+    options = values, type(scale), scale, flash, edges, is_recomputing()
+    return find_request(rings, sequence, options, qkv, functools.partial(check, values))
 
 
 def _check_call(
     rings: Rings,
+    sequence: WholeSequence,
     qkv: tuple[Tensor, Tensor, Tensor],
-    slopes: Tensor,
+    slopes: Tensor | tuple[float, ...],
     scale: float | None,
-    options: Options,
-    past: PastStates | None,
+    flash: str,
+    edges: Edges | None,
 ) -> _Call:
-    """Return the call of this rank. Raises TypeError or ValueError if an argument is wrong."""
-    inputs = check_inputs(*qkv, None, is_packed=False)
-    _check_shapes(inputs)
-    q = inputs.q
-    check_transforms(NAME, *inputs.tensors)
+    form = check_inputs(*qkv, None, is_packed=False)
+    _check_shapes(*qkv)
+    q, k, _ = form.prepare(*qkv)
     check_device(rings, q)
-    values = check_slopes(slopes, q)
-    scale = inputs.head_size**-0.5 if scale is None else as_positive("scale", scale)
-    options = check_options(options)
-    masking = find_masking(options, None, len(q), rings.size)
-    _check_layouts(options.layout)
-    if masking.mask is not None:
-        find_borders(masking.mask)
-    kernel = kernels.pick(options.flash, q)
-    edges = None
-    if past is not None:
-        edges = past.edges.expand(len(q))
-        if any(edges.before):
-            check_state(q, past.initial)
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs.tensors)
+    values = slopes if isinstance(slopes, tuple) else check_slopes(slopes, q)
+    if len(values) != q.shape[2]:
+        raise ValueError(f"expected {q.shape[2]} slopes, one for each head, got {len(values)}")
+    scale = form.head_size**-0.5 if scale is None else as_positive("scale", scale)
+    rows = sequence.find_rows(len(q), rings.size)
+    _check_layouts(sequence.layout)
+    if rows.mask is not None:
+        find_borders(rows.mask)
+    kernel = kernels.pick(flash, q)
+    edges = edges and edges.expand(len(q))
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
     terms = {
-        **describe_inputs(inputs, masking.rows),
+        **describe_inputs(form, q, k, None),
         "slopes": describe_slopes(values),
         "scale": scale,
-        "mask": describe_mask(masking),
-        "layout": describe_layout(masking.layout),
+        **rows.terms,
         "documents of other chunks": edges and str(edges),
         "recording of gradients": recorded,
         "the kernel of flash": kernel,
         "kept states": is_recomputing(),
     }
-    return _Call(inputs, values, scale, masking, kernel, edges, terms)
+    own = {"tokens": q.shape[1] * max(rows.stacked, 1)}
+    like = torch.empty_like(q, device="meta")
+    return _Call(Terms(CALL, terms, own), form, values, scale, rows, kernel, edges, like, q.device)
 
 
-def _check_shapes(inputs: Inputs) -> None:
-    q, k = inputs.q, inputs.k
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[2] != q.shape[2]:
         raise ValueError(
             f"lightning attention needs k and v with as many heads as q, {q.shape[2]}, got "
@@ -240,8 +256,8 @@ def _check_shapes(inputs: Inputs) -> None:
         raise ValueError(
             f"q, k and v must be of the same tokens, got {q.shape[1]} queries and {k.shape[1]} keys"
         )
-    if inputs.value_size != inputs.head_size:
-        raise ValueError(f"v must have q's head size, {inputs.head_size}, got {inputs.value_size}")
+    if v.shape[3] != q.shape[3]:
+        raise ValueError(f"v must have q's head size, {q.shape[3]}, got {v.shape[3]}")
 
 
 def _check_layouts(layouts: Layouts) -> None:
@@ -254,45 +270,24 @@ def _check_layouts(layouts: Layouts) -> None:
             )
 
 
-def _make_plan(rings: Rings, call: _Call, lines: Sequence[bytes]) -> Plan:
-    """Return this rank's plan, which follows from the lines of all ranks.
-
-    Raises ValueError on all ranks if the terms do not agree.
-    """
-    try:
-        everyone = read_equal_terms(lines, but=("tokens", "keys"))
+def _make_plan(rings: Rings, call: _Call, everyone: Sequence[dict[str, Any]]) -> Plan:
+    """Return this rank's plan, which follows from the own terms of all ranks."""
+    with known_to_all():
         tokens = [theirs["tokens"] for theirs in everyone]
-        mask, layout = _find_sequence(call, tokens)
+        mask, layout, _ = call.rows.place(tokens, tokens)
+        batch, _, heads, size = call.like.shape
+        if not call.rows.stacked and batch > 1:  # all rows are computed as one sequence
+            mask, layout = Mask.stacked([mask] * batch), Stacked([layout] * batch)
         borders = find_borders(mask)
         states = plan_states(layout, borders, rings.rank, rings.inner.size, call.edges)
-    except ValueError as error:  # every rank raises it, since it follows from all ranks' terms
-        mark_known(error)
-        raise
-    q = call.inputs.q
-    size = q.shape[3]
-    like = torch.empty(1, q.shape[2], size, size, dtype=accumulator_dtype(q.dtype), device="meta")
+    dtype = accumulator_dtype(call.like.dtype)
+    like = torch.empty(1, heads, size, size, dtype=dtype, device="meta")
     # at once for all chunks, since all ranks stop whenever this memory grows
     most = states.total if call.edges else max(states.forward.most, states.backward.most)
-    rings.reserve({**dict.fromkeys(LANES, 0), "visit": most * state_bytes(like)}, q.device)
+    rings.reserve({**dict.fromkeys(LANES, 0), "visit": most * state_bytes(like)}, call.device)
     # other kernels need tokens
     kernel = call.kernel if len(states.segments.cuts) > 1 else "reference"
     return Plan(states, kernels.load(kernel), call.slopes, call.scale)
-
-
-def _find_sequence(call: _Call, tokens: list[int]) -> tuple[Mask, Layout]:
-    """Return the mask and the layout of all rows of the batch as one sequence.
-
-    tokens  the number of tokens of each rank, in a row, or in all rows if they are stacked
-
-    Raises ValueError if they do not fit the mask and the layout.
-    """
-    mask = call.masking.mask_of(tokens, tokens)
-    layout = resolve_layout(call.masking.layout, mask, len(tokens))
-    check_lengths(layout, tokens)
-    batch = len(call.inputs.q)
-    if call.masking.rows or batch == 1:
-        return mask, layout
-    return Mask.stacked([mask] * batch), Stacked([layout] * batch)
 
 
 def _flatten(x: Tensor) -> Tensor:

@@ -23,12 +23,11 @@ from ..base.autocast import without_autocast
 from ..base.compiled import not_compiled
 from ..base.differences import find_difference
 from ..base.dtypes import accumulator_dtype
-from ..calls.options import Options
 from ..memories.new_tokens import NewTokens
 from ..memories.protocol import Kind, Memory, Room, Turn, select_rows
-from ..ranks.rings import make_rings
+from ..ranks.sequence_parallel import WholeSequence
 from . import kernels
-from .attention import attend_lightning, lightning_attn_func
+from .attention import attend_lightning
 from .exchange import check_state
 from .plan import PastStates
 from .segments import Segments, cut_documents
@@ -45,10 +44,7 @@ class Lightning:
     name: ClassVar[str] = "lightning attention"
 
     def attend(self, part: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        groups = part.sp.groups | {"layout": part.layout}
-        slopes = torch.tensor(self.slopes, dtype=accumulator_dtype(q.dtype))
-        options = {"scale": self.scale, "mask": part.mask, "flash": self.flash}
-        return lightning_attn_func(q, k, v, slopes, **options, **groups)
+        return attend_lightning(part.sp.rings, part, q, k, v, self.slopes, self.scale, self.flash)
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> StateMemory:
         return StateMemory(self, room, q)
@@ -112,14 +108,11 @@ class StateMemory(Memory):
         elif self.past is None:  # a recomputation gets the same past
             before = self.states[turn.number]
             self.past = PastStates(edges, before, turn.begin, dfinal=self.gradient)
-        options = Options(
-            mask=masks if len(masks) > 1 else masks[0],
-            layout=chunks.layouts[turn.number],
-            flash=self.kind.flash,
-        )
-        sp = self.room.sp
-        rings, past = make_rings(sp.process_group, sp.double_group), self.past
-        return lambda: attend_lightning(rings, q, k, v, self.slopes, self.kind.scale, options, past)
+        mask = masks if len(masks) > 1 else masks[0]
+        sequence = WholeSequence.local(mask, chunks.layouts[turn.number])
+        constants = self.kind.slopes, self.kind.scale, self.kind.flash
+        given = self.room.sp.rings, sequence, q, k, v, *constants, self.past
+        return functools.partial(attend_lightning, *given)
 
     @torch.no_grad()
     def close(self, number: int) -> None:

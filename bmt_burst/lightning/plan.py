@@ -19,7 +19,7 @@ from ..base.compiled import not_compiled
 from ..base.kept import find_kept
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
-from ..ranks.agreement import admit_one_thread, report_failure, run_together
+from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
 from .exchange import exchange_states, find_weights
 from .segments import Edges, StatePlan
@@ -161,7 +161,7 @@ class LightningAttention(torch.autograd.Function):
         plan: Plan = ctx.plan
         past: PastStates | None = ctx.past
 
-        def begin() -> tuple[Tensor, ...]:
+        def begin() -> tuple[Terms, tuple[Tensor, ...]]:
             check_first_derivative(NAME)
             check_transforms(f"the backward of {NAME}", dout)
             saved: tuple[Tensor, ...] = ctx.saved_tensors  # raises if they were freed
@@ -177,18 +177,21 @@ class LightningAttention(torch.autograd.Function):
                         "the loss of a chunk that Chunks.backward() yielded"
                     )
                 past.begin()
-            return saved
+            return Terms(doing), saved
 
-        with admit_one_thread(rings, doing):
-            q, k, v, initial = run_together(rings, doing, begin)
-            with without_autocast(dout), report_failure(rings, doing):
+        def compute(saved: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
+            q, k, v, initial = saved
+            with without_autocast(dout):
                 segments, kernel, scale = plan.states.segments, plan.kernel, plan.scale
                 slopes = send_slopes(plan, plan.slopes, q)
-                dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-                states = kernel.backward_states(q, dout, slopes, scale, segments)
+                dense = dout if dout.stride(-1) == 1 else dout.contiguous()
+                states = kernel.backward_states(q, dense, slopes, scale, segments)
                 dfinal = plan.take_final(rings, states.last, past)
-                grads = kernel.gradients(
-                    q, k, v, dout, slopes, scale, segments, initial, states, dfinal
+                grads: tuple[Tensor, ...] = kernel.gradients(
+                    q, k, v, dense, slopes, scale, segments, initial, states, dfinal
                 )
+            return grads
+
+        grads = run_agreed(rings, doing, begin, compute)
         ctx.past = None  # a loss that is still held would hold all states
         return *grads, None, None, None, None

@@ -8,88 +8,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.compiled import not_compiled
 from ..base.differences import find_difference
 from ..base.dtypes import accumulator_dtype
 from ..calls.autograd import Past
-from ..calls.call import attend
-from ..calls.masking import layouts_of_rows, masks_of_layouts, masks_of_rows, resolve_layout
-from ..calls.options import Ahead, Layouts, Masks, Options
-from ..calls.refusal import refuse_call
+from ..calls.softmax import SoftmaxAttention, attend, reserve_ahead
 from ..kernels.few_queries import find_kernels, has_kernels
 from ..merging.parts import Partials
 from ..merging.sinks import decoded_with_sinks
-from ..ranks.rings import make_rings
-from ..ranks.sequence_parallel import SequenceParallel
+from ..ranks.sequence_parallel import WholeSequence
 from ..sequence.chunk_keys import ChunkKeys, count_places, find_keys
-from ..sequence.layout import Layout
-from ..sequence.mask import Mask
 from ..spec import Spec
-from ..strategies import GROUP_BYTES
-from ..strategies.extension import Extension
 from .new_tokens import NewTokens, count_own
 from .protocol import Kind, Memory, Room, Turn, reserve_memory, select_rows
 
-_MOST_BATCHES = 32  # their masks within a window are kept
-
 
 @dataclass(frozen=True)
-class Softmax:
-    """Softmax attention with options of burst_attn_func. Its tensors are sinks (H,) or None, and
-    then those of the extension.
-
-    scale      positive factor of the scores, by default 1 / sqrt(D)
-    window     a token sees only itself and the window - 1 tokens before it, if the mask allows
-    extension  what narrows or adds to the visible pairs
-    """
-
-    scale: float | None = None
-    flash: str = "auto"
-    deterministic: bool = False
-    strategy: str = "auto"
-    backward: str = "auto"
-    group_bytes: int = GROUP_BYTES
-    softcap: float | None = None
-    window: int | None = None
-    extension: Extension | None = None
-    name: ClassVar[str] = "softmax attention"
-
-    @not_compiled
-    def attend(self, part: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        sp, mask, layout = part.sp, part.mask, part.layout
-        sinks, *others = tensors or (None,)
-        if self.window is not None:
-            mask, layout = _find_rows(self.window, mask, layout, q, sp)
-        rings = make_rings(sp.process_group, sp.double_group)
-        asked = self._options(mask=mask, causal=mask is None, layout=layout)
-        out, _ = attend(rings, q, k, v, sinks, asked, lambda: (self.extension, tuple(others)))
-        return out
-
-    def _options(self, **more: Any) -> Options:
-        return Options(
-            softmax_scale=self.scale,
-            flash=self.flash,
-            deterministic=self.deterministic,
-            strategy=self.strategy,
-            backward=self.backward,
-            group_bytes=self.group_bytes,
-            softcap=self.softcap,
-            **more,
-        )
+class Softmax(SoftmaxAttention):
+    """Softmax attention as a kind of layer."""
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> KeyMemory:
         make = KeyMemory if self.extension is None else self.extension.memory or KeyMemory
         return make(self, room, k, v)
 
     def spec(self, q: Tensor) -> Spec:
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return Spec(scale, self.deterministic, self.softcap)
+        return self.make_spec(q.shape[-1], q.shape[-1], q.dtype)
 
 
 class KeyMemory(Memory):
@@ -177,24 +125,17 @@ class KeyMemory(Memory):
         sinks: Tensor | None,
         *others: Tensor,
     ) -> Tensor:
-        sp, ahead = self.room.sp, None
-        others = others if self.extension else ()
-
-        def find(keys: ChunkKeys) -> Options:
-            return self.kind._options(
-                mask=keys.masks[0] if len(keys.masks) == 1 else keys.masks,
-                layout=keys.chunks.layouts[keys.number],
-                kv_layout=keys.layout,
-            )
-
+        rings, given = self.room.sp.rings, (q, k, v)
+        # the extension may be dense in these chunks
+        kind = replace(self.kind, window=None, extension=self.extension)
+        tensors = (sinks, *(others if self.extension else ()))
         if turn.reserves:
             # Later there may be no memory left. To let it grow with each chunk would be slow.
             terms = turn.terms | {"window": self.kind.window}
-            ahead = Ahead(lambda: dict.fromkeys(map(find, self.keys)), terms, turn.with_backward)
-        rings = make_rings(sp.process_group, sp.double_group)
-        asked = find(self.keys[turn.number])
-        out, _ = attend(rings, q, k, v, sinks, asked, lambda: (self.extension, others), past, ahead)
-        return out
+            sequences = functools.partial(map, _find_sequence, self.keys)
+            reserve_ahead(rings, sequences, kind, *given, terms, turn.with_backward, tensors)
+        sequence = _find_sequence(self.keys[turn.number])
+        return attend(rings, sequence, kind, *given, tensors, past)[0]
 
     @torch.no_grad()
     def close(self, number: int) -> None:
@@ -244,27 +185,7 @@ class KeyMemory(Memory):
         return f"keys are {k.dtype} on {k.device}, for which there is no kernel"
 
 
-@not_compiled
-def _find_rows(
-    window: int, mask: Masks | None, layout: Layouts, q: Tensor, sp: SequenceParallel
-) -> tuple[tuple[Mask, ...], list[Layout]]:
-    """Return the rows' masks within a window, by default causal ones, and the rows' layouts. An
-    error is raised on all ranks.
-    """
-    try:
-        batch, tokens = q.shape[:2]
-        masks, layouts = masks_of_rows(mask, batch), layouts_of_rows(layout, batch)
-        if not masks:
-            masks = masks_of_layouts(layouts, seq_len=tokens if sp.size == 1 else None)
-        # tokens lie in one layout in all layers, whatever their windows
-        pairs = zip(layouts, masks, strict=True)
-        return limit_masks(masks, window), [resolve_layout(*pair, sp.size) for pair in pairs]
-    except (TypeError, ValueError, AttributeError) as error:
-        refuse_call(error, sp.process_group, sp.double_group)
-
-
-@functools.lru_cache(maxsize=_MOST_BATCHES)
-def limit_masks(masks: tuple[Mask, ...], window: int) -> tuple[Mask, ...]:
-    """Return the mask of each row within a window. They are kept as plain_mask's are."""
-    limited = {mask: mask.windowed(window) for mask in masks}  # equal rows share an object
-    return tuple(limited[mask] for mask in masks)
+def _find_sequence(keys: ChunkKeys) -> WholeSequence:
+    """Return the queries of a chunk and the keys that they see."""
+    masks = keys.masks[0] if len(keys.masks) == 1 else keys.masks
+    return WholeSequence.local(masks, keys.chunks.layouts[keys.number], keys.layout)

@@ -8,8 +8,8 @@ attention  softmax attention
 lightning  lightning attention
 """
 
-from ..calls.options import Layouts, Masks
-from .attention import BurstAttention, limit_masks
+from ..sequence.rows import Layouts, Masks
+from .attention import BurstAttention
 from .heads import SelfAttention
 from .lightning import LightningAttention
 from .modules import SequenceParallelModule, swiglu
@@ -26,7 +26,6 @@ __all__ = [
     "SequenceParallelModule",
     "apply_rope",
     "find_part",
-    "limit_masks",
     "rope_frequencies",
     "rope_tables",
     "rotations",

@@ -15,14 +15,11 @@ from ..base.arguments import as_bool, as_int, as_positive
 from ..base.dtypes import accumulator_dtype
 from ..calls.refusal import refuse_call
 from ..extensions import find_kind
-from ..memories.keys import limit_masks
 from ..memories.protocol import Part
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sparse.config import InfLLMV2, check_layer
 from .heads import SelfAttention
 from .modules import WRONG_INPUTS
-
-__all__ = ["BurstAttention", "limit_masks"]
 
 
 class BurstAttention(SelfAttention):
@@ -128,9 +125,7 @@ class BurstAttention(SelfAttention):
         part       the part of a sequence that q, k and v are of
         choose_by  as burst_attn_func's
 
-        Raises on all ranks as `part.mix` does. Raises ValueError if a layer with a window cannot
-        make its mask, since one rank does not know the sequence's length: pass a mask or a Layout
-        then.
+        Raises on all ranks as `part.mix` does.
         """
         try:
             sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))

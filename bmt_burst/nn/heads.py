@@ -10,11 +10,11 @@ from typing import ClassVar, NoReturn
 from torch import Tensor, nn
 
 from ..base.arguments import as_bool, as_int, as_positive
-from ..calls.options import Layouts, Masks
 from ..fused import functions
 from ..fused.norm import RMSNorm
 from ..memories.protocol import Part
 from ..ranks.sequence_parallel import SequenceParallel
+from ..sequence.rows import Layouts, Masks
 from .modules import WRONG_INPUTS, SequenceParallelModule, refuse_wrong_forward
 from .parts import find_part
 from .rotary import apply_rope

@@ -4,69 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ..base.compiled import not_compiled
-from ..calls.options import Layouts, Masks
 from ..calls.refusal import refuse_call
-from ..memories.protocol import Kind, Part
+from ..memories.protocol import Part
 from ..parts.cache import Cache
 from ..parts.chunks import Chunk
-from ..ranks.sequence_parallel import SequenceParallel
+from ..ranks.sequence_parallel import SequenceParallel, WholeSequence
+from ..sequence.rows import Layouts, Masks
 
 
-class Whole:
-    """A whole sequence, or a batch of them, over the ranks of `sp`.
-
-    mask    the mask of the sequence, or one for each row. None: causal
-    layout  how it lies on the ranks, or one layout for each row. None: sp's
-    """
-
-    saves_graph = True
-
-    def __init__(
-        self, sp: SequenceParallel, mask: Masks | None = None, layout: Layouts | None = None
-    ):
-        self.sp, self.mask = sp, mask
-        self.layout: Layouts = sp.layout if layout is None else layout
-
-    @not_compiled
-    def mix(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        return kind.attend(self, q, k, v, *tensors)
-
-    def select(self, x: Tensor) -> Tensor:
-        return x
-
-    def longest(self, positions: Tensor) -> Tensor:
-        return self.sp.longest(positions)
-
-    def check_positions(self, positions: Tensor) -> None:
-        pass
-
-
+@not_compiled
 def find_part(
     sp: SequenceParallel,
     cache: Part | None = None,
-    mask: Masks | None = None,
+    mask: Masks | WholeSequence | None = None,
     layout: Layouts | None = None,
 ) -> Part:
     """Return the part of a sequence that a model over the ranks of `sp` computes.
 
     cache   a chunk of Chunks or of a Cache's prompt, or a Cache, whose tokens new ones continue.
             None: a whole sequence
-    mask    the mask of the whole sequence, or one for each row. None: causal
+    mask    the mask of the whole sequence, or one for each row. None: causal. Or the result of
+            `sp.sequence`, which has a layout
     layout  how it lies on the ranks, or one for each row. None: sp's
 
     Raises ValueError on all ranks for a cache with a mask or a layout, or of other ranks than the
     model's, TypeError for another object.
     """
-    if cache is None:
-        return Whole(sp, mask, layout)
     try:
-        _check_cache(sp, cache, mask, layout)
+        if cache is not None:
+            _check_cache(sp, cache, mask, layout)
+            return cache
+        if not isinstance(mask, WholeSequence):
+            layout = sp.layout if layout is None else layout
+            return WholeSequence.local(mask, layout, causal=mask is None).on(sp)
+        if layout is not None:
+            raise ValueError("expected mask=sequence alone, got a layout too: it has its own")
+        return mask
     except (TypeError, ValueError) as error:
         refuse_call(error, sp.process_group, sp.double_group)
-    return cache
 
 
 def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> None:

@@ -39,7 +39,6 @@ from ..base.autocast import autocast
 from ..base.compiled import not_compiled
 from ..base.kept import KeptResults, is_in_backward
 from ..base.policies import without_policies
-from ..calls.options import Masks
 from ..calls.refusal import refuse_call
 from ..extensions import find_kind
 from ..memories.protocol import Kind, Memory, Room, Turn
@@ -47,6 +46,7 @@ from ..ranks.sequence_parallel import SequenceParallel, check_sp
 from ..sequence.chunk_keys import find_keys
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
+from ..sequence.rows import Masks
 from ..sequence.span import Span
 
 # the phases of Chunks, as errors name them

@@ -1,26 +1,36 @@
 """Agreement of the ranks before they begin something together.
 
-Each rank sends a line of JSON. It names what the rank is "doing", with the terms, or the "failure"
-that prevents it. All ranks read the same lines, so all go on or all raise. Ranks number their calls
-and also agree on the backward of each call. Otherwise ranks in different backwards would silently
-add up wrong gradients.
+Each rank sends a line of JSON. It names what the rank is "doing". It has a digest of the terms that
+must be equal on all ranks, and the terms of this rank alone, or the "failure" that prevents it. All
+ranks read the same lines, so all go on or all raise. If digests differ, ranks send each other the
+terms, for the error. Ranks number their calls and also agree on the backward of each call.
+Otherwise ranks in different backwards would silently add up wrong gradients.
 
 The section "What ranks agree on" of docs/design.md tells what is promised.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..base.autograd import stops_recomputation
 from ..base.streams import refuse_capture
 from ..errors import RankLate, RanksDisagree
+from ..sequence.differences import layout_difference, mask_difference
+from ..sequence.layout import Layout
+from ..sequence.mask import Mask
 from ..transport.messenger import MESSAGE_BYTES, Messenger
 from .rings import Rings
 
 Result = TypeVar("Result")
+Given = TypeVar("Given")
 Error = TypeVar("Error", bound=BaseException)
 
 _RULE = (
@@ -31,53 +41,154 @@ _CAPTURED = "ranks agree on each call over the host, which a graph does not repl
 _KNOWN = "_known_to_all_ranks"  # attribute of errors
 
 
-def gather_terms(
-    rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
-) -> tuple[bytes, ...]:
-    """Return the lines of all ranks in rank order, for `read_terms`.
+@dataclass(eq=False)
+class Terms:
+    """This rank's statement of what all ranks do next.
 
-    `terms` returns this rank's terms. If it fails, this rank sends its failure to the others, and
-    then raises it. A failure that a call inside `terms` raised is known to them: a backward may
-    compute its forward again, which calls attention.
+    doing   names it
+    shared  the terms that must be equal on all ranks, as JSON takes them, and masks and layouts
+    own     the terms that may differ, as JSON takes them
+    of      ends the names of terms in errors
+    """
+
+    doing: str
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+    of: str = ""
+
+    @functools.cached_property
+    def line(self) -> bytes:
+        """The message about them. Raises ValueError if it is too long."""
+        terms = {"doing": self.doing, **self.own}
+        if self.shared:
+            text = json.dumps(self.shared, default=describe_term).encode()
+            terms["terms"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+        return _format_line(terms)
+
+
+def run_agreed(
+    rings: Rings,
+    doing: str,
+    check: Callable[[], tuple[Terms, Given]],
+    run: Callable[[Given, tuple[bytes, ...]], Result],
+    counts: bool = False,
+) -> Result:
+    """Return the result of `run`, once `check` has succeeded on all ranks and their terms agree.
+
+    doing   names the call in errors
+    check   returns this rank's terms, and what `run` takes
+    run     also takes the lines of all ranks, for `read_own`. A rank alone has none
+    counts  whether the call is numbered. A later backward names that number: `rings.history.calls`
+
+    If `check` fails on a rank, its error is raised there and RanksDisagree on the others. All ranks
+    raise RanksDisagree if they differ in terms or in what they do. A failure in `run` is reported
+    to the other ranks, unless they know it. They know the failure of a call inside `check`: a
+    backward may compute its forward again, which calls attention.
 
     Several ranks raise RuntimeError at once, before they send anything, while a CUDA graph is
     captured.
     """
-    if rings.size > 1:
+    if not rings.shared:
+        _, given = check()
+        rings.history.calls += counts
+        return run(given, ())
+    with admit_one_thread(rings, doing):
+        given, lines = _meet(rings, doing, check)
+        if counts:
+            rings.history.calls += 1
+            doing = f"call {rings.history.calls}"
+        with report_failure(rings, doing):
+            return run(given, lines)
+
+
+def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
+    """Return the result of `work` on this rank, once it has succeeded on all ranks.
+
+    If it fails, its error is raised on this rank and RanksDisagree on the others. Raises
+    RanksDisagree on every rank if one is doing something else.
+    """
+    with admit_one_thread(rings, doing):
+        return _meet(rings, doing, lambda: (Terms(doing), work()))[0]
+
+
+def agree(
+    rings: Rings,
+    name: str,
+    find: Callable[[], Mapping[str, Any]],
+    *,
+    but: Sequence[str] = (),
+    doing: str = "",
+) -> list[dict[str, Any]]:
+    """Return the terms of all ranks for a call of the function `name`.
+
+    find   returns this rank's terms
+    doing  names what the ranks begin if it is no call of a function
+
+    Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
+    """
+    of = "" if doing else f" of {name}"
+    doing = doing or f"a call of {name}"
+
+    def check() -> tuple[Terms, Terms]:
+        found = find()
+        shared = {term: x for term, x in found.items() if term not in but}
+        terms = Terms(doing, shared, {term: found[term] for term in but}, of)
+        return terms, terms
+
+    with admit_one_thread(rings, doing):
+        terms, lines = _meet(rings, doing, check)
+    return [{**terms.shared, **theirs} for theirs in read_own(terms, lines)]
+
+
+def gather_terms(
+    rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
+) -> tuple[bytes, ...]:
+    """Return the lines of all ranks in rank order, for `read_terms`. Ranks may differ in all terms.
+
+    `terms` returns this rank's terms. If it fails, this rank sends its failure to the others, and
+    then raises it.
+    """
+    with admit_one_thread(rings, doing):
+        return _meet(rings, doing, lambda: (Terms(doing, own=terms()), None))[1]
+
+
+def _meet(
+    rings: Rings, doing: str, check: Callable[[], tuple[Terms, Given]]
+) -> tuple[Given, tuple[bytes, ...]]:
+    """Return what `check` does besides the terms, and the lines of all ranks, which agree."""
+    if rings.shared:
         refuse_capture(doing, _CAPTURED)
     failure = None
-    with admit_one_thread(rings, doing):
-        try:
-            mine = _format_terms(doing, terms())
-        except Exception as caught:
-            if hasattr(caught, _KNOWN):
-                raise  # the others do not wait for a second line about it
-            failure, mine = caught, _format_terms(doing, {"failure": _format_reason(caught)})
-        try:
-            lines = tuple(rings.gather(mine))
-        except RankLate as late:
-            raise mark_known(RankLate(f"{doing}: {late}")) from late
-        except Exception as lost:
-            # reporting it would wait again for a rank that is gone
-            mark_known(lost)
-            raise
-        if failure:
-            raise mark_known(failure)
-        return lines
+    try:
+        terms, given = check()
+        line = terms.line
+    except Exception as caught:
+        if hasattr(caught, _KNOWN):
+            raise  # the others do not wait for a second line about it
+        failure, line = caught, _format_line({"doing": doing, "failure": _format_reason(caught)})
+    lines = _exchange(rings, doing, line)
+    if failure:
+        raise mark_known(failure)
+    # equal lines agree, and so do lines for which a plan was made
+    if lines.count(lines[0]) < len(lines) and lines not in rings.history.plans:
+        _compare(rings, terms, lines)
+    return given, lines
 
 
-def _format_terms(doing: str, terms: dict[str, Any]) -> bytes:
-    """Return the line of a rank with these terms. Raises ValueError if it is too long to send."""
-    line = json.dumps({"doing": doing, **terms}).encode()
-    if len(line) > MESSAGE_BYTES:
-        raise ValueError(
-            f"expected at most {MESSAGE_BYTES} bytes to describe {doing}, got {len(line)}"
-        )
-    return line
+def _exchange(rings: Rings, doing: str, line: bytes) -> tuple[bytes, ...]:
+    """Return the messages of all ranks."""
+    try:
+        return tuple(rings.gather(line))
+    except RankLate as late:
+        raise mark_known(RankLate(f"{doing}: {late}")) from late
+    except Exception as lost:
+        # reporting it would wait again for a rank that is gone
+        mark_known(lost)
+        raise
 
 
 def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the terms of each rank, from the lines that `gather_terms` returned.
+    """Return the own terms of each rank, from the lines of all.
 
     Raises RanksDisagree on every rank if one failed or does something else.
     """
@@ -94,58 +205,87 @@ def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     return replies
 
 
-def agree(
-    rings: Rings, name: str, terms: Callable[[], dict[str, Any]], *, but: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Return the terms of all ranks for a call of the function `name`.
-
-    Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
+def read_own(terms: Terms, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return the own terms of each rank, from the lines that `run_agreed` passes on. `terms` are
+    this rank's.
     """
-    return read_equal_terms(gather_terms(rings, f"a call of {name}", terms), but, f" of {name}")
+    return read_terms(lines) if lines else [{**terms.own}]
 
 
-def read_equal_terms(
-    lines: Sequence[bytes], but: Sequence[str], of: str = ""
-) -> list[dict[str, Any]]:
-    """Return the terms of each rank as `read_terms` does.
-
-    of  ends a term's name in errors
-
-    Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
-    """
-    everyone = read_terms(lines)
-    for rank, theirs in enumerate(everyone):
-        for term in everyone[0] | theirs:  # some terms are those of an extension
-            value, other = everyone[0].get(term), theirs.get(term)
-            if term not in but and other != value:
-                raise RanksDisagree(
-                    f"ranks differ in {term}{of}: rank 0 has {value!r}, rank {rank} has {other!r}"
-                )
-    return everyone
-
-
-def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
-    """Return the result of `work` on this rank, once it has succeeded on all ranks.
-
-    If it fails, its error is raised on this rank and RanksDisagree on the others. Raises
-    RanksDisagree on every rank if one is doing something else.
-    """
-    results = []
-
-    def terms() -> dict[str, Any]:
-        results.append(work())
-        return {}
-
-    lines = gather_terms(rings, doing, terms)
-    # equal lines need no reading: a failure of this rank has been raised
-    if lines.count(lines[0]) < rings.size:
-        read_terms(lines)
-    return results[0]
+def _compare(rings: Rings, terms: Terms, lines: Sequence[bytes]) -> None:
+    """Raise RanksDisagree on every rank if one failed, does something else or has other terms."""
+    digests = [reply.get("terms") for reply in read_terms(lines)]
+    if digests.count(digests[0]) == len(digests):
+        return
+    with report_failure(rings, terms.doing):
+        everyone = _exchange_terms(rings, terms)
+        rank, name = next(
+            (rank, name)
+            for rank, theirs in enumerate(everyone)
+            for name in everyone[0] | theirs  # some terms are those of an extension
+            if theirs.get(name) != everyone[0].get(name)
+        )
+        one, other = (theirs.get(name) for theirs in (everyone[0], everyone[rank]))
+        unlike = f"rank 0 has {_show(one)!r}, rank {rank} has {_show(other)!r}"
+        if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+            details = "slices" if "slices" in one else "runs"
+            find = mask_difference if details == "slices" else layout_difference
+            unlike += f"; {find(one[details], other[details], (0, rank))}"
+        raise mark_known(RanksDisagree(f"ranks differ in {name}{terms.of}: {unlike}"))
 
 
-class admit_one_thread:
-    """A context that keeps other threads of this process out of the rings. This thread may enter
-    again.
+def _exchange_terms(rings: Rings, terms: Terms) -> list[dict[str, Any]]:
+    """Return the shared terms of all ranks, with the slices of masks and the runs of layouts."""
+    mine = json.dumps(terms.shared, default=_list_details).encode()
+    whole = [b""] * rings.size
+    for start in itertools.count(0, MESSAGE_BYTES):
+        pieces = _exchange(rings, terms.doing, mine[start : start + MESSAGE_BYTES])
+        whole = [x + piece for x, piece in zip(whole, pieces, strict=True)]
+        if max(map(len, pieces)) < MESSAGE_BYTES:
+            return [*map(json.loads, whole)]
+    raise AssertionError("each message ends")
+
+
+def _list_details(value: Mask | Layout) -> dict[str, Any]:
+    if isinstance(value, Mask):
+        return {"tokens": [value.seq_len, value.kv_len], "slices": value.slices}
+    runs = [[(r.start, r.stop, r.step) for r in ranges] for ranges in value.shards]
+    return {"layout": [value.name, value.seq_len], "runs": runs}
+
+
+def _show(value: Any) -> Any:
+    """Return a term that ranks exchanged as an error shows it."""
+    if not isinstance(value, dict):
+        return value
+    if "runs" in value:
+        name, tokens = value["layout"]
+        return f"{name} of {tokens} tokens"
+    (tokens, keys), slices = value["tokens"], value["slices"]
+    of_keys = f" and {keys} keys" * (keys != tokens)
+    return f"{tokens} tokens{of_keys} in {len(slices)} slices"
+
+
+def describe_term(value: Mask | Layout | str) -> str:
+    """Return a text that is equal for equal masks and layouts, in every process."""
+    if isinstance(value, Mask):
+        return value.digest
+    return value if isinstance(value, str) else f"{value.term} of {value.seq_len} tokens"
+
+
+def _format_line(content: Any) -> bytes:
+    """Return a message. Raises ValueError if it is too long to send."""
+    line = json.dumps(content).encode()
+    if len(line) > MESSAGE_BYTES:
+        raise ValueError(
+            f"expected at most {MESSAGE_BYTES} bytes to describe a call, got {len(line)}"
+        )
+    return line
+
+
+@contextlib.contextmanager
+def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
+    """Return a context that keeps other threads of this process out of the rings. This thread may
+    enter again.
 
     Ranks pair messages by their order. Two threads would receive each other's messages.
 
@@ -153,28 +293,24 @@ class admit_one_thread:
     done, unless it fails anyway. The group is unusable from then on: on another rank the other
     thread may have been first, and no rank could know.
     """
-
-    def __init__(self, rings: Rings, doing: str):
-        self.used, self.doing = [ring.messenger for ring in rings.shared], doing
-        self.held: list[Messenger] = []
-
-    def __enter__(self) -> None:
-        for messenger in self.used:
+    used, held, fails = [ring.messenger for ring in rings.shared], list[Messenger](), True
+    try:
+        for messenger in used:
             if messenger.in_use.acquire(blocking=False):
-                self.held.append(messenger)
+                held.append(messenger)
             else:
                 messenger.contested = True
-        if any(messenger.contested for messenger in self.used):
-            self.__exit__(None)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for messenger in self.held:
+        if not any(messenger.contested for messenger in used):
+            yield
+        fails = False
+    finally:
+        for messenger in held:
             messenger.in_use.release()
         # after the release, so that one of two threads sees the ring contested and free
-        if any(messenger.contested for messenger in self.used):
-            _close_contested(self.used, self.doing)
-            if kind is None:
-                raise mark_known(RuntimeError(f"{self.doing}: {_RULE}"))
+        if any(messenger.contested for messenger in used):
+            _close_contested(used, doing)
+            if not fails:
+                raise mark_known(RuntimeError(f"{doing}: {_RULE}"))
 
 
 def _close_contested(used: Sequence[Messenger], doing: str) -> None:
@@ -189,33 +325,30 @@ def _close_contested(used: Sequence[Messenger], doing: str) -> None:
                 messenger.in_use.release()
 
 
-class report_failure:
-    """A context that reports it to the other ranks if this one fails in a call that all agreed on,
-    unless they know the error already.
+@contextlib.contextmanager
+def report_failure(rings: Rings, doing: str) -> Iterator[None]:
+    """Return a context that reports it to the other ranks if this one fails in a call that all
+    agreed on, unless they know the error already.
 
     If this rank fails because another one did, it raises that rank's error, with its reason.
     """
-
-    def __init__(self, rings: Rings, doing: str):
-        self.rings, self.doing = rings, doing
-        # streams may wait for ranks of either ring
-        self.watches = [ring.watch for ring in rings.shared if ring.watch]
-
-    def __enter__(self) -> None:
-        for watch in self.watches:
-            watch.begin_call(self.doing)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        is_enqueued = error is None or stops_recomputation(error)
-        for watch in self.watches:
+    # streams may wait for ranks of either ring
+    watches = [ring.watch for ring in rings.shared if ring.watch]
+    for watch in watches:
+        watch.begin_call(doing)
+    try:
+        yield
+    except BaseException as error:
+        is_enqueued = stops_recomputation(error)
+        for watch in watches:
             watch.end_call(is_enqueued)
         if is_enqueued or hasattr(error, _KNOWN):
-            return
-        assert error is not None, "nothing failed without one"
-        if theirs := self.rings.fail(f"in {self.doing}: {_format_reason(error)}"):
-            raise type(theirs)(f"{theirs}; so this rank cannot go on with {self.doing}") from error
+            raise
+        if theirs := rings.fail(f"in {doing}: {_format_reason(error)}"):
+            raise type(theirs)(f"{theirs}; so this rank cannot go on with {doing}") from error
+        raise
+    for watch in watches:
+        watch.end_call(True)
 
 
 def mark_known(error: Error) -> Error:

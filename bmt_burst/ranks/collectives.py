@@ -7,9 +7,9 @@ gradient of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch import Tensor
 from ..base.arguments import check_tensor
 from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import not_compiled
+from ..base.policies import without_policies
 from ..sequence.layout import Layout
-from .agreement import admit_one_thread, report_failure, run_together
+from .agreement import Terms, read_own, run_agreed
 from .rings import Rings, check_device
 
 
@@ -61,27 +62,50 @@ class Sum:
         return self.forward(rings, dout)
 
 
-def describe_tensor(rings: Rings, name: str, x: Any) -> dict[str, Any]:
-    """Return the line that ranks send each other about a tensor that a collective takes.
+class Request(NamedTuple):
+    """A call of a collective, as one rank checked it. `find` returns the collective, from the own
+    terms of all ranks.
+    """
 
-    Raises TypeError, ValueError or RuntimeError if it cannot be taken.
+    x: Tensor
+    terms: Terms
+    find: Callable[[list[dict[str, Any]]], Join | Sum]
+
+
+def describe_tensor(
+    rings: Rings, name: str, x: Any, others: Mapping[str, Any] | None = None
+) -> Terms:
+    """Return the terms of the collective `name` of x. With `others`, shapes may differ.
+
+    Raises TypeError, ValueError or RuntimeError if x cannot be taken.
     """
     check_tensor("x", x)
     check_transforms(name, x)
     check_device(rings, x)
     recorded = torch.is_grad_enabled() and x.requires_grad
-    return {"shape": list(x.shape), "dtype": str(x.dtype), "recording of gradients": recorded}
+    shape = {"shape": [*x.shape]}
+    shared = {"dtype": str(x.dtype), "recording of gradients": recorded, **(others or shape)}
+    return Terms(f"a call of {name}", shared, shape if others else {}, f" of {name}")
 
 
-def apply_together(rings: Rings, collective: Join | Sum, x: Tensor) -> Tensor:
-    """Return this rank's result, once all ranks have agreed on the call."""
-    rings.history.calls += 1
-    number = rings.history.calls
-    with report_failure(rings, f"a call of {collective.name}"):
+def apply_together(rings: Rings, name: str, check: Callable[[], Request]) -> Tensor:
+    """Return the result of a collective on this rank, once all ranks have agreed on the call of the
+    function `name`.
+    """
+
+    def check_terms() -> tuple[Terms, Request]:
+        request = check()
+        return request.terms, request
+
+    def run(request: Request, lines: Sequence[bytes]) -> Tensor:
+        collective = request.find(read_own(request.terms, lines))
         for ring in rings.shared:
-            ring.connect(x.device)
-        result: Tensor = _OverRanks.apply(x, rings, collective, number)
+            ring.connect(request.x.device)
+        result: Tensor = _OverRanks.apply(request.x, rings, collective, rings.history.calls)
         return result
+
+    with without_policies():
+        return run_agreed(rings, f"a call of {name}", check_terms, run, counts=True)
 
 
 class _OverRanks(torch.autograd.Function):
@@ -100,14 +124,12 @@ class _OverRanks(torch.autograd.Function):
         collective: Join | Sum = ctx.collective
         doing = f"the backward of call {ctx.number}, of {collective.name}"
 
-        def begin() -> None:
+        def begin() -> tuple[Terms, None]:
             check_first_derivative(collective.name)
             check_transforms(f"the backward of {collective.name}", dout)
+            return Terms(doing), None
 
-        with admit_one_thread(rings, doing):
-            run_together(rings, doing, begin)
-            with report_failure(rings, doing):
-                dx = collective.backward(rings, dout)
+        dx = run_agreed(rings, doing, begin, lambda *_: collective.backward(rings, dout))
         return dx, None, None, None
 
 

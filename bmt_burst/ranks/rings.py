@@ -8,9 +8,9 @@ import os
 import threading
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,19 +28,36 @@ _PROCESS = uuid.uuid4().hex  # ranks may be forks, or threads of a test
 # Transport.
 Group = Any
 
+Kept = TypeVar("Kept")
+
 
 @dataclass
 class History:
     """The common past of the ranks of some rings.
 
-    calls    the number of calls. It is equal on all ranks, since all agree on each call.
-    plans    plans of calls, by all ranks' lines about them
-    is_grid  whether a double ring is known to be a grid of ranks
+    calls     the number of calls. It is equal on all ranks, since all agree on each call.
+    plans     plans of calls, by all ranks' lines about them
+    requests  calls that this rank has checked, by all that checks depend on
+    is_grid   whether a double ring is known to be a grid of ranks
     """
 
     calls: int = 0
-    plans: dict[tuple[bytes, ...], Any] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)
+    requests: dict[Any, Any] = field(default_factory=dict)
     is_grid: bool = False
+
+
+def find_kept(kept: dict[Any, Any], key: Any, make: Callable[[], Kept], most: int) -> Kept:
+    """Return what was made for a key. The latest `most` results are kept."""
+    found: Kept | None = kept.pop(key, None)
+    if found is None:
+        found = make()
+        # Several threads without a group may do this at once. So the keys are copied, which is
+        # atomic. The least recently used ones are the first.
+        for old in list(kept)[: 1 - most]:
+            kept.pop(old, None)
+    kept[key] = found  # last in order: just used
+    return found
 
 
 @dataclass(frozen=True)
@@ -243,7 +260,9 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
         raise TypeError(
             f"double_group: expected a pair (intra, inter) of groups, got {double_group!r}"
         )
-    intra, inter = map(_take_first, double_group, ("intra", "inter"))
+    intra, inter = double_group
+    if isinstance(intra, tuple | list) or isinstance(inter, tuple | list):
+        intra, inter = map(_take_first, double_group, ("intra", "inter"))
     if (intra is None) != (inter is None):
         raise ValueError(f"double_group: expected both groups or neither, got {double_group!r}")
     if intra is None:

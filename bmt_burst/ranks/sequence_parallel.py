@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_int, check_dim, check_tensor
+from ..base.arguments import as_bool, as_int, check_dim, check_tensor
 from ..base.compiled import not_compiled
-from ..base.policies import without_policies
 from ..errors import RanksDisagree
-from ..sequence.layout import Layout, layout_class
+from ..sequence.layout import LAYOUTS, Balanced, Layout, Stacked, layout_class, shift_labels
+from ..sequence.mask import Mask
+from ..sequence.rows import (
+    Layouts,
+    Masks,
+    Rows,
+    layouts_of_rows,
+    masks_of_layouts,
+    masks_of_rows,
+    resolve_layouts,
+    stack_rows,
+)
 from ..transport import ALONE
-from .agreement import admit_one_thread, agree
-from .collectives import Join, Sum, apply_together, describe_tensor
-from .rings import Group, make_rings
+from .agreement import Terms, describe_term, mark_known, run_agreed
+from .collectives import Join, Request, Sum, apply_together, describe_tensor
+from .rings import Group, Rings, make_rings
+
+Item = TypeVar("Item")
+
+_MOST_LOCAL = 64  # sequences of single calls that are kept
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,11 @@ class SequenceParallel:
         if self.process_group is ALONE:
             return SequenceParallel, (self.rank, self.size, self.layout)
         return DetachedGroups, (self.size,)
+
+    @property
+    def rings(self) -> Rings:
+        """The rings between these ranks."""
+        return make_rings(self.process_group, self.double_group)
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -114,14 +136,14 @@ class SequenceParallel:
         """
         if self.size == 1:
             return _find_longest(positions)
-        rings = make_rings(self.process_group, self.double_group)
-        find = functools.cache(lambda: _find_longest(positions).unsqueeze(0))  # one row of a whole
-        with without_policies(), admit_one_thread(rings, "a call of longest"):
-            agree(rings, "longest", lambda: describe_tensor(rings, "longest", find()))
-            mine = find()
-            one_each = Layout.contiguous(rings.size, rings.size)
-            join = Join(one_each, 0, [mine.shape] * rings.size, "longest")
-            return apply_together(rings, join, mine).amax(0)
+
+        def check() -> Request:
+            mine = _find_longest(positions).unsqueeze(0)  # one row of a whole
+            one_each = Layout.contiguous(self.size, self.size)
+            join = Join(one_each, 0, [mine.shape] * self.size, "longest")
+            return Request(mine, describe_tensor(self.rings, "longest", mine), lambda _: join)
+
+        return apply_together(self.rings, "longest", check).amax(0)
 
     @not_compiled
     def unshard(self, x: Tensor, seq_len: int, dim: int = 1) -> Tensor:
@@ -139,27 +161,16 @@ class SequenceParallel:
         anything else. Raises RuntimeError inside transforms of torch.func and in forward mode, and
         in a backward with create_graph.
         """
-        rings = make_rings(self.process_group, self.double_group)
 
-        def terms() -> dict[str, Any]:
-            tensor = describe_tensor(rings, "unshard", x)
+        def check() -> Request:
+            check_tensor("x", x)
             layout = self.layout_of(seq_len)
-            where = {"dim": check_dim(x, dim), "seq_len": layout.seq_len, "layout": layout.term}
-            return tensor | where
+            at = check_dim(x, dim)
+            where = {"dim": at, "seq_len": layout.seq_len, "layout": layout}
+            terms = describe_tensor(self.rings, "unshard", x, where)
+            return Request(x, terms, functools.partial(_find_join, layout, at))
 
-        with without_policies(), admit_one_thread(rings, "a call of unshard"):
-            everyone = agree(rings, "unshard", terms, but=["shape"])
-            layout, dim = self.layout_of(seq_len), everyone[0]["dim"]
-            shapes = [theirs["shape"] for theirs in everyone]
-            for rank, shape in enumerate(shapes):
-                expected = list(shapes[0])
-                expected[dim] = layout.length(rank)
-                if shape != expected:
-                    raise RanksDisagree(
-                        f"expected rank {rank}'s x, of {seq_len} tokens along {dim}, to be "
-                        f"{expected}, got {shape}"
-                    )
-            return apply_together(rings, Join(layout, dim, [*map(torch.Size, shapes)]), x)
+        return apply_together(self.rings, "unshard", check)
 
     @not_compiled
     def sum(self, x: Tensor) -> Tensor:
@@ -172,10 +183,257 @@ class SequenceParallel:
         Differentiable once, by the rule of `unshard`: the backward adds up the gradients of all
         ranks. Integers and bools have no gradient. Raises the errors of `unshard`.
         """
-        rings = make_rings(self.process_group, self.double_group)
-        with without_policies(), admit_one_thread(rings, "a call of sum"):
-            agree(rings, "sum", lambda: describe_tensor(rings, "sum", x))
-            return apply_together(rings, Sum(), x)
+
+        def check() -> Request:
+            return Request(x, describe_tensor(self.rings, "sum", x), lambda _: Sum())
+
+        return apply_together(self.rings, "sum", check)
+
+    @not_compiled
+    def sequence(
+        self,
+        mask: Masks,
+        layout: Layouts = Balanced.name,
+        kv_layout: Layouts | None = None,
+    ) -> WholeSequence:
+        """Return a batch of whole sequences over these ranks: what masks and layouts make of it.
+        Every rank must call it, once a batch.
+
+        mask               the visible pairs, or a mask for each row of the batch
+        layout, kv_layout  as burst_attn_func's
+
+        Ranks compare masks and layouts once. Calls with the result check them no more. Raises
+        ValueError or TypeError on all ranks if masks and layouts do not fit, and RanksDisagree if
+        ranks differ in them.
+        """
+        doing = "a call of sequence"
+
+        def check() -> tuple[Terms, WholeSequence]:
+            if mask is None:
+                raise TypeError("mask must be a Mask or one for each row, got NoneType")
+            whole = WholeSequence.local(mask, layout, kv_layout).resolve(self)
+            rows = whole.find_rows(whole.batch, self.size)
+            return Terms(doing, rows.terms, of=" of a sequence"), whole
+
+        return run_agreed(self.rings, doing, check, lambda whole, _: whole)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeSequence:
+    """A whole sequence, or a batch of them, as all layers of a model get it. It prints itself.
+
+    mask       the visible pairs, of all rows or of each. None: all pairs are visible, or with
+               `causal` the earlier ones, and the length is not known
+    layout     a layout or the name of one, of all rows or of each
+    kv_layout  that of the keys, or None for `layout`
+    packed     whether the mask was made of the cu_seqlens that the user passed
+    sp         the ranks that share it. None: it is of a single call, which names its ranks
+
+    It is a part of a sequence as a chunk is one: the whole.
+    """
+
+    mask: Mask | tuple[Mask, ...] | None = None
+    layout: str | Layout | tuple[str | Layout, ...] = "zigzag"
+    kv_layout: str | Layout | tuple[str | Layout, ...] | None = None
+    causal: bool = False
+    packed: bool = False
+    sp: SequenceParallel = None  # type: ignore[assignment]  # no layer gets one without ranks
+
+    saves_graph: ClassVar[bool] = True
+
+    @staticmethod
+    def local(
+        mask: Masks | None = None,
+        layout: Layouts = "zigzag",
+        kv_layout: Layouts | None = None,
+        causal: bool = False,
+        packed: bool = False,
+    ) -> WholeSequence:
+        """Return the sequence that these arguments name. It sends no message. The latest ones are
+        kept.
+
+        Raises TypeError or ValueError if an argument is wrong.
+        """
+        rows = (tuple(x) if isinstance(x, list) else x for x in (mask, layout, kv_layout))
+        given: tuple[Any, ...] = (*rows, causal, packed)
+        try:
+            return _find_local(*given)
+        except TypeError:  # nothing that has no hash is a mask or a layout
+            return WholeSequence(*given)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "causal", as_bool("causal", self.causal))
+        if self.layout is None:
+            raise TypeError("layout must be a Layout or one for each row, got NoneType")
+        layouts = {"layout": self.layout, "kv_layout": self.kv_layout}
+        names = sorted((*LAYOUTS, Balanced.name))
+        for name, given in layouts.items():
+            for row in layouts_of_rows(given, _count_rows(given), name):
+                if isinstance(row, str) and row not in names:
+                    raise ValueError(f"unknown {name} {row!r}; expected one of {names}")
+        if masks_of_rows(self.mask, _count_rows(self.mask)) and self.causal:
+            raise ValueError(
+                "expected mask or causal, got both: use Mask.documents(..., causal=True) or the "
+                "like"
+            )
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A text that is equal for equal sequences of this process, whoever shares them."""
+        arguments = self.mask, self.layout, self.kv_layout
+        return json.dumps([*arguments, self.causal, self.packed], default=describe_term)
+
+    @property
+    def batch(self) -> int:
+        """The number of rows that masks or layouts name, 1 if they name none."""
+        return max(map(_count_rows, (self.mask, self.layout, self.kv_layout)))
+
+    @property
+    def seq_len(self) -> int:
+        """The number of queries of a row, once layouts are known."""
+        return self._layouts[0].seq_len
+
+    def on(self, sp: SequenceParallel) -> WholeSequence:
+        """Return this sequence as that of the ranks of `sp`. They have not compared it."""
+        found = copy.copy(self)
+        object.__setattr__(found, "sp", sp)
+        return found
+
+    def resolve(self, sp: SequenceParallel) -> WholeSequence:
+        """Return this sequence, which has masks, with Layouts over the ranks of `sp`."""
+        batch = self.batch
+        masks = masks_of_rows(self.mask, batch)
+        layouts = layouts_of_rows(self.layout, batch)
+        kv_layouts = layouts_of_rows(self.kv_layout, batch, "kv_layout") or (None,) * batch
+        rows = zip(layouts, kv_layouts, masks, strict=True)
+        found = [resolve_layouts(*row, sp.size) for row in rows]
+        of_queries, of_keys = zip(*found, strict=True)
+        keys = [x or y for x, y in zip(of_keys, of_queries, strict=True)]
+        kv_layout = _join_equal(keys) if any(of_keys) else None
+        return WholeSequence(_join_equal(masks), _join_equal(of_queries), kv_layout, sp=sp)
+
+    def find_rows(
+        self,
+        batch: int,
+        size: int,
+        brought: Sequence[Mask] = (),
+        brings: str = "",
+        are_equal: bool = True,
+    ) -> Rows:
+        """Return the masks and layouts of a batch on `size` ranks, as those of one sequence.
+
+        brought    a mask for each row that the argument `brings` has
+        are_equal  whether rows are equal in all else
+
+        Raises TypeError or ValueError for a mask, a layout or rows that do not fit together.
+        """
+        masks = masks_of_rows(self.mask, batch)
+        layouts = layouts_of_rows(self.layout, batch)
+        kv_layouts = layouts_of_rows(self.kv_layout, batch, "kv_layout")
+        if brought and (self.causal or masks):
+            raise ValueError(
+                f"expected {brings} alone, got mask or causal too: {brings} have a mask"
+            )
+        for name, given in (("layout", layouts), ("kv_layout", kv_layouts)):
+            for layout in given:
+                if isinstance(layout, Layout) and layout.size != size:
+                    raise ValueError(f"expected a {name} on {size} ranks, got one on {layout.size}")
+        masks = masks or tuple(brought)
+        if are_equal and all(len(set(rows)) <= 1 for rows in (masks, layouts, kv_layouts)):
+            mask, kv_layout = masks[0] if masks else None, kv_layouts[0] if kv_layouts else None
+            return Rows(mask, self.causal, layouts[0], kv_layout, packed=self.packed)
+        masks = masks or masks_of_layouts(layouts, self.causal, kv_layouts=kv_layouts)
+        mask, layout, kv_layout = stack_rows(masks, layouts, kv_layouts, size)
+        return Rows(mask, self.causal, layout, kv_layout, stacked=batch)
+
+    def mix(self, layer: int, kind: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
+        """Return the attention of a layer: (B, S_local, H, D).
+
+        kind     the kind of attention, such as `SoftmaxAttention`
+        tensors  others that the kind takes
+        """
+        out: Tensor = kind.attend(self, q, k, v, *tensors)
+        return out
+
+    def select(self, x: Tensor) -> Tensor:
+        """Return x: all tokens get a result."""
+        return x
+
+    def check_positions(self, positions: Tensor) -> None:
+        """Accept positions: shards of a whole sequence are not checked."""
+
+    def longest(self, positions: Tensor) -> Tensor:
+        """Return `SequenceParallel.longest` of positions."""
+        return self.sp.longest(positions)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return `SequenceParallel.sum` of x."""
+        return self.sp.sum(x)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of a whole tensor, (S_local) entries along `dim`.
+
+        If rows differ in their layouts, x is (B, S, ...) or (1, S, ...), and `dim` 1.
+        """
+        rank = self.sp.rank
+        if isinstance(self.layout, Layout):
+            return self.layout.shard(x, rank, dim)
+        rows = zip(self._layouts, x.expand(self.batch, *x.shape[1:]), strict=True)
+        return torch.stack([layout.shard(row, rank, dim - 1) for layout, row in rows])
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole of all ranks' parts, on every rank, as `SequenceParallel.unshard`."""
+        sp = self.sp
+        if isinstance(self.layout, Layout):
+            return sp.with_layout(self.layout).unshard(x, self.layout.seq_len, dim)
+        stacked = Stacked(self._layouts)
+        whole = sp.with_layout(stacked).unshard(x.flatten(0, 1), stacked.seq_len, 0)
+        # unflatten would return a view, and FSDP2 loses the gradient of one that changes in place
+        joined: Tensor = torch.ops.aten._unsafe_view(
+            whole, (len(x), self.seq_len, *whole.shape[1:])
+        )
+        return joined
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """Return the positions of this rank's tokens in their documents, for rotary embedding:
+        (S_local,) int64, or (B, S_local) if rows differ.
+
+        Raises the errors of `Mask.positions`.
+        """
+        masks = masks_of_rows(self.mask, self.batch)
+        if self.batch == 1:
+            return self.shard(masks[0].positions(device), 0)
+        return self.shard(torch.stack([mask.positions(device) for mask in masks]))
+
+    def shift_labels(self, tokens: Tensor) -> Tensor:
+        """Return the next-token labels of the whole tokens (B, S), as `shift_labels` with masks."""
+        return shift_labels(tokens, mask=self.mask)
+
+    @property
+    def _layouts(self) -> tuple[Layout, ...]:
+        found = layouts_of_rows(self.layout, self.batch)
+        return tuple(x for x in found if isinstance(x, Layout))
+
+    def __str__(self) -> str:
+        """Draw the mask and list the runs of each rank, of the first row if rows differ."""
+        if self.sp is None:
+            return repr(self)
+        batch = self.batch
+        rows = f"{batch} rows, the first:\n" if batch > 1 else ""
+        keys = layouts_of_rows(self.kv_layout, batch, "kv_layout")
+        of_keys = f"\nkeys:\n{keys[0]}" if keys else ""
+        return f"{rows}{masks_of_rows(self.mask, batch)[0]}\n{self._layouts[0]}{of_keys}"
+
+
+_find_local = functools.lru_cache(maxsize=_MOST_LOCAL, typed=True)(WholeSequence)
+
+
+def _count_rows(given: Any) -> int:
+    return len(given) if isinstance(given, tuple) else 1
+
+
+def _join_equal(rows: Sequence[Item]) -> Item | tuple[Item, ...]:
+    return rows[0] if len(set(rows)) == 1 else tuple(rows)
 
 
 def check_sp(sp: Any) -> SequenceParallel:
@@ -185,6 +443,22 @@ def check_sp(sp: Any) -> SequenceParallel:
             f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
         )
     return sp
+
+
+def _find_join(layout: Layout, dim: int, everyone: Sequence[dict[str, Any]]) -> Join:
+    """Return the collective that joins the shards of all ranks along `dim`."""
+    shapes = [theirs["shape"] for theirs in everyone]
+    for rank, shape in enumerate(shapes):
+        expected = list(shapes[0])
+        expected[dim] = layout.length(rank)
+        if shape != expected:
+            raise mark_known(
+                RanksDisagree(
+                    f"expected rank {rank}'s x, of {layout.seq_len} tokens along {dim}, to be "
+                    f"{expected}, got {shape}"
+                )
+            )
+    return Join(layout, dim, [*map(torch.Size, shapes)])
 
 
 def _find_longest(positions: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ import model_center.model as zoo
 import torch
 from torch import Tensor, nn
 
-from ...calls.options import Layouts, Masks
 from ...calls.refusal import bind_arguments
 from ...nn import apply_rope, rope_tables
 from ...ranks.sequence_parallel import SequenceParallel
+from ...sequence.rows import Layouts, Masks
 from ..batch import Batch, LocalPart, agree_on_batch
 from .attention import ForwardContext
 

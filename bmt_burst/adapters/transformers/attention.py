@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...attention import burst_attn_func
 from ...base.compiled import not_compiled
 from ...base.dtypes import accumulator_dtype
 from ...calls.refusal import refuse_call
-from ...nn import limit_masks
+from ...calls.softmax import SoftmaxAttention
+from ...ranks.sequence_parallel import WholeSequence
 from ...sparse import Choices
 from ...sparse.config import InfLLMV2
+from ...sparse.extension import Sparse
 
 ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
 
@@ -23,8 +24,8 @@ class ForwardContext:
     """The argument that layers get instead of a mask. It is not a dataclass, since wrappers would
     rebuild it to move its tensors.
 
-    options      options of burst_attn_func, with a mask
-    seq_len      S
+    options      options of burst_attn_func
+    sequence     the batch, which ranks have agreed on
     num_targets  the number of targets in the whole batch, an int64 scalar; 0 without labels
     choices      the blocks that sparse layers chose, for recomputations, if these get the same
                  context, and other forwards another one
@@ -34,21 +35,13 @@ class ForwardContext:
     def __init__(
         self,
         options: dict[str, Any],
-        seq_len: int,
+        sequence: WholeSequence,
         num_targets: Tensor | int = 0,
         choices: Choices | None = None,
         label_smoothing: float = 0.0,
     ):
-        self.options, self.seq_len, self.num_targets = options, seq_len, num_targets
+        self.options, self.sequence, self.num_targets = options, sequence, num_targets
         self.choices, self.label_smoothing = choices, label_smoothing
-
-    def with_window(self, window: int | None) -> dict[str, Any]:
-        """Return the options for a layer where each token sees itself and the window - 1 tokens
-        before it.
-        """
-        if window is None or window >= self.seq_len:
-            return self.options
-        return self.options | {"mask": limit_masks(self.options["mask"], window)}
 
 
 def refuse_part(part: nn.Module) -> NoReturn:
@@ -82,19 +75,27 @@ def attention(
     """
     if bmt_burst is None:
         refuse_part(module)
+    sequence = bmt_burst.sequence
     try:
         _check_layer(module, dropout, sliding_window, attention_mask)
         sparse = _find_sparse(module)
+        is_limited = sliding_window is not None and sliding_window < sequence.seq_len
+        kind = SoftmaxAttention(
+            scaling,
+            softcap=softcap,
+            window=sliding_window if is_limited else None,
+            extension=None if sparse is None else Sparse(sparse),
+            **bmt_burst.options,
+        )
     except (TypeError, ValueError) as error:
-        refuse_call(error, bmt_burst.options["process_group"], bmt_burst.options["double_group"])
+        sp = sequence.sp
+        refuse_call(error, sp.process_group, sp.double_group)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
-    options = bmt_burst.with_window(sliding_window)
-    options = options | {"softcap": softcap, "sinks": sinks, "sparse": sparse}
     # Layers are checkpointed in training only.
     choices = bmt_burst.choices if sparse is not None and module.training else None
     with nullcontext() if choices is None else choices.of(module):
-        return burst_attn_func(q, k, v, scaling, **options), None
+        return sequence.mix(0, kind, q, k, v, sinks), None
 
 
 def _make_window(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:

@@ -12,14 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...base.arguments import as_bool, as_float, check_tensor
-from ...calls.masking import resolve_layout
-from ...calls.terms import describe_layout
 from ...loss import count_targets
-from ...ranks.sequence_parallel import SequenceParallel
+from ...ranks.agreement import describe_term
+from ...ranks.sequence_parallel import SequenceParallel, WholeSequence
 from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
+from ...sequence.rows import resolve_layout
 from .configs import find_window
-from .cut import Cut
 from .documents import (
     CU_SEQ_LENS,
     LONGEST,
@@ -87,15 +86,15 @@ class ForwardInputs:
     """A forward's arguments, of whole sequences. Raises ValueError or TypeError if they are wrong.
 
     part           the arguments of the model's own forward: this rank's part of them
-    cut            how the batch is cut
     whole          whether logits and hidden states are returned whole
     unasked        whether they are whole only because unknown code may read them
     loss_only      whether logits are left out
     fused          whether TRL's fused head computes log-probabilities instead of logits
     label_smoothing  the part of each target that is spread over the vocabulary
     targets        the token after each one, (B, S), if labels were given
+    size           B
     terms          what the ranks compare
-    masking        the mask and the layout, as options of burst_attn_func
+    sequence       the batch as attention gets it
     num_targets    the number of targets, an int64 scalar; 0 without labels
     last_position  the largest position, an int64 scalar
     """
@@ -124,7 +123,9 @@ class ForwardInputs:
         if padding is not None:
             labels = self.arguments.get("labels")
             check_targets(padding.ne(0), labels, self.arguments.get("shift_labels"))
-        self.cut = Cut(caller.sp, size, _choose_layouts(caller, masks, seq_len))
+        layouts = _choose_layouts(caller, masks, seq_len)
+        sequence = WholeSequence.local(masks if len(masks) > 1 else masks[0], layouts)
+        self.size, self.sequence = size, sequence.on(caller.sp)
         self.num_targets: Tensor | int = 0
         if self.targets is not None:
             self.num_targets = count_targets(self.targets)
@@ -132,10 +133,8 @@ class ForwardInputs:
         self.last_position = positions.amax()
         self.part = self._shard_arguments(positions)
         # balanced layouts follow from the documents
-        layout = "balanced" if caller.balanced else describe_layout(caller.sp.layout_of(seq_len))
+        layout = "balanced" if caller.balanced else describe_term(caller.sp.layout_of(seq_len))
         self.terms = self._describe(caller.vocabulary, layout)
-        layouts = [*self.cut.layouts] if isinstance(self.cut.layouts, tuple) else self.cut.layouts
-        self.masking = {"mask": masks * (size // len(masks)), "layout": layouts}
 
     def _choose_outputs(self, caller: Caller) -> None:
         """Decide what is returned. A call's arguments come before requests and defaults."""
@@ -193,10 +192,10 @@ class ForwardInputs:
         part = {name: x for name, x in self.arguments.items() if name not in _NOT_FOR_THE_MODEL}
         part["use_cache"] = False
         name = next(name for name in _OF_TOKENS if name in part)
-        part[name] = self.cut.shard(part[name])
-        part["position_ids"] = self.cut.shard(positions)
+        part[name] = self.sequence.shard(part[name])
+        part["position_ids"] = self.sequence.shard(positions)
         if self.targets is not None:
-            targets = self.cut.shard(self.targets)
+            targets = self.sequence.shard(self.targets)
             if self.fused:
                 # The loss follows from the whole log_probs.
                 part.pop("labels", None), part.pop("num_items_in_batch", None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...base.compiled import not_compiled
 from ...calls.refusal import bind_arguments
 from ...loss import cross_entropy_sum
-from ...ranks.agreement import gather_terms, read_equal_terms, run_together
+from ...ranks.agreement import agree, run_together
 from ...ranks.rings import make_rings
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
 from ...sparse import Choices
@@ -120,7 +120,7 @@ class EnabledModel(Enabled):
 
         rings = make_rings(self._sp.process_group, self._sp.double_group)
         doing = f"the forward of a {type(self).__name__}"
-        read_equal_terms(gather_terms(rings, doing, lambda: read_inputs().terms), but=("tokens",))
+        agree(rings, "", lambda: read_inputs().terms, but=("tokens",), doing=doing)
         inputs = read_inputs()
         if inputs.unasked and self.has_head and self._sp.rank == 0:
             self._warn_of_logits(inputs)
@@ -128,8 +128,8 @@ class EnabledModel(Enabled):
             if isinstance(module, EnabledRotary):
                 module._last = inputs.last_position
         context = ForwardContext(
-            self._options | self._sp.groups | inputs.masking,
-            inputs.cut.seq_len,
+            self._options,
+            inputs.sequence,
             inputs.num_targets,
             Choices(),
             inputs.label_smoothing,
@@ -157,7 +157,7 @@ class EnabledModel(Enabled):
 
     def _warn_of_logits(self, inputs: ForwardInputs) -> None:
         """Warn once of what whole logits cost that nobody asked for by name."""
-        numbers = inputs.cut.size * inputs.cut.seq_len * self.config.vocab_size
+        numbers = inputs.size * inputs.sequence.seq_len * self.config.vocab_size
         warn_once(
             "whole logits",
             f"whole logits of a {type(self).__name__}, {4 * numbers / 2**30:.3g} GiB on each rank "
@@ -178,9 +178,9 @@ class EnabledModel(Enabled):
         if inputs.whole:
             for name in ("logits", "last_hidden_state"):
                 if out.get(name) is not None:
-                    out[name] = inputs.cut.unshard(out[name])
+                    out[name] = inputs.sequence.unshard(out[name])
             if out.get("hidden_states") is not None:
-                out["hidden_states"] = tuple(map(inputs.cut.unshard, out["hidden_states"]))
+                out["hidden_states"] = tuple(map(inputs.sequence.unshard, out["hidden_states"]))
         wants_dict = inputs.arguments.get("return_dict", getattr(self.config, "return_dict", True))
         return out if wants_dict else out.to_tuple()
 

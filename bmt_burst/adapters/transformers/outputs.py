@@ -24,7 +24,7 @@ def join_fused(out: Any, inputs: ForwardInputs) -> Any:
     mine = [getattr(out, name) for name in names]
     # one exchange for all of them, in the dtype of log_probs
     stacked = torch.stack([x.to(mine[0].dtype) for x in mine], -1)
-    whole = inputs.cut.unshard(stacked).unbind(-1)
+    whole = inputs.sequence.unshard(stacked).unbind(-1)
     targets = inputs.targets
     assert targets is not None, "checked with the arguments"
     columns = slice(None) if "shift_labels" in inputs.arguments else slice(-1)

@@ -1,56 +1,66 @@
-"""Masks and layouts of a call: one for the whole batch, or one for each of its rows.
+"""Masks and layouts of a batch: one for all of its rows, or one for each.
 
-If rows differ in these, or in an extension, all rows are computed as one sequence. No token sees
-another row.
+If rows differ in these, all rows are computed as one sequence. No token sees another row.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from typing import Any, NamedTuple, TypeAlias
 
 from ..base.arguments import expand_rows
-from ..sequence.layout import Balanced, Layout, Stacked
-from ..sequence.mask import Mask, plain_mask
-from ..strategies.extension import Extension
-from .options import Layouts, Masks, Options
+from .layout import Balanced, Layout, Stacked
+from .mask import Mask, plain_mask
 
-_MOST_KEPT = 64  # stacked masks and resolved layouts, each
+# Each is one for the whole batch, or one for each of its rows.
+Masks: TypeAlias = Mask | Sequence[Mask]
+Layouts: TypeAlias = str | Layout | Sequence[str | Layout]
+
+_MOST_KEPT = 64  # stacked masks, resolved layouts and masks within a window, each
 
 
-@dataclass(frozen=True)
-class Masking:
-    """The visible pairs of a call, and where its tokens lie.
+class Rows(NamedTuple):
+    """The masks and layouts of a batch, as those of one sequence.
 
     mask       the mask, or None for sequences of any length: then all pairs are visible, or with
                `causal` the pairs of Mask.causal
     layout     a layout of the queries, or the name of one
     kv_layout  that of the keys, or None for `layout`
-    extension  the extension, if any. It may have brought the mask.
-    rows       the batch size if the rows were stacked as one sequence, otherwise 0
+    stacked    the batch size if the rows were stacked as one sequence, otherwise 0
+    window     queries see no key `window` or more positions before them
     packed     whether the mask was made of the cu_seqlens that the user passed
     """
 
     mask: Mask | None
     causal: bool
     layout: str | Layout
-    extension: Extension | None
-    rows: int
-    packed: bool = False
     kv_layout: str | Layout | None = None
+    stacked: int = 0
+    window: int | None = None
+    packed: bool = False
 
     @property
     def arguments(self) -> str:
         """The arguments that the mask follows from."""
         return "cu_seqlens, causal or window" if self.packed else "mask or causal"
 
-    def mask_of(self, tokens: list[int], keys: list[int]) -> Mask:
-        """Return the mask. Raises ValueError if it is not as long as the sequences of all ranks.
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The terms that ranks compare."""
+        return {
+            "masks or layouts by row": self.stacked > 0,
+            self.arguments: self.mask or ("causal" if self.causal else "full"),
+            "window": self.window,
+            "layout": self.layout,
+            "kv_layout": self.kv_layout,
+        }
 
-        tokens, keys  the numbers of queries and of keys of each rank
+    def place(self, tokens: list[int], keys: list[int]) -> tuple[Mask, Layout, Layout | None]:
+        """Return the mask and the layouts of sequences of which rank r holds tokens[r] queries and
+        keys[r] keys. No second layout stands for keys that lie as queries do.
+
+        Raises ValueError if these numbers do not fit the mask and the layouts.
         """
         if not (sum(tokens) and sum(keys)):
             raise ValueError("expected q, k and v with tokens, got none on any rank")
@@ -64,7 +74,13 @@ class Masking:
             hint = "; for keys of other tokens, pass a mask with their kv_len, or a kv_layout"
             ending = hint if mask.kv_len == mask.seq_len and not self.packed else ""
             check_seq_len(mask.transposed, keys, name, "keys", ending)
-        return mask
+        # tokens lie in one layout in all layers, whatever their windows
+        layout, kv_layout = resolve_layouts(self.layout, self.kv_layout, mask, len(tokens))
+        is_one = kv_layout is None and tokens == keys
+        check_lengths(layout, tokens, "tokens" if is_one else "queries")
+        if not is_one:
+            check_lengths(kv_layout or layout, keys, "keys")
+        return limit_mask(mask, self.window), layout, kv_layout
 
 
 def check_seq_len(
@@ -88,51 +104,17 @@ def check_seq_len(
         )
 
 
-def check_extension(extension: Extension, q: Tensor, k: Tensor) -> None:
-    """Raise ValueError if an extension gets another number of keys than queries, and refuses it."""
-    if not extension.takes_two_lengths and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"{extension.name} takes queries and keys of one sequence, got {q.shape[1]} queries "
-            f"and {k.shape[1]} keys"
-        )
+def check_lengths(layout: Layout, tokens: Sequence[int], kind: str = "tokens") -> None:
+    """Raise ValueError unless each rank holds as many tokens as the layout gives it.
 
-
-def find_masking(options: Options, extension: Extension | None, batch: int, size: int) -> Masking:
-    """Return the masking of a call with `batch` rows on `size` ranks.
-
-    Raises TypeError or ValueError for a mask, layout or extension that do not fit together.
+    kind  what the tokens are
     """
-    causal = options.causal
-    masks = masks_of_rows(options.mask, batch)
-    layouts = layouts_of_rows(options.layout, batch)
-    kv_layouts = (
-        () if options.kv_layout is None else layouts_of_rows(options.kv_layout, batch, "kv_layout")
-    )
-    extensions = extension.of_rows(batch) if extension else ()
-    if masks and causal:
+    expected = [layout.length(rank) for rank in range(layout.size)]
+    if sum(tokens) != layout.seq_len or list(tokens) != expected:
         raise ValueError(
-            "expected mask or causal, got both: use Mask.documents(..., causal=True) or the like"
+            f"the ranks hold {tokens} {kind}, but {layout.name} cuts {layout.seq_len} into "
+            f"{expected}; cut tensors with bmt_burst.shard or with the layout's shard"
         )
-    brought = tuple(row.mask for row in extensions if row.mask is not None)
-    if brought and (causal or masks):
-        raise ValueError(
-            f"expected {extensions[0].brings} alone, got mask or causal too: "
-            f"{extensions[0].brings} have a mask"
-        )
-    for name, given in (("layout", layouts), ("kv_layout", kv_layouts)):
-        for layout in given:
-            if isinstance(layout, Layout) and layout.size != size:
-                raise ValueError(f"expected a {name} on {size} ranks, got one on {layout.size}")
-    masks = masks or brought
-    if all(len(set(rows)) <= 1 for rows in (masks, layouts, kv_layouts, extensions)):
-        mask = masks[0] if masks else None
-        same = extensions[0] if extensions else None
-        kv_layout = kv_layouts[0] if kv_layouts else None
-        return Masking(mask, causal, layouts[0], same, 0, options.is_packed, kv_layout)
-    masks = masks or masks_of_layouts(layouts, causal, kv_layouts=kv_layouts)
-    mask, layout, kv_layout = _stack_rows(masks, layouts, kv_layouts, size)
-    joined = extension.join(extensions) if extension else None
-    return Masking(mask, causal, layout, joined, rows=batch, kv_layout=kv_layout)
 
 
 def masks_of_rows(masks: Masks | None, batch: int) -> tuple[Mask, ...]:
@@ -141,7 +123,9 @@ def masks_of_rows(masks: Masks | None, batch: int) -> tuple[Mask, ...]:
     return expand_rows("mask", masks, (Mask,), batch, hint)
 
 
-def layouts_of_rows(layouts: Layouts, batch: int, name: str = "layout") -> tuple[str | Layout, ...]:
+def layouts_of_rows(
+    layouts: Layouts | None, batch: int, name: str = "layout"
+) -> tuple[str | Layout, ...]:
     """Return a layout or the name of one for each row. Raises TypeError or ValueError."""
     hint = ": pass its name, such as 'zigzag', or make one, such as Layout.zigzag(n, size)"
     return expand_rows(name, layouts, (str, Layout), batch, hint)
@@ -177,7 +161,7 @@ def masks_of_layouts(
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
-def _stack_rows(
+def stack_rows(
     masks: tuple[Mask, ...],
     layouts: tuple[str | Layout, ...],
     kv_layouts: tuple[str | Layout, ...],
@@ -236,14 +220,7 @@ def resolve_layouts(
     return queries, None if keys == queries else keys
 
 
-def check_lengths(layout: Layout, tokens: Sequence[int], kind: str = "tokens") -> None:
-    """Raise ValueError unless each rank holds as many tokens as the layout gives it.
-
-    kind  what the tokens are
-    """
-    expected = [layout.length(rank) for rank in range(layout.size)]
-    if sum(tokens) != layout.seq_len or list(tokens) != expected:
-        raise ValueError(
-            f"the ranks hold {tokens} {kind}, but {layout.name} cuts {layout.seq_len} into "
-            f"{expected}; cut tensors with bmt_burst.shard or with the layout's shard"
-        )
+@functools.lru_cache(maxsize=_MOST_KEPT)
+def limit_mask(mask: Mask, window: int | None) -> Mask:
+    """Return the mask within a window, if there is one. Results are kept, as plain_mask's are."""
+    return mask if window is None else mask.windowed(window)
