@@ -1,0 +1,208 @@
+"""Whole sequences as handles: `SequenceParallel.sequence`, and layers and calls that take one."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from bmt_burst import (
+    IGNORE_INDEX,
+    Layout,
+    Mask,
+    SequenceParallel,
+    burst_attn_func,
+    lightning_attn_func,
+    nn,
+    simulate,
+)
+from bmt_burst.lightning.slopes import alibi_slopes
+from tests.cases import random_qkv
+from tests.reference import assert_close, dense_results
+from tests.rings import shard_results
+
+MASK = Mask.documents((0, 5, 17, 24))
+ROWS = [MASK, Mask.causal(24)]
+
+
+def on_ranks(size, work):
+    return simulate(size, lambda ring: work(SequenceParallel(ring.rank, size, process_group=ring)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_call_with_it_equals_dense_attention(size):
+    tensors = random_qkv(1, 24, 4, 2, 8)
+
+    def work(sp):
+        batch = sp.sequence(MASK)
+        shards = [batch.shard(x) for x in tensors]
+        got = shard_results(shards, 0.3, mask=batch)
+        return [batch.unshard(x, 2 if i == 1 else 1) for i, x in enumerate(got)]
+
+    for got in on_ranks(size, work):
+        assert_close(got, dense_results(MASK, tensors, 0.3), tensors[3], 0.3, 1e-12)
+
+
+def test_rows_have_masks_and_layouts_of_their_own():
+    tensors = random_qkv(2, 24, 2, 2, 8)
+
+    def work(sp):
+        batch = sp.sequence(ROWS)
+        q, k, v = (batch.shard(x) for x in tensors[:3])
+        return batch.unshard(burst_attn_func(q, k, v, 0.3, mask=batch))
+
+    for out in on_ranks(2, work):
+        for row, mask in enumerate(ROWS):
+            expected = dense_results(mask, [x[row : row + 1] for x in tensors[:3]], 0.3)[0]
+            assert (out[row] - expected[0]).abs().max() < 1e-12
+
+
+def test_it_has_what_a_training_script_needs():
+    tokens = torch.arange(48).view(2, 24)
+
+    def work(sp):
+        batch = sp.sequence(ROWS)
+        positions = batch.positions()
+        assert batch.select(positions) is positions
+        whole = batch.unshard(positions.unsqueeze(-1)).squeeze(-1)
+        expected = torch.stack([mask.positions() for mask in ROWS])
+        assert whole.equal(expected)
+        assert batch.longest(positions).tolist() == [12, 24]
+        labels = batch.shift_labels(tokens)
+        ends = [4, 16, 23]
+        assert (labels[0, ends] == IGNORE_INDEX).all() and labels[1, 4] == 29
+        assert batch.sum(torch.tensor(sp.rank + 1)) == 3
+        return batch.seq_len, batch.batch
+
+    assert on_ranks(2, work) == [(24, 2)] * 2
+
+
+def test_layers_take_it_as_their_mask():
+    x = torch.randn(1, 24, 16, dtype=torch.float64)
+
+    def work(sp):
+        layers = torch.nn.Sequential(
+            nn.BurstAttention(16, 2, sp=sp, window=4), nn.LightningAttention(16, 2, sp=sp)
+        ).double()
+        for part in layers.parameters():
+            torch.nn.init.constant_(part, 0.1)
+        batch = sp.sequence(MASK)
+        tables = nn.rope_tables(batch.positions(), 8)
+        y = batch.shard(x)
+        for layer in layers:
+            y = layer(y, *tables, mask=batch)
+        return batch.unshard(y)
+
+    [alone] = on_ranks(1, work)
+    assert all((y - alone).abs().max() < 1e-12 for y in on_ranks(3, work))
+
+
+def test_a_window_needs_no_length():
+    tensors = random_qkv(1, 24, 2, 2, 8)
+
+    def work(sp):
+        layer = nn.BurstAttention(16, 2, sp=sp, window=4).double()
+        for part in layer.parameters():
+            torch.nn.init.ones_(part)
+        layout, x = sp.layout_of(24), tensors[0].flatten(2)
+        tables = nn.rope_tables(layout.positions(sp.rank), 8)
+        mine = layout.shard(x, sp.rank)
+        return layer(mine, *tables).equal(layer(mine, *tables, mask=Mask.causal(24)))
+
+    assert on_ranks(2, work) == [True, True]
+
+
+def test_it_prints_itself():
+    [shown, _] = on_ranks(2, lambda sp: str(sp.sequence(MASK, "zigzag")))
+    assert shown.startswith("24 tokens, 3 documents, ")
+    assert shown.endswith("rank 0: 0-5, 18-23\nrank 1: 6-11, 12-17")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"mask": "causal"}, "failed before a call of sequence: TypeError: mask must be a Mask"),
+        ({"mask": None}, "failed before a call of sequence: TypeError: mask must be a Mask"),
+        ({"mask": MASK, "layout": "none"}, "ValueError: unknown layout 'none'"),
+        ({"mask": MASK, "layout": Layout.zigzag(24, 3)}, "expected a layout on 2 ranks, got one"),
+        (
+            {"mask": Mask.documents((0, 5, 17, 20, 24)), "layout": "zigzag"},
+            "ranks differ in mask or causal of a sequence: rank 0 has '24 tokens in 3 slices', "
+            "rank 1 has '24 tokens in 4 slices'; the first query that differs is 20: it sees keys "
+            "17-20 on rank 0 and keys 20 on rank 1",
+        ),
+        (
+            {"mask": MASK, "layout": "contiguous"},
+            "ranks differ in layout of a sequence: rank 0 has 'zigzag of 24 tokens', rank 1 has "
+            "'contiguous of 24 tokens'; rank 0 puts tokens 0-5 on rank 0, rank 1 puts tokens 0-11",
+        ),
+    ],
+)
+def test_ranks_compare_it(theirs, message):
+    def work(sp):
+        given = {"mask": MASK, "layout": "zigzag"} if sp.rank == 0 else theirs
+        with pytest.raises((ValueError, TypeError)) as caught:
+            sp.sequence(**given)
+        sp.sequence(MASK)  # the group is usable
+        return str(caught.value)
+
+    assert message in on_ranks(2, work)[0]
+
+
+def test_long_masks_are_compared_in_several_messages():
+    bounds = range(0, 5001, 5)
+    masks = Mask.documents(bounds), Mask.documents([*bounds[:900], 4501, *bounds[901:]])
+
+    def work(sp):
+        q = torch.zeros(1, 2500, 1, 8)
+        with pytest.raises(ValueError) as caught:
+            burst_attn_func(q, q, q, mask=masks[sp.rank], process_group=sp.process_group)
+        return str(caught.value)
+
+    assert (
+        "the first query that differs is 4500: it sees keys 4500 on rank 0 and keys 4495-450"
+        in (on_ranks(2, work)[0])
+    )
+
+
+@pytest.mark.parametrize("more", [{"layout": "striped"}, {"causal": True}, {"kv_layout": "zigzag"}])
+def test_a_call_with_it_takes_no_other_mask_or_layout(more):
+    batch = SequenceParallel().sequence(MASK)
+    x = torch.zeros(1, 24, 2, 8)
+    with pytest.raises(ValueError, match="expected mask=sequence alone"):
+        burst_attn_func(x, x, x, mask=batch, **more)
+
+
+def test_a_call_with_it_takes_its_own_group_only():
+    def work(sp):
+        batch, x = sp.sequence(MASK), torch.zeros(1, 12, 2, 8)
+        other = sp.process_group.subring([sp.rank])
+        with pytest.raises(ValueError, match="expected no group with mask=sequence"):
+            burst_attn_func(x, x, x, mask=batch, process_group=other)
+        groups = {"process_group": sp.process_group, "double_group": sp.double_group}
+        return burst_attn_func(x, x, x, mask=batch, **groups).shape
+
+    assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
+
+
+def test_equal_masks_of_later_batches_find_their_plans():
+    def work(sp):
+        x = torch.zeros(1, 12, 2, 8)
+        for _ in range(3):
+            mask = Mask.documents((0, 5, 17, 24))
+            burst_attn_func(x, x, x, mask=sp.sequence(mask))
+        history = sp.rings.history
+        return len(history.plans), len(history.requests)
+
+    assert on_ranks(2, work) == [(1, 1)] * 2
+
+
+def test_what_is_kept_of_calls_does_not_hold_their_ranks():
+    sp = SequenceParallel()
+    batch, x = sp.sequence(MASK), torch.zeros(1, 24, 2, 8)
+    burst_attn_func(x, x, x, mask=batch)
+    lightning_attn_func(x, x, x, alibi_slopes(2), mask=MASK)
+    known = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert known() is None
