@@ -37,7 +37,7 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault(
         "merge: partial outputs are weighed the wrong way around",
-        "bmt_burst/merging/plain.py",
+        "bmt_burst/merging/parts.py",
         "torch.sigmoid(lse - other)",
         "torch.sigmoid(other - lse)",
         "tests/test_merge.py",

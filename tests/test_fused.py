@@ -7,7 +7,8 @@ The interpreter accepts more than the compiler, so without GPUs test_triton.py c
 import pytest
 import torch
 
-from bmt_burst.merging import fused, plain
+from bmt_burst.merging import fused
+from bmt_burst.merging import parts as plain
 from bmt_burst.sequence.span import length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

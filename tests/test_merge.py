@@ -6,19 +6,16 @@ import pytest
 import torch
 
 from bmt_burst.base.dtypes import accumulator_dtype
-from bmt_burst.merging.merge import Gradients, Outputs, merge_parts, sum_parts
+from bmt_burst.merging.merge import Outputs, Sum
 from tests.reference import relative_error
 
 
 def merged(parts, dtype=torch.float32):
-    total = Outputs(
-        torch.empty(1, 1, 1, 2, dtype=dtype), torch.empty(1, 1, 1, dtype=accumulator_dtype(dtype))
-    )
+    total = Outputs((1, 1, 1, 2), dtype, torch.device("cpu"))
     for value, lse in parts:
         out = torch.full((1, 1, 1, 2), value, dtype=dtype)
         total.add([(0, 1)], out, torch.full((1, 1, 1), lse, dtype=accumulator_dtype(dtype)))
-    total.result()
-    out, lse = total.out, total.lse
+    out, lse = total.result()
     return out[0, 0, 0, 0].item(), lse.item()
 
 
@@ -66,14 +63,13 @@ def test_nan_is_not_hidden():
 SPANS = [[(0, 7)], [(3, 7)], [(0, 2), (5, 6)], [(2, 5)]]
 
 
-@pytest.mark.parametrize("limit", [0, 1 << 30])
+@pytest.mark.parametrize("limit", [0, 1 << 30, None])
 def test_spans_add_up_whenever_they_are_folded(limit):
     q = torch.randn(2, 7, 3, 4, dtype=torch.float64)
     tokens = [[token for span in spans for token in range(*span)] for spans in SPANS]
     outs = [torch.randn(2, len(x), 3, 4, dtype=torch.float64) for x in tokens]
     lses = [torch.randn(2, 3, len(x), dtype=torch.float64) for x in tokens]
-    outputs = Outputs(torch.empty_like(q), torch.empty(2, 3, 7, dtype=q.dtype), limit)
-    gradients = Gradients(q.shape, q.dtype, q.device, limit)
+    outputs, gradients = (kind(q.shape, q.dtype, q.device, limit) for kind in (Outputs, Sum))
     weighted, weights, total = (
         torch.zeros_like(q),
         torch.zeros(2, 7, 3, 1, dtype=torch.float64),
@@ -86,23 +82,18 @@ def test_spans_add_up_whenever_they_are_folded(limit):
         weighted[:, at] += weight * out
         weights[:, at] += weight
         total[:, at] += out
-    outputs.result()
-    assert relative_error(outputs.out, weighted / weights) < 1e-14
-    assert relative_error(outputs.lse, weights.log().squeeze(-1).transpose(1, 2)) < 1e-14
-    assert relative_error(gradients.result(), total) < 1e-14
+    (out, lse), [grad] = outputs.result(), gradients.result()
+    assert relative_error(out, weighted / weights) < 1e-14
+    assert relative_error(lse, weights.log().squeeze(-1).transpose(1, 2)) < 1e-14
+    assert relative_error(grad, total) < 1e-14
     assert len(outputs.parts) == (1 if limit == 0 else len(SPANS))
 
 
 def test_parts_are_added_up_wide():
-    gradients = Gradients((1, 1, 1, 1), torch.bfloat16, torch.device("cpu"))
+    gradients = Sum((1, 1, 1, 1), torch.bfloat16, torch.device("cpu"))
     for _ in range(256):
         gradients.add([(0, 1)], torch.full((1, 1, 1, 1), 1.0078125, dtype=torch.bfloat16))
-    assert gradients.result().item() == 258.0  # bf16 alone would have stopped at 256
-    assert (
-        Gradients((1, 2, 3, 1), torch.float32, torch.device("cpu"))
-        .result()
-        .equal(torch.zeros(1, 2, 3, 1))
-    )
+    assert gradients.result()[0].item() == 258.0  # bf16 alone would have stopped at 256
 
 
 def test_sums_may_lie_where_their_first_part_does():
@@ -111,25 +102,24 @@ def test_sums_may_lie_where_their_first_part_does():
     first[0, 0, 0, 0] = torch.nan
     lse, second_lse = torch.randn(1, 2, 7), torch.randn(1, 2, 3)
     out, grad = first.clone(), first.clone()
-    gradients = Gradients(grad.shape, grad.dtype, grad.device, into=grad, parts=[([(0, 7)], grad)])
-    outputs = Outputs(out, lse.clone(), parts=[([(0, 7)], out, lse)])
-    apart = Outputs(
-        torch.empty_like(out), torch.empty_like(lse), parts=[([(0, 7)], out.clone(), lse)]
-    )
+    like, whole = (grad.shape, grad.dtype, grad.device), [(0, 7)]
+    gradients = Sum(*like, into=(grad,), parts=[(whole, grad)])
+    outputs = Outputs(*like, into=(out, lse.clone()), parts=[(whole, out, lse)])
+    apart = Outputs(*like, parts=[(whole, out.clone(), lse)])
     for sums in (outputs, apart):
         sums.add([(2, 5)], second, second_lse)
     gradients.add([(2, 5)], second)
-    assert gradients.result() is grad
+    assert gradients.result()[0] is grad
     assert torch.equal(grad[:, 2:5], first[:, 2:5] + second)
-    outputs.result()
-    apart.result()
+    results, exact = outputs.result(), apart.result()
+    assert results[0] is out
     for mine, before in ((grad, first), (out, first)):
         assert mine[:, 5:].equal(before[:, 5:])
         assert mine[:, :2].nan_to_num().equal(before[:, :2].nan_to_num())
         assert mine[0, 0, 0, 0].isnan()
-    assert out[:, 2:5].equal(apart.out[:, 2:5])
-    assert outputs.lse[:, :, 2:5].equal(apart.lse[:, :, 2:5])
-    assert outputs.lse[:, :, 5:].equal(lse[:, :, 5:])
+    assert out[:, 2:5].equal(exact[0][:, 2:5])
+    assert results[1][:, :, 2:5].equal(exact[1][:, :, 2:5])
+    assert results[1][:, :, 5:].equal(lse[:, :, 5:])
 
 
 def test_the_parts_of_a_span():
@@ -144,7 +134,8 @@ def test_the_parts_of_a_span():
         whole[:, at] += part
 
     def of(span, dtype=torch.float32):
-        return sum_parts(parts, span, 2, (3, 5), dtype, torch.device("cpu"))
+        total = Sum(whole.shape, dtype, whole.device, None, parts=parts)
+        return total.sent(span)[0]
 
     for start, stop in ((0, 12), (0, 2), (1, 7), (3, 8), (9, 12), (10, 11)):
         assert torch.allclose(of((start, stop)), whole[:, start:stop])
@@ -154,12 +145,12 @@ def test_the_parts_of_a_span():
 
     def merge(span, dtype=torch.float32):
         outputs = [(*part, torch.zeros(2, 3, part[1].shape[1])) for part in parts]
-        return merge_parts(outputs, span, 2, (3, 5), dtype, torch.device("cpu"))
+        return Outputs(whole.shape, dtype, whole.device, None, parts=outputs).sent(span)
 
     for start, stop in ((0, 12), (0, 2), (1, 7), (3, 8), (9, 12), (10, 11)):
         out, lse = merge((start, stop))
-        assert lse.shape == (2, 3, stop - start)
-        count = lse.exp().transpose(1, 2).unsqueeze(-1)
+        assert lse.shape == (2, stop - start, 3)
+        count = lse.exp().unsqueeze(-1)
         assert torch.allclose(out * count, whole[:, start:stop], atol=1e-6)
     assert merge((0, 2))[0].data_ptr() == parts[0][1].data_ptr()
     assert merge((0, 2), torch.bfloat16)[0].dtype == torch.bfloat16
@@ -168,13 +159,12 @@ def test_the_parts_of_a_span():
 
 def test_sums_without_parts_are_0_before_and_after_a_fold():
     q = torch.randn(2, 5, 3, 4)
-    sums = Outputs(q, torch.randn(2, 3, 5)), Gradients(q.shape, q.dtype, q.device)
-    for outputs, gradients in (sums, [total.like(7) for total in sums]):
+    sums = [kind(q.shape, q.dtype, q.device) for kind in (Outputs, Sum)]
+    for outputs, gradients in (sums, [total.like(7, torch.bfloat16, 0) for total in sums]):
         for fold in (False, True):
             if fold:
                 outputs.fold()
                 gradients.fold()
-            outputs.result()
-            assert outputs.out.eq(0).all() and outputs.lse.eq(-torch.inf).all()
-            assert gradients.result().eq(0).all()
-            assert outputs.out.shape == gradients.result().shape
+            (out, lse), [grad] = outputs.result(), gradients.result()
+            assert out.eq(0).all() and lse.eq(-torch.inf).all() and grad.eq(0).all()
+            assert out.shape == grad.shape and out.dtype == grad.dtype

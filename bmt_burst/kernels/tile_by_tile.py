@@ -14,15 +14,13 @@ Memory is O(S + T): no mask of a whole tile is made.
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..merging.merge import Gradients, Outputs, empty_lse
+from ..merging.merge import Outputs, Sum
 from ..merging.surrogate import surrogate_out
 from ..sequence.span import Span, length
 from ..sequence.tile import KernelCall
@@ -60,15 +58,13 @@ class PlainKernel(Kernel):
             return self.block_forward(q, k, v, call.is_causal, spec)
         if _is_for_triton(q, call):
             return load("triton").forward(q, k, v, call, spec)
-        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), empty_lse(q)
         # A query is in two blocks at most. So all partial results may wait for one merge.
-        merged = Outputs(out, lse, limit=sys.maxsize)
+        merged = Outputs(q.shape, q.dtype, q.device, limit=None)
         for rows, columns, part in blocks_of(call):
             here, there = slice(*rows), slice(*columns)
             tensors = q[:, here], k[:, there], v[:, there]
             merged.add([rows], *self._kernel_of(part).forward(*tensors, part, spec))
-        merged.result()
-        return out, lse
+        return merged.result()
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         if _is_for_triton(q, call):
@@ -76,14 +72,14 @@ class PlainKernel(Kernel):
         out = surrogate_out(dout, delta) if out is None else out
         if self._computes(call):
             return self.block_backward(dout, q, k, v, out, lse, call.is_causal, spec)
-        sums = [Gradients(x.shape, x.dtype, x.device, limit=sys.maxsize) for x in (q, k, v)]
+        sums = [Sum(x.shape, x.dtype, x.device, limit=None) for x in (q, k, v)]
         for rows, columns, part in blocks_of(call):
             here, there = slice(*rows), slice(*columns)
             tensors = dout[:, here], q[:, here], k[:, there], v[:, there], out[:, here]
             grads = self._kernel_of(part).backward(*tensors, lse[:, :, here], None, part, spec)
             for total, span, grad in zip(sums, (rows, columns, columns), grads, strict=True):
                 total.add([span], grad)
-        return tuple(total.result() for total in sums)
+        return tuple(total.result()[0] for total in sums)
 
     def _kernel_of(self, part: KernelCall) -> Kernel:
         """Return the kernel that computes a block."""

@@ -1,4 +1,4 @@
-"""Triton kernels that add up in one pass. `bmt_burst.merging.plain` specifies them.
+"""Triton kernels that add up in one pass. `bmt_burst.merging.parts` specifies them.
 
 Tensors may have any strides. Spans, lengths and the strides of lse differ from call to call, so
 kernels take them times 16 (see `multiply_by_16`).
@@ -24,7 +24,7 @@ _BLOCK = 2048  # entries that a program handles
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
-    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, see `plain`."""
+    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, see `parts`."""
     if not (span := find_unfinished(parts, out)):
         return
     total, total_lse = tokens_at(out, span), lse[:, :, slice(*span)]
@@ -53,7 +53,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
 
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
-    """Fill total (B, S, H, D) with the sum of `parts`, see `plain`."""
+    """Fill total (B, S, H, D) with the sum of `parts`, see `parts`."""
     if not (span := find_unfinished(parts, total)):
         return
     total, parts = tokens_at(total, span), _fill_up(clip_parts(parts, span))

@@ -1,4 +1,5 @@
-"""Parts: partial results of some tokens, as kernels made them.
+"""Parts: partial results of some tokens, as kernels made them, and their sums in plain torch. These
+serve CPUs and fp64, and specify `bmt_burst.merging.fused`.
 
 A part has the tokens of rising spans. In its tensors these tokens lie one after the other.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..base.dtypes import accumulator_dtype
 from ..sequence.span import Span, hull, in_turn, length, overlap, shifted
 
 # The tokens, and their gradient (B, T, H, D).
@@ -54,22 +57,74 @@ def clip_parts(parts: Parts, within: Span) -> list[Any]:
     """Return the tokens of parts that are in `within`, counted from its start."""
     clipped = []
     for spans, x, *lse in parts:
-        if found := _clip_spans(spans, within):
-            of_lse = (rows[:, :, slice(*found[1])] for rows in lse)
-            clipped.append((found[0], tokens_at(x, found[1]), *of_lse))
+        found = [  # where they are, and where they lie in the part's tensors
+            (shifted(at, -within[0]), shifted(at, place[0] - span[0]))
+            for span, place in in_turn(spans)
+            if length(at := overlap(span, within))
+        ]
+        if found:
+            place = found[0][1][0], found[-1][1][1]
+            rows = (each[:, :, slice(*place)] for each in lse)
+            clipped.append(([at for at, _ in found], tokens_at(x, place), *rows))
     return clipped
 
 
-def _clip_spans(spans: Sequence[Span], within: Span) -> tuple[list[Span], Span] | None:
-    """Return the part of `spans` in `within`, counted from its start, and where it lies in the
-    part's tensors. Return None if nothing is in it.
+def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
+    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, at least one.
+
+    `out` may be the memory of the first part if that is whole. Then only tokens that later parts
+    have are written. `lse` may not be that part's memory, but then it holds the same numbers.
     """
-    found = [
-        (at, shifted(at, place[0] - span[0]))
-        for span, place in in_turn(spans)
-        if length(at := overlap(span, within))
-    ]
-    if not found:
-        return None
-    (_, (start, _)), (_, (_, stop)) = found[0], found[-1]
-    return [shifted(at, -within[0]) for at, _ in found], (start, stop)
+    if not (span := find_unfinished(parts, out)):
+        return
+    out, parts = tokens_at(out, span), clip_parts(parts, span)
+    total, total_lse = torch.zeros_like(out, dtype=lse.dtype), _by_row(lse[:, :, slice(*span)])
+    total_lse.fill_(-torch.inf)
+    for spans, part, part_lse in parts:
+        for span, place in in_turn(spans):
+            rows, row_lse = tokens_at(total, span), tokens_at(total_lse, span)
+            more, more_lse = (tokens_at(x, place).to(lse.dtype) for x in (part, _by_row(part_lse)))
+            rows.copy_(_weigh(rows, row_lse, more_lse) + _weigh(more, more_lse, row_lse))
+            row_lse.copy_(torch.logaddexp(row_lse, more_lse))
+    out.copy_(total)
+
+
+def sum_gradients(total: Tensor, parts: list[Part]) -> None:
+    """Fill total (B, S, H, D) with the sum of `parts`, at least one.
+
+    It may be the memory of the first part if that is whole. Then only tokens that later parts have
+    are written.
+    """
+    if not (span := find_unfinished(parts, total)):
+        return
+    total, parts = tokens_at(total, span), clip_parts(parts, span)
+    wide = torch.zeros_like(total, dtype=accumulator_dtype(total.dtype))
+    for spans, part in parts:
+        for span, place in in_turn(spans):
+            tokens_at(wide, span).add_(tokens_at(part, place))
+    total.copy_(wide)
+
+
+def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
+    """Fill the first columns of rows (B, S, H, 2 or more), contiguous, with lse (B, H, S) and
+    rowsum(out * dout), both (B, S, H, D).
+    """
+    rows[..., 0] = lse.transpose(1, 2)
+    rows[..., 1] = (out.to(rows.dtype) * dout).sum(-1)
+
+
+def _weigh(out: Tensor, lse: Tensor, other: Tensor) -> Tensor:
+    """Return the share of out (B, S, H, D) with `lse` (B, S, H, 1) in its merge with a side of lse
+    `other`.
+
+    It is all of out if neither side saw anything. It is 0, even for NaN, if only this side saw
+    nothing.
+    """
+    nothing = lse == -torch.inf
+    share = torch.sigmoid(lse - other).masked_fill_(nothing, 1.0)  # -inf - -inf would be NaN
+    return (out * share).masked_fill_(nothing & (other != -torch.inf), 0.0)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """Return x (B, H, S) as (B, S, H, 1)."""
+    return x.transpose(1, 2).unsqueeze(-1)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
-from ..merging.merge import Outputs, empty_lse
+from ..merging.merge import Outputs
 from ..merging.parts import tokens_at
 from ..ranks.rings import Rings
 from ..sequence.gathered_calls import GatheredCall, kernel_calls
@@ -59,15 +59,14 @@ class PlainRingPlan(Plan):
     ) -> tuple[Tensor, Tensor, Tensors]:
         queries = Queries(q)
         attention = DENSE.forward(self.problem, q, inputs)
-        out, lse = torch.empty_like(q), empty_lse(q)
-        merged = Outputs(out, lse)
+        merged = Outputs(q.shape, q.dtype, q.device)
         block = [k.contiguous(), v.contiguous()]
         for hop in range(self.size):
             for part in compute_outputs(attention, self._calls[hop], queries, Keys(*block)):
                 merged.add(*part)
             if hop + 1 < self.size:
                 block = self._pass_on(rings, block, hop)
-        merged.result()
+        out, lse = merged.result()
         return out, lse, ()
 
     def backward(

@@ -11,7 +11,7 @@
     payload    the tensors that are sent, and the results that are returned
     events     the order of a rank's events, as data
     program    a rank's part, without tensors: its events, routes and kernel calls
-    execution  performs the events with tensors; forward and backward compute with them
+    execution  performs the events with tensors
 
 Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
 pass has some of the heads. A stage has as many blocks as `group_bytes` allows. The tokens of a
@@ -37,8 +37,7 @@ from ...sequence.tiling import Tiling
 from .. import Plan, Problem, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
 from ..problem import Part
-from .backward import Backward
-from .forward import Forward
+from .execution import Backward, Forward
 from .payload import Payload, backward_payload, forward_payload, select_heads
 from .program import Pass, Program
 from .routes import Landing, Routes

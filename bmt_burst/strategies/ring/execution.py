@@ -1,8 +1,5 @@
 """The execution of a program: it performs a rank's events with tensors, and does not decide their
-order.
-
-`routes` says which tokens are sent where. This file sends and receives them; forward.py and
-backward.py compute with them.
+order. `Execution` moves blocks and results. `Forward` and `Backward` compute them.
 
 Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size. All that is sent is
 (B, S, heads, ...).
@@ -16,70 +13,96 @@ from typing import Any
 
 from torch import Tensor
 
-from ...merging.merge import Sum
-from ...merging.parts import tokens_at
+from ...merging.merge import Outputs, Sum
+from ...merging.parts import is_whole, tokens_at
 from ...ranks.rings import Rings
 from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import Span, length, shifted
 from ...transport import Delivery, Put, Ticket
 from ...transport.packing import Packing
-from ..compute import ALL, Keys, Queries, Tensors
+from .. import compute
+from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
 from .events import Event
 from .program import Pass, Program
 from .routes import Round, Stage
 
 
 class Execution(ABC):
-    """One run of a program, with a method `_EVENT` for each event. This class moves blocks and
-    results; subclasses compute them.
+    """One run of a program, with a method `_EVENT` for each event.
+
+    Results are out with lse, or dq, dk and dv. Each is a `summing` of partial results. `waiting`
+    times group_bytes of these may wait before they are added up.
 
     The lists hold exchanges and deliveries that are under way. Blocks are `crossing` between hosts,
     `fetched` until they land, then `landed`. Results are `leaving` the host or `returning`.
 
-    sums       the sums of this rank's results, by pass
-    sent       which of them are those of the side that is sent
-    root_sums  the sums of a root's results, by pass and round
-    computed   partial results of the sent side of a stage, for each of these sums
+    results        the memory of each result, from the event `own` on
+    own_parts      the partial results of the own block, for each result
+    sums           the sums of this rank's results, by pass
+    root_sums      the sums of a root's results, by pass and round
+    computed       the sums of a stage's results
+    sent, staying  which results are those of the side that is sent, and of the side that stays
 
     A forward that sends keys has one sum, and returns nothing.
     """
 
-    sent = ALL
+    summing: type[Sum]
+    waiting: float
 
     def __init__(self, program: Program, rings: Rings, queries: Queries, keys: Keys):
         self.program, self.rings, self.device = program, rings, queries.q.device
         self.queries, self.keys = queries, keys
+        of_queries, of_keys = slice(0, 1), slice(1, 3)
+        self.sent, self.staying = of_queries, of_keys
+        if not program.payload.sends_queries:
+            self.sent, self.staying = of_keys, of_queries
+        self.limit = self.waiting * program.problem.group_bytes
+        self.results: list[Tensors] = []
+        self.own_parts: list[list[Any]] = []
+
+    def run(self) -> None:
+        """Perform the events. If one fails, leave the transport ready for the next call."""
+        if not self.program.passes:  # nothing is sent
+            self._own(self.program.events[0])
+            return
         self.roots: dict[tuple[int, int], Tensors] = {}  # by pass and round
         self.crossing: list[tuple[Ticket, Tensors]] = []
         self.fetched: list[Delivery] = []
         self.landed: list[Delivery] = []
         self.leaving: list[tuple[Ticket, Tensors]] = []
         self.returning: list[Delivery] = []
-        self.sums: dict[int, list[Any]] = {}
-        self.root_sums: dict[tuple[int, int], list[Any]] = {}
-        self.computed: list[list[Any]] = []
-
-    def run(self) -> None:
-        """Perform the events in order. If one fails, leave the transport ready for the next
-        call.
-        """
+        self.sums: dict[int, list[Sum]] = {}
+        self.root_sums: dict[tuple[int, int], list[Sum]] = {}
+        self.computed: list[Sum] = []
         try:
             for event in self.program.events:
                 getattr(self, f"_{event.do}")(event)
         finally:
-            self._release_all()
+            for delivery in self.landed:
+                delivery.release()
+            # These are still written to and read. If a rank is lost, gloo's wait raises here again,
+            # and then the group is closed.
+            for delivery in (*self.fetched, *self.returning):
+                delivery.wait()
+                delivery.release()
+            for ticket, _ in (*self.crossing, *self.leaving):
+                ticket.wait()
 
-    def _release_all(self) -> None:
-        """Release what a failed run left, so that the next call finds the transport ready."""
-        for delivery in self.landed:
-            delivery.release()
-        # These are still written to and read. If a rank is lost, gloo's wait raises here again, and
-        # then the group is closed.
-        for delivery in (*self.fetched, *self.returning):
-            delivery.wait()
-            delivery.release()
-        for ticket, _ in (*self.crossing, *self.leaving):
-            ticket.wait()
+    @abstractmethod
+    def _inputs(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """Return for each result the input of its shape, and the earlier sum to add to, if any."""
+
+    @abstractmethod
+    def _compute_parts(
+        self, heads: slice, calls: Sequence[GatheredCall], queries: Any, keys: Keys
+    ) -> Iterable[Sequence[Any]]:
+        """Yield the partial results of each call with some query heads, one for each result."""
+
+    @abstractmethod
+    def _reuse(self, x: Tensor, *only: Tensor) -> Tensors | None:
+        """Return the own block's only partial result as the result, which is like x. Return None if
+        the result needs other memory.
+        """
 
     def _pack(self, event: Event) -> None:
         self.roots[event.number, 0] = self._departing_part(event, self._round(event).held)
@@ -103,6 +126,40 @@ class Execution(ABC):
             puts += packing.puts(root, span, peer, at, total)
         self.fetched.append(self._deliver("visit", packing, stage.tokens, puts, stage.sources))
 
+    def _own(self, event: Event) -> None:
+        found = [*self._compute_parts(ALL, self.program.own, self.queries, self.keys)]
+        for i, (x, earlier) in enumerate(self._inputs()):
+            parts, whole = [parts[i] for parts in found], [(0, x.shape[1])]
+            self.own_parts.append(parts)
+            if earlier is not None:
+                parts.insert(0, (whole, earlier))
+                self.results.append((earlier,))
+            elif is_whole(parts, x.shape[1]) and (only := self._reuse(x, *parts[0][1:])):
+                self.results.append(only)
+                continue
+            else:
+                self.results.append(self.summing.new(x.shape, x.dtype, x.device))
+            if not self.program.passes:
+                self._begin_sum(i, ALL).result()
+
+    def _begin(self, event: Event) -> None:
+        pass_, count = self._pass(event), len(self.results)
+        heads = (pass_.kv if i else pass_.q for i in range(count))
+        self.sums[event.number] = list(map(self._begin_sum, range(count), heads))
+
+    def _begin_sum(self, i: int, heads: slice) -> Sum:
+        """Begin the sum of some heads of a result with the own block's share."""
+        into, parts = self.results[i], self.own_parts[i]
+        if heads != ALL:
+            into = _select_heads(into, heads)
+            parts = [(spans, *_select_heads(tensors, heads)) for spans, *tensors in parts]
+        x = into[0]
+        # In one stage, a single partial result may be the result itself. Not so dk and dv: their
+        # parts lie in memory that is received into.
+        is_free = self.program.has_one_stage and i == 0
+        memory = None if is_free else into
+        return self.summing(x.shape, x.dtype, x.device, self.limit, memory, parts)
+
     def _land(self, event: Event) -> None:
         # Two stages may be fetched at once. They land in the order in which they were fetched.
         self.landed.append(self.fetched.pop(0))
@@ -110,6 +167,24 @@ class Execution(ABC):
         if event.stage + 1 == len(self._round(event).stages):
             # The wait was for what this rank sent, too: nothing reads the root any more.
             del self.roots[event.number, event.round]
+
+    def _compute(self, event: Event) -> None:
+        calls, tensors = self.program.calls[event.round, event.stage], self._received(event)
+        if event.stage >= 0:
+            self.computed = self._empty_sums(event, self._stage(event).tokens, None)
+        if not calls:
+            return
+        payload, pass_ = self.program.payload, self._pass(event)
+        received: Any = payload.arrive(tensors)
+        queries, keys = (
+            (received, self.keys.part(ALL, pass_.kv))
+            if payload.sends_queries
+            else (self.queries.part(ALL, pass_.q), received)
+        )
+        sums = self.computed if event.stage >= 0 else self._sent_sums(event)
+        for parts in self._compute_parts(pass_.q, calls, queries, keys):
+            add_parts(self.sums[event.number][self.staying], parts[self.staying])
+            add_parts(sums, parts[self.sent])
 
     def _free(self, event: Event) -> None:
         self.landed.pop().release()
@@ -119,7 +194,7 @@ class Execution(ABC):
         puts: list[Put] = []
         for out in stage.returns:
             # each batch row is a message of its own, so only rows need be contiguous
-            found = self._sum_computed(out.span, packing)
+            found = [x for total in self.computed for x in total.sent(out.span)]
             found = [x if x[0].is_contiguous() else x.contiguous() for x in found]
             puts += packing.puts(found, (0, length(out.span)), out.peer, out.at, out.total)
         self.computed = []
@@ -139,13 +214,16 @@ class Execution(ABC):
     def _end(self, event: Event) -> None:
         if event.stage >= 0:
             self._add_returned(event)
-        self._complete(self.sums.pop(event.number))
+        results = [total.result() for total in self.sums.pop(event.number)]
+        if self.program.has_one_stage:
+            self.results = results
         if event.stage >= 0:
             self.returning.pop().release()
 
     def _leave(self, event: Event) -> None:
         round_, packing = self._round(event), self._pass(event).return_packing
-        share = self._share(self._sent_sums(event)) if round_.landing.tokens else ()
+        sums = self._sent_sums(event) if round_.landing.tokens else ()
+        share = [x.contiguous() for total in sums for x in total.sent((0, round_.landing.tokens))]
         self.root_sums.pop((event.number, event.round), None)
         owner, tokens = round_.root // self.rings.inner.size, sum(map(length, round_.lent))
         self.leaving.append(self._exchange(share, owner, packing, tokens, round_.lent_to))
@@ -154,37 +232,7 @@ class Execution(ABC):
         ticket, results = self.leaving.pop()
         ticket.wait()
         if results:
-            parts = self._parts_of(self._round(event).lent, results)
-            add_parts(self.sums[event.number][self.sent], parts)
-
-    def _compute(self, event: Event) -> None:
-        calls, tensors = self.program.calls[event.round, event.stage], self._received(event)
-        if event.stage >= 0:
-            self.computed = [[] for _ in self.sums[event.number][self.sent]]
-        if calls:
-            self._compute_calls(event, calls, *self._sides(event, tensors))
-
-    @abstractmethod
-    def _compute_calls(
-        self, event: Event, calls: Sequence[GatheredCall], queries: Any, keys: Keys
-    ) -> None:
-        """Compute the calls of a stage or a root with its queries and keys."""
-
-    @abstractmethod
-    def _complete(self, sums: list[Any]) -> None:
-        """Write the results of a pass. All of its parts were added."""
-
-    @abstractmethod
-    def _sum_computed(self, span: Span, packing: Packing) -> Sequence[Tensor]:
-        """Return the sums of `computed` for some tokens of a stage, as they are sent."""
-
-    @abstractmethod
-    def _share(self, sums: list[Any]) -> Tensors:
-        """Return the sums of a root as they are sent, contiguous."""
-
-    @abstractmethod
-    def _parts_of(self, spans: Sequence[Span], results: Sequence[Tensor]) -> Sequence[Any]:
-        """Return the parts, one for each sum, that were sent as such results of tokens."""
+            add_sent(self.sums[event.number][self.sent], self._round(event).lent, results)
 
     def _add_returned(self, event: Event) -> Sequence[Sum]:
         """Wait for the results of a stage and add them to the root's sums. Return the sums."""
@@ -196,34 +244,26 @@ class Execution(ABC):
         first = 0 if event.round else self._round(event).held[0][0]
         views = packing.views(self.returning[-1].memory, stage.returned_tokens)
         for out, (_, at) in zip(stage.sends, stage.return_sources, strict=True):
-            found = [tokens_at(view, at) for view in views]
-            add_parts(sums, self._parts_of([shifted(out.span, first)], found))
+            add_sent(sums, [shifted(out.span, first)], [tokens_at(view, at) for view in views])
         return sums
 
-    def _add_computed(self, event: Event, parts: Sequence[Any]) -> None:
-        """Add parts of the sent side to the sums of a root. Keep those of a stage."""
-        if event.stage < 0:
-            add_parts(self._sent_sums(event), parts)
-            return
-        for kept, part in zip(self.computed, parts, strict=True):
-            kept.append(part)
-
-    def _sent_sums(self, event: Event) -> list[Any]:
+    def _sent_sums(self, event: Event) -> list[Sum]:
         """Return the sums of the sent side: of the own tokens, or in later rounds this host's share
         of a root's.
         """
-        own, key = self.sums[event.number][self.sent], (event.number, event.round)
-        if event.round and key not in self.root_sums:
+        key = event.number, event.round
+        if not event.round:
+            return self.sums[event.number][self.sent]
+        if key not in self.root_sums:
             tokens = self._round(event).landing.tokens
-            self.root_sums[key] = [total.like(tokens) for total in own]
-        return self.root_sums[key] if event.round else own
+            self.root_sums[key] = self._empty_sums(event, tokens, self.limit)
+        return self.root_sums[key]
 
-    def _sides(self, event: Event, tensors: Sequence[Tensor]) -> tuple[Any, Keys]:
-        """Return the queries and keys of a stage's calls: the received side, and the own one."""
-        received, pass_ = self.program.payload.arrive(tensors), self._pass(event)
-        if isinstance(received, Keys):
-            return self.queries.part(ALL, pass_.q), received
-        return received, self.keys.part(ALL, pass_.kv)
+    def _empty_sums(self, event: Event, tokens: int, limit: float | None) -> list[Sum]:
+        """Return sums of the sent side for other tokens, in the dtypes in which they are sent."""
+        sums, entries = self.sums[event.number][self.sent], self._pass(event).return_packing.entries
+        dtypes = (dtype for _, dtype in entries)
+        return [total.like(tokens, of, limit) for total, of in zip(sums, dtypes, strict=False)]
 
     def _pass(self, event: Event) -> Pass:
         return self.program.passes[event.number]
@@ -255,7 +295,7 @@ class Execution(ABC):
         return self._pass(event).packing.views(self.landed[-1].memory, tokens)
 
     def _exchange(
-        self, there: Tensors, to: int, packing: Packing, tokens: int, source: int
+        self, there: Sequence[Tensor], to: int, packing: Packing, tokens: int, source: int
     ) -> tuple[Ticket, Tensors]:
         """Start to send tensors to a host, and to receive those of `tokens` tokens from another."""
         here = packing.empty(tokens, self.device) if tokens else ()
@@ -278,7 +318,108 @@ class Execution(ABC):
         return inner.deliver(lane, packing.nbytes(tokens), puts, arrivals, self.device)
 
 
+class Forward(Execution):
+    """The forward. It merges partial outputs of the own queries. If queries are sent, partial
+    outputs are returned, and their owner merges them.
+    """
+
+    # Partial outputs are read again each time they are folded, and hold memory until then.
+    summing, waiting = Outputs, 4
+
+    def __init__(
+        self, program: Program, rings: Rings, queries: Queries, keys: Keys, inputs: Tensors
+    ):
+        super().__init__(program, rings, queries, keys)
+        self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensors]:
+        """Run. Return out (B, S, H, D), lse (B, H, S) and what the scoring keeps."""
+        self.run()
+        out, lse = self.results[0]
+        return out, lse, self.attention.kept
+
+    def _inputs(self) -> Iterable[tuple[Tensor, None]]:
+        return ((self.queries.q, None),)
+
+    def _compute_parts(
+        self, heads: slice, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
+    ) -> Iterable[Sequence[Any]]:
+        attention = self.attention.of_heads(heads)
+        return ((part,) for part in compute.compute_outputs(attention, calls, queries, keys))
+
+    def _reuse(self, x: Tensor, *only: Tensor) -> Tensors | None:
+        # Nobody else may rely on the kernel's memory if stages are merged into it.
+        out, lse = only
+        has_passes = bool(self.program.passes)
+        if (
+            out.dtype != x.dtype
+            or not self.attention.is_complete(self.program.own[0])
+            or (has_passes and not self.attention.writes_new_memory)
+        ):
+            return None
+        return out, lse.clone() if has_passes else lse
+
+
+class Backward(Execution):
+    """The backward. It adds up the gradients of the side that stays. Gradients of the side that is
+    sent are returned, and their owner adds them up.
+    """
+
+    # Memory is short in the backward, and its kernels take longer.
+    summing, waiting = Sum, 1.25
+
+    queries: QueryGradients
+
+    def __init__(
+        self,
+        program: Program,
+        rings: Rings,
+        queries: QueryGradients,
+        keys: Keys,
+        inputs: Tensors,
+        kept: Tensors,
+    ):
+        scoring = program.problem.scoring
+        if scoring.prefers_delta:
+            queries = queries.with_delta()  # then calls need not gather out
+        super().__init__(program, rings, queries, keys)
+        self.attention = scoring.backward(program.problem, queries, inputs, kept)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor, Tensors]:
+        """Run. Return dq, dk and dv in the inputs' dtype, or the sums that the keys have, and this
+        rank's shares of the gradients of the scoring's inputs.
+        """
+        self.run()
+        [dq], [dk], [dv] = self.results
+        return dq.contiguous(), dk, dv, self.attention.gradients
+
+    def _inputs(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        keys = self.keys
+        return (self.queries.q, None), (keys.k, keys.dk), (keys.v, keys.dv)
+
+    def _compute_parts(
+        self, heads: slice, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
+    ) -> Iterable[Sequence[Any]]:
+        return compute.compute_gradients(self.attention.of_heads(heads), calls, queries, keys)
+
+    def _reuse(self, x: Tensor, *only: Tensor) -> Tensors | None:
+        return (only[0].to(x.dtype).contiguous(),)
+
+
 def add_parts(sums: Sequence[Sum], parts: Sequence[Any]) -> None:
     """Add a part to each of `sums`."""
     for total, part in zip(sums, parts, strict=True):
         total.add(*part)
+
+
+def add_sent(sums: Sequence[Sum], spans: Sequence[Span], tensors: Sequence[Tensor]) -> None:
+    """Add the results of some tokens, as they were sent, to `sums`."""
+    count = len(tensors) // len(sums)  # a gradient, or out and lse
+    for i, total in enumerate(sums):
+        total.add_sent(spans, *tensors[count * i : count * (i + 1)])
+
+
+def _select_heads(tensors: Sequence[Tensor], heads: slice) -> Tensors:
+    """Return views of some heads of a gradient (B, T, H, D), or of out and its lse (B, H, T)."""
+    x, *lse = tensors
+    return x[:, :, heads], *(rows[:, heads] for rows in lse)

@@ -94,7 +94,7 @@ class Stage:
         places = [at for _, at in in_turn(span for *_, span in runs)]
         self.landing = Landing(runs, places, self.tokens)
 
-    @property
+    @functools.cached_property
     def sources(self) -> list[tuple[int, Span]]:
         runs, places, _ = self.landing
         return [(run[2] % self._inner, at) for run, at in zip(runs, places, strict=True)]
