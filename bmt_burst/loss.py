@@ -188,9 +188,7 @@ def _tiles(
 
 
 def tile_tokens(tokens: int, entries: int, dtype: torch.dtype) -> int:
-    """Return how many tokens linear_cross_entropy_sum takes at a time, about equally often, for
-    logits of `entries` entries.
-    """
+    """Return how many tokens linear_cross_entropy_sum takes at a time, with V `entries`."""
     most = _TILE_BYTES // (max(entries, 1) * dtype.itemsize)
     most = max(most - most % _TOKENS_MULTIPLE, _LEAST_TOKENS)
     tiles = -(-tokens // most)
@@ -254,9 +252,7 @@ def _sum_tile(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
 
 
 def count_targets(labels: Tensor) -> Tensor:
-    """Return the number of valid targets, an int64 scalar. Raises TypeError for labels of a dtype
-    without negative numbers.
-    """
+    """Return the number of valid targets, int64. Raises TypeError for labels of unsigned dtypes."""
     check_tensor("labels", labels)
     if labels.dtype not in SIGNED:
         raise TypeError(f"labels: expected a signed integer dtype, got {labels.dtype}")

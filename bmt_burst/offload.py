@@ -28,9 +28,7 @@ PIECE_BYTES = 1 << 28  # of a tensor in host memory, a power of two
 
 
 class Offload:
-    """The offloading of all blocks of a model. A tensor saved in a block must not be written to
-    later.
-    """
+    """The offloading of a model's blocks. What a block saves must not be written to later."""
 
     def __init__(self) -> None:
         self._last: list[weakref.ref[Parked]] = []  # tensors of the last block
@@ -140,9 +138,7 @@ def _bring_back(saved: Tensor | tuple[Parked, torch.Size]) -> Tensor:
 
 
 def _name(x: Tensor) -> tuple[Any, ...]:
-    """Name the memory of x and the order of its entries. Contiguous views of different shapes have
-    one name.
-    """
+    """Name the memory of x and the order of its entries, for all contiguous views the same."""
     order = () if x.is_contiguous() else (x.shape, x.stride())
     memory = x.untyped_storage()._cdata, x.storage_offset(), x.nbytes, x.dtype
     return *memory, x._version, order

@@ -21,9 +21,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off on x's device. It costs nothing where it is off
-    already.
-    """
+    """Return a context without autocast on x's device. It costs nothing where that is off."""
     device_type = x.device.type
     return torch.autocast(device_type, enabled=False) if _is_on(device_type) else _UNCHANGED
 

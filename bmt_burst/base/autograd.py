@@ -1,6 +1,4 @@
-"""Limits of differentiation: functions of this library are differentiable once, by autograd alone,
-in reverse mode.
-"""
+"""Limits of differentiation: once, by autograd alone, and in reverse mode."""
 
 from __future__ import annotations
 

@@ -95,9 +95,7 @@ def _row_strides(parts: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 
 def _places(parts: Parts, total: Tensor) -> tuple[tuple[int, ...] | tuple[Tensor, ...], ...]:
-    """Return the tokens that parts have: (starts, stops) times 16 if each has one span, else
-    (maps,).
-    """
+    """Return the tokens of parts: (starts, stops) times 16 if each has one span, else (maps,)."""
     if all(len(part[0]) == 1 for part in parts):
         return tuple(multiply_by_16(part[0][0][end] for part in parts) for end in (0, 1))
     device, tokens = total.device, int(total.shape[1])
@@ -109,9 +107,7 @@ def _places(parts: Parts, total: Tensor) -> tuple[tuple[int, ...] | tuple[Tensor
 def _map(
     spans: tuple[Span, ...], tokens: int, device: torch.device, stream: Stream | None
 ) -> Tensor:
-    """Return where tokens are in a part of rising spans, and -1 where they are not: (tokens,)
-    int32, for work on `stream`.
-    """
+    """Return where each token is in a part of rising spans, else -1, for `stream`: (tokens,)."""
     places = torch.full((tokens,), -1, dtype=torch.int32)
     starts, stops = torch.tensor(spans).unbind(1)
     counts = stops - starts
@@ -243,9 +239,7 @@ def _in_later_parts(token, inside, places, PARTS: tl.constexpr):
 
 @triton.jit
 def _in_part(token, inside, places, i: tl.constexpr):
-    """Return where tokens are in a part, and which of those inside it has. `places` are
-    `_places`.
-    """
+    """Return where tokens are in a part, and which of those inside it has, by `_places`."""
     if len(places) == 1:
         at = tl.load(places[0][i] + token, mask=inside, other=-1).to(tl.int64)
         seen = at >= 0

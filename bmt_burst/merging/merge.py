@@ -104,9 +104,7 @@ class Sum:
         return into
 
     def sent(self, span: Span) -> Tensors:
-        """Return the sum of tokens span[0]..span[1] - 1 as it is sent: (B, T, heads, ...). It is a
-        view if one part has it.
-        """
+        """Return the sum of tokens as it is sent: (B, T, heads, ...), a view if one part has it."""
         return self.like(length(span), self.dtype, 0, clip_parts(self.parts, span)).result()
 
     def like(

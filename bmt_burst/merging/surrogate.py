@@ -37,9 +37,7 @@ def add_lse_gradient(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tu
 
 @fused_on_gpus
 def _floor_rows(dout: Tensor, dlse: Tensor) -> Tensor:
-    """Return dout (B, S, H, D), with small entries in rows where all are too small for a surrogate
-    of dlse (B, H, S).
-    """
+    """Return dout, with small entries in rows where all are too small for a surrogate of dlse."""
     dtype = torch.finfo(dout.dtype)
     # the least entry with which entries of out that the dtype holds can make up for dlse
     least = dlse.abs() * max(2 / dtype.max, 2.0**-60)

@@ -142,9 +142,7 @@ class _Circle:
         return [*pieces, before] if before.tokens else pieces
 
     def find_arc(self, tokens: int, share: float, slack: float) -> tuple[int, float]:
-        """Return where an arc of `tokens` with about this share of the work begins, and how far its
-        work is from the share.
-        """
+        """Return where an arc with about this share of the work begins, and how far it is off."""
         tried: list[_Arc] = []
         for first in self._list_arcs(tokens):
             tried.append(self._measure_arc(first, tokens, share))

@@ -57,9 +57,7 @@ def join_neighbours(layout: Layout, mask: Mask) -> Layout:
 
 
 class _Shard(NamedTuple):
-    """The ranges of a shard, with their starts and with the number of tokens before each of them,
-    and after the last.
-    """
+    """The ranges of a shard, their starts, and the tokens before each of them and in all."""
 
     positions: Sequence[range]
     starts: list[int]

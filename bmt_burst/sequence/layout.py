@@ -36,9 +36,7 @@ SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes that can 
 
 
 class Run(NamedTuple):
-    """Tokens `span` of the shard of `owner`. The first has position `start`, the next `start +
-    step`, and so on.
-    """
+    """Tokens `span` of the shard of `owner`, at positions `start`, `start + step`, and so on."""
 
     start: int
     step: int
@@ -148,9 +146,7 @@ class Layout(ABC):
 
     @functools.cached_property
     def term(self) -> str:
-        """A name that tells this layout from others with as many tokens and ranks. Ranks compare
-        it.
-        """
+        """A name that tells this layout from others of its size, which ranks compare."""
         if LAYOUTS.get(self.name) is type(self):  # all follows from the name
             return self.name
         numbers = array("q")
@@ -161,9 +157,7 @@ class Layout(ABC):
         return f"{self.name} {hashlib.blake2b(numbers.tobytes(), digest_size=12).hexdigest()}"
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of `rank`'s shard, in storage order. Positions rise from the first to the
-        last.
-        """
+        """Return the runs of `rank`'s shard in storage order. Positions rise."""
         found, at = [], 0
         for r in self._shard(rank):
             found.append(Run(r.start, r.step, rank, (at, at + len(r))))
@@ -360,9 +354,7 @@ class Chunked(Stacked):
         return bisect.bisect_right(self.spans, (position, self.seq_len)) - 1
 
     def since(self, first: int, number: int) -> Layout:
-        """Return the layout of the tokens from position `first` to the end of chunk `number`.
-        Positions count from `first`.
-        """
+        """Return the layout from position `first`, counted as 0, to the end of chunk `number`."""
         begin = self.find_chunk(first)
         layouts, before = self.layouts[begin : number + 1], first - self.spans[begin][0]
         whole = layouts[0] if len(layouts) == 1 else Stacked(layouts)

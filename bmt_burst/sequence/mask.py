@@ -400,9 +400,7 @@ def _lengths(seq_len: Any, kv_len: Any) -> tuple[int, int]:
 
 
 def _move_band(s: Slice, by: int) -> Slice:
-    """Return the slice with its band moved by a distance. Bounds that would be beyond 64 bits hide
-    the same pairs.
-    """
+    """Return the slice with its band moved. Bounds beyond 64 bits hide the same pairs."""
     if not by:
         return s
     low, high = (
@@ -547,9 +545,7 @@ def _check_slice(s: Any, seq_len: int, kv_len: int) -> Slice:
 
 
 def _check_disjoint(slices: Sequence[Slice]) -> None:
-    """Raise ValueError if two slices have a pair in common. Slices are in the order of their
-    queries.
-    """
+    """Raise ValueError if two slices share a pair. Slices are in the order of their queries."""
     active: list[Slice] = []
     for start, beginning in itertools.groupby(slices, key=lambda s: s.q[0]):
         active = [s for s in active if s.q[1] > start]

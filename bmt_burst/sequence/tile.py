@@ -60,9 +60,7 @@ class KernelCall:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is one tile of all tokens with a band that plain kernels know: full, or causal
-        and square.
-        """
+        """Whether it is one tile of all tokens that is full, or causal and square."""
         if self.left is not None or self.tiles != (((0, self.q_tokens), (0, self.kv_tokens)),):
             return False
         return self.right is None or (self.right == 0 and self.q_tokens == self.kv_tokens)

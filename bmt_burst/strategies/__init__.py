@@ -180,9 +180,7 @@ def _count_operations(problem: Problem) -> float:
 
 
 def _count_gathered_bytes(problem: Problem) -> int:
-    """Count the most bytes that land on a rank at once with one-call: twice all keys and values, or
-    their gradients.
-    """
+    """Count the most bytes that land at once: two copies of keys and values, or of gradients."""
     sizes = problem.sizes
     tokens = 2 * problem.layout.size * problem.most_keys
     width = max(sizes.dtype.itemsize, sizes.partial.itemsize)

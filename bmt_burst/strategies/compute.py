@@ -34,9 +34,7 @@ class Side:
         return self._map(lambda x: x[:, tokens, heads], lambda x: x[:, heads, tokens])
 
     def gather(self, spans: Sequence[Span]) -> Self:
-        """Return the tokens of rising spans, one after the other. It is a view for a single
-        span.
-        """
+        """Return the tokens of rising spans, one after the other, a view for a single span."""
         if len(spans) == 1:
             first: Tensor = next(iter(vars(self).values()))
             is_all = spans[0] == (0, first.shape[1])
@@ -167,9 +165,7 @@ class AttentionGradient:
 def compute_outputs(
     attention: Attention, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
 ) -> Iterator[OutputPart]:
-    """Compute calls. Yield the query spans of each, with their partial out (B, T, H, D) and lse (B,
-    H, T).
-    """
+    """Compute calls. Yield each one's query spans, out (B, T, H, D) and lse (B, H, T)."""
     for gathered in calls:
         rows, columns = gathered.q_spans, gathered.kv_spans
         yield rows, *attention.forward(queries.gather(rows), keys.gather(columns), gathered)

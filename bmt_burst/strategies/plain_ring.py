@@ -109,9 +109,7 @@ class PlainRingPlan(Plan):
         ]
 
     def _pass_on(self, rings: Rings, block: Sequence[Tensor], hop: int) -> list[Tensor]:
-        """Send a block to the next rank. Return the block from the previous rank: each (B, S, G,
-        D).
-        """
+        """Send a block to the next rank. Return the previous rank's: each tensor (B, S, G, D)."""
         if self.size == 1:
             return list(block)
         layout = self.problem.kv_layout or self.problem.layout

@@ -35,9 +35,7 @@ LANES: Final = {"visit": 2, "return": 1}
 
 
 class Ticket:
-    """An exchange, to be waited for once. It keeps the messages' memory until then. This one is
-    over.
-    """
+    """An exchange to be waited for once, which keeps the messages' memory. This one is over."""
 
     def wait(self) -> None:
         """Return when the received bytes may be read and the sent ones overwritten.
@@ -86,9 +84,7 @@ class Delivery:
         self.ticket.wait()
 
     def release(self) -> None:
-        """Promise, once, that work enqueued on the current stream from now on does not read
-        `memory`.
-        """
+        """Promise, once, that the current stream's later work does not read `memory`."""
 
 
 class Transport(ABC):

@@ -28,9 +28,7 @@ Communicator = Any  # bmtrain's NCCLCommunicator: the package has no types
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A contiguous tensor's own bytes, for BMTrain's functions of NCCL. From a tensor they would
-    send its whole storage.
-    """
+    """A contiguous tensor's bytes, since BMTrain's functions send the whole storage of a tensor."""
 
     tensor: torch.Tensor
     dtype: torch.dtype = torch.uint8
@@ -86,9 +84,7 @@ class BMTrainTransport(ProcessTransport):
         torch.cuda.synchronize()
 
     def _draw_name(self) -> str:
-        """Return a name that the ranks share and no other group has, for their entries in the
-        store.
-        """
+        """Return a name for this group's entries in the store, which no other group has."""
         drawn = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device="cuda")
         shared = torch.empty_like(drawn)
         self.nccl.broadcast(_Bytes(drawn), _Bytes(shared), 0, self.comm)
@@ -102,9 +98,7 @@ _making: dict[Communicator, threading.Lock] = {}
 
 
 def bmtrain_transport(comm: Communicator) -> BMTrainTransport:
-    """Return the transport over `comm`: one for all calls and threads. All its ranks make it at
-    the same point.
-    """
+    """Return the only transport over `comm`. All its ranks make it at the same point."""
     with _making.setdefault(comm, threading.Lock()):  # one thread's lock, for all
         if comm not in _transports:
             _transports[comm] = BMTrainTransport(comm)

@@ -155,9 +155,7 @@ class _Lane:
         return stream.record()
 
     def release(self, number: int) -> None:
-        """Report to all ranks that the current stream has read delivery `number` and all earlier
-        ones.
-        """
+        """Report to all ranks that the current stream has read deliveries up to `number`."""
         current = self.device.current()
         if self.released:
             current.follow(self.released)  # another stream may have read that delivery
@@ -165,9 +163,7 @@ class _Lane:
         self.released = current.record()
 
     def try_out(self) -> None:
-        """Do once what deliveries do, so that a device that refuses it does so now. Nothing
-        changes.
-        """
+        """Do once what deliveries do, so that a device that refuses it does so now."""
         # Slots hold zeros and flags 0 until now. Only the own flag becomes 1, and no rank waits
         # for what it puts to itself.
         stream, _ = self.streams

@@ -72,9 +72,7 @@ class ProcessTransport(Transport):
 
     @abstractmethod
     def symmetric_group(self) -> Any:
-        """Return these ranks as torch's symmetric memory takes them: a process group or its name.
-        All ranks call it.
-        """
+        """Return the ranks as torch's symmetric memory takes them. All ranks call it."""
 
     def set_timeout(self, seconds: float | None) -> None:
         self.asked_timeout = seconds
@@ -125,9 +123,7 @@ class ProcessTransport(Transport):
         return delivery
 
     def _first_failure(self, attempt: Callable[[], None]) -> str:
-        """Attempt something on every rank. Return the first rank's failure or "", the same on all
-        ranks.
-        """
+        """Attempt something on every rank. Return the first rank's failure or "", on all ranks."""
         failure = ""
         try:
             attempt()

@@ -1,6 +1,4 @@
-"""A transport over a process group of torch.distributed: gloo for CPU tensors, NCCL or copy engines
-for CUDA tensors.
-"""
+"""A transport over a process group of torch.distributed, with gloo, NCCL or copy engines."""
 
 from __future__ import annotations
 
@@ -193,9 +191,7 @@ _finding = threading.Lock()
 
 
 def torch_transport(group: dist.ProcessGroup) -> TorchTransport:
-    """Return the transport over `group`: one for all calls and threads, as long as the group
-    exists.
-    """
+    """Return the only transport over `group`, which lasts as long as the group exists."""
     with _finding:
         if group not in _transports:
             _transports[group] = TorchTransport(group)

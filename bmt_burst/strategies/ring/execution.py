@@ -100,9 +100,7 @@ class Execution(ABC):
 
     @abstractmethod
     def _reuse(self, x: Tensor, *only: Tensor) -> Tensors | None:
-        """Return the own block's only partial result as the result, which is like x. Return None if
-        the result needs other memory.
-        """
+        """Return the own block's only part as the result, or None if it must be copied."""
 
     def _pack(self, event: Event) -> None:
         self.roots[event.number, 0] = self._departing_part(event, self._round(event).held)
@@ -248,9 +246,7 @@ class Execution(ABC):
         return sums
 
     def _sent_sums(self, event: Event) -> list[Sum]:
-        """Return the sums of the sent side: of the own tokens, or in later rounds this host's share
-        of a root's.
-        """
+        """Return the sums of the sent side: of the own tokens, or of a later round's root."""
         key = event.number, event.round
         if not event.round:
             return self.sums[event.number][self.sent]

@@ -41,18 +41,14 @@ class Payload(ABC):
         """Return how blocks lie in memory when they are sent."""
 
     def return_packing(self, sizes: Sizes) -> Packing:
-        """Return how results lie when they are returned, by default dq, or dk and dv, in the
-        kernel's dtype.
-        """
+        """Return how results lie when they are returned: dq, or dk and dv, by default."""
         heads, count = (sizes.heads, 1) if self.sends_queries else (sizes.kv_heads, 2)
         entry = (heads, sizes.head_size), sizes.partial
         return Packing(sizes.batch, (entry,) * count if self.returns else ())
 
     @abstractmethod
     def depart(self, block: Side) -> tuple[Tensor, ...]:
-        """Return the tensors of a block to send, contiguous. The block is of the sent
-        side.
-        """
+        """Return the tensors of a block of the sent side, contiguous."""
 
     @abstractmethod
     def arrive(self, tensors: Sequence[Tensor]) -> Side:

@@ -278,9 +278,7 @@ class SeenRuns:
         return list(in_turn(self.held))
 
     def sizes(self, hops: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Count, for a stage of some hops, the tokens that land at each place, and the tokens that
-        results return to.
-        """
+        """Count the tokens that land at each place in a stage, and those that results return to."""
         inner = len(self.tokens)
         landing = [sum([tokens[hop] for hop in hops]) for tokens in self.tokens]
         returning = [
@@ -295,9 +293,7 @@ class SeenRuns:
         return self._stages[hops]
 
     def split_hops(self, limit: int | None, return_limit: int | None) -> list[tuple[int, ...]]:
-        """Split the hops that are needed into as few stages as the limits allow, of nearly equal
-        numbers of hops.
-        """
+        """Split the hops that are needed into few stages, of nearly equal numbers of hops."""
         inner = len(self.tokens)
         hops = [hop for hop in range(1, inner) if any(tokens[hop] for tokens in self.tokens)]
 

@@ -45,9 +45,7 @@ class Schedule:
         return (host + round_) % self.outer
 
     def block(self, rank: int, round_: int, hop: int) -> int:
-        """Return the owner of the block that `rank` attends to. Raises ValueError for a rank out of
-        range.
-        """
+        """Return the owner of the block of a hop. Raises ValueError for a rank out of range."""
         if not 0 <= rank < self.size:
             raise ValueError(f"expected a rank from 0 to {self.size - 1}, got {rank}")
         host, place = divmod(rank, self.inner)
