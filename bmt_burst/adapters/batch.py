@@ -73,9 +73,7 @@ class Row:
         return merged(kind.where for kind in self.kinds if kind.valid)
 
     def positions(self) -> Tensor:
-        """Return the position of each token, (S,) int64 on the CPU. Each document of a mask starts
-        at 0.
-        """
+        """Return each token's position in its document of a mask, (S,) int64 on the CPU."""
         return torch.arange(self.layout.seq_len) if self.mask is None else self.mask.positions()
 
     def visible(self, causal: bool, padding_sees: bool) -> Mask:
@@ -184,9 +182,7 @@ class LocalPart:
         }
 
     def make_batch(self, tokens: list[int]) -> Batch:
-        """Return the batch, for the numbers of tokens of all ranks. Raises ValueError, the same on
-        every rank.
-        """
+        """Return the batch of all ranks' numbers of tokens. Raises ValueError on every rank."""
         seq_len = sum(tokens)
         layouts = {row: sp.layout_of(seq_len) for row, sp in self.placed.items()}
         for layout in layouts.values():
@@ -304,9 +300,7 @@ def _read_lengths(length: Tensor, size: int) -> list[int]:
 
 @functools.lru_cache(maxsize=_MOST_MASKS)
 def _make_mask(kinds: tuple[_Kind, ...], seq_len: int, causal: bool, padding_sees: bool) -> Mask:
-    """Return the mask of a row with padding, context or spans. It is made once for all layers and
-    calls, so that they share its plans.
-    """
+    """Return the mask of a row, once for all layers and calls, so that they share its plans."""
     of_span: dict[int, list[_Kind]] = {}
     for kind in kinds:
         of_span.setdefault(kind.span, []).append(kind)
@@ -326,9 +320,7 @@ def _make_mask(kinds: tuple[_Kind, ...], seq_len: int, causal: bool, padding_see
 def _find_areas(
     kinds: list[_Kind], low: int | None, padding_sees: bool
 ) -> list[tuple[tuple[Span, ...], tuple[Span, ...], int | None]]:
-    """Return areas of the mask of tokens with one span number: queries, the keys that they see, and
-    the lower bound of the distance.
-    """
+    """Return the queries of one span number, the keys that they see, and the least distance."""
     valid = merged(kind.where for kind in kinds if kind.valid)
     if kinds[0].context < 0:
         queries = merged(kind.where for kind in kinds) if padding_sees else valid

@@ -39,9 +39,7 @@ class BurstAttention(burst_nn.BurstAttention):
 
 
 class LightningAttention(burst_nn.LightningAttention):
-    """bmt_burst.nn.LightningAttention as a DistributedModule, with the arguments and parameters
-    that BurstAttention adds.
-    """
+    """bmt_burst.nn.LightningAttention in the same form as BurstAttention."""
 
     def __init__(
         self, *args: Any, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options: Any

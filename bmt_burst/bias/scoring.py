@@ -229,9 +229,7 @@ class LearnedBias:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def add_lse(self, row: int, spans: Sequence[Span], lse: Tensor) -> None:
-        """Add the lse (B, H, T) of a call whose pairs share a row. Its queries are those of rising
-        spans.
-        """
+        """Add the lse (B, H, T) of a call whose pairs share a row, for queries at rising spans."""
         for span, place in in_turn(spans):
             total = self.row_lse[self.rows.index(row), :, :, slice(*span)]
             torch.logaddexp(total, lse[:, :, slice(*place)], out=total)
@@ -328,9 +326,7 @@ def _subtract_delta(dtable: Tensor, bias: LearnedBias, queries: QueryGradients) 
 def _find_bound(
     calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
 ) -> Tensor | None:
-    """Return `dscores_bound` of the tokens of all calls without one row for all pairs, and of the
-    tokens between them.
-    """
+    """Return `dscores_bound` of the tokens of all calls without one row, and of those between."""
     by_table = [gathered for gathered in calls if not gathered.label.is_one]
     if queries.delta is None or not by_table:
         return None

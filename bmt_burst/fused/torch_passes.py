@@ -40,9 +40,7 @@ def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:
 def gate_gradients(
     gate: Tensor, up: Tensor, dout: Tensor, again: bool, silu: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of gate and up, and if asked the result of `gate` `again`, which may lie
-    in the memory of `dout`.
-    """
+    """Return the gradients of gate and up, and `again` the result, maybe in `dout`'s memory."""
     wide = accumulator_dtype(gate.dtype)
     x, y, dz = gate.to(wide), up.to(wide), dout.to(wide)
     share = x.sigmoid()

@@ -35,12 +35,7 @@ class FarBlocks:
 
     @staticmethod
     def of_choice(
-        chosen: Tensor,
-        starts: Tensor,
-        queries: Tensor,
-        stops: Tensor,
-        block_size: int,
-        tokens: int,
+        chosen: Tensor, starts: Tensor, queries: Tensor, stops: Tensor, block_size: int, tokens: int
     ) -> FarBlocks:
         """Return the blocks before `stops` among those that were chosen.
 

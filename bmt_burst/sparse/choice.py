@@ -40,12 +40,7 @@ _MODULES = Modules(__package__, {"triton": "triton_choice", "torch": "torch_choi
 
 
 def choose(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    sparse: InfLLMV2,
-    *,
-    softmax_scale: float | None = None,
+    q: Tensor, k: Tensor, mask: Mask, sparse: InfLLMV2, *, softmax_scale: float | None = None
 ) -> Tensor:
     """Return the blocks that each query of whole sequences attends to.
 

@@ -16,9 +16,7 @@ from .config import InfLLMV2
 
 
 class CompressedKeys(NamedTuple):
-    """The compressed keys of one document, or of several one after the other: (n, G, D) each, in
-    the accumulator's dtype.
-    """
+    """The compressed keys of documents one after the other: (n, G, D) each, in fp32 (fp64)."""
 
     scored: Tensor
     normalizing: Tensor

@@ -12,13 +12,7 @@ from ..base.dtypes import accumulator_dtype
 from ..base.growing import Growing
 from ..kernels.few_queries import attend_grouped
 from ..spec import Spec
-from .compressed import (
-    CompressedKeys,
-    compress,
-    compress_normalizing,
-    compress_scored,
-    sum_strides,
-)
+from .compressed import CompressedKeys, compress, compress_normalizing, compress_scored, sum_strides
 from .config import InfLLMV2
 
 

@@ -195,9 +195,7 @@ class SparsePlan(Plan):
 
     @functools.cached_property
     def spans(self) -> Spans:
-        """The spans of the sequence that are gathered one after the other. None ends within a
-        stride of a document.
-        """
+        """The spans that are gathered in turn. None ends within a stride of a document."""
         problem, stride = self.problem, self.sparse.kernel_stride
         cut = _cut_sequence(problem.mask.transposed.parts, self._most_tokens, stride)
         return Spans(problem.kv_layout or problem.layout, self.rank, problem.inner, cut)

@@ -93,9 +93,7 @@ class KeyLists:
 
 
 def find_between(starts: Tensor, low: int, high: int) -> Tensor:
-    """Return which of the rising `starts` (..., W) are low .. high - 1: (..., 2) int32, the first
-    one and the one after the last.
-    """
+    """Return which of the rising `starts` (..., W) are low .. high - 1: (first, stop), int32."""
     bounds = starts.new_full((*starts.shape[:-1], 2), low)
     bounds[..., 1] = high
     return torch.searchsorted(starts, bounds, out_int32=True)

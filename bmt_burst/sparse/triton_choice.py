@@ -324,9 +324,7 @@ def count_queries(q: Tensor, sparse: InfLLMV2, groups: int) -> int:
 
 
 def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str, Any], int]:
-    """Return dense queries, what the launches of both kernels of scores share, and the kernels of a
-    step.
-    """
+    """Return dense queries, what both kernels' launches share, and the kernels of a step."""
     q = make_dense(q)
     launch = _SINGLE if q.dtype == torch.float32 else _HALF
     launch = launch if q.is_cuda else _INTERPRETED
@@ -496,9 +494,7 @@ def _score(
     D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of compressed keys (PARTS, n, G, D), to base 2: (N, M) if KEYS_FIRST,
-    else (M, N).
-    """
+    """Compute base-2 scores of keys (PARTS, n, G, D): (N, M) if KEYS_FIRST, else (M, N)."""
     rows = keys + kernel.to(tl.int64) * strides[1] + group * strides[2]
     high = load_rows(rows, there, D, WIDTH)
     if PARTS == 2:

@@ -54,11 +54,7 @@ class FarShape(NamedTuple):
 
 # The fastest on one H200, with head size 128, 16 query heads a kv head, and blocks of 64. Forward
 # and dq share their unions, so they have equal rows. More rows of dk and dv spill registers.
-_HALF = {
-    "forward": FarShape(64, 4, 3),
-    "dq": FarShape(64, 4, 2),
-    "dkdv": FarShape(32, 4, 3),
-}
+_HALF = {"forward": FarShape(64, 4, 3), "dq": FarShape(64, 4, 2), "dkdv": FarShape(32, 4, 3)}
 _COPY_ENGINE = 9  # compute capability of the oldest GPUs with one that loads blocks
 _SCRATCH = 2048  # bytes of shared memory for anything but operands
 _SINGLE = {name: shape._replace(stages=1) for name, shape in _HALF.items()}  # not measured
@@ -437,9 +433,7 @@ def _tile(ranges, width):
 
 @triton.jit
 def tile_rows(tokens, begin, end, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """Return the query of each row of a tile, which token that is, its head, and whether it is one
-    of the queries begin .. end - 1.
-    """
+    """Return each row's query, token and head, and whether the query is one of begin .. end - 1."""
     row = tl.arange(0, TOKENS * HEADS)
     query = begin + row // HEADS
     there = (query < end) & (row % HEADS < GROUP)
@@ -449,9 +443,7 @@ def tile_rows(tokens, begin, end, TOKENS: tl.constexpr, GROUP: tl.constexpr, HEA
 
 @triton.jit
 def _keys(start, first, keys, BLOCK: tl.constexpr, N: tl.constexpr):
-    """Return the places in the sequence of a block's keys: (N,), _NOWHERE for those that are not
-    at hand.
-    """
+    """Return the places of a block's keys: (N,), _NOWHERE for those that are not at hand."""
     nth = tl.arange(0, N)
     key = start + nth
     return tl.where((nth < BLOCK) & (key >= first) & (key < first + keys), key, _NOWHERE)

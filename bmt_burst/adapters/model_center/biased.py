@@ -21,9 +21,7 @@ _MOST_SCORES = 16  # scores of rows that are kept
 
 
 class BiasedModel(EnabledModel):
-    """A model that adds a learned bias of relative positions to its scores. All tokens see the
-    tokens of a context.
-    """
+    """A model with a learned bias of relative positions. All tokens see those of a context."""
 
     of_tokens = ("input_ids", "inputs_embeds")
     marks: tuple[str, ...] = ("attention_mask", "context", "span", "position_ids")
@@ -70,9 +68,7 @@ class CPM1(BiasedModel):
 
 
 class CPM3(BiasedModel):
-    """CPM3. Its table is the model's: rows for distances within a segment, then a row for each pair
-    of segments.
-    """
+    """CPM3. Its table has rows for distances within a segment, then one for each two segments."""
 
     marks = (*BiasedModel.marks, "token_type_ids")
 
@@ -115,9 +111,7 @@ class CPM3(BiasedModel):
 
 
 def _check_distances(row: Row, mask: Mask) -> None:
-    """Raise ValueError if tokens that see each other have another distance in position_ids than in
-    the sequence.
-    """
+    """Raise ValueError if visible pairs have another distance in position_ids."""
     pairs = itertools.pairwise(row.kinds)
     jumps = [kind.where[0] for before, kind in pairs if kind.shift != before.shift]
     # the starts of parts that are more than padding
@@ -145,9 +139,7 @@ def _by_segment(
     by_distance: bool,
     distances: tuple[int, int, bool, torch.device],
 ) -> Scores:
-    """Return the scores of a row with `count` segments. Pairs within one segment have rows by
-    distance, or one row for each segment.
-    """
+    """Return the scores of a row. Pairs within a segment have rows by distance, or one row."""
     segment = torch.cat(
         [torch.full((stop - start,), number) for (start, stop), number in segments]
     ).int()

@@ -188,9 +188,7 @@ class Llama(RotaryModel):
 
 
 class GPTj(RotaryModel):
-    """GPTj. It rotates the first entries of a head, in pairs of neighbours. Angles are rounded to
-    the dtype of the heads.
-    """
+    """GPTj. It rotates the first entries of a head in pairs, by angles rounded to its dtype."""
 
     @property
     def _rotated(self) -> int:

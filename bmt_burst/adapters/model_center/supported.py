@@ -35,9 +35,7 @@ _REFUSED = {
 
 
 def find_family(model: Any) -> type[EnabledModel]:
-    """Return the class that enables `model`. Raises ValueError if it is already enabled, and
-    TypeError if it cannot be.
-    """
+    """Return the class that enables `model`. Raises ValueError or TypeError if none can."""
     base = find_base(model, EnabledModel, _FAMILIES, _REFUSED, "ModelCenter's")
     if type(model).forward is not base.forward or "forward" in vars(model):
         raise TypeError(

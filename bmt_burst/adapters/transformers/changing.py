@@ -17,11 +17,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def change_model(
-    model: nn.Module,
-    target: Target,
-    sp: SequenceParallel,
-    balanced: bool,
-    options: dict[str, Any],
+    model: nn.Module, target: Target, sp: SequenceParallel, balanced: bool, options: dict[str, Any]
 ) -> EnabledModel:
     """Enable the target's model, inside of `model`, and return it.
 

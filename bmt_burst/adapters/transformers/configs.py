@@ -49,9 +49,7 @@ def give_own_configs(model: nn.Module, enabled: Any, base: nn.Module) -> None:
 
 
 def check_configs(model: Any) -> None:
-    """Raise ValueError if a module of an enabled model asks for another attention, which would see
-    only this rank's tokens.
-    """
+    """Raise ValueError if a module of an enabled model asks for the attention of one rank."""
     for module, config in _find_configs(model):
         outside = module is model and model.has_head
         if config._attn_implementation != (model._attention if outside else ATTENTION):

@@ -98,9 +98,7 @@ def _read_numbers(attention_mask: Tensor | None) -> Tensor | None:
 def _find_borders(
     arguments: Mapping[str, Any], numbers: Tensor | None, size: int, seq_len: int
 ) -> dict[str, Tensor]:
-    """Return by argument whether a token's document differs from that of the token before it, (B,
-    S - 1).
-    """
+    """Return by argument whether each token begins a document, without the first: (B, S - 1)."""
     found = {}
     if numbers is not None:
         found["attention_mask"] = numbers.diff(dim=-1).ne(0)

@@ -19,14 +19,7 @@ from ...sequence.layout import IGNORE_INDEX, Layout
 from ...sequence.mask import Mask
 from ...sequence.rows import resolve_layout
 from .configs import find_window
-from .documents import (
-    CU_SEQ_LENS,
-    LONGEST,
-    check_targets,
-    find_masks,
-    has_documents,
-    sees_nothing,
-)
+from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_documents, sees_nothing
 from .requests import ANY_WHOLE, Outputs, warn_once
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
@@ -167,9 +160,7 @@ class ForwardInputs:
         return masks
 
     def _find_targets(self) -> Tensor | None:
-        """Return targets (B, S). As in transformers, labels are shifted within each row, but across
-        documents.
-        """
+        """Return targets (B, S). Labels are shifted within rows, and across their documents."""
         labels, shifted = (self.arguments.get(name) for name in ("labels", "shift_labels"))
         if labels is None and not self.fused and not self.label_smoothing:
             return None
@@ -205,9 +196,7 @@ class ForwardInputs:
         return part
 
     def _describe(self, vocabulary: int | None, layout: str) -> dict[str, Any]:
-        """Return the terms that ranks compare. Raises ValueError for tokens outside the vocabulary,
-        in any rank's part.
-        """
+        """Return the terms that ranks compare. Raises ValueError for unknown tokens of any rank."""
         terms: dict[str, Any] = {"arguments": sorted(self.arguments)}
         for name in ("inputs_embeds", *_COMPARED):
             x = self.arguments.get(name)
@@ -307,9 +296,7 @@ def _choose_layouts(
 
 
 def _format_number(name: str, x: Any) -> str:
-    """Format a number, or a tensor of one element, for which the host waits. 10, 10.0 and
-    tensor(10) give the same text.
-    """
+    """Format a number or a tensor of one element: 10, 10.0 and tensor(10) give the same text."""
     if isinstance(x, Tensor):
         check_tensor(name, x)
         if x.numel() != 1:
@@ -320,9 +307,7 @@ def _format_number(name: str, x: Any) -> str:
 
 
 def _digest(x: Tensor, vocabulary: int | None = None) -> str:
-    """Describe shape and contents. The host waits for it once. Raises ValueError for a token
-    outside a vocabulary.
-    """
+    """Describe shape and contents. Raises ValueError for a token outside a vocabulary."""
     numbers = x.flatten()
     bits = numbers.double().view(torch.int64) if x.is_floating_point() else numbers.long()
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x2545F4914F6CDD1D  # wraps around

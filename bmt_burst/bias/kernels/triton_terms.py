@@ -303,9 +303,7 @@ def _add(
 
 @triton.jit
 def _sum(bias, head, state, dscores, keys, M: tl.constexpr, N: tl.constexpr):
-    """Add dscores (M, N) by segments to the sums of their rows, or let them wait for others of the
-    same row.
-    """
+    """Add dscores (M, N) by segments to the sums of their rows, or let them wait for others."""
     if bias.pairs is not None:
         kv_start, own, waiting, group, segment = state
         if keys.uniform:

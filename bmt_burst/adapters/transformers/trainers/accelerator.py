@@ -67,9 +67,7 @@ class ParallelAccelerator(Accelerator):
         return super().distributed_type
 
     def _make_groups(self, sp: SequenceParallel | None = None) -> None:
-        """Make the groups, once accelerate has initialised torch.distributed, or take those of
-        `sp`.
-        """
+        """Make the groups over an initialised torch.distributed, or take those of `sp`."""
         options = self._sp_options
         self._unsynced, self._not_averaged = [], WeakSet()
         if sp is not None:
@@ -204,10 +202,7 @@ class ParallelAccelerator(Accelerator):
         return prepared
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         self._enable(model)
         is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel | FSDPModule)
@@ -219,9 +214,7 @@ class ParallelAccelerator(Accelerator):
         return prepared
 
     def _meet(self, doing: str) -> None:
-        """Let the ranks that share sequences agree that all of them do this. Raises the errors of
-        bmt_burst.errors.
-        """
+        """Let the ranks that share sequences agree on this step, or raise on all of them."""
         if self.sp.size > 1:
             rings = make_rings(self.sp.process_group, self.sp.double_group)
             run_together(rings, doing, lambda: None)
@@ -264,9 +257,7 @@ class ParallelAccelerator(Accelerator):
             model.forward = forward
 
     def _prepare_device_mesh(self) -> Any:
-        """Return None if ranks share sequences: accelerate would share out data by the sizes of the
-        mesh, which count ranks.
-        """
+        """Return no mesh for shared sequences: accelerate would share out data by its sizes."""
         return super()._prepare_device_mesh() if self._peers is None else None
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **named: Any) -> Any:
@@ -342,9 +333,7 @@ class ParallelAccelerator(Accelerator):
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """A scheduler that takes a step for each group of ranks, as accelerate takes one for each
-    process, since each reads a batch.
-    """
+    """A scheduler that takes a step for each group of ranks, since each group reads a batch."""
 
     split_batches: bool
     _steps: int

@@ -37,9 +37,7 @@ def seed_workers_by_group(loader: DataLoader, rank: int, index: int) -> None:
 
 
 def keep_order(loader: DataLoaderShard) -> None:
-    """Let all ranks draw the same order from a loader that accelerate does not shard: it then
-    synchronises no generator.
-    """
+    """Let all ranks draw one order, since accelerate synchronises no generator without shards."""
     for owner in (loader.get_sampler(), loader.dataset):
         if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
             loader.synchronized_generator = generator

@@ -30,9 +30,7 @@ class Peers:
     group: Any = None
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the x of all groups, joined along the first dimension, as accelerate does for
-        processes. A number becomes (count,).
-        """
+        """Return the x of all groups, joined along the first dimension, numbers as (count,)."""
         x = x.unsqueeze(0) if x.dim() == 0 else x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.count)]
         dist.all_gather(parts, x, group=self.group)

@@ -127,9 +127,7 @@ class ParallelTrainer(Trainer):
     def _smooth_over_ranks(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
     ) -> dict[str, Any]:
-        """Return the inputs with which a causal language model computes a smoothed loss itself,
-        without whole logits.
-        """
+        """Return inputs with which a causal language model smooths labels, without whole logits."""
         if not self._is_smoothed(model) or inputs.get("labels") is None:
             return inputs
         assert self.label_smoother is not None, "checked above"
@@ -172,9 +170,7 @@ class ParallelTrainer(Trainer):
         return next(base for base in after if not vars(base).keys().isdisjoint(methods))
 
     def _run_epoch(self, *args: Any, **named: Any) -> Any:
-        """Run an epoch. The function of transformers' module that skips batches makes a loader
-        without what the accelerator has set.
-        """
+        """Run an epoch in which skipping batches keeps what the accelerator has set in a loader."""
         plain = transformers.trainer.skip_first_batches
         transformers.trainer.skip_first_batches = self.accelerator.skip_first_batches
         try:
