@@ -81,8 +81,7 @@ class Parked:
     """A saved tensor in pinned host memory, and later on its device again.
 
     A contiguous tensor is copied in pieces. torch rounds pinned memory up to a power of two, so a
-    large tensor could take almost twice its bytes. Pieces of a power of two take no more than
-    theirs.
+    large tensor could take almost twice its bytes. Pieces of a power of two do not.
 
     together  the tensors of its block and of the previous one, which return with it
     """

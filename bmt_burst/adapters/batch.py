@@ -1,7 +1,6 @@
 """The batch of whole sequences, from the parts of it that the ranks pass to a model's forward.
 
-A rank's tensors say neither how long the sequences are nor where they are padded. So the ranks
-exchange both.
+A rank's tensors tell neither the sequences' lengths nor their padding. So ranks exchange both.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ def agree_on_batch(sp: SequenceParallel, doing: str, make_part: Callable[[], Loc
     doing      the next step of the ranks, for errors
     make_part  makes this rank's part, or raises an error
 
-    Raises on every rank ValueError or TypeError for arguments that are wrong on any rank or differ
-    between ranks.
+    Raises ValueError or TypeError on every rank for arguments that are wrong on any or differ.
     """
     make_part = functools.cache(make_part)
     rings = make_rings(sp.process_group, sp.double_group)

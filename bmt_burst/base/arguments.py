@@ -53,8 +53,7 @@ def as_float(name: str, value: Any) -> float:
 def as_positive(name: str, value: Any) -> float:
     """Return a float.
 
-    Raises TypeError for anything but a real number, ValueError for one that is not positive and
-    finite.
+    Raises TypeError for anything but a real number, ValueError unless it is positive and finite.
     """
     number = as_float(name, value)
     if not 0 < number < math.inf:

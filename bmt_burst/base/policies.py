@@ -5,8 +5,7 @@ if the first run changed the result in place afterwards. torch checks versions, 
 a change from it. It is also wrong if only the first run makes plans and tables, since operations
 then count differently.
 
-So policies do not see the operations of this library's calls, except for those that the kernels are
-made of.
+So policies see no operations of this library's calls, except for those of the kernels.
 """
 
 from __future__ import annotations

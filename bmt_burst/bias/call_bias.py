@@ -28,8 +28,7 @@ class Segments:
     pairs                 (P,) int32, rows or -1; P may be 0 if no groups are equal
     other                 a row
 
-    Tensors are contiguous. q_base + kv_segment is a valid index of pairs only where groups are
-    equal.
+    Tensors are contiguous. q_base + kv_segment is an index of pairs only where groups are equal.
     """
 
     q_group: Tensor

@@ -147,8 +147,7 @@ _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def read_cu_seqlens(name: str, cu_seqlens: Any) -> Bounds:
     """Return cu_seqlens without empty documents.
 
-    A tensor on a GPU is read when it is first seen, and again once it was written to. The host
-    waits for that.
+    A tensor on a GPU is read when it is new or was written to, for which the host waits.
     """
     if not isinstance(cu_seqlens, Tensor):
         return tuple(read_bounds(name, cu_seqlens))

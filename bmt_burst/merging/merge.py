@@ -6,8 +6,7 @@ Outputs. Let o_i be the attention output over key set i, and l_i the logsumexp o
     o = sum_i exp(l_i - l) o_i   with   l = logsumexp_i l_i
 
 No exponent is positive, so nothing overflows. A row that saw nothing has l = -inf and does not
-change the others. If no row saw anything, o stays: 0, or NaN where all scores are -inf, as in dense
-attention.
+change the others. If no row saw anything, o stays: 0, or NaN where all scores are -inf.
 
 Gradients are plain sums. So is delta = rowsum(out * dout), with which a backward corrects for the
 softmax's divisor (FlashAttention-2, arXiv 2307.08691, algorithm 2).

@@ -92,8 +92,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
     """Fill total (B, S, H, D) with the sum of `parts`, at least one.
 
-    It may be the memory of the first part if that is whole. Then only tokens that later parts have
-    are written.
+    It may be the memory of a whole first part. Then only tokens that later parts have are written.
     """
     if not (span := find_unfinished(parts, total)):
         return
@@ -114,11 +113,9 @@ def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None
 
 
 def _weigh(out: Tensor, lse: Tensor, other: Tensor) -> Tensor:
-    """Return the share of out (B, S, H, D) with `lse` (B, S, H, 1) in its merge with a side of lse
-    `other`.
+    """Return the share of out (B, S, H, D) with `lse` (B, S, H, 1) in a merge with lse `other`.
 
-    It is all of out if neither side saw anything. It is 0, even for NaN, if only this side saw
-    nothing.
+    It is out if neither side saw anything. It is 0, even for NaN, if only this side saw nothing.
     """
     nothing = lse == -torch.inf
     share = torch.sigmoid(lse - other).masked_fill_(nothing, 1.0)  # -inf - -inf would be NaN

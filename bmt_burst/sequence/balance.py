@@ -20,8 +20,7 @@ with half of the tokens would be an arc of its own for some ranks. If all others
 are dealt out whole instead, and each rank takes an arc of the long one.
 
 The section "How evenly layouts share out work" of docs/results-masks.md has the measured gap to
-equal work. This module uses plain numbers and nothing random: all ranks and all versions of Python
-find the same layout.
+equal work. This module uses plain numbers and nothing random, so all ranks find the same layout.
 """
 
 from __future__ import annotations

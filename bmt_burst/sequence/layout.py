@@ -7,8 +7,7 @@ works. Shards may differ by one token; nothing is padded or dropped.
 
 Chunks have the sizes of torch.tensor_split: the first `seq_len % chunks` are one token longer.
 
-This module needs no torch.distributed and no CUDA. Try `print(Layout.zigzag(10, 2))`. A new layout
-is a class here.
+This module needs no torch.distributed and no CUDA. Try `print(Layout.zigzag(10, 2))`.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class Layout(ABC):
     Make one with zigzag, striped, contiguous, balanced, chunks or named. Layouts are equal if they
     have the same kind and put all tokens in the same places.
 
-    Raises ValueError for a size below 1 or fewer tokens than ranks, TypeError for anything but
-    whole numbers.
+    Raises ValueError for a size below 1 or too few tokens, TypeError for anything but an integer.
     """
 
     name: str
@@ -281,11 +279,9 @@ class Balanced(Layout):
 
 
 class Stacked(Layout):
-    """The layouts of a batch's rows as the layout of one sequence, in which the rows follow one
-    another.
+    """The layouts of a batch's rows as the layout of one sequence: the rows in turn.
 
-    A rank's shard consists of its shards of the rows, one after the other. So (B, S_local) becomes
-    (1, B * S_local).
+    A rank's shard consists of its shards of the rows. So (B, S_local) becomes (1, B * S_local).
     """
 
     name = "stacked"
@@ -388,8 +384,7 @@ def layout_class(name: str) -> type[Layout]:
 def shard(x: Tensor, rank: int, size: int, dim: int = 1, layout: str = "zigzag") -> Tensor:
     """Cut `x` along `dim` into `size` shards, and return the shard of `rank`.
 
-    Any dtype and shape works. `layout` is "zigzag", "striped" or "contiguous". A Layout has its own
-    `shard`.
+    Any dtype and shape works. `layout` is "zigzag", "striped" or "contiguous".
     """
     dim = check_dim(x, dim)
     return Layout.named(layout, x.shape[dim], size).shard(x, rank, dim)

@@ -311,8 +311,7 @@ class Mask:
             )
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the position of each token in its document, for rotary embedding: (seq_len,)
-        int64.
+        """Return the position of each token in its document, for RoPE: (seq_len,) int64.
 
         Documents are `parts`. Raises ValueError unless each token of a document sees the token
         before it, as under causal and full masks, windows of 2 or more, and prefixes. A tree of

@@ -71,8 +71,7 @@ class KernelCall:
         return self.right == 0 and self.left is None
 
     def sequences(self) -> tuple[tuple[Span, Span], ...]:
-        """Return the tiles and the gaps between them, in order. A gap is a tile without tokens on
-        one side.
+        """Return the tiles and the gaps between them, in order. A gap has no tokens on one side.
 
         Together they have all queries and all keys.
         """

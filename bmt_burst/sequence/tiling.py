@@ -82,8 +82,7 @@ class Tiling:
     def seen(self, rank: int) -> list[RunFields]:
         """Return the keys of other ranks that queries of `rank` attend to, in order of position.
 
-        Each is part of one run of a shard. With steps, it may include tokens that no query attends
-        to.
+        Each is part of one run of a shard. With steps, it may include unneeded tokens.
         """
         spans = merged(self._visible_spans(rank))
         return [run for span in spans for run in self.runs_at(span) if run[2] != rank]

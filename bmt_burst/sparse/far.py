@@ -8,8 +8,7 @@ far part: a dense kernel computes all of theirs (`queries.py`).
 Neighbouring queries choose nearly the same blocks, so kernels load them for several queries at
 once: `torch_far.py`, and `triton_far.py` for GPUs.
 
-The keys at hand may be a part of the sequence. Blocks outside of it are left out, so several parts
-add up.
+The keys at hand may be a part of the sequence. Blocks outside are left out, so parts add up.
 """
 
 from __future__ import annotations

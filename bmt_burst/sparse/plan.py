@@ -8,8 +8,7 @@ dense call. Far are the blocks beyond the window that the later tokens choose:
               Each rank then chooses blocks for its own queries.
     forward   ranks gather keys and values, span by span. Each computes its far part, which merges
               with the near part by lse.
-    backward  ranks gather keys and values again, and return the gradients of each span to the
-              owners of its tokens.
+    backward  ranks gather keys and values again, and return each span's gradients to its owners.
 
 Queries may be only some of the sequence's tokens: those of a chunk, which attend to the keys up to
 its end. Positions of queries are then those of their tokens among the keys.

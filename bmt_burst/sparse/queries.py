@@ -28,8 +28,7 @@ def documents(mask: Mask) -> list[Span]:
 def own_keys(queries: Tensor, mask: Mask) -> Tensor:
     """Return the positions of rising queries among the keys: (S,) int64, rising.
 
-    Each query is a token of its document's keys. If all keys have their query, that is the query's
-    own position.
+    Each query is a token of its document's keys: its own position if all keys have queries.
     """
     if not mask.slices:
         return queries
@@ -68,8 +67,7 @@ def near_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
 
 
 def work_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
-    """Return a mask with about as much work for each query as sparse attention has. Balance layouts
-    by it.
+    """Return a mask to balance layouts by, with about the work of sparse attention for each query.
 
     The far kernels take about twice as long for a key as dense ones. So a query that chooses
     has the work of a window with twice the keys beyond its own one.

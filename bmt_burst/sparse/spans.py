@@ -4,8 +4,7 @@ In a double ring, a rank first exchanges tokens with the ranks at its place of o
 delivers the tokens of all hosts to the ranks of its own host. So each token is sent to another host
 once. Gradients take the opposite way: the ranks of a host add them up first.
 
-A column holds the tokens of a span that the ranks at one place of all hosts own, one rank after
-the other.
+A column holds the tokens of a span that the ranks at one place of all hosts own, in turn.
 
 Letters: N tensors, B batch, S tokens of a rank, T tokens of a span, G kv heads, D head size.
 """

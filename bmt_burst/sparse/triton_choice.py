@@ -187,8 +187,7 @@ def normalize(
     """Return the logarithm to base 2 of the sum over kernels 2 that a query sees: (F, H) fp32, and
     0 where it sees none.
 
-    With `spans`, return those of each _NORMALIZED kernels: (spans, F, H), and -inf where it sees
-    none.
+    With `spans`, return those of each _NORMALIZED kernels: (spans, F, H), -inf where it sees none.
 
     q     (T, H, D)
     keys  the compressed keys as `split` returns them

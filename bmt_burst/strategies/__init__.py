@@ -87,8 +87,7 @@ class Plan(ABC):
         self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
         """Return dq, dk and dv of this rank's tokens, in the inputs' dtype, and this rank's shares
-        of the gradients of the other inputs. If `keys` have sums, add to these, and return them as
-        dk and dv.
+        of the gradients of the other inputs. If `keys` have sums, add to these and return them.
 
         Out and lse of `queries` are those of the forward. With attention sinks, they include the
         sinks. `kept` is what the forward returned for its backward.

@@ -40,8 +40,7 @@ class Ticket:
     def wait(self) -> None:
         """Return when the received bytes may be read and the sent ones overwritten.
 
-        On CUDA both hold for work that is enqueued on the current stream from now on. The host
-        does not wait.
+        On CUDA both hold for the current stream's later work. The host does not wait.
         """
 
 
@@ -71,8 +70,7 @@ Arrivals = Sequence[Arrival]
 class Delivery:
     """An exchange of puts. They are received into `memory` (bytes, uint8).
 
-    recycled  whether `memory` is written to again once it is released. Otherwise it lasts while it
-              is referred to.
+    recycled  whether `memory` is written to again after its release, or lasts as long as it is used
     """
 
     memory: Tensor
@@ -139,8 +137,7 @@ class Transport(ABC):
     def deliver(
         self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
     ) -> Delivery:
-        """Start an exchange that is received into `nbytes` of memory on `device`. Return without
-        waiting.
+        """Start an exchange that is received into `nbytes` of memory on `device`, without waiting.
 
         For each pair of ranks, puts and arrivals have the same order. A rank's puts to itself have
         no arrivals. On a lane (one of LANES) deliveries are released in the order in which they

@@ -1,5 +1,4 @@
-"""Deliveries by the GPUs' copy engines, between the ranks of one host. Bytes move while every SM
-computes.
+"""Deliveries by copy engines between the GPUs of one host. Bytes move while every SM computes.
 
 Each rank has an arena that its peers can write to (torch's symmetric memory). For each lane the
 arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane:
@@ -94,8 +93,7 @@ class _Lane:
     """One kind of deliveries: its slots and flags in every rank's arena, and the streams that fill
     slots of other ranks and the own ones.
 
-    `parts` are the lane's bytes in the arenas: slots, then the flags "arrived" and "freed" of each
-    rank.
+    `parts` are the lane's bytes in the arenas: slots, then each rank's flags "arrived" and "freed".
     """
 
     def __init__(self, parts: list[Tensor], slots: int, slot_bytes: int, device: CudaDevice):

@@ -1,8 +1,7 @@
 """Messengers: they carry short messages between the hosts of a group's ranks.
 
 Transports move tensors, also between GPUs, and never let the host wait. What ranks agree on is
-different: the host needs all ranks' lines before it goes on, and must learn if a rank does not
-send one.
+different: the host needs all ranks' lines before it goes on, and must learn if one is missing.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ _WAYS = (
 def find_masks(
     arguments: Mapping[str, Any], size: int, seq_len: int, padding_sees: bool
 ) -> tuple[Mask, ...]:
-    """Return one causal mask for all rows, or one for each. Tokens see only their own document, and
-    no token sees padding.
+    """Return one causal mask for all rows, or one for each. Tokens see their document, not padding.
 
     arguments     of a forward, by name, with tensors of the shapes that it takes
     size          B

@@ -70,8 +70,7 @@ class TableKernel(ABC):
 
         All kernels accept delta = rowsum(out * dout) instead of out.
 
-        dtable is the sum of dS for each row and head, over the visible pairs with that row and over
-        B.
+        dtable is the sum of dS for each row and head, over B and the visible pairs with that row.
         """
 
 

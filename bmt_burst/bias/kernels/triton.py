@@ -1,8 +1,7 @@
 """The library's own Triton kernel with a bias.
 
 Several programs add to one sum of the gradient of the table, and they add integers. So results are
-bit-identical between runs. A separate kernel (`triton_table`) computes the gradient of a bias by
-distance.
+bit-identical between runs. `triton_table` computes the gradient of a bias by distance.
 """
 
 from __future__ import annotations
@@ -176,8 +175,7 @@ def _align(x: Tensor) -> Tensor:
 def _add_sums(added: Added, bias: CallBias, inputs: tuple[Tensor, ...]) -> Added:
     """Return the terms of a bias with zeroed sums, and with units in which none overflows.
 
-    The host waits for no GPU. If the bound of a head's sums is not finite, its unit is NaN, and so
-    is its gradient.
+    The host waits for no GPU. If the bound of a head's sums is not finite, its gradient is NaN.
     """
     terms, (_, _, v, dout, lse, delta) = added.terms, inputs
     bound = dscores_bound(dout, v, lse, delta) if bias.bound is None else bias.bound

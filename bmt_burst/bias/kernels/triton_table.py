@@ -27,8 +27,7 @@ def backward_table(
     """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
 
     If positions are EVEN, all blocks of a diagonal have the same distances. Then dscores are summed
-    over the blocks, and the sums are added once. The program skips sequences for which EVEN is
-    wrong.
+    over the blocks, and the sums are added once. Sequences with another EVEN are skipped.
     """
     head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
     start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)

@@ -170,8 +170,8 @@ class RingPlan(Plan):
     def _make_passes(self, payload: Payload, routes: Routes) -> list[Pass]:
         """Return the passes in which blocks are sent, or none if no rank needs another's tokens.
 
-        All ranks return the same. Between hosts a rank does not know what others need, so there
-        whole blocks count.
+        All ranks return the same. Between hosts whole blocks count: a rank does not know what
+        others need.
         """
         sizes = self.problem.sizes
         if self.problem.layout.size == 1 or not routes.traffic():
@@ -221,8 +221,7 @@ class RingPlan(Plan):
     def _most_bytes(self, payload: Payload) -> tuple[int, int]:
         """Return the most bytes of blocks, and of results, that land at once.
 
-        The limits are those of a full mask. All masks get them, so memory that was reserved once is
-        enough for any mask.
+        The limits are those of a full mask. So memory that was reserved once fits any mask.
         """
         problem, hops = self.problem, self.schedule.inner - 1
         if not hops:

@@ -1,5 +1,4 @@
-"""The order of events of one rank: what it starts, waits for and computes. It is data that can be
-printed and checked.
+"""The order of events of one rank: what it starts, waits for and computes. It is plain data.
 
 Each exchange starts before the computation that overlaps with it, and memory is released as soon as
 it has been read. This also keeps streams from deadlock: a rank's peers enqueue what it waits for

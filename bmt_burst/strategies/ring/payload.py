@@ -1,5 +1,4 @@
-"""Payloads: the tensors that are sent around the ring, and the results that are returned. A class
-each.
+"""Payloads: the tensors that are sent around the ring, and the results that are returned.
 
     KeysValues     k and v. A backward returns dk and dv.
     QueriesOnly    q of a forward. It returns out, and lse.

@@ -3,8 +3,7 @@
 The hops of a round are grouped into stages. The tokens of a stage that a rank needs land one
 after the other, in the order of their positions, so that tiles that are cut in the same way are one
 kernel call. Results of a stage return to the owners of its tokens. There they land by sender.
-Both ends of a message compute its place from the same data, so a transport may write it there
-without asking.
+Both ends of a message compute its place from the same data, so a transport need not ask for it.
 
 The memory where tokens land may hold those of an earlier stage. A sender overwrites them, also
 without asking: there are two buffers for tokens and one for results, and all ranks of a host have
@@ -36,8 +35,7 @@ from .schedule import Schedule
 
 
 class Outgoing(NamedTuple):
-    """Tokens `span` of what the sender has, which land from token `at` on at place `peer` of its
-    host.
+    """Tokens `span` of what the sender has, which land from token `at` on at place `peer`.
 
     `total` tokens land there in the stage.
     """

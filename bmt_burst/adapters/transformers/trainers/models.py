@@ -35,8 +35,7 @@ def find_enabled(model: nn.Module, inside: bool = True) -> EnabledModel | None:
 
 
 def enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> None:
-    """Enable the models of transformers inside of wrappers over the ranks of `sp`, unless this was
-    done.
+    """Enable the models of transformers inside of wrappers over the ranks of `sp`, if they are not.
 
     Calls without labels return whole outputs: the caller computes its own loss or metrics. Calls
     inside of other modules return them with labels, too, unless `loss_only` is among the options.
