@@ -179,7 +179,8 @@ def _tiles(
     # On GPUs rows begin at aligned addresses. On CPUs products in bf16 may read a gap between rows.
     width = _round_up(entries, _COLUMNS_MULTIPLE) if hidden.is_cuda else entries
     memory = hidden.new_empty(min(tokens, len(hidden)), width)
-    for rows in _split_range(len(hidden), tokens):
+    for start in range(0, len(hidden), tokens):
+        rows = slice(start, min(start + tokens, len(hidden)))
         logits = memory[: rows.stop - rows.start]
         parts = logits[:, :entries].split(list(map(len, weights)), 1)
         for weight, part in zip(weights, parts, strict=True):
@@ -300,7 +301,3 @@ def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:
         torch._assert_async(~outside.any(), "a label is not in the vocabulary")
     elif outside.any():
         raise ValueError(f"label {int(labels[outside][0])} is not in a vocabulary of {vocabulary}")
-
-
-def _split_range(count: int, width: int) -> Iterator[slice]:
-    return (slice(start, min(start + width, count)) for start in range(0, count, width))

@@ -64,7 +64,8 @@ class PlainKernel(Kernel):
             here, there = slice(*rows), slice(*columns)
             tensors = q[:, here], k[:, there], v[:, there]
             merged.add([rows], *self._kernel_of(part).forward(*tensors, part, spec))
-        return merged.result()
+        out, lse = merged.result()
+        return out.contiguous(), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
         if _is_for_triton(q, call):
@@ -79,7 +80,7 @@ class PlainKernel(Kernel):
             grads = self._kernel_of(part).backward(*tensors, lse[:, :, here], None, part, spec)
             for total, span, grad in zip(sums, (rows, columns, columns), grads, strict=True):
                 total.add([span], grad)
-        return tuple(total.result()[0] for total in sums)
+        return tuple(total.result()[0].contiguous() for total in sums)
 
     def _kernel_of(self, part: KernelCall) -> Kernel:
         """Return the kernel that computes a block."""

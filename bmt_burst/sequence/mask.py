@@ -366,15 +366,18 @@ class Mask:
 
     def _draw_rows(self) -> Iterator[str]:
         """Draw squares of the mask, darker where more pairs are visible."""
-        row_cuts, column_cuts = map(_cut_cells, (self.seq_len, self.kv_len))
+        row_cuts, column_cuts = (
+            [tokens * i // cells for i in range(cells + 1)]
+            for tokens in (self.seq_len, self.kv_len)
+            for cells in [min(_DRAWN, tokens)]
+        )
         for rows in itertools.pairwise(row_cuts):
-            crossing = [s for s in self.slices if length(overlap(s.q, rows))]
+            crossing = [(s, q) for s in self.slices if length(q := overlap(s.q, rows))]
             line = []
             for columns in itertools.pairwise(column_cuts):
-                visible = sum(_crop_slice(s, rows, columns).area for s in crossing)
-                line.append(
-                    _SHADES[-(-visible * (len(_SHADES) - 1) // (length(rows) * length(columns)))]
-                )
+                visible = sum(s._replace(q=q, kv=overlap(s.kv, columns)).area for s, q in crossing)
+                pairs = length(rows) * length(columns)
+                line.append(_SHADES[-(-visible * (len(_SHADES) - 1) // pairs)])
             yield " ".join(line).rstrip()
 
 
@@ -409,12 +412,6 @@ def _move_band(s: Slice, by: int) -> Slice:
     return s._replace(low=low, high=high)
 
 
-def _cut_cells(tokens: int) -> list[int]:
-    """Return the bounds of the cells in which tokens are drawn."""
-    cells = min(_DRAWN, tokens)
-    return [tokens * i // cells for i in range(cells + 1)]
-
-
 def _count_from(q: Span, kv: Span, bound: int) -> int:
     """Count the pairs (i, j) of a rectangle with i - j >= bound.
 
@@ -437,11 +434,6 @@ def _triangle(side: int) -> int:
 def _start(s: Slice) -> tuple[int, int]:
     """Return where a slice starts, by which slices are sorted."""
     return s.q[0], s.kv[0]
-
-
-def _crop_slice(s: Slice, q: Span, kv: Span) -> Slice:
-    """Return the part of a slice in a rectangle of positions."""
-    return s._replace(q=overlap(s.q, q), kv=overlap(s.kv, kv))
 
 
 def _connect_slices(slices: Sequence[Slice]) -> tuple[Span, ...]:

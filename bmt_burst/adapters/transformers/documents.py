@@ -16,7 +16,7 @@ from torch import Tensor
 from ...base.arguments import as_int, check_tensor
 from ...sequence.layout import IGNORE_INDEX
 from ...sequence.mask import Mask, Slice, plain_mask
-from ...sequence.span import Span
+from ...sequence.span import Span, length
 
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
@@ -104,7 +104,11 @@ def _find_borders(
     for name, longest in zip(CU_SEQ_LENS, LONGEST, strict=True):
         if (bounds := arguments.get(name)) is not None:
             spans = _read_bounds(name, bounds, size, seq_len)
-            _check_longest(longest, arguments.get(longest), name, spans)
+            most, given = max(map(length, spans)), arguments.get(longest)
+            if given is not None and as_int(longest, int(given)) < most:
+                raise ValueError(
+                    f"{longest} is {int(given)}, but {name} has a document of {most} tokens"
+                )
             starts = [start - 1 for start, _ in spans[1:]]
             found[name] = torch.zeros(1, seq_len - 1, dtype=torch.bool, device=bounds.device)
             found[name][0, starts] = True
@@ -132,12 +136,6 @@ def _read_bounds(name: str, bounds: Tensor, size: int, seq_len: int) -> list[Spa
     if len(numbers) < 2 or numbers[0] or numbers[-1] != seq_len or numbers != sorted(numbers):
         raise ValueError(f"{name} must rise from 0 to {seq_len}, got {_shorten(numbers)}")
     return [span for span in itertools.pairwise(numbers) if span[0] < span[1]]
-
-
-def _check_longest(name: str, longest: Any, bounds: str, spans: list[Span]) -> None:
-    found = max(stop - start for start, stop in spans)
-    if longest is not None and as_int(name, int(longest)) < found:
-        raise ValueError(f"{name} is {int(longest)}, but {bounds} has a document of {found} tokens")
 
 
 def _check_agreement(named: Mapping[str, Tensor], inside: Tensor | None) -> Tensor | None:
