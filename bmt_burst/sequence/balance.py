@@ -10,17 +10,16 @@ agree", 1985).
 
 An arc may cut a document at either end. So a rank takes the first arc that begins or ends between
 two documents and has nearly its share, and only without one the arc that has it exactly. The search
-begins with arcs around the place where the circle was closed, since they contain what the last arc
-left of a document. So one causal document becomes the zigzag layout, nearly, and a window or a full
-mask the contiguous one.
+begins where the circle was closed, with what the last arc left of a document. So one causal
+document becomes nearly the zigzag layout, and a window or a full mask the contiguous one.
 
 Kernels take longer for many short documents than for a few long ones with as many pairs. Therefore
 documents lie on the circle in an order that gives each arc documents of all densities. A document
 with half of the tokens would be an arc of its own for some ranks. If all others are short, these
 are dealt out whole instead, and each rank takes an arc of the long one.
 
-The section "How evenly layouts share out work" of docs/results-masks.md has the measured gap to
-equal work. This module uses plain numbers and nothing random, so all ranks find the same layout.
+docs/results-masks.md has the measured gap to equal work. Nothing is random, so all ranks find the
+same layout.
 """
 
 from __future__ import annotations

@@ -137,15 +137,12 @@ def choose(name: str, problem: Problem) -> Strategy:
     refuse the problem and needs no more than `group_bytes`. Otherwise it is the ring.
 
     Work is short if a rank has at most 8K tokens and its forward, on average, less than 0.35
-    TFLOP. Kernel launches and the host take longer than an exchange there, so it pays to need few
-    of them. 0.35 was measured on two H200, and on one that computed the part of a rank of two or
-    eight: rows of "ring" and "one-call" in bench/results/attention-2-nvidia-h200-short*.jsonl and
-    one-rank-1-*.jsonl. No other strategy was faster there by more than 7 %, and the same one twice
-    differs by up to 6 %. Calls of less than 8K tokens a GPU are no target: fewer ranks are faster.
+    TFLOP. Kernel launches and the host take longer than an exchange there. 0.35 was measured on two
+    H200, and on one that computed a rank's part: rows of "ring" and "one-call" in
+    bench/results/attention-2-nvidia-h200-short*.jsonl and one-rank-1-*.jsonl.
 
-    The answer follows from the problem alone. So it is the same on all ranks, on each GPU, and with
-    and without gradients: a forward that checkpointing repeats has the same bits. A strategy is
-    logged when "auto" first takes it.
+    The answer follows from the problem alone. So it is the same on all ranks, and with and without
+    gradients. A strategy is logged when "auto" first takes it.
 
     Raises ValueError with the reason if a strategy that was asked for by name refuses the problem.
     """

@@ -11,15 +11,14 @@ own. A call knows nothing else of it than this contract:
     plan      make the plan of a rank
 
 An extension that only computes pairs in another way returns the plan of a strategy, with a
-`Scoring` in its problem. An extension that moves tensors of its own has a `Plan` of its own, which
-may contain a strategy's. Either may have inputs with gradients: `Plan.forward` and `Plan.backward`.
+`Scoring` in its problem. An extension that moves tensors of its own has its own `Plan`, which may
+contain a strategy's. Either may have inputs with gradients: `Plan.forward` and `Plan.backward`.
 
 A plan that moves tensors uses `Rings.gather_tensors` and `Rings.sum_for_each`, or `exchange` and
 `deliver` of the rings' transports. It calls `Rings.reserve` even if it never delivers.
 
-The seam is for softmax attention: sinks and return_lse need the lse of a plan. Attention without a
-softmax, as linear attention that sends its states, has none. It needs an autograd function of its
-own over the ranks, as ranks/collectives.py has one.
+The seam is for softmax attention: sinks and return_lse need the lse of a plan. Linear attention has
+none, and needs its own autograd function over the ranks, as ranks/collectives.py has one.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ Each rank computes its own block first. Then it receives the others' blocks in p
 pass has some of the heads. A stage has as many blocks as `group_bytes` allows. The tokens of a
 stage that this rank needs lie one after the other, so queries that see the same keys share a
 kernel call. While a stage is computed, the rank receives the next one and returns the results of
-the previous one, also across passes. One block of one kv head per stage needs the least memory. All
-blocks in one stage is another strategy (all_gather.py), and with the own block a third
-(one_call.py). `print(plan)` shows the order.
+the previous one, also across passes. `print(plan)` shows the order. all_gather.py has all blocks
+in one stage, and one_call.py the own block too.
 
 A forward sends queries only if keys are other tokens and queries are fewer bytes.
 """
