@@ -13,10 +13,9 @@ from bmt_burst import Layout, Mask, simulate
 from bmt_burst.calls.softmax import SoftmaxAttention, attend
 from bmt_burst.ranks.rings import make_rings
 from bmt_burst.ranks.sequence_parallel import WholeSequence
-from bmt_burst.strategies import Plan, Problem, choose
+from bmt_burst.strategies import Plan, Problem, Scoring, choose
 from bmt_burst.strategies.compute import Attention, AttentionGradient
 from bmt_burst.strategies.extension import Extension
-from bmt_burst.strategies.problem import Scoring
 from tests.cases import random_qkv
 from tests.reference import dense_results, relative_error
 from tests.rings import ring_arguments

@@ -33,9 +33,8 @@ from torch import Tensor
 from ...ranks.rings import Rings
 from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
 from ...sequence.tiling import Tiling
-from .. import Plan, Problem, Sizes, Strategy
+from .. import Part, Plan, Problem, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
-from ..problem import Part
 from .execution import Backward, Forward
 from .payload import Payload, backward_payload, forward_payload, select_heads
 from .program import Pass, Program
