@@ -36,6 +36,7 @@ class Execution(ABC):
     The lists hold exchanges and deliveries that are under way. Blocks are `crossing` between hosts,
     `fetched` until they land, then `landed`. Results are `leaving` the host or `returning`.
 
+    likes          for each result, the input of its shape, and the earlier sum to add to, if any
     results        the memory of each result, from the event `own` on
     own_parts      the partial results of the own block, for each result
     sums           the sums of this rank's results, by pass
@@ -49,9 +50,16 @@ class Execution(ABC):
     summing: type[Sum]
     waiting: float
 
-    def __init__(self, program: Program, rings: Rings, queries: Queries, keys: Keys):
+    def __init__(
+        self,
+        program: Program,
+        rings: Rings,
+        queries: Queries,
+        keys: Keys,
+        *likes: tuple[Tensor, Tensor | None],
+    ):
         self.program, self.rings, self.device = program, rings, queries.q.device
-        self.queries, self.keys = queries, keys
+        self.queries, self.keys, self.likes = queries, keys, likes
         of_queries, of_keys = slice(0, 1), slice(1, 3)
         self.sent, self.staying = of_queries, of_keys
         if not program.payload.sends_queries:
@@ -89,10 +97,6 @@ class Execution(ABC):
                 ticket.wait()
 
     @abstractmethod
-    def _inputs(self) -> Iterable[tuple[Tensor, Tensor | None]]:
-        """Return for each result the input of its shape, and the earlier sum to add to, if any."""
-
-    @abstractmethod
     def _compute_parts(
         self, heads: slice, calls: Sequence[GatheredCall], queries: Any, keys: Keys
     ) -> Iterable[Sequence[Any]]:
@@ -126,7 +130,7 @@ class Execution(ABC):
 
     def _own(self, event: Event) -> None:
         found = [*self._compute_parts(ALL, self.program.own, self.queries, self.keys)]
-        for i, (x, earlier) in enumerate(self._inputs()):
+        for i, (x, earlier) in enumerate(self.likes):
             parts, whole = [parts[i] for parts in found], [(0, x.shape[1])]
             self.own_parts.append(parts)
             if earlier is not None:
@@ -325,7 +329,7 @@ class Forward(Execution):
     def __init__(
         self, program: Program, rings: Rings, queries: Queries, keys: Keys, inputs: Tensors
     ):
-        super().__init__(program, rings, queries, keys)
+        super().__init__(program, rings, queries, keys, (queries.q, None))
         self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
 
     def result(self) -> tuple[Tensor, Tensor, Tensors]:
@@ -333,9 +337,6 @@ class Forward(Execution):
         self.run()
         out, lse = self.results[0]
         return out, lse, self.attention.kept
-
-    def _inputs(self) -> Iterable[tuple[Tensor, None]]:
-        return ((self.queries.q, None),)
 
     def _compute_parts(
         self, heads: slice, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
@@ -378,7 +379,8 @@ class Backward(Execution):
         scoring = program.problem.scoring
         if scoring.prefers_delta:
             queries = queries.with_delta()  # then calls need not gather out
-        super().__init__(program, rings, queries, keys)
+        likes = (queries.q, None), (keys.k, keys.dk), (keys.v, keys.dv)
+        super().__init__(program, rings, queries, keys, *likes)
         self.attention = scoring.backward(program.problem, queries, inputs, kept)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensors]:
@@ -388,10 +390,6 @@ class Backward(Execution):
         self.run()
         [dq], [dk], [dv] = self.results
         return dq.contiguous(), dk, dv, self.attention.gradients
-
-    def _inputs(self) -> Iterable[tuple[Tensor, Tensor | None]]:
-        keys = self.keys
-        return (self.queries.q, None), (keys.k, keys.dk), (keys.v, keys.dv)
 
     def _compute_parts(
         self, heads: slice, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ...base.dtypes import accumulator_dtype
 from ...merging.merge import stack_lse_delta
 from ...transport.packing import Packing
 from .. import DENSE, Problem, Sizes
-from ..compute import Keys, Queries, QueryGradients, Side
+from ..compute import Keys, Queries, QueryGradients, Side, Tensors
 
 
 class Payload(ABC):
@@ -30,10 +31,12 @@ class Payload(ABC):
 
     sends_queries  whether keys stay; otherwise queries stay
     returns        whether results are returned: gradients, or out and lse
+    side           the type of a block that arrives
     """
 
     sends_queries: bool = True
     returns: bool = True
+    side: type[Side]
 
     @abstractmethod
     def packing(self, sizes: Sizes) -> Packing:
@@ -46,12 +49,12 @@ class Payload(ABC):
         return Packing(sizes.batch, (entry,) * count if self.returns else ())
 
     @abstractmethod
-    def depart(self, block: Side) -> tuple[Tensor, ...]:
+    def depart(self, block: Any) -> Tensors:
         """Return the tensors of a block of the sent side, contiguous."""
 
-    @abstractmethod
     def arrive(self, tensors: Sequence[Tensor]) -> Side:
         """Return the block from the tensors of `depart`."""
+        return self.side(*tensors)
 
     def most_tokens(self, problem: Problem) -> int:
         """Return the number of tokens of the longest block."""
@@ -65,17 +68,13 @@ class Payload(ABC):
 class KeysValues(Payload):
     """The payload of k and v. A backward returns dk and dv."""
 
-    sends_queries = False
+    sends_queries, side = False, Keys
 
     def __init__(self, returns: bool = True):
         self.returns = returns
 
-    def depart(self, block: Side) -> tuple[Tensor, ...]:
-        assert isinstance(block, Keys)
+    def depart(self, block: Keys) -> Tensors:
         return block.k.contiguous(), block.v.contiguous()
-
-    def arrive(self, tensors: Sequence[Tensor]) -> Keys:
-        return Keys(*tensors)
 
     def packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2)
@@ -84,12 +83,10 @@ class KeysValues(Payload):
 class QueriesOnly(Payload):
     """The payload of q in a forward. It returns out in q's dtype, and lse."""
 
-    def depart(self, block: Side) -> tuple[Tensor, ...]:
-        assert isinstance(block, Queries)
-        return (block.q.contiguous(),)
+    side = Queries
 
-    def arrive(self, tensors: Sequence[Tensor]) -> Queries:
-        return Queries(*tensors)
+    def depart(self, block: Queries) -> Tensors:
+        return (block.q.contiguous(),)
 
     def packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.dtype),))
@@ -102,12 +99,11 @@ class QueriesOnly(Payload):
 class QueriesDelta(Payload):
     """The payload of q and dout, with lse and delta side by side."""
 
-    def depart(self, block: Side) -> tuple[Tensor, ...]:
-        assert isinstance(block, QueryGradients)
+    def depart(self, block: QueryGradients) -> Tensors:
         if block.delta is not None:
             rows = torch.stack((block.lse, block.delta), -1).transpose(1, 2).contiguous()
         else:
-            assert block.out is not None
+            assert block.out is not None, "a block has out or delta"
             rows = stack_lse_delta(block.out, block.dout, block.lse)
         return block.q.contiguous(), block.dout.contiguous(), rows
 
