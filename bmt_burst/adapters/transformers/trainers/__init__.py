@@ -5,7 +5,6 @@ options.py      its options
 tested.py       the trainers of TRL that were tested
 trainer.py      how it differs from a plain Trainer: losses, evaluation, counts, saves
 accelerator.py  how it differs from a plain Accelerator: data, gathers, schedulers, models
-loaders.py      streams and orders of data for groups
 peers.py        the groups in the world, and exchanges between them
 models.py       the language models inside of wrappers
 """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -25,7 +27,6 @@ from ....ranks.agreement import run_together
 from ....ranks.groups import init_sequence_parallel
 from ....ranks.rings import make_rings
 from ....ranks.sequence_parallel import SequenceParallel
-from .loaders import GroupState, keep_order, seed_workers_by_group
 from .models import enable_inside, find_enabled
 from .options import Options
 from .peers import Peers, find_peers
@@ -265,11 +266,11 @@ class ParallelAccelerator(Accelerator):
         peers = self._peers
         if peers is None or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **named)
-        seed_workers_by_group(data_loader, self.state.process_index, peers.index)
+        _seed_workers_by_group(data_loader, self.state.process_index, peers.index)
         loader = super().prepare_data_loader(data_loader, *args, **named)
         self._count_groups(loader)
         if peers.count == 1 and isinstance(loader, DataLoaderShard):
-            keep_order(loader)
+            _keep_order(loader)
         return loader
 
     def _count_groups(self, loader: Any) -> None:
@@ -359,3 +360,37 @@ def _are_tensors(data: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """The state of processes for accelerate's DataLoaderDispatcher, which counts groups here.
+
+    The ranks of the first group read a stream. All ranks then receive the batch of rank 0, and take
+    the part of their group.
+    """
+
+    process_index: int
+    num_processes: int
+    device: torch.device
+
+
+def _seed_workers_by_group(loader: DataLoader, rank: int, index: int) -> None:
+    """Let the workers of all ranks in a group draw the same numbers.
+
+    Replaces the rank in transformers' seed_worker.
+    """
+    function: Any = loader.worker_init_fn
+    if isinstance(function, functools.partial) and function.keywords.get("rank") == rank:
+        loader.worker_init_fn = functools.partial(
+            function.func, *function.args, **{**function.keywords, "rank": index}
+        )
+
+
+def _keep_order(loader: DataLoaderShard) -> None:
+    """Let all ranks draw one order, since accelerate synchronises no generator without shards."""
+    for owner in (loader.get_sampler(), loader.dataset):
+        if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+            loader.synchronized_generator = generator
+            loader.rng_types = [*(loader.rng_types or ()), "generator"]
+    loader.rng_types = [*(loader.rng_types or ()), "torch"]
