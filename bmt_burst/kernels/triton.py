@@ -146,30 +146,14 @@ def launch(
         programs = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M)
     left, right = effective_band(call)
     grid = len(programs), k.shape[2] if by_keys else q.shape[2], len(q)
-    kernel[grid](
-        *tensors,
-        *map(_kernel_strides, tensors),
-        programs,
-        spec.scale,
-        left or 0,
-        right or 0,
-        added.terms,
-        GROUP=q.shape[2] // k.shape[2],
-        D=q.shape[-1],
-        WIDTH=_width(q),
-        M=shape.M,
-        N=shape.N,
-        LEFT=left is not None,
-        RIGHT=right is not None,
-        PRECISION=precision(q),
-        CAP=spec.softcap,
-        TERMS=bool(added.terms),
-        ONE_PART=added.one_part,
-        **constants,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        enable_fp_fusion=True,
-    )
+    numbers = spec.scale, left or 0, right or 0
+    constants |= {"GROUP": q.shape[2] // k.shape[2], "D": q.shape[-1], "WIDTH": _width(q)}
+    constants |= {"M": shape.M, "N": shape.N, "LEFT": left is not None, "RIGHT": right is not None}
+    constants |= {"PRECISION": precision(q), "CAP": spec.softcap}
+    constants |= {"TERMS": bool(added.terms), "ONE_PART": added.one_part}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": True}
+    strides = map(_kernel_strides, tensors)
+    kernel[grid](*tensors, *strides, programs, *numbers, added.terms, **constants, **options)
 
 
 def _width(q: Tensor) -> int:

@@ -24,52 +24,34 @@ _BLOCK = 2048  # entries that a program handles
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
-    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, see `parts`."""
+    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, at least one."""
     if not (span := find_unfinished(parts, out)):
         return
     total, total_lse = tokens_at(out, span), lse[:, :, slice(*span)]
     parts = _fill_up(clip_parts(parts, span))
-    grid, sizes, constants = _by_rows(total)
+    grid, sizes, shape = _by_rows(total)
     outs, lses = [_dense_rows(part[1]) for part in parts], [part[2] for part in parts]
     # Triton compiles a kernel again for addresses that are no multiples of 16, and in a tuple
     # nothing prevents that. So it gets where memory begins, and offsets apart.
     starts = tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses)
-    _merge_outputs[grid](
-        total,
-        total_lse,
-        tuple(outs),
-        starts,
-        _places(parts, total),
-        total.stride(),
-        multiply_by_16(total_lse.stride()),
-        _row_strides(outs),
-        multiply_by_16(int(part_lse.storage_offset()) for part_lse in lses),
-        tuple(multiply_by_16(part_lse.stride(dim) for part_lse in lses) for dim in range(3)),
-        *sizes,
-        len(parts),
-        *constants,
-        lies_in(parts[0], total),
-    )
+    offsets = multiply_by_16(int(part_lse.storage_offset()) for part_lse in lses)
+    lse_strides = tuple(multiply_by_16(x.stride(dim) for x in lses) for dim in range(3))
+    strides = total.stride(), multiply_by_16(total_lse.stride()), _row_strides(outs)
+    tensors = total, total_lse, tuple(outs), starts, _places(parts, total)
+    constants = len(parts), *shape, lies_in(parts[0], total)
+    _merge_outputs[grid](*tensors, *strides, offsets, lse_strides, *sizes, *constants)
 
 
 def sum_gradients(total: Tensor, parts: list[Part]) -> None:
-    """Fill total (B, S, H, D) with the sum of `parts`, see `parts`."""
+    """Fill total (B, S, H, D) with the sum of `parts`, at least one."""
     if not (span := find_unfinished(parts, total)):
         return
     total, parts = tokens_at(total, span), _fill_up(clip_parts(parts, span))
-    grid, sizes, constants = _by_rows(total)
+    grid, sizes, shape = _by_rows(total)
     grads = [_dense_rows(part[1]) for part in parts]
-    _sum_gradients[grid](
-        total,
-        tuple(grads),
-        _places(parts, total),
-        total.stride(),
-        _row_strides(grads),
-        *sizes,
-        len(parts),
-        *constants,
-        lies_in(parts[0], total),
-    )
+    tensors = total, tuple(grads), _places(parts, total), total.stride(), _row_strides(grads)
+    constants = len(parts), *shape, lies_in(parts[0], total)
+    _sum_gradients[grid](*tensors, *sizes, *constants)
 
 
 def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:

@@ -196,22 +196,11 @@ def normalize(
     shape = spans or 1, len(tiles.places), q.shape[1]
     normalizers = torch.empty(shape, dtype=torch.float32, device=q.device)
     q, shared, step = _prepare(q, sparse, groups)
-    _normalize[len(tiles.table), groups, shape[0]](
-        q,
-        keys.normalizing,
-        tiles.table,
-        tiles.tokens,
-        tiles.places,
-        normalizers,
-        q.stride(),
-        keys.normalizing.stride(),
-        shape[1],
-        scale,
-        SPAN=spans and _NORMALIZED,
-        PARTS=len(keys.normalizing),
-        N=step,
-        **shared,
-    )
+    tensors = q, keys.normalizing, tiles.table, tiles.tokens, tiles.places, normalizers
+    strides = q.stride(), keys.normalizing.stride()
+    shared |= {"SPAN": spans and _NORMALIZED, "PARTS": len(keys.normalizing), "N": step}
+    programs = len(tiles.table), groups, shape[0]
+    _normalize[programs](*tensors, *strides, shape[1], scale, **shared)
     return normalizers if spans else normalizers[0]
 
 
@@ -243,29 +232,12 @@ def score_blocks(
     scores, of_last = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     q, shared, step = _prepare(q, sparse, groups)
     table = tiles.table[piece.tiles]
-    _fill_scores[len(table), groups, triton.cdiv(piece.blocks, span)](
-        q,
-        keys.scored,
-        table,
-        tiles.tokens,
-        tiles.places,
-        normalizers,
-        scores,
-        of_last,
-        q.stride(),
-        keys.scored.stride(),
-        first,
-        shape[1],
-        piece.blocks,
-        scale,
-        BLOCK=sparse.block_size,
-        WINDOW=sparse.window_blocks,
-        EACH=each,
-        SPAN=span,
-        PARTS=len(keys.scored),
-        N=max(step, each),
-        **shared,
-    )
+    tensors = q, keys.scored, table, tiles.tokens, tiles.places, normalizers, scores, of_last
+    strides, sizes = (q.stride(), keys.scored.stride()), (first, shape[1], piece.blocks)
+    shared |= {"BLOCK": sparse.block_size, "WINDOW": sparse.window_blocks, "EACH": each}
+    shared |= {"SPAN": span, "PARTS": len(keys.scored), "N": max(step, each)}
+    programs = len(table), groups, triton.cdiv(piece.blocks, span)
+    _fill_scores[programs](*tensors, *strides, *sizes, scale, **shared)
     return scores, of_last
 
 
@@ -274,24 +246,14 @@ def take_largest(
 ) -> None:
     """Fill chosen (T, G, most_blocks), which are -1, with the blocks that each query takes."""
     (groups, queries, blocks), most = scores.shape, sparse.most_blocks
+    constants = {"MOST": most, "BLOCK": sparse.block_size}
+    constants |= {"INIT": sparse.init_blocks, "WINDOW": sparse.window_blocks}
 
     def take(listed: Tensor | None, into: Tensor, count: int, spans: int = 1) -> None:
         size = max(triton.next_power_of_2(count), 16)
+        numbers, warps = (queries, blocks, count), min(max(size // _OF_WARP, 1), 32)
         _take[queries, groups, spans](
-            scores,
-            of_last,
-            places,
-            listed,
-            into,
-            queries,
-            blocks,
-            count,
-            MOST=most,
-            BLOCK=sparse.block_size,
-            INIT=sparse.init_blocks,
-            WINDOW=sparse.window_blocks,
-            N=size,
-            num_warps=min(max(size // _OF_WARP, 1), 32),
+            scores, of_last, places, listed, into, *numbers, **constants, N=size, num_warps=warps
         )
 
     if blocks <= _TAKEN:

@@ -51,6 +51,10 @@ class FarShape(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
 
 # The fastest on one H200, with head size 128, 16 query heads a kv head, and blocks of 64. Forward
 # and dq share their unions, so they have equal rows. More rows of dk and dv spill registers.
@@ -94,28 +98,11 @@ def _launch_by_tiles(
     ranges = find_between(starts, first - blocks.block_size + 1, first + len(k))
     copies = _can_copy(k, constants) and _can_copy(v, constants)
     keys = [_describe(x, constants) if copies else x for x in (k, v)]
-    kernel[starts.shape[1], k.shape[1]](
-        q,
-        *keys,
-        *others,
-        *map(_kernel_strides, tensors),
-        blocks.queries,
-        blocks.stops,
-        starts,
-        chosen,
-        ranges,
-        len(blocks.queries),
-        first,
-        len(k),
-        starts.shape[2],
-        scale,
-        COPIES=copies,
-        TOKENS=tokens,
-        **constants,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        enable_fp_fusion=True,
-    )
+    strides, lists = map(_kernel_strides, tensors), (blocks.queries, blocks.stops, starts, chosen)
+    numbers = len(blocks.queries), first, len(k), starts.shape[2], scale
+    constants |= {"COPIES": copies, "TOKENS": tokens, **shape.options}
+    programs = starts.shape[1], k.shape[1]
+    kernel[programs](q, *keys, *others, *strides, *lists, ranges, *numbers, **constants)
 
 
 def _can_copy(x: Tensor, constants: dict[str, Any]) -> bool:
@@ -145,47 +132,15 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
     held_starts, reaches = ranges.new_full((2, groups, slots), NONE).unbind()
     # Programs take another part until none is left, because the host does not know the count.
     programs = -(-len(k) // blocks.block_size) + 1 + slots
-    _dkdv[programs, groups](
-        *tensors,
-        *map(_kernel_strides, tensors),
-        blocks.stops,
-        lists.tokens,
-        lists.starts,
-        lists.begins,
-        ranges,
-        lists.slots,
-        held,
-        held_starts,
-        reaches,
-        first,
-        len(k),
-        lists.tokens.shape[1],
-        lists.starts.shape[1],
-        slots,
-        scale,
-        TOKENS=count_tokens(shape.rows, constants["HEADS"]),
-        **constants,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        enable_fp_fusion=True,
-    )
+    strides, parts = map(_kernel_strides, tensors), (held, held_starts, reaches)
+    table = blocks.stops, lists.tokens, lists.starts, lists.begins, ranges, lists.slots
+    numbers = first, len(k), lists.tokens.shape[1], lists.starts.shape[1], slots, scale
+    options = {"TOKENS": count_tokens(shape.rows, constants["HEADS"]), **shape.options}
+    _dkdv[programs, groups](*tensors, *strides, *table, *parts, *numbers, **constants, **options)
     if slots:
-        _add_parts[slots, groups](
-            held,
-            held_starts,
-            reaches,
-            dk,
-            dv,
-            dk.stride(),
-            dv.stride(),
-            first,
-            len(k),
-            slots,
-            D=q.shape[-1],
-            WIDTH=constants["WIDTH"],
-            BLOCK=blocks.block_size,
-            N=constants["N"],
-        )
+        sizes = {name: constants[name] for name in ("D", "WIDTH", "BLOCK", "N")}
+        grads = dk, dv, dk.stride(), dv.stride()
+        _add_parts[slots, groups](*parts, *grads, first, len(k), slots, **sizes)
 
 
 def _constants(q: Tensor, k: Tensor, block_size: int) -> dict[str, Any]:
