@@ -1,6 +1,4 @@
-"""Compilers: functions that torch.compile leaves alone or compiles on GPUs, and arguments that do
-not make Triton compile a kernel again.
-"""
+"""Functions that torch.compile leaves alone or compiles on GPUs, and arguments for Triton."""
 
 from __future__ import annotations
 

@@ -162,9 +162,7 @@ def _fits_once(q: Tensor, k: Tensor) -> bool:
 
 
 def _reach(x: Tensor) -> int:
-    """Count the entries of memory from the first one of x to its last one. A view of tensors that
-    lie side by side has only some of them.
-    """
+    """Count the entries of memory from the first one of x to its last, with those between."""
     return 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -250,9 +248,7 @@ def functions() -> tuple[Callable, Callable]:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which the package keeps compiled kernels. Raises OSError if it keeps
-    none or cannot make the folder.
-    """
+    """Return the package's folder of compiled kernels. Raises OSError if there is none."""
     from flash_attn.cute import cache_utils
 
     if not cache_utils.CUTE_DSL_CACHE_ENABLED:

@@ -41,9 +41,7 @@ class ReferenceKernel(Kernel):
         return self.gradients(dout, q, k, v, out, lse, delta, call, spec)[:3]
 
     def gradients(self, dout, q, k, v, out, lse, delta, call, spec, added=None):
-        """Compute `Kernel.backward`, and dS (B, H, S, T), which is 0 for hidden pairs. `added` are
-        as for `forward`.
-        """
+        """Compute `Kernel.backward`, and dS (B, H, S, T), 0 for hidden pairs. See `forward`."""
         groups = k.shape[2]
         if delta is None:
             delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)

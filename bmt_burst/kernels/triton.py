@@ -36,9 +36,7 @@ from .packed import effective_band, prepare_once
 
 
 class LaunchShape(NamedTuple):
-    """The block sizes of a launch: M queries and N keys, warps, pipeline stages, and the bytes of
-    shared memory that these need.
-    """
+    """The block sizes of a launch: M queries, N keys, warps, stages, and bytes of shared memory."""
 
     M: int
     N: int
@@ -65,9 +63,7 @@ NOTHING = Added("half")
 
 
 def refuses_tensors(q: Tensor) -> str | None:
-    """Return why Triton kernels of attention cannot compute with tensors like q, whatever its head
-    size, or None if they can.
-    """
+    """Return why Triton kernels cannot compute with tensors like q, of any head size, or None."""
     if not installed("triton"):
         return "the package triton is not installed"
     if not q.is_cuda:

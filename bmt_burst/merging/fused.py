@@ -64,9 +64,7 @@ def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None
 
 
 def _fill_up(parts: list[Any]) -> list[Any]:
-    """Return the parts, and empty ones up to a power of two: a kernel is compiled for each number
-    of parts, which depends on the mask.
-    """
+    """Return the parts, and empty ones up to a power of two, since each number is compiled."""
     missing = triton.next_power_of_2(len(parts)) - len(parts)
     return [*parts, *([([(0, 0)], *parts[0][1:])] * missing)]
 

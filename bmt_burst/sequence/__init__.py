@@ -1,3 +1,1 @@
-"""The whole sequence as data: masks, layouts, and the tiles that follow. This folder knows no
-tensors of tokens, no ranks and no devices.
-"""
+"""The whole sequence as data: masks, layouts and tiles, without tensors, ranks and devices."""

@@ -168,9 +168,7 @@ class _Circle:
         yield self.tokens - tokens
 
     def _narrow(self, low: _Arc, high: _Arc, tokens: int, share: float) -> tuple[_Arc, _Arc]:
-        """Return two arcs next to each other, between two of which one has too much work and one
-        too little. So has one of these.
-        """
+        """Return neighbours between two arcs, one with too much work and one with too little."""
         while high[0] - low[0] > 1:
             arc = self._measure_arc((low[0] + high[0]) // 2, tokens, share)
             low, high = (low, arc) if _differ(low, arc) else (arc, high)

@@ -100,12 +100,8 @@ def _align(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | Non
         yield (a + corner, b), kv, None, None
         return
     beyond = rows - columns
-    yield (
-        (a, b),
-        kv,
-        None if high is None else high - 1 - beyond,
-        None if low is None else beyond - low,
-    )
+    left = None if high is None else high - 1 - beyond
+    yield (a, b), kv, left, None if low is None else beyond - low
 
 
 def _join_kinds(kinds: dict[_Band, list[tuple[Span, Span]]]) -> None:

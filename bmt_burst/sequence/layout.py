@@ -178,9 +178,7 @@ class Layout(ABC):
         return self.shards[rank]
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the positions of `rank`'s shard in the whole sequence: (S_local,) int64, in
-        storage order.
-        """
+        """Return `rank`'s positions in the whole sequence: (S_local,) int64, in storage order."""
         none = torch.empty(0, dtype=torch.int64, device=device)  # a shard may have no ranges
         parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in self._shard(rank)]
         return torch.cat([none, *parts])

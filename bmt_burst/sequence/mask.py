@@ -63,12 +63,8 @@ class Slice(NamedTuple):
         """Return the slice of the pairs that both have."""
         lows = [x for x in (self.low, other.low) if x is not None]
         highs = [x for x in (self.high, other.high) if x is not None]
-        return Slice(
-            overlap(self.q, other.q),
-            overlap(self.kv, other.kv),
-            max(lows, default=None),
-            min(highs, default=None),
-        )
+        band = max(lows, default=None), min(highs, default=None)
+        return Slice(overlap(self.q, other.q), overlap(self.kv, other.kv), *band)
 
 
 @dataclass(frozen=True)

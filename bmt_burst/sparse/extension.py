@@ -26,9 +26,7 @@ from .queries import find_longest, near_mask
 
 @dataclass(frozen=True)
 class Sparse(Extension):
-    """A choice of blocks by the data. With `use_nope`, its tensors are the queries and keys by
-    which blocks are chosen.
-    """
+    """A choice of blocks by the data, with `use_nope` by its tensors: queries and keys."""
 
     config: InfLLMV2 | None
 

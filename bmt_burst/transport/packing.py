@@ -65,9 +65,7 @@ class Packing:
         )
 
     def _rows(self, at: Span, tokens: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (tensor, batch row, first byte, bytes) of the tokens `at` in memory for `tokens`.
-        Nothing is yielded for no bytes.
-        """
+        """Yield (tensor, batch row, first byte, bytes) of tokens `at` in memory for `tokens`."""
         for tensor, (start, entry) in enumerate(
             zip(_starts(self, tokens), self.entries, strict=False)
         ):

@@ -134,9 +134,7 @@ class TorchTransport(ProcessTransport):
     def _start_over_gloo(
         self, start: Callable[..., dist.Work | None], x: Tensor, peer: int
     ) -> Callable[..., object]:
-        """Start to send or receive x. Return a function that waits for it, for the group's timeout
-        or as many seconds as it gets.
-        """
+        """Start to send or receive x. Return what waits for it, for the timeout or some seconds."""
         seconds = self.messenger.timeout
         with _name_peer(peer, seconds):
             work = _check_work(start(as_bytes(x), None, self.group, 0, peer))

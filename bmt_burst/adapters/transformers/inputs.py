@@ -31,12 +31,8 @@ _COMPARED = ("input_ids", *_WHOLE, *CU_SEQ_LENS, *_NUMBERS)
 _OTHERS = ("logits_to_keep", "use_cache", "output_hidden_states", "return_dict")
 _KNOWN = {*_OF_TOKENS, *_COMPARED, *_OTHERS, *_OURS}
 # arguments that say which tokens see each other, or what this forward returns
-_NOT_FOR_THE_MODEL = {
-    *("attention_mask", "shift_labels", "logits_to_keep", "seq_idx"),
-    *CU_SEQ_LENS,
-    *LONGEST,
-    *_OURS,
-}
+_NOT_FOR_THE_MODEL = {*CU_SEQ_LENS, *LONGEST, *_OURS}
+_NOT_FOR_THE_MODEL |= {"attention_mask", "shift_labels", "logits_to_keep", "seq_idx"}
 _WHOLE_OUTPUTS = {
     "output_attentions": "attention over ranks never has all its probabilities at once; leave it "
     "out, or set it to False in the configuration",
