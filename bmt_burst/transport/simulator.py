@@ -44,19 +44,11 @@ class Network:
         self._counts: Counter[Any] = Counter()
         self._queues: dict[Any, queue.SimpleQueue[Any]] = {}
 
-    def put(self, message: Any, *key: Any) -> None:
-        """Send the next message with this key."""
-        self._find_queue("put", key).put(message)
+    def find_queue(self, end: str, *key: Any) -> queue.SimpleQueue[Any]:
+        """Return the queue of the next message with this key at one end of it, "put" or "ask".
 
-    def ask(self, sender: int, *key: Any) -> Callable[[], Any]:
-        """Return a function that waits for the next message with this key, from thread `sender`.
-
-        Messages belong to the askers in the order in which they asked, not in which they wait.
+        Each message has a queue. So it belongs to who asked first, whoever waits first.
         """
-        return functools.partial(self._take, sender, self._find_queue("ask", key))
-
-    def _find_queue(self, end: str, key: Any) -> queue.SimpleQueue[Any]:
-        """Return the queue of the next message at this end of it. Each message has a queue."""
         with self._lock:
             self._counts[end, key] += 1
             numbered = self._counts[end, key], key
@@ -65,7 +57,8 @@ class Network:
                 found = self._queues[numbered] = queue.SimpleQueue()
             return found
 
-    def _take(self, sender: int, found: queue.SimpleQueue[Any]) -> Any:
+    def take(self, sender: int, found: queue.SimpleQueue[Any]) -> Any:
+        """Wait for the message of a queue, from thread `sender`."""
         for _ in range(int(_TIMEOUT / _POLL)):
             # read before the queue, which it may have filled just before
             has_ended = sender in self.ended
@@ -154,11 +147,13 @@ class SimulatedRing(Transport):
 
     def put(self, peer: int, message: Any, *kind: str) -> None:
         """Send any object to a rank."""
-        self.network.put(message, *kind, self.members, self.rank, peer)
+        key = *kind, self.members, self.rank, peer
+        self.network.find_queue("put", *key).put(message)
 
     def ask(self, peer: int, *kind: str) -> Callable[[], Any]:
         """Return a function that waits for the next object of this kind from a rank."""
-        return self.network.ask(self.members[peer], *kind, self.members, peer, self.rank)
+        found = self.network.find_queue("ask", *kind, self.members, peer, self.rank)
+        return functools.partial(self.network.take, self.members[peer], found)
 
     def swap(self, message: Any, kind: str) -> list[Any]:
         """Send an object to all ranks. Return theirs, in rank order."""

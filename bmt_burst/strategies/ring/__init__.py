@@ -78,13 +78,17 @@ class RingPlan(Plan):
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
     ) -> tuple[Tensor, Tensor, Tensors]:
-        return Forward(self.forward_program, rings, Queries(q), Keys(k, v), inputs).result()
+        forward = Forward(self.forward_program, rings, Queries(q), Keys(k, v), inputs)
+        [(out, lse)] = forward.run()
+        return out, lse, forward.attention.kept
 
     def backward(
         self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         """Compute the gradients. Queries have out or delta."""
-        return Backward(self.backward_program, rings, queries, keys, inputs, kept).result()
+        backward = Backward(self.backward_program, rings, queries, keys, inputs, kept)
+        [dq], [dk], [dv] = backward.run()
+        return dq.contiguous(), dk, dv, backward.attention.gradients
 
     def lane_bytes(self, with_backward: bool) -> dict[str, int]:
         payloads = [forward_payload(self.problem)]

@@ -36,13 +36,13 @@ class Execution(ABC):
     The lists hold exchanges and deliveries that are under way. Blocks are `crossing` between hosts,
     `fetched` until they land, then `landed`. Results are `leaving` the host or `returning`.
 
-    likes          for each result, the input of its shape, and the earlier sum to add to, if any
-    results        the memory of each result, from the event `own` on
-    own_parts      the partial results of the own block, for each result
-    sums           the sums of this rank's results, by pass
-    root_sums      the sums of a root's results, by pass and round
-    computed       the sums of a stage's results
-    sent, staying  which results are those of the side that is sent, and of the side that stays
+    likes      for each result, the input of its shape, and the earlier sum to add to, if any
+    results    the memory of each result, from the event `own` on
+    own_parts  the partial results of the own block, for each result
+    sums       the sums of this rank's results, by pass
+    sent       which of them are those of the side that is sent
+    root_sums  the sums of a root's results, by pass and round
+    computed   the sums of a stage's results
 
     A forward that sends keys has one sum, and returns nothing.
     """
@@ -60,19 +60,20 @@ class Execution(ABC):
     ):
         self.program, self.rings, self.device = program, rings, queries.q.device
         self.queries, self.keys, self.likes = queries, keys, likes
-        of_queries, of_keys = slice(0, 1), slice(1, 3)
-        self.sent, self.staying = of_queries, of_keys
-        if not program.payload.sends_queries:
-            self.sent, self.staying = of_keys, of_queries
+        # out or dq, or dk and dv, which a forward does not have
+        self.sent = slice(0, 1) if program.payload.sends_queries else slice(1, 3)
         self.limit = self.waiting * program.problem.group_bytes
         self.results: list[Tensors] = []
         self.own_parts: list[list[Any]] = []
 
-    def run(self) -> None:
-        """Perform the events. If one fails, leave the transport ready for the next call."""
+    def run(self) -> list[Tensors]:
+        """Perform the events. If one fails, leave the transport ready for the next call.
+
+        Return the results in the inputs' dtype, or the sums that the keys have.
+        """
         if not self.program.passes:  # nothing is sent
             self._own(self.program.events[0])
-            return
+            return self.results
         self.roots: dict[tuple[int, int], Tensors] = {}  # by pass and round
         self.crossing: list[tuple[Ticket, Tensors]] = []
         self.fetched: list[Delivery] = []
@@ -95,6 +96,7 @@ class Execution(ABC):
                 delivery.release()
             for ticket, _ in (*self.crossing, *self.leaving):
                 ticket.wait()
+        return self.results
 
     @abstractmethod
     def _compute_parts(
@@ -183,10 +185,11 @@ class Execution(ABC):
             if payload.sends_queries
             else (self.queries.part(ALL, pass_.q), received)
         )
-        sums = self.computed if event.stage >= 0 else self._sent_sums(event)
+        sums = [*self.sums[event.number]]
+        sums[self.sent] = self.computed if event.stage >= 0 else self._sent_sums(event)
         for parts in self._compute_parts(pass_.q, calls, queries, keys):
-            add_parts(self.sums[event.number][self.staying], parts[self.staying])
-            add_parts(sums, parts[self.sent])
+            for total, part in zip(sums, parts, strict=True):
+                total.add(*part)
 
     def _free(self, event: Event) -> None:
         self.landed.pop().release()
@@ -332,12 +335,6 @@ class Forward(Execution):
         super().__init__(program, rings, queries, keys, (queries.q, None))
         self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
 
-    def result(self) -> tuple[Tensor, Tensor, Tensors]:
-        """Run. Return out (B, S, H, D), lse (B, H, S) and what the scoring keeps."""
-        self.run()
-        out, lse = self.results[0]
-        return out, lse, self.attention.kept
-
     def _compute_parts(
         self, heads: slice, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
     ) -> Iterable[Sequence[Any]]:
@@ -383,14 +380,6 @@ class Backward(Execution):
         super().__init__(program, rings, queries, keys, *likes)
         self.attention = scoring.backward(program.problem, queries, inputs, kept)
 
-    def result(self) -> tuple[Tensor, Tensor, Tensor, Tensors]:
-        """Run. Return dq, dk and dv in the inputs' dtype, or the sums that the keys have, and this
-        rank's shares of the gradients of the scoring's inputs.
-        """
-        self.run()
-        [dq], [dk], [dv] = self.results
-        return dq.contiguous(), dk, dv, self.attention.gradients
-
     def _compute_parts(
         self, heads: slice, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
     ) -> Iterable[Sequence[Any]]:
@@ -398,12 +387,6 @@ class Backward(Execution):
 
     def _reuse(self, x: Tensor, *only: Tensor) -> Tensors | None:
         return (only[0].to(x.dtype).contiguous(),)
-
-
-def add_parts(sums: Sequence[Sum], parts: Sequence[Any]) -> None:
-    """Add a part to each of `sums`."""
-    for total, part in zip(sums, parts, strict=True):
-        total.add(*part)
 
 
 def add_sent(sums: Sequence[Sum], spans: Sequence[Span], tensors: Sequence[Tensor]) -> None:
