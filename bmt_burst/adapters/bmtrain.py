@@ -24,8 +24,7 @@ from .. import nn as burst_nn
 
 
 class BurstAttention(burst_nn.BurstAttention):
-    """bmt_burst.nn.BurstAttention as a DistributedModule, with its arguments and
-    DistributedParameters of `dtype`.
+    """bmt_burst.nn.BurstAttention as a DistributedModule, with parameters of `dtype`.
 
     Projections start from a normal distribution with `init_std`, biases and sinks as 0, and the
     weights of norms as 1. bmtrain.init_parameters fills them in the same way.

@@ -2,8 +2,7 @@
 
 A recomputation takes what a policy kept, an operation's nth result for its nth run. That is wrong
 if the first run changed the result in place afterwards. torch checks versions, but a view may hide
-a change from it. It is also wrong if only the first run makes plans and tables, since operations
-then count differently.
+a change from it. It is also wrong if only the first run makes plans and tables: then counts differ.
 
 So policies see no operations of this library's calls, except for those of the kernels.
 """

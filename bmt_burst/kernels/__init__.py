@@ -1,7 +1,6 @@
 """Block kernels: attention of some queries to some keys, in the tiles of a `KernelCall`.
 
-Each file has one kernel. `Kernel` below is the contract, `reference` its specification. Kernels
-know nothing of rings and layouts.
+Each file has one kernel. `Kernel` below is the contract, `reference` its specification.
 
 To add a kernel, write `kernels/NAME.py` with a subclass of Kernel, and add one line to `_BACKENDS`.
 If it knows no tiles, derive it from `tile_by_tile.PlainKernel`. If it calls functions of variable
@@ -46,8 +45,7 @@ _ALIASES = {"cuda": ("fa4", "fa2")}
 
 
 class Kernel(ABC):
-    """Attention of q (B, S, H, D) to k, v (B, T, G, D), H a multiple of G, all of one dtype and
-    device.
+    """Attention of q (B, S, H, D) to k, v (B, T, G, D) of one dtype and device, H a multiple of G.
 
     Query head h attends to kv head h // (H // G). A `KernelCall` says which query sees which key.
     It is the same for each of B. S and T are its q_tokens and kv_tokens. A `Spec` says how scores

@@ -1,7 +1,6 @@
 """cuDNN's fused attention, called through torch.ops.aten.
 
-It also works if torch.backends.cudnn.enabled is False, as BMTrain leaves it: the operator calls
-cuDNN directly.
+It also works if torch.backends.cudnn.enabled is False, as BMTrain leaves it.
 """
 
 from __future__ import annotations

@@ -90,8 +90,7 @@ def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
 
     The package drops a bound of the band that is not below the longest keys, and replaces a missing
     one by that length. Both are wrong if there are more queries than keys. It also assumes one
-    query in each sequence if the longest has one. Therefore both lengths are the longest of either
-    side, at least 2.
+    query in each sequence if the longest has one. So both are the longest, at least 2.
     """
     packed = sequences(call, len(q), q.device)
     longest = max(packed.longest, 2)

@@ -211,8 +211,7 @@ def _arguments(
 ) -> tuple[dict[str, Any], bool]:
     """Return the package's arguments besides tensors, and whether it takes packed tokens.
 
-    Dense calls need no tables, so a CUDA graph may capture them. If something is `added`, tokens
-    are packed.
+    Dense calls need no tables, so a CUDA graph may capture them. With `added`, tokens are packed.
     """
     left, right = effective_band(call)
     arguments: dict[str, Any] = {"softmax_scale": spec.scale, **(added or {})}

@@ -1,7 +1,6 @@
 """The library's own kernel, in Triton.
 
-It runs on any GPU that Triton compiles for, and computes any tiles, also in fp32 and with a
-softcap.
+It runs on any GPU that Triton compiles for, for any tiles, also in fp32 and with a softcap.
 
 One launch computes all tiles of a call. Each program reads from a list which tokens it has. The
 programs with the most work are first in the list. The backward has one program for each block of

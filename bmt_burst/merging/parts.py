@@ -45,8 +45,7 @@ def lies_in(part: Part | OutputPart, total: Tensor) -> bool:
 def find_unfinished(parts: Parts, total: Tensor) -> Span | None:
     """Return the tokens of the sum that still have to be written, or None if there are none.
 
-    If the first part lies in `total`, the other tokens have their sum already, and only those that
-    later parts have change.
+    If the first part lies in `total`, only the tokens that later parts have change.
     """
     if not lies_in(parts[0], total):
         return 0, total.shape[1]

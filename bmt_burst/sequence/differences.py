@@ -1,7 +1,6 @@
 """The first difference between the masks or the layouts of two ranks, in words for an error.
 
-Arguments are plain numbers, as JSON gives them back: ranks send them to each other once digests
-differ.
+Arguments are plain numbers, as JSON has them: ranks send them once digests differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The choice of blocks by torch operators, for any device and dtype. `choice.py` defines it.
 
-Scores are computed in tiles of one shape, whatever the queries in them, so that a choice does not
-depend on the other queries.
+Scores are computed in tiles of one shape, so that a choice does not depend on the other queries.
 
 Letters: T queries, H query heads, G kv heads, D head size.
 """

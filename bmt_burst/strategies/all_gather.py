@@ -1,5 +1,4 @@
-"""All-gather: the ring with all blocks of a host in one stage, as Llama 3 was trained (arXiv
-2407.21783).
+"""All-gather: the ring with all blocks of a host in one stage, as for Llama 3 (arXiv 2407.21783).
 
 While a rank computes its own block, it gathers all keys and values that it needs, of all heads.
 Then it computes with them in as few kernel calls as the mask allows. No other strategy has fewer

@@ -10,8 +10,7 @@ window, a single one. The backward gathers again, and returns the gradients.
     rank 1  k0 k1 | k0 k1 k2                q1 x (k0 k1),  q2 x (k0 k1 k2)
 
 The picture shows two ranks with a causal mask and layout zigzag. The tiles of a kernel call share
-no keys, so some keys land twice. Where nothing is gained, the plan is all-gather's, which computes
-the own block while others arrive.
+no keys, so some keys land twice. Where nothing is gained, the plan is all-gather's.
 """
 
 from __future__ import annotations

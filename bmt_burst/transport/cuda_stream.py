@@ -1,5 +1,4 @@
-"""CUDA's part of deliveries by copy engines: streams that wait for flags and write them, and memory
-that the GPUs of a host share.
+"""CUDA's part of deliveries by copy engines: streams with flags, and memory that GPUs share.
 
 Layouts of structures, and the functions, are those of CUDA's driver API.
 """

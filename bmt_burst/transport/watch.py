@@ -2,8 +2,7 @@
 
 Streams wait for peers' flags, and nothing wakes them: a host that waits for such a stream gets no
 exception. So a thread watches the other ranks. Once a rank sends no more messages, work that was
-enqueued before has some seconds to finish without it. If it does not, the process prints the rank
-and the call, and ends.
+enqueued before has some seconds to finish without it. If it does not, the process says so and ends.
 
 Copy engines need it, and graphs that a Decoder replays. Over NCCL, torch's own watchdog ends a
 process whose exchange takes longer than the group's timeout, unless a graph makes the exchange.

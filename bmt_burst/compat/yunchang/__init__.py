@@ -1,5 +1,4 @@
-"""Names of yunchang 0.6.4 (feifeibear/long-context-attention, or USP), computed by this library, in
-the modules of that package.
+"""Names of yunchang 0.6.4 (feifeibear/long-context-attention, or USP), computed by this library.
 
 In a grid of Ulysses of degree U times a ring of degree R, rank s of a sequence has part u of U of
 shard r of the ring. A shard is chunk r ("basic"), tokens r, r + R, r + 2R, ... ("strip"), or chunks

@@ -172,8 +172,7 @@ class RingPlan(Plan):
     def _make_passes(self, payload: Payload, routes: Routes) -> list[Pass]:
         """Return the passes in which blocks are sent, or none if no rank needs another's tokens.
 
-        All ranks return the same. Between hosts whole blocks count: a rank does not know what
-        others need.
+        All ranks return the same. Between hosts whole blocks count.
         """
         sizes = self.problem.sizes
         if self.problem.layout.size == 1 or not routes.traffic():

@@ -76,8 +76,7 @@ class Stage:
                       rank has of the root
     returns           results of what landed, for the ranks that sent it
     returned_tokens   how many tokens results return to
-    return_sources    the place that returns each part of the results, and where it lies: those of
-                      the first of `sends` first
+    return_sources    the place that returns each part of the results, and where it lies, as `sends`
 
     Planning needs only the landing. Messages are found when they are first asked for.
     """
