@@ -1,4 +1,4 @@
-"""CUDA streams, tables that are copied to them from host memory, and their capture in a CUDA graph.
+"""GPUs: CUDA streams, tables that are copied to them from host memory, and capture in a CUDA graph.
 
 A graph replays the GPU's work, and nothing that the host does. Ranks agree on each call over the
 host, deliveries count flags that the host numbers, and small tables are copied from host memory. A
@@ -6,6 +6,8 @@ replay would repeat old numbers and read memory that may hold something else by 
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -71,3 +73,12 @@ class Flag:
     def is_set(self) -> bool | None:
         """Return the value, or None if the device has not computed it yet."""
         return bool(self._value) if self._copied is None or self._copied.query() else None
+
+
+@functools.cache
+def count_processors(device: torch.device, interpreted: int) -> int:
+    """Return the multiprocessors of a GPU, or `interpreted` for Triton's interpreter on a CPU."""
+    if device.type != "cuda":
+        return interpreted
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..base.devices import count_processors
+from ..base.streams import count_processors
 from ..sequence.layout import IGNORE_INDEX
 
 _BLOCK, _GATED = 4096, 1024  # entries of a program

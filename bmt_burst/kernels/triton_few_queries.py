@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..base.devices import count_processors
+from ..base.streams import count_processors
 from ..merging.parts import Partials
 from ..spec import Spec
 from .triton import LaunchShape, precision, shape_of, shared_memory

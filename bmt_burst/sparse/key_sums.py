@@ -9,11 +9,37 @@ import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
-from ..base.growing import Growing
 from ..kernels.few_queries import attend_grouped
 from ..spec import Spec
 from .compressed import CompressedKeys, compress, compress_normalizing, compress_scored, sum_strides
 from .config import InfLLMV2
+
+
+class _Growing:
+    """Rows that are appended, as in decoding, in memory that doubles.
+
+    count  the number of rows so far
+    """
+
+    def __init__(self, first: Tensor):
+        self.count, self._memory = 0, first[:0]
+        self.add(first)
+
+    def add(self, rows: Tensor) -> None:
+        """Append rows."""
+        stop = self.count + len(rows)
+        if stop > len(self._memory):
+            # the first rows are often many, and then few are added
+            grown = self._memory.new_empty(max(stop, 2 * self.count), *rows.shape[1:])
+            grown[: self.count] = self.rows
+            self._memory = grown
+        self._memory[self.count : stop] = rows
+        self.count = stop
+
+    @property
+    def rows(self) -> Tensor:
+        """All rows so far, a view."""
+        return self._memory[: self.count]
 
 
 class KeySums:
@@ -31,7 +57,7 @@ class KeySums:
         # (n, B, G, D), sums of the last strides, which begin compressed keys that are not finished
         self._strides: Tensor | None = None
         self._first = 0  # the number of the first of them
-        self._compressed: tuple[Growing, Growing] | None = None  # (n, B, G, D), as CompressedKeys
+        self._compressed: tuple[_Growing, _Growing] | None = None  # (n, B, G, D), as CompressedKeys
 
     @torch.no_grad()
     def extend(self, keys: Tensor) -> None:
@@ -52,7 +78,7 @@ class KeySums:
             strides = torch.cat((self._strides, strides))
         if self._compressed is None:
             found = CompressedKeys(*compress(strides, self.sparse))
-            self._compressed = Growing(found.scored), Growing(found.normalizing)
+            self._compressed = _Growing(found.scored), _Growing(found.normalizing)
         else:
             scored, normalizing = self._compressed
             later = strides[scored.count - self._first :]
@@ -66,7 +92,7 @@ class KeySums:
         if self._rest is not None and self._strides is not None and self._compressed is not None:
             at = rows.to(self._rest.device)
             self._rest, self._strides = self._rest[:, at], self._strides[:, at]
-            of_scored, of_normalizing = (Growing(x.rows[:, at]) for x in self._compressed)
+            of_scored, of_normalizing = (_Growing(x.rows[:, at]) for x in self._compressed)
             self._compressed = of_scored, of_normalizing
 
     def unfinished(self) -> tuple[int, Tensor]:

@@ -113,32 +113,30 @@ def _list_walks(call: KernelCall, device: torch.device, queries: int, keys: int)
     number of blocks; the first key of each block minus its first query; then start and number of
     the sequence's queries, and of its keys.
     """
-    name = "triton walks", queries, keys
-    return prepare_once(
-        call, name, device, lambda: send_to_device(_walks_on_host(call, queries, keys), device)
-    )
 
+    def make() -> Tensor:
+        tiles = torch.tensor([(*q, *kv) for q, kv in call.tiles], dtype=torch.int64).view(-1, 4)
+        q_at, q_end, kv_at, kv_end = tiles.unbind(1)
+        q_count, kv_count = q_end - q_at, kv_end - kv_at
+        # Query i sees keys i + lowest .. i + highest.
+        lowest, highest = 1 - q_count, kv_count - 1
+        if call.left is not None:
+            lowest = torch.maximum(lowest, kv_count - q_count - call.left)
+        if call.right is not None:
+            highest = torch.minimum(highest, kv_count - q_count + call.right)
+        at, nth = number_groups(((highest - lowest + queries - 1) // keys + 1).clamp_min(0))
+        ahead = lowest[at] + nth * keys
+        # the blocks that have at least one query and one key
+        first = ((-ahead - keys) // queries + 1).clamp_min(0)
+        stop = (torch.minimum(q_count[at], kv_count[at] - ahead) + queries - 1) // queries
+        part, nth = number_groups(((stop - first + _MOST_STEPS - 1) // _MOST_STEPS).clamp_min(0))
+        at, start = at[part], first[part] + nth * _MOST_STEPS
+        steps = (stop[part] - start).clamp_max(_MOST_STEPS)
+        fields = start * queries, steps, ahead[part], q_at[at], q_count[at], kv_at[at], kv_count[at]
+        walks = torch.stack(fields, 1)[steps.argsort(descending=True, stable=True)].to(torch.int32)
+        return send_to_device(walks, device)
 
-def _walks_on_host(call: KernelCall, queries: int, keys: int) -> Tensor:
-    tiles = torch.tensor([(*q, *kv) for q, kv in call.tiles], dtype=torch.int64).view(-1, 4)
-    q_at, q_end, kv_at, kv_end = tiles.unbind(1)
-    q_count, kv_count = q_end - q_at, kv_end - kv_at
-    # Query i sees keys i + lowest .. i + highest.
-    lowest, highest = 1 - q_count, kv_count - 1
-    if call.left is not None:
-        lowest = torch.maximum(lowest, kv_count - q_count - call.left)
-    if call.right is not None:
-        highest = torch.minimum(highest, kv_count - q_count + call.right)
-    at, nth = number_groups(((highest - lowest + queries - 1) // keys + 1).clamp_min(0))
-    ahead = lowest[at] + nth * keys
-    # the blocks that have at least one query and one key
-    first = ((-ahead - keys) // queries + 1).clamp_min(0)
-    stop = (torch.minimum(q_count[at], kv_count[at] - ahead) + queries - 1) // queries
-    part, nth = number_groups(((stop - first + _MOST_STEPS - 1) // _MOST_STEPS).clamp_min(0))
-    at, start = at[part], first[part] + nth * _MOST_STEPS
-    steps = (stop[part] - start).clamp_max(_MOST_STEPS)
-    fields = start * queries, steps, ahead[part], q_at[at], q_count[at], kv_at[at], kv_count[at]
-    return torch.stack(fields, 1)[steps.argsort(descending=True, stable=True)].to(torch.int32)
+    return prepare_once(call, ("triton walks", queries, keys), device, make)
 
 
 def _make_added(bias: CallBias) -> Added:
