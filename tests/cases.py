@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import Layout, Mask, Slice
-from bmt_burst.bias.call_bias import CallBias, Segments
+from bmt_burst.bias.call_bias import CallBias, SegmentIds
 from bmt_burst.sequence.layout import LAYOUTS, Balanced, Chunked
 from bmt_burst.sequence.tile import KernelCall
 
@@ -129,7 +129,7 @@ def random_bias(
         group += 1
     q, kv = (_some_tokens(chance, count, tokens) for count in (call.q_tokens, call.kv_tokens))
     generator = torch.Generator().manual_seed(seed)
-    segments = Segments(
+    segments = SegmentIds(
         **{
             f"q_{name}": torch.tensor([fields[t][i] for t in q], dtype=torch.int32)
             for name, i in _Q_FIELDS.items()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bmt_burst.bias import kernels
-from bmt_burst.bias.call_bias import CallBias, Segments
+from bmt_burst.bias.call_bias import CallBias, SegmentIds
 from bmt_burst.bias.kernels import fa4
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tile import KernelCall
@@ -149,6 +149,6 @@ def test_the_numbers_of_a_table_are_made_once(functions):
 def test_biases_where_no_groups_are_equal(functions):
     """There may be no pairs of segments at all."""
     numbers = [torch.full((4,), i, dtype=torch.int32) for i in range(4)]
-    segments = Segments(*numbers, numbers[0][:0], 5)
+    segments = SegmentIds(*numbers, numbers[0][:0], 5)
     bias = CallBias(torch.randn(6, 2), *numbers[:2], numbers[0][:1], segments)
     check(functions, bias, KernelCall.whole(4), "add_by_segments")

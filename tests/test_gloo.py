@@ -14,7 +14,7 @@ from bmt_burst import burst_attn_func, init_sequence_parallel
 from bmt_burst.errors import RankGone, RankLate
 from bmt_burst.ranks.groups import _count_ranks_a_host
 from bmt_burst.sequence.tile import KernelCall
-from bmt_burst.transport.processes import Exchange
+from bmt_burst.transport.processes import ExchangeTicket
 from bmt_burst.transport.torch_dist import TorchTransport, torch_transport
 from tests import lightning
 from tests.cases import call_tensors, random_layout, random_mask, random_qkv, random_two_lengths
@@ -131,7 +131,7 @@ def test_an_exchange_that_failed_does_not_wait_for_its_first_parts_again():
     def fail():
         raise RankGone("rank 1 has ended")
 
-    exchange = Exchange([lambda: over.append(1), fail], ((), ()))
+    exchange = ExchangeTicket([lambda: over.append(1), fail], ((), ()))
     for _ in range(2):
         with pytest.raises(RankGone):
             exchange.wait()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from bmt_burst import Layout, Mask, Slice, alibi_slopes, lightning_attn_func, simulate
 from bmt_burst.base import kept
 from bmt_burst.lightning import reference
-from bmt_burst.lightning.segments import Exchange, Segments, StatePlan, plan_states
+from bmt_burst.lightning.segments import Segments, StateExchange, StatePlan, plan_states
 from bmt_burst.sequence.layout import Stacked
 from bmt_burst.sparse import Choices, keep_choices
 from tests.lightning import (
@@ -199,7 +199,7 @@ def tokens_before(borders, position: int) -> dict[int, int]:
 
 def run_plans(plans: list[StatePlan], borders, inner: int, direction: str):
     """Exchange states as dictionaries of tokens and decays. Return by rank what it takes."""
-    exchanges: list[Exchange] = [getattr(plan, direction) for plan in plans]
+    exchanges: list[StateExchange] = [getattr(plan, direction) for plan in plans]
     held = [
         dict(zip(x.own, own_states(plan, borders, direction), strict=True))
         for plan, x in zip(plans, exchanges, strict=True)
@@ -243,7 +243,7 @@ def own_states(plan: StatePlan, borders, direction: str):
             yield {t: n for t, n in tokens_before(borders, stop).items() if t >= start}
 
 
-def add_up(exchange: Exchange, states: dict[int, dict[int, int]]):
+def add_up(exchange: StateExchange, states: dict[int, dict[int, int]]):
     for faded in exchange.sums:
         tokens = [(t, n + decay) for run, decay in faded for t, n in states[run].items()]
         found = dict(tokens)

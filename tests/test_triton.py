@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bmt_burst import kernels
 from bmt_burst.bias import kernels as bias_kernels
-from bmt_burst.bias.call_bias import CallBias, Segments
+from bmt_burst.bias.call_bias import CallBias, SegmentIds
 from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.kernels import triton as backend
 from bmt_burst.sequence.tile import KernelCall
@@ -254,7 +254,7 @@ def test_the_gradient_of_a_table_knows_no_queries_that_are_not_there(entries):
     segments = None  # by distance alone
     if entries is not None:
         pairs = torch.tensor(entries, dtype=torch.int32)
-        segments = Segments(nothing, nothing, nothing, position % len(entries), pairs, 4)
+        segments = SegmentIds(nothing, nothing, nothing, position % len(entries), pairs, 4)
     bias = moved(CallBias(torch.randn(5, 1), position, position, distances, segments), DEVICE)
     out, lse = BIAS_KERNEL.forward(q, k, v, KernelCall.whole(count), SPEC, bias)
     assert lse.isfinite().all()

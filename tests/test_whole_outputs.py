@@ -26,7 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from bmt_burst import SequenceParallel, simulate
 from bmt_burst.adapters.transformers import ATTENTION, enable, requests
-from bmt_burst.adapters.transformers.requests import Outputs, ask_models
+from bmt_burst.adapters.transformers.requests import WantedOutputs, ask_models
 from tests.reference import relative_error
 from tests.refusals import refusal
 from tests.test_transformers import (
@@ -194,14 +194,14 @@ def test_arguments_of_a_call_come_before_requests():
     alone = {"input_ids": call["input_ids"]}  # there is no loss
     for asked, arguments, length in (
         (None, call, 18),
-        (Outputs.LOSS_ONLY, call, None),
-        (Outputs.LOSS_ONLY, alone, 18),
-        (Outputs.LOSS_ONLY, {**call, "whole_outputs": False}, 18),
-        (Outputs.LOSS_ONLY, {**call, "whole_outputs": True}, 37),
-        (Outputs.WHOLE, call, 37),
-        (Outputs.WHOLE, {**call, "whole_outputs": False}, 18),
-        (Outputs.WHOLE, {**call, "loss_only": True}, None),
-        (Outputs.WHOLE_FOR_OTHERS, alone, 37),
+        (WantedOutputs.LOSS_ONLY, call, None),
+        (WantedOutputs.LOSS_ONLY, alone, 18),
+        (WantedOutputs.LOSS_ONLY, {**call, "whole_outputs": False}, 18),
+        (WantedOutputs.LOSS_ONLY, {**call, "whole_outputs": True}, 37),
+        (WantedOutputs.WHOLE, call, 37),
+        (WantedOutputs.WHOLE, {**call, "whole_outputs": False}, 18),
+        (WantedOutputs.WHOLE, {**call, "loss_only": True}, None),
+        (WantedOutputs.WHOLE_FOR_OTHERS, alone, 37),
     ):
 
         def work(ring, arguments=arguments):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Segments:
+class SegmentIds:
     """The segments of a call's tokens, and the rows of pairs of segments.
 
     Query i and key j of the call have this row:
@@ -63,7 +63,7 @@ class CallBias:
     q_position: Tensor
     kv_position: Tensor
     distances: Tensor
-    segments: Segments | None = None
+    segments: SegmentIds | None = None
     apart: tuple[int, ...] | None = None
     bound: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)

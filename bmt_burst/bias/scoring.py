@@ -31,11 +31,11 @@ from ..base.compiled import fused_on_gpus
 from ..base.streams import Stream, current_stream, send_to_device
 from ..sequence.gathered_calls import GatheredCall
 from ..sequence.span import Span, hull, in_turn
-from ..strategies import Part, Problem, Scoring
+from ..strategies import MaskPart, Problem, Scoring
 from ..strategies.compute import Attention, AttentionGradient, Keys, Queries, QueryGradients
 from ..strategies.extension import Tensors
 from .areas import BY_DISTANCE, is_one_row
-from .call_bias import CallBias, Segments, dscores_bound
+from .call_bias import CallBias, SegmentIds, dscores_bound
 from .kernels import TableKernel
 from .scores import Scores
 
@@ -47,7 +47,7 @@ _MOST_GAPS = 0.75
 
 
 class PairRows(NamedTuple):
-    """The rows of the table that the pairs of a call have: the label of its `Part`.
+    """The rows of the table that the pairs of a call have: the label of its `MaskPart`.
 
     row    as `Term.row`
     apart  how far the first key of each tile is ahead of its first query. It is given only for rows
@@ -81,11 +81,11 @@ class TableScoring(Scoring):
     prefers_delta = True  # the table's gradient needs it
     host_work = 16  # each area has calls of its own
 
-    def parts(self, problem: Problem) -> tuple[Part, ...]:
+    def parts(self, problem: Problem) -> tuple[MaskPart, ...]:
         if problem.sizes.heads != problem.sizes.kv_heads:
-            return (Part(problem.mask, PairRows(None)),)
+            return (MaskPart(problem.mask, PairRows(None)),)
         return tuple(
-            Part(term.mask, PairRows(term.row), 0.0 if term.row is None else _MOST_GAPS)
+            MaskPart(term.mask, PairRows(term.row), 0.0 if term.row is None else _MOST_GAPS)
             for term in self.scores.terms
         )
 
@@ -214,7 +214,7 @@ class LearnedBias:
         pairs, distances = _send_lookups(self.scores, self.table.device, self.stream)
         segments = None
         if row != BY_DISTANCE:
-            segments = Segments(q_group, q_base, group, segment, pairs, self.scores.other)
+            segments = SegmentIds(q_group, q_base, group, segment, pairs, self.scores.other)
         places = q_position, position, distances, segments, apart
         return CallBias(self.table, *places, bound, self.prepared)
 

@@ -33,7 +33,7 @@ from ..sequence.rows import Layouts, Masks, Rows
 from ..transport import LANES
 from . import kernels
 from .exchange import check_state, state_bytes
-from .plan import NAME, LightningAttention, PastStates, Plan
+from .plan import NAME, LightningPlan, PastStates, PlannedLightning
 from .segments import Edges, find_borders, plan_states
 from .slopes import check_slopes, describe_slopes
 
@@ -158,7 +158,7 @@ def attend_lightning(
     def run(call: _Call, lines: tuple[bytes, ...]) -> Tensor:
         plan = find_plan(rings, call.terms, lines, functools.partial(_make_plan, rings, call))
         tensors = (_flatten(x) for x in call.form.prepare(q, k, v))
-        compute: Callable[..., Tensor] = LightningAttention.apply
+        compute: Callable[..., Tensor] = PlannedLightning.apply
         return compute(*tensors, rings, plan, rings.history.calls, past).view(q.shape)
 
     with on_device(q), without_policies():
@@ -270,7 +270,7 @@ def _check_layouts(layouts: Layouts) -> None:
             )
 
 
-def _make_plan(rings: Rings, call: _Call, everyone: Sequence[dict[str, Any]]) -> Plan:
+def _make_plan(rings: Rings, call: _Call, everyone: Sequence[dict[str, Any]]) -> LightningPlan:
     """Return this rank's plan, which follows from the own terms of all ranks."""
     with known_to_all():
         tokens = [theirs["tokens"] for theirs in everyone]
@@ -287,7 +287,7 @@ def _make_plan(rings: Rings, call: _Call, everyone: Sequence[dict[str, Any]]) ->
     rings.reserve({**dict.fromkeys(LANES, 0), "visit": most * state_bytes(like)}, call.device)
     # other kernels need tokens
     kernel = call.kernel if len(states.segments.cuts) > 1 else "reference"
-    return Plan(states, kernels.load(kernel), call.slopes, call.scale)
+    return LightningPlan(states, kernels.load(kernel), call.slopes, call.scale)
 
 
 def _flatten(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..base.dtypes import accumulator_dtype
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
-from .segments import Exchange, Faded, Hop
+from .segments import Faded, Hop, StateExchange
 from .slopes import decay
 
 
@@ -36,7 +36,7 @@ def find_weights(sums: Sequence[Sequence[Faded]], slopes: Tensor) -> Tensor:
 
 def exchange_states(
     rings: Rings,
-    plan: Exchange,
+    plan: StateExchange,
     own: Sequence[Tensor],
     entering: Sequence[Tensor],
     like: Tensor,

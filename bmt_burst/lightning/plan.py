@@ -51,7 +51,7 @@ class PastStates:
 
 
 @dataclass(eq=False)
-class Plan:
+class LightningPlan:
     """The part of one rank in calls with the same terms.
 
     kernel    a module, see `kernels.py`
@@ -126,7 +126,7 @@ class Plan:
         return taken, torch.stack([take(leaving.get(row)) for row in rows])
 
 
-class LightningAttention(torch.autograd.Function):
+class PlannedLightning(torch.autograd.Function):
     """Lightning attention of one rank by its plan: (T, H, D), differentiable once in q, k and v."""
 
     @staticmethod
@@ -136,7 +136,7 @@ class LightningAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         rings: Rings,
-        plan: Plan,
+        plan: LightningPlan,
         number: int,
         past: PastStates | None,
     ) -> Tensor:
@@ -158,7 +158,7 @@ class LightningAttention(torch.autograd.Function):
         """Return the gradients of forward's arguments, once all ranks are in this backward."""
         doing = f"the backward of call {ctx.number}, of {NAME}"
         rings: Rings = ctx.rings
-        plan: Plan = ctx.plan
+        plan: LightningPlan = ctx.plan
         past: PastStates | None = ctx.past
 
         def begin() -> tuple[Terms, tuple[Tensor, ...]]:

@@ -83,7 +83,7 @@ class Faded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class StateExchange:
     """The states that a rank sends, receives and adds up in one direction. Runs are numbered in
     that direction.
 
@@ -127,8 +127,8 @@ class StatePlan:
     rank: int
     runs: tuple[Run, ...]
     segments: Segments
-    forward: Exchange
-    backward: Exchange
+    forward: StateExchange
+    backward: StateExchange
     total: int
     rows: int
 
@@ -299,7 +299,7 @@ def _cut_segments(runs: Sequence[Run], sequence: _Direction) -> Segments:
     return Segments(tuple(cuts), tuple(opens), tuple(leaves))
 
 
-def _plan_exchange(sequence: _Direction, rank: int, size: int, inner: int) -> Exchange:
+def _plan_exchange(sequence: _Direction, rank: int, size: int, inner: int) -> StateExchange:
     """Plan the exchange of states from earlier to later runs."""
     runs, borders, enters, leaves = sequence
     starts, inside = [start for start, _, _ in runs], set(borders)
@@ -328,7 +328,7 @@ def _plan_exchange(sequence: _Direction, rank: int, size: int, inner: int) -> Ex
     across, within, most = _plan_hops(owners, needed, rank, inner)
     is_any = any(needed) or bool(enters)
     rows = tuple(enters.values()), tuple(leaves.values())
-    return Exchange(tuple(own), across, within, most, tuple(sums), is_any, *rows)
+    return StateExchange(tuple(own), across, within, most, tuple(sums), is_any, *rows)
 
 
 def _plan_hops(

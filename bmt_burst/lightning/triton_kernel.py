@@ -63,7 +63,7 @@ _SINGLE = {**dict.fromkeys(_HALF, Shape(16, 32, 4, 1)), "sum_pieces": Shape(32, 
 _INTERPRETED = dict.fromkeys(_HALF, Shape(16, 16, 4, 1))
 
 
-class States(NamedTuple):
+class TritonStates(NamedTuple):
     """The states before pieces, as if segments began with 0.
 
     last    (N, H, D, D) fp32: the states that other runs need
@@ -100,14 +100,14 @@ def refuses(q: Tensor) -> str | None:
     return import_failure("triton", _load_programs)
 
 
-def forward_states(k: Tensor, v: Tensor, slopes: Tensor, segments: Segments) -> States:
+def forward_states(k: Tensor, v: Tensor, slopes: Tensor, segments: Segments) -> TritonStates:
     """Return the states before pieces, and after `segments.leaves`."""
     return _find_states(k, v, slopes, segments, against=False)
 
 
 def outputs(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float,
-    segments: Segments, states: States, initial: Tensor,
+    segments: Segments, states: TritonStates, initial: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return out (T, H, D). The segments `segments.opens` begin with `initial`."""
     return _attend(q, k, v, slopes, scale, segments, states, initial, transposed=False)
@@ -115,7 +115,7 @@ def outputs(
 
 def backward_states(
     q: Tensor, dout: Tensor, slopes: Tensor, scale: float, segments: Segments
-) -> States:
+) -> TritonStates:
     """Return the gradients of the states after pieces, and before `segments.opens`."""
     states = _find_states(q, dout, slopes, segments, against=True)
     return states._replace(last=states.last * scale)
@@ -123,7 +123,7 @@ def backward_states(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, slopes: Tensor, scale: float,
-    segments: Segments, initial: Tensor, gradient_states: States, dfinal: Tensor,
+    segments: Segments, initial: Tensor, gradient_states: TritonStates, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv (T, H, D). The gradients of the states after `segments.leaves` are
     `dfinal`.
@@ -139,7 +139,9 @@ def gradients(
     return dq, dk, dv
 
 
-def _find_states(k: Tensor, v: Tensor, slopes: Tensor, segments: Segments, against: bool) -> States:
+def _find_states(
+    k: Tensor, v: Tensor, slopes: Tensor, segments: Segments, against: bool
+) -> TritonStates:
     """Return the states before pieces in one direction, of keys k and values v."""
     _, heads, size = k.shape
     pieces = _prepare(segments, k, against)
@@ -153,12 +155,12 @@ def _find_states(k: Tensor, v: Tensor, slopes: Tensor, segments: Segments, again
         tables = slopes, pieces.spans, pieces.chains
         constants = {"SIZE": size * size, "BLOCK": _CHAINED, "enable_fp_fusion": True}
         _load_programs().chain_states[programs,](*tables, states, heads, **constants)
-    return States(states.index_select(0, pieces.last), states)
+    return TritonStates(states.index_select(0, pieces.last), states)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float,
-    segments: Segments, states: States, edges: Tensor, transposed: bool,
+    segments: Segments, states: TritonStates, edges: Tensor, transposed: bool,
 ) -> Tensor:  # fmt: skip
     """Return the attention of q to k, v and states, in time."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base.compiled import multiply_by_16
 from ..base.streams import Stream, current_stream, send_to_device
 from ..sequence.span import Span, length
-from .parts import OutputPart, Part, Parts, clip_parts, find_unfinished, lies_in, tokens_at
+from .parts import GradientPart, OutputPart, Parts, clip_parts, find_unfinished, lies_in, tokens_at
 
 _BLOCK = 2048  # entries that a program handles
 
@@ -42,7 +42,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     _merge_outputs[grid](*tensors, *strides, offsets, lse_strides, *sizes, *constants)
 
 
-def sum_gradients(total: Tensor, parts: list[Part]) -> None:
+def sum_gradients(total: Tensor, parts: list[GradientPart]) -> None:
     """Fill total (B, S, H, D) with the sum of `parts`, at least one."""
     if not (span := find_unfinished(parts, total)):
         return

@@ -16,10 +16,10 @@ from ..base.dtypes import accumulator_dtype
 from ..sequence.span import Span, hull, in_turn, length, overlap, shifted
 
 # The tokens, and their gradient (B, T, H, D).
-Part = tuple[Sequence[Span], Tensor]
+GradientPart = tuple[Sequence[Span], Tensor]
 # The queries, and their out (B, T, H, D) and lse (B, H, T).
 OutputPart = tuple[Sequence[Span], Tensor, Tensor]
-Parts = Sequence[Part] | Sequence[OutputPart]
+Parts = Sequence[GradientPart] | Sequence[OutputPart]
 # N results of the same few queries: out (N, B, S, H, D) and lse (N, B, S, H), natural log, in the
 # accumulator's dtype.
 Partials = tuple[Tensor, Tensor]
@@ -35,7 +35,7 @@ def is_whole(parts: Parts, tokens: int) -> bool:
     return len(parts) == 1 and [*parts[0][0]] == [(0, tokens)]
 
 
-def lies_in(part: Part | OutputPart, total: Tensor) -> bool:
+def lies_in(part: GradientPart | OutputPart, total: Tensor) -> bool:
     """Whether a part has all tokens and already lies in the memory of the sum."""
     if [*part[0]] != [(0, total.shape[1])]:
         return False
@@ -88,7 +88,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     out.copy_(total)
 
 
-def sum_gradients(total: Tensor, parts: list[Part]) -> None:
+def sum_gradients(total: Tensor, parts: list[GradientPart]) -> None:
     """Fill total (B, S, H, D) with the sum of `parts`, at least one.
 
     It may be the memory of a whole first part. Then only tokens that later parts have are written.

@@ -43,7 +43,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Sum:
+class RankSum:
     """The sum over ranks, `SequenceParallel.sum`. Integers and bools are added up as int64."""
 
     name: ClassVar[str] = "sum"
@@ -62,14 +62,14 @@ class Sum:
         return self.forward(rings, dout)
 
 
-class Request(NamedTuple):
+class TensorCall(NamedTuple):
     """A call of a collective, as one rank checked it. `find` returns the collective, from the own
     terms of all ranks.
     """
 
     x: Tensor
     terms: Terms
-    find: Callable[[list[dict[str, Any]]], Join | Sum]
+    find: Callable[[list[dict[str, Any]]], Join | RankSum]
 
 
 def describe_tensor(
@@ -88,16 +88,16 @@ def describe_tensor(
     return Terms(f"a call of {name}", shared, shape if others else {}, f" of {name}")
 
 
-def apply_together(rings: Rings, name: str, check: Callable[[], Request]) -> Tensor:
+def apply_together(rings: Rings, name: str, check: Callable[[], TensorCall]) -> Tensor:
     """Return the result of a collective on this rank, once all ranks have agreed on the call of the
     function `name`.
     """
 
-    def check_terms() -> tuple[Terms, Request]:
+    def check_terms() -> tuple[Terms, TensorCall]:
         request = check()
         return request.terms, request
 
-    def run(request: Request, lines: Sequence[bytes]) -> Tensor:
+    def run(request: TensorCall, lines: Sequence[bytes]) -> Tensor:
         collective = request.find(read_own(request.terms, lines))
         for ring in rings.shared:
             ring.connect(request.x.device)
@@ -112,7 +112,9 @@ class _OverRanks(torch.autograd.Function):
     """A collective of the call with this number, differentiable once in x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rings: Rings, collective: Join | Sum, number: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, rings: Rings, collective: Join | RankSum, number: int
+    ) -> Tensor:
         ctx.rings, ctx.collective, ctx.number = rings, collective, number
         return collective.forward(rings, x)
 
@@ -121,7 +123,7 @@ class _OverRanks(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of forward's arguments, once all ranks are in this backward."""
         rings: Rings = ctx.rings
-        collective: Join | Sum = ctx.collective
+        collective: Join | RankSum = ctx.collective
         doing = f"the backward of call {ctx.number}, of {collective.name}"
 
         def begin() -> tuple[Terms, None]:

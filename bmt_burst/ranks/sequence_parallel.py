@@ -30,7 +30,7 @@ from ..sequence.rows import (
 )
 from ..transport import ALONE
 from .agreement import Terms, describe_term, mark_known, run_agreed
-from .collectives import Join, Request, Sum, apply_together, describe_tensor
+from .collectives import Join, RankSum, TensorCall, apply_together, describe_tensor
 from .rings import Group, Rings, make_rings
 
 Item = TypeVar("Item")
@@ -137,11 +137,11 @@ class SequenceParallel:
         if self.size == 1:
             return _find_longest(positions)
 
-        def check() -> Request:
+        def check() -> TensorCall:
             mine = _find_longest(positions).unsqueeze(0)  # one row of a whole
             one_each = Layout.contiguous(self.size, self.size)
             join = Join(one_each, 0, [mine.shape] * self.size, "longest")
-            return Request(mine, describe_tensor(self.rings, "longest", mine), lambda _: join)
+            return TensorCall(mine, describe_tensor(self.rings, "longest", mine), lambda _: join)
 
         return apply_together(self.rings, "longest", check).amax(0)
 
@@ -162,13 +162,13 @@ class SequenceParallel:
         in a backward with create_graph.
         """
 
-        def check() -> Request:
+        def check() -> TensorCall:
             check_tensor("x", x)
             layout = self.layout_of(seq_len)
             at = check_dim(x, dim)
             where = {"dim": at, "seq_len": layout.seq_len, "layout": layout}
             terms = describe_tensor(self.rings, "unshard", x, where)
-            return Request(x, terms, functools.partial(_find_join, layout, at))
+            return TensorCall(x, terms, functools.partial(_find_join, layout, at))
 
         return apply_together(self.rings, "unshard", check)
 
@@ -184,8 +184,8 @@ class SequenceParallel:
         ranks. Integers and bools have no gradient. Raises the errors of `unshard`.
         """
 
-        def check() -> Request:
-            return Request(x, describe_tensor(self.rings, "sum", x), lambda _: Sum())
+        def check() -> TensorCall:
+            return TensorCall(x, describe_tensor(self.rings, "sum", x), lambda _: RankSum())
 
         return apply_together(self.rings, "sum", check)
 

@@ -76,7 +76,7 @@ _SINGLE = ChoiceShape(64, 32, 4, 1)  # not measured
 _INTERPRETED = ChoiceShape(16, 16, 4, 1)
 
 
-class Piece(NamedTuple):
+class ChoicePiece(NamedTuple):
     """Tiles and their queries, whose scores are kept at a time, and the blocks that these see."""
 
     tiles: slice
@@ -97,7 +97,7 @@ class Tiles(NamedTuple):
     table: Tensor
     tokens: Tensor
     places: Tensor
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChoicePiece, ...]
 
     @staticmethod
     def of(choosers: Choosers, tokens: int, block_size: int, groups: int) -> Tiles:
@@ -108,12 +108,12 @@ class Tiles(NamedTuple):
             for first in range(start, stop, tokens)
         ]
         blocks = int(choosers.places.max()) // block_size + 1
-        step, pieces = max(_BYTES // (8 * groups * blocks * tokens), 1), list[Piece]()
+        step, pieces = max(_BYTES // (8 * groups * blocks * tokens), 1), list[ChoicePiece]()
         for first in range(0, len(rows), step):
             tiles = slice(first, min(first + step, len(rows)))
             queries = slice(rows[first][0], rows[tiles.stop - 1][1])
             seen = int(choosers.places[queries].max()) // block_size + 1
-            pieces.append(Piece(tiles, queries, seen))
+            pieces.append(ChoicePiece(tiles, queries, seen))
         table = torch.tensor(rows, dtype=torch.int32)
         return Tiles(table, choosers.tokens, choosers.places, tuple(pieces))
 
@@ -207,7 +207,7 @@ def normalize(
 def score_blocks(
     q: Tensor,
     tiles: Tiles,
-    piece: Piece,
+    piece: ChoicePiece,
     normalizers: Tensor,
     keys: CompressedKeys,
     sparse: InfLLMV2,

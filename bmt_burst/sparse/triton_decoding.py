@@ -25,7 +25,7 @@ from ..spec import Spec
 from .compressed import CompressedKeys
 from .config import InfLLMV2
 from .key_sums import KeySums
-from .triton_choice import Piece, Tiles, choose_in_spans, count_parts, count_queries, split
+from .triton_choice import ChoicePiece, Tiles, choose_in_spans, count_parts, count_queries, split
 
 _RECENT = tl.constexpr(8)  # sums of strides that are kept: a kernel 2 has 8 of them
 _MOST_TOKENS = 64  # whose scores of all blocks are kept at a time
@@ -165,7 +165,7 @@ class DecodingKeys:
         )
         table = torch.stack(torch.broadcast_tensors(*columns), -1).flatten(0, 1).int()
         every = torch.arange(batch * tokens, device=q.device)
-        piece = Piece(slice(0, len(table)), slice(0, len(every)), self._blocks)
+        piece = ChoicePiece(slice(0, len(table)), slice(0, len(every)), self._blocks)
         return Tiles(table, every, first + every % tokens, (piece,))
 
 

@@ -57,7 +57,7 @@ _FEW_TOKENS = 1 << 13  # of a rank: with more, gathering all takes longer than i
 _logged: set[str] = set()  # the strategies whose choice was logged
 
 
-class Part(NamedTuple):
+class MaskPart(NamedTuple):
     """Some of the visible pairs. Kernel calls have the pairs of one part.
 
     label      tells a `Scoring` which part it is; strategies do not read it
@@ -87,9 +87,9 @@ class Scoring:
     prefers_delta: bool = False
     host_work: int = 1
 
-    def parts(self, problem: Problem) -> tuple[Part, ...]:
+    def parts(self, problem: Problem) -> tuple[MaskPart, ...]:
         """Return the visible pairs in parts, disjoint and complete."""
-        return (Part(problem.mask),)
+        return (MaskPart(problem.mask),)
 
     def refine(
         self, calls: list[GatheredCall], sides: Callable[[], tuple[Tensor, Tensor]]
@@ -160,7 +160,7 @@ class Problem:
     kv_layout: Layout | None = None
 
     @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MaskPart, ...]:
         """The visible pairs in parts, which kernel calls do not mix."""
         return self.scoring.parts(self)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels import Kernel
 from ..merging.merge import stack_lse_delta
-from ..merging.parts import OutputPart, Part
+from ..merging.parts import GradientPart, OutputPart
 from ..sequence.gathered_calls import GatheredCall
 from ..sequence.span import Span, length
 from ..spec import Spec
@@ -173,7 +173,7 @@ def compute_outputs(
 
 def compute_gradients(
     attention: AttentionGradient, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
-) -> Iterator[tuple[Part, ...]]:
+) -> Iterator[tuple[GradientPart, ...]]:
     """Compute the gradients of calls. Yield the partial dq, dk and dv of each, with their spans."""
     attention = attention.for_calls(calls, queries, keys)
     for gathered in calls:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from . import Messages, Ticket
 from .messenger import DEFAULT_TIMEOUT, make_late_error
-from .processes import Exchange, ProcessTransport
+from .processes import ExchangeTicket, ProcessTransport
 
 Communicator = Any  # bmtrain's NCCLCommunicator: the package has no types
 
@@ -67,7 +67,9 @@ class BMTrainTransport(ProcessTransport):
                 self.nccl.recv(_Bytes(tensor), peer, self.comm)
             self.nccl.groupEnd()
         done = self.stream.record_event()
-        return Exchange([lambda: torch.cuda.current_stream().wait_event(done)], (sends, recvs))
+        return ExchangeTicket(
+            [lambda: torch.cuda.current_stream().wait_event(done)], (sends, recvs)
+        )
 
     def symmetric_group(self) -> str:
         if self.group is None:

@@ -29,7 +29,7 @@ _REASON = 400  # characters of a reason that ranks send each other
 
 
 @dataclass
-class Exchange(Ticket):
+class ExchangeTicket(Ticket):
     """An exchange under way. `waits` has a function for each part that is left, which waits for
     it, for at most some seconds if they are passed.
     """

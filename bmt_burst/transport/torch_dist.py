@@ -18,7 +18,7 @@ from torch.distributed import constants
 from ..errors import RankGone
 from . import Messages, Ticket, as_bytes
 from .messenger import make_late_error
-from .processes import EngineUse, Exchange, ProcessTransport
+from .processes import EngineUse, ExchangeTicket, ProcessTransport
 
 _BACKENDS = (("cpu", "gloo"), ("cuda", "nccl"))
 _NOTHING = 1 << 30  # a tag that no message has
@@ -69,7 +69,7 @@ class TorchTransport(ProcessTransport):
         )
         self.set_timeout(None)
         self.connected = False  # over NCCL
-        self._under_way = list[Exchange]()  # over gloo
+        self._under_way = list[ExchangeTicket]()  # over gloo
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -100,7 +100,7 @@ class TorchTransport(ProcessTransport):
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
-            exchange = Exchange([_lose], (sends, recvs))
+            exchange = ExchangeTicket([_lose], (sends, recvs))
             self._under_way = [*(each for each in self._under_way if each.waits), exchange]
             waits = [self._start_over_gloo(dist.isend, x, peer) for x, peer in sends]
             exchange.waits = waits + [
@@ -114,7 +114,7 @@ class TorchTransport(ProcessTransport):
             for tensor, peer in messages
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
-        return Exchange([work.wait for work in works], (sends, recvs))
+        return ExchangeTicket([work.wait for work in works], (sends, recvs))
 
     def end_exchanges(self) -> bool:
         try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bmt_burst import Cache, Decoder, Scores
-from bmt_burst.bias.call_bias import CallBias, Segments
+from bmt_burst.bias.call_bias import CallBias, SegmentIds
 from bmt_burst.memories.protocol import reserve_memory
 from models.cpm import CPM
 from models.cpm_ant import CPMAnt, ant_scores
@@ -214,7 +214,9 @@ class _Row:
         self._tokens[:, self.count] = new.to(self._tokens.device)
         self.count += 1
         groups, bases, segments, positions = self._tokens[:, : self.count]
-        of_segments = Segments(groups[-1:], bases[-1:], groups, segments, self._pairs, self._other)
+        of_segments = SegmentIds(
+            groups[-1:], bases[-1:], groups, segments, self._pairs, self._other
+        )
         table = self.model.position_bias.table()
         return CallBias(table, positions[-1:], positions, self._distances, of_segments).rows()
 

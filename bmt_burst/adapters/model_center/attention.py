@@ -14,7 +14,7 @@ from ...calls.refusal import refuse_call
 
 
 @dataclass(frozen=True)
-class ForwardContext:
+class CallContext:
     """The argument that layers get instead of a mask.
 
     options  options of burst_attn_func
@@ -32,7 +32,7 @@ class RingAttention(Attention):
         self,
         query: Tensor,
         key_value: Tensor,
-        attention_mask: ForwardContext | Tensor,
+        attention_mask: CallContext | Tensor,
         position_bias: Any = None,
         use_cache: bool = False,
         past_key_value: Any = None,
@@ -40,9 +40,9 @@ class RingAttention(Attention):
         """Map query and key_value (B, S_local, E) to (B, S_local, E). With a tensor as mask, call
         the attention of one rank.
 
-        position_bias  the table (R, H) for the scores in the ForwardContext, if any
+        position_bias  the table (R, H) for the scores in the CallContext, if any
         """
-        if not isinstance(attention_mask, ForwardContext):
+        if not isinstance(attention_mask, CallContext):
             if self._sp.size > 1:
                 raise TypeError(
                     f"attention over {self._sp.size} ranks got a {type(attention_mask).__name__} "

@@ -18,7 +18,7 @@ from ...nn import apply_rope, rope_tables
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.rows import Layouts, Masks
 from ..batch import Batch, LocalPart, agree_on_batch
-from .attention import ForwardContext
+from .attention import CallContext
 
 
 class EnabledModel(nn.Module):
@@ -75,7 +75,7 @@ class EnabledModel(nn.Module):
         given = self._bind(args, named)
         hidden = self._embed(given, batch)
         options = self._options | self._sp.groups | self._mask_options(batch, hidden.device)
-        context = ForwardContext(options, self._rotation(batch, hidden))
+        context = CallContext(options, self._rotation(batch, hidden))
         hidden = self._run_layers(hidden, context, self._bias_table(hidden.device))
         return self._output(given, hidden)
 
@@ -121,7 +121,7 @@ class EnabledModel(nn.Module):
         """Return the rotation of q and k, for hidden states on their device and in their dtype."""
         return lambda x: x
 
-    def _run_layers(self, hidden: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
+    def _run_layers(self, hidden: Tensor, context: CallContext, bias: Tensor | None) -> Tensor:
         return self.encoder(hidden, context, bias)
 
     def _output(self, given: dict[str, Any], hidden: Tensor) -> Any:
@@ -239,7 +239,7 @@ class LearnedPositionModel(EnabledModel):
 class OPT(LearnedPositionModel):
     """OPT. It counts only tokens that are not padding, from 2. Padding has position 1."""
 
-    def _run_layers(self, hidden: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
+    def _run_layers(self, hidden: Tensor, context: CallContext, bias: Tensor | None) -> Tensor:
         return self.decoder(hidden, context, bias)
 
     def _whole_position_ids(self, batch: Batch) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from ...sequence.mask import Mask
 from ...sequence.rows import resolve_layout
 from .configs import find_window
 from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_documents, sees_nothing
-from .requests import ANY_WHOLE, Outputs, warn_once
+from .requests import ANY_WHOLE, WantedOutputs, warn_once
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
@@ -66,8 +66,8 @@ class Caller:
     config: PreTrainedConfig
     balanced: bool
     always_whole: bool
-    with_targets: Outputs | None
-    without_targets: Outputs | None
+    with_targets: WantedOutputs | None
+    without_targets: WantedOutputs | None
     vocabulary: int | None
 
 
@@ -134,8 +134,8 @@ class ForwardInputs:
         whole = as_bool("whole_outputs", self.arguments.get("whole_outputs", whole))
         self.whole = caller.always_whole or whole
         is_known = self.targets is None or self.fused  # outputs that every such call has
-        self.unasked = asked is Outputs.WHOLE_FOR_OTHERS and not is_known
-        loss_only = self.arguments.get("loss_only", asked is Outputs.LOSS_ONLY)
+        self.unasked = asked is WantedOutputs.WHOLE_FOR_OTHERS and not is_known
+        loss_only = self.arguments.get("loss_only", asked is WantedOutputs.LOSS_ONLY)
         self.loss_only = as_bool("loss_only", loss_only)
 
     def _find_masks(self, caller: Caller, size: int, seq_len: int) -> tuple[Mask, ...]:

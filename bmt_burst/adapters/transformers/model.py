@@ -25,7 +25,7 @@ from .attention import ForwardContext, refuse_part
 from .configs import check_configs
 from .inputs import Caller, ForwardInputs
 from .outputs import join_fused
-from .requests import ANY_WHOLE, Outputs, find_asked, warn_once
+from .requests import ANY_WHOLE, WantedOutputs, find_asked, warn_once
 
 
 class Enabled(nn.Module):
@@ -48,8 +48,8 @@ class EnabledModel(Enabled):
     # set by enable
     _sp: SequenceParallel
     _balanced: bool
-    _with_targets: Outputs | None  # what calls with targets return by default
-    _without_targets: Outputs | None  # what others do; a trainer or an accelerator sets it
+    _with_targets: WantedOutputs | None  # what calls with targets return by default
+    _without_targets: WantedOutputs | None  # what others do; a trainer or an accelerator sets it
     _options: dict[str, Any]
     _forward: Callable | None
     _fused: Callable | None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Outputs(enum.Enum):
+class WantedOutputs(enum.Enum):
     """The outputs that a call returns if its arguments do not say it."""
 
     WHOLE = "whole logits and hidden states"
@@ -18,28 +18,28 @@ class Outputs(enum.Enum):
     LOSS_ONLY = "no logits, if the call has targets"
 
 
-ANY_WHOLE = (Outputs.WHOLE, Outputs.WHOLE_FOR_OTHERS)
+ANY_WHOLE = (WantedOutputs.WHOLE, WantedOutputs.WHOLE_FOR_OTHERS)
 
 
 # All threads share the open requests: autograd's threads run a forward again in a backward.
-_open: list[Outputs | None] = []
+_open: list[WantedOutputs | None] = []
 _warned: set[str] = set()
 
 
 @contextmanager
-def ask_models(outputs: Outputs | None) -> Iterator[None]:
+def ask_models(outputs: WantedOutputs | None) -> Iterator[None]:
     """Request outputs from all enabled models that are called in this context. None leaves an outer
     request in force. An outer request for WHOLE also stays in force.
     """
     asked = find_asked()
-    _open.append(asked if outputs is None or asked is Outputs.WHOLE else outputs)
+    _open.append(asked if outputs is None or asked is WantedOutputs.WHOLE else outputs)
     try:
         yield
     finally:
         _open.pop()
 
 
-def find_asked() -> Outputs | None:
+def find_asked() -> WantedOutputs | None:
     """Return the innermost open request, or None."""
     return _open[-1] if _open else None
 

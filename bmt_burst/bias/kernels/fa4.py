@@ -20,7 +20,7 @@ from ...kernels.packed import prepare_once
 from ...sequence.span import length
 from ...sequence.tile import KernelCall
 from ...spec import Spec
-from ..call_bias import CallBias, Segments
+from ..call_bias import CallBias, SegmentIds
 from . import TableKernel
 from .triton import table_gradient
 
@@ -126,13 +126,13 @@ def _ends(call: KernelCall, batch: int) -> Tensor:
     return torch.tensor([(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans], dtype=torch.int32)
 
 
-def _one_segment(call: KernelCall, device: torch.device) -> Segments:
+def _one_segment(call: KernelCall, device: torch.device) -> SegmentIds:
     """Return the segments of a call whose pairs all go by distance."""
     queries, keys = (
         torch.zeros(count, dtype=torch.int32, device=device)
         for count in (call.q_tokens, call.kv_tokens)
     )
-    return Segments(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
+    return SegmentIds(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def add_by_segments(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors,
     """Add the bias to scores of any tokens.
 
     aux_scalars: biases; width; places (sequences, 4) int32: first and last query, first and last
-    key; reach; other; the last of `pairs`; then the tensors of `CallBias` and its `Segments` by
+    key; reach; other; the last of `pairs`; then the tensors of `CallBias` and its `SegmentIds` by
     name. `pairs` must not be empty.
     """
     biases, width, places, reach, other, last, *numbers = aux_scalars

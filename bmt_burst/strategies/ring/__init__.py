@@ -33,7 +33,7 @@ from torch import Tensor
 from ...ranks.rings import Rings
 from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
 from ...sequence.tiling import Tiling
-from .. import Part, Plan, Problem, Sizes, Strategy
+from .. import MaskPart, Plan, Problem, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
 from .execution import Backward, Forward
 from .payload import Payload, backward_payload, forward_payload, select_heads
@@ -106,7 +106,7 @@ class RingPlan(Plan):
         return Tiling(self.problem.mask, self.problem.layout, self.problem.kv_layout)
 
     @functools.cached_property
-    def _parts(self) -> list[tuple[Part, Tiling]]:
+    def _parts(self) -> list[tuple[MaskPart, Tiling]]:
         """The parts of the problem, each with its tiling."""
         tiling = self._tiling
         return [

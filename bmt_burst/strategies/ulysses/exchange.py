@@ -74,7 +74,7 @@ def _view_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(eq=False)
-class Exchange(ABC):
+class HeadExchange(ABC):
     """An exchange of a piece between ranks 0, 1, ... of a host. This one is `rank`.
 
     heads   the heads of each rank
@@ -148,7 +148,7 @@ class Exchange(ABC):
         return [x.narrow(3, at[0], length(at)) for x, at in zip(rows, spans, strict=True)]
 
 
-class Visit(Exchange):
+class Visit(HeadExchange):
     """Each rank sends its tokens to the ranks that compute their heads. Fields have one unit."""
 
     lane = "visit"
@@ -187,7 +187,7 @@ class Visit(Exchange):
         ]
 
 
-class Return(Exchange):
+class Return(HeadExchange):
     """The ranks of the heads send results to the ranks of the tokens.
 
     Of each field, the parts of all ranks land one after the other.

@@ -15,7 +15,7 @@ from ....ranks.sequence_parallel import SequenceParallel
 from ..changing import set_options, take_head
 from ..enabling import enable
 from ..model import EnabledModel
-from ..requests import Outputs
+from ..requests import WantedOutputs
 from .options import Options
 
 # packages with modules that return the outputs of a model as they are
@@ -55,7 +55,7 @@ def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> 
             enable(found, sp, **options.of_enable)
             enabled = find_enabled(found)
             assert enabled is not None, "enabled above"
-            enabled._without_targets = Outputs.WHOLE
+            enabled._without_targets = WantedOutputs.WHOLE
         elif enabled._without_targets is not None:  # by another trainer
             take_head(enabled)
             set_options(enabled, sp, options.balanced, options.of_attention)
@@ -65,9 +65,9 @@ def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> 
                 "that is not enabled, since sequence_parallel enables it"
             )
         if enabled._without_targets is not None:
-            enabled._with_targets = Outputs.WHOLE_FOR_OTHERS if is_inside else None
+            enabled._with_targets = WantedOutputs.WHOLE_FOR_OTHERS if is_inside else None
             if options.loss_only:
-                enabled._with_targets = Outputs.LOSS_ONLY
+                enabled._with_targets = WantedOutputs.LOSS_ONLY
 
 
 def _find_models(module: nn.Module, is_inside: bool = False) -> Iterator[tuple[Any, bool]]:

@@ -19,7 +19,7 @@ from ....sequence.layout import shift_labels
 from ....transport import ALONE
 from ....transport.torch_dist import torch_transport, world_group
 from ..model import EnabledCausalLM
-from ..requests import Outputs, ask_models
+from ..requests import WantedOutputs, ask_models
 from .accelerator import ParallelAccelerator
 from .models import find_enabled
 from .options import Options, make_class
@@ -91,7 +91,7 @@ class ParallelTrainer(Trainer):
             if reference is not None and find_enabled(reference) is None:
                 self.accelerator._enable(reference)  # TRL shards it itself for FSDP
             outputs = self._choose_outputs(model)
-            if outputs is not Outputs.WHOLE_FOR_OTHERS:
+            if outputs is not WantedOutputs.WHOLE_FOR_OTHERS:
                 inputs = self._smooth_over_ranks(model, inputs, given.get("num_items_in_batch"))
                 outputs = None if given.get("return_outputs") else outputs
         with ask_models(outputs):
@@ -121,7 +121,7 @@ class ParallelTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> Any:
         of_loss = self._choose_outputs(model, "prediction_step")
-        with ask_models(of_loss if prediction_loss_only else Outputs.WHOLE):
+        with ask_models(of_loss if prediction_loss_only else WantedOutputs.WHOLE):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _smooth_over_ranks(
@@ -144,7 +144,7 @@ class ParallelTrainer(Trainer):
             return False
         return isinstance(find_enabled(model, inside=False), EnabledCausalLM)
 
-    def _choose_outputs(self, model: nn.Module, *methods: str) -> Outputs | None:
+    def _choose_outputs(self, model: nn.Module, *methods: str) -> WantedOutputs | None:
         """Return what a step reads of the model, or None for what calls return by default.
 
         Transformers' Trainer reads the loss alone. Code that is neither its nor that of a tested
@@ -157,12 +157,12 @@ class ParallelTrainer(Trainer):
         owner = self._find_owner("compute_loss", "_compute_loss", "training_step", *methods)
         of_transformers = owner.__module__.startswith("transformers.")
         if not (of_transformers or is_tested(owner) or self._sp_options.loss_only):
-            return Outputs.WHOLE_FOR_OTHERS
+            return WantedOutputs.WHOLE_FOR_OTHERS
         enabled = find_enabled(model)
         if enabled is not None and enabled._with_targets is not None:
             return enabled._with_targets
         reads_loss = of_transformers and self.compute_loss_func is None
-        return Outputs.LOSS_ONLY if reads_loss or self._is_smoothed(model) else None
+        return WantedOutputs.LOSS_ONLY if reads_loss or self._is_smoothed(model) else None
 
     def _find_owner(self, *methods: str) -> type:
         """Return the class that defines one of these methods: `cls` or the first base with one."""
