@@ -37,7 +37,7 @@ class Execution(ABC):
     `fetched` until they land, then `landed`. Results are `leaving` the host or `returning`.
 
     likes      for each result, the input of its shape, and the earlier sum to add to, if any
-    results    the memory of each result, from the event `own` on
+    results    the memory of each result, from the event `own` on, () if it is found at the end
     own_parts  the partial results of the own block, for each result
     sums       the sums of this rank's results, by pass
     sent       which of them are those of the side that is sent
@@ -133,7 +133,7 @@ class Execution(ABC):
     def _own(self, event: Event) -> None:
         found = [*self._compute_parts(ALL, self.program.own, self.queries, self.keys)]
         for i, (x, earlier) in enumerate(self.likes):
-            parts, whole = [parts[i] for parts in found], [(0, x.shape[1])]
+            parts, whole = [each[i] for each in found], [(0, x.shape[1])]
             self.own_parts.append(parts)
             if earlier is not None:
                 parts.insert(0, (whole, earlier))
@@ -141,6 +141,10 @@ class Execution(ABC):
             elif is_whole(parts, x.shape[1]) and (only := self._reuse(x, *parts[0][1:])):
                 self.results.append(only)
                 continue
+            elif self.program.has_one_stage and i == 0:
+                # A single partial result may be the result itself. Not so dk and dv: their parts
+                # lie in memory that is received into.
+                self.results.append(())
             else:
                 self.results.append(self.summing.new(x.shape, x.dtype, x.device))
             if not self.program.passes:
@@ -157,12 +161,8 @@ class Execution(ABC):
         if heads != ALL:
             into = _select_heads(into, heads)
             parts = [(spans, *_select_heads(tensors, heads)) for spans, *tensors in parts]
-        x = into[0]
-        # In one stage, a single partial result may be the result itself. Not so dk and dv: their
-        # parts lie in memory that is received into.
-        is_free = self.program.has_one_stage and i == 0
-        memory = None if is_free else into
-        return self.summing(x.shape, x.dtype, x.device, self.limit, memory, parts)
+        x = into[0] if into else self.likes[i][0]
+        return self.summing(x.shape, x.dtype, x.device, self.limit, into or None, parts)
 
     def _land(self, event: Event) -> None:
         # Two stages may be fetched at once. They land in the order in which they were fetched.
