@@ -2,7 +2,7 @@ r"""Evaluate a trained model on long texts: needles, chains of variables, perple
 
     python train/evaluate.py --run runs/8b --processes 2 --sp-size 2 --lengths 4096,32768
     python train/evaluate.py --init-from FOLDER --tasks needle --dtype bf16 --lengths 4096
-    torchrun --nproc-per-node 8 train/evaluate.py --run runs/8b --sp-size 8 --lengths 1048576
+    torchrun --nproc-per-node 8 -- train/evaluate.py --run runs/8b --sp-size 8 --lengths 1048576
 
 An answer's tokens are scored in one pass over the text, which is cut over --sp-size ranks. It is
 found if each of its tokens is the most likely one. results.json and a picture for each task are

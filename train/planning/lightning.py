@@ -29,10 +29,7 @@ _FP32 = 4
 # them, and the next attend reads them.
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 6, 14
 _FORWARD_STATES, _BACKWARD_STATES = 4, 8
-
-
-# bytes a second at which a rank receives states, without overlap; not measured
-_STATES_RATE = 150e9
+_STATES_RATE = 150e9  # bytes a second at which states are exchanged, an assumption
 
 
 @dataclass(frozen=True)

@@ -187,15 +187,14 @@ def _count_attention(layers: list[_Layers], chunks: int) -> Mapping[AttentionRun
     found: defaultdict[AttentionRun, float] = defaultdict(float)
     for each in layers:
         for shape in each.attention:
-            whole, earlier, times = shape, shape, chunks
+            all_tokens, earlier, times, again = shape, shape, chunks, chunks - 1
             if isinstance(shape, AttentionShape):
-                tokens = shape.tokens - shape.tokens // chunks
-                whole, times = replace(shape, chunk=None), 1
-                earlier = replace(whole, tokens=tokens)
+                all_tokens, times, again = replace(shape, chunk=None), 1, int(chunks > 1)
+                earlier = replace(all_tokens, tokens=shape.tokens - shape.tokens // chunks)
             for run, count in each.unit.runs.items():
-                found[AttentionRun(whole, run)] += times * count / len(each.attention)
-            if chunks > 1:
-                found[AttentionRun(earlier, "again")] += max(times - 1, 1)
+                found[AttentionRun(all_tokens, run)] += times * count / len(each.attention)
+            if again:
+                found[AttentionRun(earlier, "again")] += again
     return found
 
 
