@@ -39,7 +39,9 @@ from .compute import Tensors as Tensors
 class Extension(ABC):
     """An extension of attention, as a call asks for it. Its tensors are passed separately.
 
-    It is immutable, and equal extensions have equal hashes.
+    It is immutable, and equal extensions have equal hashes. Checked calls are kept. So `check`,
+    `bind` and `terms` depend on what tensors are and on whether the call is recomputed, but not on
+    values.
 
     name               what messages call it
     brings             the argument that brings a mask, if any
