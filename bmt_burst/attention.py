@@ -312,7 +312,7 @@ def _attend(
         sequence = placed[0]
         if not isinstance(sequence, WholeSequence):
             sequence = WholeSequence.local(*placed)
-        elif sequence.sp is not None:
+        else:
             _check_alone(sequence.sp, placed, groups)
             rings = sequence.sp.rings
         extension, inputs = None, ()

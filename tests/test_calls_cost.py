@@ -5,7 +5,6 @@ it enters, and lines that it runs.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,9 +71,8 @@ def test_a_step_of_two_ranks_enters_few_files_and_functions():
         return step()
 
     (files, functions, _), _ = simulate(2, work)
-    assert threading.current_thread() is threading.main_thread()
-    assert (files, functions) <= (36, 150), (files, functions)
-    assert functions <= 150, functions
+    assert files <= 36
+    assert functions <= 150
 
 
 def test_a_rank_alone_runs_few_lines():

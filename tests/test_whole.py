@@ -206,3 +206,17 @@ def test_what_is_kept_of_calls_does_not_hold_their_ranks():
     del batch
     gc.collect()
     assert known() is None
+
+
+def test_a_call_with_gradient_is_another_one():
+    """Its plan also reserves memory for a backward."""
+
+    def work(sp):
+        x = torch.zeros(1, 12, 2, 8)
+        for requires_grad in (False, True, False):
+            given = x.clone().requires_grad_(requires_grad)
+            burst_attn_func(given, given, given, causal=True, process_group=sp.process_group)
+        history = sp.rings.history
+        return len(history.plans), len(history.requests)
+
+    assert on_ranks(2, work) == [(2, 2)] * 2

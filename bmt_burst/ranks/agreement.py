@@ -58,12 +58,17 @@ class Terms:
 
     @functools.cached_property
     def line(self) -> bytes:
-        """The message about them. Raises ValueError if it is too long."""
+        """The message about them. Raises ValueError if it is too long to send."""
         terms = {"doing": self.doing, **self.own}
         if self.shared:
             text = json.dumps(self.shared, default=describe_term).encode()
             terms["terms"] = hashlib.blake2b(text, digest_size=16).hexdigest()
-        return _format_line(terms)
+        line = json.dumps(terms).encode()
+        if len(line) > MESSAGE_BYTES:
+            raise ValueError(
+                f"expected at most {MESSAGE_BYTES} bytes to describe {self.doing}, got {len(line)}"
+            )
+        return line
 
 
 def run_agreed(
@@ -165,7 +170,7 @@ def _meet(
     except Exception as caught:
         if hasattr(caught, _KNOWN):
             raise  # the others do not wait for a second line about it
-        failure, line = caught, _format_line({"doing": doing, "failure": _format_reason(caught)})
+        failure, line = caught, Terms(doing, own={"failure": _format_reason(caught)}).line
     lines = _exchange(rings, doing, line)
     if failure:
         raise mark_known(failure)
@@ -270,16 +275,6 @@ def describe_term(value: Mask | Layout | str) -> str:
     if isinstance(value, Mask):
         return value.digest
     return value if isinstance(value, str) else f"{value.term} of {value.seq_len} tokens"
-
-
-def _format_line(content: Any) -> bytes:
-    """Return a message. Raises ValueError if it is too long to send."""
-    line = json.dumps(content).encode()
-    if len(line) > MESSAGE_BYTES:
-        raise ValueError(
-            f"expected at most {MESSAGE_BYTES} bytes to describe a call, got {len(line)}"
-        )
-    return line
 
 
 @contextlib.contextmanager

@@ -218,28 +218,45 @@ class SequenceParallel:
         return run_agreed(self.rings, doing, check, lambda whole, _: whole)
 
 
-@dataclass(frozen=True, eq=False)
 class WholeSequence:
-    """A whole sequence, or a batch of them, as all layers of a model get it. It prints itself.
+    """A whole sequence, or a batch of them, as all layers of a model get it. It prints itself, and
+    it is immutable. It is no dataclass, since wrappers of models would rebuild it in each forward.
 
     mask       the visible pairs, of all rows or of each. None: all pairs are visible, or with
                `causal` the earlier ones, and the length is not known
     layout     a layout or the name of one, of all rows or of each
     kv_layout  that of the keys, or None for `layout`
     packed     whether the mask was made of the cu_seqlens that the user passed
-    sp         the ranks that share it. None: it is of a single call, which names its ranks
+    sp         the ranks that share it. A sequence of a single call has none: the call names them
 
     It is a part of a sequence as a chunk is one: the whole.
     """
 
-    mask: Mask | tuple[Mask, ...] | None = None
-    layout: str | Layout | tuple[str | Layout, ...] = "zigzag"
-    kv_layout: str | Layout | tuple[str | Layout, ...] | None = None
-    causal: bool = False
-    packed: bool = False
-    sp: SequenceParallel = None  # type: ignore[assignment]  # no layer gets one without ranks
-
     saves_graph: ClassVar[bool] = True
+    sp: SequenceParallel
+
+    def __init__(
+        self,
+        mask: Mask | tuple[Mask, ...] | None = None,
+        layout: str | Layout | tuple[str | Layout, ...] = "zigzag",
+        kv_layout: str | Layout | tuple[str | Layout, ...] | None = None,
+        causal: bool = False,
+        packed: bool = False,
+    ):
+        self.mask, self.layout, self.kv_layout = mask, layout, kv_layout
+        self.causal, self.packed = as_bool("causal", causal), packed
+        if layout is None:
+            raise TypeError("layout must be a Layout or one for each row, got NoneType")
+        names = sorted((*LAYOUTS, Balanced.name))
+        for name, given in (("layout", layout), ("kv_layout", kv_layout)):
+            for row in layouts_of_rows(given, _count_rows(given), name):
+                if isinstance(row, str) and row not in names:
+                    raise ValueError(f"unknown {name} {row!r}; expected one of {names}")
+        if masks_of_rows(mask, _count_rows(mask)) and causal:
+            raise ValueError(
+                "expected mask or causal, got both: use Mask.documents(..., causal=True) or the "
+                "like"
+            )
 
     @staticmethod
     def local(
@@ -261,22 +278,6 @@ class WholeSequence:
         except TypeError:  # nothing that has no hash is a mask or a layout
             return WholeSequence(*given)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "causal", as_bool("causal", self.causal))
-        if self.layout is None:
-            raise TypeError("layout must be a Layout or one for each row, got NoneType")
-        layouts = {"layout": self.layout, "kv_layout": self.kv_layout}
-        names = sorted((*LAYOUTS, Balanced.name))
-        for name, given in layouts.items():
-            for row in layouts_of_rows(given, _count_rows(given), name):
-                if isinstance(row, str) and row not in names:
-                    raise ValueError(f"unknown {name} {row!r}; expected one of {names}")
-        if masks_of_rows(self.mask, _count_rows(self.mask)) and self.causal:
-            raise ValueError(
-                "expected mask or causal, got both: use Mask.documents(..., causal=True) or the "
-                "like"
-            )
-
     @functools.cached_property
     def digest(self) -> str:
         """A text that is equal for equal sequences of this process, whoever shares them."""
@@ -296,7 +297,7 @@ class WholeSequence:
     def on(self, sp: SequenceParallel) -> WholeSequence:
         """Return this sequence as that of the ranks of `sp`. They have not compared it."""
         found = copy.copy(self)
-        object.__setattr__(found, "sp", sp)
+        found.sp = sp
         return found
 
     def resolve(self, sp: SequenceParallel) -> WholeSequence:
@@ -310,7 +311,7 @@ class WholeSequence:
         of_queries, of_keys = zip(*found, strict=True)
         keys = [x or y for x, y in zip(of_keys, of_queries, strict=True)]
         kv_layout = _join_equal(keys) if any(of_keys) else None
-        return WholeSequence(_join_equal(masks), _join_equal(of_queries), kv_layout, sp=sp)
+        return WholeSequence(_join_equal(masks), _join_equal(of_queries), kv_layout).on(sp)
 
     def find_rows(
         self,
@@ -346,6 +347,7 @@ class WholeSequence:
         mask, layout, kv_layout = stack_rows(masks, layouts, kv_layouts, size)
         return Rows(mask, self.causal, layout, kv_layout, stacked=batch)
 
+    @not_compiled
     def mix(self, layer: int, kind: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Return the attention of a layer: (B, S_local, H, D).
 
@@ -416,8 +418,6 @@ class WholeSequence:
 
     def __str__(self) -> str:
         """Draw the mask and list the runs of each rank, of the first row if rows differ."""
-        if self.sp is None:
-            return repr(self)
         batch = self.batch
         rows = f"{batch} rows, the first:\n" if batch > 1 else ""
         keys = layouts_of_rows(self.kv_layout, batch, "kv_layout")
