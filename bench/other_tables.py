@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 
 from bench.tables import (
@@ -311,7 +312,9 @@ def checkpointing(row: Row) -> str:
     }
     given = (text.format(row[name]) for name, text in words.items() if row.get(name) is not None)
     offloaded = ["offloaded"] if row.get("offload") else []
-    return ", ".join([row["checkpointing"], *given, *offloaded])
+    more = row.get("more") or []
+    chunks = [f"chunks of {tokens(int(n))}" for o, n in itertools.pairwise(more) if o == "--chunk"]
+    return ", ".join([row["checkpointing"], *given, *offloaded, *chunks])
 
 
 def saving_table(rows: list[Row]) -> str:
