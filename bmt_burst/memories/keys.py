@@ -161,12 +161,16 @@ class KeyMemory(Memory):
 
     def attend(self, new: NewTokens, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         sinks, *others = tensors or (None,)
-        find_kernels(k).put(k, v, *self.kept[:2], new.on(k.device, "places"))
+        self.add(new, k, v)
         parts = self._attend_part(new, q, k, *others)
         out, lse = new.merge(parts, q, v, q.dtype if sinks is None else None)
         if sinks is not None:
             out = decoded_with_sinks(out, lse.transpose(1, 2), sinks).to(q.dtype)
         return out
+
+    def add(self, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Keep k and v (B, S, G, D) of new tokens."""
+        find_kernels(k).put(k, v, *self.kept[:2], new.on(k.device, "places"))
 
     def _attend_part(self, new: NewTokens, q: Tensor, k: Tensor, *others: Tensor) -> Partials:
         """Return the attention of new tokens to the keys of this rank."""

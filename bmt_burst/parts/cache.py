@@ -16,9 +16,9 @@ Letters: B batch, S new tokens, H query heads, G kv heads, D head size, E model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,15 +28,20 @@ from ..base.autocast import autocast, without_autocast
 from ..base.compiled import not_compiled
 from ..base.streams import Flag
 from ..calls.refusal import refuse_call
+from ..calls.requests import on_device
 from ..errors import RanksDisagree
 from ..extensions import find_kind
-from ..memories.keys import KeyMemory
+from ..memories.keys import KeyMemory, Softmax
 from ..memories.new_tokens import NewTokens, Positions
 from ..memories.protocol import Kind, Memory, Room
-from ..ranks.agreement import admit_one_thread, agree, report_failure
-from ..ranks.rings import Rings, check_device, make_rings
+from ..ranks.agreement import Terms, admit_one_thread, agree, report_failure, run_agreed
+from ..ranks.rings import Rings, check_device
 from ..ranks.sequence_parallel import SequenceParallel, check_sp
 from .chunks import Chunk, Chunks
+
+Result = TypeVar("Result")
+
+_CALL = "a call with a Cache"
 
 
 class Cache:
@@ -178,27 +183,51 @@ class Cache:
     @not_compiled
     def mix(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Do what `attend` does, for any kind of layer."""
-        rings = make_rings(self.sp.process_group, self.sp.double_group)
-        doing = "a call with a Cache"
         q, k, v = (autocast(x) for x in (q, k, v))
-        on_device = torch.cuda.device_of(q)  # kernels rely on it being the current one
-        with on_device, torch.no_grad(), admit_one_thread(rings, doing), without_autocast(q):
+
+        def attend(memory: Memory, new: NewTokens) -> Tensor:
+            return memory.attend(new, q, k, v, *tensors)
+
+        return self._extend(layer, kind, (q, k, v, *tensors), attend)
+
+    def _extend(
+        self,
+        layer: int,
+        kind: Kind,
+        tensors: tuple[Any, ...],
+        use: Callable[[Memory, NewTokens], Result],
+    ) -> Result:
+        """Return what `use` does with a layer's memory and new tokens q, k, v and other `tensors`.
+        Ranks agree in the first layer.
+        """
+        rings, (q, k, v, *_) = self.sp.rings, tensors
+
+        def check() -> tuple[Terms, None]:
+            return Terms(_CALL, self._describe(rings, layer, kind, q, k, v), of=" of a Cache"), None
+
+        def begin(*_: Any) -> Result:
+            for ring in rings.shared:
+                ring.connect(q.device)
+            self._begin(rings, q.shape[1])
+            return compute()
+
+        def compute() -> Result:
+            self._check_inputs(layer, kind, q, k, v)
+            memory = self._memories.get(layer)
+            if memory is None:
+                room = Room(int(layer), self.sp, limit=self.limit)
+                memory = self._memories[layer] = kind.memory(room, *tensors)
+            assert self._new is not None, "the first layer has begun them"
+            found = use(memory, self._new)
+            self._lengths[layer] = self.length
+            return found
+
+        with on_device(q), torch.no_grad(), without_autocast(q):
             is_known = isinstance(layer, Integral) and 0 <= layer < self.layers
             if not is_known or self._lengths[layer] == self.length:
-                agree(rings, "a Cache", lambda: self._describe(rings, layer, kind, q, k, v))
-                for ring in rings.shared:
-                    ring.connect(q.device)
-                self._begin(rings, q.shape[1])
-            with report_failure(rings, doing):
-                self._check_inputs(layer, kind, q, k, v)
-                memory = self._memories.get(layer)
-                if memory is None:
-                    room = Room(int(layer), self.sp, limit=self.limit)
-                    memory = self._memories[layer] = kind.memory(room, q, k, v, *tensors)
-                assert self._new is not None, "the first layer has begun them"
-                out = memory.attend(self._new, q, k, v, *tensors)
-                self._lengths[layer] = self.length
-        return out
+                return run_agreed(rings, _CALL, check, begin)
+            with admit_one_thread(rings, _CALL), report_failure(rings, _CALL):
+                return compute()
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep k and v (B, S, G, D) of new tokens, and return those of all tokens so far, (B, T, G,
@@ -209,11 +238,14 @@ class Cache:
                 f"expected a Cache of one rank, got one of {self.sp.size}: no rank has all keys"
             )
             self._refuse(error)
-        self.attend(layer, k, k, v)
-        memory = self._memories[layer]
-        assert isinstance(memory, KeyMemory), "attend keeps keys"
-        keys, values = (x[:, : self.length] for x in memory.kept[:2])
-        return keys, values
+
+        def keep(memory: Memory, new: NewTokens) -> tuple[Tensor, Tensor]:
+            assert isinstance(memory, KeyMemory), "a checked kind keeps keys"
+            memory.add(new, k, v)
+            keys, values = (x[:, : new.stop] for x in memory.kept[:2])
+            return keys, values
+
+        return self._extend(layer, Softmax(), (k, k, v), keep)
 
     def crop(self, length: int) -> None:
         """Take back the newest tokens, such as a rejected draft, so that `length` tokens stay. All
@@ -222,7 +254,6 @@ class Cache:
         Raises ValueError on all ranks for a length out of range, in the middle of new tokens, and
         where a layer cannot take tokens back: a state of lightning attention, or sums of keys.
         """
-        rings = make_rings(self.sp.process_group, self.sp.double_group)
         first = self._positions.start
 
         def describe() -> dict[str, Any]:
@@ -237,7 +268,7 @@ class Cache:
                     raise ValueError(f"layer {layer} cannot take tokens back: {reason}")
             return {"length": length}
 
-        agree(rings, "Cache.crop", describe)
+        agree(self.sp.rings, "Cache.crop", describe)
         self._positions.crop(length)
         self._length, self._lengths = length, [length] * self.layers
 
@@ -247,7 +278,6 @@ class Cache:
 
         Raises ValueError on all ranks for no rows and for rows that there are not.
         """
-        rings = make_rings(self.sp.process_group, self.sp.double_group)
         chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu")
 
         def describe() -> dict[str, Any]:
@@ -257,7 +287,7 @@ class Cache:
                 raise ValueError(f"expected rows of 0 to {most - 1}, got {chosen.tolist()}")
             return {"rows": chosen.tolist()}
 
-        agree(rings, "Cache.select_rows", describe)
+        agree(self.sp.rings, "Cache.select_rows", describe)
         in_place = [memory.select_rows(chosen) for memory in self._memories.values()]
         self._moves += not all(in_place)
 
@@ -265,7 +295,7 @@ class Cache:
         """Return what a CUDA graph of a new token depends on, if the text has `length` tokens."""
         return self._moves, *(memory.variant(length) for memory in self._memories.values())
 
-    def _refuse(self, error: Exception, doing: str = "a call with a Cache") -> NoReturn:
+    def _refuse(self, error: Exception, doing: str = _CALL) -> NoReturn:
         refuse_call(error, self.sp.process_group, self.sp.double_group, doing)
 
     def _describe(

@@ -27,7 +27,7 @@ from ..base.arguments import as_bool
 from ..base.compiled import not_compiled
 from ..calls.refusal import refuse_call
 from ..memories.new_tokens import NewTokens
-from ..ranks.agreement import admit_one_thread, agree, report_failure, run_together
+from ..ranks.agreement import Terms, run_agreed, run_together
 from ..ranks.rings import Rings, make_rings
 from ..transport.torch_dist import TorchTransport
 from .cache import Cache
@@ -141,14 +141,14 @@ class Decoder:
         doing, cache = "a step of a Decoder", self.cache
         memory = next(iter(cache._memories.values()))
 
-        def describe() -> dict[str, Any]:
+        def check() -> tuple[Terms, None]:
             cache._check_ready(1)
             if tokens.shape != (memory.rows, 1):
                 raise ValueError(f"expected tokens ({memory.rows}, 1), got {tuple(tokens.shape)}")
-            return {"length": cache.length, "limit": cache.limit}
+            shared = {"length": cache.length, "limit": cache.limit}
+            return Terms(doing, shared, of=" of a Decoder"), None
 
-        with torch.cuda.device_of(memory.difference), admit_one_thread(rings, doing):
-            agree(rings, "a Decoder", describe)
+        def run(*_: Any) -> Tensor:
             new = cache._begin(rings, 1)
             if self._step is None:
                 for ring in rings.shared:
@@ -157,12 +157,14 @@ class Decoder:
                 device = memory.difference.device
                 record = functools.partial(_Step.record, self.model, cache, new, numbers, device)
                 self._step = run_together(rings, "the making of a Decoder's graph", record)
-            with report_failure(rings, doing):
-                self._step.fill(tokens, new)
-                self._step.graph.replay()
-                new.differs = self._step.differs
-                cache._lengths = [cache.length] * cache.layers
-                return self._step.logits.clone()
+            self._step.fill(tokens, new)
+            self._step.graph.replay()
+            new.differs = self._step.differs
+            cache._lengths = [cache.length] * cache.layers
+            return self._step.logits.clone()
+
+        with torch.cuda.device_of(memory.difference):
+            return run_agreed(rings, doing, check, run)
 
 
 @dataclass
