@@ -48,6 +48,7 @@ CASES = [
     (SPARSE, (2,), 60, 30, (20, 20, 1), "zigzag"),
     (NOPE, (1, 3), 260, 70, (1, 5, 1), "zigzag"),
     (NOPE, (2,), 0, None, (60, 40, 1), "zigzag"),
+    (NOPE, (2,), 60, 30, (20, 20, 1), "zigzag"),
 ]
 FLAT = [
     pytest.param(config, size, *case, id=f"{number}-{size}")

@@ -175,7 +175,7 @@ class KeyMemory(Memory):
     def _attend_part(self, new: NewTokens, q: Tensor, k: Tensor, *others: Tensor) -> Partials:
         """Return the attention of new tokens to the keys of this rank."""
         spans = new.on(q.device, "spans", self.kind.window)
-        return find_kernels(q).attend(q, *self.kept, spans, self.kind.spec(q))
+        return find_kernels(q).attend(q, *self.kept[:2], spans, self.kind.spec(q))
 
     def select_rows(self, rows: Tensor) -> bool:
         before, self.rows = self.kept, len(rows)
