@@ -161,6 +161,34 @@ FAULTS = [
         'return {"bytes": 0, "sha256": ""}',
         "tests/test_checkpoint.py",
     ),
+    Fault(
+        "states: a chunk does not decay the state of earlier tokens",
+        "bmt_burst/lightning/segments.py",
+        "edge = [Faded(~enters[document], at - document)]",
+        "edge = [Faded(~enters[document], 0)]",
+        "tests/test_parts.py",
+    ),
+    Fault(
+        "states: a second run that differs is not found",
+        "bmt_burst/lightning/memory.py",
+        "self.difference = find_difference(found, kept, self.like.dtype)",
+        "self.difference = torch.zeros_like(self.difference)",
+        "tests/test_parts.py",
+    ),
+    Fault(
+        "new tokens: ranks do not find that they were given other ones",
+        "bmt_burst/memories/new_tokens.py",
+        "self.differs = _differ(",
+        "self.differs = False and _differ(",
+        "tests/test_cache.py",
+    ),
+    Fault(
+        "cache: a key that was taken back is still seen",
+        "bmt_burst/memories/new_tokens.py",
+        "self.count = len(self.prompt) + count_own(self.sp, self.start, length)",
+        "pass",
+        "tests/test_cache.py",
+    ),
 ]
 
 
