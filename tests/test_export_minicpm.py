@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bmt_burst import InfLLMV2
+from bmt_burst import Cache, InfLLMV2
 from models.cpm import CPM
 from models.huggingface import save_weights
 from tests.test_model import SMALL, initialized
-from train.generation.decoding import Cache
 
 SPARSE = InfLLMV2(block_size=4, kernel_size=4, kernel_stride=2, window_size=8, topk=3, dense_len=-1)
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 7.5]}
@@ -36,7 +35,7 @@ def loaded(model: CPM, folder, **settings) -> torch.nn.Module:
 @torch.no_grad()
 def decoded(model: CPM, tokens: torch.Tensor) -> torch.Tensor:
     """Our logits of a prompt, and of one token after the other."""
-    cache, positions = Cache(model.config, tokens.shape[1], model.norm.weight), torch.arange(TOKENS)
+    cache, positions = Cache(None, model.config.num_layers, tokens.shape[1]), torch.arange(TOKENS)
     parts = [slice(PROMPT), *(slice(i, i + 1) for i in range(PROMPT, TOKENS))]
     return torch.cat([model(tokens[:, p], positions[p], cache=cache) for p in parts], 1)
 

@@ -16,6 +16,7 @@ from bmt_burst import Layout, SequenceParallel, init_sequence_parallel, simulate
 from bmt_burst.adapters.transformers import attention, enable, supported, untested
 from bmt_burst.adapters.transformers.supported import find_target
 from bmt_burst.adapters.transformers.untested import compare_with_plain
+from bmt_burst.ranks.sequence_parallel import WholeSequence
 from tests.launcher import run_ranks
 from tests.reference import relative_error
 
@@ -196,24 +197,24 @@ def mix_neighbours(monkeypatch):
 
 
 def forget_windows(monkeypatch):
-    monkeypatch.setattr(attention.ForwardContext, "with_window", lambda self, _: self.options)
+    own = attention.SoftmaxAttention
+    without = lambda *args, window=None, **named: own(*args, **named)  # noqa: E731
+    monkeypatch.setattr(attention, "SoftmaxAttention", without)
 
 
 def forget_gradients(monkeypatch):
     """Stop the gradient of values. The logits stay right."""
-    own = attention.burst_attn_func
-    monkeypatch.setattr(
-        attention,
-        "burst_attn_func",
-        lambda q, k, v, *a, **named: own(q, k, v.detach(), *a, **named),
-    )
+    own = WholeSequence.mix
+
+    def mix(self, layer, kind, q, k, v, *tensors):
+        return own(self, layer, kind, q, k, v.detach(), *tensors)
+
+    monkeypatch.setattr(WholeSequence, "mix", mix)
 
 
 def return_nan(monkeypatch):
-    own = attention.burst_attn_func
-    monkeypatch.setattr(
-        attention, "burst_attn_func", lambda *a, **named: own(*a, **named) * torch.nan
-    )
+    own = WholeSequence.mix
+    monkeypatch.setattr(WholeSequence, "mix", lambda *args: own(*args) * torch.nan)
 
 
 def forget_linear_attention(monkeypatch):

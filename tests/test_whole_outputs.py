@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
-from bmt_burst import SequenceParallel, simulate
+from bmt_burst import Mask, SequenceParallel, simulate
 from bmt_burst.adapters.transformers import ATTENTION, enable, requests
 from bmt_burst.adapters.transformers.requests import WantedOutputs, ask_models
 from tests.reference import relative_error
@@ -394,7 +394,8 @@ def test_padding_sees_tokens_only_where_its_outputs_are_read():
     masks = []
 
     def keep(module, args, named):
-        masks.append(named["bmt_burst"].options["mask"][0])
+        mask = named["bmt_burst"].sequence.mask
+        masks.append(mask if isinstance(mask, Mask) else mask[0])
 
     ours, windows = enabled(plain("Llama"), SequenceParallel()), headed("MistralModel, windows")
     for model in (ours, enable(windows, SequenceParallel())):
