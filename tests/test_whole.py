@@ -220,3 +220,10 @@ def test_a_call_with_gradient_is_another_one():
         return len(history.plans), len(history.requests)
 
     assert on_ranks(2, work) == [(2, 2)] * 2
+
+
+def test_a_layout_of_other_ranks_is_refused_after_one_of_these():
+    x = torch.zeros(1, 12, 2, 8)
+    burst_attn_func(x, x, x, causal=True, layout=Layout.zigzag(12, 1))
+    with pytest.raises(ValueError, match="expected a layout on 1 ranks, got one on 2"):
+        burst_attn_func(x, x, x, causal=True, layout=Layout.zigzag(12, 2))

@@ -274,7 +274,9 @@ def describe_term(value: Mask | Layout | str) -> str:
     """Return a text that is equal for equal masks and layouts, in every process."""
     if isinstance(value, Mask):
         return value.digest
-    return value if isinstance(value, str) else f"{value.term} of {value.seq_len} tokens"
+    if isinstance(value, str):
+        return value
+    return f"{value.term} of {value.seq_len} tokens on {value.size} ranks"
 
 
 @contextlib.contextmanager
