@@ -347,3 +347,11 @@ def test_wrong_arguments_are_refused():
         Cache(None, 1, 10).limit = 20
     with pytest.raises(TypeError, match=r"sp must be a SequenceParallel, .*, got int"):
         Cache(2, 1, 10)
+
+
+def test_layers_and_lengths_may_be_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    x, cache = torch.randn(1, 3, 2, 8), Cache(None, 1, 10)
+    cache.attend(numpy.int64(0), x, x, x)
+    cache.crop(numpy.int64(2))
+    assert cache.length == 2 and type(cache.length) is int

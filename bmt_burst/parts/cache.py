@@ -258,17 +258,17 @@ class Cache:
 
         def describe() -> dict[str, Any]:
             self._check_ready(0)
-            if not first <= as_int("length", length) <= self.length:
+            if not first <= (kept := as_int("length", length)) <= self.length:
                 raise ValueError(
                     f"expected a length from {first}, that of the prompt, to {self.length}, that "
                     f"of the cache, got {length}"
                 )
             for layer, memory in self._memories.items():
-                if length < self.length and (reason := memory.refuses_crop()):
+                if kept < self.length and (reason := memory.refuses_crop()):
                     raise ValueError(f"layer {layer} cannot take tokens back: {reason}")
-            return {"length": length}
+            return {"length": kept}
 
-        agree(self.sp.rings, "Cache.crop", describe)
+        length = agree(self.sp.rings, "Cache.crop", describe)[0]["length"]
         self._positions.crop(length)
         self._length, self._lengths = length, [length] * self.layers
 
@@ -309,7 +309,7 @@ class Cache:
         self._check_ready(q.shape[1])
         self._check_inputs(layer, kind, q, k, v)
         check_device(rings, q)
-        terms = {"layer": layer, "length": self.length, "limit": self.limit, "kind": str(kind)}
+        terms = {"layer": int(layer), "length": self.length, "limit": self.limit, "kind": str(kind)}
         return terms | {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
 
     def _check_ready(self, tokens: int) -> None:
