@@ -355,3 +355,11 @@ def test_layers_and_lengths_may_be_numbers_of_numpy():
     cache.attend(numpy.int64(0), x, x, x)
     cache.crop(numpy.int64(2))
     assert cache.length == 2 and type(cache.length) is int
+
+
+@pytest.mark.parametrize("name", ["softcap", "softmax_scale"])
+def test_other_scores_than_in_earlier_calls_are_refused(name):
+    x, cache = torch.randn(1, 3, 2, 8), Cache(None, 1, 10)
+    cache.attend(0, x, x, x, **{name: 2.0})
+    with pytest.raises(ValueError, match=f"expected {name}=2.0, as in earlier calls of layer 0"):
+        cache.attend(0, x, x, x)

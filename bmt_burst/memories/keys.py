@@ -73,8 +73,9 @@ class KeyMemory(Memory):
         layer = self.room.layer
         if not isinstance(kind, Softmax):
             raise ValueError(f"layer {layer} keeps keys of {self.kind.name}, got {kind.name}")
-        for name in ("window", "extension"):
+        for name in ("scale", "softcap", "window", "extension"):
             expected, found = getattr(self.kind, name), getattr(kind, name)
+            name = "softmax_scale" if name == "scale" else name
             if found != expected:
                 raise ValueError(
                     f"expected {name}={expected}, as in earlier calls of layer {layer}, got "
