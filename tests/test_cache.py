@@ -363,3 +363,15 @@ def test_other_scores_than_in_earlier_calls_are_refused(name):
     cache.attend(0, x, x, x, **{name: 2.0})
     with pytest.raises(ValueError, match=f"expected {name}=2.0, as in earlier calls of layer 0"):
         cache.attend(0, x, x, x)
+
+
+def test_ranks_with_other_tokens_in_one_of_many_rows_find_it():
+    def work(sp):
+        v = torch.randn(512, 2, 2, 64, generator=torch.Generator().manual_seed(5))
+        v[200, 1] = torch.randn(2, 64, generator=torch.Generator().manual_seed(6 + sp.rank))
+        cache, v = Cache(sp, 1, 10), v.bfloat16()
+        cache.attend(0, v, v, v)
+        with pytest.raises(ValueError, match="given other new tokens"):
+            cache.attend(0, v, v, v)
+
+    on_ranks(2, work)

@@ -155,12 +155,12 @@ class NewTokens:
 
 
 def _sign(v: Tensor) -> Tensor:
-    """Return numbers that tell new tokens apart, from v (B, S, G, D): (S, 1 + _SIGNS).
+    """Return numbers that tell new tokens apart, from v (B, S, G, D): (B * S, 1 + _SIGNS).
 
-    The first is the norm of a token's values. The others are their products with fixed numbers
-    below 1. Two tokens differ in each of them by about the norm.
+    The first is the norm of a token's values in a row. The others are their products with fixed
+    numbers below 1. Two tokens differ in each of them by about the norm.
     """
-    flat = v.transpose(0, 1).flatten(2).flatten(1).to(accumulator_dtype(v.dtype))
+    flat = v.flatten(2).flatten(0, 1).to(accumulator_dtype(v.dtype))
     factors = _factors(flat.shape[1], flat.dtype, flat.device)
     return torch.cat((flat.norm(dim=1, keepdim=True), flat @ factors), 1)
 
@@ -172,7 +172,8 @@ def _factors(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _differ(signs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return whether ranks have other tokens, () bool, from the signs of all: (N, S, 1 + _SIGNS).
+    """Return whether ranks have other tokens, () bool, from the signs of all: (N, B * S, 1 +
+    _SIGNS).
 
     Ranks may compute the same tokens with other kernels, which round each value otherwise.
     """
