@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bmt_burst import Cache, InfLLMV2, Layout, Mask, nn
+from bmt_burst.base.streams import Flag
 from bmt_burst.kernels import few_queries
 from models.cpm import CPM
 from tests.test_chunks import DENSE, LARGEST, NOPE, SCALED, SPARSE, build, on_ranks
@@ -373,5 +374,28 @@ def test_ranks_with_other_tokens_in_one_of_many_rows_find_it():
         cache.attend(0, v, v, v)
         with pytest.raises(ValueError, match="given other new tokens"):
             cache.attend(0, v, v, v)
+
+    on_ranks(2, work)
+
+
+def test_other_tokens_are_found_by_a_host_that_runs_ahead(monkeypatch):
+    """As on a GPU, which answers some steps late."""
+
+    class Late(Flag):
+        asked = 0
+
+        def is_set(self):
+            self.asked += 1
+            return super().is_set() if self.asked > 3 else None
+
+    monkeypatch.setattr("bmt_burst.parts.cache.Flag", Late)
+
+    def work(sp):
+        same = torch.ones(1, 1, 2, 8)
+        cache, other = Cache(sp, 1, 10), same * (1 + sp.rank)
+        for x in (other, same, same, same):
+            cache.attend(0, x, x, x)
+        with pytest.raises(ValueError, match="given other new tokens"):
+            cache.attend(0, same, same, same)
 
     on_ranks(2, work)

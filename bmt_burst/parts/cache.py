@@ -74,7 +74,7 @@ class Cache:
         self._filling: Chunks | None = None  # its prefill has not ended
         self._positions = Positions(self.sp, torch.empty(0, dtype=torch.int64), 0, self.limit)
         self._new: NewTokens | None = None
-        self._differs: Flag | None = None
+        self._flags: list[Flag] = []  # whether ranks differed, of tokens for which it is not known
         self._moves = 0  # how often memory was replaced, which makes CUDA graphs invalid
 
     @property
@@ -317,9 +317,10 @@ class Cache:
         if self._filling is not None:
             raise ValueError("expected a Cache whose prefill has ended, got one in a prefill")
         if self._new is not None and self._new.differs is not None:
-            self._differs, self._new.differs = Flag(self._new.differs), None
-        if self._differs is not None and (found := self._differs.is_set()) is not None:
-            self._differs = None
+            self._flags.append(Flag(self._new.differs))
+            self._new.differs = None
+        while self._flags and (found := self._flags[0].is_set()) is not None:
+            del self._flags[0]
             if found:
                 raise RanksDisagree(
                     "ranks were given other new tokens: choose each token on one rank, and send "
