@@ -1,6 +1,7 @@
 """Whole sequences as handles: `SequenceParallel.sequence`, and layers and calls that take one."""
 
 import gc
+import random
 import weakref
 
 import pytest
@@ -227,3 +228,18 @@ def test_a_layout_of_other_ranks_is_refused_after_one_of_these():
     burst_attn_func(x, x, x, causal=True, layout=Layout.zigzag(12, 1))
     with pytest.raises(ValueError, match="expected a layout on 1 ranks, got one on 2"):
         burst_attn_func(x, x, x, causal=True, layout=Layout.zigzag(12, 2))
+
+
+def test_long_masks_of_hosts_with_many_ranks_are_compared():
+    """One message between hosts has the masks of all ranks of a host."""
+
+    def work(ring):
+        chance = random.Random(ring.rank)
+        bounds = sorted(chance.sample(range(1, 16 * 10**6), 150))
+        place, host = ring.rank % 8, ring.rank // 8
+        groups = ring.subring(range(8 * host, 8 * host + 8)), ring.subring((place, place + 8))
+        sp = SequenceParallel(ring.rank, 16, double_group=groups, process_group=None)
+        with pytest.raises(ValueError, match="ranks differ in mask or causal of a sequence"):
+            sp.sequence(Mask.documents((0, *bounds, 16 * 10**6)))
+
+    simulate(16, work)

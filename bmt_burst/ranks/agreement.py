@@ -243,10 +243,12 @@ def _exchange_terms(rings: Rings, terms: Terms) -> list[dict[str, Any]]:
     """Return the shared terms of all ranks, with the slices of masks and the runs of layouts."""
     mine = json.dumps(terms.shared, default=_list_details).encode()
     whole = [b""] * rings.size
-    for start in itertools.count(0, MESSAGE_BYTES):
-        pieces = _exchange(rings, terms.doing, mine[start : start + MESSAGE_BYTES])
+    # one message between hosts has the pieces of all ranks of a host
+    most = MESSAGE_BYTES // (rings.inner.size if rings.double else 1)
+    for start in itertools.count(0, most):
+        pieces = _exchange(rings, terms.doing, mine[start : start + most])
         whole = [x + piece for x, piece in zip(whole, pieces, strict=True)]
-        if max(map(len, pieces)) < MESSAGE_BYTES:
+        if max(map(len, pieces)) < most:
             return [*map(json.loads, whole)]
     raise AssertionError("each message ends")
 
