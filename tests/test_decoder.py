@@ -193,3 +193,13 @@ def test_a_model_that_no_graph_can_hold_is_reported():
         decoder(TOKENS[:, 60:61])
         with pytest.raises(RuntimeError, match=r"pass graph=False to Decoder: operation not perm"):
             decoder(TOKENS[:, 61:62])
+
+
+def test_rows_of_a_cache_that_a_decoder_filled_are_chosen():
+    """A Decoder runs in inference mode, whose tensors change only in it."""
+    model, cache = build(WINDOWED), Cache(None, 3, LIMIT)
+    decoder = Decoder(model, cache)
+    whole = decoder(TOKENS[:, :20])
+    cache.select_rows([1, 0])
+    cache.crop(10)
+    assert decoder(TOKENS[[1, 0], 10:20]).allclose(whole[[1, 0], 10:])

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from ..ranks.sequence_parallel import SequenceParallel
@@ -190,8 +191,9 @@ class Memory(ABC):
 
 def select_rows(x: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
     """Return the rows (N,) int64 of x along `dim`: x itself, changed in place, if it has N rows."""
-    found = x.index_select(dim, rows.to(x.device))
-    return x.copy_(found) if found.shape == x.shape else found
+    with torch.inference_mode(x.is_inference()):  # such tensors change only in this mode
+        found = x.index_select(dim, rows.to(x.device))
+        return x.copy_(found) if found.shape == x.shape else found
 
 
 @contextmanager
