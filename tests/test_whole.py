@@ -243,3 +243,12 @@ def test_long_masks_of_hosts_with_many_ranks_are_compared():
             sp.sequence(Mask.documents((0, *bounds, 16 * 10**6)))
 
     simulate(16, work)
+
+
+def test_a_sequence_of_other_ranks_than_the_layers_is_refused():
+    def work(sp):
+        alone = SequenceParallel().sequence(MASK)
+        with pytest.raises(ValueError, match="expected a sequence of this model's 2 ranks, got"):
+            nn.find_part(sp, mask=alone)
+
+    on_ranks(2, work)

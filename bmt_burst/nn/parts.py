@@ -40,6 +40,11 @@ def find_part(
             return WholeSequence.local(mask, layout, causal=mask is None).on(sp)
         if layout is not None:
             raise ValueError("expected mask=sequence alone, got a layout too: it has its own")
+        if sp.size not in (1, mask.sp.size):
+            raise ValueError(
+                f"expected a sequence of this model's {sp.size} ranks, got one of {mask.sp.size}: "
+                "make it with the sp of the model"
+            )
         return mask
     except (TypeError, ValueError) as error:
         refuse_call(error, sp.process_group, sp.double_group)
