@@ -193,6 +193,9 @@ def test_a_model_that_no_graph_can_hold_is_reported():
         decoder(TOKENS[:, 60:61])
         with pytest.raises(RuntimeError, match=r"pass graph=False to Decoder: operation not perm"):
             decoder(TOKENS[:, 61:62])
+    tokens = TOKENS[:, cache.length : LIMIT]
+    positions = torch.arange(cache.length, LIMIT)
+    assert model(tokens, positions, cache=cache).shape[1] == LIMIT - 61  # nothing was added
 
 
 def test_rows_of_a_cache_that_a_decoder_filled_are_chosen():

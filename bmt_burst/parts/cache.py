@@ -268,7 +268,9 @@ class Cache:
                     raise ValueError(f"layer {layer} cannot take tokens back: {reason}")
             return {"length": kept}
 
-        length = agree(self.sp.rings, "Cache.crop", describe)[0]["length"]
+        self._take_back(agree(self.sp.rings, "Cache.crop", describe)[0]["length"])
+
+    def _take_back(self, length: int) -> None:
         self._positions.crop(length)
         self._length, self._lengths = length, [length] * self.layers
 

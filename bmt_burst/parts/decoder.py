@@ -156,7 +156,11 @@ class Decoder:
                     ring.start_watch()
                 device = memory.difference.device
                 record = functools.partial(_Step.record, self.model, cache, new, numbers, device)
-                self._step = run_together(rings, "the making of a Decoder's graph", record)
+                try:
+                    self._step = run_together(rings, "the making of a Decoder's graph", record)
+                except BaseException:
+                    cache._take_back(new.start)  # nothing was computed
+                    raise
             self._step.fill(tokens, new)
             self._step.graph.replay()
             new.differs = self._step.differs
