@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -757,3 +758,11 @@ def test_an_error_on_one_rank_is_raised_on_all():
         return "no error"
 
     assert all("expected positions (batch, 15)" in text for text in on_ranks(2, work))
+
+
+def test_wrappers_of_models_do_not_rebuild_a_chunk():
+    """FSDP2 with mixed precision casts the tensors of all arguments."""
+    x = torch.zeros(1, 10, 2, 8)
+    for chunk in Chunks(Mask.causal(20), 10, 1).forward():
+        cast = _apply_to_tensors(lambda x: x, {"cache": chunk})
+        assert cast["cache"].attend(0, x, x, x).shape == x.shape

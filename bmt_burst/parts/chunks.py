@@ -28,7 +28,6 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -410,21 +409,19 @@ class Chunks:
         return tuple(max(stop - start for start, stop in mask.parts) for mask in self.masks)
 
 
-@dataclass(frozen=True, eq=False)
 class Chunk:
-    """A part of the sequence, which a model takes as its cache.
+    """A part of the sequence, which a model takes as its cache. It is no dataclass, since wrappers
+    of models would rebuild it in each forward.
 
     number     counts from 0
     positions  its tokens in the whole sequence
     span       its tokens in this rank's shard
     """
 
-    chunks: Chunks = field(repr=False)
-    number: int
-    positions: Span
-    span: slice
-
     saves_graph: ClassVar[bool] = True
+
+    def __init__(self, chunks: Chunks, number: int, positions: Span, span: slice):
+        self.chunks, self.number, self.positions, self.span = chunks, number, positions, span
 
     @property
     def sp(self) -> SequenceParallel:
