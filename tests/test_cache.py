@@ -11,6 +11,7 @@ import torch
 from bmt_burst import Cache, InfLLMV2, Layout, Mask, nn
 from bmt_burst.base.streams import Flag
 from bmt_burst.kernels import few_queries
+from bmt_burst.lightning.memory import Lightning
 from models.cpm import CPM
 from tests.test_chunks import DENSE, LARGEST, NOPE, SCALED, SPARSE, build, on_ranks
 
@@ -399,3 +400,13 @@ def test_other_tokens_are_found_by_a_host_that_runs_ahead(monkeypatch):
             cache.attend(0, same, same, same)
 
     on_ranks(2, work)
+
+
+def test_sinks_and_heads_of_new_tokens_are_checked():
+    x = torch.randn(1, 3, 2, 8)
+    for sinks in (torch.zeros(1), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"sinks must be \(2,\), one for each query head"):
+            Cache(None, 1, 10).attend(0, x, x, x, sinks=sinks)
+    one = x[:, :, :1]
+    with pytest.raises(ValueError, match=r"expected k of .* rows, heads and head size"):
+        Cache(None, 1, 10).mix(0, Lightning((0.1, 0.2)), x, one, one)

@@ -63,7 +63,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, is_packe
     form = Form(is_packed, autocast, *sizes, changes)
     q, k, v = form._replace(value_size=form.head_size).prepare(q, k, v)
     _check_together(q, k, v)
-    _check_sinks(sinks, q)
+    check_sinks(sinks, q)
     return form
 
 
@@ -109,7 +109,8 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k has {k.shape[2]} heads, which does not divide q's {q.shape[2]}")
 
 
-def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise TypeError or ValueError unless sinks fit q (B, S, H, D)."""
     if sinks is None:
         return
     check_tensor("sinks", sinks)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..base.differences import find_difference
 from ..base.dtypes import accumulator_dtype
 from ..calls.autograd import Past
+from ..calls.inputs import check_sinks
 from ..calls.softmax import SoftmaxAttention, attend, reserve_ahead
 from ..kernels.few_queries import find_kernels, has_kernels
 from ..merging.parts import Partials
@@ -162,6 +163,7 @@ class KeyMemory(Memory):
 
     def attend(self, new: NewTokens, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         sinks, *others = tensors or (None,)
+        check_sinks(sinks, q)
         self.add(new, k, v)
         parts = self._attend_part(new, q, k, *others)
         out, lse = new.merge(parts, q, v, q.dtype if sinks is None else None)

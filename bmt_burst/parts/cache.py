@@ -217,6 +217,7 @@ class Cache:
             if memory is None:
                 room = Room(int(layer), self.sp, limit=self.limit)
                 memory = self._memories[layer] = kind.memory(room, *tensors)
+                memory.check(kind, q, k, v)
             assert self._new is not None, "the first layer has begun them"
             found = use(memory, self._new)
             self._lengths[layer] = self.length
