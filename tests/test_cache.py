@@ -164,6 +164,23 @@ def turn_sparse(model, cache, rank):
     cache.attend(0, x, x, x, sparse=InfLLMV2())
 
 
+def attend_to(cache, v):
+    """Pass v, or a tensor of 0 in its place."""
+    x = torch.zeros(1, 1, 2, 8)
+    cache.attend(0, x, x, x if v is None else v)
+
+
+def attend_otherwise(options):
+    """Return a use of a Cache: in later layers rank 1 passes options, or it changes their order."""
+
+    def do(model, cache, rank):
+        x = torch.zeros(1, 1, 2, 8, dtype=torch.float64)
+        for layer in (0, 1, 2) if options or not rank else (0, 2, 1):
+            cache.attend(layer, x, x, x, **(options if rank and layer else {}))
+
+    return do
+
+
 def attend(*calls):
     """Return a use of a Cache: calls of layers, each with its number of new tokens."""
 
@@ -219,6 +236,22 @@ WRONG = {
         "expected extension=None, as in earlier calls of layer 0, got extension=Sparse",
     ),
     "a layer that there is not": (attend((3, 1)), "expected a layer below 3 in this Cache, got 3"),
+    "a list for values": (
+        lambda model, cache, rank: attend_to(cache, [] if rank else None),
+        "v must be a torch.Tensor, got list",
+    ),
+    "a mask of rows": (
+        lambda model, cache, rank: (step(model, cache), cache.select_rows([True] if rank else [0])),
+        "each of rows must be a whole number, got True",
+    ),
+    "rows of a text": (
+        lambda model, cache, rank: (step(model, cache), cache.select_rows("0" if rank else [0])),
+        "each of rows must be a whole number, got '0'",
+    ),
+    "rows of an empty cache": (
+        lambda model, cache, rank: cache.select_rows([0]),
+        "expected a Cache that has tokens, got an empty one",
+    ),
     "a module for a layer": (
         lambda model, cache, rank: attend((model.norm if rank else 0, 1))(model, cache, rank),
         "layer must be a whole number, got RMSNorm",
@@ -230,6 +263,19 @@ WRONG = {
     "other tokens in a layer": (
         attend((0, 2), (1, 1)),
         "expected 2 new tokens in layer 1, as in earlier layers, got 1",
+    ),
+    "another window in a later layer": (
+        attend_otherwise({"window": 3}),
+        "ranks differ in kind of a Cache",
+    ),
+    "sinks in a later layer": (
+        attend_otherwise({"sinks": torch.zeros(2, dtype=torch.float64)}),
+        "ranks differ in tensors besides q, k and v of a Cache",
+    ),
+    "layers in another order": (attend_otherwise({}), "ranks differ in layer of a Cache"),
+    "sinks of other heads": (
+        attend_otherwise({"sinks": torch.zeros(3, dtype=torch.float64)}),
+        r"sinks must be \(2,\), one for each query head, got shape \(3,\)",
     ),
     "a skipped layer": (skip_a_layer, "layer 1 has 0 tokens, layer 0 has 1: expected all 3 layers"),
     "an error of one rank": (
@@ -335,10 +381,45 @@ def test_ranks_that_are_given_other_tokens_find_it(config, dtype):
         step = torch.full((1, 3), 7)
         step[0, 1] += sp.rank
         model(step, torch.arange(110, 113), cache=cache)
-        with pytest.raises(ValueError, match="given other new tokens: choose each token on one"):
+        with pytest.raises(ValueError, match="new tokens or positions: choose each token on one"):
             model(step, torch.arange(113, 116), cache=cache)
 
     on_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "change"),
+    [
+        (DENSE, 64, (1, 0)),  # one row has another token
+        (DENSE, 2, (0, 1)),  # another position
+        (dataclasses.replace(DENSE, attention_rotary=False), 2, (0, 1)),
+        (dataclasses.replace(DENSE, mixers=("lightning",) * 3), 2, (1, 0)),
+    ],
+    ids=["a row", "positions", "positions that keys do not have", "lightning attention alone"],
+)
+def test_small_differences_of_new_tokens_are_found(config, rows, change):
+    @torch.no_grad()
+    def work(sp):
+        model, cache = build(config, sp).bfloat16(), Cache(sp, 3, 30)
+        tokens = torch.randint(0, 40, (1, 30), generator=torch.Generator().manual_seed(5))
+        tokens = tokens.repeat(rows, 1)
+        generate(model, cache, tokens, 20, None, (1,))
+        token, position = (sp.rank * by for by in change)
+        step, at = tokens[:, 21:22].clone(), torch.arange(21, 22)
+        step[0] = (step[0] + token) % 40
+        model(step, at + position, cache=cache)
+        with pytest.raises(ValueError, match="given other new tokens or positions"):
+            model(step, at + 1, cache=cache)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("name", ["softcap", "softmax_scale"])
+def test_a_layer_keeps_its_formula(name):
+    cache, x = Cache(None, 1, 9), torch.zeros(1, 1, 2, 8)
+    cache.attend(0, x, x, x, **{name: 2.0})
+    with pytest.raises(ValueError, match=f"expected {name}=2.0, as in earlier calls of layer 0"):
+        cache.attend(0, x, x, x, **{name: 3.0})
 
 
 def test_wrong_arguments_are_refused():

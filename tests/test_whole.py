@@ -186,6 +186,34 @@ def test_a_call_with_it_takes_its_own_group_only():
     assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
 
 
+def test_layers_take_it_on_their_ranks_only():
+    def work(sp):
+        layer, x = nn.BurstAttention(16, 2, sp=sp), torch.zeros(1, 24, 16)
+        tables = nn.rope_tables(torch.arange(24), 8)
+        alone = SequenceParallel().sequence(MASK)
+        for name in ("mask", "cache"):
+            with pytest.raises(ValueError, match="a sequence of this model's 2 ranks, got"):
+                layer(x, *tables, **{name: alone})
+        with pytest.raises(ValueError, match="expected a sequence or a mask and layout, got both"):
+            layer(x, *tables, cache=sp.sequence(MASK), mask=MASK)
+
+    on_ranks(2, work)
+
+
+def test_rows_with_layouts_of_their_own_are_cut_along_tokens():
+    def work(sp):
+        batch, x = sp.sequence(ROWS), torch.zeros(2, 24, 12)
+        for use, tensor, dim in (
+            (batch.shard, x, 2),
+            (batch.shard, torch.zeros(3, 24), 1),
+            (batch.unshard, torch.zeros(2, 12, 12), 2),
+        ):
+            with pytest.raises(ValueError, match="expected a tensor of 2 rows and dim=1, since"):
+                use(tensor, dim)
+
+    on_ranks(2, work)
+
+
 def test_equal_masks_of_later_batches_find_their_plans():
     def work(sp):
         x = torch.zeros(1, 12, 2, 8)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import check_tensor
+
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 _UNCHANGED = contextlib.nullcontext()
 
@@ -36,6 +38,13 @@ _is_available = functools.cache(torch.amp.is_autocast_available)
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return x in the dtype of autocast, if there is one. Tensors in fp64 and integers stay so."""
     return x if dtype is None or x.dtype not in _CAST else x.to(dtype)
+
+
+def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return q, k and v as `autocast` does. Raises TypeError for anything but dense tensors."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    return [autocast(x) for x in (q, k, v)]
 
 
 def autocast(x: Tensor) -> Tensor:

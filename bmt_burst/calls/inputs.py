@@ -110,7 +110,7 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Raise TypeError or ValueError unless sinks fit q (B, S, H, D)."""
+    """Raise TypeError or ValueError unless sinks are None or fit to q (..., H, D)."""
     if sinks is None:
         return
     check_tensor("sinks", sinks)

@@ -34,6 +34,7 @@ class Softmax(SoftmaxAttention):
     """Softmax attention as a kind of layer."""
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> KeyMemory:
+        check_sinks(tensors[0] if tensors else None, q)
         make = KeyMemory if self.extension is None else self.extension.memory or KeyMemory
         return make(self, room, k, v)
 
@@ -74,13 +75,13 @@ class KeyMemory(Memory):
         layer = self.room.layer
         if not isinstance(kind, Softmax):
             raise ValueError(f"layer {layer} keeps keys of {self.kind.name}, got {kind.name}")
-        for name in ("scale", "softcap", "window", "extension"):
+        for name in ("window", "extension", "softcap", "scale"):
             expected, found = getattr(self.kind, name), getattr(kind, name)
-            name = "softmax_scale" if name == "scale" else name
             if found != expected:
+                shown = "softmax_scale" if name == "scale" else name
                 raise ValueError(
-                    f"expected {name}={expected}, as in earlier calls of layer {layer}, got "
-                    f"{name}={found}"
+                    f"expected {shown}={expected}, as in earlier calls of layer {layer}, got "
+                    f"{shown}={found}"
                 )
         if v.shape[3] != q.shape[3]:
             raise ValueError(
@@ -166,7 +167,7 @@ class KeyMemory(Memory):
         check_sinks(sinks, q)
         self.add(new, k, v)
         parts = self._attend_part(new, q, k, *others)
-        out, lse = new.merge(parts, q, v, q.dtype if sinks is None else None)
+        out, lse = new.merge(parts, q, k, v, q.dtype if sinks is None else None)
         if sinks is not None:
             out = decoded_with_sinks(out, lse.transpose(1, 2), sinks).to(q.dtype)
         return out

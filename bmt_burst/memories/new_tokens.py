@@ -77,6 +77,7 @@ class NewTokens:
     stops      for each token, the number of this rank's keys up to it
     sent       int64 numbers on the keys' device, by `on`'s arguments
     prepared   what memories of a kind share
+    given      (S,) or (B, S): their positions, if the model passed them
     differs    whether ranks have other tokens, () bool on a device. None: not compared
     """
 
@@ -88,6 +89,7 @@ class NewTokens:
     stops: list[int]
     sent: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
     prepared: dict[Any, Any] = field(default_factory=dict)
+    given: Tensor | None = None
     differs: Tensor | None = None
 
     @staticmethod
@@ -125,44 +127,56 @@ class NewTokens:
         return [[start, stop] for start, stop in zip(starts, self.stops, strict=True)]
 
     def merge(
-        self, parts: Partials, q: Tensor, v: Tensor, dtype: torch.dtype | None
+        self, parts: Partials, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
         """Return the merge of all ranks' partial results in rank order: out (B, S, H, D), by
         default in the accumulator's dtype, and lse (B, S, H).
 
-        The first layer also compares v (B, S, G, D), which tells whether ranks compute the same
-        tokens. That sends a few numbers more, and sets `differs`. The host does not wait for it.
+        The first layer that merges also does what `compare` does, in the same message.
         """
         few, wide, rows = find_kernels(q), accumulator_dtype(q.dtype), q.shape[:-1]
         if self.rings.size > 1:
             sizes = [q.numel(), rows.numel()]
-            signs = None
-            if self.differs is None:
-                signs = _sign(v)
-                sizes.append(signs.numel())
-            mine = q.new_empty(sum(sizes), dtype=wide)
-            out, lse, *rest = mine.split(sizes)
+            signs = self._sign(k, v) if self.differs is None else q.new_empty(0)
+            mine = q.new_empty(sum(sizes) + signs.numel(), dtype=wide)
+            out, lse, rest = mine.split([*sizes, signs.numel()])
             few.merge(parts, out.view(q.shape), lse.view(rows))
-            if signs is not None:
-                rest[0].copy_(signs.flatten())
-            outs, lses, *rest = self.rings.gather_equal(mine).split(sizes, 1)
+            rest.copy_(signs.flatten())
+            outs, lses, rest = self.rings.gather_equal(mine).split([*sizes, signs.numel()], 1)
             parts = outs.view(-1, *q.shape), lses.view(-1, *rows)
-            if signs is not None:
-                self.differs = _differ(rest[0].view(-1, *signs.shape), v.dtype)
+            if self.differs is None:
+                self.differs = _differ(rest.view(-1, *signs.shape), v.dtype)
         out, lse = q.new_empty(q.shape, dtype=dtype or wide), q.new_empty(rows, dtype=wide)
         few.merge(parts, out, lse)
         return out, lse
 
+    def compare(self, k: Tensor, v: Tensor) -> None:
+        """Compare the keys and values (B, S, G, D) of a layer, and the given positions, which tell
+        whether ranks compute the same tokens. This sets `differs`. The host does not wait for it.
+        """
+        if self.rings.size > 1 and self.differs is None:
+            signs = self._sign(k, v)
+            found = self.rings.gather_equal(signs.flatten())
+            self.differs = _differ(found.view(-1, *signs.shape), v.dtype)
 
-def _sign(v: Tensor) -> Tensor:
-    """Return numbers that tell new tokens apart, from v (B, S, G, D): (B * S, 1 + _SIGNS).
+    def _sign(self, k: Tensor, v: Tensor) -> Tensor:
+        """Return numbers that tell tokens apart, for each row: (N, B, S, 1 + _SIGNS)."""
+        signs = [_sign(k), _sign(v)]
+        if self.given is not None:  # compared exactly, as a token of norm 0
+            at = self.given.to(signs[0]).expand(signs[0].shape[:-1]).unsqueeze(-1)
+            signs.append(torch.cat((torch.zeros_like(at), at.expand(*at.shape[:-1], _SIGNS)), -1))
+        return torch.stack(signs)
 
-    The first is the norm of a token's values in a row. The others are their products with fixed
-    numbers below 1. Two tokens differ in each of them by about the norm.
+
+def _sign(x: Tensor) -> Tensor:
+    """Return numbers that tell tokens x (B, S, G, D) apart: (B, S, 1 + _SIGNS).
+
+    The first is a token's norm. The others are its products with fixed numbers below 1. Two tokens
+    differ in each of them by about the norm.
     """
-    flat = v.flatten(2).flatten(0, 1).to(accumulator_dtype(v.dtype))
-    factors = _factors(flat.shape[1], flat.dtype, flat.device)
-    return torch.cat((flat.norm(dim=1, keepdim=True), flat @ factors), 1)
+    flat = x.flatten(2).to(accumulator_dtype(x.dtype))
+    factors = _factors(flat.shape[2], flat.dtype, flat.device)
+    return torch.cat((flat.norm(dim=2, keepdim=True), flat @ factors), 2)
 
 
 @functools.lru_cache(maxsize=8)
@@ -172,10 +186,9 @@ def _factors(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _differ(signs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return whether ranks have other tokens, () bool, from the signs of all: (N, B * S, 1 +
-    _SIGNS).
+    """Return whether ranks have other tokens, () bool, from the signs of all, ranks first.
 
     Ranks may compute the same tokens with other kernels, which round each value otherwise.
     """
-    rounding = max(32 * torch.finfo(dtype).eps, 1e-3) * signs[:1, :, :1]
+    rounding = max(32 * torch.finfo(dtype).eps, 1e-3) * signs[:1, ..., :1]
     return ((signs - signs[:1]).abs() > rounding).any()

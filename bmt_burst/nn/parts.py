@@ -40,18 +40,13 @@ def find_part(
             return WholeSequence.local(mask, layout, causal=mask is None).on(sp)
         if layout is not None:
             raise ValueError("expected mask=sequence alone, got a layout too: it has its own")
-        if sp.size not in (1, mask.sp.size):
-            raise ValueError(
-                f"expected a sequence of this model's {sp.size} ranks, got one of {mask.sp.size}: "
-                "make it with the sp of the model"
-            )
+        _check_ranks(sp, mask)
         return mask
     except (TypeError, ValueError) as error:
         refuse_call(error, sp.process_group, sp.double_group)
 
 
 def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> None:
-    kind = "Cache" if isinstance(cache, Cache) else "Chunks"
     if not all(hasattr(cache, name) for name in ("mix", "select", "longest", "saves_graph")):
         raise TypeError(
             "cache must be a chunk of bmt_burst.Chunks or a bmt_burst.Cache, got "
@@ -59,10 +54,19 @@ def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> No
             "alone"
         )
     if mask is not None or layout is not None:
-        name = "chunk" if isinstance(cache, Chunk) else "Cache"
+        name = {Chunk: "chunk", WholeSequence: "sequence"}.get(type(cache), "Cache")
         raise ValueError(f"expected a {name} or a mask and layout, got both: it has its own")
-    if sp.size not in (1, cache.sp.size):
-        raise ValueError(
-            f"expected {kind} of this model's {sp.size} ranks, got {kind} of {cache.sp.size}: pass "
-            f"sp to {kind}"
-        )
+    _check_ranks(sp, cache)
+
+
+def _check_ranks(sp: SequenceParallel, part: Part) -> None:
+    if sp.size in (1, part.sp.size):
+        return
+    kind, instead = "Chunks", "pass sp to Chunks"
+    if isinstance(part, WholeSequence):
+        kind, instead = "a sequence", "make it by sp.sequence"
+    elif isinstance(part, Cache):
+        kind, instead = "Cache", "pass sp to Cache"
+    raise ValueError(
+        f"expected {kind} of this model's {sp.size} ranks, got {kind} of {part.sp.size}: {instead}"
+    )

@@ -16,7 +16,7 @@ Letters: B batch, S new tokens, H query heads, G kv heads, D head size, E model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, NoReturn, TypeVar
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import as_int
-from ..base.autocast import autocast, without_autocast
+from ..base.autocast import autocast_inputs, without_autocast
 from ..base.compiled import not_compiled
 from ..base.streams import Flag
 from ..calls.refusal import refuse_call
@@ -75,6 +75,7 @@ class Cache:
         self._positions = Positions(self.sp, torch.empty(0, dtype=torch.int64), 0, self.limit)
         self._new: NewTokens | None = None
         self._flags: list[Flag] = []  # whether ranks differed, of tokens for which it is not known
+        self._given: Tensor | None = None  # positions of the next new tokens
         self._moves = 0  # how often memory was replaced, which makes CUDA graphs invalid
 
     @property
@@ -151,7 +152,8 @@ class Cache:
         return positions.amax(-1) + 1
 
     def check_positions(self, positions: Tensor) -> None:
-        """Do nothing, as new tokens may lie at any position."""
+        """Note the positions of new tokens, which may be any. Ranks compare them."""
+        self._given = positions
 
     @not_compiled
     def attend(
@@ -169,10 +171,12 @@ class Cache:
                  deterministic have no meaning here: kernels/few_queries.py has the kernels of new
                  tokens, and all are deterministic
 
-        Ranks agree in the first layer of new tokens. There it raises ValueError on all ranks if the
-        cache is full, if another layer lacks earlier tokens, or if inputs do not fit on any rank.
-        Ranks also compare the tokens' values: if they were given other tokens, a later call raises
-        RanksDisagree on all of them, at once on CPUs, and on GPUs once it is known.
+        Ranks agree in the first layer of new tokens, and in each layer once. There it raises
+        ValueError on all ranks if the cache is full, if another layer lacks earlier tokens, or if
+        inputs do not fit on any rank.
+        Ranks also compare keys, values and the positions that a model passed: if they were given
+        other tokens, a later call raises RanksDisagree on all of them, at once on CPUs, and on GPUs
+        once it is known.
         """
         try:
             kind, tensors = find_kind(window, options)
@@ -183,7 +187,10 @@ class Cache:
     @not_compiled
     def mix(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Do what `attend` does, for any kind of layer."""
-        q, k, v = (autocast(x) for x in (q, k, v))
+        try:
+            q, k, v = autocast_inputs(q, k, v)
+        except TypeError as error:
+            self._refuse(error)
 
         def attend(memory: Memory, new: NewTokens) -> Tensor:
             return memory.attend(new, q, k, v, *tensors)
@@ -198,37 +205,43 @@ class Cache:
         use: Callable[[Memory, NewTokens], Result],
     ) -> Result:
         """Return what `use` does with a layer's memory and new tokens q, k, v and other `tensors`.
-        Ranks agree in the first layer.
+        Ranks agree in the first layer, and in each layer's first call.
         """
         rings, (q, k, v, *_) = self.sp.rings, tensors
 
-        def check() -> tuple[Terms, None]:
-            return Terms(_CALL, self._describe(rings, layer, kind, q, k, v), of=" of a Cache"), None
-
-        def begin(*_: Any) -> Result:
-            for ring in rings.shared:
-                ring.connect(q.device)
-            self._begin(rings, q.shape[1])
-            return compute()
-
-        def compute() -> Result:
-            self._check_inputs(layer, kind, q, k, v)
+        def check() -> tuple[Terms, Memory]:
+            terms = self._describe(rings, layer, kind, tensors)
             memory = self._memories.get(layer)
             if memory is None:
-                room = Room(int(layer), self.sp, limit=self.limit)
-                memory = self._memories[layer] = kind.memory(room, *tensors)
+                memory = kind.memory(Room(int(layer), self.sp, limit=self.limit), *tensors)
                 memory.check(kind, q, k, v)
+            return Terms(_CALL, terms, of=" of a Cache"), memory
+
+        def begin(memory: Memory, _: Any) -> Result:
+            if self._lengths[layer] == self.length:
+                for ring in rings.shared:
+                    ring.connect(q.device)
+                self._begin(rings, q.shape[1])
+            self._memories[layer] = memory
+            return compute(memory)
+
+        def compute(memory: Memory) -> Result:
             assert self._new is not None, "the first layer has begun them"
+            if self._given is not None:
+                self._new.given, self._given = self._given, None
             found = use(memory, self._new)
             self._lengths[layer] = self.length
+            if min(self._lengths) == self.length:  # no layer may have merged results of ranks
+                self._new.compare(k, v)
             return found
 
         with on_device(q), torch.no_grad(), without_autocast(q):
-            is_known = isinstance(layer, Integral) and 0 <= layer < self.layers
+            is_known = isinstance(layer, Integral) and layer in self._memories
             if not is_known or self._lengths[layer] == self.length:
                 return run_agreed(rings, _CALL, check, begin)
             with admit_one_thread(rings, _CALL), report_failure(rings, _CALL):
-                return compute()
+                self._check_inputs(layer, kind, q, k, v)
+                return compute(self._memories[layer])
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep k and v (B, S, G, D) of new tokens, and return those of all tokens so far, (B, T, G,
@@ -279,18 +292,25 @@ class Cache:
         """Keep these rows of the batch, in this order: N numbers, also repeated ones, such as the
         beams of a search. All ranks pass the same rows.
 
-        Raises ValueError on all ranks for no rows and for rows that there are not.
+        Raises ValueError on all ranks for no rows and for rows that there are not, TypeError for
+        other things than whole numbers.
         """
-        chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu")
 
         def describe() -> dict[str, Any]:
             self._check_ready(0)
-            most = min((memory.rows for memory in self._memories.values()), default=0)
-            if chosen.dim() != 1 or not len(chosen) or not 0 <= min(chosen) <= max(chosen) < most:
-                raise ValueError(f"expected rows of 0 to {most - 1}, got {chosen.tolist()}")
-            return {"rows": chosen.tolist()}
+            if not self._memories:
+                raise ValueError("expected a Cache that has tokens, got an empty one")
+            most = min(memory.rows for memory in self._memories.values())
+            given = rows.tolist() if isinstance(rows, Tensor) else rows
+            if not isinstance(given, Iterable):
+                raise TypeError(f"expected rows of 0 to {most - 1}, got {given}")
+            chosen = [as_int("each of rows", row) for row in given]
+            if not chosen or not 0 <= min(chosen) <= max(chosen) < most:
+                raise ValueError(f"expected rows of 0 to {most - 1}, got {chosen}")
+            return {"rows": chosen}
 
-        agree(self.sp.rings, "Cache.select_rows", describe)
+        terms, *_ = agree(self.sp.rings, "Cache.select_rows", describe)
+        chosen = torch.tensor(terms["rows"])
         in_place = [memory.select_rows(chosen) for memory in self._memories.values()]
         self._moves += not all(in_place)
 
@@ -302,18 +322,21 @@ class Cache:
         refuse_call(error, self.sp.process_group, self.sp.double_group, doing)
 
     def _describe(
-        self, rings: Rings, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor
+        self, rings: Rings, layer: int, kind: Kind, tensors: tuple[Any, ...]
     ) -> dict[str, Any]:
         """Return the terms that ranks compare before new tokens. Raises ValueError for wrong
         inputs.
         """
+        q, k, v, *others = tensors
         if not 0 <= as_int("layer", layer) < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in this Cache, got {layer}")
-        self._check_ready(q.shape[1])
+        if self._lengths[layer] == self.length:
+            self._check_ready(q.shape[1])
         self._check_inputs(layer, kind, q, k, v)
         check_device(rings, q)
         terms = {"layer": int(layer), "length": self.length, "limit": self.limit, "kind": str(kind)}
-        return terms | {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
+        terms |= {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
+        return terms | {"tensors besides q, k and v": [x is not None for x in others]}
 
     def _check_ready(self, tokens: int) -> None:
         """Raise ValueError unless all layers can compute so many new tokens now."""
@@ -326,8 +349,9 @@ class Cache:
             del self._flags[0]
             if found:
                 raise RanksDisagree(
-                    "ranks were given other new tokens: choose each token on one rank, and send "
-                    "it to the others, for example with torch.distributed.broadcast"
+                    "ranks were given other new tokens or positions: choose each token on one "
+                    "rank, and send it to the others, for example with "
+                    "torch.distributed.broadcast"
                 )
         behind = [n for n, length in enumerate(self._lengths) if length < self.length]
         if behind:

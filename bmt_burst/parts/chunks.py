@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import as_bool, as_int, check_dim, check_tensor
-from ..base.autocast import autocast
+from ..base.autocast import autocast_inputs
 from ..base.compiled import not_compiled
 from ..base.kept import KeptResults, is_in_backward
 from ..base.policies import without_policies
@@ -525,7 +525,7 @@ class Chunk:
     def mix(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Do what `attend` does, for any kind of layer."""
         try:
-            q, k, v = (autocast(x) for x in (q, k, v))
+            q, k, v = autocast_inputs(q, k, v)
             with without_policies():  # a recomputation does less
                 memory, turn = self.begin(layer, kind, q, k, v, *tensors)
                 compute = memory.keep(turn, q, k, v, *tensors)

@@ -375,19 +375,24 @@ class WholeSequence:
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a whole tensor, (S_local) entries along `dim`.
 
-        If rows differ in their layouts, x is (B, S, ...) or (1, S, ...), and `dim` 1.
+        If rows differ in their layouts, x is (B, S, ...) or (1, S, ...), and `dim` 1. Raises
+        ValueError otherwise.
         """
         rank = self.sp.rank
         if isinstance(self.layout, Layout):
             return self.layout.shard(x, rank, dim)
+        _check_rows(x, dim, self.batch)
         rows = zip(self._layouts, x.expand(self.batch, *x.shape[1:]), strict=True)
-        return torch.stack([layout.shard(row, rank, dim - 1) for layout, row in rows])
+        return torch.stack([layout.shard(row, rank, 0) for layout, row in rows])
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole of all ranks' parts, on every rank, as `SequenceParallel.unshard`."""
+        """Return the whole of all ranks' parts, on every rank, as `SequenceParallel.unshard`. If
+        rows differ in their layouts, x is (B, S_local, ...), and `dim` 1.
+        """
         sp = self.sp
         if isinstance(self.layout, Layout):
             return sp.with_layout(self.layout).unshard(x, self.layout.seq_len, dim)
+        _check_rows(x, dim, self.batch)
         stacked = Stacked(self._layouts)
         whole = sp.with_layout(stacked).unshard(x.flatten(0, 1), stacked.seq_len, 0)
         # unflatten would return a view, and FSDP2 loses the gradient of one that changes in place
@@ -423,6 +428,15 @@ class WholeSequence:
         keys = layouts_of_rows(self.kv_layout, batch, "kv_layout")
         of_keys = f"\nkeys:\n{keys[0]}" if keys else ""
         return f"{rows}{masks_of_rows(self.mask, batch)[0]}\n{self._layouts[0]}{of_keys}"
+
+
+def _check_rows(x: Tensor, dim: int, batch: int) -> None:
+    """Raise ValueError unless x (batch or 1, S, ...) is to be cut or joined along S."""
+    if check_dim(x, dim) != 1 or len(x) not in (1, batch):
+        raise ValueError(
+            f"expected a tensor of {batch} rows and dim=1, since rows have layouts of their own, "
+            f"got shape {tuple(x.shape)} and dim={dim}"
+        )
 
 
 _find_local = functools.lru_cache(maxsize=_MOST_LOCAL, typed=True)(WholeSequence)
