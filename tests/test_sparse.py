@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import (
     Cache,
+    Chunks,
     InfLLMV2,
     Layout,
     Mask,
@@ -626,8 +627,15 @@ def test_a_layer_chooses_by_queries_and_keys_before_rotation():
         in_pieces(layer, x, cos, sin, Cache(None, 1, 70)),
     ):
         assert (found[0] - exact).abs().max() < EXACT
-    with pytest.raises(ValueError, match=r"expected choose_by with .* got none"):
-        layer.attend(*layer.project(x, cos, sin), Cache(None, 1, 70))
+    q, k, v = layer.project(x, cos, sin)
+    chunks = Chunks(Mask.causal(70), 70, 1).forward(last=True)
+    for part in (Cache(None, 1, 70), next(chunks)):
+        for given, message in (
+            (None, "expected choose_by together with use_nope=True, got .* alone"),
+            ((q, k[..., :4]), r"expected keys of choose_by of shape \(1, 70, 2, 8\) on cpu, got"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                layer.attend(q, k, v, part, given)
 
 
 def test_a_cache_adds_each_key_up_once(monkeypatch):

@@ -68,11 +68,11 @@ class SparseMemory(KeyMemory):
     def _take_choose_by(
         self, q: Tensor, k: Tensor, sinks: Tensor | None = None, *choose_by: Tensor
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return the sinks, and the queries and keys to choose by."""
+        """Return the sinks, and the queries and keys to choose by, checked."""
+        assert self.kind.extension is not None, "it chooses"
+        self.kind.extension.check(choose_by, q, k)
         if not self.config.use_nope:
             return sinks, q, k
-        if len(choose_by) != 2:
-            raise ValueError(f"expected choose_by with {self.config}, got none")
         by_q, by_k = (x.detach().to(q.dtype) for x in choose_by)
         return sinks, by_q, by_k
 
