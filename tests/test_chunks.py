@@ -427,6 +427,14 @@ WRONG = {
         lambda chunks, model: pass_tokens(chunks, model, 19),
         r"expected positions \(batch, 20\) or \(20,\), of this rank's tokens of chunk 0, got shape",
     ),
+    "tokens of a shorter sequence": (
+        lambda chunks, model: next(chunks.forward()).shard(torch.zeros(1, 59)),
+        r"expected 60 tokens of the whole sequence in dimension 1, got 59 in shape \(1, 59\)",
+    ),
+    "tokens of a longer sequence": (
+        lambda chunks, model: next(chunks.forward()).shard(torch.zeros(1, 61)),
+        "expected 60 tokens of the whole sequence in dimension 1, got 61",
+    ),
     "positions that are no tensor": (
         lambda chunks, model: next(chunks.forward()).check_positions([0] * 20),
         "positions must be a torch.Tensor, got list",

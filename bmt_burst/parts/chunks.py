@@ -434,8 +434,16 @@ class Chunk:
         return self.chunks._phase == _FORWARD and not self.chunks._evaluates
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's tokens of the chunk: C entries of the whole x along `dim`."""
+        """Return this rank's tokens of the chunk: C entries of the whole x along `dim`. A prompt
+        may be the first entries of x. Raises ValueError for an x of another sequence's length.
+        """
         dim, (start, stop) = check_dim(x, dim), self.positions
+        tokens, whole = x.shape[dim], self.chunks.layout.seq_len
+        if tokens < whole or (tokens > whole and self.chunks._limit is None):
+            raise ValueError(
+                f"expected {whole} tokens of the whole sequence in dimension {dim}, got {tokens} "
+                f"in shape {tuple(x.shape)}"
+            )
         layout = self.chunks.layout.layouts[self.number]
         return layout.shard(x.narrow(dim, start, stop - start), self.chunks.sp.rank, dim)
 
