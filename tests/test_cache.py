@@ -256,6 +256,10 @@ WRONG = {
         lambda model, cache, rank: attend((model.norm if rank else 0, 1))(model, cache, rank),
         "layer must be a whole number, got RMSNorm",
     ),
+    "no prompt": (
+        lambda model, cache, rank: fill(model, cache, 0),
+        "a prompt of at least 2 tokens, .* got 0: without a prefill, pass them as new tokens",
+    ),
     "a prompt of one token": (
         lambda model, cache, rank: fill(model, cache, 1),
         "a prompt of at least 2 tokens, .* got 1: without a prefill, pass them as new tokens",
@@ -414,12 +418,12 @@ def test_small_differences_of_new_tokens_are_found(config, rows, change):
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("name", ["softcap", "softmax_scale"])
-def test_a_layer_keeps_its_formula(name):
-    cache, x = Cache(None, 1, 9), torch.zeros(1, 1, 2, 8)
-    cache.attend(0, x, x, x, **{name: 2.0})
-    with pytest.raises(ValueError, match=f"expected {name}=2.0, as in earlier calls of layer 0"):
-        cache.attend(0, x, x, x, **{name: 3.0})
+def test_new_tokens_have_no_backward():
+    """Gradients of weights would leave attention out."""
+    model, tokens = build(DENSE), torch.zeros(1, 5, dtype=torch.int64)
+    loss, _ = model(tokens, torch.arange(5), tokens, cache=Cache(None, 3, 9))
+    with pytest.raises(ValueError, match="a Cache have no backward: call backward on the loss"):
+        loss.backward()
 
 
 def test_wrong_arguments_are_refused():

@@ -186,14 +186,13 @@ def test_a_call_with_it_takes_its_own_group_only():
     assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
 
 
-def test_layers_take_it_on_their_ranks_only():
+def test_layers_take_it_as_their_cache_on_their_ranks_only():
     def work(sp):
         layer, x = nn.BurstAttention(16, 2, sp=sp), torch.zeros(1, 24, 16)
         tables = nn.rope_tables(torch.arange(24), 8)
         alone = SequenceParallel().sequence(MASK)
-        for name in ("mask", "cache"):
-            with pytest.raises(ValueError, match="a sequence of this model's 2 ranks, got"):
-                layer(x, *tables, **{name: alone})
+        with pytest.raises(ValueError, match="expected a sequence of this model's 2 ranks, got"):
+            layer(x, *tables, cache=alone)
         with pytest.raises(ValueError, match="expected a sequence or a mask and layout, got both"):
             layer(x, *tables, cache=sp.sequence(MASK), mask=MASK)
 

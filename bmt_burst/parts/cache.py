@@ -44,6 +44,21 @@ Result = TypeVar("Result")
 _CALL = "a call with a Cache"
 
 
+class _WithoutBackward(torch.autograd.Function):
+    """The result of new tokens. Gradients that leave it out would be wrong without an error."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise ValueError(
+            "new tokens of a Cache have no backward: call backward on the loss of a whole sequence "
+            "or of a chunk of Chunks"
+        )
+
+
 class Cache:
     """A cache of up to `limit` tokens, on the ranks of `sp`. Rows of a batch have one length.
 
@@ -54,7 +69,7 @@ class Cache:
 
     `prefill` yields chunks of a prompt, which a model takes as its cache. Then the cache itself is
     the model's cache. All ranks pass the same new tokens, one or a few, and get the same results.
-    The key of position p stays on rank (p // 64) % size. There are no gradients.
+    The key of position p stays on rank (p // 64) % size. A backward raises ValueError.
 
     Raises ValueError for layers or a limit below 1, TypeError for arguments of other types, and
     AttributeError on all ranks if `length` is set.
@@ -122,7 +137,7 @@ class Cache:
                     "to the model with cache=cache"
                 )
             self._check_limit(length)
-            if 1 <= length < self.sp.size:
+            if length < self.sp.size:
                 raise ValueError(
                     f"expected a prompt of at least {self.sp.size} tokens, one for each rank, got "
                     f"{length}: without a prefill, pass them as new tokens of the empty Cache, "
@@ -195,7 +210,10 @@ class Cache:
         def attend(memory: Memory, new: NewTokens) -> Tensor:
             return memory.attend(new, q, k, v, *tensors)
 
-        return self._extend(layer, kind, (q, k, v, *tensors), attend)
+        out = self._extend(layer, kind, (q, k, v, *tensors), attend)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            out = _WithoutBackward.apply(out, q, k, v)
+        return out
 
     def _extend(
         self,
