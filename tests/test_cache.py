@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -414,6 +415,19 @@ def test_small_differences_of_new_tokens_are_found(config, rows, change):
         model(step, at + position, cache=cache)
         with pytest.raises(ValueError, match="given other new tokens or positions"):
             model(step, at + 1, cache=cache)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_new_tokens_of_nan_on_one_rank_differ(ranks):
+    def work(sp):
+        x, cache = torch.ones(1, 1, 2, 8), Cache(sp, 1, 10)
+        cache.attend(0, x, x, x * torch.nan if sp.rank in ranks else x)
+        # weights that diverged give NaN on all
+        differ = pytest.raises(ValueError, match="given other new tokens or positions")
+        with differ if len(ranks) == 1 else nullcontext():
+            cache.attend(0, x, x, x)
 
     on_ranks(2, work)
 
