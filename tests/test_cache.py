@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from bmt_burst import Cache, InfLLMV2, Layout, Mask, nn
+from bmt_burst import Cache, InfLLMV2, Layout, Mask, init_sequence_parallel, nn
 from bmt_burst.base.streams import Flag
+from bmt_burst.errors import RankFailed
 from bmt_burst.kernels import few_queries
 from bmt_burst.lightning.memory import Lightning
 from models.cpm import CPM
+from tests.launcher import run_ranks
 from tests.test_chunks import DENSE, LARGEST, NOPE, SCALED, SPARSE, build, on_ranks
 
 WINDOWED = dataclasses.replace(SCALED, rope_scaling=None)
@@ -509,3 +512,21 @@ def test_sinks_and_heads_of_new_tokens_are_checked():
     one = x[:, :, :1]
     with pytest.raises(ValueError, match=r"expected k of .* rows, heads and head size"):
         Cache(None, 1, 10).mix(0, Lightning((0.1, 0.2)), x, one, one)
+
+
+def refuse_an_option(rank: int) -> tuple[str, float]:
+    sp, x = init_sequence_parallel(), torch.ones(1, 1, 2, 8)
+    cache = Cache(sp, 2, 10)
+    for layer in (0, 1, 0):
+        cache.attend(layer, x, x, x)
+    begun = time.monotonic()
+    with pytest.raises((TypeError, RankFailed)) as caught:
+        cache.attend(1, x, x, x, **{"unknown": 1} if rank else {})
+    return str(caught.value), time.monotonic() - begun
+
+
+def test_a_wrong_option_in_the_middle_of_new_tokens_is_reported_at_once():
+    """The other ranks already compute the layer, and send no line."""
+    for text, seconds in run_ranks(2, refuse_an_option):
+        assert "unexpected keyword argument 'unknown'" in text
+        assert seconds < 60  # half of the group's timeout

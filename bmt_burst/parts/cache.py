@@ -337,6 +337,9 @@ class Cache:
         return self._moves, *(memory.variant(length) for memory in self._memories.values())
 
     def _refuse(self, error: Exception, doing: str = _CALL) -> NoReturn:
+        if min(self._lengths) < self.length:  # the others compute a layer, and agree on no call
+            with admit_one_thread(self.sp.rings, doing), report_failure(self.sp.rings, doing):
+                raise error
         refuse_call(error, self.sp.process_group, self.sp.double_group, doing)
 
     def _describe(
