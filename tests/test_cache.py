@@ -355,6 +355,32 @@ def test_drafts_are_taken_back():
             assert (logits - whole[:, start:]).abs().max() / whole.abs().max() < LARGEST
 
 
+def test_an_error_in_the_middle_of_a_token_is_taken_back():
+    """On all ranks, as long as no layer has states or sums."""
+    tokens = torch.randint(0, 40, (1, 90), generator=torch.Generator().manual_seed(5))
+
+    @torch.no_grad()
+    def work(sp):
+        model, cache = build(DENSE, sp), Cache(sp, 3, 90)
+        generate(model, cache, tokens, 60, None, (5,))
+
+        def fail(*_):
+            raise RuntimeError("a hook")
+
+        hook = model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="a hook"):
+            model(tokens[:, 65:70], torch.arange(65, 70), cache=cache)
+        hook.remove()
+        with pytest.raises(ValueError, match="layer 1 has 65 tokens, layer 0 has 70"):
+            cache.crop(66)
+        cache.crop(65)
+        return model(tokens[:, 65:], torch.arange(65, 90), cache=cache)
+
+    whole = build(DENSE)(tokens, torch.arange(90))[:, 65:]
+    for logits in on_ranks(2, work):
+        assert (logits - whole).abs().max() / whole.abs().max() < LARGEST
+
+
 @pytest.mark.parametrize("config", [WINDOWED, SPARSE, NOPE], ids=["windows", "sparse", "use_nope"])
 def test_rows_of_a_cache_are_chosen(config):
     """As beams are: repeated, in another order, and fewer."""
@@ -389,8 +415,9 @@ def test_ranks_that_are_given_other_tokens_find_it(config, dtype):
         step = torch.full((1, 3), 7)
         step[0, 1] += sp.rank
         model(step, torch.arange(110, 113), cache=cache)
-        with pytest.raises(ValueError, match="new tokens or positions: choose each token on one"):
-            model(step, torch.arange(113, 116), cache=cache)
+        for _ in range(2):  # the cache holds both from then on
+            with pytest.raises(ValueError, match="holds both: choose each token on one rank"):
+                model(step, torch.arange(113, 116), cache=cache)
 
     on_ranks(2, work)
 

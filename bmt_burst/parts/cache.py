@@ -281,16 +281,17 @@ class Cache:
 
     def crop(self, length: int) -> None:
         """Take back the newest tokens, such as a rejected draft, so that `length` tokens stay. All
-        ranks pass the same length. Tokens of a prefill stay.
+        ranks pass the same length. Tokens of a prefill stay. It also ends new tokens that an error
+        left in the middle of a model.
 
-        Raises ValueError on all ranks for a length out of range, in the middle of new tokens, and
+        Raises ValueError on all ranks for a length out of range or that a layer does not have, and
         where a layer cannot take tokens back: a state of lightning attention, or sums of keys.
         """
         first = self._positions.start
 
         def describe() -> dict[str, Any]:
-            self._check_ready(0)
-            if not first <= (kept := as_int("length", length)) <= self.length:
+            self._check_ready(0, kept := as_int("length", length))
+            if not first <= kept <= self.length:
                 raise ValueError(
                     f"expected a length from {first}, that of the prompt, to {self.length}, that "
                     f"of the cache, got {length}"
@@ -359,22 +360,25 @@ class Cache:
         terms |= {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
         return terms | {"tensors besides q, k and v": [x is not None for x in others]}
 
-    def _check_ready(self, tokens: int) -> None:
-        """Raise ValueError unless all layers can compute so many new tokens now."""
+    def _check_ready(self, tokens: int, stays: int | None = None) -> None:
+        """Raise ValueError unless all layers can compute so many new tokens now, or have the tokens
+        that stay.
+        """
         if self._filling is not None:
             raise ValueError("expected a Cache whose prefill has ended, got one in a prefill")
         if self._new is not None and self._new.differs is not None:
             self._flags.append(Flag(self._new.differs))
             self._new.differs = None
         while self._flags and (found := self._flags[0].is_set()) is not None:
-            del self._flags[0]
             if found:
                 raise RanksDisagree(
-                    "ranks were given other new tokens or positions: choose each token on one "
-                    "rank, and send it to the others, for example with "
+                    "ranks were given other new tokens or positions, and the cache holds both: "
+                    "choose each token on one rank, and send it to the others, for example with "
                     "torch.distributed.broadcast"
                 )
-        behind = [n for n, length in enumerate(self._lengths) if length < self.length]
+            del self._flags[0]
+        least = self.length if stays is None else stays
+        behind = [n for n, length in enumerate(self._lengths) if length < least]
         if behind:
             ahead = self._lengths.index(self.length)
             raise ValueError(

@@ -117,7 +117,9 @@ class Decoder:
             return self._step is not None
         obstacle = self._find_obstacle(rings)
         if obstacle is not None and self._graph_asked:
-            raise ValueError(f"expected graph=False or graph=None, got graph=True: {obstacle}")
+            error = ValueError(f"expected graph=False or graph=None, got graph=True: {obstacle}")
+            sp = self.cache.sp
+            refuse_call(error, sp.process_group, sp.double_group, "a call of a Decoder")
         if obstacle is not None:
             logger.info("decoding without a CUDA graph: %s", obstacle)
             self._graph_asked = False
