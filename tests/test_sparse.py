@@ -636,6 +636,7 @@ def test_a_layer_chooses_by_queries_and_keys_before_rotation():
         ):
             with pytest.raises(ValueError, match=message):
                 layer.attend(q, k, v, part, given)
+    chunks.close()  # which lets gradients be recorded again
 
 
 def test_a_cache_adds_each_key_up_once(monkeypatch):
