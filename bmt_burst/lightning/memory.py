@@ -24,7 +24,7 @@ from ..base.compiled import not_compiled
 from ..base.differences import find_difference
 from ..base.dtypes import accumulator_dtype
 from ..memories.new_tokens import NewTokens
-from ..memories.protocol import Kind, Memory, Room, Turn, select_rows
+from ..memories.protocol import Kind, Memory, Room, Turn, check_alike, select_rows
 from ..ranks.sequence_parallel import WholeSequence
 from . import kernels
 from .attention import attend_lightning
@@ -87,14 +87,7 @@ class StateMemory(Memory):
                 f"expected {self.kind} in layer {layer}, as in its earlier calls, got {kind}"
             )
         for name, x in (("q", q), ("k", k), ("v", v)):
-            had, got = ((self.rows, *self.like.shape[1:]), (len(x), *x.shape[2:]))
-            is_alike = x.dtype == self.like.dtype and x.device == self.like.device
-            if got != had or not is_alike:
-                raise ValueError(
-                    f"expected {name} of {had} rows, heads and head size, {self.like.dtype} on "
-                    f"{self.like.device}, as in earlier calls of layer {layer}, got {got}, "
-                    f"{x.dtype} on {x.device}"
-                )
+            check_alike(layer, name, x, self.rows, self.like)
 
     def keep(
         self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any

@@ -26,7 +26,7 @@ from ..ranks.sequence_parallel import WholeSequence
 from ..sequence.chunk_keys import ChunkKeys, count_places, find_keys
 from ..spec import Spec
 from .new_tokens import NewTokens, count_own
-from .protocol import Kind, Memory, Room, Turn, reserve_memory, select_rows
+from .protocol import Kind, Memory, Room, Turn, check_alike, reserve_memory, select_rows
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,8 @@ class KeyMemory(Memory):
                 f"chunks and caches take values of the keys' head size, {q.shape[3]}, got "
                 f"{v.shape[3]}"
             )
-        for name, x, earlier in zip("kv", (k, v), self.kept, strict=False):
-            had, got = ((len(t), *t.shape[2:]) for t in (earlier, x))
-            if got != had or x.dtype != earlier.dtype or x.device != earlier.device:
-                raise ValueError(
-                    f"expected {name} of {had} rows, heads and head size, {earlier.dtype} on "
-                    f"{earlier.device}, as in earlier calls of layer {layer}, got {got}, {x.dtype} "
-                    f"on {x.device}"
-                )
+        for name, x, earlier in zip("kv", (k, v), self.kept[:2], strict=True):
+            check_alike(layer, name, x, self.rows, earlier)
 
     def keep(
         self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any

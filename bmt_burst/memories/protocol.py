@@ -189,6 +189,18 @@ class Memory(ABC):
         return None
 
 
+def check_alike(layer: int, name: str, x: Tensor, rows: int, like: Tensor) -> None:
+    """Raise ValueError unless x (B, S, H, D) has so many rows, and heads, head size, dtype and
+    device as `like` (..., H, D), of earlier calls.
+    """
+    had, got = (rows, *like.shape[-2:]), (len(x), *x.shape[-2:])
+    if got != had or x.dtype != like.dtype or x.device != like.device:
+        raise ValueError(
+            f"expected {name} of {had} rows, heads and head size, {like.dtype} on {like.device}, "
+            f"as in earlier calls of layer {layer}, got {got}, {x.dtype} on {x.device}"
+        )
+
+
 def select_rows(x: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
     """Return the rows (N,) int64 of x along `dim`: x itself, changed in place, if it has N rows."""
     with torch.inference_mode(x.is_inference()):  # such tensors change only in this mode
