@@ -1,8 +1,8 @@
 """The functions of attention: burst_attn_func, its packed variants, and burst_attn_varlen_func.
 
 Each takes its options one by one. `calls.softmax.attend` takes them as a kind and a sequence.
-Overloads tell type checkers what return_lse returns. mypy does not expand a bool that is no literal
-over those for True and False, so each function has a third one.
+Results are annotated as `Tensor | Any`, so that typed callers may use them as a tensor, or with
+return_lse as a pair.
 """
 
 from __future__ import annotations
@@ -10,14 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import (
-    Any,
-    Literal,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from torch import Tensor
 
@@ -42,10 +35,10 @@ from .sparse.config import InfLLMV2
 from .strategies import GROUP_BYTES
 from .strategies.extension import Extension
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _MOST_KINDS = 64  # kept
-
 
 ALIBI = (
     "for documents of at most n tokens, call burst_attn_func with "
@@ -83,70 +76,31 @@ _INSTEAD = {
 _refuse = functools.partial(refuse_arguments, instead=_INSTEAD)
 
 
-class SharedKeywords(TypedDict, total=False):
-    """Keyword arguments that all functions here take except return_lse, for type checkers."""
+class Keywords(TypedDict, total=False):
+    """Options of the packed variants, for type checkers: burst_attn_func's."""
 
+    softmax_scale: float | None
     flash: str
     causal: bool
     optimize_bwd_comm: bool
     deterministic: bool
     process_group: Group | None
     double_group: Sequence[Group | None]
+    mask: Masks | WholeSequence | None
+    layout: Layouts
+    kv_layout: Layouts | None
     strategy: str
     backward: str
+    return_lse: bool
     group_bytes: int
+    scores: AllScores | None
+    bias: Tensor | None
     softcap: float | None
     sinks: Tensor | None
     sparse: InfLLMV2 | None
     choose_by: tuple[Tensor, Tensor] | None
 
 
-class Keywords(SharedKeywords, total=False):
-    """Keyword arguments of burst_attn_func and its packed variants."""
-
-    mask: Masks | WholeSequence | None
-    layout: Layouts
-    kv_layout: Layouts | None
-    scores: AllScores | None
-    bias: Tensor | None
-
-
-class VarlenKeywords(SharedKeywords, total=False):
-    """Keyword arguments of burst_attn_varlen_func."""
-
-    window: int | None
-    layout: str | Layout
-    kv_layout: str | Layout | None
-    cu_seqlens_k: Sequence[int] | Tensor | None
-
-
-def _overloaded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`. Type checkers see only its overloads."""
-    return function
-
-
-@overload
-def burst_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def burst_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def burst_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@_overloaded
 @not_compiled
 @functools.partial(refuse_wrong_arguments, refuse=_refuse)
 def burst_attn_func(
@@ -174,7 +128,7 @@ def burst_attn_func(
     sinks: Tensor | None = None,
     sparse: InfLLMV2 | None = None,
     choose_by: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """Compute exact attention over a sequence that is cut over the ranks of a group.
 
     Every rank of the group must call. [attention.md](attention.md) has examples and explains masks,
@@ -348,28 +302,29 @@ def _check_alone(
 
 def _takes_packed(
     name: str, count: int
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Return a decorator for a function of tensors and burst_attn_func's options.
 
     Its argument `name` holds `count` tensors. The function gets a tuple of these in its place. A
     call that does not fit raises on all ranks, once.
     """
 
-    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         own = inspect.signature(function)
         *tensors, _options, _keywords = own.parameters.values()
         _q, _k, _v, *options = inspect.signature(burst_attn_func).parameters.values()
         signature = own.replace(parameters=[*tensors, *options])
+        takes_tuple: Callable[..., Result] = function
 
         @not_compiled
         @functools.wraps(function)
-        def call(*args: Any, **named: Any) -> Result:
+        def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
             try:
                 given = bind_arguments(function.__name__, signature, args, named).arguments
                 given[name] = unpack_tensor(name, given[name], count)
             except (TypeError, ValueError) as error:
                 _refuse(error, signature, args, named)
-            return function(**given)
+            return takes_tuple(**given)
 
         call.__dict__["__signature__"] = signature  # which help() shows
         return call
@@ -377,98 +332,29 @@ def _takes_packed(
     return decorate
 
 
-@overload
-def burst_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def burst_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def burst_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @_takes_packed("kv", 2)
 def burst_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, *options: Any, **keywords: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, *options: Any, **keywords: Unpack[Keywords]
+) -> Tensor | Any:
     """Compute `burst_attn_func` of q (B, S_local, H, D) and packed kv (B, T_local, 2, G, D).
 
     Keys and values are not copied. All other arguments, results and errors are burst_attn_func's.
     """
-    result: Tensor | tuple[Tensor, Tensor] = burst_attn_func(q, *kv, *options, **keywords)
-    return result
-
-
-@overload
-def burst_attn_qkvpacked_func(
-    qkv: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: Literal[False] = ..., **keywords: Unpack[Keywords],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def burst_attn_qkvpacked_func(
-    qkv: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: Literal[True], **keywords: Unpack[Keywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def burst_attn_qkvpacked_func(
-    qkv: Tensor, softmax_scale: float | None = ...,
-    *options: Any, return_lse: bool, **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    return burst_attn_func(q, *kv, *options, **keywords)
 
 
 @_takes_packed("qkv", 3)
 def burst_attn_qkvpacked_func(
-    qkv: Tensor, *options: Any, **keywords: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+    qkv: Tensor, *options: Any, **keywords: Unpack[Keywords]
+) -> Tensor | Any:
     """Compute `burst_attn_func` of packed qkv (B, S_local, 3, H, D).
 
     Queries, keys and values are not copied. All other arguments, results and errors are
     burst_attn_func's.
     """
-    result: Tensor | tuple[Tensor, Tensor] = burst_attn_func(*qkv, *options, **keywords)
-    return result
+    return burst_attn_func(*qkv, *options, **keywords)
 
 
-@overload
-def burst_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor,
-    softmax_scale: float | None = ..., *options: Any,
-    return_lse: Literal[False] = ..., **keywords: Unpack[VarlenKeywords],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def burst_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor,
-    softmax_scale: float | None = ..., *options: Any,
-    return_lse: Literal[True], **keywords: Unpack[VarlenKeywords],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def burst_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int] | Tensor,
-    softmax_scale: float | None = ..., *options: Any,
-    return_lse: bool, **keywords: Unpack[VarlenKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@_overloaded
 @not_compiled
 @functools.partial(refuse_wrong_arguments, refuse=_refuse)
 def burst_attn_varlen_func(
@@ -496,7 +382,7 @@ def burst_attn_varlen_func(
     strategy: str = "auto",
     backward: str = "auto",
     group_bytes: int = GROUP_BYTES,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """Compute `burst_attn_func` of packed documents, with the tensors of flash-attn's varlen form.
 
     Args:

@@ -5,12 +5,11 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
-from typing import get_overloads
 
 import pytest
 
-from bmt_burst import burst_attn_func, burst_attn_varlen_func
-from bmt_burst.attention import Keywords, VarlenKeywords
+from bmt_burst import burst_attn_func
+from bmt_burst.attention import Keywords
 from bmt_burst.calls.softmax import SoftmaxAttention
 from tests.launcher import ROOT
 
@@ -47,15 +46,6 @@ def test_the_installed_package_declares_its_types(tmp_path):
     assert (tmp_path / "bmt_burst/kernels/cpu.py").exists()
 
 
-def test_its_overloads_have_the_results_of_return_lse():
-    overloads = [function.__annotations__ for function in get_overloads(burst_attn_func)]
-    assert [(x["return_lse"], x["return"]) for x in overloads] == [
-        ("Literal[False]", "Tensor"),
-        ("Literal[True]", "tuple[Tensor, Tensor]"),
-        ("bool", "Tensor | tuple[Tensor, Tensor]"),
-    ]
-
-
 CALLS = """
 import torch
 from bmt_burst import Mask, burst_attn_func as attend, burst_attn_varlen_func as varlen
@@ -74,10 +64,9 @@ kv(x, x, causal=True).sum(), qkv(x, layout="striped").sum(), varlen(x, x, x, (0,
 attend(x, x, x, casual=True)  # wrong
 attend(x, x, x, mask=3)  # wrong
 attend(x, x, x, "auto")  # wrong
-attend(x, x, x, return_lse=True).sum()  # wrong
+attend(x, x, x, 0.5, "auto", "causal")  # wrong
 kv(x, x, casual=True)  # wrong
 qkv(x, mask=3)  # wrong
-qkv(x, return_lse=True).sum()  # wrong
 varlen(x, x, x, (0, 4), mask=Mask.causal(4))  # wrong
 varlen(x, x, x, (0, 4), (0, 4))  # wrong
 """
@@ -102,15 +91,12 @@ def test_a_type_checker_finds_wrong_arguments(tmp_path):
 
 
 def test_options_are_those_of_the_signatures():
-    """A new option stands in the signature, in the kind and in the keywords of overloads."""
+    """A new option stands in the signature, in the kind and in the keywords of packed variants."""
     shown = inspect.signature(burst_attn_func).parameters
-    own = {"q", "k", "v", "softmax_scale", "return_lse"}
-    assert set(shown) - own == set(Keywords.__annotations__)
+    assert set(shown) - {"q", "k", "v"} == set(Keywords.__annotations__)
     tensors_and_groups = {"q", "k", "v", "sinks", "process_group", "double_group"}
     others = {"scores", "bias", "sparse", "choose_by", "mask", "causal", "layout", "kv_layout"}
     flags = {"optimize_bwd_comm", "return_lse"}
     kind = {field.name for field in fields(SoftmaxAttention)} - {"window", "extension"}
     found = {name.removeprefix("softmax_") for name in shown}
     assert found - tensors_and_groups - others - flags == kind
-    shown = inspect.signature(burst_attn_varlen_func).parameters
-    assert set(shown) - own - {"cu_seqlens"} == set(VarlenKeywords.__annotations__)
