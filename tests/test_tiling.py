@@ -10,10 +10,10 @@ import torch
 
 from bmt_burst import Layout, Mask, Slice
 from bmt_burst.kernels.reference import visible
-from bmt_burst.sequence.gathered_calls import flipped, kernel_calls
+from bmt_burst.sequence.gathered_calls import kernel_calls
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import in_turn
-from bmt_burst.sequence.tile import Tile
+from bmt_burst.sequence.tile import Tile, flipped
 from bmt_burst.sequence.tiling import Tiling
 from tests.cases import random_mask
 

@@ -7,7 +7,7 @@ apart are copied together for a call. Short gaps between tiles are included inst
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .span import Span, length, merged, shifted
@@ -34,12 +34,6 @@ class GatheredCall(NamedTuple):
     kv_spans: tuple[Span, ...]
     call: KernelCall
     label: Any = None
-
-
-def flipped(tile: TileFields) -> TileFields:
-    """Exchange queries and keys."""
-    q, kv, low, high = tile
-    return kv, q, None if high is None else 1 - high, None if low is None else 1 - low
 
 
 def by_columns(tiles: Sequence[TileFields]) -> list[TileFields]:
@@ -83,7 +77,9 @@ def kernel_calls(
         _gather_call(group, *kind, label, most_gaps)
         for kind, entries in kinds.items()
         for group in _group_disjoint(
-            _join_narrow(entries) if kind == (None, None) else map(_alone, sorted(entries))
+            _join_narrow(entries)
+            if kind == (None, None)
+            else [((q,), (kv,)) for q, kv in sorted(entries)]
         )
     ]
 
@@ -109,29 +105,23 @@ def _join_kinds(kinds: dict[_Band, list[tuple[Span, Span]]]) -> None:
 
     They become one call with the tiles of that kind.
     """
-
-    def move(source: _Band, target: _Band, fits: Callable[[Span, Span], bool]) -> None:
+    full: _Band = (None, None)
+    causal: _Band = (None, 0)
+    moves = [(full, causal, 0, 1)]  # source, target, and the most queries (0) or keys (1) of a tile
+    moves += [
+        (causal, (left, right), 1, left + 1)
+        for left, right in kinds
+        if left is not None and right == 0
+    ]
+    for source, target, side, most in moves:
         if source in kinds and target in kinds:
-            kinds[target] += [entry for entry in kinds[source] if fits(*entry)]
-            kinds[source] = [entry for entry in kinds[source] if not fits(*entry)]
-
-    def has_keys(most: int) -> Callable[[Span, Span], bool]:
-        return lambda _, kv: length(kv) <= most
-
-    move((None, None), (None, 0), lambda q, _: length(q) == 1)
-    for left, right in list(kinds):
-        if left is not None and right == 0:
-            move((None, 0), (left, 0), has_keys(left + 1))
+            kinds[target] += [entry for entry in kinds[source] if length(entry[side]) <= most]
+            kinds[source] = [entry for entry in kinds[source] if length(entry[side]) > most]
 
 
 # A tile, as its queries and its keys. Each may be several rising spans, which become one when they
 # are copied one after the other.
 _Sides = tuple[tuple[Span, ...], tuple[Span, ...]]
-
-
-def _alone(entry: tuple[Span, Span]) -> _Sides:
-    q, kv = entry
-    return (q,), (kv,)
 
 
 def _join_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
@@ -148,7 +138,7 @@ def _join_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
         if length(kv) <= _NARROW:
             by_queries.setdefault(q, []).append(kv)
         else:
-            found.append(_alone((q, kv)))
+            found.append(((q,), (kv,)))
     found += [(tuple(queries), (kv,)) for kv, queries in by_keys.items() if len(queries) > 1]
     found += [((q,), tuple(keys)) for q, keys in by_queries.items()]
     return sorted(found)
@@ -198,20 +188,15 @@ def _gather_spans(
         ends = itertools.accumulate((sum(map(length, side)) for side in sides), initial=0)
         return tuple(spans), list(itertools.pairwise(ends))
     spans = [side[0] for side in sides]
-    near: list[Span] = []
-    for span in spans:
-        if near and span[0] - near[-1][1] <= _GAP:
-            near[-1] = near[-1][0], span[1]
-        else:
-            near.append(span)
+    near = merged(spans, _GAP)
     whole = near[0][0], near[-1][1]
     tokens = sum(map(length, near))
     if len(near) > _MOST_SPANS or length(whole) <= (1 + most_gaps) * tokens:
-        near = [whole]
+        near = (whole,)
     places, index, before = [], 0, 0
     for span in spans:
         while span[0] >= near[index][1]:
             before += length(near[index])
             index += 1
         places.append(shifted(span, before - near[index][0]))
-    return tuple(near), places
+    return near, places

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..base.arguments import as_bool, as_int
 from .span import Span, hull, length, merged, overlap, shifted
+from .tile import flipped
 
 _DRAWN = 32  # rows and columns of a drawing, at most
 _SHADES = " .:+#"
@@ -83,14 +84,12 @@ class Mask:
     kv_len: int = None  # type: ignore[assignment]  # it is a number once the mask is made
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "kv_len"):
-            given = getattr(self, name)
-            number = self.seq_len if name == "kv_len" and given is None else _positive(name, given)
-            object.__setattr__(self, name, number)
-        lengths = self.seq_len, self.kv_len
-        slices = sorted((_check_slice(s, *lengths) for s in self.slices), key=_start)
+        n, m = _lengths(self.seq_len, self.kv_len)
+        slices = sorted((_check_slice(s, n, m) for s in self.slices), key=_start)
         _check_disjoint(slices)
-        object.__setattr__(self, "slices", tuple(s for s in slices if s.area))
+        found = {"seq_len": n, "kv_len": m, "slices": tuple(s for s in slices if s.area)}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def causal(seq_len: int, kv_len: int | None = None) -> Mask:
@@ -269,11 +268,8 @@ class Mask:
     @functools.cached_property
     def transposed(self) -> Mask:
         """The mask with queries and keys exchanged. It has pair (i, j) if this mask has (j, i)."""
-        flipped = [
-            Slice(kv, q, None if high is None else 1 - high, None if low is None else 1 - low)
-            for q, kv, low, high in self.slices
-        ]
-        return _mask(self.kv_len, sorted(flipped, key=_start), self.seq_len)
+        slices = [Slice(*flipped(s)) for s in self.slices]
+        return _mask(self.kv_len, sorted(slices, key=_start), self.seq_len)
 
     @functools.cached_property
     def equal_keys(self) -> tuple[Span, ...]:
@@ -434,13 +430,7 @@ def _start(s: Slice) -> tuple[int, int]:
 
 def _connect_slices(slices: Sequence[Slice]) -> tuple[Span, ...]:
     """Return the ranges of positions that slices connect, rising."""
-    found: list[Span] = []
-    for start, stop in sorted((min(s.q[0], s.kv[0]), max(s.q[1], s.kv[1])) for s in slices):
-        if found and start < found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return tuple(found)
+    return merged((hull((s.q, s.kv)) for s in slices), gap=-1)
 
 
 def _number(name: str, value: Any) -> int:
@@ -543,13 +533,9 @@ def _check_disjoint(slices: Sequence[Slice]) -> None:
         for i in sorted(range(len(active)), key=lambda i: active[i].kv):
             near = [j for j in near if active[j].kv[1] > active[i].kv[0]]
             for j in near:
-                if max(i, j) >= known:
-                    _check_pair(active[j], active[i])
+                a, b = active[j], active[i]
+                if max(i, j) >= known and a.intersect(b).area:
+                    raise ValueError(
+                        f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common"
+                    )
             near.append(i)
-
-
-def _check_pair(a: Slice, b: Slice) -> None:
-    if a.intersect(b).area:
-        raise ValueError(
-            f"slices overlap: Slice{tuple(a)} and Slice{tuple(b)} have pairs in common"
-        )

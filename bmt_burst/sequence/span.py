@@ -37,11 +37,14 @@ def hull(spans: Iterable[Span]) -> Span:
     return (min(start for start, _ in spans), max(stop for _, stop in spans)) if spans else (0, 0)
 
 
-def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Return the union of the spans, as rising spans with gaps between them."""
+def merged(spans: Iterable[Span], gap: int = 0) -> tuple[Span, ...]:
+    """Return the union of the spans, as rising spans with more than `gap` tokens between them.
+
+    With a gap of -1, spans that only touch are not joined.
+    """
     result: list[Span] = []
     for start, stop in sorted(spans):
-        if result and start <= result[-1][1]:
+        if result and start - result[-1][1] <= gap:
             if stop > result[-1][1]:
                 result[-1] = result[-1][0], stop
         elif start < stop:

@@ -30,6 +30,12 @@ class Tile(NamedTuple):
 TileFields = tuple[Span, Span, int | None, int | None]
 
 
+def flipped(tile: TileFields) -> TileFields:
+    """Exchange queries and keys of a tile or a slice."""
+    q, kv, low, high = tile
+    return kv, q, None if high is None else 1 - high, None if low is None else 1 - low
+
+
 @dataclass(frozen=True)
 class KernelCall:
     """One kernel call on q (B, S, ...) and k, v (B, T, ...).

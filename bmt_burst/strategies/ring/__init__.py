@@ -31,7 +31,8 @@ import itertools
 from torch import Tensor
 
 from ...ranks.rings import Rings
-from ...sequence.gathered_calls import GatheredCall, by_columns, flipped, kernel_calls
+from ...sequence.gathered_calls import GatheredCall, by_columns, kernel_calls
+from ...sequence.tile import flipped
 from ...sequence.tiling import Tiling
 from .. import MaskPart, Plan, Problem, Sizes, Strategy
 from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
