@@ -44,7 +44,7 @@ def test_a_layout_is_for_its_length_and_its_ranks():
         sp.with_layout(Layout.zigzag(21, 3))
     with pytest.raises(ValueError, match="unknown layout 'ring'"):
         sp.with_layout("ring")
-    with pytest.raises(TypeError, match=r"expected a layout of .*, got int"):
+    with pytest.raises(TypeError, match=r"layout must be one of .*, got int"):
         sp.with_layout(3)
     assert SequenceParallel().with_layout("striped").layout_of(7) == Layout.striped(7, 1)
 

@@ -91,7 +91,7 @@ def test_labels_need_negative_numbers():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((["zigzag"], 8, 2), "expected a layout of .*, got list"),
+        ((["zigzag"], 8, 2), "layout must be one of .*, got list"),
         (("zigzag", 8.0, 2), r"seq_len must be a whole number, got 8\.0"),
         (("zigzag", 8, True), "size must be a whole number, got True"),
         (("zigzag", torch.tensor(8), 2), "seq_len must be a whole number, got a Tensor"),

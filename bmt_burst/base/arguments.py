@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -24,7 +24,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of inp
 
 def as_bool(name: str, value: Any) -> bool:
     """Return a bool. Raises TypeError for anything but True and False."""
-    if isinstance(value, bool) or _is_numpy_bool(value):
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {_shown(value)}")
 
@@ -59,6 +60,14 @@ def as_positive(name: str, value: Any) -> float:
     if not 0 < number < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {number}")
     return number
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Raise TypeError for anything but a string, ValueError for one that is no choice."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {sorted(choices)}, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; expected one of {sorted(choices)}")
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -98,20 +107,13 @@ def check_dim(x: Tensor, dim: Any) -> int:
     return index % x.dim()
 
 
-def _is_numpy_bool(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.bool_)
-
-
 def _shown(value: Any) -> str:
     """Return a wrong value as an error shows it, or its type if the value may be long."""
     if isinstance(value, Tensor):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)}" + "; give its item()" * (
-            value.numel() == 1
-        )
-    return (
-        repr(value) if isinstance(value, str | bool | float | int | None) else type(value).__name__
-    )
+        hint = "; give its item()" if value.numel() == 1 else ""
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}{hint}"
+    is_short = isinstance(value, str | bool | float | int | None)
+    return repr(value) if is_short else type(value).__name__
 
 
 def expand_rows(

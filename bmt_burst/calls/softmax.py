@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_bool, as_int, as_positive
+from ..base.arguments import as_bool, as_int, as_positive, check_choice
 from ..base.autograd import check_transforms
 from ..base.dtypes import accumulator_dtype
 from ..base.kept import is_recomputing
@@ -69,8 +69,8 @@ class SoftmaxAttention:
 
     def __post_init__(self) -> None:
         """Check the options. Numbers of numpy become Python's, since JSON takes none of numpy."""
-        _check_choice("backward", self.backward, _BACKWARDS)
-        _check_choice("strategy", self.strategy, ("auto", *names()))
+        check_choice("backward", self.backward, _BACKWARDS)
+        check_choice("strategy", self.strategy, ("auto", *names()))
         if not isinstance(self.flash, str):
             raise TypeError(f"flash must be the name of a kernel, got {self.flash!r}")
         checked: dict[str, Any] = {
@@ -122,13 +122,6 @@ class SoftmaxAttention:
             )
         value = value_size if value_size < head_size else None
         return Spec(scale, self.deterministic, softcap=softcap, value_size=value)
-
-
-def _check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be one of {sorted(choices)}, got {type(value).__name__}")
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; expected one of {sorted(choices)}")
 
 
 @dataclass(eq=False)

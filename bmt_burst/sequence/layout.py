@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_int, check_dim
+from ..base.arguments import as_int, check_choice, check_dim
 from .balance import balanced_spans
 from .mask import Mask
 from .span import Span, length
@@ -295,11 +295,6 @@ class Stacked(Layout):
             range(r.start + at, r.stop + at, r.step) for at, row in rows for r in row.ranges(rank)
         ]
 
-    @functools.cached_property
-    def term(self) -> str:
-        terms = repr([(layout.seq_len, layout.term) for layout in self.layouts])
-        return f"{self.name} {hashlib.blake2b(terms.encode(), digest_size=12).hexdigest()}"
-
 
 class Tail(Layout):
     """The tokens of a layout from position `first` on. Positions count from there."""
@@ -372,10 +367,7 @@ def layout_class(name: str) -> type[Layout]:
 
     Raises ValueError for an unknown name, TypeError for anything but a string.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"expected a layout of {sorted(LAYOUTS)}, got {type(name).__name__}")
-    if name not in LAYOUTS:
-        raise ValueError(f"unknown layout {name!r}; expected one of {sorted(LAYOUTS)}")
+    check_choice("layout", name, LAYOUTS)
     return LAYOUTS[name]
 
 
