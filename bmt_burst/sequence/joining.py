@@ -30,7 +30,7 @@ class Joined(Layout):
         super().__init__(layout.seq_len, layout.size)
         starts = [start for start, _ in spans]
         self._ranges = []
-        for shard in _index_runs(layout).shards:
+        for shard in _index_shards(layout):
             found, at = list[range](), 0
             for index, (start, stop) in enumerate(spans):
                 first, end = shard.count_before(start), shard.count_before(stop)
@@ -47,7 +47,7 @@ def join_neighbours(layout: Layout, mask: Mask) -> Layout:
     """Return a layout of the mask's keys with fewer runs, in which shards and visible pairs are the
     same. Return `layout` itself if none has fewer.
     """
-    starts = _index_runs(layout).starts
+    starts = sorted(start for shard in _index_shards(layout) for start in shard.starts)
 
     def count_runs(span: Span) -> int:
         return bisect.bisect_left(starts, span[1]) - bisect.bisect_left(starts, span[0])
@@ -81,17 +81,10 @@ class _Shard(NamedTuple):
             first, index = first + len(found), index + 1
 
 
-class _RunIndex(NamedTuple):
-    """The shards of a layout, and the starts of all their ranges, sorted."""
-
-    shards: list[_Shard]
-    starts: list[int]
-
-
 @functools.lru_cache(maxsize=16)  # all chunks of a sequence have one layout of keys
-def _index_runs(layout: Layout) -> _RunIndex:
+def _index_shards(layout: Layout) -> list[_Shard]:
     shards = []
     for positions in layout.shards:
         ends = [*itertools.accumulate(map(len, positions), initial=0)]
         shards.append(_Shard(positions, [r.start for r in positions], ends))
-    return _RunIndex(shards, sorted(start for shard in shards for start in shard.starts))
+    return shards

@@ -113,11 +113,11 @@ class Tiling:
 
         They are sorted by the host of the viewer, if a host has `inner` ranks.
         """
-        runs, order = self._viewers
+        (runs, order), (slices, keys) = self._viewers, self._slices_by_key
         found: dict[int, set[Span]] = {}
         for own in self.kv_layout.runs(rank):
-            for index in self._keys.around(own.start, own.stop):
-                s = self._slices_by_key[index]
+            for index in keys.around(own.start, own.stop):
+                s = slices[index]
                 first = s.q[0] if s.low is None else max(s.q[0], own.start + s.low)
                 last = s.q[1] if s.high is None else min(s.q[1], own.stop - 1 + s.high)
                 for near in order.around(first, last):
@@ -188,12 +188,10 @@ class Tiling:
         return self._owners if self.is_one_layout else _sort_runs(self.layout)
 
     @functools.cached_property
-    def _slices_by_key(self) -> Sequence[Slice]:
-        return sorted(self.mask.slices, key=lambda s: s.kv)
-
-    @functools.cached_property
-    def _keys(self) -> _Sorted:
-        return _Sorted([s.kv for s in self._slices_by_key])
+    def _slices_by_key(self) -> tuple[list[Slice], _Sorted]:
+        """The slices in the order of their keys, and these keys."""
+        slices = sorted(self.mask.slices, key=lambda s: s.kv)
+        return slices, _Sorted([s.kv for s in slices])
 
 
 def _sort_runs(layout: Layout) -> tuple[list[Run], _Sorted]:
@@ -206,11 +204,9 @@ def _part(s: Slice, run: Run) -> _QueryRun | None:
     """Return the queries of a run that are in a slice, if there are any."""
     start, step, _, (offset, end) = run
     first, stop = _inside(start, step, end - offset, *s.q)
-    return (
-        _QueryRun(s, start + step * first, step, (offset + first, offset + stop))
-        if first < stop
-        else None
-    )
+    if first >= stop:
+        return None
+    return _QueryRun(s, start + step * first, step, (offset + first, offset + stop))
 
 
 def _visible(s: Slice, first: int, last: int) -> Span:
