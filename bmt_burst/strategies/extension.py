@@ -12,13 +12,11 @@ own. A call knows nothing else of it than this contract:
 
 An extension that only computes pairs in another way returns the plan of a strategy, with a
 `Scoring` in its problem. An extension that moves tensors of its own has its own `Plan`, which may
-contain a strategy's. Either may have inputs with gradients: `Plan.forward` and `Plan.backward`.
+contain a strategy's. Such a plan uses `Rings.gather_tensors` and `Rings.sum_for_each`, or
+`exchange` and `deliver` of the rings' transports. It calls `Rings.reserve` even if it never
+delivers. Either may have inputs with gradients: `Plan.forward` and `Plan.backward`.
 
-A plan that moves tensors uses `Rings.gather_tensors` and `Rings.sum_for_each`, or `exchange` and
-`deliver` of the rings' transports. It calls `Rings.reserve` even if it never delivers.
-
-The seam is for softmax attention: sinks and return_lse need the lse of a plan. Linear attention has
-none, and needs its own autograd function over the ranks, as ranks/collectives.py has one.
+The seam is for softmax attention: sinks and return_lse need the lse of a plan.
 """
 
 from __future__ import annotations
@@ -39,15 +37,13 @@ from .compute import Tensors as Tensors
 class Extension(ABC):
     """An extension of attention, as a call asks for it. Its tensors are passed separately.
 
-    It is immutable, and equal extensions have equal hashes. Checked calls are kept. So `check`,
-    `bind` and `terms` depend on what tensors are and on whether the call is recomputed, but not on
-    values.
+    It is immutable and hashable. Checked calls are kept. So `check`, `bind` and `terms` depend on
+    what tensors are and on whether the call is recomputed, but not on values.
 
     name               what messages call it
     brings             the argument that brings a mask, if any
     takes_two_lengths  whether queries and keys may be other tokens, or lie elsewhere
-    memory             the class of a layer's memory, as memories.keys.KeyMemory, which is used for
-                       None
+    memory             the class of a layer's memory, None for memories.keys.KeyMemory
     """
 
     name: str

@@ -1,11 +1,11 @@
 """Payloads: the tensors that are sent around the ring, and the results that are returned.
 
     KeysValues     k and v. A backward returns dk and dv.
-    QueriesOnly    q of a forward. It returns out, and lse.
+    QueriesOnly    q of a forward. It returns out in q's dtype, and lse.
     QueriesDelta   q, dout, and lse and delta = rowsum(out * dout) side by side. It returns dq
                    (arXiv 2403.09347).
 
-All these tensors are (B, S, heads, ...). To add a payload, write a class here and list it in
+All these tensors are (B, S, heads, ...). To add a payload, write a class and list it in
 `forward_payload` or `backward_payload`.
 """
 
@@ -31,12 +31,10 @@ class Payload(ABC):
 
     sends_queries  whether keys stay; otherwise queries stay
     returns        whether results are returned: gradients, or out and lse
-    side           the type of a block that arrives
     """
 
     sends_queries: bool = True
     returns: bool = True
-    side: type[Side]
 
     @abstractmethod
     def packing(self, sizes: Sizes) -> Packing:
@@ -52,9 +50,9 @@ class Payload(ABC):
     def depart(self, block: Any) -> Tensors:
         """Return the tensors of a block of the sent side, contiguous."""
 
+    @abstractmethod
     def arrive(self, tensors: Sequence[Tensor]) -> Side:
         """Return the block from the tensors of `depart`."""
-        return self.side(*tensors)
 
     def most_tokens(self, problem: Problem) -> int:
         """Return the number of tokens of the longest block."""
@@ -66,9 +64,7 @@ class Payload(ABC):
 
 
 class KeysValues(Payload):
-    """The payload of k and v. A backward returns dk and dv."""
-
-    sends_queries, side = False, Keys
+    sends_queries = False
 
     def __init__(self, returns: bool = True):
         self.returns = returns
@@ -76,17 +72,19 @@ class KeysValues(Payload):
     def depart(self, block: Keys) -> Tensors:
         return block.k.contiguous(), block.v.contiguous()
 
+    def arrive(self, tensors: Sequence[Tensor]) -> Keys:
+        return Keys(*tensors)
+
     def packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2)
 
 
 class QueriesOnly(Payload):
-    """The payload of q in a forward. It returns out in q's dtype, and lse."""
-
-    side = Queries
-
     def depart(self, block: Queries) -> Tensors:
         return (block.q.contiguous(),)
+
+    def arrive(self, tensors: Sequence[Tensor]) -> Queries:
+        return Queries(*tensors)
 
     def packing(self, sizes: Sizes) -> Packing:
         return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.dtype),))
@@ -97,8 +95,6 @@ class QueriesOnly(Payload):
 
 
 class QueriesDelta(Payload):
-    """The payload of q and dout, with lse and delta side by side."""
-
     def depart(self, block: QueryGradients) -> Tensors:
         if block.delta is not None:
             rows = torch.stack((block.lse, block.delta), -1).transpose(1, 2).contiguous()
