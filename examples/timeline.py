@@ -36,8 +36,7 @@ from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
 from bmt_burst.strategies import Problem, Sizes
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.events import Event
-from bmt_burst.strategies.ring.program import Program
+from bmt_burst.strategies.ring.program import Event, Program
 
 _BACKWARD = 2.5  # operations of a backward, relative to its forward
 _WIDTH = 72  # characters of a drawing

@@ -13,7 +13,7 @@ import torch
 
 from bmt_burst import Layout, Mask
 from bmt_burst.strategies.ring import RingPlan
-from bmt_burst.strategies.ring.events import order_events
+from bmt_burst.strategies.ring.program import order_events
 from bmt_burst.transport import LANES
 from tests.rings import problem
 

@@ -16,7 +16,6 @@ from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import length
 from bmt_burst.sequence.tiling import Tiling
 from bmt_burst.strategies.ring.routes import Round, Routes
-from bmt_burst.strategies.ring.schedule import Schedule
 from bmt_burst.transport.packing import Packing
 from tests.cases import random_layout, random_mask
 
@@ -29,17 +28,21 @@ class Ring:
     """The routes of all ranks."""
 
     tiling: Tiling
-    schedule: Schedule
+    inner: int
     routes: list[Routes]
     rounds: list[tuple[Round, ...]]
     limits: tuple[int | None, int | None]
 
+    def host_of(self, rank: int) -> range:
+        """The ranks of a rank's host."""
+        first = rank // self.inner * self.inner
+        return range(first, first + self.inner)
+
 
 def ring_of(mask, layout, inner, outer, limits=(None, None), transposed=False) -> Ring:
     tiling = Tiling(mask.transposed if transposed else mask, layout)
-    schedule = Schedule(inner, outer)
-    routes = [Routes(tiling, schedule, rank) for rank in range(schedule.size)]
-    return Ring(tiling, schedule, routes, [each.rounds(*limits) for each in routes], limits)
+    routes = [Routes(tiling, inner, outer, rank) for rank in range(inner * outer)]
+    return Ring(tiling, inner, routes, [each.rounds(*limits) for each in routes], limits)
 
 
 def rings(inner, outer):
@@ -66,13 +69,13 @@ def test_hosts_borrow_the_tokens_that_they_attend_to(inner, outer):
             host = rank // inner
             assert len(rounds) == outer
             for number, round_ in enumerate(rounds):
-                assert round_.root == ring.schedule.block(rank, number, 0)
+                assert round_.root == (rank + number * inner) % layout.size
                 if not number:
                     assert not round_.lent and not round_.landing.runs
                     continue
                 owner = ring.rounds[round_.root][number]
                 assert (owner.lent, owner.lent_to) == (round_.held, host)
-                rows = torch.cat([layout.positions(other) for other in ring.schedule.ranks(host)])
+                rows = torch.cat([layout.positions(other) for other in ring.host_of(rank)])
                 seen = dense[rows][:, layout.positions(round_.root)].any(0)
                 borrowed = torch.zeros_like(seen)
                 for span in round_.held:
@@ -91,7 +94,7 @@ def test_stages_are_few_and_within_limits(inner, outer):
         limit, back = ring.limits
         for number in range(outer):
             for host in range(outer):
-                stages = [ring.rounds[rank][number].stages for rank in ring.schedule.ranks(host)]
+                stages = [ring.rounds[rank][number].stages for rank in ring.host_of(host * inner)]
                 hops = [stage.hops for stage in stages[0]]
                 assert all([stage.hops for stage in other] == hops for other in stages), (
                     "alike on all ranks of a host"
@@ -127,7 +130,7 @@ def test_a_rank_knows_whether_it_has_a_part_in_what_travels(inner, outer):
         layout, dense = ring.tiling.layout, ring.tiling.mask.dense()
         exact = len(ring.tiling.mask.slices) == 1 and all(run.step == 1 for run in layout.runs(0))
         for rank, routes in enumerate(ring.routes):
-            mine = ring.schedule.ranks(rank // inner)
+            mine = ring.host_of(rank)
             seen = [
                 dense[layout.positions(r)].any(0).index_fill(0, layout.positions(r), False).any()
                 for r in mine

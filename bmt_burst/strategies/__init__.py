@@ -44,7 +44,7 @@ _STRATEGIES: Registry[Strategy] = Registry(
     __name__,
     {
         "ring": "ring:Ring",
-        "all-gather": "all_gather:AllGather",
+        "all-gather": "ring:AllGather",
         "ulysses": "ulysses:Ulysses",
         "usp": "ulysses:USP",
         "one-call": "one_call:OneCall",
@@ -60,7 +60,7 @@ _logged: set[str] = set()  # the strategies whose choice was logged
 class MaskPart(NamedTuple):
     """Some of the visible pairs. Kernel calls have the pairs of one part.
 
-    label      tells a `Scoring` which part it is; strategies do not read it
+    label      tells a `Scoring` which part it is
     most_gaps  as `kernel_calls` takes it
     """
 
@@ -71,8 +71,7 @@ class MaskPart(NamedTuple):
 
 class Scoring:
     """The computation of a call's pairs: that of the problem's kernel. An extension that computes
-    them in another way, or adds something to their scores, is a subclass of it, and of `Attention`
-    and `AttentionGradient`. Strategies treat all of them equally.
+    them in another way is a subclass of it, and of `Attention` and `AttentionGradient`.
 
     A scoring is immutable and hashable, and equal on all ranks. Its `inputs` are tensors besides q,
     k and v that all ranks have, which it may find gradients for.
@@ -135,7 +134,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Problem:
-    """A call of attention as the ranks agreed on it. It is identical on all ranks.
+    """A call of attention as all ranks agreed on it.
 
     layout         that of the queries
     inner, outer   the number of ranks of a host, and of hosts
@@ -177,9 +176,7 @@ class Problem:
 
 
 class Plan(ABC):
-    """The part of one rank in a call and its backward.
-
-    A plan follows from the problem alone. Making it needs no other rank.
+    """The part of one rank in a call and its backward. It follows from the problem alone.
 
     takes_inputs  whether its forward gets the inputs of an extension
     """
@@ -235,10 +232,7 @@ class Strategy(ABC):
     takes_scorings: bool = True
 
     def refuses(self, problem: Problem) -> str | None:
-        """Return why this strategy cannot solve a problem, or None if it can.
-
-        The answer is the same on all ranks.
-        """
+        """Return why this strategy cannot solve a problem, or None if it can."""
         if problem.outer > 1 and not self.takes_hosts:
             sizes = f"{problem.outer} x {problem.inner}"
             return f"expected a single group, got a double_group of {sizes}"
@@ -254,9 +248,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def plan(self, problem: Problem, rank: int) -> Plan:
-        """Return the part of `rank`. It depends only on the arguments, and making it costs no more
-        than this rank's part.
-        """
+        """Return the part of `rank`. Making it needs no other rank."""
 
 
 def choose(name: str, problem: Problem) -> Strategy:

@@ -22,9 +22,8 @@ from ..sequence.layout import RunFields
 from ..sequence.span import in_turn
 from ..sequence.tile import TileFields
 from . import Problem, Strategy
-from .all_gather import AllGather
 from .compute import ALL
-from .ring import RingPlan, make_pass
+from .ring import AllGather, RingPlan, make_pass
 from .ring.payload import Payload
 from .ring.program import Program
 from .ring.routes import Landing, Round, SeenRuns

@@ -13,7 +13,7 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
 Streams wait and write with the driver's stream memory operations. The host never waits, and no
 kernel spins. A stream that waits may block others that share its hardware queue. So the order in
 which the host enqueues must also work on a single queue: before a rank waits for a later event, it
-enqueues all that its peers wait for, as in the ring's order (strategies/ring/events.py).
+enqueues all that its peers wait for, as in the ring's order (strategies/ring/program.py).
 """
 
 from __future__ import annotations

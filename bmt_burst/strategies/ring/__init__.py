@@ -6,19 +6,17 @@
     backward, "q"       keys stay, (q, dout, lse, delta) are sent; dq is returned (BurstAttention,
                         arXiv 2403.09347)
 
-    schedule   the block that a rank attends to at each hop
     routes     which tokens each rank sends to which, in stages, and where they land
     payload    the tensors that are sent, and the results that are returned
-    events     the order of a rank's events, as data
-    program    a rank's part, without tensors: its events, routes and kernel calls
+    program    a rank's part, without tensors: the order of its events, its routes and kernel calls
     execution  performs the events with tensors
 
 Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
 pass has some of the heads. A stage has as many blocks as `group_bytes` allows. The tokens of a
 stage that this rank needs lie one after the other, so queries that see the same keys share a
 kernel call. While a stage is computed, the rank receives the next one and returns the results of
-the previous one, also across passes. `print(plan)` shows the order. all_gather.py has all blocks
-in one stage, and one_call.py the own block too.
+the previous one, also across passes. `print(plan)` shows the order. "all-gather" has all blocks in
+one stage, and one_call.py the own block too.
 
 A forward sends queries only if keys are other tokens and queries are fewer bytes.
 """
@@ -27,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 
 from torch import Tensor
 
@@ -40,7 +39,6 @@ from .execution import Backward, Forward
 from .payload import Payload, backward_payload, forward_payload, select_heads
 from .program import Pass, Program
 from .routes import Landing, Routes
-from .schedule import Schedule
 
 # rows of queries, over all heads, that keep a GPU busy: about sixteen tiles for each SM
 _ENOUGH_ROWS = 1 << 18
@@ -52,9 +50,22 @@ class Ring(Strategy):
     """A strategy that sends keys and values, or queries, around a ring of ranks."""
 
     name = "ring"
+    stage_bytes: int | None = None
 
     def plan(self, problem: Problem, rank: int) -> RingPlan:
-        return RingPlan(problem, rank)
+        return RingPlan(problem, rank, self.stage_bytes)
+
+
+class AllGather(Ring):
+    """The ring with all blocks of a host in one stage, as for Llama 3 (arXiv 2407.21783).
+
+    No other strategy has fewer partial results to add up. But only the own block's kernels hide the
+    exchange, and the memory must hold all that is gathered. `group_bytes` only bounds the partial
+    results that wait to be added up.
+    """
+
+    name = "all-gather"
+    stage_bytes = sys.maxsize
 
 
 class RingPlan(Plan):
@@ -66,7 +77,6 @@ class RingPlan(Plan):
     def __init__(self, problem: Problem, rank: int, stage_bytes: int | None = None):
         self.problem, self.rank = problem, rank
         self.stage_bytes = problem.group_bytes if stage_bytes is None else stage_bytes
-        self.schedule = Schedule(problem.inner, problem.outer)
 
     @functools.cached_property
     def forward_program(self) -> Program:
@@ -131,19 +141,21 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def _kv_routes(self) -> Routes:
-        return Routes(self._tiling, self.schedule, self.rank)
+        return self._make_routes(self._tiling)
+
+    def _make_routes(self, tiling: Tiling) -> Routes:
+        return Routes(tiling, self.problem.inner, self.problem.outer, self.rank)
 
     def _make_program(self, payload: Payload) -> Program:
-        routes = (
-            Routes(self._tiling.transposed, self.schedule, self.rank)
-            if payload.sends_queries
-            else self._kv_routes
-        )
+        transposed = payload.sends_queries
+        routes = self._make_routes(self._tiling.transposed) if transposed else self._kv_routes
         passes = self._make_passes(payload, routes)
         rounds = routes.rounds(*self._find_limits(passes, payload)) if passes else ()
-        landings = {(n, -1): round_.landing for n, round_ in enumerate(rounds)}
+        calls = {}
         for n, round_ in enumerate(rounds):
-            landings |= {(n, i): stage.landing for i, stage in enumerate(round_.stages)}
+            landings = round_.landing, *(stage.landing for stage in round_.stages)
+            for i, landing in enumerate(landings, start=-1):
+                calls[n, i] = self._find_calls(landing, payload)
         return Program(
             problem=self.problem,
             rank=self.rank,
@@ -151,7 +163,7 @@ class RingPlan(Plan):
             own=self._own_calls,
             passes=passes,
             rounds=rounds,
-            calls={key: self._find_calls(landing, payload) for key, landing in landings.items()},
+            calls=calls,
         )
 
     def _find_calls(self, landing: Landing, payload: Payload) -> list[GatheredCall]:
@@ -184,9 +196,8 @@ class RingPlan(Plan):
             return [make_pass(payload, sizes, ALL, ALL)]
         ratio = sizes.heads // sizes.kv_heads
         bounds = itertools.pairwise(sizes.kv_heads * i // count for i in range(count + 1))
-        return [
-            make_pass(payload, sizes, slice(a * ratio, b * ratio), slice(a, b)) for a, b in bounds
-        ]
+        heads = ((slice(a * ratio, b * ratio), slice(a, b)) for a, b in bounds)
+        return [make_pass(payload, sizes, *each) for each in heads]
 
     def _count_passes(self, payload: Payload, nbytes: int, block: int, ring: int) -> int:
         """Count the passes, if `block` tokens of one block land, `ring` tokens of a whole round,
@@ -205,8 +216,8 @@ class RingPlan(Plan):
 
     def _count_landing(self, payload: Payload, routes: Routes) -> tuple[int, int]:
         """Return the most tokens of one block that land on a rank, and of all blocks of a round."""
-        hops = range(1, self.schedule.inner)
-        if self.schedule.outer > 1:
+        hops = range(1, self.problem.inner)
+        if self.problem.outer > 1:
             tokens = payload.most_tokens(self.problem)
             return tokens, len(hops) * tokens
         return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
@@ -225,7 +236,7 @@ class RingPlan(Plan):
 
         The limits are those of a full mask. So memory that was reserved once fits any mask.
         """
-        problem, hops = self.problem, self.schedule.inner - 1
+        problem, hops = self.problem, self.problem.inner - 1
         if not hops:
             return 0, 0
         tokens, sizes = payload.most_tokens(problem), problem.sizes

@@ -22,8 +22,7 @@ from ...transport import Delivery, Put, Ticket
 from ...transport.packing import Packing
 from .. import compute
 from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
-from .events import Event
-from .program import Pass, Program
+from .program import Event, Pass, Program
 from .routes import Round, Stage
 
 
@@ -33,18 +32,16 @@ class Execution(ABC):
     Results are out with lse, or dq, dk and dv. Each is a `summing` of partial results. `waiting`
     times group_bytes of these may wait before they are added up.
 
-    The lists hold exchanges and deliveries that are under way. Blocks are `crossing` between hosts,
-    `fetched` until they land, then `landed`. Results are `leaving` the host or `returning`.
+    Blocks are `crossing` between hosts, `fetched` until they land, then `landed`. Results are
+    `leaving` the host or `returning`.
 
     likes      for each result, the input of its shape, and the earlier sum to add to, if any
     results    the memory of each result, from the event `own` on, () if it is found at the end
     own_parts  the partial results of the own block, for each result
     sums       the sums of this rank's results, by pass
-    sent       which of them are those of the side that is sent
+    sent       which of them are those of the side that is sent, none in a forward that sends keys
     root_sums  the sums of a root's results, by pass and round
     computed   the sums of a stage's results
-
-    A forward that sends keys has one sum, and returns nothing.
     """
 
     summing: type[Sum]
@@ -60,16 +57,14 @@ class Execution(ABC):
     ):
         self.program, self.rings, self.device = program, rings, queries.q.device
         self.queries, self.keys, self.likes = queries, keys, likes
-        # out or dq, or dk and dv, which a forward does not have
         self.sent = slice(0, 1) if program.payload.sends_queries else slice(1, 3)
         self.limit = self.waiting * program.problem.group_bytes
         self.results: list[Tensors] = []
         self.own_parts: list[list[Any]] = []
 
     def run(self) -> list[Tensors]:
-        """Perform the events. If one fails, leave the transport ready for the next call.
-
-        Return the results in the inputs' dtype, or the sums that the keys have.
+        """Perform the events. Return the results in the inputs' dtype, or the sums that the keys
+        have. If an event fails, the transport is ready for the next call.
         """
         if not self.program.passes:  # nothing is sent
             self._own(self.program.events[0])
@@ -124,8 +119,8 @@ class Execution(ABC):
         ticket.wait()
 
     def _fetch(self, event: Event) -> None:
-        stage, packing = self._stage(event), self._pass(event).packing
-        root, puts = self.roots[event.number, event.round], list[Put]()
+        stage, packing, puts = self._stage(event), self._pass(event).packing, list[Put]()
+        root = self.roots[event.number, event.round]
         for peer, span, at, total in stage.sends:
             puts += packing.puts(root, span, peer, at, total)
         self.fetched.append(self._deliver("visit", packing, stage.tokens, puts, stage.sources))
@@ -173,20 +168,26 @@ class Execution(ABC):
             del self.roots[event.number, event.round]
 
     def _compute(self, event: Event) -> None:
-        calls, tensors = self.program.calls[event.round, event.stage], self._received(event)
-        if event.stage >= 0:
-            self.computed = self._empty_sums(event, self._stage(event).tokens, None)
+        calls, payload = self.program.calls[event.round, event.stage], self.program.payload
+        pass_, is_root = self._pass(event), event.stage < 0
+        tensors: Sequence[Tensor]
+        if is_root:  # nothing reads it later if no other rank of this host needs it
+            key = event.number, event.round
+            tensors = self.roots[key] if self._round(event).stages else self.roots.pop(key)
+        else:
+            tokens = self._stage(event).tokens
+            tensors = pass_.packing.views(self.landed[-1].memory, tokens)
+            self.computed = self._empty_sums(event, tokens, None)
         if not calls:
             return
-        payload, pass_ = self.program.payload, self._pass(event)
-        received: Any = payload.arrive(tensors)
-        queries, keys = (
-            (received, self.keys.part(ALL, pass_.kv))
-            if payload.sends_queries
-            else (self.queries.part(ALL, pass_.q), received)
-        )
+        queries: Any = self.queries.part(ALL, pass_.q)
+        keys: Any = self.keys.part(ALL, pass_.kv)
+        if payload.sends_queries:
+            queries = payload.arrive(tensors)
+        else:
+            keys = payload.arrive(tensors)
         sums = [*self.sums[event.number]]
-        sums[self.sent] = self.computed if event.stage >= 0 else self._sent_sums(event)
+        sums[self.sent] = self._sent_sums(event) if is_root else self.computed
         for parts in self._compute_parts(pass_.q, calls, queries, keys):
             for total, part in zip(sums, parts, strict=True):
                 total.add(*part)
@@ -195,8 +196,7 @@ class Execution(ABC):
         self.landed.pop().release()
 
     def _return(self, event: Event) -> None:
-        stage, packing = self._stage(event), self._pass(event).return_packing
-        puts: list[Put] = []
+        stage, packing, puts = self._stage(event), self._pass(event).return_packing, list[Put]()
         for out in stage.returns:
             # each batch row is a message of its own, so only rows need be contiguous
             found = [x for total in self.computed for x in total.sent(out.span)]
@@ -285,17 +285,6 @@ class Execution(ABC):
         if payload.sends_queries:
             return payload.depart(self.queries.part(ALL, pass_.q).gather(spans))
         return payload.depart(self.keys.part(ALL, pass_.kv).gather(spans))
-
-    def _received(self, event: Event) -> Sequence[Tensor]:
-        """Return the tensors of a stage, which are valid until they are freed, or of a root.
-
-        There are none of a root that this host does not need.
-        """
-        key, stages = (event.number, event.round), self._round(event).stages
-        if event.stage < 0:
-            return self.roots[key] if stages else self.roots.pop(key)
-        tokens = stages[event.stage].tokens
-        return self._pass(event).packing.views(self.landed[-1].memory, tokens)
 
     def _exchange(
         self, there: Sequence[Tensor], to: int, packing: Packing, tokens: int, source: int

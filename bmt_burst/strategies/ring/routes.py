@@ -1,23 +1,31 @@
 """Routes: which tokens a rank sends to which other rank in a stage of a ring, and where they land.
 
-The hops of a round are grouped into stages. The tokens of a stage that a rank needs land one
-after the other, in the order of their positions, so that tiles that are cut in the same way are one
-kernel call. Results of a stage return to the owners of its tokens. There they land by sender.
-Both ends of a message compute its place from the same data, so a transport need not ask for it.
+Ranks form a grid of `outer` hosts with `inner` ranks each: rank = host * inner + place. In round n,
+each rank begins with the block of the rank at its own place on the n-th host after it, its *root*.
+That rank sent the root directly while the previous round was computed. At hop h, a rank sends its
+own root to the place h after it, and attends to the root of the place h before it. With outer = 1,
+this is the single ring, and a root is a rank's own block.
 
-The memory where tokens land may hold those of an earlier stage. A sender overwrites them, also
-without asking: there are two buffers for tokens and one for results, and all ranks of a host have
-the same stages. So the receiver has freed the buffer before it begins the stage that lands there,
-and the transport holds back messages until then (`Transport.deliver`).
+No rank forwards a block. So no hop waits for another, several hops can be one exchange, and only
+tokens that the receiver needs are sent. Results take the same way back: first to the rank that
+began the round with the block, which adds up its host's share, then to the block's owner. So one
+partial sum per round and block crosses between hosts.
+
+The hops of a round are grouped into stages. The tokens of a stage that a rank needs land one after
+the other, in the order of their positions, so that tiles that are cut in the same way are one
+kernel call. Results of a stage land by sender. Both ends of a message compute its place from the
+same data, so a transport need not ask for it. A sender overwrites what an earlier stage left there:
+the receiver has freed the buffer by then (docs/design.md, `Transport.deliver`).
 
 A rank knows only two things: what the ranks of its host need, and which of its tokens each other
-host needs. No tensors are sent here. Try
-`print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), Schedule(4), 1).rounds())`.
+host needs. Try
+`print(Routes(Tiling(Mask.causal(96), Layout.zigzag(96, 4)), 4, 1, 1).rounds())`.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 import itertools
 import operator
@@ -31,7 +39,6 @@ from torch import Tensor
 from ...sequence.layout import RunFields
 from ...sequence.span import Span, hull, in_turn, length, merged, shifted
 from ...sequence.tiling import Tiling
-from .schedule import Schedule
 
 
 class Outgoing(NamedTuple):
@@ -59,7 +66,7 @@ class Landing(NamedTuple):
     tokens: int
 
     def positions(self) -> Tensor:
-        """Return the positions (tokens,) of what lies in memory, 0 for tokens it does not need."""
+        """Return the positions (tokens,) of what lies in memory, 0 for tokens not needed."""
         positions = torch.zeros(self.tokens, dtype=torch.int64)
         for (start, step, _, span), at in zip(self.runs, self.places, strict=True):
             positions[slice(*at)] = torch.arange(start, start + step * length(span), step)
@@ -69,10 +76,9 @@ class Landing(NamedTuple):
 class Stage:
     """The blocks of one or more hops, as one rank sees them.
 
-    landing           what this rank receives; it needs all of it
-    tokens            how many tokens these are
+    landing           what this rank receives, `tokens` tokens; it needs all of it
     sources           the place that sends each part of the landing, and where the part lies
-    sends             parts of this rank's root that others need; spans count tokens of what this
+    sends             parts of this rank's root that others need; spans count the tokens that this
                       rank has of the root
     returns           results of what landed, for the ranks that sent it
     returned_tokens   how many tokens results return to
@@ -82,8 +88,7 @@ class Stage:
     """
 
     def __init__(self, seen: SeenRuns, hops: tuple[int, ...]):
-        self._seen, self.hops = seen, hops
-        self._inner, self._place = len(seen.tokens), seen.place
+        self._seen, self.hops, self._inner, self._place = seen, hops, seen.inner, seen.place
         self._landing, self._returning = seen.sizes(hops)  # by place
         self.tokens = self._landing[self._place]
         self.returned_tokens = self._returning[self._place]
@@ -103,7 +108,7 @@ class Stage:
 
     @functools.cached_property
     def sends(self) -> tuple[Outgoing, ...]:
-        found: list[Outgoing] = []
+        found = list[Outgoing]()
         for hop in self.hops:
             peer = (self._place + hop) % self._inner
             for span, earlier in self._seen.lent[hop]:
@@ -113,16 +118,16 @@ class Stage:
 
     @functools.cached_property
     def returns(self) -> tuple[Outgoing, ...]:
-        of_peer: dict[int, list[Span]] = {}
+        of_peer = collections.defaultdict[int, list[Span]](list)
         for peer, at in self.sources:
-            of_peer.setdefault(peer, []).append(at)
-        found: list[Outgoing] = []
+            of_peer[peer].append(at)
+        found = list[Outgoing]()
         for hop in self.hops:
             peer = (self._place - hop) % self._inner
             # The peer's results from nearer places lie before this rank's.
             nearer = (h for h in self.hops if h < hop)
             first = sum(self._seen.tokens[(peer + h) % self._inner][h] for h in nearer)
-            for span in of_peer.get(peer, ()):
+            for span in of_peer[peer]:
                 found.append(Outgoing(peer, span, first, self._returning[peer]))
                 first += length(span)
         return tuple(found)
@@ -138,9 +143,8 @@ class Stage:
 class Round:
     """The blocks of one host, as one rank sees them.
 
-    root     owner of the block that the rank opens the round with; in round 0 itself
-    held     the tokens of the root that this rank has: rising spans of its shard, one after the
-             other
+    root     owner of the block that the rank begins the round with; in round 0 itself
+    held     the tokens of the root that this rank has, as rising spans of its shard
     landing  these in memory, with what this rank itself needs of them: nothing in round 0, since
              the own block is not received
     stages   the other blocks, if a rank of this host needs them
@@ -159,17 +163,16 @@ class Round:
 class Routes:
     """The routes of `rank` under a tiling. Its queries stay, its keys are sent."""
 
-    def __init__(self, tiling: Tiling, schedule: Schedule, rank: int):
-        self.tiling, self.schedule, self.rank = tiling, schedule, rank
-        self.host, place = divmod(rank, schedule.inner)
+    def __init__(self, tiling: Tiling, inner: int, outer: int, rank: int):
+        self.tiling, self.inner, self.outer, self.rank = tiling, inner, outer, rank
+        self.host, place = divmod(rank, inner)
         self._seen = [
-            SeenRuns(schedule.inner, host * schedule.inner + place, is_own=host == self.host)
-            for host in range(schedule.outer)
+            SeenRuns(inner, host * inner + place, is_own=host == self.host) for host in range(outer)
         ]
-        for viewer in schedule.ranks(self.host):
-            by_host: dict[int, list[RunFields]] = {}
+        for viewer in range(rank - place, rank - place + inner):
+            by_host = collections.defaultdict[int, list[RunFields]](list)
             for run in tiling.seen(viewer):
-                by_host.setdefault(run[2] // schedule.inner, []).append(run)
+                by_host[run[2] // inner].append(run)
             for host, runs in by_host.items():
                 self._seen[host].add(viewer, runs)
 
@@ -191,36 +194,30 @@ class Routes:
         longest: it must arrive while the own block is computed. With one, the last stage is not the
         longest: its results return when nothing is left to compute.
         """
-        return tuple(
-            self._round(number, limit, return_limit) for number in range(self.schedule.outer)
-        )
+        rounds = []
+        for number in range(self.outer):
+            seen = self._seen[(self.host + number) % self.outer]
+            runs = seen.own_runs([0])
+            places = [seen.find(span) for *_, span in runs]
+            landing = Landing(runs, places, sum(map(length, seen.held)))
+            stages = tuple(map(seen.stage, seen.split_hops(limit, return_limit)))
+            lent_to = (self.host - number) % self.outer
+            lent = self._lent.get(lent_to, ())
+            rounds.append(Round(seen.root, seen.held, landing, stages, lent, lent_to))
+        return tuple(rounds)
 
     @functools.cached_property
     def _lent(self) -> dict[int, tuple[Span, ...]]:
         """The own tokens that other hosts need, by host."""
-        if self.schedule.outer == 1:
-            return {}
-        found = self.tiling.seen_by(self.rank, self.schedule.inner)
-        found.pop(self.host, None)
-        return found
-
-    def _round(self, number: int, limit: int | None, return_limit: int | None) -> Round:
-        seen = self._seen[self.schedule.host_of_round(self.host, number)]
-        runs = seen.own_runs([0])
-        places = [seen.find(span) for *_, span in runs]
-        landing = Landing(runs, places, sum(map(length, seen.held)))
-        stages = tuple(map(seen.stage, seen.split_hops(limit, return_limit)))
-        lent_to = self.schedule.host_of_round(self.host, -number)
-        lent = self._lent.get(lent_to, ())
-        return Round(seen.root, seen.held, landing, stages, lent, lent_to)
+        found = self.tiling.seen_by(self.rank, self.inner) if self.outer > 1 else {}
+        return {host: spans for host, spans in found.items() if host != self.host}
 
 
 class SeenRuns:
-    """All runs of one host that the ranks of this host need. One rank uses a part of them.
+    """All runs of one host that the ranks of this host need. One rank, at `place`, uses a part.
 
-    The rank is the one at the place of `root`, which is its root in the round with that host.
-
-    is_own  whether the host is the rank's own, and so the root its own block
+    root    owner of its root in the round with that host
+    is_own  whether the root is its own block
     tokens  how many tokens each needs, by place of the viewer and by hop
     own     runs that the rank itself needs, in the order of positions
     lent    spans of the root that others need, by hop; and for each, how many tokens with lower
@@ -228,7 +225,7 @@ class SeenRuns:
     """
 
     def __init__(self, inner: int, root: int, is_own: bool):
-        self.root, self.place, self.is_own = root, root % inner, is_own
+        self.inner, self.root, self.place, self.is_own = inner, root, root % inner, is_own
         self.tokens = [[0] * inner for _ in range(inner)]
         self.own: list[RunFields] = []
         self.lent: list[list[tuple[Span, tuple[int, ...]]]] = [[] for _ in range(inner)]
@@ -237,7 +234,8 @@ class SeenRuns:
     def add(self, viewer: int, runs: Sequence[RunFields]) -> None:
         """Add the runs that a rank needs, in the order in which they land there."""
         # Short documents make very many runs, of all ranks of the host: this is one plain loop.
-        place, inner, root = viewer % len(self.tokens), len(self.tokens), self.root
+        inner, root = self.inner, self.root
+        place = viewer % inner
         tokens = self.tokens[place]
         for _, _, owner, span in runs:
             hop = (place - owner) % inner
@@ -249,9 +247,8 @@ class SeenRuns:
 
     def own_runs(self, hops: Sequence[int]) -> list[RunFields]:
         """Return the runs of some hops that the rank itself needs."""
-        inner = len(self.tokens)
-        owners = [(self.place - hop) % inner for hop in hops]
-        return [run for run in self.own if run[2] % inner in owners]
+        owners = [(self.place - hop) % self.inner for hop in hops]
+        return [run for run in self.own if run[2] % self.inner in owners]
 
     @functools.cached_property
     def held(self) -> tuple[Span, ...]:
@@ -276,7 +273,7 @@ class SeenRuns:
 
     def sizes(self, hops: Sequence[int]) -> tuple[list[int], list[int]]:
         """Count the tokens that land at each place in a stage, and those that results return to."""
-        inner = len(self.tokens)
+        inner = self.inner
         landing = [sum([tokens[hop] for hop in hops]) for tokens in self.tokens]
         returning = [
             sum([self.tokens[(place + hop) % inner][hop] for hop in hops]) for place in range(inner)
@@ -291,8 +288,8 @@ class SeenRuns:
 
     def split_hops(self, limit: int | None, return_limit: int | None) -> list[tuple[int, ...]]:
         """Split the hops that are needed into few stages, of nearly equal numbers of hops."""
-        inner = len(self.tokens)
-        hops = [hop for hop in range(1, inner) if any(tokens[hop] for tokens in self.tokens)]
+        by_hop = zip(*self.tokens, strict=True)
+        hops = [hop for hop, of_places in enumerate(by_hop) if hop and any(of_places)]
 
         def fits(part: Sequence[int]) -> bool:
             landing, returning = map(max, self.sizes(part))
