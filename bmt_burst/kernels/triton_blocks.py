@@ -29,6 +29,7 @@ import triton.language as tl
 
 from .triton_memory import (
     INFINITY,
+    LN_2,
     LOG2_E,
     load_lse,
     load_row,
@@ -38,8 +39,6 @@ from .triton_memory import (
     store,
     token_at,
 )
-
-_LN_2 = tl.constexpr(0.6931471805599453)
 
 # These numbers differ from call to call. Triton must not specialize on them: compiling a kernel
 # again takes seconds. Strides of lse and delta differ, too, so they pass through `multiply_by_16`.
@@ -83,17 +82,11 @@ def forward(
             if part != 1:
                 seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT)
                 scores = tl.where(seen, scores, -INFINITY)
-            now = tl.maximum(largest, tl.max(scores, 1) * factor)
-            # A query that has seen no key yet has -inf, and -inf - -inf would be NaN.
-            shift = tl.where(now == -INFINITY, 0.0, now)
-            probs = tl.exp2(scores * factor - shift[:, None])
-            decay = tl.exp2(largest - shift)
-            weights = weights * decay + tl.sum(probs, 1)
+            probs, decay, weights, largest = weigh(scores, factor, weights, largest)
             v_block = read(v_rows, v_strides, at, columns, D, WIDTH, N, part != 1)
             sums = tl.dot(
                 probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
             )
-            largest = now
 
     # If all scores of a query are -inf, its weights are 0, and its out is NaN, as softmax's.
     seeing = _seeing(first, more, left, right, kv_count, M, LEFT, RIGHT)
@@ -101,7 +94,7 @@ def forward(
     store(out, out_strides, batch, head, q_start + first, mean, rows, D, WIDTH, M)
     row = tl.arange(0, M)
     places = row_at(lse, lse_strides, batch, head, q_start + first) + row
-    tl.store(places, (largest + tl.log2(weights)) * _LN_2, mask=row < rows)
+    tl.store(places, (largest + tl.log2(weights)) * LN_2, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
@@ -235,6 +228,21 @@ def scores_of(
         else:
             scores = _tanh(scores * (scale / CAP)) * (CAP * LOG2_E)
     return scores
+
+
+@triton.jit
+def weigh(scores, factor, weights, largest):
+    """Weigh scores (OWN, OTHER), to base 2 with a positive factor, against the largest so far.
+
+    Return their weights, the factor (OWN,) by which earlier sums shrink, the new sum of weights and
+    the new largest score.
+    """
+    now = tl.maximum(largest, tl.max(scores, 1) * factor)
+    # A query that has seen no key yet has -inf, and -inf - -inf would be NaN.
+    shift = tl.where(now == -INFINITY, 0.0, now)
+    probs = tl.exp2(scores * factor - shift[:, None])
+    decay = tl.exp2(largest - shift)
+    return probs, decay, weights * decay + tl.sum(probs, 1), now
 
 
 @triton.jit

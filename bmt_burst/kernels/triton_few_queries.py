@@ -17,10 +17,9 @@ from ..base.streams import count_processors
 from ..merging.parts import Partials
 from ..spec import Spec
 from .triton import LaunchShape, precision, shape_of, shared_memory
-from .triton_blocks import scores_of
-from .triton_memory import INFINITY, LOG2_E, read, token_at, wide
+from .triton_blocks import scores_of, weigh
+from .triton_memory import INFINITY, LN_2, LOG2_E, read, token_at, wide
 
-_LN_2 = tl.constexpr(0.6931471805599453)
 _FEW_ROWS = 64  # with more rows, tiles have the shape of the Triton kernel's forward
 _MOST_SPLITS = 512  # a program of `_merge` holds a row's lse of all
 _WAVES = 2  # programs for each processor
@@ -144,28 +143,12 @@ def _attend(
                 key = at + tl.arange(0, N)[None, :]
                 seen = (key >= starts[:, None]) & (key < stops[:, None]) & (key < end)
                 scores = tl.where(seen, scores, -INFINITY)
+            probs, decay, weights, largest = weigh(scores, factor, weights, largest)
             v_block = read(v_rows, v_strides, at, end - at, D, WIDTH, N, part != 1)
-            sums, weights, largest = add_values(
-                sums, weights, largest, scores * factor, v_block, PRECISION
+            sums = tl.dot(
+                probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
             )
     store_part(outs, lses, split, rows, head, sums, weights, largest, inside, D, WIDTH)
-
-
-@triton.jit
-def add_values(sums, weights, largest, scores, v_block, PRECISION: tl.constexpr):
-    """Add values (N, WIDTH) with scores (M, N), to base 2, to the sums of rows. Return sums (M,
-    WIDTH), and the sums of weights and the largest scores (M,).
-    """
-    now = tl.maximum(largest, tl.max(scores, 1))
-    # A row that has seen no key yet has -inf, and -inf - -inf would be NaN.
-    shift = tl.where(now == -INFINITY, 0.0, now)
-    probs = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(largest - shift)
-    weights = weights * decay + tl.sum(probs, 1)
-    sums = tl.dot(
-        probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
-    )
-    return sums, weights, now
 
 
 @triton.jit
@@ -182,7 +165,7 @@ def store_part(
     at = wide(split) * rows + row
     exist = (inside & sees)[:, None] & (column < D)[None, :]
     tl.store(outs + at[:, None] * D + column[None, :], mean, mask=exist)
-    tl.store(lses + at, (largest + tl.log2(weights)) * _LN_2, mask=inside)
+    tl.store(lses + at, (largest + tl.log2(weights)) * LN_2, mask=inside)
 
 
 @triton.jit(

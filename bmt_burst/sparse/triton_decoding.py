@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.triton import precision
-from ..kernels.triton_blocks import scores_of
-from ..kernels.triton_few_queries import add_values, choose_shape, count_programs, store_part
+from ..kernels.triton_blocks import scores_of, weigh
+from ..kernels.triton_few_queries import choose_shape, count_programs, store_part
 from ..kernels.triton_memory import INFINITY, LOG2_E, read, token_at, wide
 from ..memories.protocol import select_rows
 from ..merging.parts import Partials
@@ -278,8 +278,11 @@ def _attend_to_blocks(
             count = tl.sum(seen.to(tl.int32), 0)
             k_block = read(k_rows, k_strides, at, count, D, WIDTH, N, True)
             scores = scores_of(q_block, k_block, scale, PRECISION, CAP, SCALED)
-            scores = tl.where(seen[None, :], scores * factor, -INFINITY)
+            scores = tl.where(seen[None, :], scores, -INFINITY)
+            probs, decay, weights, largest = weigh(scores, factor, weights, largest)
             v_block = read(v_rows, v_strides, at, count, D, WIDTH, N, True)
-            sums, weights, largest = add_values(sums, weights, largest, scores, v_block, PRECISION)
+            sums = tl.dot(
+                probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
+            )
     rows = wide(tl.num_programs(0)) * HEADS
     store_part(outs, lses, split, rows, head, sums, weights, largest, inside, D, WIDTH)

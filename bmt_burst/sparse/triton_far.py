@@ -32,11 +32,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..base.compiled import multiply_by_16
 from ..kernels.packed import prepare_once
 from ..kernels.triton import make_dense, precision, shared_memory
-from ..kernels.triton_memory import INFINITY, LOG2_E, wide
+from ..kernels.triton_blocks import weigh
+from ..kernels.triton_memory import INFINITY, LN_2, LOG2_E, wide
 from .blocks import FarKeys
 from .tiles import MOST_QUERIES, NONE, KeyLists, find_between, unite_blocks
 
-_LN_2 = tl.constexpr(0.6931471805599453)
 _NOWHERE = tl.constexpr(NONE)
 
 # See `kernels/triton_blocks.py`. These numbers and addresses differ from call to call.
@@ -217,20 +217,15 @@ def _forward(
         k_block = _load_block(k, k_strides, start, key, first, group, D, WIDTH, COPIES)
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
         scores = tl.where(seen, scores, -INFINITY)
-        now = tl.maximum(largest, tl.max(scores, 1) * (scale * LOG2_E))
-        shift = tl.where(now == -INFINITY, 0.0, now)
-        probs = tl.exp2(scores * (scale * LOG2_E) - shift[:, None])
-        decay = tl.exp2(largest - shift)
-        weights = weights * decay + tl.sum(probs, 1)
+        probs, decay, weights, largest = weigh(scores, scale * LOG2_E, weights, largest)
         v_block = _load_block(v, v_strides, start, key, first, group, D, WIDTH, COPIES)
         sums = tl.dot(
             probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
         )
-        largest = now
 
     changed = there & (weights != 0.0)
     _store(out_rows, sums / tl.where(changed, weights, 1.0)[:, None], changed, D, WIDTH)
-    tl.store(lse_places, (largest + tl.log2(weights)) * _LN_2, mask=changed)
+    tl.store(lse_places, (largest + tl.log2(weights)) * LN_2, mask=changed)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
