@@ -1,10 +1,10 @@
 """Block kernels: attention of some queries to some keys, in the tiles of a `KernelCall`.
 
-Each file has one kernel. `Kernel` below is the contract, `reference` its specification.
+`Kernel` below is the contract, `reference` its specification.
 
 To add a kernel, write `kernels/NAME.py` with a subclass of Kernel, and add one line to `_BACKENDS`.
-If it knows no tiles, derive it from `tile_by_tile.PlainKernel`. If it calls functions of variable
-length, use `packed` for their arguments.
+If it knows no tiles, derive it from `tile_by_tile.PlainKernel`, as `torch_ops` does. If it calls
+functions of variable length, use `packed` for their arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ _BACKENDS: Registry[Kernel] = Registry(
     __name__,
     {
         "fa4": "fa4:Fa4Kernel",
-        "cudnn": "cudnn:CudnnKernel",
+        "cudnn": "torch_ops:CudnnKernel",
         "fa2": "fa2:Fa2Kernel",
-        "aten": "aten:AtenKernel",
+        "aten": "torch_ops:AtenKernel",
         "triton": "triton:TritonKernel",
-        "cpu": "cpu:CpuKernel",
+        "cpu": "torch_ops:CpuKernel",
         "reference": "reference:ReferenceKernel",
     },
 )
@@ -47,13 +47,12 @@ _ALIASES = {"cuda": ("fa4", "fa2")}
 class Kernel(ABC):
     """Attention of q (B, S, H, D) to k, v (B, T, G, D) of one dtype and device, H a multiple of G.
 
-    Query head h attends to kv head h // (H // G). A `KernelCall` says which query sees which key.
-    It is the same for each of B. S and T are its q_tokens and kv_tokens. A `Spec` says how scores
-    are computed.
+    Query head h attends to kv head h // (H // G). A `KernelCall` with S queries and T keys says
+    which query sees which key, for each of B. A `Spec` says how scores are computed.
 
-    writes_new_memory  whether the caller may write to the out and lse that `forward` returns. It
-                       may if their memory is new and no torch operator returned it: activation
-                       checkpointing may keep what operators return
+    writes_new_memory  whether the caller may write to the results of `forward`: their memory is
+                       new, and activation checkpointing, which may keep what torch operators
+                       return, does not keep it
     """
 
     name: str
@@ -76,29 +75,20 @@ class Kernel(ABC):
         return dtype
 
     def variant(self, call: KernelCall, batch: int) -> Hashable:
-        """Return the facts of a call, on a batch of sequences, for which this kernel is compiled
-        again at run time, besides dtypes and numbers of heads. None if it is not, or by Triton,
-        which reports itself what it compiles.
+        """Return the facts of a call, besides dtypes and numbers of heads, for which this kernel
+        is compiled again at run time. Triton reports itself what it compiles.
         """
         return None
 
     @abstractmethod
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: KernelCall,
-        spec: Spec,
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, spec: Spec
     ) -> tuple[Tensor, Tensor]:
         """Compute out (B, S, H, D) = softmax(scores) v and lse (B, H, S) = logsumexp(scores).
 
-        No later call writes to the memory of the results.
-
         scores = scale q k^T, with a softcap = softcap tanh(scale q k^T / softcap), computed before
-        pairs are hidden. The logarithm is natural.
-
-        lse is fp32 (fp64 for fp64 inputs).
+        pairs are hidden. lse is a natural logarithm in fp32 (fp64 for fp64 inputs). No later call
+        writes to the memory of the results.
 
         - A query that sees no key has an lse of -inf and an out of 0. The out may be NaN if some v
           is not finite.
@@ -123,9 +113,9 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute this call's share of dq, dk and dv.
 
-        dout is the gradient of the output over *all* keys of the sequence. `lse` is the logsumexp
-        over all keys, -inf for a query that sees none. "All keys" may include keys that no call
-        has, such as attention sinks. Callers pass one of two:
+        dout is the gradient of the output over *all* keys of the sequence, also those that no call
+        has, such as attention sinks. `lse` is the logsumexp over all keys, -inf for a query that
+        sees none. Callers pass one of two:
 
         - `out`, the output over all keys, or any tensor of q's shape and dtype with the same
           rowsum(out * dout). `delta` is None.
@@ -156,42 +146,46 @@ NO_SOFTCAP = "it does not support a softcap"
 
 
 def refuses_half(
-    spec: Spec,
-    q: Tensor,
-    capability: tuple[int, int],
-    head_sizes: Collection[int],
-    caps: bool = False,
+    spec: Spec, q: Tensor, capability: tuple[int, int], most: int = 256, caps: bool = False
 ) -> str | None:
-    """Return why a 16-bit kernel for NVIDIA GPUs cannot compute q, or None.
+    """Return why a 16-bit kernel for head sizes up to `most` cannot compute q, or None.
 
-    The kernel needs a compute `capability` or above. `caps` says whether it knows a softcap.
+    It needs a GPU of compute `capability` or above. `caps`: it knows a softcap.
     """
     if spec.softcap is not None and not caps:
         return NO_SOFTCAP
+    return refuses_tensors(q, capability) or refuses_head_size(q, most)
+
+
+def refuses_tensors(
+    q: Tensor, capability: tuple[int, int], takes_single: bool = False
+) -> str | None:
+    """Return why a kernel for GPUs cannot compute tensors like q, of any head size, or None."""
     if not q.is_cuda:
-        return f"inputs are on {q.device}, not on an NVIDIA GPU"
-    if torch.cuda.get_device_capability(q.device) < capability:
-        return needs_capability(q.device, capability)
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"inputs are {q.dtype}, not fp16 or bf16"
-    if q.shape[-1] not in head_sizes:
-        return f"head size must be a multiple of 8 up to {max(head_sizes)}, got {q.shape[-1]}"
-    return None
+        return f"inputs are on {q.device}, not on a GPU"
+    has = torch.cuda.get_device_capability(q.device)
+    if torch.version.hip is None and has < capability:
+        needed, found = (".".join(map(str, x)) for x in (capability, has))
+        name = torch.cuda.get_device_name(q.device)
+        return f"it needs compute capability {needed}, {name} has {found}"
+    if q.dtype in (torch.float16, torch.bfloat16) or (takes_single and q.dtype == torch.float32):
+        return None
+    return f"inputs are {q.dtype}, not {'fp16, bf16 or fp32' if takes_single else 'fp16 or bf16'}"
 
 
-def needs_capability(device: torch.device, capability: tuple[int, int]) -> str:
-    """Return the refusal of a GPU below a compute `capability`."""
-    has = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    needed = ".".join(map(str, capability))
-    return f"it needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {has}"
+def refuses_head_size(q: Tensor, most: int) -> str | None:
+    """Return why a kernel for head sizes up to `most` cannot compute q, or None."""
+    if q.shape[-1] in range(8, most + 1, 8):
+        return None
+    return f"head size must be a multiple of 8 up to {most}, got {q.shape[-1]}"
 
 
 @functools.cache
 def installed(module: str) -> bool:
     """Return whether a module, and each package that it is in, can be found.
 
-    The search imports these packages. If that fails, the answer is True: the import of the module
-    will say why. Searching is slow, therefore the answer is cached.
+    The search, which is slow, imports these packages. If that fails, the answer is True: the import
+    of the module will say why.
     """
     parts = module.split(".")
     parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
@@ -203,10 +197,7 @@ def installed(module: str) -> bool:
 
 @functools.cache
 def import_failure(package: str, load: Callable[[], Any]) -> str | None:
-    """Return why `load`, which imports what a kernel needs of a package, fails, or None.
-
-    The answer is cached, so that it is logged once.
-    """
+    """Return why `load`, which imports a package for a kernel, fails, or None. Log it once."""
     try:
         load()
     except Exception as error:  # noqa: BLE001 - packages raise any error, e.g. OSError
@@ -219,5 +210,5 @@ def import_failure(package: str, load: Callable[[], Any]) -> str | None:
 
 @functools.cache
 def _announce(kernel: str, dtype: torch.dtype, device: str) -> None:
-    """Log the kernel that "auto" chose. The cache makes it log each choice once."""
+    """Log the kernel that "auto" chose, each choice once."""
     logger.info("flash='auto' took the %s kernel for %s on %s", kernel, dtype, device)

@@ -26,7 +26,7 @@ class Fa2Kernel(Kernel):
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
         if not installed("flash_attn_2_cuda"):
             return "the package flash-attn (2.7 or newer) is not installed"
-        return refuses_half(spec, q, capability=(8, 0), head_sizes=range(8, 257, 8), caps=True)
+        return refuses_half(spec, q, (8, 0), caps=True)
 
     def broken(self) -> str | None:
         return import_failure("flash-attn", interface)

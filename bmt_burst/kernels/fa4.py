@@ -75,7 +75,7 @@ class Fa4Kernel(Kernel):
         if spec.deterministic and generation == 12:
             return "its backward is not deterministic on GPUs of compute capability 12"
         largest = (_HEAD_SIZES_HOPPER if generation == 9 else _HEAD_SIZES)[-1]
-        return refuses_half(spec, q, (9, 0), range(8, largest + 1, 8), caps=generation == 9)
+        return refuses_half(spec, q, (9, 0), largest, caps=generation == 9)
 
     def broken(self) -> str | None:
         return import_failure("flash-attn-4", functions)

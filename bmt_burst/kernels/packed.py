@@ -81,6 +81,11 @@ def effective_band(call: KernelCall) -> tuple[int | None, int | None]:
     return band
 
 
+def make_dense(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def pack(*tensors: Tensor) -> list[Tensor]:
     """Flatten (B, S, ...) to (B S, ...)."""
     return [x.flatten(0, 1) for x in tensors]

@@ -30,8 +30,8 @@ from ..merging.merge import empty_lse, stack_lse_delta
 from ..sequence.span import Span
 from ..sequence.tile import KernelCall
 from ..spec import Spec
-from . import Kernel, import_failure, installed, needs_capability
-from .packed import effective_band, prepare_once
+from . import Kernel, import_failure, installed, refuses_head_size, refuses_tensors
+from .packed import effective_band, make_dense, prepare_once
 
 
 class LaunchShape(NamedTuple):
@@ -61,17 +61,11 @@ class Added(NamedTuple):
 NOTHING = Added("half")
 
 
-def refuses_tensors(q: Tensor) -> str | None:
+def refuses_triton(q: Tensor) -> str | None:
     """Return why Triton kernels cannot compute with tensors like q, of any head size, or None."""
     if not installed("triton"):
         return "the package triton is not installed"
-    if not q.is_cuda:
-        return f"inputs are on {q.device}, not on a GPU"
-    if torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return needs_capability(q.device, (8, 0))
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"inputs are {q.dtype}, not fp16, bf16 or fp32"
-    return None
+    return refuses_tensors(q, (8, 0), takes_single=True)
 
 
 class TritonKernel(Kernel):
@@ -81,11 +75,7 @@ class TritonKernel(Kernel):
     writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        if reason := refuses_tensors(q):
-            return reason
-        if q.shape[-1] not in range(8, 257, 8):
-            return f"head size must be a multiple of 8 up to 256, got {q.shape[-1]}"
-        return None
+        return refuses_triton(q) or refuses_head_size(q, 256)
 
     def broken(self) -> str | None:
         return import_failure("triton", load_kernels)
@@ -233,11 +223,6 @@ def _kernel_strides(x: Tensor | None) -> tuple[int, ...]:
     if x is None:
         return ()
     return multiply_by_16(x.stride()) if x.dim() == 3 else x.stride()
-
-
-def make_dense(x: Tensor) -> Tensor:
-    """Return x with a contiguous last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.cache

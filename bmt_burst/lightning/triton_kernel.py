@@ -31,7 +31,7 @@ from torch import Tensor
 from ..base.streams import send_to_device
 from ..kernels import import_failure
 from ..kernels.packed import prepare_once
-from ..kernels.triton import precision, refuses_tensors
+from ..kernels.triton import precision, refuses_triton
 from .segments import Segments
 
 _LONGEST = 2048  # tokens of a piece, fewer if a GPU would have too few programs
@@ -92,7 +92,7 @@ class Pieces(NamedTuple):
 
 def refuses(q: Tensor) -> str | None:
     """Return why the kernel cannot compute with tensors like q (..., D), or None if it can."""
-    if reason := refuses_tensors(q):
+    if reason := refuses_triton(q):
         return reason
     most = 128 if q.dtype == torch.float32 else 256
     if q.shape[-1] not in range(16, most + 1, 16):
