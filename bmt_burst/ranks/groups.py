@@ -10,6 +10,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from ..base.arguments import as_float, as_int
 from ..errors import RanksDisagree
 from ..sequence.layout import layout_class
-from ..transport import ALONE, Transport
+from ..transport import ALONE
 from ..transport.bmtrain import (
     BMTrainTransport,
     bmtrain_transport,
@@ -29,7 +30,7 @@ from ..transport.processes import ProcessTransport
 from ..transport.sockets import host_name
 from ..transport.torch_dist import TorchTransport, torch_transport, world_group
 from .agreement import admit_one_thread, agree, gather_terms, read_terms
-from .rings import Group, Rings, check_member, make_rings
+from .rings import Group, Rings, check_member
 from .sequence_parallel import SequenceParallel
 
 _LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
@@ -50,28 +51,26 @@ def init_sequence_parallel(
 
     It uses BMTrain's ranks after bmtrain.init_distributed, otherwise torch.distributed's.
 
-    layout        the name of a layout, for all sequences. `with_layout` sets another for one of
-                  them.
     sp_size       the number of ranks that share a sequence, by default all. It must divide the
                   world size.
-    inner_size    ranks of a host, for the double ring. It must divide sp_size. The default follows
-                  the hosts: a double ring if each sequence has the same number of ranks on each of
-                  several hosts, otherwise a single ring.
-    ulysses_size  for strategy "usp", instead of inner_size: how many consecutive ranks share heads.
-                  The rings are between the others of a sequence. The default follows the hosts too.
-    mesh          instead of sizes: a DeviceMesh of this rank. Its ranks share a sequence, and its
-                  groups are used. A mesh of one dimension is a single ring, on any number of hosts,
-                  for example init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))["sp"].
-                  A mesh of two dimensions named ("inter", "intra") is a double ring: the first
-                  counts hosts, the second the ranks of a host (for "usp", the ranks that share
-                  heads), and rank = inter * (size of intra) + intra.
+    layout        the name of a layout, for all sequences
+    inner_size    ranks of a host, for the double ring. It must divide sp_size. By default a double
+                  ring is made if each sequence has the same number of ranks on each of several
+                  hosts, otherwise a single ring.
+    ulysses_size  for strategy "usp", instead of inner_size: how many consecutive ranks share heads,
+                  by default those of a host. The rings are between the others of a sequence.
+    mesh          instead of sizes: a DeviceMesh of the ranks that share a sequence, with groups. A
+                  mesh of one dimension is a single ring, for example init_device_mesh("cuda",
+                  (dp, sp), mesh_dim_names=("dp", "sp"))["sp"]. A mesh of two dimensions named
+                  ("inter", "intra") is a double ring: the first counts hosts, the second the ranks
+                  of a host (for "usp", the ranks that share heads), and rank = inter * (size of
+                  intra) + intra.
     timeout       seconds to wait for a rank that does not make a call, in this call and all later
                   ones over these groups or over all ranks. It is the own timeout of the groups that
                   this call makes, and of the mesh's, unless that is the group of all ranks. By
-                  default the timeout of the earlier call, or else of init_process_group. On BMTrain
-                  it is 120. A mesh with a timeout other than torch's default keeps it then.
-                  NCCL counts it from when a host enqueues work, so let it exceed the longest work
-                  that is enqueued ahead.
+                  default the timeout of the earlier call, or else of init_process_group (120 on
+                  BMTrain). A mesh with a timeout other than torch's default keeps it then. NCCL
+                  counts from when a host enqueues work, so exceed the longest work enqueued ahead.
 
     Raises, on every rank:
 
@@ -86,45 +85,24 @@ def init_sequence_parallel(
     world = _find_world()
     earlier = world.asked_timeout
     timeout = earlier if timeout is None else timeout
+    sp_size = world.size if sp_size is None and mesh is None else sp_size
+    sizes = {"sp_size": sp_size, "inner_size": inner_size, "ulysses_size": ulysses_size}
     try:
         with admit_one_thread(Rings(world, ALONE), "init_sequence_parallel"):
-            sp = _agree_on_groups(world, sp_size, layout, inner_size, ulysses_size, mesh, timeout)
+            return _agree_on_groups(world, sizes, layout, mesh, timeout)
     except BaseException:
         world.set_timeout(earlier)
         raise
-    rings = make_rings(sp.process_group, sp.double_group)
-    for ring in rings.shared:
-        assert isinstance(ring, ProcessTransport), "made above"
-        if mesh is None:
-            ring.set_timeout(world.asked_timeout)
-        else:
-            _set_mesh_timeout(world, ring, world.asked_timeout)
-    return sp
-
-
-def _set_mesh_timeout(world: ProcessTransport, ring: Transport, timeout: float | None) -> None:
-    """Set the timeout of a mesh's group. If none was asked for here, that of init_process_group
-    replaces torch's default, with which torch makes the groups of a mesh.
-    """
-    assert isinstance(world, TorchTransport) and isinstance(ring, TorchTransport), "of a mesh"
-    if timeout is None and ring.has_default_timeout and not world.has_default_timeout:
-        timeout = world.own_timeout
-    if timeout is not None:
-        ring.set_group_timeout(timeout)
 
 
 def _agree_on_groups(
     world: ProcessTransport,
-    sp_size: int | None,
+    sizes: dict[str, int | None],
     layout: str,
-    inner_size: int | None,
-    ulysses_size: int | None,
     mesh: dist.DeviceMesh | None,
     timeout: float | None,
 ) -> SequenceParallel:
     """Make the groups once all ranks have passed the same arguments."""
-    sp_size = world.size if sp_size is None and mesh is None else sp_size
-    sizes = {"sp_size": sp_size, "inner_size": inner_size, "ulysses_size": ulysses_size}
 
     def terms() -> dict[str, Any]:
         seconds = None if timeout is None else as_float("timeout", timeout)
@@ -137,7 +115,6 @@ def _agree_on_groups(
         return {"mesh": mesh is not None, **given, **facts}
 
     everyone = agree(Rings(world, ALONE), "init_sequence_parallel", terms, but=["host"])
-    hosts = [theirs["host"] for theirs in everyone]
     if mesh is not None:
         if any(size is not None for size in sizes.values()):
             raise ValueError("expected a mesh or sizes, got both: a mesh has a size")
@@ -150,26 +127,23 @@ def _agree_on_groups(
         raise ValueError(
             "expected inner_size or ulysses_size, got both: each says which ranks are a group"
         )
-    name = "inner_size" if ulysses_size is None else "ulysses_size"
-    asked = inner_size if ulysses_size is None else ulysses_size
-    inner_size = _count_ranks_a_host(hosts, sp_size) if asked is None else asked
-    if inner_size < 1 or sp_size % inner_size:
-        raise ValueError(f"{name}={inner_size} does not divide sp_size={sp_size}")
+    name, inner = "inner_size", inner_size
+    if ulysses_size is not None:
+        name, inner = "ulysses_size", ulysses_size
+    if inner is None:
+        inner = _count_ranks_a_host([theirs["host"] for theirs in everyone], sp_size)
+    if inner < 1 or sp_size % inner:
+        raise ValueError(f"{name}={inner} does not divide sp_size={sp_size}")
     if sp_size == 1:
         return SequenceParallel(layout=layout)
-    rank = world.rank % sp_size
-    sequences = [range(start, start + sp_size) for start in range(0, world.size, sp_size)]
-    if inner_size == 1 and ulysses_size is not None:
-        ring = make_group(world, sequences)
-        return SequenceParallel(rank, sp_size, layout, None, (ALONE, ring))
-    if inner_size in (1, sp_size):
-        return SequenceParallel(rank, sp_size, layout, make_group(world, sequences))
-    by_host = [
-        ranks[i : i + inner_size] for ranks in sequences for i in range(0, sp_size, inner_size)
-    ]
-    by_place = [ranks[i::inner_size] for ranks in sequences for i in range(inner_size)]
+    place = world.rank % sp_size, sp_size, layout
+    sequences, by_host, by_place = cut_world(world.size, sp_size, inner)
+    if inner == 1 and ulysses_size is not None:
+        return SequenceParallel(*place, None, (ALONE, make_group(world, sequences)))
+    if inner in (1, sp_size):
+        return SequenceParallel(*place, make_group(world, sequences))
     double_group = make_group(world, by_host), make_group(world, by_place)
-    return SequenceParallel(rank, sp_size, layout, None, double_group)
+    return SequenceParallel(*place, None, double_group)
 
 
 def _take_mesh_groups(
@@ -185,11 +159,8 @@ def _take_mesh_groups(
     def terms() -> dict[str, Any]:
         _check_mesh(mesh)
         ranks = repr(mesh.mesh.tolist())
-        return {
-            "ranks": ranks[:200],
-            "size": mesh.size(),
-            "digest": hashlib.sha256(ranks.encode()).hexdigest(),
-        }
+        digest = hashlib.sha256(ranks.encode()).hexdigest()
+        return {"ranks": ranks[:200], "size": mesh.size(), "digest": digest}
 
     lines = gather_terms(Rings(world, ALONE), "init_sequence_parallel of a mesh", terms)
     everyone, counts = read_terms(lines), Counter(lines)
@@ -208,20 +179,26 @@ def _take_mesh_groups(
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in its mesh"
     host, place = (0, *coordinate)[-2:]
-    rank, size = host * inner + place, mesh.size()
-    if size == 1:
+    if mesh.size() == 1:
         return SequenceParallel(layout=layout)
+    sp = SequenceParallel(host * inner + place, mesh.size(), layout, None)
     if outer == 1 or inner == 1:
-        ring = mesh.get_group(0 if inner == 1 else mesh.ndim - 1)
-        return SequenceParallel(rank, size, layout, ring)
-    double_group = mesh.get_group("intra"), mesh.get_group("inter")
-    return SequenceParallel(rank, size, layout, None, double_group)
+        sp = replace(sp, process_group=mesh.get_group(0 if inner == 1 else mesh.ndim - 1))
+    else:
+        sp = replace(sp, double_group=(mesh.get_group("intra"), mesh.get_group("inter")))
+    for ring in sp.rings.shared:
+        # torch makes a mesh's groups with its default, which that of init_process_group replaces
+        assert isinstance(world, TorchTransport) and isinstance(ring, TorchTransport), "of a mesh"
+        timeout = world.asked_timeout
+        if timeout is None and ring.has_default_timeout and not world.has_default_timeout:
+            timeout = world.own_timeout
+        if timeout is not None:
+            ring.set_group_timeout(timeout)
+    return sp
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Raise TypeError unless this is a DeviceMesh, ValueError for other dimensions or without this
-    rank.
-    """
+    """Raise TypeError or ValueError unless this is a DeviceMesh of this rank that makes rings."""
     if not isinstance(mesh, dist.DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names
@@ -251,9 +228,7 @@ def _find_world() -> ProcessTransport:
 
 
 def _count_ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
-    """Return how many consecutive ranks of each sequence share a host, or sp_size if that differs
-    between hosts.
-    """
+    """Return how many consecutive ranks of each sequence share a host, or sp_size if it varies."""
     sizes = set()
     for start in range(0, len(hosts), sp_size):
         names = hosts[start : start + sp_size]
@@ -262,6 +237,15 @@ def _count_ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
             return sp_size  # ranks of a host are not consecutive
         sizes |= set(runs)
     return sizes.pop() if len(sizes) == 1 else sp_size
+
+
+def cut_world(size: int, sp_size: int, inner: int) -> tuple[list[range], list[range], list[range]]:
+    """Return the ranks of each sequence, those of each run of `inner` ranks in a sequence, and
+    those at the same place of a sequence's runs.
+    """
+    sequences = [range(start, start + sp_size) for start in range(0, size, sp_size)]
+    runs = [ranks[i : i + inner] for ranks in sequences for i in range(0, sp_size, inner)]
+    return sequences, runs, [ranks[i::inner] for ranks in sequences for i in range(inner)]
 
 
 def make_group(world: ProcessTransport, partition: list[range]) -> Group:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...base.arguments import as_bool, as_int
 from ...errors import RanksDisagree
 from ...ranks.agreement import gather_terms, read_terms
-from ...ranks.groups import make_group
+from ...ranks.groups import cut_world, make_group
 from ...ranks.rings import Group, Rings
 from ...sequence.layout import Layout
 from ...transport import ALONE
@@ -88,9 +88,7 @@ def set_seq_parallel_pg(
         raise RanksDisagree(f"ranks differ in set_seq_parallel_pg: {sorted(grids)}")
     [(ulysses, ring, low)] = grids
     size, inner = ulysses * ring, ulysses if low else ring
-    sequences = [range(start, start + size) for start in range(0, world.size, size)]
-    consecutive = [ranks[i : i + inner] for ranks in sequences for i in range(0, size, inner)]
-    strided = [ranks[i::inner] for ranks in sequences for i in range(inner)]
+    sequences, consecutive, strided = cut_world(world.size, size, inner)
     near, far, whole = (make_group(world, parts) for parts in (consecutive, strided, sequences))
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = (near, far) if low else (far, near)
     PROCESS_GROUP.SEQUENCE_PG, PROCESS_GROUP.grid = whole, (ulysses, ring, low)
