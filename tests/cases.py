@@ -150,6 +150,17 @@ def random_bias(
     )
 
 
+def bias_by_distance(call: KernelCall, heads: int, seed: int = 0, dtype=torch.float64) -> CallBias:
+    """Return a `random_bias` by distance alone: tokens are neighbours in each tile, anywhere."""
+    bias, chance = random_bias(call, heads, seed, dtype), random.Random(seed)
+    q, kv = (torch.arange(count, dtype=torch.int32) for count in (call.q_tokens, call.kv_tokens))
+    for rows, columns in call.tiles:
+        q[slice(*rows)] += chance.randint(0, 20)
+        kv[slice(*columns)] += chance.randint(0, 20)
+    apart = tuple(int(kv[columns[0]] - q[rows[0]]) for rows, columns in call.tiles)
+    return replace(bias, q_position=q, kv_position=kv, segments=None, apart=apart)
+
+
 def moved(bias: CallBias, device: str) -> CallBias:
     """Return the bias on a device."""
     segments = bias.segments and replace(bias.segments, **_on(bias.segments, device))

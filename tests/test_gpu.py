@@ -106,7 +106,7 @@ def test_calls_with_a_softcap(name, kind, heads, kv_heads, head_size):
     "kind", [*FEW_CALLS, "a window to both sides", "causal tiles of fewer keys"]
 )
 @pytest.mark.parametrize("head_size", [64, 80, 128])
-@pytest.mark.parametrize("by", ["distance", "distance, with gaps", "segments"])
+@pytest.mark.parametrize("by", ["distance", "segments"])
 def test_calls_with_a_bias(kind, head_size, by):
     """Distances go beyond what the table tells apart."""
     call, generator = named_calls(100)[kind], torch.Generator().manual_seed(0)
@@ -120,8 +120,6 @@ def test_calls_with_a_bias(kind, head_size, by):
         bias = CallBias(
             bias.table, *places, rows, apart=tuple(kv[0] - q[0] for q, kv in call.tiles)
         )
-    elif by == "distance, with gaps":
-        bias = dataclasses.replace(bias, segments=None)
     spec, kernel = SPEC, bias_kernels.load("fa4")
     if reason := kernel.refuses(spec, *tensors[:2]) or kernel.broken():
         pytest.skip(reason)

@@ -25,7 +25,7 @@ from bmt_burst.bias.kernels import triton as with_bias
 from bmt_burst.kernels import triton as backend
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.spec import Spec
-from tests.cases import call_tensors, moved, named_calls, random_bias
+from tests.cases import bias_by_distance, call_tensors, moved, named_calls, random_bias
 from tests.launcher import ROOT
 from tests.reference import kernel_errors, relative_error
 
@@ -62,8 +62,9 @@ def tensors_of(call, batch, heads, kv_heads, head_size, dtype=torch.float32):
     return [x.to(DEVICE) for x in call_tensors(call, batch, heads, kv_heads, head_size, dtype)]
 
 
-def bias_of(call, heads, seed=0):
-    return moved(random_bias(call, heads, seed, torch.float32), DEVICE)
+def bias_of(call, heads, by="segments", seed=0):
+    make = random_bias if by == "segments" else bias_by_distance
+    return moved(make(call, heads, seed, torch.float32), DEVICE)
 
 
 def check(call, tensors, spec=SPEC, with_delta=False, bias=None):
@@ -123,8 +124,7 @@ def test_calls_with_a_bias(kind):
 def test_no_integer_overflows(spec, by, find_overflows):
     call, bias = CALLS["tiles apart"], None
     if by:
-        bias = bias_of(call, 2)
-        bias = bias if by == "segments" else replace(bias, segments=None)
+        bias = bias_of(call, 2, by)
     check(call, tensors_of(call, 1, 2, 1, 8), spec, bias=bias)
 
 
@@ -152,7 +152,7 @@ def test_the_gradient_of_a_table_alone(kind, monkeypatch):
     monkeypatch.setattr(with_bias, "_MOST_KEYS", 7)
     call = CALLS[kind]
     q, k, v, dout = tensors_of(call, 1, 2, 1, 8)
-    for bias in (bias_of(call, 2, seed=1), replace(bias_of(call, 2), segments=None)):
+    for bias in (bias_of(call, 2, seed=1), bias_of(call, 2, "distance")):
         out, lse = BIAS_KERNEL.forward(q, k, v, call, SPEC, bias)
         delta = (out * dout).sum(-1).transpose(1, 2)
         inputs = dout, q, k, v, None, lse, delta, call, SPEC, bias
@@ -174,16 +174,11 @@ def test_shared_keys_and_a_table_of_other_strides(heads, kv_heads, dtype):
 
 @pytest.mark.parametrize("kind", CALLS if ON_GPU else FEW[:5])
 def test_calls_whose_bias_goes_by_distance(kind):
-    """Of even positions, of a contiguous rank, and of others; distances are beyond reach, too. Of
-    one head or two.
-    """
+    """Distances are beyond reach, too. Of one head or two."""
     call, heads = CALLS[kind], 1 + len(kind) % 2
-    bias = replace(bias_of(call, heads, seed=sum(map(ord, kind))), segments=None)
-    q, kv = (
-        torch.arange(n, dtype=torch.int32, device=DEVICE) for n in (call.q_tokens, call.kv_tokens)
-    )
-    for each in (bias, replace(bias, q_position=q + 11, kv_position=kv)):
-        check(call, tensors_of(call, 1, heads, 1, 8), SPEC, len(kind) % 4 < 2, each)
+    for seed in range(2):
+        bias = bias_of(call, heads, "distance", seed + sum(map(ord, kind)))
+        check(call, tensors_of(call, 1, heads, 1, 8), SPEC, len(kind) % 4 < 2, bias)
 
 
 @pytest.mark.parametrize(("kind", "step"), [("full", 1), ("causal", 3)])
@@ -355,7 +350,7 @@ def test_kernels_compile_for_gpus(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     names = "forward", "backward_kv", "backward_q"
-    others = "backward_table", "backward_table", "backward_q"
+    others = "backward_table", "backward_q"
     # the fused kernels for parts of one span, and of several
     fused = ["_merge_outputs", "_sum_gradients", "_compute_losses"] * 2
     sparse = ["_sort_keys", "_unite", "_forward", "_dq", "_dkdv", "_add_parts"]

@@ -47,12 +47,12 @@ class CallBias:
     distances[clamp(kv_position[j] - q_position[i], -reach, reach) + reach].
 
     table        (R, H) fp32 (fp64 for fp64 inputs), H heads of q; any strides
-    q_position   (S,) int32, of the call's queries; the same for each of B. Positions rise in a tile
+    q_position   (S,) int32, of the call's queries; the same for each of B
     kv_position  (T,) int32, of its keys
     distances    (2 reach + 1,) int32, rows
-    segments     None if the distance gives the row of all pairs
-    apart        kv_position - q_position of each tile's first tokens, if it is known that both
-                 rise by 1 in all tiles, otherwise None
+    segments     None if the distance gives the row of all pairs. Then positions rise by 1 in each
+                 tile
+    apart        kv_position - q_position of each tile's first tokens, if segments is None
     bound        (H,) `dscores_bound` for a backward, or None if it is not known
     prepared     what kernels cache for calls with this table and these distances
 

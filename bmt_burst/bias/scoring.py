@@ -50,8 +50,7 @@ class PairRows(NamedTuple):
     """The rows of the table that the pairs of a call have: the label of its `MaskPart`.
 
     row    as `Term.row`
-    apart  how far the first key of each tile is ahead of its first query. It is given only for rows
-           by distance, and only if neighbours in a tile are neighbours in the sequence.
+    apart  how far the first key of each tile is ahead of its first query, for rows by distance
     sides  the positions of the queries (S,) and the keys (T,) from which the call gathers its own.
            None for calls with one row.
     """
@@ -135,24 +134,19 @@ def _shared_rows(problem: Problem) -> tuple[int, ...]:
 def _label(gathered: GatheredCall, both: tuple[Tensor, Tensor]) -> PairRows:
     """Return the label of a call without one row for all pairs. `both` are its sides.
 
-    Kernels that go by distance rely on positions that rise in a tile. Where several runs with steps
-    are one tile they do not, and such pairs get the row None.
+    Kernels that go by distance rely on neighbours in a tile that are neighbours in the sequence.
+    Other calls, as of striped layouts, get the row None.
     """
-    row = gathered.label.row
-    if row != BY_DISTANCE:
-        return PairRows(row, None, both)
-    pairs = zip(both, (gathered.q_spans, gathered.kv_spans), strict=True)
-    sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
-    runs = [
-        [x[slice(*span)] for x, span in zip(sides, tile, strict=True)]
-        for tile in gathered.call.tiles
-    ]
-    steps = [run[1:] - run[:-1] for tile in runs for run in tile]
-    if any((step < 1).any() for step in steps):
-        return PairRows(None, None, both)
-    if any((step != 1).any() for step in steps):
-        return PairRows(BY_DISTANCE, None, both)
-    return PairRows(BY_DISTANCE, tuple(int(kv[0] - q[0]) for q, kv in runs), both)
+    if gathered.label.row == BY_DISTANCE:
+        pairs = zip(both, (gathered.q_spans, gathered.kv_spans), strict=True)
+        sides = [torch.cat([x[slice(*span)] for span in spans]).numpy() for x, spans in pairs]
+        runs = [
+            [x[slice(*span)] for x, span in zip(sides, tile, strict=True)]
+            for tile in gathered.call.tiles
+        ]
+        if all((run[1:] - run[:-1] == 1).all() for tile in runs for run in tile):
+            return PairRows(BY_DISTANCE, tuple(int(kv[0] - q[0]) for q, kv in runs), both)
+    return PairRows(None, None, both)
 
 
 @functools.lru_cache(maxsize=8)

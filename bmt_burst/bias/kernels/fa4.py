@@ -20,7 +20,7 @@ from ...kernels.packed import prepare_once
 from ...sequence.span import length
 from ...sequence.tile import KernelCall
 from ...spec import Spec
-from ..call_bias import CallBias, SegmentIds
+from ..call_bias import CallBias
 from . import TableKernel
 from .triton import table_gradient
 
@@ -85,7 +85,7 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
         bias.prepared["fa4"] = biases
     biases = bias.prepared["fa4"]
     device, width = biases.device, biases.shape[1]
-    if bias.apart is not None and bias.segments is None:
+    if (of := bias.segments) is None:
         name = "distances", batch, bias.reach, bias.apart
         places = prepare_once(
             call, name, device, lambda: send_to_device(_distances(bias, call, batch), device)
@@ -96,9 +96,6 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
         }
     places = prepare_once(
         call, ("ends", batch), device, lambda: send_to_device(_ends(call, batch), device)
-    )
-    of = bias.segments or prepare_once(
-        call, ("one segment",), device, lambda: _one_segment(call, device)
     )
     pairs = of.pairs if len(of.pairs) else bias.distances  # if no groups are equal
     numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
@@ -112,7 +109,7 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
 
 def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
     """Compute `places` of `fa4_scores.add_by_distance`. Values between tiles are arbitrary."""
-    assert bias.apart is not None, "only calls whose tokens are neighbours need distances"
+    assert bias.apart is not None, "a bias by distance has it"
     apart = iter(bias.apart)
     first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
     return torch.tensor(
@@ -124,15 +121,6 @@ def _ends(call: KernelCall, batch: int) -> Tensor:
     """Compute `places` of `fa4_scores.add_by_segments`."""
     spans = call.sequences() * batch
     return torch.tensor([(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans], dtype=torch.int32)
-
-
-def _one_segment(call: KernelCall, device: torch.device) -> SegmentIds:
-    """Return the segments of a call whose pairs all go by distance."""
-    queries, keys = (
-        torch.zeros(count, dtype=torch.int32, device=device)
-        for count in (call.q_tokens, call.kv_tokens)
-    )
-    return SegmentIds(queries, queries, keys, keys, torch.full_like(queries[:1], -1), 0)
 
 
 @functools.cache

@@ -50,7 +50,7 @@ class TritonTableKernel(TableKernel):
         added = _add_sums(_make_added(bias), bias, inputs)
         grads = _KERNEL.gradients(inputs, call, spec, added)
         if bias.segments is None:
-            _add_along_diagonals(inputs, call, spec, bias, added)
+            _add_along_diagonals(inputs, call, spec, added)
         return *grads, _gradient_of_sums(added, bias)
 
 
@@ -59,7 +59,7 @@ def table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias) -> Tensor:
     inputs = backward_inputs(dout, q, k, v, out, lse, delta)
     added = _add_sums(_make_added(bias), bias, inputs)
     if bias.segments is None:
-        _add_along_diagonals(inputs, call, spec, bias, added)
+        _add_along_diagonals(inputs, call, spec, added)
     else:
         shape = shape_of("backward_q", inputs[0], added.table)
         programs = _list_parts(call, inputs[0].device, shape.M)
@@ -68,18 +68,14 @@ def table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias) -> Tensor:
 
 
 def _add_along_diagonals(
-    inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, bias: CallBias, added: Added
+    inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, added: Added
 ) -> None:
-    """Launch the kernel that adds to the gradient of a bias by distance.
-
-    If the host does not know which sequences have even positions, launch it for both kinds.
-    """
+    """Launch the kernel that adds to the gradient of a bias by distance."""
     from .triton_table import backward_table
 
     shape = shape_of("backward_table", inputs[0], added.table)
     walks = _list_walks(call, inputs[0].device, shape.M, shape.N)
-    for even in (True, False) if bias.apart is None else (True,):
-        launch(backward_table, inputs, call, spec, added, walks, EVEN=even)
+    launch(backward_table, inputs, call, spec, added, walks)
 
 
 def _gradient_of_sums(added: Added, bias: CallBias) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...kernels.triton_blocks import NUMBERS, ROWS, dscores_of, probs_of, scores_of, visible_pairs
 from ...kernels.triton_memory import load_lse, load_row, read, row_at, token_at, wide
-from .triton_terms import add_by_distance, by_distance, distances_of, uneven
+from .triton_terms import add_by_distance, by_distance, first_distance
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
@@ -22,12 +22,12 @@ def backward_table(
     walks, scale, left, right, bias,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
-    TERMS: tl.constexpr, ONE_PART: tl.constexpr, EVEN: tl.constexpr,
+    TERMS: tl.constexpr, ONE_PART: tl.constexpr,
 ):  # fmt: skip
     """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
 
-    If positions are EVEN, all blocks of a diagonal have the same distances. Then dscores are summed
-    over the blocks, and the sums are added once. Sequences with another EVEN are skipped.
+    All its blocks have the same distances. So dscores are summed over the blocks, and the sums are
+    added once.
     """
     head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
     start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
@@ -40,21 +40,15 @@ def backward_table(
     v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
     lse_rows = row_at(lse, lse_strides, batch, head, q_start)
     delta_rows = row_at(delta, delta_strides, batch, head, q_start)
-    places = distances_of(bias, q_start, q_count, kv_start, kv_count)
-    steps = tl.where(places.even == EVEN, steps, 0)
-    added = by_distance(bias, head, places, start, start + ahead, M, N, False)
+    apart = first_distance(bias, q_start, q_count, kv_start, kv_count)
+    added = by_distance(bias, head, apart, start, start + ahead, M, N, False)
     sums = tl.zeros((M, N), tl.float32)
     for first in tl.range(start, start + steps * M, M):
         at = first + ahead  # the first key, which may be before the sequence
         rows, columns = q_count - first, kv_count - at
         q_block = read(q_rows, q_strides, first, rows, D, WIDTH, M, True)
         k_block = _load_between(k_rows, k_strides, at, columns, D, WIDTH, N)
-        scores = scores_of(q_block, k_block, scale, PRECISION, CAP, True)
-        if EVEN:
-            scores += added
-        else:
-            distances = uneven(places, first, at, M, N, False)
-            scores += by_distance(bias, head, places, first, at, M, N, False)
+        scores = scores_of(q_block, k_block, scale, PRECISION, CAP, True) + added
         probs = probs_of(
             scores, load_lse(lse_rows, first, rows, M)[:, None],
             first, at, more, left, right, columns, M, N, LEFT, RIGHT, False,
@@ -68,14 +62,9 @@ def backward_table(
         seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (
             tl.arange(0, N)[None, :] >= -at
         )
-        dscores = tl.where(seen & (tl.arange(0, M)[:, None] < rows), dscores, 0.0)
-        if EVEN:
-            sums += dscores
-        else:
-            add_by_distance(bias, head, dscores, distances)
-    if EVEN:
-        between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
-        add_by_distance(bias, head, sums, places.apart + ahead + between)
+        sums += tl.where(seen & (tl.arange(0, M)[:, None] < rows), dscores, 0.0)
+    between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
+    add_by_distance(bias, head, sums, apart + ahead + between)
 
 
 @triton.jit

@@ -16,41 +16,12 @@ import triton.language as tl
 _FEW_ROWS = tl.constexpr(48)
 
 
-class Distances(NamedTuple):
-    """The positions of a sequence's queries and keys.
-
-    q_position, kv_position  addresses of the positions of its first tokens
-    apart                    position of its first key minus position of its first query
-    even                     whether positions rise by 1 on both sides
-    """
-
-    q_position: tl.tensor
-    q_count: tl.tensor
-    kv_position: tl.tensor
-    kv_count: tl.tensor
-    apart: tl.tensor
-    even: tl.tensor
-
-
 @triton.jit
-def distances_of(bias, q_start, q_count, kv_start, kv_count):
-    """Load a sequence's positions. They rise, so that they are even if the last one is."""
-    queries, keys = bias.q_position + q_start, bias.kv_position + kv_start
-    query, key = (
-        tl.load(queries, mask=q_count > 0, other=0),
-        tl.load(keys, mask=kv_count > 0, other=0),
-    )
-    last_query = tl.load(queries + q_count - 1, mask=q_count > 0, other=0)
-    last_key = tl.load(keys + kv_count - 1, mask=kv_count > 0, other=0)
-    even = (last_query - query == q_count - 1) & (last_key - key == kv_count - 1)
-    return Distances(queries, q_count, keys, kv_count, key - query, even)
-
-
-@triton.jit
-def _positions(positions, first, count, SIZE: tl.constexpr):
-    """Load (SIZE,) positions of tokens first .. of a sequence of `count` tokens, 0 outside it."""
-    token = first + tl.arange(0, SIZE)
-    return tl.load(positions + token, mask=(token >= 0) & (token < count), other=0)
+def first_distance(bias, q_start, q_count, kv_start, kv_count):
+    """Load the position of a sequence's first key minus that of its first query."""
+    query = tl.load(bias.q_position + q_start, mask=q_count > 0, other=0)
+    key = tl.load(bias.kv_position + kv_start, mask=kv_count > 0, other=0)
+    return key - query
 
 
 @triton.jit
@@ -63,37 +34,24 @@ def _spread(queries, keys, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def by_distance(
-    bias, head, places, first, at,
+    bias, head, apart, first, at,
     OWN: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Load the terms (OWN, OTHER), to base 2, of own tokens first .. and other tokens at ..
 
-    Own tokens are keys if TRANSPOSED, else queries. Indices of the table become positive before
-    they are added to the pointer, because Triton 3.6 computed wrong addresses from negative ones.
+    Own tokens are keys if TRANSPOSED, else queries. `apart` is the sequence's `first_distance`.
+    Indices of the table become positive before they are added to the pointer, because Triton 3.6
+    computed wrong addresses from negative ones.
     """
     M: tl.constexpr = OTHER if TRANSPOSED else OWN
     N: tl.constexpr = OWN if TRANSPOSED else OTHER
     if TRANSPOSED:
         first, at = at, first
     biases, middle = bias.biases + head * (bias.rows + 2 * bias.reach + 1), bias.rows + bias.reach
-    if places.even:
-        # A block whose pairs are all beyond reach may be moved nearer, if they all stay beyond it.
-        distance = tl.minimum(tl.maximum(places.apart + at - first, M - bias.reach), bias.reach - N)
-        query, key = _spread(tl.arange(0, M), tl.arange(0, N), TRANSPOSED)
-        result = tl.load(biases + (middle + distance + key - query))
-    else:
-        distances = uneven(places, first, at, M, N, TRANSPOSED)
-        result = tl.load(biases + (middle + _clamp(distances, bias.reach)))
-    return result
-
-
-@triton.jit
-def uneven(places, first, at, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Compute distances (M, N), or (N, M) if TRANSPOSED, from any positions."""
-    queries = _positions(places.q_position, first, places.q_count, M)
-    keys = _positions(places.kv_position, at, places.kv_count, N)
-    query, key = _spread(queries, keys, TRANSPOSED)
-    return key - query
+    # A block whose pairs are all beyond reach may be moved nearer, if they all stay beyond it.
+    distance = tl.minimum(tl.maximum(apart + at - first, M - bias.reach), bias.reach - N)
+    query, key = _spread(tl.arange(0, M), tl.arange(0, N), TRANSPOSED)
+    return tl.load(biases + (middle + distance + key - query))
 
 
 class Fields(NamedTuple):
@@ -268,11 +226,11 @@ def _start(bias, head, block, at, OWN: tl.constexpr, OTHER: tl.constexpr, TRANSP
     first, own_start, own_count, other_start, other_count = block
     if bias.pairs is None:
         if TRANSPOSED:
-            places = distances_of(bias, other_start, other_count, own_start, own_count)
+            apart = first_distance(bias, other_start, other_count, own_start, own_count)
         else:
-            places = distances_of(bias, own_start, own_count, other_start, other_count)
-        added = by_distance(bias, head, places, first, at, OWN, OTHER, TRANSPOSED)
-        return first, places, added
+            apart = first_distance(bias, own_start, own_count, other_start, other_count)
+        added = by_distance(bias, head, apart, first, at, OWN, OTHER, TRANSPOSED)
+        return first, apart, added
     else:  # noqa: RET505 - Triton compiles one branch, and all that follows
         own = _fields(bias, own_start + first, tl.minimum(own_count - first, OWN), OWN, TRANSPOSED)
         zero = tl.full((), 0, tl.int32)
@@ -287,10 +245,10 @@ def _add(
     """Add the terms of a pair of blocks. By distance, load those of the next pair, too."""
     other = ()
     if bias.pairs is None:
-        first, places, added = state
+        first, apart, added = state
         scores += added
-        added = by_distance(bias, head, places, first, at + OTHER, OWN, OTHER, TRANSPOSED)
-        state = first, places, added
+        added = by_distance(bias, head, apart, first, at + OTHER, OWN, OTHER, TRANSPOSED)
+        state = first, apart, added
     else:
         own, count = state[1], tl.minimum(others, OTHER)
         other = _fields(bias, state[0] + at, count, OTHER, not TRANSPOSED)
