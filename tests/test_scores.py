@@ -15,7 +15,6 @@ import torch
 from bmt_burst import Layout, Mask, Slice, burst_attn_func, scores, simulate
 from bmt_burst.bias import areas, extension
 from bmt_burst.bias import kernels as bias_kernels
-from bmt_burst.bias.call_bias import dscores_bound
 from bmt_burst.bias.scoring import TableScoring
 from bmt_burst.kernels import load
 from bmt_burst.scores import BY_DISTANCE, Scores
@@ -175,15 +174,10 @@ def test_positions_rise_by_one_in_tiles_that_go_by_distance(monkeypatch):
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_what_biased_calls_share(backward, monkeypatch):
-    """A bound that holds for each, of which padding has no say, and for each heads what kernels
-    keep for a table.
-    """
+    """For each heads what kernels keep for a table. Padding has no say."""
     kernel, found = type(bias_kernels.load("reference")), []
 
     def watched(self, dout, q, k, v, out, lse, delta, call, spec, bias):
-        own = dscores_bound(dout, v, lse, delta)
-        assert bias.bound.isfinite().all()
-        assert (bias.bound >= own).all()
         found.append((bias.prepared, bias.table))
         return plain(self, dout, q, k, v, out, lse, delta, call, spec, bias)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -53,7 +52,6 @@ class CallBias:
     segments     None if the distance gives the row of all pairs. Then positions rise by 1 in each
                  tile
     apart        kv_position - q_position of each tile's first tokens, if segments is None
-    bound        (H,) `dscores_bound` for a backward, or None if it is not known
     prepared     what kernels cache for calls with this table and these distances
 
     All tensors are on the inputs' device. Integers are contiguous.
@@ -65,7 +63,6 @@ class CallBias:
     distances: Tensor
     segments: SegmentIds | None = None
     apart: tuple[int, ...] | None = None
-    bound: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -89,17 +86,3 @@ class CallBias:
             entries.long()
         ].long()
         return by_segments.where(by_segments >= 0, by_distance)
-
-
-def dscores_bound(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Bound the sum of |dS| of any query: (H,) in lse's dtype.
-
-    The inputs are dout (B, S, H, D), v (B, T, G, D), lse and delta (B, H, S). A query's
-    probabilities sum to 1 at most, so its |dS| sum to max |dP - delta| at most. |dP| = |dout . v|
-    is at most the product of the norms. The bound is not finite if an input or a score is not.
-    """
-    dout_norm, v_norm = (
-        torch.linalg.vector_norm(x, dim=3, dtype=lse.dtype).amax((0, 1)) for x in (dout, v)
-    )
-    v_norm = v_norm.repeat_interleave(len(dout_norm) // len(v_norm))
-    return dout_norm * v_norm + delta.abs().amax((0, 2)) + lse.amax((0, 2)).clamp_min(0.0) * 0.0

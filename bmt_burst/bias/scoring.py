@@ -30,12 +30,12 @@ from torch import Tensor
 from ..base.compiled import fused_on_gpus
 from ..base.streams import Stream, current_stream, send_to_device
 from ..sequence.gathered_calls import GatheredCall
-from ..sequence.span import Span, hull, in_turn
+from ..sequence.span import Span, in_turn
 from ..strategies import MaskPart, Problem, Scoring
 from ..strategies.compute import Attention, AttentionGradient, Keys, Queries, QueryGradients
 from ..strategies.extension import Tensors
 from .areas import BY_DISTANCE, is_one_row
-from .call_bias import CallBias, SegmentIds, dscores_bound
+from .call_bias import CallBias, SegmentIds
 from .kernels import TableKernel
 from .scores import Scores
 
@@ -200,7 +200,7 @@ class LearnedBias:
         found: LearnedBias = self.prepared[key]
         return found
 
-    def of_call(self, gathered: GatheredCall, bound: Tensor | None = None) -> CallBias:
+    def of_call(self, gathered: GatheredCall) -> CallBias:
         """Return the bias of a call without one row for all pairs, as kernels take it."""
         row, apart, (queries, keys) = gathered.label
         q_group, q_base, _, q_position = self._gather_tokens(queries, gathered.q_spans)
@@ -209,8 +209,8 @@ class LearnedBias:
         segments = None
         if row != BY_DISTANCE:
             segments = SegmentIds(q_group, q_base, group, segment, pairs, self.scores.other)
-        places = q_position, position, distances, segments, apart
-        return CallBias(self.table, *places, bound, self.prepared)
+        places = q_position, position, distances
+        return CallBias(self.table, *places, segments, apart, self.prepared)
 
     def _gather_tokens(self, positions: Tensor, spans: Sequence[Span]) -> Tensor:
         """Return `Scores.tokens` of the positions in some spans: (4, T)."""
@@ -262,14 +262,10 @@ class BiasedAttention(Attention):
 
 @dataclass(frozen=True)
 class BiasedGradient(AttentionGradient):
-    """The backward of kernel calls with a bias. It adds to dtable (R, H).
-
-    bound  `dscores_bound` of at least the queries and keys of each call, or None
-    """
+    """The backward of kernel calls with a bias. It adds to dtable (R, H)."""
 
     bias: LearnedBias
     dtable: Tensor
-    bound: Tensor | None = None
 
     @property
     def gradients(self) -> Tensors:
@@ -278,11 +274,6 @@ class BiasedGradient(AttentionGradient):
     def of_heads(self, heads: slice) -> BiasedGradient:
         return replace(self, bias=self.bias.of_heads(heads), dtable=self.dtable[:, heads])
 
-    def for_calls(
-        self, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
-    ) -> BiasedGradient:
-        return replace(self, bound=_find_bound(calls, queries, keys))
-
     def backward(
         self, queries: QueryGradients, keys: Keys, gathered: GatheredCall
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,7 +281,7 @@ class BiasedGradient(AttentionGradient):
         q, k, v, dout = queries.q, keys.k, keys.v, queries.dout
         softmax = queries.out, queries.lse, queries.delta
         if not gathered.label.is_one:
-            added = bias.of_call(gathered, self.bound)
+            added = bias.of_call(gathered)
             *grads, dtable = bias.kernel.backward(dout, q, k, v, *softmax, call, self.spec, added)
             self.dtable.add_(dtable)
             return grads[0], grads[1], grads[2]
@@ -311,19 +302,6 @@ def _subtract_delta(dtable: Tensor, bias: LearnedBias, queries: QueryGradients) 
     for row, lse in zip(bias.rows, bias.row_lse, strict=True):
         probs = (lse - queries.lse).exp().masked_fill(lse == -torch.inf, 0.0)
         dtable[row] -= (probs * delta).sum((0, 2))
-
-
-def _find_bound(
-    calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
-) -> Tensor | None:
-    """Return `dscores_bound` of the tokens of all calls without one row, and of those between."""
-    by_table = [gathered for gathered in calls if not gathered.label.is_one]
-    if queries.delta is None or not by_table:
-        return None
-    queries = queries.part(slice(*hull(span for gathered in by_table for span in gathered.q_spans)))
-    keys = keys.part(slice(*hull(span for gathered in by_table for span in gathered.kv_spans)))
-    assert queries.delta is not None
-    return dscores_bound(queries.dout, keys.v, queries.lse, queries.delta)
 
 
 @fused_on_gpus

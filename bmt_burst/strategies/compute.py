@@ -149,10 +149,6 @@ class AttentionGradient:
         """Return the gradient of some query heads."""
         return self
 
-    def for_calls(self, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys) -> Self:
-        """Return the gradient of some calls, which may prepare what they share."""
-        return self
-
     def backward(
         self, queries: QueryGradients, keys: Keys, gathered: GatheredCall
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +171,6 @@ def compute_gradients(
     attention: AttentionGradient, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
 ) -> Iterator[tuple[GradientPart, ...]]:
     """Compute the gradients of calls. Yield the partial dq, dk and dv of each, with their spans."""
-    attention = attention.for_calls(calls, queries, keys)
     for gathered in calls:
         rows, columns = gathered.q_spans, gathered.kv_spans
         dq, dk, dv = attention.backward(queries.gather(rows), keys.gather(columns), gathered)

@@ -25,7 +25,7 @@ from ...kernels.triton import (
 )
 from ...sequence.tile import KernelCall
 from ...spec import Spec
-from ..call_bias import CallBias, dscores_bound
+from ..call_bias import CallBias
 from . import TableKernel
 
 _LOG2_E = math.log2(math.e)
@@ -47,7 +47,7 @@ class TritonTableKernel(TableKernel):
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
         inputs = backward_inputs(dout, q, k, v, out, lse, delta)
-        added = _add_sums(_make_added(bias), bias, inputs)
+        added = _add_sums(_make_added(bias), inputs)
         grads = _KERNEL.gradients(inputs, call, spec, added)
         if bias.segments is None:
             _add_along_diagonals(inputs, call, spec, added)
@@ -57,7 +57,7 @@ class TritonTableKernel(TableKernel):
 def table_gradient(dout, q, k, v, out, lse, delta, call, spec, bias) -> Tensor:
     """Compute only dtable (R, H) of what `TableKernel.backward` returns."""
     inputs = backward_inputs(dout, q, k, v, out, lse, delta)
-    added = _add_sums(_make_added(bias), bias, inputs)
+    added = _add_sums(_make_added(bias), inputs)
     if bias.segments is None:
         _add_along_diagonals(inputs, call, spec, added)
     else:
@@ -166,13 +166,27 @@ def _align(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def _add_sums(added: Added, bias: CallBias, inputs: tuple[Tensor, ...]) -> Added:
+def _add_sums(added: Added, inputs: tuple[Tensor, ...]) -> Added:
     """Return the terms of a bias with zeroed sums, and with units in which none overflows.
 
     The host waits for no GPU. If the bound of a head's sums is not finite, its gradient is NaN.
     """
     terms, (_, _, v, dout, lse, delta) = added.terms, inputs
-    bound = dscores_bound(dout, v, lse, delta) if bias.bound is None else bias.bound
+    bound = _bound_dscores(dout, v, lse, delta)
     unit = (_LARGEST_SUM / (lse.shape[0] * lse.shape[2]) / bound).clamp_max(2.0**126)
     sums = torch.zeros(len(terms.biases), terms.rows, dtype=torch.int64, device=v.device)
     return added._replace(terms=terms._replace(sums=sums, unit=unit.where(unit > 0, torch.nan)))
+
+
+def _bound_dscores(dout: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Bound the sum of |dS| of any query: (H,) in lse's dtype.
+
+    The inputs are dout (B, S, H, D), v (B, T, G, D), lse and delta (B, H, S). A query's
+    probabilities sum to 1 at most, so its |dS| sum to max |dP - delta| at most. |dP| = |dout . v|
+    is at most the product of the norms. The bound is not finite if an input or a score is not.
+    """
+    dout_norm, v_norm = (
+        torch.linalg.vector_norm(x, dim=3, dtype=lse.dtype).amax((0, 1)) for x in (dout, v)
+    )
+    v_norm = v_norm.repeat_interleave(len(dout_norm) // len(v_norm))
+    return dout_norm * v_norm + delta.abs().amax((0, 2)) + lse.amax((0, 2)).clamp_min(0.0) * 0.0
