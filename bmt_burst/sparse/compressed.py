@@ -48,18 +48,11 @@ def sum_strides(k: Tensor, sparse: InfLLMV2) -> Tensor:
 
 
 def compress(strides: Tensor, sparse: InfLLMV2) -> CompressedKeys:
-    """Return the compressed keys of documents from their `sum_strides`."""
-    return CompressedKeys(compress_scored(strides, sparse), compress_normalizing(strides, sparse))
-
-
-def compress_scored(strides: Tensor, sparse: InfLLMV2) -> Tensor:
-    """Return a compressed key from each stride on: (n - 1, ...) of strides (n, ...)."""
-    return _sum_neighbours(strides, 2, 1) / (2 * sparse.kernel_stride)
-
-
-def compress_normalizing(strides: Tensor, sparse: InfLLMV2) -> Tensor:
-    """Return a compressed key from each fourth stride on: (n // 4 - 1, ...) of strides (n, ...)."""
-    return _sum_neighbours(strides, 8, 4) / (8 * sparse.kernel_stride)
+    """Return the compressed keys of documents from their `sum_strides` (n, ...): a scored one from
+    each stride on, (n - 1, ...), and a normalizing one from each fourth, (n // 4 - 1, ...).
+    """
+    scored = _sum_neighbours(strides, 2, 1) / (2 * sparse.kernel_stride)
+    return CompressedKeys(scored, _sum_neighbours(strides, 8, 4) / (8 * sparse.kernel_stride))
 
 
 def _sum_neighbours(strides: Tensor, count: int, step: int) -> Tensor:

@@ -11,53 +11,22 @@ from torch import Tensor
 from ..base.dtypes import accumulator_dtype
 from ..kernels.few_queries import attend_grouped
 from ..spec import Spec
-from .compressed import CompressedKeys, compress, compress_normalizing, compress_scored, sum_strides
+from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
 
 
-class _Growing:
-    """Rows that are appended, as in decoding, in memory that doubles.
-
-    count  the number of rows so far
-    """
-
-    def __init__(self, first: Tensor):
-        self.count, self._memory = 0, first[:0]
-        self.add(first)
-
-    def add(self, rows: Tensor) -> None:
-        """Append rows."""
-        stop = self.count + len(rows)
-        if stop > len(self._memory):
-            # the first rows are often many, and then few are added
-            grown = self._memory.new_empty(max(stop, 2 * self.count), *rows.shape[1:])
-            grown[: self.count] = self.rows
-            self._memory = grown
-        self._memory[self.count : stop] = rows
-        self.count = stop
-
-    @property
-    def rows(self) -> Tensor:
-        """All rows so far, a view."""
-        return self._memory[: self.count]
-
-
 class KeySums:
-    """The compressed keys that a layer chooses by. They grow with a cache.
+    """The sums of keys that a layer chooses by. They grow with a cache.
 
-    Each key is added once, so that a new token need not read all keys to compress them.
+    Each key is added once, so that a new token need not read all keys.
 
     tokens  the number of keys so far
     """
 
     def __init__(self, sparse: InfLLMV2):
-        self.tokens = 0
-        self.sparse = sparse
+        self.sparse, self.tokens = sparse, 0
+        self._strides: Tensor | None = None  # (n, B, G, D), the sums of whole strides
         self._rest: Tensor | None = None  # (T % stride, B, G, D), keys of an unfinished stride
-        # (n, B, G, D), sums of the last strides, which begin compressed keys that are not finished
-        self._strides: Tensor | None = None
-        self._first = 0  # the number of the first of them
-        self._compressed: tuple[_Growing, _Growing] | None = None  # (n, B, G, D), as CompressedKeys
 
     @torch.no_grad()
     def extend(self, keys: Tensor) -> None:
@@ -67,49 +36,29 @@ class KeySums:
         if self._rest is not None:
             fresh = torch.cat((self._rest, fresh))
         count = len(fresh) // self.sparse.kernel_stride
-        if count or self._compressed is None:
+        if count or self._strides is None:
             sums = sum_strides(fresh.flatten(1, 2), self.sparse).unflatten(1, fresh.shape[1:3])
-            self._compress(sums)
+            self._strides = sums if self._strides is None else torch.cat((self._strides, sums))
         self._rest = fresh[count * self.sparse.kernel_stride :].clone()
-
-    def _compress(self, strides: Tensor) -> None:
-        """Add the compressed keys that new strides finish."""
-        if self._strides is not None:
-            strides = torch.cat((self._strides, strides))
-        if self._compressed is None:
-            found = CompressedKeys(*compress(strides, self.sparse))
-            self._compressed = _Growing(found.scored), _Growing(found.normalizing)
-        else:
-            scored, normalizing = self._compressed
-            later = strides[scored.count - self._first :]
-            scored.add(compress_scored(later, self.sparse))
-            normalizing.add(compress_normalizing(strides, self.sparse))
-        unfinished = 4 * self._compressed[1].count
-        self._strides, self._first = strides[unfinished - self._first :].clone(), unfinished
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows (N,) int64 of the batch."""
-        if self._rest is not None and self._strides is not None and self._compressed is not None:
+        if self._rest is not None and self._strides is not None:
             at = rows.to(self._rest.device)
             self._rest, self._strides = self._rest[:, at], self._strides[:, at]
-            of_scored, of_normalizing = (_Growing(x.rows[:, at]) for x in self._compressed)
-            self._compressed = of_scored, of_normalizing
 
-    def unfinished(self) -> tuple[int, Tensor]:
-        """Return the sums of strides that later compressed keys need, (n, B, G, D), after the
-        number of the first one. If a stride has not ended, the last one is the sum of its keys.
-        """
+    def strides(self) -> Tensor:
+        """Return the sums of all strides, (n, B, G, D). The last one is unfinished, perhaps 0."""
         assert self._strides is not None and self._rest is not None, "extend comes first"
         last = torch.zeros_like(self._rest[:1], dtype=self._strides.dtype)
         for keys in self._rest:
             last += keys
-        return self._first, torch.cat((self._strides, last))
+        return torch.cat((self._strides, last))
 
     def compress(self) -> list[CompressedKeys]:
         """Return the compressed keys of each row."""
-        assert self._compressed is not None, "extend comes first"
-        rows = (x.rows.unbind(1) for x in self._compressed)
-        return [CompressedKeys(*(x.contiguous() for x in row)) for row in zip(*rows, strict=True)]
+        assert self._strides is not None, "extend comes first"
+        return [compress(row, self.sparse) for row in self._strides.unbind(1)]
 
 
 def attend_to_chosen(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.triton import precision
+from ..kernels.triton import padded_width, precision
 from ..kernels.triton_blocks import scores_of, weigh
 from ..kernels.triton_few_queries import choose_shape, count_programs, store_part
 from ..kernels.triton_memory import INFINITY, LOG2_E, read, token_at, wide
@@ -67,9 +67,9 @@ class DecodingKeys:
             for x, kept, most in zip(found, self._keys, (1, 4), strict=True):
                 first = row * self._strides // most
                 kept[:, first : first + len(x)] = split(x, dtype)
-        first, strides = sums.unfinished()
-        for n, stride in enumerate(strides):
-            self._recent[:, (first + n) % _RECENT.value] = stride
+        strides = sums.strides()
+        for n in range(max(len(strides) - _RECENT.value, 0), len(strides)):
+            self._recent[:, n % _RECENT.value] = strides[n]
 
     def extend(self, keys: Tensor, first: Tensor) -> None:
         """Add the keys (B, S, G, D) of new tokens. `first` (1,) int64 is the position of the first
@@ -143,10 +143,8 @@ class DecodingKeys:
         _attend_to_blocks[batch * tokens, groups * triton.cdiv(share, shape.M), splits](
             q, k, v, chosen, tiles.places, *at_hand, outs, lses,
             k.stride(), v.stride(), spec.scale, tokens, triton.cdiv(most, splits),
-            HEADS=heads, GROUPS=groups, D=head_size,
-            WIDTH=max(16, triton.next_power_of_2(head_size)), MOST=most,
-            M=shape.M, N=shape.N, PRECISION=precision(q), CAP=spec.softcap,
-            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
+            HEADS=heads, GROUPS=groups, D=head_size, WIDTH=padded_width(q), MOST=most,
+            M=shape.M, N=shape.N, PRECISION=precision(q), CAP=spec.softcap, **shape.options,
         )  # fmt: skip
         return outs, lses
 
