@@ -43,6 +43,11 @@ class LaunchShape(NamedTuple):
     stages: int
     shared: int = 0
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a launch, by the names that Triton has for them."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
 
 class Added(NamedTuple):
     """The terms that an extension adds to scores.
@@ -132,16 +137,15 @@ def launch(
     left, right = effective_band(call)
     grid = len(programs), k.shape[2] if by_keys else q.shape[2], len(q)
     numbers = spec.scale, left or 0, right or 0
-    constants |= {"GROUP": q.shape[2] // k.shape[2], "D": q.shape[-1], "WIDTH": _width(q)}
+    constants |= {"GROUP": q.shape[2] // k.shape[2], "D": q.shape[-1], "WIDTH": padded_width(q)}
     constants |= {"M": shape.M, "N": shape.N, "LEFT": left is not None, "RIGHT": right is not None}
     constants |= {"PRECISION": precision(q), "CAP": spec.softcap}
     constants |= {"TERMS": bool(added.terms), "ONE_PART": added.one_part}
-    options = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": True}
     strides = map(_kernel_strides, tensors)
-    kernel[grid](*tensors, *strides, programs, *numbers, added.terms, **constants, **options)
+    kernel[grid](*tensors, *strides, programs, *numbers, added.terms, **constants, **shape.options)
 
 
-def _width(q: Tensor) -> int:
+def padded_width(q: Tensor) -> int:
     """Return the power of two that the head size is padded to."""
     return max(16, 1 << (q.shape[-1] - 1).bit_length())
 
@@ -201,7 +205,7 @@ def shape_of(name: str, q: Tensor, table: str) -> LaunchShape:
     if not q.is_cuda:  # in the interpreter
         return LaunchShape(16, 32, 4, 1) if name == "backward_kv" else LaunchShape(32, 16, 4, 1)
     table = "single" if q.dtype == torch.float32 else table
-    shapes, most = _read_shapes(table, name, max(_width(q), 64)), shared_memory(q.device)
+    shapes, most = _read_shapes(table, name, max(padded_width(q), 64)), shared_memory(q.device)
     return next((shape for shape in shapes if shape.shared <= most), shapes[-1])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.streams import count_processors
 from ..merging.parts import Partials
 from ..spec import Spec
-from .triton import LaunchShape, precision, shape_of, shared_memory
+from .triton import LaunchShape, padded_width, precision, shape_of, shared_memory
 from .triton_blocks import scores_of, weigh
 from .triton_memory import INFINITY, LN_2, LOG2_E, read, token_at, wide
 
@@ -48,9 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, spec: Spec) -> Partia
     lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
     _attend[tiles, splits, groups * batch](
         q, k, v, spans, outs, lses, k.stride(), v.stride(), spec.scale, tokens, lses[0].numel(),
-        HEADS=heads, GROUPS=groups, D=head_size, WIDTH=max(16, triton.next_power_of_2(head_size)),
-        M=shape.M, N=shape.N, PRECISION=precision(q), CAP=spec.softcap,
-        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
+        HEADS=heads, GROUPS=groups, D=head_size, WIDTH=padded_width(q),
+        M=shape.M, N=shape.N, PRECISION=precision(q), CAP=spec.softcap, **shape.options,
     )  # fmt: skip
     return outs, lses
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..base.streams import send_to_device
 from ..kernels import import_failure
 from ..kernels.packed import prepare_once
-from ..kernels.triton import precision, refuses_triton
+from ..kernels.triton import LaunchShape, padded_width, precision, refuses_triton
 from .segments import Segments
 
 _LONGEST = 2048  # tokens of a piece, fewer if a GPU would have too few programs
@@ -43,24 +43,19 @@ _CHAINED = 1024  # entries of a state, of a program that adds up states
 _Row = tuple[int, ...]
 
 
-class Shape(NamedTuple):
-    """The tokens of a program's chunks, the columns of its state, its warps, and its stages."""
-
-    tokens: int
-    columns: int
-    warps: int
-    stages: int
-
-
+# M tokens of a program's chunks, and N columns of its state.
 # Two such programs fit on a multiprocessor of an H100, without spilling registers.
 _HALF = {
-    "sum_pieces": Shape(64, 64, 4, 3),
-    "attend": Shape(64, 64, 4, 2),
-    "attend_back": Shape(64, 64, 4, 2),
+    "sum_pieces": LaunchShape(64, 64, 4, 3),
+    "attend": LaunchShape(64, 64, 4, 2),
+    "attend_back": LaunchShape(64, 64, 4, 2),
 }
-_WIDE = dict.fromkeys(_HALF, Shape(64, 32, 4, 2))  # for heads of more than 128
-_SINGLE = {**dict.fromkeys(_HALF, Shape(16, 32, 4, 1)), "sum_pieces": Shape(32, 32, 4, 2)}
-_INTERPRETED = dict.fromkeys(_HALF, Shape(16, 16, 4, 1))
+_WIDE = dict.fromkeys(_HALF, LaunchShape(64, 32, 4, 2))  # for heads of more than 128
+_SINGLE = {
+    **dict.fromkeys(_HALF, LaunchShape(16, 32, 4, 1)),
+    "sum_pieces": LaunchShape(32, 32, 4, 2),
+}
+_INTERPRETED = dict.fromkeys(_HALF, LaunchShape(16, 16, 4, 1))
 
 
 class TritonStates(NamedTuple):
@@ -174,25 +169,23 @@ def _attend(
 def _launch(name: str, pieces: int, inputs: tuple[Any, ...], **constants: Any) -> None:
     """Launch a program for each piece, head and block of columns. The first input is (T, H, D)."""
     _, heads, size = inputs[0].shape
-    shape, width = _find_shape(name, inputs[0]), max(1 << (size - 1).bit_length(), 16)
-    columns = min(shape.columns, width)
+    shape, width = _find_shape(name, inputs[0]), padded_width(inputs[0])
+    columns = min(shape.N, width)
     kernel = getattr(_load_programs(), name)
     kernel[pieces * heads * -(-size // columns),](
         *inputs,
         heads,
-        N=shape.tokens,
+        N=shape.M,
         D=size,
         WIDTH=width,
         COLUMNS=columns,
         PRECISION=precision(inputs[0]),
         **constants,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        enable_fp_fusion=True,
+        **shape.options,
     )
 
 
-def _find_shape(name: str, x: Tensor) -> Shape:
+def _find_shape(name: str, x: Tensor) -> LaunchShape:
     """Return the shape of a kernel's programs for inputs like x (T, H, D)."""
     if not x.is_cuda:
         return _INTERPRETED[name]

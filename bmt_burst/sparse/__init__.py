@@ -7,7 +7,7 @@ compressed  means of neighbouring keys
 queries     the queries that choose. Earlier ones see no more blocks than they may choose
 choice      the definition of the choice, by `torch_choice`, or on GPUs `triton_choice`
 blocks      the chosen blocks beyond the window, as places in a sequence
-far         attention to them, by `torch_far`, or on GPUs `triton_far`
+torch_far   attention to them, or on GPUs `triton_far`
 tiles       the blocks of neighbouring queries, and the queries of each block, for GPUs
 memory      what a layer keeps of earlier tokens
 key_sums    sums of keys by which new tokens choose, and their attention

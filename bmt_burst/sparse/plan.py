@@ -26,12 +26,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..base.dtypes import accumulator_dtype
 from ..base.kept import find_kept
+from ..base.registry import Modules
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
 from ..merging.merge import stack_lse_delta
@@ -39,13 +41,15 @@ from ..ranks.rings import Rings
 from ..sequence.span import Span
 from ..strategies import Plan, Problem
 from ..strategies.compute import Keys, QueryGradients, Tensors
+from . import torch_far
 from .blocks import FarBlocks, FarKeys, packed_dtype
 from .choice import choose_by_score
 from .compressed import CompressedKeys, compress, sum_strides
 from .config import InfLLMV2
-from .far import find_kernels
 from .queries import Choosers, find_longest, own_keys
 from .spans import Spans
+
+_FAR = Modules(__package__, {"triton": "triton_far", "torch": "torch_far"})
 
 
 class SparsePlan(Plan):
@@ -205,6 +209,15 @@ class SparsePlan(Plan):
         sizes = self.problem.sizes
         bytes_of_token = 2 * sizes.batch * sizes.kv_heads * sizes.head_size * sizes.dtype.itemsize
         return max(self.span_bytes // bytes_of_token, self.sparse.kernel_stride)
+
+
+def find_kernels(q: Tensor, far: FarKeys) -> ModuleType:
+    """Return the module with `add_far_outputs` and `add_far_gradients` for such tensors: Triton's
+    on GPUs, unless for fp64 or too large heads or blocks.
+    """
+    found = _FAR.find(q)
+    fits = found is torch_far or found.fits(q, far.k, far.blocks.block_size)
+    return found if fits else torch_far
 
 
 def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, ...]:

@@ -1,7 +1,14 @@
-"""The far part of sparse attention by torch operators, for any device and dtype.
+"""The far part of sparse attention by torch operators, for any device and dtype. It specifies
+`triton_far.py`.
 
-A tile of queries loads the union of their blocks once, and hides from each query what it did not
-choose. The larger the union, the fewer queries are in a tile, so that its scores stay small.
+The window of query i are the keys i - window_size to i of its document. A dense kernel computes
+them. The far part are the keys before i - window_size in the chosen blocks. So each pair is in one
+part, and partial outputs merge by lse. The keys at hand may be a part of the sequence. Blocks
+outside are left out, so parts add up.
+
+Neighbouring queries choose nearly the same blocks. A tile of queries loads the union of their
+blocks once, and hides from each query what it did not choose. The larger the union, the fewer
+queries are in a tile, so that its scores stay small.
 
 Letters: S tokens, F of them that choose, H query heads, G kv heads, D head size, U keys of a union,
 T keys at hand.

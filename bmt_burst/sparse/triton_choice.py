@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
-from ..kernels.triton import make_dense, precision
+from ..kernels.triton import LaunchShape, make_dense, padded_width, precision
 from ..kernels.triton_memory import INFINITY, LOG2_E, wide
 from ..sequence.span import length
 from .compressed import CompressedKeys
@@ -62,18 +62,10 @@ _NORMALIZED, _SCORED = 256, 128
 _TAKEN, _OF_WARP = 2048, 512
 
 
-class ChoiceShape(NamedTuple):
-    """The rows and kernels of a step, its warps, and pipeline stages."""
-
-    rows: int
-    kernels: int
-    warps: int
-    stages: int
-
-
-_HALF = ChoiceShape(128, 64, 4, 2)  # on one H200, with head size 128
-_SINGLE = ChoiceShape(64, 32, 4, 1)  # not measured
-_INTERPRETED = ChoiceShape(16, 16, 4, 1)
+# M rows and N kernels of a step
+_HALF = LaunchShape(128, 64, 4, 2)  # on one H200, with head size 128
+_SINGLE = LaunchShape(64, 32, 4, 1)  # not measured
+_INTERPRETED = LaunchShape(16, 16, 4, 1)
 
 
 class ChoicePiece(NamedTuple):
@@ -292,18 +284,16 @@ def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str
     group = q.shape[-2] // groups
     heads = triton.next_power_of_2(group)
     shared = {
-        "TOKENS": count_tokens(launch.rows, heads),
+        "TOKENS": count_tokens(launch.M, heads),
         "GROUP": group,
         "HEADS": heads,
         "D": q.shape[-1],
-        "WIDTH": max(triton.next_power_of_2(q.shape[-1]), 16),
+        "WIDTH": padded_width(q),
         "STRIDE": sparse.kernel_stride,
         "PRECISION": precision(q),
-        "num_warps": launch.warps,
-        "num_stages": launch.stages,
-        "enable_fp_fusion": True,
+        **launch.options,
     }
-    return q, shared, launch.kernels
+    return q, shared, launch.N
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)

@@ -21,7 +21,7 @@ HEADS rows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..base.compiled import multiply_by_16
 from ..kernels.packed import prepare_once
-from ..kernels.triton import make_dense, precision, shared_memory
+from ..kernels.triton import LaunchShape, make_dense, padded_width, precision, shared_memory
 from ..kernels.triton_blocks import weigh
 from ..kernels.triton_memory import INFINITY, LN_2, LOG2_E, wide
 from .blocks import FarKeys
@@ -44,25 +44,17 @@ _NUMBERS = ["queries", "first", "keys", "entries", "most", "slot_count"]
 _ROWS = ["lse", "lse_delta", "tokens", "stops"]
 
 
-class FarShape(NamedTuple):
-    """The rows of a program, its warps, and pipeline stages."""
-
-    rows: int
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
-
-
 # The fastest on one H200, with head size 128, 16 query heads a kv head, and blocks of 64. Forward
 # and dq share their unions, so they have equal rows. More rows of dk and dv spill registers.
-_HALF = {"forward": FarShape(64, 4, 3), "dq": FarShape(64, 4, 2), "dkdv": FarShape(32, 4, 3)}
+_HALF = {
+    "forward": LaunchShape(64, 64, 4, 3),
+    "dq": LaunchShape(64, 64, 4, 2),
+    "dkdv": LaunchShape(32, 64, 4, 3),
+}
 _COPY_ENGINE = 9  # compute capability of the oldest GPUs with one that loads blocks
 _SCRATCH = 2048  # bytes of shared memory for anything but operands
 _SINGLE = {name: shape._replace(stages=1) for name, shape in _HALF.items()}  # not measured
-_INTERPRETED = {name: FarShape(16, 4, 1) for name in _HALF}
+_INTERPRETED = dict.fromkeys(_HALF, LaunchShape(16, 16, 4, 1))
 
 
 def add_far_outputs(q: Tensor, far: FarKeys, out: Tensor, lse: Tensor) -> None:
@@ -91,7 +83,7 @@ def _launch_by_tiles(
     blocks, first, scale = far.blocks, far.first, far.scale
     shape = _find_shape(name, q, k, blocks.block_size)
     constants = _constants(q, k, blocks.block_size)
-    tokens = count_tokens(shape.rows, constants["HEADS"])
+    tokens = count_tokens(shape.M, constants["HEADS"])
     starts, chosen = prepare_once(
         blocks, ("tiles", tokens), q.device, lambda: unite_blocks(blocks.starts, tokens)
     )
@@ -135,7 +127,7 @@ def _launch_by_lists(tensors: tuple[Tensor, ...], far: FarKeys) -> None:
     strides, parts = map(_kernel_strides, tensors), (held, held_starts, reaches)
     table = blocks.stops, lists.tokens, lists.starts, lists.begins, ranges, lists.slots
     numbers = first, len(k), lists.tokens.shape[1], lists.starts.shape[1], slots, scale
-    options = {"TOKENS": count_tokens(shape.rows, constants["HEADS"]), **shape.options}
+    options = {"TOKENS": count_tokens(shape.M, constants["HEADS"]), **shape.options}
     _dkdv[programs, groups](*tensors, *strides, *table, *parts, *numbers, **constants, **options)
     if slots:
         sizes = {name: constants[name] for name in ("D", "WIDTH", "BLOCK", "N")}
@@ -149,7 +141,7 @@ def _constants(q: Tensor, k: Tensor, block_size: int) -> dict[str, Any]:
         "GROUP": q.shape[1] // k.shape[1],
         "HEADS": triton.next_power_of_2(q.shape[1] // k.shape[1]),
         "D": q.shape[-1],
-        "WIDTH": max(triton.next_power_of_2(q.shape[-1]), 16),
+        "WIDTH": padded_width(q),
         "BLOCK": block_size,
         "N": max(triton.next_power_of_2(block_size), 16),
         "PRECISION": precision(q),
@@ -161,14 +153,14 @@ def fits(q: Tensor, k: Tensor, block_size: int) -> bool:
     return all(_find_shape(name, q, k, block_size).stages for name in _HALF)
 
 
-def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> FarShape:
+def _find_shape(name: str, q: Tensor, k: Tensor, block_size: int) -> LaunchShape:
     """Return the launch shape of a kernel, with as many stages as shared memory holds."""
     if not q.is_cuda:
         return _INTERPRETED[name]
     shape = (_SINGLE if q.dtype == torch.float32 else _HALF)[name]
     constants = _constants(q, k, block_size)
     heads = constants["HEADS"]
-    rows, keys = count_tokens(shape.rows, heads) * heads, 2 * constants["N"]
+    rows, keys = count_tokens(shape.M, heads) * heads, 2 * constants["N"]
     # A program keeps the rows of one side, and loads rows of the other side in each stage.
     kept, loaded = {"forward": (rows, keys), "dq": (2 * rows, keys), "dkdv": (keys, 2 * rows)}[name]
     row_bytes = constants["WIDTH"] * q.element_size()
