@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmt_burst import IGNORE_INDEX, Cache, SequenceParallel, shift_labels, simulate
+from bmt_burst import IGNORE_INDEX, Cache, InfLLMV2, SequenceParallel, shift_labels, simulate
 from bmt_burst.nn import BurstAttention, apply_rope, rope_tables
 from bmt_burst.offload import Offload
 from models.blocks import Saving
@@ -205,6 +205,18 @@ def test_layer_refuses_impossible_heads():
     ):
         with pytest.raises(kind, match=message):
             BurstAttention(*sizes, **named)
+
+
+def test_a_layers_window_and_sparse_are_those_of_its_kind():
+    """So neither can be changed without an effect."""
+    layer = BurstAttention(32, 4, window=4)
+    assert (layer.window, layer.sparse) == (4, None)
+    for name in ("window", "sparse"):
+        with pytest.raises(AttributeError):
+            setattr(layer, name, None)
+    layer.kind = dataclasses.replace(layer.kind, window=9)
+    assert layer.window == 9
+    assert BurstAttention(32, 4, sparse=InfLLMV2()).sparse == InfLLMV2()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..base.arguments import as_bool, as_int, as_positive
+from ..base.arguments import as_bool
 from ..base.dtypes import accumulator_dtype
 from ..calls.refusal import refuse_call
 from ..extensions import find_kind
@@ -93,17 +93,22 @@ class BurstAttention(SelfAttention):
             output_gate=output_gate,
             rotary=rotary,
         )
-        if window is not None and as_int("window", window) < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
-        softcap = None if softcap is None else as_positive("softcap", softcap)
         check_layer(sparse, window=window, softcap=softcap)
         if sparse is not None and not rotary:  # the choice is the same, by the same q and k
             sparse = dataclasses.replace(sparse, use_nope=False)
-        self.window = None if window is None else int(window)
         options = {"flash": flash, "deterministic": deterministic, "strategy": strategy}
-        self.kind, _ = find_kind(self.window, {**options, "softcap": softcap, "sparse": sparse})
-        self.sparse = sparse
+        self.kind, _ = find_kind(window, {**options, "softcap": softcap, "sparse": sparse})
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
+
+    @property
+    def window(self) -> int | None:
+        """The window of `kind`, read-only."""
+        return self.kind.window
+
+    @property
+    def sparse(self) -> InfLLMV2 | None:
+        """The constants of sparse attention in `kind`, read-only."""
+        return getattr(self.kind.extension, "config", None)
 
     def _refuse(self, error: Exception) -> NoReturn:
         refuse_call(error, self.sp.process_group, self.sp.double_group)
