@@ -24,10 +24,11 @@ from .calls.refusal import (
     refuse_call,
     refuse_wrong_arguments,
 )
+from .calls.requests import find_sequence
 from .calls.softmax import SoftmaxAttention, attend
 from .extensions import AllScores, find_extension
 from .ranks.rings import Group, make_rings
-from .ranks.sequence_parallel import SequenceParallel, WholeSequence
+from .ranks.sequence_parallel import WholeSequence
 from .sequence.layout import Layout
 from .sequence.mask import Mask, read_documents
 from .sequence.rows import Layouts, Masks
@@ -257,18 +258,13 @@ def _attend(
     tensors   q, k, v and the sinks
     options   the first fields of `SoftmaxAttention`
     extended  the arguments of `find_extension`
-    placed    those of `WholeSequence.local`, or a WholeSequence in place of the mask
+    placed    those of `find_sequence`
     groups    process_group and double_group
     flags     optimize_bwd_comm and return_lse
     """
     rings = make_rings(*groups)
     try:
-        sequence = placed[0]
-        if not isinstance(sequence, WholeSequence):
-            sequence = WholeSequence.local(*placed)
-        else:
-            _check_alone(sequence.sp, placed, groups)
-            rings = sequence.sp.rings
+        sequence, rings = find_sequence(rings, groups, *placed)
         extension, inputs = None, ()
         if any(x is not None for x in extended):
             extension, inputs = find_extension(*extended)
@@ -280,24 +276,6 @@ def _attend(
         refuse_call(error, *groups)
     q, k, v, sinks = tensors
     return attend(rings, sequence, kind, q, k, v, (sinks, *inputs))
-
-
-def _check_alone(
-    sp: SequenceParallel,
-    placed: tuple[Any, ...],
-    groups: tuple[Group | None, Sequence[Group | None]],
-) -> None:
-    """Raise ValueError for arguments that a sequence of the ranks of `sp` has."""
-    _, layout, kv_layout, causal = placed
-    if layout != "zigzag" or kv_layout is not None or causal:
-        raise ValueError(
-            "expected mask=sequence alone, got layout, kv_layout or causal too: it has its own"
-        )
-    if groups[0] not in (None, sp.process_group) or tuple(groups[1]) not in (
-        (None, None),
-        tuple(sp.double_group),
-    ):
-        raise ValueError("expected no group with mask=sequence, or its own, got another one")
 
 
 def _takes_packed(

@@ -695,6 +695,11 @@ def test_a_step_that_fails_frees_kept_keys():
         ((Mask.causal(20, kv_len=60), 20, 3), ValueError, "as many queries as keys"),
         ((Mask.causal(60), 20, 0), ValueError, "layers must be at least 1"),
         ((Mask.causal(60), 0, 3), ValueError, "tokens=0"),
+        (
+            (SequenceParallel().sequence(Mask.causal(60)), 20, 3),
+            TypeError,
+            "got WholeSequence: pass sequence.mask, since chunks have their own layouts",
+        ),
         ((5, 20, 3), TypeError, "expected a Mask or one for each row, got int"),
         (
             ([Mask.causal(60), None], 20, 3),

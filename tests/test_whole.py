@@ -18,6 +18,7 @@ from bmt_burst import (
     simulate,
 )
 from bmt_burst.lightning.slopes import alibi_slopes
+from bmt_burst.transport import ALONE
 from tests.cases import random_qkv
 from tests.reference import assert_close, dense_results
 from tests.rings import shard_results
@@ -42,6 +43,24 @@ def test_a_call_with_it_equals_dense_attention(size):
 
     for got in on_ranks(size, work):
         assert_close(got, dense_results(MASK, tensors, 0.3), tensors[3], 0.3, 1e-12)
+
+
+def test_lightning_attention_takes_it():
+    x, slopes = torch.randn(2, 24, 2, 8, dtype=torch.float64), alibi_slopes(2).double()
+
+    def work(sp):
+        batch = sp.sequence(ROWS)
+        out = lightning_attn_func(*[batch.shard(x)] * 3, slopes, mask=batch)
+        with pytest.raises(ValueError, match="expected mask=sequence alone"):
+            lightning_attn_func(*[batch.shard(x)] * 3, slopes, mask=batch, layout="contiguous")
+        apart = sp.sequence(MASK, "contiguous", "zigzag")
+        with pytest.raises(ValueError, match="expected a sequence without kv_layout"):
+            lightning_attn_func(*[apart.shard(x)] * 3, slopes, mask=apart)
+        return batch.unshard(out)
+
+    expected = lightning_attn_func(x, x, x, slopes, mask=ROWS, process_group=ALONE)
+    for out in on_ranks(2, work):
+        assert (out - expected).abs().max() < 1e-12
 
 
 def test_rows_have_masks_and_layouts_of_their_own():

@@ -16,13 +16,44 @@ from torch import Tensor
 
 from ..base.autocast import autocast_dtype
 from ..ranks.agreement import Terms, mark_known, read_own
-from ..ranks.rings import Rings, find_kept
+from ..ranks.rings import Group, Rings, find_kept
 from ..ranks.sequence_parallel import WholeSequence
+from ..sequence.rows import Layouts, Masks
 
 Request = TypeVar("Request")
 Plan = TypeVar("Plan")
 
 MOST_KEPT = 64  # requests and plans, each, for some rings
+_NO_HOSTS = (None, None)
+
+
+def find_sequence(
+    rings: Rings,
+    groups: tuple[Group | None, Sequence[Group | None]],
+    mask: Masks | WholeSequence | None,
+    layout: Layouts,
+    kv_layout: Layouts | None = None,
+    causal: bool = False,
+    packed: bool = False,
+) -> tuple[WholeSequence, Rings]:
+    """Return the sequence that a public function's arguments name, and the rings of its ranks.
+
+    rings   those that the function's `groups` name, process_group and double_group
+    mask    also the result of `sp.sequence`, which has its own layouts and ranks
+
+    Raises TypeError or ValueError if an argument is wrong.
+    """
+    if not isinstance(mask, WholeSequence):
+        return WholeSequence.local(mask, layout, kv_layout, causal, packed), rings
+    if layout != "zigzag" or kv_layout is not None or causal:
+        raise ValueError(
+            "expected mask=sequence alone, got layout, kv_layout or causal too: it has its own"
+        )
+    process_group, double_group = groups[0], tuple(groups[1])
+    own = mask.sp.double_group
+    if process_group not in (None, mask.sp.process_group) or double_group not in (_NO_HOSTS, own):
+        raise ValueError("expected no group with mask=sequence, or its own, got another one")
+    return mask, mask.sp.rings
 
 
 def find_request(

@@ -23,7 +23,7 @@ from ..base.kept import is_recomputing
 from ..base.policies import without_policies
 from ..calls.inputs import Form, check_inputs, describe_inputs
 from ..calls.refusal import refuse_arguments, refuse_call, refuse_wrong_arguments
-from ..calls.requests import find_plan, find_request, known_to_all, on_device
+from ..calls.requests import find_plan, find_request, find_sequence, known_to_all, on_device
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Group, Rings, check_device, make_rings
 from ..ranks.sequence_parallel import WholeSequence
@@ -78,7 +78,7 @@ def lightning_attn_func(
     slopes: Tensor,
     *,
     scale: float | None = None,
-    mask: Masks | None = None,
+    mask: Masks | WholeSequence | None = None,
     layout: Layouts = "zigzag",
     flash: str = "auto",
     process_group: Group | None = None,
@@ -106,7 +106,8 @@ def lightning_attn_func(
             tensor of a GPU.
         scale: positive factor of out, by default 1 / sqrt(D).
         mask: causal documents of the whole sequence, such as Mask.documents(cu_seqlens), or one
-            such mask for each row of the batch. By default a row is one document.
+            such mask for each row of the batch. By default a row is one document. Or the result
+            of `sp.sequence`, which has a layout and ranks.
         layout: the positions of each rank's tokens, as in burst_attn_func: "zigzag", "contiguous",
             "balanced", a `bmt_burst.Layout`, or one of these for each row of the batch. Each token
             costs the same, so all balance the work. "striped" is refused.
@@ -127,7 +128,8 @@ def lightning_attn_func(
     """
     rings = make_rings(process_group, double_group)
     try:
-        sequence = WholeSequence.local(mask, layout, causal=mask is None)
+        groups = process_group, double_group
+        sequence, rings = find_sequence(rings, groups, mask, layout, causal=mask is None)
     except (TypeError, ValueError) as error:
         refuse_call(error, process_group, double_group, CALL)
     return attend_lightning(rings, sequence, q, k, v, slopes, scale, flash)
@@ -225,7 +227,7 @@ def _check_call(
         raise ValueError(f"expected {q.shape[2]} slopes, one for each head, got {len(values)}")
     scale = form.head_size**-0.5 if scale is None else as_positive("scale", scale)
     rows = sequence.find_rows(len(q), rings.size)
-    _check_layouts(sequence.layout)
+    _check_layouts(sequence)
     if rows.mask is not None:
         find_borders(rows.mask)
     kernel = kernels.pick(flash, q)
@@ -260,8 +262,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v must have q's head size, {q.shape[3]}, got {v.shape[3]}")
 
 
-def _check_layouts(layouts: Layouts) -> None:
-    """Raise ValueError for striped layouts."""
+def _check_layouts(sequence: WholeSequence) -> None:
+    """Raise ValueError for striped layouts, and for keys that lie elsewhere."""
+    if sequence.kv_layout is not None:
+        raise ValueError(
+            "lightning attention takes a token's query, key and value from one rank: expected a "
+            f"sequence without kv_layout, got {sequence.kv_layout!r}"
+        )
+    layouts = sequence.layout
     for layout in [layouts] if isinstance(layouts, str | Layout) else layouts:
         if (layout if isinstance(layout, str) else layout.name) == "striped":
             raise ValueError(

@@ -41,7 +41,7 @@ from ..base.policies import without_policies
 from ..calls.refusal import refuse_call
 from ..extensions import find_kind
 from ..memories.protocol import Kind, Memory, Room, Turn
-from ..ranks.sequence_parallel import SequenceParallel, check_sp
+from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
 from ..sequence.chunk_keys import find_keys
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
@@ -85,7 +85,10 @@ class Chunks:
         self.masks = tuple(mask) if isinstance(mask, Iterable) else (mask,)
         for row in self.masks:
             if not isinstance(row, Mask):
-                raise TypeError(f"expected a Mask or one for each row, got {type(row).__name__}")
+                is_whole = isinstance(row, WholeSequence)
+                hint = ": pass sequence.mask, since chunks have their own layouts" * is_whole
+                kind = type(row).__name__
+                raise TypeError(f"expected a Mask or one for each row, got {kind}{hint}")
         if len({(row.seq_len, row.kv_len) for row in self.masks}) != 1:
             raise ValueError("expected masks of one length for all rows, at least one")
         seq_len, kv_len = self.masks[0].seq_len, self.masks[0].kv_len
