@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from bmt_burst import Cache, InfLLMV2, Layout, Mask, init_sequence_parallel, nn
 from bmt_burst.base.streams import Flag
 from bmt_burst.errors import RankFailed
+from bmt_burst.extensions import find_kind
 from bmt_burst.kernels import few_queries
 from bmt_burst.lightning.memory import Lightning
 from models.cpm import CPM
@@ -541,19 +543,42 @@ def test_sinks_and_heads_of_new_tokens_are_checked():
         Cache(None, 1, 10).mix(0, Lightning((0.1, 0.2)), x, one, one)
 
 
-def refuse_an_option(rank: int) -> tuple[str, float]:
+def fail_in_the_middle(rank: int, layer: int, options: dict[str, int]) -> tuple[str, float]:
     sp, x = init_sequence_parallel(), torch.ones(1, 1, 2, 8)
     cache = Cache(sp, 2, 10)
-    for layer in (0, 1, 0):
-        cache.attend(layer, x, x, x)
+    for number in (0, 1, 0):
+        cache.attend(number, x, x, x)
     begun = time.monotonic()
-    with pytest.raises((TypeError, RankFailed)) as caught:
-        cache.attend(1, x, x, x, **{"unknown": 1} if rank else {})
+    with pytest.raises((TypeError, ValueError, RankFailed)) as caught:
+        cache.attend(*(layer, x, x, x) if rank else (1, x, x, x), **options if rank else {})
     return str(caught.value), time.monotonic() - begun
 
 
-def test_a_wrong_option_in_the_middle_of_new_tokens_is_reported_at_once():
+@pytest.mark.parametrize(
+    ("layer", "options", "message"),
+    [
+        (1, {"unknown": 1}, "unexpected keyword argument 'unknown'"),
+        (0, {}, "layer 1 has 1 tokens, layer 0 has 2: expected all 2 layers"),
+        (2, {}, "expected a layer below 2 in this Cache, got 2"),
+    ],
+    ids=["a wrong option", "a layer twice", "a layer that there is not"],
+)
+def test_an_error_in_the_middle_of_new_tokens_is_reported_at_once(layer, options, message):
     """The other ranks already compute the layer, and send no line."""
-    for text, seconds in run_ranks(2, refuse_an_option):
-        assert "unexpected keyword argument 'unknown'" in text
+    for text, seconds in run_ranks(2, partial(fail_in_the_middle, layer=layer, options=options)):
+        assert message in text
         assert seconds < 60  # half of the group's timeout
+
+
+@pytest.mark.parametrize("kind", [find_kind(None, {})[0], Lightning((0.1, 0.2))])
+def test_layers_in_another_order_are_found_with_the_next_token(kind):
+    def work(sp):
+        cache, x = Cache(sp, 3, 10), torch.ones(3, 1, 1, 2, 8)
+        for order in ((0, 1, 2), (0, 2, 1) if sp.rank else (0, 1, 2)):
+            for layer in order:
+                cache.mix(layer, kind, *x)
+        cache.crop(2)
+        with pytest.raises(ValueError, match="ranks differ in order of layers in the tokens befo"):
+            cache.mix(0, kind, *x)
+
+    on_ranks(2, work)

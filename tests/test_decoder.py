@@ -78,7 +78,7 @@ class StandIn:
         new, cache = self.cache._new, self.cache
         new.sent = self.read
         new.prepared = {}
-        cache._lengths = [new.start] * cache.layers
+        cache._done = []
         self.logits.copy_(self.model(*self.inputs, cache=cache))
 
 

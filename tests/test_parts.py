@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from bmt_burst import Cache, Chunks, InfLLMV2, Layout, Mask, alibi_slopes
+from bmt_burst import Cache, Chunks, InfLLMV2, Layout, Mask, SequenceParallel, alibi_slopes
 from bmt_burst.extensions import find_kind
 from bmt_burst.lightning.memory import Lightning
 from bmt_burst.nn import find_part
@@ -202,6 +203,55 @@ def test_wrong_second_runs_of_states_are_refused():
         with pytest.raises(ValueError, match=message):
             run_states(Chunks(Mask.causal(30), 10, 2), **named)
     run_states(Chunks(Mask.causal(30), 10, 2))
+
+
+def _parts(sp: SequenceParallel) -> Iterator:
+    """Yield a part of each kind, of 16 tokens."""
+    yield find_part(sp, None, Mask.causal(16 * sp.size))
+    chunks = Chunks(Mask.causal(32 * sp.size), 16 * sp.size, 1, sp).forward()
+    yield next(chunks)
+    chunks.close()
+    yield Cache(sp, 1, 16)
+
+
+KINDS_AND_TENSORS = {
+    # what rank 1 passes
+    "a name": ("softmax", (), "such as the one of a layer, layer.kind, got str"),
+    "a class": (Lightning, (), "such as the one of a layer, layer.kind, got Lightning"),
+    "choices": (CHOICE, (), "such as the one of a layer, layer.kind, got InfLLMV2"),
+    "no sinks": (find_kind(None, {})[0], (5,), "sinks must be a torch.Tensor, got int"),
+    "keys besides sinks": (
+        find_kind(None, {})[0],
+        (None, torch.ones(1), torch.ones(1)),
+        "no tensors besides q, k, v and sinks, got 2 more",
+    ),
+    "sinks of states": (
+        Lightning((0.1,) * HEADS),
+        (torch.zeros(HEADS),),
+        "lightning attention takes no tensors besides q, k and v, got 1 more",
+    ),
+    "a query to choose by": (
+        find_kind(None, {"sparse": dataclasses.replace(CHOICE, use_nope=True)})[0],
+        (None, torch.ones(1, 16, HEADS, SIZE)),
+        "choose_by must be a pair of queries and keys, got 1 items",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KINDS_AND_TENSORS)
+def test_wrong_kinds_and_tensors_are_refused_on_all_ranks(case):
+    wrong, tensors, message = KINDS_AND_TENSORS[case]
+
+    def work(sp):
+        kind, _ = find_kind(None, {})
+        for part in _parts(sp):
+            given = (wrong, *torch.ones(3, 1, 16, HEADS, SIZE), *tensors)
+            if sp.rank == 0:
+                given = kind, *given[1:4]
+            with pytest.raises((TypeError, ValueError), match=message):
+                part.mix(0, *given)
+
+    on_ranks(2, work)
 
 
 def test_beams_and_drafts_of_states():

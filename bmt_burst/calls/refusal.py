@@ -9,7 +9,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from ..ranks.agreement import gather_terms
+from ..ranks.agreement import refuse
 from ..ranks.rings import Group, make_rings
 
 CALL = "a call of burst_attn_func"  # its name in the ranks' messages
@@ -94,7 +94,7 @@ def refuse_call(
     double_group: Sequence[Group | None],
     doing: str = CALL,
 ) -> NoReturn:
-    """Raise `error` instead of a call. The other ranks raise ValueError.
+    """Raise `error` instead of a call. The other ranks raise RanksDisagree.
 
     doing  names the call in their errors
 
@@ -104,9 +104,4 @@ def refuse_call(
         rings = make_rings(process_group, double_group)
     except (TypeError, ValueError) as wrong_group:
         raise error from wrong_group
-
-    def fail() -> NoReturn:
-        raise error
-
-    gather_terms(rings, doing, fail)
-    raise AssertionError("gather_terms returned although its terms failed")
+    refuse(rings, doing, error)

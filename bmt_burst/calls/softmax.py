@@ -97,6 +97,13 @@ class SoftmaxAttention:
         """Return the attention of a whole sequence: (B, S_local, H, D of v)."""
         return attend(part.sp.rings, part, self, q, k, v, tensors)[0]
 
+    def check_tensors(self, tensors: Sequence[Any]) -> None:
+        """Raise ValueError for more tensors than the sinks, unless an extension checks them."""
+        if len(tensors) > 1 and self.extension is None:
+            raise ValueError(
+                f"expected no tensors besides q, k, v and sinks, got {len(tensors) - 1} more"
+            )
+
     def make_spec(self, head_size: int, value_size: int, dtype: torch.dtype) -> Spec:
         """Return the formula for inputs of these sizes.
 

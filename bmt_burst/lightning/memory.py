@@ -12,7 +12,7 @@ Letters: B batch, S new tokens, H heads, D head size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +45,12 @@ class Lightning:
 
     def attend(self, part: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         return attend_lightning(part.sp.rings, part, q, k, v, self.slopes, self.scale, self.flash)
+
+    def check_tensors(self, tensors: Sequence[Any]) -> None:
+        if tensors:
+            raise ValueError(
+                f"{self.name} takes no tensors besides q, k and v, got {len(tensors)} more"
+            )
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> StateMemory:
         return StateMemory(self, room, q)
@@ -80,7 +86,7 @@ class StateMemory(Memory):
         """The decay over one token, (H, 1, 1) on the layer's device."""
         return torch.exp(-self.slopes).view(-1, 1, 1).to(self.like.device)
 
-    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> None:
         layer = self.room.layer
         if not isinstance(kind, Lightning) or kind != self.kind:
             raise ValueError(

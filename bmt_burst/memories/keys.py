@@ -34,7 +34,6 @@ class Softmax(SoftmaxAttention):
     """Softmax attention as a kind of layer."""
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> KeyMemory:
-        check_sinks(tensors[0] if tensors else None, q)
         make = KeyMemory if self.extension is None else self.extension.memory or KeyMemory
         return make(self, room, k, v)
 
@@ -71,7 +70,7 @@ class KeyMemory(Memory):
         """The sums of gradients of keys and values, in the accumulator's dtype."""
         return [torch.zeros_like(x, dtype=accumulator_dtype(x.dtype)) for x in self.kept[:2]]
 
-    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> None:
         layer = self.room.layer
         if not isinstance(kind, Softmax):
             raise ValueError(f"layer {layer} keeps keys of {self.kind.name}, got {kind.name}")
@@ -90,6 +89,7 @@ class KeyMemory(Memory):
             )
         for name, x, earlier in zip("kv", (k, v), self.kept[:2], strict=True):
             check_alike(layer, name, x, self.rows, earlier)
+        check_sinks(tensors[0] if tensors else None, q)
 
     def keep(
         self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
@@ -158,7 +158,6 @@ class KeyMemory(Memory):
 
     def attend(self, new: NewTokens, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         sinks, *others = tensors or (None,)
-        check_sinks(sinks, q)
         self.add(new, k, v)
         parts = self._attend_part(new, q, k, *others)
         out, lse = new.merge(parts, q, k, v, q.dtype if sinks is None else None)

@@ -14,7 +14,7 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -76,6 +76,9 @@ class Kind(Protocol):
 
     def attend(self, part: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
         """Compute the attention of a whole sequence, as `Part.mix` does."""
+
+    def check_tensors(self, tensors: Sequence[Any]) -> None:
+        """Raise ValueError for tensors besides q, k and v that it does not take."""
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Memory:
         """Return the memory of a layer with such tensors, which holds no tokens yet.
@@ -142,7 +145,7 @@ class Memory(ABC):
     rows: int
 
     @abstractmethod
-    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> None:
         """Raise ValueError for a kind or tensors that do not fit those of the first call."""
 
     @abstractmethod

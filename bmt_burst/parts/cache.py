@@ -17,26 +17,23 @@ Letters: B batch, S new tokens, H query heads, G kv heads, D head size, E model 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Integral
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import as_int
-from ..base.autocast import autocast_inputs, without_autocast
-from ..base.compiled import not_compiled
+from ..base.autocast import without_autocast
 from ..base.streams import Flag
-from ..calls.refusal import refuse_call
 from ..calls.requests import on_device
 from ..errors import RanksDisagree
-from ..extensions import find_kind
 from ..memories.keys import KeyMemory, Softmax
 from ..memories.new_tokens import NewTokens, Positions
 from ..memories.protocol import Kind, Memory, Room
-from ..ranks.agreement import Terms, admit_one_thread, agree, report_failure, run_agreed
+from ..ranks.agreement import Terms, admit_one_thread, agree, refuse, report_failure, run_agreed
 from ..ranks.rings import Rings, check_device
 from ..ranks.sequence_parallel import SequenceParallel, check_sp
+from .base import KeptPart
 from .chunks import Chunk, Chunks
 
 Result = TypeVar("Result")
@@ -59,7 +56,7 @@ class _WithoutBackward(torch.autograd.Function):
         )
 
 
-class Cache:
+class Cache(KeptPart):
     """A cache of up to `limit` tokens, on the ranks of `sp`. Rows of a batch have one length.
 
     sp      the ranks that share the tokens, by default this one alone. Their layout does not count.
@@ -70,6 +67,10 @@ class Cache:
     `prefill` yields chunks of a prompt, which a model takes as its cache. Then the cache itself is
     the model's cache. All ranks pass the same new tokens, one or a few, and get the same results.
     The key of position p stays on rank (p // 64) % size. A backward raises ValueError.
+
+    Ranks agree in the first layer of new tokens, and in each layer once. They also compare keys,
+    values, the positions that a model passed and the order of layers. If these differ, a later call
+    raises RanksDisagree on all of them, at once on CPUs, and on GPUs once it is known.
 
     Raises ValueError for layers or a limit below 1, TypeError for arguments of other types, and
     AttributeError on all ranks if `length` is set.
@@ -85,7 +86,7 @@ class Cache:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         self._length = 0
         self._memories: dict[int, Memory] = {}
-        self._lengths = [0] * self.layers  # tokens of each layer
+        self._done = [*range(self.layers)]  # layers with the newest tokens, in the order of calls
         self._filling: Chunks | None = None  # its prefill has not ended
         self._positions = Positions(self.sp, torch.empty(0, dtype=torch.int64), 0, self.limit)
         self._new: NewTokens | None = None
@@ -131,7 +132,7 @@ class Cache:
         """
         try:
             length = as_int("length", length)
-            if self.length or any(self._lengths):
+            if self.length:
                 raise ValueError(
                     f"expected an empty Cache, got one with {self.length} tokens: pass more tokens "
                     "to the model with cache=cache"
@@ -152,7 +153,7 @@ class Cache:
         self._filling = prompt
         yield from prompt.forward(last=True)
         self._memories, self._filling = prompt.take_memories(), None
-        self._length, self._lengths = length, [length] * self.layers
+        self._length = length
         mine = prompt.layout.positions(self.sp.rank)
         self._positions = Positions(self.sp, mine, length, self.limit)
 
@@ -170,50 +171,19 @@ class Cache:
         """Note the positions of new tokens, which may be any. Ranks compare them."""
         self._given = positions
 
-    @not_compiled
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, **options: Any
-    ) -> Tensor:
-        """Keep k and v of new tokens, and return the attention of q to all tokens so far: (B, S, H,
-        D), in q's dtype or autocast's, without gradient. All ranks pass the same tensors.
-
-        layer    the number of the layer, 0 to `layers` - 1. All layers compute the same tokens
-                 before there are new ones.
-        q        (B, S, H, D)
-        k, v     (B, S, G, D)
-        window   as nn.BurstAttention's
-        options  as burst_attn_func's: softcap, sinks, sparse and choose_by. flash, strategy and
-                 deterministic have no meaning here: kernels/few_queries.py has the kernels of new
-                 tokens, and all are deterministic
-
-        Ranks agree in the first layer of new tokens, and in each layer once. There it raises
-        ValueError on all ranks if the cache is full, if another layer lacks earlier tokens, or if
-        inputs do not fit on any rank.
-        Ranks also compare keys, values and the positions that a model passed: if they were given
-        other tokens, a later call raises RanksDisagree on all of them, at once on CPUs, and on GPUs
-        once it is known.
-        """
-        try:
-            kind, tensors = find_kind(window, options)
-        except (TypeError, ValueError) as error:
-            self._refuse(error)
-        return self.mix(layer, kind, q, k, v, *tensors)
-
-    @not_compiled
-    def mix(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        """Do what `attend` does, for any kind of layer."""
-        try:
-            q, k, v = autocast_inputs(q, k, v)
-        except TypeError as error:
-            self._refuse(error)
-
+    def _prepare(
+        self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
+    ) -> Callable[[], Tensor]:
         def attend(memory: Memory, new: NewTokens) -> Tensor:
             return memory.attend(new, q, k, v, *tensors)
 
-        out = self._extend(layer, kind, (q, k, v, *tensors), attend)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            out = _WithoutBackward.apply(out, q, k, v)
-        return out
+        def compute() -> Tensor:
+            out = self._extend(layer, kind, (q, k, v, *tensors), attend)
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+                out = _WithoutBackward.apply(out, q, k, v)
+            return out
+
+        return compute
 
     def _extend(
         self,
@@ -225,18 +195,22 @@ class Cache:
         """Return what `use` does with a layer's memory and new tokens q, k, v and other `tensors`.
         Ranks agree in the first layer, and in each layer's first call.
         """
-        rings, (q, k, v, *_) = self.sp.rings, tensors
+        rings, (q, k, v, *others) = self.sp.rings, tensors
 
         def check() -> tuple[Terms, Memory]:
-            terms = self._describe(rings, layer, kind, tensors)
+            self._check_call(layer, kind, tensors)
+            check_device(rings, q)
             memory = self._memories.get(layer)
             if memory is None:
                 memory = kind.memory(Room(int(layer), self.sp, limit=self.limit), *tensors)
-                memory.check(kind, q, k, v)
-            return Terms(_CALL, terms, of=" of a Cache"), memory
+                memory.check(kind, *tensors)
+            shared = {"layer": int(layer), **self.terms, "kind": str(kind)}
+            shared |= {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
+            shared |= {"tensors besides q, k and v": [x is not None for x in others]}
+            return Terms(_CALL, shared, of=" of a Cache"), memory
 
         def begin(memory: Memory, _: Any) -> Result:
-            if self._lengths[layer] == self.length:
+            if layer in self._done:
                 for ring in rings.shared:
                     ring.connect(q.device)
                 self._begin(rings, q.shape[1])
@@ -248,17 +222,16 @@ class Cache:
             if self._given is not None:
                 self._new.given, self._given = self._given, None
             found = use(memory, self._new)
-            self._lengths[layer] = self.length
-            if min(self._lengths) == self.length:  # no layer may have merged results of ranks
+            self._done.append(int(layer))
+            if len(self._done) == self.layers:  # no layer may have merged results of ranks
                 self._new.compare(k, v)
             return found
 
         with on_device(q), torch.no_grad(), without_autocast(q):
-            is_known = isinstance(layer, Integral) and layer in self._memories
-            if not is_known or self._lengths[layer] == self.length:
+            if not self._sends_no_line:
                 return run_agreed(rings, _CALL, check, begin)
             with admit_one_thread(rings, _CALL), report_failure(rings, _CALL):
-                self._check_inputs(layer, kind, q, k, v)
+                self._check_call(layer, kind, tensors)
                 return compute(self._memories[layer])
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,7 +278,9 @@ class Cache:
 
     def _take_back(self, length: int) -> None:
         self._positions.crop(length)
-        self._length, self._lengths = length, [length] * self.layers
+        self._length = length
+        if len(self._done) < self.layers:
+            self._done = [*range(self.layers)]
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> None:
         """Keep these rows of the batch, in this order: N numbers, also repeated ones, such as the
@@ -337,28 +312,51 @@ class Cache:
         """Return what a CUDA graph of a new token depends on, if the text has `length` tokens."""
         return self._moves, *(memory.variant(length) for memory in self._memories.values())
 
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The terms of the next new tokens, which ranks compare."""
+        return {
+            "length": self.length,
+            "limit": self.limit,
+            "order of layers in the tokens before": self._done,
+        }
+
+    @property
+    def _sends_no_line(self) -> bool:
+        """Whether ranks are in the middle of new tokens, and have agreed in each layer before."""
+        return len(self._done) < self.layers == len(self._memories)
+
     def _refuse(self, error: Exception, doing: str = _CALL) -> NoReturn:
-        if min(self._lengths) < self.length:  # the others compute a layer, and agree on no call
+        if self._sends_no_line:  # the others compute a layer, and read none
             with admit_one_thread(self.sp.rings, doing), report_failure(self.sp.rings, doing):
                 raise error
-        refuse_call(error, self.sp.process_group, self.sp.double_group, doing)
+        refuse(self.sp.rings, doing, error)
 
-    def _describe(
-        self, rings: Rings, layer: int, kind: Kind, tensors: tuple[Any, ...]
-    ) -> dict[str, Any]:
-        """Return the terms that ranks compare before new tokens. Raises ValueError for wrong
-        inputs.
-        """
-        q, k, v, *others = tensors
+    def _check_call(self, layer: int, kind: Kind, tensors: tuple[Any, ...]) -> None:
+        """Raise ValueError or TypeError unless the layer may compute these tensors now."""
+        q, k, v, *_ = tensors
         if not 0 <= as_int("layer", layer) < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in this Cache, got {layer}")
-        if self._lengths[layer] == self.length:
+        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or not q.shape[1]:
+            raise ValueError(
+                "expected q, k and v (batch, tokens, heads, head size) of at least one token, and "
+                f"k and v of one shape, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            )
+        same = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+        if not same or q.shape[2] % k.shape[2] or not q.dtype == k.dtype == v.dtype:
+            raise ValueError(
+                "expected q and k of one batch, tokens, head size and dtype, and a multiple of k's "
+                f"heads in q, got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
+            )
+        if layer in self._done:
             self._check_ready(q.shape[1])
-        self._check_inputs(layer, kind, q, k, v)
-        check_device(rings, q)
-        terms = {"layer": int(layer), "length": self.length, "limit": self.limit, "kind": str(kind)}
-        terms |= {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
-        return terms | {"tensors besides q, k and v": [x is not None for x in others]}
+        elif self._new is not None and q.shape[1] != self._new.stop - self._new.start:
+            raise ValueError(
+                f"expected {self._new.stop - self._new.start} new tokens in layer {layer}, as in "
+                f"earlier layers, got {q.shape[1]}"
+            )
+        if (memory := self._memories.get(layer)) is not None:
+            memory.check(kind, *tensors)
 
     def _check_ready(self, tokens: int, stays: int | None = None) -> None:
         """Raise ValueError unless all layers can compute so many new tokens now, or have the tokens
@@ -377,14 +375,13 @@ class Cache:
                     "torch.distributed.broadcast"
                 )
             del self._flags[0]
+        behind = sorted({*range(self.layers)} - {*self._done})
         least = self.length if stays is None else stays
-        behind = [n for n, length in enumerate(self._lengths) if length < least]
-        if behind:
-            ahead = self._lengths.index(self.length)
+        if behind and self._new is not None and self._new.start < least:
+            ahead = f"layer {self._done[0]}" if self._done else "this Cache"
             raise ValueError(
-                f"layer {behind[0]} has {self._lengths[behind[0]]} tokens, layer {ahead} has "
-                f"{self.length}: expected all {self.layers} layers of this Cache to compute each "
-                "token"
+                f"layer {behind[0]} has {self._new.start} tokens, {ahead} has {self.length}: "
+                f"expected all {self.layers} layers of this Cache to compute each token"
             )
         self._check_limit(self.length + tokens)
 
@@ -396,30 +393,8 @@ class Cache:
                 "with a larger limit"
             )
 
-    def _check_inputs(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or not q.shape[1]:
-            raise ValueError(
-                "expected q, k and v (batch, tokens, heads, head size) of at least one token, and "
-                f"k and v of one shape, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-            )
-        same = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
-        if not same or q.shape[2] % k.shape[2] or not q.dtype == k.dtype == v.dtype:
-            raise ValueError(
-                "expected q and k of one batch, tokens, head size and dtype, and a multiple of k's "
-                f"heads in q, got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
-            )
-        if self._lengths[layer] < self.length and self._new is not None:
-            began = self._new.stop - self._new.start
-            if q.shape[1] != began:
-                raise ValueError(
-                    f"expected {began} new tokens in layer {layer}, as in earlier layers, got "
-                    f"{q.shape[1]}"
-                )
-        if (memory := self._memories.get(layer)) is not None:
-            memory.check(kind, q, k, v)
-
     def _begin(self, rings: Rings, tokens: int) -> NewTokens:
         """Note new tokens, and which of their keys stay on this rank."""
         self._new = NewTokens.begin(rings, self._positions, self.length, tokens)
-        self._length = self._new.stop
+        self._length, self._done = self._new.stop, []
         return self._new

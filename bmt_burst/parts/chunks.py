@@ -26,20 +26,17 @@ import functools
 import hashlib
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import as_bool, as_int, check_dim, check_tensor
-from ..base.autocast import autocast_inputs
 from ..base.compiled import not_compiled
 from ..base.kept import KeptResults, is_in_backward
 from ..base.policies import without_policies
-from ..calls.refusal import refuse_call
-from ..extensions import find_kind
 from ..memories.protocol import Kind, Memory, Room, Turn
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
 from ..sequence.chunk_keys import find_keys
@@ -47,6 +44,7 @@ from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..sequence.rows import Masks
 from ..sequence.span import Span
+from .base import KeptPart
 
 # the phases of Chunks, as errors name them
 _READY, _FORWARD, _KEPT, _BACKWARD = "without kept keys", "in forward()", "kept", "in backward()"
@@ -215,7 +213,7 @@ class Chunks:
         if memory is None:
             room = Room(layer, self.sp, self.masks, self.layout, self._limit)
             memory = self._memories[layer] = kind.memory(room, q, k, v, *tensors)
-        memory.check(kind, q, k, v)
+        memory.check(kind, q, k, v, *tensors)
         is_first = not self._calls[layer]
         if is_first or not is_in_backward():  # a recomputation is no other run
             self._calls[layer] += 1
@@ -412,7 +410,7 @@ class Chunks:
         return tuple(max(stop - start for start, stop in mask.parts) for mask in self.masks)
 
 
-class Chunk:
+class Chunk(KeptPart):
     """A part of the sequence, which a model takes as its cache. It is no dataclass, since wrappers
     of models would rebuild it in each forward.
 
@@ -425,11 +423,7 @@ class Chunk:
 
     def __init__(self, chunks: Chunks, number: int, positions: Span, span: slice):
         self.chunks, self.number, self.positions, self.span = chunks, number, positions, span
-
-    @property
-    def sp(self) -> SequenceParallel:
-        """The ranks that share the chunk."""
-        return self.chunks.sp
+        self.sp = chunks.sp
 
     @property
     def is_only_kept(self) -> bool:
@@ -448,7 +442,7 @@ class Chunk:
                 f"in shape {tuple(x.shape)}"
             )
         layout = self.chunks.layout.layouts[self.number]
-        return layout.shard(x.narrow(dim, start, stop - start), self.chunks.sp.rank, dim)
+        return layout.shard(x.narrow(dim, start, stop - start), self.sp.rank, dim)
 
     def select(self, x: Tensor) -> Tensor:
         """Return the tokens of x (B, C, E) that get a result: all, or none if the run only keeps
@@ -461,7 +455,7 @@ class Chunk:
         return x if chunks._limit is None else self._select_last(x)
 
     def _select_last(self, x: Tensor) -> Tensor:
-        sp, layout = self.chunks.sp, self.chunks.layout.layouts[self.number]
+        sp, layout = self.sp, self.chunks.layout.layouts[self.number]
         last = sp.with_layout("contiguous").unshard(x[:, -1:], sp.size)  # of each rank
         at = layout.seq_len - 1
         [owner] = (r for r in range(sp.size) if any(at in some for some in layout.shards[r]))
@@ -478,7 +472,7 @@ class Chunk:
         Raises ValueError on all ranks for positions that fall, or that are not one for each token,
         and TypeError if they are no tensor.
         """
-        sp, tokens = self.chunks.sp, self.span.stop - self.span.start
+        tokens = self.span.stop - self.span.start
         try:
             check_tensor("positions", positions)
             if positions.dim() not in (1, 2) or positions.shape[-1] != tokens:
@@ -488,7 +482,7 @@ class Chunk:
                     "chunk.shard"
                 )
         except (TypeError, ValueError) as error:
-            refuse_call(error, sp.process_group, sp.double_group)
+            self._refuse(error)
         self.chunks._positions[self.number] = positions.view(-1, tokens)
 
     @not_compiled
@@ -501,50 +495,16 @@ class Chunk:
         lengths = torch.tensor(chunks.lengths, device=positions.device)
         return lengths.amax() if positions.dim() == 1 else lengths.expand(len(positions))
 
-    @not_compiled
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, **options: Any
-    ) -> Tensor:
-        """Return the attention of the chunk's queries to the keys up to its end: (B, C, H, D).
-
-        layer    the number of the layer, 0 to `layers` - 1
-        q        (B, C, H, D) of this rank's tokens
-        k, v     (B, C, G, D)
-        options  as burst_attn_func's: flash, deterministic, strategy, softcap, sinks, sparse,
-                 choose_by
-
-        Raises ValueError on all ranks for a chunk that is not the present one, a layer number out
-        of range, a window that differs from the earlier chunks', and tensors with a different
-        number of rows or tokens.
-        """
-        try:
-            kind, tensors = find_kind(window, options)
-        except (TypeError, ValueError) as error:
-            self._refuse(error)
-        return self.mix(layer, kind, q, k, v, *tensors)
-
-    def begin(
+    def _prepare(
         self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
-    ) -> tuple[Memory, Turn]:
-        """Return the memory of a layer, and its turn on this chunk. `mix` begins with it.
+    ) -> Callable[[], Tensor]:
+        with without_policies():  # a recomputation does less
+            memory, turn = self.chunks._begin(self, layer, kind, q, k, v, *tensors)
+            compute = memory.keep(turn, q, k, v, *tensors)
 
-        Raises ValueError as `attend`, on this rank only.
-        """
-        return self.chunks._begin(self, layer, kind, q, k, v, *tensors)
+        def compute_and_keep() -> Tensor:
+            keeps = memory.keeps_results
+            with self.chunks._keep_results(self, layer) if keeps else nullcontext():
+                return compute()
 
-    @not_compiled
-    def mix(self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        """Do what `attend` does, for any kind of layer."""
-        try:
-            q, k, v = autocast_inputs(q, k, v)
-            with without_policies():  # a recomputation does less
-                memory, turn = self.begin(layer, kind, q, k, v, *tensors)
-                compute = memory.keep(turn, q, k, v, *tensors)
-        except (TypeError, ValueError, AttributeError) as error:
-            self._refuse(error)
-        keeps = memory.keeps_results
-        with self.chunks._keep_results(self, layer) if keeps else nullcontext():
-            return compute()
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        refuse_call(error, self.sp.process_group, self.sp.double_group)
+        return compute_and_keep

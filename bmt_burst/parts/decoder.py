@@ -25,10 +25,9 @@ from torch import Tensor
 
 from ..base.arguments import as_bool
 from ..base.compiled import not_compiled
-from ..calls.refusal import refuse_call
 from ..memories.new_tokens import NewTokens
-from ..ranks.agreement import Terms, run_agreed, run_together
-from ..ranks.rings import Rings, make_rings
+from ..ranks.agreement import Terms, refuse, run_agreed, run_together
+from ..ranks.rings import Rings
 from ..transport.torch_dist import TorchTransport
 from .cache import Cache
 
@@ -92,9 +91,9 @@ class Decoder:
         if not is_tensor or tokens.dim() != 2 or tokens.dtype != torch.int64:
             got = f"{tuple(tokens.shape)} {tokens.dtype}" if is_tensor else type(tokens).__name__
             error = ValueError(f"expected tokens (batch, tokens) torch.int64, got {got}")
-            refuse_call(error, sp.process_group, sp.double_group, "a call of a Decoder")
+            refuse(sp.rings, "a call of a Decoder", error)
         count = tokens.shape[1]
-        rings = make_rings(sp.process_group, sp.double_group)
+        rings = sp.rings
         if self._variant != (variant := self.cache.variant(self.cache.length + 1)):
             # layers that turned sparse have other kernels, which run without a graph first
             self._numbers = self._step = None
@@ -118,8 +117,7 @@ class Decoder:
         obstacle = self._find_obstacle(rings)
         if obstacle is not None and self._graph_asked:
             error = ValueError(f"expected graph=False or graph=None, got graph=True: {obstacle}")
-            sp = self.cache.sp
-            refuse_call(error, sp.process_group, sp.double_group, "a call of a Decoder")
+            refuse(rings, "a call of a Decoder", error)
         if obstacle is not None:
             logger.info("decoding without a CUDA graph: %s", obstacle)
             self._graph_asked = False
@@ -147,8 +145,7 @@ class Decoder:
             cache._check_ready(1)
             if tokens.shape != (memory.rows, 1):
                 raise ValueError(f"expected tokens ({memory.rows}, 1), got {tuple(tokens.shape)}")
-            shared = {"length": cache.length, "limit": cache.limit}
-            return Terms(doing, shared, of=" of a Decoder"), None
+            return Terms(doing, cache.terms, of=" of a Decoder"), None
 
         def run(*_: Any) -> Tensor:
             new = cache._begin(rings, 1)
@@ -166,7 +163,7 @@ class Decoder:
             self._step.fill(tokens, new)
             self._step.graph.replay()
             new.differs = self._step.differs
-            cache._lengths = [cache.length] * cache.layers
+            cache._done = [*range(cache.layers)]
             return self._step.logits.clone()
 
         with torch.cuda.device_of(memory.difference):

@@ -18,7 +18,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..base.autograd import stops_recomputation
 from ..base.streams import refuse_capture
@@ -155,6 +155,18 @@ def gather_terms(
     """
     with admit_one_thread(rings, doing):
         return _meet(rings, doing, lambda: (Terms(doing, own=terms()), None))[1]
+
+
+def refuse(rings: Rings, doing: str, error: Exception) -> NoReturn:
+    """Raise `error` instead of a call. The other ranks raise RanksDisagree, which names the call by
+    `doing`.
+    """
+
+    def fail() -> NoReturn:
+        raise error
+
+    gather_terms(rings, doing, fail)
+    raise AssertionError("gather_terms returned although its terms failed")
 
 
 def _meet(

@@ -29,7 +29,7 @@ from ..sequence.rows import (
     stack_rows,
 )
 from ..transport import ALONE
-from .agreement import Terms, describe_term, mark_known, run_agreed
+from .agreement import Terms, describe_term, mark_known, refuse, run_agreed
 from .collectives import Join, RankSum, TensorCall, apply_together, describe_tensor
 from .rings import Group, Rings, make_rings
 
@@ -354,6 +354,10 @@ class WholeSequence:
         kind     the kind of attention, such as `SoftmaxAttention`
         tensors  others that the kind takes
         """
+        try:
+            check_kind(kind, tensors)
+        except (TypeError, ValueError) as error:
+            refuse(self.sp.rings, "the attention of a layer", error)
         out: Tensor = kind.attend(self, q, k, v, *tensors)
         return out
 
@@ -457,6 +461,18 @@ def check_sp(sp: Any) -> SequenceParallel:
             f"sp must be a SequenceParallel, from init_sequence_parallel, got {type(sp).__name__}"
         )
     return sp
+
+
+def check_kind(kind: Any, tensors: Sequence[Any]) -> None:
+    """Raise TypeError unless `kind` is a kind of attention, ValueError unless it takes `tensors`
+    besides q, k and v.
+    """
+    if isinstance(kind, type) or not hasattr(kind, "check_tensors"):
+        raise TypeError(
+            f"kind must be a kind of attention, such as the one of a layer, layer.kind, got "
+            f"{kind.__name__ if isinstance(kind, type) else type(kind).__name__}"
+        )
+    kind.check_tensors(tensors)
 
 
 def _find_join(layout: Layout, dim: int, everyone: Sequence[dict[str, Any]]) -> Join:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.few_queries import has_kernels
 from ..memories.keys import KeyMemory, Softmax
 from ..memories.new_tokens import NewTokens
-from ..memories.protocol import Room, Turn, reserve_memory
+from ..memories.protocol import Kind, Room, Turn, reserve_memory
 from ..merging.parts import Partials
 from ..spec import Spec
 from .choice import choose_in_document
@@ -43,6 +43,11 @@ class SparseMemory(KeyMemory):
         by_k = (k,) if config.use_nope and room.chunks is not None else ()
         super().__init__(kind, room, k, v, *by_k)
 
+    def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> None:
+        super().check(kind, q, k, v, *tensors)
+        assert self.kind.extension is not None, "it chooses"
+        self.kind.extension.check(tensors[1:], q, k)
+
     def keep(
         self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> Callable[[], Tensor]:
@@ -68,9 +73,7 @@ class SparseMemory(KeyMemory):
     def _take_choose_by(
         self, q: Tensor, k: Tensor, sinks: Tensor | None = None, *choose_by: Tensor
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return the sinks, and the queries and keys to choose by, checked."""
-        assert self.kind.extension is not None, "it chooses"
-        self.kind.extension.check(choose_by, q, k)
+        """Return the sinks, and the queries and keys to choose by."""
         if not self.config.use_nope:
             return sinks, q, k
         by_q, by_k = (x.detach().to(q.dtype) for x in choose_by)
