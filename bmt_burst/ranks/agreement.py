@@ -1,10 +1,9 @@
 """Agreement of the ranks before they begin something together.
 
-Each rank sends a line of JSON. It names what the rank is "doing". It has a digest of the terms that
-must be equal on all ranks, and the terms of this rank alone, or the "failure" that prevents it. All
-ranks read the same lines, so all go on or all raise. If digests differ, ranks send each other the
-terms, for the error. Ranks number their calls and also agree on the backward of each call.
-Otherwise ranks in different backwards would silently add up wrong gradients.
+Each rank sends a line of JSON. It names what the rank is "doing", and has a digest of the terms
+that must be equal on all ranks, and the terms of this rank alone, or the "failure" that prevents
+it. Ranks number their calls and also agree on the backward of each call. Otherwise ranks in
+different backwards would silently add up wrong gradients.
 
 The section "What ranks agree on" of docs/design.md tells what is promised.
 """
@@ -87,11 +86,9 @@ def run_agreed(
 
     If `check` fails on a rank, its error is raised there and RanksDisagree on the others. All ranks
     raise RanksDisagree if they differ in terms or in what they do. A failure in `run` is reported
-    to the other ranks, unless they know it. They know the failure of a call inside `check`: a
-    backward may compute its forward again, which calls attention.
-
-    Several ranks raise RuntimeError at once, before they send anything, while a CUDA graph is
-    captured.
+    to the other ranks. They know the failure of a call inside `check` already: a backward may
+    compute its forward again, which calls attention. Several ranks raise RuntimeError, before they
+    send anything, while a CUDA graph is captured.
     """
     if not rings.shared:
         _, given = check()
@@ -109,8 +106,7 @@ def run_agreed(
 def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
     """Return the result of `work` on this rank, once it has succeeded on all ranks.
 
-    If it fails, its error is raised on this rank and RanksDisagree on the others. Raises
-    RanksDisagree on every rank if one is doing something else.
+    It raises as `run_agreed` does for `check`.
     """
     with admit_one_thread(rings, doing):
         return _meet(rings, doing, lambda: (Terms(doing), work()))[0]
@@ -124,12 +120,10 @@ def agree(
     but: Sequence[str] = (),
     doing: str = "",
 ) -> list[dict[str, Any]]:
-    """Return the terms of all ranks for a call of the function `name`.
+    """Return the terms of all ranks for a call of the function `name`, or for what they begin.
 
-    find   returns this rank's terms
-    doing  names what the ranks begin if it is no call of a function
-
-    Raises RanksDisagree on every rank if ranks differ in a term that is not in `but`.
+    `find` returns this rank's terms. Raises RanksDisagree on every rank if ranks differ in a term
+    that is not in `but`.
     """
     of = "" if doing else f" of {name}"
     doing = doing or f"a call of {name}"
@@ -150,8 +144,7 @@ def gather_terms(
 ) -> tuple[bytes, ...]:
     """Return the lines of all ranks in rank order, for `read_terms`. Ranks may differ in all terms.
 
-    `terms` returns this rank's terms. If it fails, this rank sends its failure to the others, and
-    then raises it.
+    If `terms` fails, this rank sends its failure to the others, and then raises it.
     """
     with admit_one_thread(rings, doing):
         return _meet(rings, doing, lambda: (Terms(doing, own=terms()), None))[1]
@@ -223,9 +216,7 @@ def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def read_own(terms: Terms, lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the own terms of each rank, from the lines that `run_agreed` passes on. `terms` are
-    this rank's.
-    """
+    """Return the own terms of each rank, from the lines that `run_agreed` passed on."""
     return read_terms(lines) if lines else [{**terms.own}]
 
 
@@ -277,8 +268,7 @@ def _show(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "runs" in value:
-        name, tokens = value["layout"]
-        return f"{name} of {tokens} tokens"
+        return "{} of {} tokens".format(*value["layout"])
     (tokens, keys), slices = value["tokens"], value["slices"]
     of_keys = f" and {keys} keys" * (keys != tokens)
     return f"{tokens} tokens{of_keys} in {len(slices)} slices"
@@ -295,10 +285,8 @@ def describe_term(value: Mask | Layout | str) -> str:
 
 @contextlib.contextmanager
 def admit_one_thread(rings: Rings, doing: str) -> Iterator[None]:
-    """Return a context that keeps other threads of this process out of the rings. This thread may
-    enter again.
-
-    Ranks pair messages by their order. Two threads would receive each other's messages.
+    """Return a context that keeps other threads of this process out of the rings, since two threads
+    would receive each other's messages. This thread may enter again.
 
     Raises RuntimeError at once if another thread is inside. That thread raises it too when it is
     done, unless it fails anyway. The group is unusable from then on: on another rank the other
@@ -338,10 +326,8 @@ def _close_contested(used: Sequence[Messenger], doing: str) -> None:
 
 @contextlib.contextmanager
 def report_failure(rings: Rings, doing: str) -> Iterator[None]:
-    """Return a context that reports it to the other ranks if this one fails in a call that all
-    agreed on, unless they know the error already.
-
-    If this rank fails because another one did, it raises that rank's error, with its reason.
+    """Return a context of a call that all agreed on. If this rank fails in it, the others get the
+    reason, unless they know it. If another rank failed first, this one raises that rank's error.
     """
     # streams may wait for ranks of either ring
     watches = [ring.watch for ring in rings.shared if ring.watch]
@@ -370,18 +356,14 @@ def mark_known(error: Error) -> Error:
 
 def _format_reason(error: BaseException) -> str:
     """Describe an error in printable ASCII, in 400 characters at most."""
-    return "".join(
-        c if c.isprintable() and c.isascii() else "?"
-        for c in f"{type(error).__name__}: {error}"[:400]
-    )
+    text = f"{type(error).__name__}: {error}"[:400]
+    return "".join(c if c.isprintable() and c.isascii() else "?" for c in text)
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
     """Return the terms in a line. A line of another form counts as the rank's "doing"."""
-    try:
+    with contextlib.suppress(ValueError):
         terms = json.loads(line)
-    except ValueError:
-        terms = None
-    return (
-        terms if isinstance(terms, dict) else {"doing": f"'{line.decode(errors='replace')[:200]}'"}
-    )
+        if isinstance(terms, dict):
+            return terms
+    return {"doing": f"'{line.decode(errors='replace')[:200]}'"}

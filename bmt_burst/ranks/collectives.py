@@ -25,9 +25,7 @@ from .rings import Rings, check_device
 
 @dataclass(frozen=True)
 class Join:
-    """The whole of shards: `SequenceParallel.unshard`, or another function `name`. `shapes` are
-    those of all ranks' shards.
-    """
+    """The whole of all ranks' shards, of `shapes`, for the function `name`."""
 
     layout: Layout
     dim: int
@@ -63,9 +61,7 @@ class RankSum:
 
 
 class TensorCall(NamedTuple):
-    """A call of a collective, as one rank checked it. `find` returns the collective, from the own
-    terms of all ranks.
-    """
+    """A checked call of a collective, which `find` returns from the own terms of all ranks."""
 
     x: Tensor
     terms: Terms
@@ -89,9 +85,7 @@ def describe_tensor(
 
 
 def apply_together(rings: Rings, name: str, check: Callable[[], TensorCall]) -> Tensor:
-    """Return the result of a collective on this rank, once all ranks have agreed on the call of the
-    function `name`.
-    """
+    """Return the result of a collective, once all ranks have agreed on the call of `name`."""
 
     def check_terms() -> tuple[Terms, TensorCall]:
         request = check()
@@ -124,11 +118,12 @@ class _OverRanks(torch.autograd.Function):
         """Return the gradients of forward's arguments, once all ranks are in this backward."""
         rings: Rings = ctx.rings
         collective: Join | RankSum = ctx.collective
-        doing = f"the backward of call {ctx.number}, of {collective.name}"
+        name = collective.name
+        doing = f"the backward of call {ctx.number}, of {name}"
 
         def begin() -> tuple[Terms, None]:
-            check_first_derivative(collective.name)
-            check_transforms(f"the backward of {collective.name}", dout)
+            check_first_derivative(name)
+            check_transforms(f"the backward of {name}", dout)
             return Terms(doing), None
 
         dx = run_agreed(rings, doing, begin, lambda *_: collective.backward(rings, dout))

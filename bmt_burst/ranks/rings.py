@@ -24,8 +24,7 @@ from ..transport.torch_dist import torch_transport, world_group
 
 _PROCESS = uuid.uuid4().hex  # ranks may be forks, or threads of a test
 
-# A torch.distributed ProcessGroup or DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a
-# Transport.
+# a ProcessGroup, a DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a Transport
 Group = Any
 
 Kept = TypeVar("Kept")
@@ -52,8 +51,7 @@ def find_kept(kept: dict[Any, Any], key: Any, make: Callable[[], Kept], most: in
     found: Kept | None = kept.pop(key, None)
     if found is None:
         found = make()
-        # Several threads without a group may do this at once. So the keys are copied, which is
-        # atomic. The least recently used ones are the first.
+        # Several threads without a group may do this at once: copying the keys is atomic.
         for old in list(kept)[: 1 - most]:
             kept.pop(old, None)
     kept[key] = found  # last in order: just used
@@ -62,9 +60,7 @@ def find_kept(kept: dict[Any, Any], key: Any, make: Callable[[], Kept], most: in
 
 @dataclass(frozen=True)
 class Rings:
-    """The rings of a rank: `inner` within a host, `outer` between hosts. Without `double` the outer
-    one has one rank.
-    """
+    """The rings of a rank: `inner` within a host, and if `double`, `outer` between hosts."""
 
     inner: Transport
     outer: Transport
@@ -114,20 +110,21 @@ class Rings:
         """Raise RanksDisagree if the rings are no grid: ranks of a host must share a host number,
         and ranks of an outer ring a place in their hosts.
 
-        A rank that finds a fault sends it over both rings, so that all ranks that it is connected
-        with raise too.
+        A rank that finds a fault sends it over both rings.
         """
         inner, outer, fault = self.inner, self.outer, ""
+
+        def describe(role: str, place: int, host: int) -> str:
+            return f"{role} group, place {place} of {inner.size} on host {host} of {outer.size}"
+
         for ring, role in ((inner, "intra"), (outer, "inter")):
-            place_here = _describe_place(role, inner.rank, inner.size, outer.rank, outer.size)
-            for rank, line in enumerate(ring.messenger.gather(place_here)):
-                place, host = (rank, outer.rank) if role == "intra" else (inner.rank, rank)
-                expected = _describe_place(role, place, inner.size, host, outer.size)
-                if line != expected and not fault:
-                    fault = (
-                        f"expected rank {rank} of an {role} group to be '{expected.decode()}', "
-                        f"got '{line.decode()[:200]}'"
-                    )
+            here = describe(role, inner.rank, outer.rank)
+            for rank, line in enumerate(ring.messenger.gather(here.encode())):
+                at = (rank, outer.rank) if role == "intra" else (inner.rank, rank)
+                expected, found = describe(role, *at), line.decode()[:200]
+                if found != expected and not fault:
+                    of_group = f"expected rank {rank} of an {role} group"
+                    fault = f"{of_group} to be '{expected}', got '{found}'"
         # the same number of messages over both, in case a rank swapped them
         for ring in (inner, outer, inner, outer):
             lines = ring.messenger.gather(fault.encode())
@@ -136,9 +133,8 @@ class Rings:
             raise RanksDisagree(f"double_group must be a grid of hosts and places in them: {fault}")
         # Groups may also connect two grids so that each rank sees one of them. Then the ranks of a
         # host see different ones.
-        everyone = self._gather_over_both(
-            f"{_PROCESS} {os.getpid()} {threading.get_ident()}".encode()
-        )
+        thread = f"{_PROCESS} {os.getpid()} {threading.get_ident()}"
+        everyone = self._gather_over_both(thread.encode())
         digest = hashlib.sha256(b"\n".join(everyone)).hexdigest().encode()
         if any(theirs != digest for theirs in inner.messenger.gather(digest)):
             raise RanksDisagree(
@@ -150,16 +146,13 @@ class Rings:
         """Report over both rings that this rank failed in the middle of a call, see Messenger."""
         # After equally many deliveries, each one has begun at both of its ends. Exchanges are not
         # counted: over gloo a rank ends its own, or has a place that no other rank has.
+        rings, errors = self.shared, list[RuntimeError | None]()
         try:
-            places = [
-                ring.begun if ring.end_exchanges() else -1 - ring.rank for ring in self.shared
-            ]
-            errors = [
-                ring.messenger.fail(reason, place)
-                for ring, place in zip(self.shared, places, strict=True)
-            ]
+            places = [ring.begun if ring.end_exchanges() else -1 - ring.rank for ring in rings]
+            for ring, place in zip(rings, places, strict=True):
+                errors.append(ring.messenger.fail(reason, place))
         except BaseException:  # this rank is interrupted again
-            for ring in self.shared:
+            for ring in rings:
                 ring.messenger.close(reason)
             raise
         finally:
@@ -176,9 +169,8 @@ class Rings:
                 ring.disconnect()
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
-        """Prepare for deliveries within the host, see Transport, and for exchanges over both rings.
-
-        All ranks call it with the same numbers, also ranks with nothing to send.
+        """Prepare for deliveries within the host, and for exchanges over both rings. All ranks call
+        it with the same numbers, also ranks with nothing to send.
         """
         self.inner.reserve(lane_bytes, device)
         for ring in (self.inner, self.outer):
@@ -188,11 +180,8 @@ class Rings:
         """Return the contiguous x of all ranks in rank order. `shapes` are their shapes."""
         inner, outer = self.inner.size, self.outer.size
         start = self.outer.rank * inner
-        here = self.inner.all_to_all([x] * inner, shapes[start : start + inner])
-        by_place = [
-            self.outer.all_to_all([part] * outer, shapes[place::inner])
-            for place, part in enumerate(here)
-        ]
+        here = enumerate(self.inner.all_to_all([x] * inner, shapes[start : start + inner]))
+        by_place = [self.outer.all_to_all([x] * outer, shapes[place::inner]) for place, x in here]
         return [of_hosts[host] for host in range(outer) for of_hosts in by_place]
 
     def gather_equal(self, x: Tensor) -> Tensor:
@@ -208,15 +197,12 @@ class Rings:
         """
         inner = self.inner.size
         starts = range(0, self.size, inner)
-        return sum_over(
-            self.outer, [sum_over(self.inner, parts[start : start + inner]) for start in starts]
-        )
+        by_host = [sum_over(self.inner, parts[start : start + inner]) for start in starts]
+        return sum_over(self.outer, by_host)
 
 
 def sum_over(ring: Transport, parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors that the ranks of a ring have for this one. parts[r] is for
-    rank r.
-    """
+    """Return the sum of the tensors that the ranks of a ring have for this one, by `parts`."""
     found = ring.all_to_all(parts, [parts[ring.rank].shape] * ring.size)
     dtype = found[0].dtype
     wide = accumulator_dtype(dtype) if dtype.is_floating_point else dtype
@@ -227,7 +213,7 @@ def sum_over(ring: Transport, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack_host(rank: int, packed: bytes) -> bytes:
-    """Return the lines of a host's ranks. Rank `rank` of the inter group packed them."""
+    """Return the lines of a host's ranks, which rank `rank` of the inter group packed."""
     try:
         return zlib.decompress(packed)
     except zlib.error:
@@ -238,19 +224,12 @@ def _unpack_host(rank: int, packed: bytes) -> bytes:
         ) from None
 
 
-def _describe_place(role: str, place: int, places: int, host: int, hosts: int) -> bytes:
-    return f"{role} group, place {place} of {places} on host {host} of {hosts}".encode()
-
-
 def make_rings(process_group: Group | None, double_group: Sequence[Group | None]) -> Rings:
     """Return the rings that `burst_attn_func`'s arguments name.
 
-    The inner ring is over intra, the ranks of a host. The outer ring is over inter, the ranks at
-    the same place of all hosts, or this rank alone. A rank's number in the sequence is (its rank in
-    inter) * (size of intra) + (its rank in intra).
-
-    As in the official BurstAttention, intra and inter may be pairs of groups. There the second one
-    of a pair sends dq. Here the first one sends everything.
+    The inner ring is over intra, the ranks of a host, the outer one over inter, the ranks at the
+    same place of all hosts. Intra and inter may be pairs of groups, as in the official
+    BurstAttention, where the second one of a pair sends dq. Here the first one sends everything.
 
     Raises TypeError for what is no group. Raises ValueError for a mesh of more dimensions, if this
     rank is in none of the groups, if both kinds are given, or for a pair of groups with other ranks
@@ -293,9 +272,7 @@ def _take_first(group: Group | None, role: str) -> Group | None:
 
 
 def _list_ranks(group: Group) -> list[int] | str:
-    """Return the ranks of a group in their order. Of a bmtrain NCCLCommunicator or a Transport,
-    which do not know them, return the place of this rank.
-    """
+    """Return the ranks of a group in their order, or this rank's place if it does not know them."""
     bmtrain = initialized_bmtrain()
     if bmtrain and isinstance(group, bmtrain.nccl.NCCLCommunicator):
         return f"{bmtrain.nccl.commRank(group)} of {bmtrain.nccl.commCount(group)}"

@@ -45,12 +45,11 @@ class SequenceParallel:
 
     rank    this rank's number, 0 to size - 1
     size    the number of ranks
-    layout  the name of a layout, for sequences of any length, or a Layout, for sequences of its
-            length
+    layout  the name of a layout, or a Layout, for sequences of its length
     groups  the keyword arguments with which burst_attn_func runs over these ranks
 
-    A copy (copy.copy, copy.deepcopy) has the same groups. A pickle has none, since groups do not
-    outlive their process: it is read as DetachedGroups. A rank alone is pickled as it is.
+    A copy has the same groups. A pickle of several ranks has none, since groups do not outlive
+    their process: it is read as DetachedGroups.
     """
 
     rank: int = 0
@@ -87,8 +86,7 @@ class SequenceParallel:
     def with_layout(self, layout: str | Layout) -> SequenceParallel:
         """Return the same ranks and groups with another layout.
 
-        Raises ValueError for an unknown name or a layout of another number of ranks, TypeError for
-        anything else.
+        Raises TypeError or ValueError unless it is a known name, or a layout of as many ranks.
         """
         if not isinstance(layout, Layout):
             layout_class(layout)
@@ -97,9 +95,8 @@ class SequenceParallel:
         return dataclasses.replace(self, layout=layout)
 
     def layout_of(self, seq_len: int) -> Layout:
-        """Return the layout of a sequence of `seq_len` tokens.
-
-        Raises ValueError if it is too short, or if the layout is for another length.
+        """Return the layout of a sequence of `seq_len` tokens. Raises ValueError if it is too short
+        or not of the layout's length.
         """
         if not isinstance(self.layout, Layout):
             return Layout.named(self.layout, seq_len, self.size)
@@ -110,16 +107,12 @@ class SequenceParallel:
         return self.layout
 
     def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:
-        """Return the global positions of this rank's tokens of a sequence of `seq_len`: (S_local,)
-        int64.
-        """
+        """Return the positions of this rank's tokens of a sequence: (S_local,) int64."""
         return self.layout_of(seq_len).positions(self.rank, device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of `x` along `dim`, a differentiable copy. `x` is whole and the
-        same on every rank.
-
-        Raises as `layout_of` for a number of entries that cannot be cut.
+        same on every rank. Raises as `layout_of` does for its number of entries.
         """
         dim = check_dim(x, dim)
         return self.layout_of(x.shape[dim]).shard(x, self.rank, dim)
@@ -127,12 +120,11 @@ class SequenceParallel:
     @not_compiled
     def longest(self, positions: Tensor) -> Tensor:
         """Return the largest position on any rank, plus 1: () for `positions` (S_local,) int64,
-        (B,) for (B, S_local).
+        (B,) for (B, S_local). Rotary scalings may depend on it.
 
-        Rotary scalings that depend on a length use this one. Every rank must call it with its part.
-        If positions are on a GPU, the host waits for it. Raises on every rank if one has no
-        positions, or has them in another dtype or on a device that the group cannot exchange.
-        Raises RanksDisagree if ranks differ in B.
+        Every rank must call it with its part. The host waits for a GPU. Raises on every rank if one
+        has no positions, or has them in another dtype or on a device that the group cannot
+        exchange. Raises RanksDisagree if ranks differ in B.
         """
         if self.size == 1:
             return _find_longest(positions)
@@ -150,16 +142,16 @@ class SequenceParallel:
         """Return the whole tensor that `shard` cut, on every rank. Every rank must call it with its
         part `x`.
 
-        Differentiable once. The backward adds up all ranks' gradients of the whole tensor, and
-        returns the gradient of this rank's part. So if every rank computes the same loss from whole
-        tensors, the mean over ranks of the parameters' gradients is the gradient of the loss. Every
-        rank must take part in the backward. Integers and bools have no gradient.
+        Differentiable once. The backward, in which every rank must take part, adds up all ranks'
+        gradients of the whole tensor, and returns the gradient of this rank's part. So if every
+        rank computes the same loss from whole tensors, the mean over ranks of the parameters'
+        gradients is the gradient of the loss.
 
         Raises ValueError or TypeError on every rank if any rank's `x` is no tensor on a device of
         the group, or does not have that rank's tokens of a sequence of `seq_len`. Raises
-        RanksDisagree if ranks differ in layout, dtype, whether autograd records the call, or
-        anything else. Raises RuntimeError inside transforms of torch.func and in forward mode, and
-        in a backward with create_graph.
+        RanksDisagree if ranks differ in anything else, as layout, dtype, or whether autograd
+        records the call. Raises RuntimeError inside transforms of torch.func and in forward mode,
+        and in a backward with create_graph.
         """
 
         def check() -> TensorCall:
@@ -174,14 +166,12 @@ class SequenceParallel:
 
     @not_compiled
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, on every rank. Every rank must call it, with a tensor
-        of the same shape and dtype.
+        """Return the sum of all ranks' `x`, such as parts of a loss, on every rank. Every rank must
+        call it, with a tensor of the same shape and dtype.
 
-        For losses of whole sequences: add up each rank's part of a sum over tokens. Half precision
-        is added up in fp32, and the result has x's dtype. Integers and bools become int64.
-
-        Differentiable once, by the rule of `unshard`: the backward adds up the gradients of all
-        ranks. Integers and bools have no gradient. Raises the errors of `unshard`.
+        Half precision is added up in fp32, and the result has x's dtype. Integers and bools become
+        int64. Differentiable once: the backward adds up the gradients of all ranks, as that of
+        `unshard`. Raises the errors of `unshard`.
         """
 
         def check() -> TensorCall:
@@ -191,20 +181,15 @@ class SequenceParallel:
 
     @not_compiled
     def sequence(
-        self,
-        mask: Masks,
-        layout: Layouts = Balanced.name,
-        kv_layout: Layouts | None = None,
+        self, mask: Masks, layout: Layouts = Balanced.name, kv_layout: Layouts | None = None
     ) -> WholeSequence:
-        """Return a batch of whole sequences over these ranks: what masks and layouts make of it.
-        Every rank must call it, once a batch.
+        """Return whole sequences, a batch, over these ranks. Every rank must call it once a batch.
 
         mask               the visible pairs, or a mask for each row of the batch
         layout, kv_layout  as burst_attn_func's
 
-        Ranks compare masks and layouts once. Calls with the result check them no more. Raises
-        ValueError or TypeError on all ranks if masks and layouts do not fit, and RanksDisagree if
-        ranks differ in them.
+        Ranks compare masks and layouts once, and not in calls with the result. Raises ValueError or
+        TypeError on all ranks if they do not fit, and RanksDisagree if ranks differ in them.
         """
         doing = "a call of sequence"
 
@@ -228,8 +213,6 @@ class WholeSequence:
     kv_layout  that of the keys, or None for `layout`
     packed     whether the mask was made of the cu_seqlens that the user passed
     sp         the ranks that share it. A sequence of a single call has none: the call names them
-
-    It is a part of a sequence as a chunk is one: the whole.
     """
 
     saves_graph: ClassVar[bool] = True
@@ -266,8 +249,7 @@ class WholeSequence:
         causal: bool = False,
         packed: bool = False,
     ) -> WholeSequence:
-        """Return the sequence that these arguments name. It sends no message. The latest ones are
-        kept.
+        """Return the sequence that these arguments name, without messages. The latest are kept.
 
         Raises TypeError or ValueError if an argument is wrong.
         """
@@ -295,7 +277,7 @@ class WholeSequence:
         return self._layouts[0].seq_len
 
     def on(self, sp: SequenceParallel) -> WholeSequence:
-        """Return this sequence as that of the ranks of `sp`. They have not compared it."""
+        """Return this sequence as one of the ranks of `sp`, which have not compared it."""
         found = copy.copy(self)
         found.sp = sp
         return found
@@ -349,10 +331,9 @@ class WholeSequence:
 
     @not_compiled
     def mix(self, layer: int, kind: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        """Return the attention of a layer: (B, S_local, H, D).
+        """Return the attention of a layer, of a kind as `SoftmaxAttention`: (B, S_local, H, D).
 
-        kind     the kind of attention, such as `SoftmaxAttention`
-        tensors  others that the kind takes
+        `tensors` are others that the kind takes.
         """
         try:
             check_kind(kind, tensors)
@@ -379,8 +360,7 @@ class WholeSequence:
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a whole tensor, (S_local) entries along `dim`.
 
-        If rows differ in their layouts, x is (B, S, ...) or (1, S, ...), and `dim` 1. Raises
-        ValueError otherwise.
+        Raises ValueError if rows differ in their layouts, unless x is (B or 1, S, ...) and `dim` 1.
         """
         rank = self.sp.rank
         if isinstance(self.layout, Layout):
@@ -390,8 +370,8 @@ class WholeSequence:
         return torch.stack([layout.shard(row, rank, 0) for layout, row in rows])
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole of all ranks' parts, on every rank, as `SequenceParallel.unshard`. If
-        rows differ in their layouts, x is (B, S_local, ...), and `dim` 1.
+        """Return the whole of all ranks' parts, as `SequenceParallel.unshard`. If rows differ in
+        their layouts, x is (B, S_local, ...), and `dim` 1.
         """
         sp = self.sp
         if isinstance(self.layout, Layout):
@@ -482,12 +462,8 @@ def _find_join(layout: Layout, dim: int, everyone: Sequence[dict[str, Any]]) -> 
         expected = list(shapes[0])
         expected[dim] = layout.length(rank)
         if shape != expected:
-            raise mark_known(
-                RanksDisagree(
-                    f"expected rank {rank}'s x, of {layout.seq_len} tokens along {dim}, to be "
-                    f"{expected}, got {shape}"
-                )
-            )
+            x = f"rank {rank}'s x, of {layout.seq_len} tokens along {dim}"
+            raise mark_known(RanksDisagree(f"expected {x}, to be {expected}, got {shape}"))
     return Join(layout, dim, [*map(torch.Size, shapes)])
 
 
@@ -500,10 +476,7 @@ def _find_longest(positions: Tensor) -> Tensor:
 
 
 class DetachedGroups:
-    """A SequenceParallel of `size` ranks that was read from a pickle. Using it raises RuntimeError.
-
-    A layer that holds it needs `layer.attach(sp)`.
-    """
+    """A SequenceParallel of `size` ranks, read from a pickle. Using it raises RuntimeError."""
 
     def __init__(self, size: int):
         self._size = size

@@ -3,9 +3,8 @@
     outputs = simulate(3, lambda ring: work(ring.rank, process_group=ring))
 
 Autograd walks a graph on one thread, but each rank's attention waits in its backward for the other
-ranks. So the results are detached from the ranks' graphs, and one autograd function of all ranks
-stands between. Its backward walks each rank's graph on a separate thread, and adds up the gradients
-of leaves that ranks share.
+ranks. So one autograd function of all ranks stands between their graphs and the results. Its
+backward walks each rank's graph on a separate thread, and adds up the gradients of shared leaves.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
     take part in the backward, with gradients of 0 where a rank's results are not used.
     Checkpointing inside `work` needs use_reentrant=False, unless `work` calls backward itself.
 
-    If ranks share a tensor that is not a leaf, torch.autograd.grad raises for it. Its hooks run on
-    each rank, with that rank's share of the gradient.
+    For shared tensors that are no leaves, torch.autograd.grad raises, and hooks run on each rank.
 
     Raises:
 
@@ -65,10 +63,8 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
 
 
 def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[Any]:
-    """Run each rank's work on a thread, and return the results. A rank without work has None. The
-    others must not wait for it.
-
-    Raises the first failure.
+    """Run each rank's work on a thread, and return the results, or raise the first failure. The
+    others must not wait for a rank without work.
     """
     results: list[Any] = [None] * len(works)
     failures: list[BaseException] = []
@@ -96,19 +92,16 @@ def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[An
 
 
 def _read_modes() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which another thread has this one's grad mode, inference mode and
-    autocast.
-    """
+    """Return a context with this thread's grad mode, inference mode and autocast, for another."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = {
-        x: torch.get_autocast_dtype(x) for x in ("cpu", "cuda") if torch.is_autocast_enabled(x)
-    }
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    casts = [(device, torch.get_autocast_dtype(device)) for device in devices]
 
     @contextmanager
     def modes() -> Iterator[None]:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), ExitStack() as stack:
-            for device_type, dtype in casts.items():
-                stack.enter_context(torch.autocast(device_type, dtype))
+            for cast in casts:
+                stack.enter_context(torch.autocast(*cast))
             yield
 
     return modes
@@ -212,9 +205,8 @@ def _find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
 def _check_functional() -> None:
     """Raise RuntimeError inside a function of torch.autograd.functional with create_graph.
 
-    Such a function differentiates with respect to a view of its leaf input. The graph here begins
-    at leaves, so the view is unused, and the function would return zeros. No code of this module
-    runs then: only the call stack shows it.
+    It differentiates with respect to a view of its leaf input. The graph here begins at leaves, so
+    it would return zeros. Only the call stack shows it.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -228,11 +220,7 @@ def _check_functional() -> None:
 
 
 def _check_hooks(leaves: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if a leaf has a tensor hook.
-
-    Autograd runs such hooks whenever it finds the leaf's gradient: on each rank, and again for the
-    sum over ranks.
-    """
+    """Raise RuntimeError if a leaf has a tensor hook, which autograd would run on each rank."""
     for leaf in leaves:
         if leaf._backward_hooks:
             raise RuntimeError(
@@ -244,9 +232,7 @@ def _check_hooks(leaves: Sequence[Tensor]) -> None:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], result: Any) -> Any:
-    """Return `result` with function(x) for each tensor x in its lists, tuples, dicts and
-    dataclasses.
-    """
+    """Return `result` with function(x) for each tensor x, also in containers and dataclasses."""
 
     def one(x: Any) -> Any:
         if isinstance(x, Tensor):
