@@ -139,20 +139,17 @@ def burst_attn_func(
         q: (B, S_local, H, D) queries of this rank's tokens, in fp16, bf16, fp32 or fp64. Autocast
             casts q, k and v to its dtype, unless they are fp64.
         k: (B, T_local, G, D) keys, usually of the same tokens. H is a multiple of G, and query head
-            h attends to kv head h // (H // G). Heads are never repeated. Keys of other tokens, or
-            of more of them, have a `kv_layout`; see attention.md.
-        v: (B, T_local, G, D_v) values of the keys' tokens. If D_v is not D, as in multi-head latent
-            attention, the smaller one is padded with zeros, which are computed and sent. "fa4"
-            computes 192:128 without them on Hopper, if G is H.
+            h attends to kv head h // (H // G). Heads are never repeated.
+        v: (B, T_local, G, D_v) values of the keys' tokens. If D_v is not D, the smaller one is
+            padded with zeros, which are computed and sent. "fa4" computes 192:128 without them on
+            Hopper, if G is H.
         softmax_scale: positive factor of the scores, by default 1 / sqrt(D).
         flash: the block kernel: "auto" for the fastest that can compute the call, or a name from
             `bmt_burst.kernels`. "cuda" is the best kernel of the flash-attn packages.
-        causal: whether a token sees only tokens at its own or earlier positions. `layout` gives
-            the positions. Queries of another number than the keys are their last tokens, as in
-            `Mask.causal`.
+        causal: whether a token sees only tokens at its own or earlier positions of `layout`.
+            Queries of another number than the keys are their last tokens, as in `Mask.causal`.
         optimize_bwd_comm: has no effect, and is here for calls written for BurstAttention's
-            package. A backward that sends queries sends delta = rowsum(out * dout) with them, which
-            is fewer bytes than out.
+            package: a backward that sends queries always sends delta = rowsum(out * dout), not out.
         deterministic: make results equal bit for bit between runs.
         process_group: the ranks that share the sequence: a torch.distributed ProcessGroup, a
             DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a bmt_burst Transport. By
@@ -162,15 +159,14 @@ def burst_attn_func(
         mask: the visible pairs of the whole sequence, instead of `causal`: a `bmt_burst.Mask`, or
             one for each row of the batch. Without mask and causal all pairs are visible. The result
             of `SequenceParallel.sequence` has layouts and groups too, so pass none with it.
-        layout: the positions of each rank's tokens, in their order: "zigzag", "striped",
-            "contiguous", "balanced" for Layout.balanced of the mask, a `bmt_burst.Layout`, or one
-            of these for each row of the batch. Rows must give a rank equally many tokens. Cut q, k
-            and v by the layout's `shard`.
+        layout: the positions of each rank's tokens: "zigzag", "striped", "contiguous", "balanced"
+            for Layout.balanced of the mask, a `bmt_burst.Layout`, or one of these for each row of
+            the batch. Rows must give a rank equally many tokens. Cut q, k and v by its `shard`.
         kv_layout: the layout of the keys and values, in the same forms, if they are other tokens
-            than the queries or lie elsewhere. "balanced" is then Layout.balanced of
-            `mask.transposed`. By default it is `layout`; a `Layout` then needs as many keys as
-            queries. Takes no bias and not the strategies "ulysses" and "usp", and `sparse` if the
-            queries are the last tokens of their documents' keys.
+            than the queries or lie elsewhere; "balanced" is that of `mask.transposed`. A `layout`
+            that is a `Layout` needs one if there are more or fewer keys than queries. Takes no bias
+            and not the strategies "ulysses" and "usp", and `sparse` if the queries are the last
+            tokens of their documents' keys.
         strategy: "ring", "all-gather", "one-call", "ulysses", "usp", or "auto", which is "one-call"
             for short calls on GPUs, and otherwise "ring". With "usp" the ranks of a double_group's
             `intra` share heads. "one-call" and "ulysses" take no double_group.
@@ -178,15 +174,14 @@ def burst_attn_func(
             the output's gradient) or "auto", which sends fewer bytes.
         return_lse: also return the logsumexp.
         group_bytes: most bytes of keys and values that a ring receives at once, and of partial
-            results that wait to be merged, with any strategy. More means fewer and larger kernel
-            calls, less means less memory. Long blocks are sent in several passes of some heads.
+            results that wait to be merged, with any strategy. More means fewer kernel calls, less
+            means less memory.
         scores: the visible pairs, instead of `mask`, and the row of `bias` that each pair adds to
             its scores: a `bmt_burst.Scores` of the whole sequence, or one for each row of the
             batch.
         bias: (R, H) fp32 (fp64 for fp64 inputs), the table of `scores`: a finite number for each
             row and query head, on q's device, identical on all ranks. Ranks compare only its shape.
-            If the kernel of `flash` knows no biases, the fastest kernel that does computes the
-            pairs that need one.
+            If the kernel of `flash` knows no biases, the fastest that does computes such pairs.
         softcap: a positive bound of the scores before they are masked,
             softcap * tanh(softmax_scale * q k^T / softcap), as in Gemma 2 and flash-attn. Some
             kernels have none, and no kernel has one together with a bias.
@@ -206,9 +201,8 @@ def burst_attn_func(
         with the sinks. A query that sees nothing has out 0, and lse -inf or its sink. In fp16, if
         out's gradient is far smaller than lse's, v's is off by up to 2e-4 of lse's.
 
-    Both results are differentiable once, in q, k, v, bias and sinks. On each rank the gradients of
-    bias and sinks are shares, from its own tokens or pairs. Add up the shares of all ranks, as for
-    any parameter of a sequence parallel model. Inputs are never written to.
+    Both are differentiable once, in q, k, v, bias and sinks. Each rank's gradients of bias and
+    sinks are shares, to be added up over the ranks as any parameter's. Inputs are never written to.
 
     Raises:
         ValueError, TypeError: on every rank, if arguments are wrong on any rank or differ between
@@ -253,7 +247,7 @@ def _attend(
     groups: tuple[Group | None, Sequence[Group | None]],
     flags: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse. The arguments are a public function's.
+    """Return out and lse.
 
     tensors   q, k, v and the sinks
     options   the first fields of `SoftmaxAttention`
@@ -265,9 +259,7 @@ def _attend(
     rings = make_rings(*groups)
     try:
         sequence, rings = find_sequence(rings, groups, *placed)
-        extension, inputs = None, ()
-        if any(x is not None for x in extended):
-            extension, inputs = find_extension(*extended)
+        extension, inputs = find_extension(*extended)
         try:
             kind = _find_kind(*flags, extension, *options)
         except TypeError:  # no option is without a hash
@@ -316,7 +308,7 @@ def burst_attn_kvpacked_func(
 ) -> Tensor | Any:
     """Compute `burst_attn_func` of q (B, S_local, H, D) and packed kv (B, T_local, 2, G, D).
 
-    Keys and values are not copied. All other arguments, results and errors are burst_attn_func's.
+    Nothing is copied. All other arguments, results and errors are burst_attn_func's.
     """
     return burst_attn_func(q, *kv, *options, **keywords)
 
@@ -327,8 +319,7 @@ def burst_attn_qkvpacked_func(
 ) -> Tensor | Any:
     """Compute `burst_attn_func` of packed qkv (B, S_local, 3, H, D).
 
-    Queries, keys and values are not copied. All other arguments, results and errors are
-    burst_attn_func's.
+    Nothing is copied. All other arguments, results and errors are burst_attn_func's.
     """
     return burst_attn_func(*qkv, *options, **keywords)
 
@@ -364,15 +355,14 @@ def burst_attn_varlen_func(
     """Compute `burst_attn_func` of packed documents, with the tensors of flash-attn's varlen form.
 
     Args:
-        q: (S_local, H, D) queries of this rank's tokens of the packed sequence.
+        q: (S_local, H, D) queries of this rank's tokens.
         k: (T_local, G, D) keys, by default of the same tokens.
         v: (T_local, G, D_v) values of the keys' tokens.
         cu_seqlens: (0, ..., S), the starts of the documents in the whole sequence, and its length:
             a sequence, or an integer tensor on the CPU, identical on every rank. Documents may be
             empty.
         causal: whether a token sees only tokens at its own or earlier positions of its document.
-        window: tokens see only tokens less than `window` positions away, so with `causal`
-            themselves and the window - 1 tokens before.
+        window: tokens see only tokens less than `window` positions away.
         layout, kv_layout: as burst_attn_func's, for the packed sequence as a whole.
         cu_seqlens_k: (0, ..., T), the starts of the same documents in the keys, if these are other
             tokens. The queries of a document are the last tokens of its keys.
