@@ -1,7 +1,4 @@
-"""Checks of arguments: plain tensors, and numbers of Python or numpy, which become Python's.
-
-Each function takes the argument's name, for its error. Numpy need not be installed.
-"""
+"""Checks of arguments: plain tensors, and numbers of Python or numpy, which become Python's."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_float(name: str, value: Any) -> float:
-    """Return a float.
-
-    Raises TypeError for anything but a real number, ValueError for one that no float can hold.
-    """
+    """Return a float. Raises TypeError for anything but a number, ValueError if it is too large."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {_shown(value)}")
     try:
@@ -52,10 +46,7 @@ def as_float(name: str, value: Any) -> float:
 
 
 def as_positive(name: str, value: Any) -> float:
-    """Return a float.
-
-    Raises TypeError for anything but a real number, ValueError unless it is positive and finite.
-    """
+    """Return a positive and finite float. Raises TypeError or ValueError for anything else."""
     number = as_float(name, value)
     if not 0 < number < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {number}")
@@ -71,10 +62,7 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise TypeError for anything but a dense tensor.
-
-    A DTensor or FakeTensor is none, since it has no values of its own.
-    """
+    """Raise TypeError for anything but a dense tensor with values of its own."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.is_nested or x.layout is not torch.strided:
@@ -125,9 +113,8 @@ def expand_rows(
 ) -> tuple[Item, ...]:
     """Return one item for each row of the batch, or none if none was passed.
 
-    hint  ends the error about an item of another type
-
-    Raises TypeError if an item is not of `kinds`, ValueError if their number is not `batch`.
+    Raises TypeError, which `hint` ends, if an item is not of `kinds`. Raises ValueError if their
+    number is not `batch`.
     """
     if given is None:
         return ()

@@ -21,9 +21,8 @@ def not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters,
 
     Ranks call such functions together, or the functions do more than compute tensors. A compiler
     would trace them again for other lengths, at other times on other ranks. torch.compiler.disable
-    does the same, but it loads the compiler. That takes seconds and more than 100 MiB, which
-    programs that compile nothing do not need. It also takes the host time in each call, whether a
-    compiled function makes the call or not.
+    does the same, but it loads the compiler, which takes seconds and more than 100 MiB, and it
+    takes the host time in each call.
     """
     disabled = _disable_dynamo(function)  # loads the compiler when it is first called
 
@@ -43,8 +42,8 @@ def fused_on_gpus(
 ) -> Callable[..., Tensor]:
     """Return `function`, which is compiled if its first tensor is on a GPU.
 
-    keeps_casts  whether a cast to half precision rounds, although the number is cast back. The
-                 compiler leaves out such pairs of casts otherwise, which is more precise.
+    keeps_casts  whether a cast to half precision rounds, although the number is cast back.
+                 Otherwise the compiler leaves out such pairs of casts.
 
     The other arguments are tensors and numbers. A compiled function is differentiable once. It is
     compiled at its first call, again for sizes of 1, and for calls with and without gradient.
@@ -63,8 +62,7 @@ def fused_on_gpus(
 def multiply_by_16(numbers: Iterable[int]) -> tuple[int, ...]:
     """Return 16 times each number, for a Triton kernel that takes them in a tuple and divides them.
 
-    Triton compiles a kernel again, which takes seconds, for numbers that are 1 and for multiples of
-    16. In a tuple it does so whatever `do_not_specialize` says. So numbers that differ from call to
-    call are all made multiples of 16.
+    Triton compiles a kernel again for numbers that are 1 and for multiples of 16, in a tuple
+    whatever `do_not_specialize` says. So numbers that differ between calls are all multiples of 16.
     """
     return tuple(16 * x for x in numbers)

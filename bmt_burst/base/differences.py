@@ -9,13 +9,12 @@ from .dtypes import accumulator_dtype
 
 
 def find_difference(x: Tensor, kept: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the difference of two tensors, relative to the most that rounding does.
+    """Return the difference of two tensors, relative to the most that rounding to `dtype`, by
+    default that of `kept`, does.
 
     Runs with the same kernels are equal. A compiled model rounds elsewhere without a graph: in tens
     of layers that adds up to several eps in an entry, but not in a scale of all, where independent
     roundings cancel. A scale of fp32 may differ by products in TF32.
-
-    dtype  the one that was rounded to, by default that of kept
     """
     eps = torch.finfo(dtype or kept.dtype).eps
     x, kept = (t.to(accumulator_dtype(kept.dtype)) for t in (x, kept))

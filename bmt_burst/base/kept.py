@@ -1,12 +1,9 @@
 """Results that are kept while activation checkpointing drops everything else: the choices of sparse
 attention, and the states of lightning attention.
 
-A checkpointed function runs again in the backward. To find these results again, ranks would
-exchange tensors again. So the first run keeps them, and the second takes them in the same order.
-
-A call cannot find out which first run its recomputation belongs to. So the caller states it:
-`keep_results` makes the contexts of one checkpointed function, as torch's checkpointing without
-reentrance takes them. `Results` is for all other ways to checkpoint.
+To find them again in a recomputation, ranks would exchange tensors again. So the first run keeps
+them, and the second takes them in the same order. A call cannot find out which first run its
+recomputation belongs to: the caller states it with `keep_results` or `Results`.
 
 Checkpointed functions may be nested. The outer one's recomputation runs the inner one for the first
 time again. Then the inner one takes its results from the outer one.
@@ -58,9 +55,8 @@ class Results:
         self._recomputations: dict[Hashable, KeptResults] = {}
 
     def of(self, layer: Hashable) -> KeptResults:
-        """Return the context of one run of `layer`, which is the layer itself or a name.
+        """Return the context of a run of `layer`, which is the layer itself or a name.
 
-        Its first run keeps its results. Recomputations, which run inside a backward, take them.
         Raises ValueError if the layer runs twice in a forward.
         """
         again = self._recomputations.get(layer)

@@ -1,10 +1,9 @@
 """Policies of torch's selective activation checkpointing, which keep the results of operations.
 
 A recomputation takes what a policy kept, an operation's nth result for its nth run. That is wrong
-if the first run changed the result in place afterwards. torch checks versions, but a view may hide
-a change from it. It is also wrong if only the first run makes plans and tables: then counts differ.
-
-So policies see no operations of this library's calls, except for those of the kernels.
+if the first run changed the result in place, which a view may hide from torch, and if only the
+first run makes plans and tables: then counts differ. So policies see no operations of this
+library's calls, except for those of the kernels.
 """
 
 from __future__ import annotations

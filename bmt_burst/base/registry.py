@@ -61,7 +61,7 @@ class Registry(Generic[T]):
     def pick(self, flash: str, q: Tensor, refuses: Refuses, aliases: Mapping[str, Any]) -> str:
         """Return the `first` of the names that `flash` stands for. "auto" stands for all.
 
-        Raises TypeError for anything but a string, and ValueError for an unknown name.
+        Raises TypeError unless it is a string, ValueError if it is unknown.
         """
         if not isinstance(flash, str):
             raise TypeError(f"flash must be the name of a kernel, got {flash!r}")

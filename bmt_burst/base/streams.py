@@ -36,10 +36,8 @@ def refuse_capture(doing: str, why: str) -> None:
 def current_stream(device: torch.device) -> Stream | None:
     """Return what identifies the current stream of a device, or None if it has no streams.
 
-    torch.cuda.current_stream takes the host several times as long.
-
-    Tables that are copied from the host are kept by it. So this raises RuntimeError while a CUDA
-    graph is captured: a kept table may be dropped before the graph is replayed.
+    torch.cuda.current_stream takes the host several times as long. Callers keep tables by stream.
+    They may drop one before a graph is replayed, so this raises RuntimeError in a capture.
     """
     if device.type != "cuda":
         return None
@@ -51,7 +49,7 @@ def current_stream(device: torch.device) -> Stream | None:
 def send_to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device, on its current stream. The host does not wait.
 
-    Raises RuntimeError while a CUDA graph is captured.
+    Raises RuntimeError in a capture.
     """
     if device.type != "cuda":
         return x

@@ -325,7 +325,7 @@ class WholeSequence:
         if are_equal and all(len(set(rows)) <= 1 for rows in (masks, layouts, kv_layouts)):
             mask, kv_layout = masks[0] if masks else None, kv_layouts[0] if kv_layouts else None
             return Rows(mask, self.causal, layouts[0], kv_layout, packed=self.packed)
-        masks = masks or masks_of_layouts(layouts, self.causal, kv_layouts=kv_layouts)
+        masks = masks or masks_of_layouts(layouts, kv_layouts, self.causal)
         mask, layout, kv_layout = stack_rows(masks, layouts, kv_layouts, size)
         return Rows(mask, self.causal, layout, kv_layout, stacked=batch)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from .layout import Chunked, Layout
 from .mask import Mask
+from .rows import limit_mask
 from .span import Span
 
 
@@ -78,9 +79,7 @@ def find_keys(
 
     Raises ValueError for a mask in which a token sees a later chunk.
     """
-    if window is not None:
-        limited = {mask: mask.windowed(window) for mask in set(masks)}
-        masks = tuple(limited[mask] for mask in masks)
+    masks = tuple(limit_mask(mask, window) for mask in masks)
     cut = [{mask: mask.rows(*positions) for mask in set(masks)} for positions in chunks.spans]
     firsts = [
         _find_first(rows.values(), span) for rows, span in zip(cut, chunks.spans, strict=True)

@@ -1,13 +1,11 @@
 """Layouts: the token positions that each rank owns.
 
 A layout cuts one sequence of `seq_len` tokens into a shard for each of `size` ranks. A shard
-consists of a few *runs*: arithmetic progressions of positions, in rising order. The rest follows
-from the runs: positions for RoPE, sharding, labels, and what a rank sees of another. Any length
-works. Shards may differ by one token; nothing is padded or dropped.
+consists of a few *runs*: arithmetic progressions of positions, in rising order. Any length works.
+Shards may differ by one token; nothing is padded or dropped. Chunks have the sizes of
+torch.tensor_split: the first `seq_len % chunks` are one token longer.
 
-Chunks have the sizes of torch.tensor_split: the first `seq_len % chunks` are one token longer.
-
-This module needs no torch.distributed and no CUDA. Try `print(Layout.zigzag(10, 2))`.
+Try `print(Layout.zigzag(10, 2))`.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ RunFields = tuple[int, int, int, Span]
 
 
 class Layout(ABC):
-    """The positions of `seq_len` tokens on `size` ranks. It prints the runs of each rank, at most a
-    screen of them.
+    """The positions of `seq_len` tokens on `size` ranks. It prints the runs of each rank.
 
     Make one with zigzag, striped, contiguous, balanced, chunks or named. Layouts are equal if they
     have the same kind and put all tokens in the same places.
@@ -76,10 +73,7 @@ class Layout(ABC):
 
     @staticmethod
     def named(name: str, seq_len: int, size: int) -> Layout:
-        """Return the layout called `name`, one of LAYOUTS.
-
-        Raises the errors of `layout_class`.
-        """
+        """Return the layout called `name`. Raises ValueError or TypeError unless LAYOUTS has it."""
         return layout_class(name)(seq_len, size)
 
     @staticmethod
@@ -94,7 +88,7 @@ class Layout(ABC):
     def striped(seq_len: int, size: int) -> Layout:
         """Return the layout in which rank r owns every size-th position from r on.
 
-        Work is equal, also with causal documents, but all tokens are sent.
+        Work is equal, also for causal documents, but all tokens are sent.
         """
         return Striped(seq_len, size)
 
@@ -122,8 +116,7 @@ class Layout(ABC):
 
         So a rank has an equal share of every chunk, and its shares lie one after the other.
 
-        tokens  the most tokens of a chunk, on all ranks together. There are ceil(seq_len / tokens)
-                chunks of the sizes of torch.tensor_split, so none is a short rest.
+        tokens  the most tokens of a chunk, on all ranks together. No chunk is a short rest.
         layout  how each chunk is cut: one of LAYOUTS
 
         Raises ValueError for tokens below 1, and for chunks with fewer tokens than ranks.
@@ -184,10 +177,10 @@ class Layout(ABC):
         return torch.cat([none, *parts])
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return a copy of the part of `x` that `rank` owns. `dim` has seq_len entries.
+        """Return a differentiable copy of the part of `x` that `rank` owns.
 
-        Differentiable. Raises ValueError for another number of entries or a rank out of range,
-        TypeError for anything but a tensor.
+        Raises ValueError unless `dim` has seq_len entries, or for a rank out of range, TypeError
+        for anything but a tensor.
         """
         dim = check_dim(x, dim)
         if x.shape[dim] != self.seq_len:
@@ -198,10 +191,10 @@ class Layout(ABC):
         return x.index_select(dim, self.positions(rank, x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Join the shards of all ranks along `dim`. They are given in rank order.
+        """Join the shards of all ranks, in rank order, along `dim`: the inverse of `shard`.
 
-        It is the inverse of `shard`, and differentiable. Raises ValueError for shards of other
-        lengths or another number of them, TypeError for anything but tensors.
+        Differentiable. Raises ValueError for shards of other lengths or another number of them,
+        TypeError for anything but tensors.
         """
         lengths = [self.length(r) for r in range(self.size)]
         given = _count_tokens(shards, dim)
@@ -277,10 +270,7 @@ class Balanced(Layout):
 
 
 class Stacked(Layout):
-    """The layouts of a batch's rows as the layout of one sequence: the rows in turn.
-
-    A rank's shard consists of its shards of the rows. So (B, S_local) becomes (1, B * S_local).
-    """
+    """The layouts of a batch's rows as that of one sequence: (B, S_local) is (1, B * S_local)."""
 
     name = "stacked"
 
@@ -363,10 +353,7 @@ def count_chunks(tokens: int, most: int) -> int:
 
 
 def layout_class(name: str) -> type[Layout]:
-    """Return the class of the layout called `name`.
-
-    Raises ValueError for an unknown name, TypeError for anything but a string.
-    """
+    """Return the class of the layout called `name`."""
     check_choice("layout", name, LAYOUTS)
     return LAYOUTS[name]
 
@@ -381,15 +368,13 @@ def shard(x: Tensor, rank: int, size: int, dim: int = 1, layout: str = "zigzag")
 
 
 def unshard(shards: Sequence[Tensor], dim: int = 1, layout: str = "zigzag") -> Tensor:
-    """Join the shards of all ranks, given in rank order. It is the inverse of `shard`, and
-    differentiable.
-    """
+    """Join the shards of all ranks, in rank order: the inverse of `shard`. Differentiable."""
     seq_len = sum(_count_tokens(shards, dim))
     return Layout.named(layout, seq_len, len(shards)).unshard(shards, dim)
 
 
 def _count_tokens(shards: Sequence[Tensor], dim: int) -> list[int]:
-    """Return the number of tokens of each shard. Raises the errors of `check_dim`."""
+    """Return the number of tokens of each shard."""
     dims = [check_dim(x, dim) for x in shards]  # before x.shape, which only tensors have
     return [x.shape[d] for x, d in zip(shards, dims, strict=True)]
 
@@ -402,14 +387,12 @@ def shift_labels(
 
     tokens  integers of any shape, with the tokens of a sequence along `dim`
     mask    a mask for all sequences, or one for each row of tokens (B, S). The last token of each
-            document also gets IGNORE_INDEX. Documents are the parts of a mask that see nothing of
-            each other. In them each token must see the token before it, as under causal masks,
-            windows of 2 or more, and prefixes. In a tree of drafts the next token is not t + 1.
+            of its `parts` also gets IGNORE_INDEX.
 
     Call it before you shard: the successor of a shard's last token is on another rank. Raises
     TypeError for a dtype without negative numbers or anything but a Mask. Raises ValueError if
     there is no dimension `dim`, if masks have another number of tokens or rows, or if a token does
-    not see the one before it in its document.
+    not see the one before it in its document: in a tree of drafts the next token is not t + 1.
     """
     dim = check_dim(tokens, dim)
     if tokens.dtype not in SIGNED:
@@ -467,10 +450,5 @@ def _last_tokens(mask: Mask, seq_len: int, device: torch.device) -> Tensor:
         raise TypeError(f"mask must be a Mask or one for each row, got {type(mask).__name__}")
     if mask.seq_len != seq_len:
         raise ValueError(f"expected a mask of {seq_len} tokens, got one of {mask.seq_len}")
-    if (token := mask.first_break) is not None:
-        raise ValueError(
-            "shift_labels expected documents in which each token sees the one before it, but token "
-            f"{token} does not see token {token - 1}, as in a tree of drafts: make the labels from "
-            "each token's children"
-        )
+    mask.check_unbroken("shift_labels", "make the labels from each token's children")
     return torch.tensor([stop - 1 for _, stop in mask.parts], device=device)

@@ -56,9 +56,19 @@ class Slice(NamedTuple):
     @property
     def seen(self) -> Span:
         """The keys from the first to the last one that any query sees, if there are pairs."""
-        (q_start, q_stop), (start, stop), low, high = self
-        first = start if high is None else max(start, q_start - high + 1)
-        return first, stop if low is None else min(stop, q_stop - low)
+        return self.seen_from(self.q[0], self.q[1] - 1)
+
+    def seen_from(self, first: int, last: int) -> Span:
+        """Return the keys from the first to the last one that queries from `first` to `last` see.
+
+        If they see none, the span's stop may not be after its start.
+        """
+        _, (start, stop), low, high = self
+        if high is not None:
+            start = max(start, first - high + 1)
+        if low is not None:
+            stop = min(stop, last - low + 1)
+        return start, stop
 
     def intersect(self, other: Slice) -> Slice:
         """Return the slice of the pairs that both have."""
@@ -302,6 +312,14 @@ class Mask:
                 f"{self.seq_len} queries and {self.kv_len} keys"
             )
 
+    def check_unbroken(self, what: str, hint: str) -> None:
+        """Raise ValueError unless each token of a document sees the token before it."""
+        if (token := self.first_break) is not None:
+            raise ValueError(
+                f"{what} expected documents in which each token sees the one before it, but token "
+                f"{token} does not see token {token - 1}, as in a tree of drafts: {hint}"
+            )
+
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Return the position of each token in its document, for RoPE: (seq_len,) int64.
 
@@ -309,12 +327,7 @@ class Mask:
         before it, as under causal and full masks, windows of 2 or more, and prefixes. A tree of
         drafts has no such positions, and neither has a mask of two lengths.
         """
-        if (token := self.first_break) is not None:
-            raise ValueError(
-                "positions() expected documents in which each token sees the one before it, but "
-                f"token {token} does not see token {token - 1}, as in a tree of drafts: pass "
-                "positions of your own, such as the depth of each token"
-            )
+        self.check_unbroken("positions()", "pass positions of your own, as the depth of each token")
         starts = torch.tensor([start for start, _ in self.parts])
         lengths = torch.tensor([length(span) for span in self.parts])
         return (torch.arange(self.seq_len) - starts.repeat_interleave(lengths)).to(device)

@@ -132,29 +132,25 @@ def layouts_of_rows(
 
 
 def masks_of_layouts(
-    layouts: Sequence[str | Layout],
-    causal: bool = True,
-    seq_len: int | None = None,
-    kv_layouts: Sequence[str | Layout] = (),
+    layouts: Sequence[str | Layout], kv_layouts: Sequence[str | Layout], causal: bool
 ) -> tuple[Mask, ...]:
     """Return a causal or full mask for each layout, as long as that.
 
-    seq_len     the length of sequences whose layout is a name, if it is known
     kv_layouts  the layouts of the keys, if they are other ones
 
-    Raises ValueError if a length is not known.
+    Raises ValueError for the name of a layout, which has no length.
     """
-    lengths = [x.seq_len if isinstance(x, Layout) else seq_len for x in (*layouts, *kv_layouts)]
-    if None in lengths:
-        index = lengths.index(None)
-        argument = "layout" if index < len(layouts) else "kv_layout"
+
+    def find_length(name: str, layout: str | Layout) -> int:
+        if isinstance(layout, Layout):
+            return layout.seq_len
         raise ValueError(
-            "a rank does not know the length of a sequence with "
-            f"{argument}={(*layouts, *kv_layouts)[index]!r}: expected a mask for it, such as "
-            "Mask.causal(seq_len), or a Layout"
+            f"a rank does not know the length of a sequence with {name}={layout!r}: expected a "
+            "mask for it, such as Mask.causal(seq_len), or a Layout"
         )
-    known = [length for length in lengths if length is not None]
-    queries, keys = known[: len(layouts)], known[len(layouts) :] or known
+
+    queries = [find_length("layout", x) for x in layouts]
+    keys = [find_length("kv_layout", x) for x in kv_layouts] or queries
     return tuple(
         plain_mask(n, causal, None if n == m else m) for n, m in zip(queries, keys, strict=True)
     )

@@ -32,7 +32,8 @@ class _QueryRun(NamedTuple):
     @property
     def visible(self) -> Span:
         """The positions that any of the queries sees."""
-        return _visible(self.slice, self.first, self.first + self.step * (length(self.span) - 1))
+        last = self.first + self.step * (length(self.span) - 1)
+        return self.slice.seen_from(self.first, last)
 
 
 class _Sorted:
@@ -163,7 +164,7 @@ class Tiling:
                     continue  # as with a whole document
                 first, last = _inside(start, step, len(positions), *s.q)
                 if first < last:
-                    yield _visible(s, start + step * first, start + step * (last - 1))
+                    yield s.seen_from(start + step * first, start + step * (last - 1))
 
     def _parts(self, rank: int) -> list[_QueryRun]:
         """Return the queries of a rank, by slice."""
@@ -209,16 +210,6 @@ def _part(s: Slice, run: Run) -> _QueryRun | None:
     return _QueryRun(s, start + step * first, step, (offset + first, offset + stop))
 
 
-def _visible(s: Slice, first: int, last: int) -> Span:
-    """Return the positions that any query from `first` to `last` sees of a slice."""
-    _, (start, stop), low, high = s
-    if high is not None:
-        start = max(start, first - high + 1)
-    if low is not None:
-        stop = min(stop, last - low + 1)
-    return start, stop
-
-
 def _within(run: Run, start: int, stop: int) -> Span:
     """Return the span of a run with positions start..stop - 1. It may be empty."""
     position, step, _, (offset, end) = run
@@ -258,26 +249,24 @@ def _cut_staircase(part: _QueryRun, run: RunFields, place: Span) -> Iterator[Til
     With another step a band is a staircase. Rectangles of one depth at one edge of the band share
     neither queries nor keys, so they may be one kernel call.
     """
-    (_, kv, low, high), first, step, (q_start, q_stop) = part
+    s, first, step, (q_start, q_stop) = part
     position, its_step, _, _ = run
 
-    def find_key(start: int) -> int:
-        """Return the first key at or after a position, as its place."""
-        return place[0] + min(max(-((position - start) // its_step), 0), length(place))
-
-    def starts(row: int) -> int:
-        return find_key(kv[0] if high is None else max(kv[0], first + step * row - high + 1))
-
-    def stops(row: int) -> int:
-        return find_key(kv[1] if low is None else min(kv[1], first + step * row - low + 1))
+    def find_keys(row: int) -> Span:
+        """Return the places of the keys that a query sees."""
+        start, stop = (
+            place[0] + min(max(-((position - edge) // its_step), 0), length(place))
+            for edge in s.seen_from(first + step * row, first + step * row)
+        )
+        return start, stop
 
     def cut(rows: Span, keys: Span) -> Iterator[TileFields]:
         """Yield rectangles of the visible pairs of some queries with some keys."""
-        last = rows[1] - 1
-        if max(keys[0], starts(rows[0])) >= min(keys[1], stops(last)):
+        of_first, of_last = find_keys(rows[0]), find_keys(rows[1] - 1)
+        if max(keys[0], of_first[0]) >= min(keys[1], of_last[1]):
             return
-        begin = min(max(keys[0], starts(last)), keys[1])
-        end = max(begin, min(keys[1], stops(rows[0])))
+        begin = min(max(keys[0], of_last[0]), keys[1])
+        end = max(begin, min(keys[1], of_first[1]))
         if begin < end:
             yield (q_start + rows[0], q_start + rows[1]), (begin, end), None, None
         if length(rows) > 1:
