@@ -34,6 +34,13 @@ def as_int(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
 
 
+def as_count(name: str, value: Any) -> int:
+    """Return an int. Raises TypeError or ValueError for anything but a whole number from 1 on."""
+    if (count := as_int(name, value)) < 1:
+        raise ValueError(f"{name} must be at least 1, got {count}")
+    return count
+
+
 def as_float(name: str, value: Any) -> float:
     """Return a float. Raises TypeError for anything but a number, ValueError if it is too large."""
     if not isinstance(value, Real) or isinstance(value, bool):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_bool, as_int, as_positive, check_choice
+from ..base.arguments import as_bool, as_count, as_int, as_positive, check_choice
 from ..base.autograd import check_transforms
 from ..base.dtypes import accumulator_dtype
 from ..base.kept import is_recomputing
@@ -85,9 +85,7 @@ class SoftmaxAttention:
             got = size if size < 0 else f"a number of {size.bit_length()} bits"
             raise ValueError(f"group_bytes must be a number of bytes below 2^63, got {got}")
         if self.window is not None:
-            checked["window"] = as_int("window", self.window)
-            if checked["window"] < 1:
-                raise ValueError(f"window must be at least 1, got {self.window}")
+            checked["window"] = as_count("window", self.window)
             if self.extension is not None:
                 raise ValueError(f"expected a window or {self.extension.name}, got both")
         for name, value in checked.items():

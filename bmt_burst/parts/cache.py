@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_int
+from ..base.arguments import as_count, as_int
 from ..base.autocast import without_autocast
 from ..base.streams import Flag
 from ..calls.requests import on_device
@@ -80,10 +80,7 @@ class Cache(KeptPart):
 
     def __init__(self, sp: SequenceParallel | None, layers: int, limit: int):
         self.sp = check_sp(SequenceParallel() if sp is None else sp)
-        self.layers, self._limit = as_int("layers", layers), as_int("limit", limit)
-        for name in ("layers", "limit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.layers, self._limit = as_count("layers", layers), as_count("limit", limit)
         self._length = 0
         self._memories: dict[int, Memory] = {}
         self._done = [*range(self.layers)]  # layers with the newest tokens, in the order of calls

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_bool, as_int, check_dim, check_tensor
+from ..base.arguments import as_bool, as_count, as_int, check_dim, check_tensor
 from ..base.compiled import not_compiled
 from ..base.kept import KeptResults, is_in_backward
 from ..base.policies import without_policies
@@ -94,9 +94,7 @@ class Chunks:
             raise ValueError(
                 f"expected a mask of as many queries as keys, got {seq_len} and {kv_len}"
             )
-        self.layers = as_int("layers", layers)
-        if self.layers < 1:
-            raise ValueError(f"layers must be at least 1, got {layers}")
+        self.layers = as_count("layers", layers)
         self.layout = Layout.chunks(seq_len, self.sp.size, tokens, layout)
         self.lengths = self._find_lengths(length)
         self._length = None if length is None else self.lengths[0]
@@ -404,9 +402,7 @@ class Chunks:
     def _find_lengths(self, length: int | None) -> tuple[int, ...]:
         """Return the length that rotary scalings take, for each mask."""
         if length is not None:
-            if (found := as_int("length", length)) < 1:
-                raise ValueError(f"length must be at least 1, got {length}")
-            return (found,) * len(self.masks)
+            return (as_count("length", length),) * len(self.masks)
         return tuple(max(stop - start for start, stop in mask.parts) for mask in self.masks)
 
 
