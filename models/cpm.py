@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bmt_burst.base.arguments import as_int
 from bmt_burst.base.autocast import autocast_dtype
 from bmt_burst.calls.refusal import refuse_call
-from bmt_burst.fused.norm import RMSNorm
+from bmt_burst.fused.functions import RMSNorm
 from bmt_burst.loss import linear_cross_entropy_by_row, linear_cross_entropy_sum, score_tokens
 from bmt_burst.nn import (
     Layouts,

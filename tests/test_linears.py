@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from bmt_burst.fused.norm import RMSNorm
+from bmt_burst.fused.functions import RMSNorm
 from models.cpm import CPM
 from models.linears import add_gated_linear, add_linear, add_swiglu_linear, are_plain, norm_linears
 from tests.test_model import SMALL

@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_burst import IGNORE_INDEX, Cache, Chunks, Decoder, Layout, Mask, shift_labels, simulate
-from bmt_burst.fused.functions import _Norm
-from bmt_burst.fused.norm import RMSNorm
+from bmt_burst.fused.functions import RMSNorm, _Norm
 from bmt_burst.lightning import triton_kernel
 from bmt_burst.lightning.memory import StateMemory
 from bmt_burst.lightning.segments import Edges, Segments, plan_states

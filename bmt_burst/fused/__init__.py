@@ -1,7 +1,6 @@
 """Passes over tensors that torch would make in several kernels: one pass reads and writes once.
 
 functions      rotary positions, SwiGLU and RMSNorm, with their gradients
-norm           RMSNorm as a module
 torch_passes   their specification, for CPUs and fp64
 triton_passes  GPUs
 meta_passes    tensors without values: they allocate what a GPU's pass does

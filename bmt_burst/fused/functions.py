@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ..base.autograd import check_first_derivative
@@ -20,8 +20,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     fits = x.shape[-1] % 2 == 0 and not cos.requires_grad and not sin.requires_grad
     if torch.compiler.is_compiling() or x.is_cpu or not fits:
         return torch_passes.rotate(x, cos, sin)
-    rotated: Tensor = _Rotate.apply(x, cos, sin)
-    return rotated
+    return _Rotate.apply(x, cos, sin)
 
 
 def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:
@@ -29,8 +28,7 @@ def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:
     fits = gate.dtype == up.dtype and gate.shape == up.shape
     if torch.compiler.is_compiling() or gate.is_cpu or not fits:
         return (functional.silu(gate) if silu else gate.sigmoid()) * up
-    gated: Tensor = _Gate.apply(gate, up, silu)
-    return gated
+    return _Gate.apply(gate, up, silu)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -38,21 +36,35 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     fits = weight is not None and x.dtype == weight.dtype and x.shape[-1:] == weight.shape
     if torch.compiler.is_compiling() or x.is_cpu or not fits:
         return functional.rms_norm(x, x.shape[-1:], weight, eps)
-    normed: Tensor = _Norm.apply(x, weight, eps)
-    return normed
+    return _Norm.apply(x, weight, eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight, in fp32, rounded to x's dtype.
+
+    torch's CUDA kernel counts entries in 32 bits, up to torch 2.11 at least. It silently computes
+    wrong values behind 2^32 of them, as 2^20 tokens of a model of width 4096 have
+    (github.com/pytorch/pytorch/issues/181555). So GPUs run a kernel of this library.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps_of(x))
+
+    def eps_of(self, x: Tensor) -> float:
+        """Return the eps for a tensor such as x, by default that of its dtype."""
+        return torch.finfo(x.dtype).eps if self.eps is None else self.eps
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        rotated: Tensor = find_passes(x).rotate(x, cos, sin)
-        return rotated
+        return find_passes(x).rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         check_first_derivative("apply_rope")
-        return find_passes(grads[0]).rotate_back(grads[0], *ctx.saved_tensors), None, None
+        return find_passes(grads[0]).rotate(grads[0], *ctx.saved_tensors, back=True), None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -60,8 +72,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, silu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.silu = silu
-        gated: Tensor = find_passes(gate).gate(gate, up, silu)
-        return gated
+        return find_passes(gate).gate(gate, up, silu)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -77,8 +88,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed, r = find_passes(x).normalize(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
-        out: Tensor = normed
-        return out
+        return normed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

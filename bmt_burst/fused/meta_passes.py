@@ -8,11 +8,8 @@ from torch import Tensor
 from ..base.dtypes import accumulator_dtype
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     return torch.empty_like(x)
-
-
-rotate_back = rotate
 
 
 def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:

@@ -15,18 +15,13 @@ from ..base.dtypes import accumulator_dtype
 from ..sequence.layout import IGNORE_INDEX
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     """Rotate the pairs (x_j, x_{j + D/2}) of x (..., S, H, D). cos and sin are (S, D/2) or
-    (..., S, D/2), where 1 in place of a size repeats them.
+    (..., S, D/2), where 1 in place of a size repeats them. The gradient is rotated `back`.
     """
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    cos, sin = cos.unsqueeze(-2), (-sin if back else sin).unsqueeze(-2)
     left, right = x.to(accumulator_dtype(x.dtype)).chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
-
-
-def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x the other way: the gradient of `rotate`."""
-    return rotate(x, cos, -sin)
 
 
 def gate(gate: Tensor, up: Tensor, silu: bool = True) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -25,34 +25,20 @@ _LOGITS, _WARPS = 8192, 16  # few programs at a time: the L2 cache holds their r
 _NO_TARGET = tl.constexpr(IGNORE_INDEX)
 _PROGRAMS_A_PROCESSOR = 8  # of the gradient of a norm: each holds a sum of dweight
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
-
-def _on_its_device(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Return `function`, which launches on the device of its first tensor, also if another one is
-    current.
-    """
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, which launches on the device of its first tensor."""
 
     @functools.wraps(function)
-    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
-        with torch.cuda.device_of(args[0]):
-            return function(*args, **named)
+    def call(x: Tensor, *args: Any, **named: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return function(x, *args, **named)
 
     return call
 
 
 @_on_its_device
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _rotate(x, cos, sin, 1.0)
-
-
-@_on_its_device
-def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _rotate(x, cos, sin, -1.0)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
     *rows, tokens, heads, head_size = x.shape
     half = head_size // 2
     of_table = rows if cos.dim() > 2 else []
@@ -64,6 +50,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     tile = max(1, min(_TOKENS, _ROTATED // width))
     grid = triton.cdiv(tokens, tile), triton.cdiv(heads, _HEADS), math.prod(rows)
     constants = {"TOKENS": tile, "HEADS": _HEADS, "WIDTH": width}
+    sign = -1.0 if back else 1.0
     _rotate_pairs[grid](x, cos, sin, out, sign, tokens, heads, half, of_row, **constants)
     return out
 

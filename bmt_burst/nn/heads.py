@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..base.arguments import as_bool, as_int, as_positive
 from ..fused import functions
-from ..fused.norm import RMSNorm
+from ..fused.functions import RMSNorm
 from ..memories.protocol import Part
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.rows import Layouts, Masks
