@@ -5,6 +5,7 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -98,15 +99,30 @@ def _gather(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Computation(ABC):
+    """The computation of kernel calls, in a forward or a backward."""
+
+    kernel: Kernel
+    spec: Spec
+
+    def of_heads(self, heads: slice) -> Self:
+        """Return the computation of some query heads."""
+        return self
+
+    @abstractmethod
+    def compute(
+        self, calls: Sequence[GatheredCall], queries: Any, keys: Keys
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the partial results of each call, with the spans of their tokens."""
+
+
+@dataclass(frozen=True)
+class Attention(Computation):
     """The forward of kernel calls.
 
     kept               what the backward will need besides inputs and results
     writes_new_memory  whether all kernels return new memory
     """
-
-    kernel: Kernel
-    spec: Spec
 
     @property
     def kept(self) -> Tensors:
@@ -115,10 +131,6 @@ class Attention:
     @property
     def writes_new_memory(self) -> bool:
         return self.kernel.writes_new_memory
-
-    def of_heads(self, heads: slice) -> Self:
-        """Return the attention of some query heads."""
-        return self
 
     def is_complete(self, gathered: GatheredCall) -> bool:
         """Whether the out of a call needs no merge if the call has all pairs of its queries."""
@@ -130,24 +142,25 @@ class Attention:
         """Return out and lse of one call. `queries` and `keys` are its gathered tokens."""
         return self.kernel.forward(queries.q, keys.k, keys.v, gathered.call, self.spec)
 
+    def compute(
+        self, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
+    ) -> Iterator[tuple[OutputPart]]:
+        for gathered in calls:
+            rows, columns = gathered.q_spans, gathered.kv_spans
+            out, lse = self.forward(queries.gather(rows), keys.gather(columns), gathered)
+            yield ((rows, out, lse),)
+
 
 @dataclass(frozen=True)
-class AttentionGradient:
+class AttentionGradient(Computation):
     """The backward of kernel calls.
 
     gradients  those of the scoring's inputs, once all calls are computed
     """
 
-    kernel: Kernel
-    spec: Spec
-
     @property
     def gradients(self) -> Tensors:
         return ()
-
-    def of_heads(self, heads: slice) -> Self:
-        """Return the gradient of some query heads."""
-        return self
 
     def backward(
         self, queries: QueryGradients, keys: Keys, gathered: GatheredCall
@@ -157,21 +170,10 @@ class AttentionGradient:
         softmax = queries.out, queries.lse, queries.delta
         return self.kernel.backward(*inputs, *softmax, gathered.call, self.spec)
 
-
-def compute_outputs(
-    attention: Attention, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
-) -> Iterator[OutputPart]:
-    """Compute calls. Yield each one's query spans, out (B, T, H, D) and lse (B, H, T)."""
-    for gathered in calls:
-        rows, columns = gathered.q_spans, gathered.kv_spans
-        yield rows, *attention.forward(queries.gather(rows), keys.gather(columns), gathered)
-
-
-def compute_gradients(
-    attention: AttentionGradient, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
-) -> Iterator[tuple[GradientPart, ...]]:
-    """Compute the gradients of calls. Yield the partial dq, dk and dv of each, with their spans."""
-    for gathered in calls:
-        rows, columns = gathered.q_spans, gathered.kv_spans
-        dq, dk, dv = attention.backward(queries.gather(rows), keys.gather(columns), gathered)
-        yield (rows, dq), (columns, dk), (columns, dv)
+    def compute(
+        self, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
+    ) -> Iterator[tuple[GradientPart, ...]]:
+        for gathered in calls:
+            rows, columns = gathered.q_spans, gathered.kv_spans
+            dq, dk, dv = self.backward(queries.gather(rows), keys.gather(columns), gathered)
+            yield (rows, dq), (columns, dk), (columns, dv)

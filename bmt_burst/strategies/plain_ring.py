@@ -32,7 +32,7 @@ from ..sequence.span import Span, in_turn
 from ..sequence.tiling import Tiling
 from ..transport import LANES
 from . import DENSE, Plan, Problem, Strategy
-from .compute import Keys, Queries, QueryGradients, Tensors, compute_gradients, compute_outputs
+from .compute import Keys, Queries, QueryGradients, Tensors
 
 
 class PlainRing(Strategy):
@@ -62,7 +62,7 @@ class PlainRingPlan(Plan):
         merged = Outputs(q.shape, q.dtype, q.device)
         block = [k.contiguous(), v.contiguous()]
         for hop in range(self.size):
-            for part in compute_outputs(attention, self._calls[hop], queries, Keys(*block)):
+            for [part] in attention.compute(self._calls[hop], queries, Keys(*block)):
                 merged.add(*part)
             if hop + 1 < self.size:
                 block = self._pass_on(rings, block, hop)
@@ -80,7 +80,7 @@ class PlainRingPlan(Plan):
         block += [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)]
         for hop in range(self.size):
             here, (dk, dv) = Keys(*block[:2]), block[2:]
-            for parts in compute_gradients(attention, self._calls[hop], queries, here):
+            for parts in attention.compute(self._calls[hop], queries, here):
                 for total, (spans, part) in zip((dq, dk, dv), parts, strict=True):
                     _add_gradient(total, spans, part)
             block = self._pass_on(rings, block, hop)

@@ -89,17 +89,23 @@ class RingPlan(Plan):
     def forward(
         self, rings: Rings, q: Tensor, k: Tensor, v: Tensor, inputs: Tensors = ()
     ) -> tuple[Tensor, Tensor, Tensors]:
-        forward = Forward(self.forward_program, rings, Queries(q), Keys(k, v), inputs)
+        attention = self.problem.scoring.forward(self.problem, q, inputs)
+        block = Queries(q), Keys(k, v)
+        forward = Forward(self.forward_program, rings, attention, *block, (q, None))
         [(out, lse)] = forward.run()
-        return out, lse, forward.attention.kept
+        return out, lse, attention.kept
 
     def backward(
         self, rings: Rings, queries: QueryGradients, keys: Keys, inputs: Tensors, kept: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, Tensors]:
         """Compute the gradients. Queries have out or delta."""
-        backward = Backward(self.backward_program, rings, queries, keys, inputs, kept)
+        if self.problem.scoring.prefers_delta:
+            queries = queries.with_delta()  # then calls need not gather out
+        attention = self.problem.scoring.backward(self.problem, queries, inputs, kept)
+        likes = (queries.q, None), (keys.k, keys.dk), (keys.v, keys.dv)
+        backward = Backward(self.backward_program, rings, attention, queries, keys, *likes)
         [dq], [dk], [dv] = backward.run()
-        return dq.contiguous(), dk, dv, backward.attention.gradients
+        return dq.contiguous(), dk, dv, attention.gradients
 
     def lane_bytes(self, with_backward: bool) -> dict[str, int]:
         payloads = [forward_payload(self.problem)]

@@ -16,12 +16,10 @@ from torch import Tensor
 from ...merging.merge import Outputs, Sum
 from ...merging.parts import is_whole, tokens_at
 from ...ranks.rings import Rings
-from ...sequence.gathered_calls import GatheredCall
 from ...sequence.span import Span, length, shifted
 from ...transport import Delivery, Put, Ticket
 from ...transport.packing import Packing
-from .. import compute
-from ..compute import ALL, Keys, Queries, QueryGradients, Tensors
+from ..compute import ALL, Attention, Computation, Keys, Queries, Tensors
 from .program import Event, Pass, Program
 from .routes import Round, Stage
 
@@ -51,12 +49,13 @@ class Execution(ABC):
         self,
         program: Program,
         rings: Rings,
+        attention: Computation,
         queries: Queries,
         keys: Keys,
         *likes: tuple[Tensor, Tensor | None],
     ):
         self.program, self.rings, self.device = program, rings, queries.q.device
-        self.queries, self.keys, self.likes = queries, keys, likes
+        self.attention, self.queries, self.keys, self.likes = attention, queries, keys, likes
         self.sent = slice(0, 1) if program.payload.sends_queries else slice(1, 3)
         self.limit = self.waiting * program.problem.group_bytes
         self.results: list[Tensors] = []
@@ -94,12 +93,6 @@ class Execution(ABC):
         return self.results
 
     @abstractmethod
-    def _compute_parts(
-        self, heads: slice, calls: Sequence[GatheredCall], queries: Any, keys: Keys
-    ) -> Iterable[Sequence[Any]]:
-        """Yield the partial results of each call with some query heads, one for each result."""
-
-    @abstractmethod
     def _reuse(self, x: Tensor, *only: Tensor) -> Tensors | None:
         """Return the own block's only part as the result, or None if it must be copied."""
 
@@ -126,7 +119,7 @@ class Execution(ABC):
         self.fetched.append(self._deliver("visit", packing, stage.tokens, puts, stage.sources))
 
     def _own(self, event: Event) -> None:
-        found = [*self._compute_parts(ALL, self.program.own, self.queries, self.keys)]
+        found = [*self.attention.compute(self.program.own, self.queries, self.keys)]
         for i, (x, earlier) in enumerate(self.likes):
             parts, whole = [each[i] for each in found], [(0, x.shape[1])]
             self.own_parts.append(parts)
@@ -188,7 +181,7 @@ class Execution(ABC):
             keys = payload.arrive(tensors)
         sums = [*self.sums[event.number]]
         sums[self.sent] = self._sent_sums(event) if is_root else self.computed
-        for parts in self._compute_parts(pass_.q, calls, queries, keys):
+        for parts in self.attention.of_heads(pass_.q).compute(calls, queries, keys):
             for total, part in zip(sums, parts, strict=True):
                 total.add(*part)
 
@@ -318,17 +311,7 @@ class Forward(Execution):
     # Partial outputs are read again each time they are folded, and hold memory until then.
     summing, waiting = Outputs, 4
 
-    def __init__(
-        self, program: Program, rings: Rings, queries: Queries, keys: Keys, inputs: Tensors
-    ):
-        super().__init__(program, rings, queries, keys, (queries.q, None))
-        self.attention = program.problem.scoring.forward(program.problem, queries.q, inputs)
-
-    def _compute_parts(
-        self, heads: slice, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
-    ) -> Iterable[Sequence[Any]]:
-        attention = self.attention.of_heads(heads)
-        return ((part,) for part in compute.compute_outputs(attention, calls, queries, keys))
+    attention: Attention
 
     def _reuse(self, x: Tensor, *only: Tensor) -> Tensors | None:
         # Nobody else may rely on the kernel's memory if stages are merged into it.
@@ -350,29 +333,6 @@ class Backward(Execution):
 
     # Memory is short in the backward, and its kernels take longer.
     summing, waiting = Sum, 1.25
-
-    queries: QueryGradients
-
-    def __init__(
-        self,
-        program: Program,
-        rings: Rings,
-        queries: QueryGradients,
-        keys: Keys,
-        inputs: Tensors,
-        kept: Tensors,
-    ):
-        scoring = program.problem.scoring
-        if scoring.prefers_delta:
-            queries = queries.with_delta()  # then calls need not gather out
-        likes = (queries.q, None), (keys.k, keys.dk), (keys.v, keys.dv)
-        super().__init__(program, rings, queries, keys, *likes)
-        self.attention = scoring.backward(program.problem, queries, inputs, kept)
-
-    def _compute_parts(
-        self, heads: slice, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
-    ) -> Iterable[Sequence[Any]]:
-        return compute.compute_gradients(self.attention.of_heads(heads), calls, queries, keys)
 
     def _reuse(self, x: Tensor, *only: Tensor) -> Tensors | None:
         return (only[0].to(x.dtype).contiguous(),)
