@@ -39,7 +39,7 @@ LIMITS = {
     "kernels.tile_by_tile._ROWS": (256, 3),
     "strategies.ring._ENOUGH_ROWS": (1 << 18, 1),
     "strategies.one_call._MOST_COPIES": (2, 1),
-    "strategies.ulysses.tokens._MOST_RUNS": (4, 1),
+    "strategies.ulysses.exchange._MOST_RUNS": (4, 1),
     "strategies.ulysses.heads._MOST_ROWS": (1 << 18, 60),
     "strategies.ulysses.heads._PIECE_WORK": (1 << 40, 1),
 }

@@ -6,15 +6,11 @@
     backward    each rank sends q, k, v, dout, lse and delta; these return dq, dk, dv
 
     heads       which rank computes which heads, and how many at a time
-    tokens      the tokens of a host, and where they lie in memory
-    exchange    the messages between ranks
+    exchange    the messages between ranks, and where tokens lie in memory
 
 Of H query heads, rank r of n computes H r // n to H (r + 1) // n - 1. With fewer heads than ranks,
 some ranks have none. A kv head is sent to every rank that has one of its query heads, and the ranks
 of its tokens add up the gradients from all of them. `print(plan)` shows who gets which heads.
-
-A rank computes its heads in pieces. While it computes one piece, it receives the next one and
-returns the one before.
 
 "usp" is Ulysses around the ring (USP, arXiv 2405.07719). The ranks of each host share the heads in
 this way, so each has some heads of its host's tokens. The attention of these to the tokens of other
@@ -39,9 +35,8 @@ from ...transport import ALONE, LANES, Delivery
 from .. import Plan, Problem, Sizes, Strategy
 from ..compute import Keys, QueryGradients, Tensors
 from ..ring import RingPlan
-from .exchange import Field, Return, Visit
+from .exchange import Field, HostLayout, HostTokens, Return, Visit
 from .heads import cut_heads, kv_heads, plan_pieces, share_heads
-from .tokens import HostLayout, HostTokens
 
 _MOST_RUNS = 1 << 12  # more runs of positions in the tokens of a host make planning slow
 
@@ -53,7 +48,7 @@ class Ulysses(Strategy):
     takes_hosts = takes_kv_layout = False
 
     def plan(self, problem: Problem, rank: int) -> Plan:
-        """Return the part of `rank`. Hosts of one rank share no heads, so they are just a ring."""
+        # hosts of one rank share no heads
         return RingPlan(problem, rank) if problem.inner == 1 else UlyssesPlan(problem, rank)
 
 
@@ -75,12 +70,11 @@ class USP(Ulysses):
 
 
 class UlyssesPlan(Plan):
-    """The part of one rank: pieces of its heads, each with an exchange before and after its ring,
-    in the forward and in the backward.
+    """The part of one rank: pieces of its heads, each with an exchange before and after its ring.
 
     heads      the query heads of each rank of the host
     pieces     those of each piece, by rank
-    rings      the ring that computes the heads of this rank, by piece
+    rings      the ring that computes the heads of this rank, by piece, or None without heads
     shares_kv  whether several pieces have query heads of one kv head
     """
 
@@ -93,15 +87,11 @@ class UlyssesPlan(Plan):
         self.ratio = ratio = sizes.heads // sizes.kv_heads
         self.pieces = plan_pieces(self.heads, ratio, self._cut_heads())
         self.rings = self._plan_rings()
-        kv = (kv_heads(heads, ratio) for heads in itertools.chain(*self.pieces))
-        self.shares_kv = sum(map(length, kv)) > sizes.kv_heads
-        self._plan_exchanges()
-
-    def _plan_exchanges(self) -> None:
-        sizes, inner = self.problem.sizes, self.problem.inner
+        counts = (length(kv_heads(heads, ratio)) for heads in itertools.chain(*self.pieces))
+        self.shares_kv = sum(counts) > sizes.kv_heads
         dtype, sums = sizes.dtype, accumulator_dtype(sizes.dtype)
         q = Field(1, sizes.head_size, dtype, copy_unit(dtype, sizes.head_size))
-        kv = kv_grad = replace(q, ratio=self.ratio)
+        kv = kv_grad = replace(q, ratio=ratio)
         if self.shares_kv:
             kv_grad = replace(kv, unit=dtype, is_summed=True)
         lse = Field(1, 1, sums, sums)
@@ -189,8 +179,7 @@ class UlyssesPlan(Plan):
         """Send inputs, compute all pieces and fill the results.
 
         While a piece is computed, the next one's inputs are received and the results of the one
-        before are returned. All ranks have the same order of events, and each waits only for what
-        every rank enqueues earlier. So streams do not deadlock (docs/design.md).
+        before are returned. Streams do not deadlock in this order (docs/design.md).
         """
         ring, device, last = rings.inner, results[0].device, len(self.pieces) - 1
         rows, into = visits[0].to_rows(inputs), returns[0].to_rows(results)
@@ -242,9 +231,7 @@ class UlyssesPlan(Plan):
         return cut_heads(most, self.ratio, rows, work)
 
     def _plan_rings(self) -> list[RingPlan | None]:
-        """Return the ring of each piece, or None without heads. Those of as many heads share a
-        plan.
-        """
+        """Return the ring of each piece. Those of as many heads share a plan."""
         problem, found = self.problem, list[RingPlan | None]()
         hosts = replace(problem, layout=self.hosts, inner=problem.outer, outer=1)
         plans: dict[Sizes, RingPlan] = {}

@@ -26,10 +26,90 @@ import torch
 from torch import Tensor
 
 from ...base.dtypes import WIDE
-from ...sequence.span import Span, length
+from ...base.streams import Stream, current_stream, send_to_device
+from ...sequence.layout import Layout
+from ...sequence.span import Span, in_turn, length, merged
 from ...transport import Arrival, Delivery, Put, Transport
 from .heads import kv_heads
-from .tokens import HostTokens
+
+# runs of a rank's positions; more of them are more messages than kernels that sort are worth
+_MOST_RUNS = 4
+
+
+class HostLayout(Layout):
+    """The layout of tokens on hosts of `inner` ranks each, in rising order. `layout` is that of
+    the ranks.
+    """
+
+    name = "of hosts"
+
+    def __init__(self, layout: Layout, inner: int):
+        super().__init__(layout.seq_len, layout.size // inner)
+        self.layout, self.inner = layout, inner
+
+    def ranges(self, rank: int) -> Sequence[range]:
+        if self.size == 1:
+            return [range(self.seq_len)]
+        shards = self.layout.shards[rank * self.inner : (rank + 1) * self.inner]
+        spans = list[Span]()
+        for positions in itertools.chain.from_iterable(shards):
+            if positions.step == 1:
+                spans.append((positions.start, positions.stop))
+            else:
+                spans += [(position, position + 1) for position in positions]
+        return [range(*span) for span in merged(spans)]
+
+
+class HostTokens:
+    """The tokens of a host as its ranks exchange them.
+
+    They lie in the order of their positions, if that takes few messages. Otherwise they lie in the
+    order of the ranks, and `sort` brings them into the order of their positions.
+
+    counts     the number of tokens of each rank
+    is_sorted  whether tokens lie in the order of their positions
+    parts      (rank, span of its tokens, their place in memory), in the order of places
+    """
+
+    def __init__(self, hosts: HostLayout, host: int):
+        self.hosts, self.host, layout = hosts, host, hosts.layout
+        ranks = range(host * hosts.inner, (host + 1) * hosts.inner)
+        self.counts = [layout.length(rank) for rank in ranks]
+        self.total = sum(self.counts)
+        runs = [layout.runs(rank) for rank in ranks]
+        self.is_sorted = max(map(len, runs)) <= _MOST_RUNS and all(
+            run.step == 1 or length(run.span) < 2 for run in itertools.chain(*runs)
+        )
+        parts = [(0, place, (0, count)) for place, count in enumerate(self.counts) if count]
+        if self.is_sorted:
+            by_rank = enumerate(runs)
+            parts = sorted((run.start, place, run.span) for place, own in by_rank for run in own)
+        places = in_turn(span for *_, span in parts)
+        self.parts = [(part[1], *place) for part, place in zip(parts, places, strict=True)]
+
+    def sort(self, x: Tensor) -> Tensor:
+        """Return x (B, N, ...) with tokens in the order of their positions, from that of memory."""
+        return x if self.is_sorted else x.index_select(1, self._orders(x.device)[0])
+
+    def unsort(self, x: Tensor) -> Tensor:
+        """Undo `sort`."""
+        return x if self.is_sorted else x.index_select(1, self._orders(x.device)[1])
+
+    def _orders(self, device: torch.device) -> Tensor:
+        hosts = self.hosts
+        return _orders(hosts.layout, hosts.inner, self.host, device, current_stream(device))
+
+
+@functools.lru_cache(maxsize=4)  # large on GPUs where every step has a layout of its own
+def _orders(
+    layout: Layout, inner: int, host: int, device: torch.device, stream: Stream | None
+) -> Tensor:
+    """Return the indices that sort the tokens of a host's ranks, and those that undo it: (2, N),
+    for work on `stream`.
+    """
+    ranks = range(host * inner, (host + 1) * inner)
+    order = torch.cat([layout.positions(rank) for rank in ranks]).argsort()
+    return send_to_device(torch.stack((order, order.argsort())), device)
 
 
 @dataclass(frozen=True)
@@ -149,7 +229,7 @@ class HeadExchange(ABC):
 
 
 class Visit(HeadExchange):
-    """Each rank sends its tokens to the ranks that compute their heads. Fields have one unit."""
+    """An exchange before heads are computed. Fields have one unit."""
 
     lane = "visit"
 
@@ -163,8 +243,8 @@ class Visit(HeadExchange):
         return self._deliver(transport, sources, rows[0].device)
 
     def receive(self, delivery: Delivery) -> list[Tensor]:
-        """Return the fields of this rank's heads, for all tokens of the host in the order of their
-        positions. They are valid until the delivery is released.
+        """Return the fields of this rank's heads, until the delivery is released: for all tokens
+        of the host in the order of their positions.
         """
         field, token_bytes = self.fields[0], self.token_bytes[self.rank]
         shape = self.batch, self.tokens.total, sum(token_bytes) // field.unit.itemsize
@@ -188,10 +268,7 @@ class Visit(HeadExchange):
 
 
 class Return(HeadExchange):
-    """The ranks of the heads send results to the ranks of the tokens.
-
-    Of each field, the parts of all ranks land one after the other.
-    """
+    """An exchange of results. Of each field, the parts of all ranks land one after the other."""
 
     lane = "return"
 
@@ -210,15 +287,13 @@ class Return(HeadExchange):
     def start(
         self, transport: Transport, results: Sequence[Tensor], device: torch.device
     ) -> Delivery:
-        """Send the results of a piece, for all tokens of the host in the order of their positions.
-        There are none without heads.
-        """
+        """Send results for all tokens of the host in the order of their positions, if any."""
         sources = [self.tokens.unsort(x).contiguous() for x in results]
         return self._deliver(transport, sources, device)
 
     def receive(self, delivery: Delivery, results: Sequence[Tensor]) -> None:
         """Wait for the results of all ranks and put them in the rows `results` of this rank's
-        tokens. Release the delivery.
+        tokens.
         """
         delivery.wait()
         starts = self.starts[:-1]
