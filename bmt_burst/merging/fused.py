@@ -24,7 +24,6 @@ _BLOCK = 2048  # entries that a program handles
 
 
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
-    """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, at least one."""
     if not (span := find_unfinished(parts, out)):
         return
     total, total_lse = tokens_at(out, span), lse[:, :, slice(*span)]
@@ -37,13 +36,13 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     offsets = multiply_by_16(int(part_lse.storage_offset()) for part_lse in lses)
     lse_strides = tuple(multiply_by_16(x.stride(dim) for x in lses) for dim in range(3))
     strides = total.stride(), multiply_by_16(total_lse.stride()), _row_strides(outs)
-    tensors = total, total_lse, tuple(outs), starts, _places(parts, total)
+    of_lses = starts, offsets, lse_strides
+    tensors = total, total_lse, tuple(outs), of_lses, _places(parts, total)
     constants = len(parts), *shape, lies_in(parts[0], total)
-    _merge_outputs[grid](*tensors, *strides, offsets, lse_strides, *sizes, *constants)
+    _merge_outputs[grid](*tensors, *strides, *sizes, *constants)
 
 
 def sum_gradients(total: Tensor, parts: list[GradientPart]) -> None:
-    """Fill total (B, S, H, D) with the sum of `parts`, at least one."""
     if not (span := find_unfinished(parts, total)):
         return
     total, parts = tokens_at(total, span), _fill_up(clip_parts(parts, span))
@@ -55,9 +54,6 @@ def sum_gradients(total: Tensor, parts: list[GradientPart]) -> None:
 
 
 def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
-    """Fill the first columns of rows (B, S, H, 2 or more), contiguous, with lse (B, H, S) and
-    rowsum(out * dout), both (B, S, H, D).
-    """
     grid, sizes, constants = _by_rows(out)
     strides = out.stride(), dout.stride(), multiply_by_16(lse.stride())
     _fill_lse_delta[grid](rows, out, dout, lse, *strides, rows.shape[-1], *sizes, *constants)
@@ -114,9 +110,7 @@ def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], tuple[in
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _merge_outputs(
-    out, lse, parts, part_lses,
-    places, out_strides, lse_strides, part_strides, lse_offsets, part_lse_strides,
-    tokens, heads, head_size,
+    out, lse, parts, lses, places, out_strides, lse_strides, part_strides, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     batch, token, head, inside = _rows_here(tokens, heads, ROWS)
@@ -127,9 +121,7 @@ def _merge_outputs(
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for i in tl.static_range(PARTS):
         at_token, seen = _in_part(token, inside, places, i)
-        part_lse = _load_lse(
-            part_lses, lse_offsets, part_lse_strides, batch, head, at_token, seen, i
-        )
+        part_lse = _load_lse(lses, batch, head, at_token, seen, i)
         largest = tl.maximum(largest, part_lse, propagate_nan=tl.PropagateNan.ALL)
     # Without any lse, -inf - -inf would be NaN. A NaN of one part is to be in the result: so the
     # maximum above propagates it.
@@ -139,9 +131,7 @@ def _merge_outputs(
     weights = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(PARTS):
         at_token, seen = _in_part(token, inside, places, i)
-        part_lse = _load_lse(
-            part_lses, lse_offsets, part_lse_strides, batch, head, at_token, seen, i
-        )
+        part_lse = _load_lse(lses, batch, head, at_token, seen, i)
         weight = tl.exp(part_lse - shift)
         # Where no part saw anything, outs are added as they are: 0, or NaN if all scores are -inf.
         share = tl.where(largest == -float("inf"), 1.0, weight)
@@ -236,10 +226,11 @@ def _row_at(batch, head, token, strides):
 
 
 @triton.jit
-def _load_lse(lses, offsets, strides, batch, head, token, seen, i: tl.constexpr):
+def _load_lse(lses, batch, head, token, seen, i: tl.constexpr):
     """Load the lse of part i, -inf for tokens that it does not have."""
+    starts, offsets, strides = lses
     at = _row_at(batch, head, token, (strides[0][i], strides[1][i], strides[2][i]))
-    return tl.load(lses[i] + at + offsets[i] // 16, mask=seen, other=-float("inf"))
+    return tl.load(starts[i] + at + offsets[i] // 16, mask=seen, other=-float("inf"))
 
 
 @triton.jit
