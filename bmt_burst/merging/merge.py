@@ -36,10 +36,9 @@ _MOST_PARTS = 15  # that wait. With the next one, they are added up in one pass 
 
 
 class Sum:
-    """A sum of partial gradients of a tensor, or of similar parts. They are added up once they take
-    more than `limit` bytes, or are many.
+    """A sum of partial gradients of a tensor (B, S, H, D). They are added up once they take more
+    than `limit` bytes, or are many.
 
-    shape    of the tensor: (B, S, H, D)
     limit    bytes of parts that may wait, or None if all wait for the result
     into     the memory of the result, if given. It may be that of the first of `parts`. An lse is
              then a copy of that part's.
@@ -90,9 +89,7 @@ class Sum:
 
     def result(self) -> Tensors:
         """Return the sum: a gradient in `dtype`, or out in `dtype` and lse. Tokens without a part
-        have 0, and an lse of -inf.
-
-        It lies in `into`. Without `into`, it may be the only part itself.
+        have 0, and an lse of -inf. Without `into`, it may be the only part itself.
         """
         into = self.into
         if into is None:
@@ -112,13 +109,12 @@ class Sum:
     def like(
         self, tokens: int, dtype: torch.dtype, limit: float | None, parts: Iterable[Any] = ()
     ) -> Self:
-        """Return a sum of the same kind for other tokens, in memory of its own."""
+        """Return a sum of the same kind for other tokens."""
         shape = self.shape[0], tokens, *self.shape[2:]
         return type(self)(shape, dtype, self.device, limit, parts=parts)
 
     @staticmethod
     def new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensors:
-        """Make memory for a result."""
         return (torch.empty(shape, dtype=dtype, device=device),)
 
     def _fill(self, into: Tensors) -> None:

@@ -71,8 +71,8 @@ def clip_parts(parts: Parts, within: Span) -> list[Any]:
 def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     """Fill out (B, S, H, D) and lse (B, H, S) with the merge of `parts`, at least one.
 
-    `out` may be the memory of the first part if that is whole. Then only tokens that later parts
-    have are written. `lse` may not be that part's memory, but then it holds the same numbers.
+    `out` may be the memory of a whole first part. Then only tokens that later parts have are
+    written, and `lse` is a copy of that part's.
     """
     if not (span := find_unfinished(parts, out)):
         return
@@ -89,10 +89,7 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
 
 
 def sum_gradients(total: Tensor, parts: list[GradientPart]) -> None:
-    """Fill total (B, S, H, D) with the sum of `parts`, at least one.
-
-    It may be the memory of a whole first part. Then only tokens that later parts have are written.
-    """
+    """Fill total (B, S, H, D) with the sum of `parts`, as `merge_outputs` does."""
     if not (span := find_unfinished(parts, total)):
         return
     total, parts = tokens_at(total, span), clip_parts(parts, span)

@@ -1,8 +1,7 @@
-"""Attention sinks: a trained logit for each head. It takes part in the softmax's divisor and has no
-value.
+"""Attention sinks: a trained logit for each head, as of one more key that every query sees.
 
-A sink is one more key that every query sees, with score s and value 0. Let o and l be out and lse
-over the other keys. With the sink they are
+Its score is s and its value 0. Let o and l be out and lse over the other keys. With the sink they
+are
 
     l' = logaddexp(l, s)    o' = exp(l - l') o = sigmoid(l - s) o
 
@@ -10,9 +9,9 @@ Sinks are therefore applied once, after the strategy's forward, which does not k
 
 A strategy's backward is exact if it gets o' and l' instead of o and l. For each pair it computes
 P = exp(score - l'), the pair's probability next to the sink, and dS = P (dP - delta), where
-delta = rowsum(o' * dout) = sum_j P_j dP_j. That sum is over all keys. The sink's term in it is 0,
-because its value is 0 and so is its dP. Hence dS, dq, dk and dv are right. Only the sink's own
-dS = exp(s - l') (0 - delta) is missing. Its sum over queries is the gradient of s.
+delta = rowsum(o' * dout) = sum_j P_j dP_j over all keys. The sink's term in it is 0, because its
+dP is 0. Only the sink's own dS = exp(s - l') (0 - delta) is missing. Its sum over queries is the
+gradient of s.
 
 Queries that see nothing have l = -inf, so o' is 0 and l' is s. If s is inf, the sink takes all
 attention: o' and all gradients are 0, and l' is inf.
@@ -28,16 +27,15 @@ from .merge import stack_lse_delta
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o' (B, S, H, D) in out's dtype and l' (B, H, S), for sinks (H,) of lse's dtype.
-
-    Both are new memory.
+    """Return o' (B, S, H, D) in out's dtype and l' (B, H, S), new memory, for sinks (H,) of lse's
+    dtype.
     """
     return _outputs(out, lse, sinks), torch.logaddexp(lse, sinks.unsqueeze(-1))
 
 
 def decoded_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return o' (B, S, H, D) of a few queries that all see a key. It is not compiled on GPUs, which
-    would take longer than a short generation.
+    """Return o' of a few queries that all see a key. Compiling it would take longer than a short
+    generation.
     """
     return out * (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
 

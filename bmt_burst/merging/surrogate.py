@@ -22,12 +22,12 @@ _ENTRIES = 3  # of a row that differ from 0
 
 
 def add_lse_gradient(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an out and dout (B, S, H, D) with which a backward also has the gradient dlse (B, H,
-    S) of lse.
+    """Return an out and dout (B, S, H, D), new memory, with which a backward also has the gradient
+    dlse (B, H, S) of lse.
 
-    Both are new memory, in their own dtype. dlse has no effect where lse is -inf, which is a
-    constant. dout changes only where it is nearly 0 compared with dlse: no out can change its row
-    sum there. The change is below 1e-4 of dlse in fp16, and 1e-18 otherwise.
+    dlse has no effect where lse is -inf, which is a constant. dout changes only where it is nearly
+    0 compared with dlse: no out can change its row sum there. The change is below 1e-4 of dlse in
+    fp16, and 1e-18 otherwise.
     """
     dlse = dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
     dout = _floor_rows(dout, dlse)
