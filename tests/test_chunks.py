@@ -657,6 +657,22 @@ def test_chunks_of_a_window_share_plans(monkeypatch):
     assert len(made) == 2 * 2
 
 
+@pytest.mark.parametrize(
+    ("config", "tokens", "size"), [(DENSE, 400, 40), (SPARSE, 300, 5)], ids=["dense", "sparse"]
+)
+def test_no_plan_is_made_after_the_first_chunk(config, tokens, size, monkeypatch):
+    """Also of more chunks than plans are kept otherwise, and where a second run takes choices."""
+    made, make = [], Request.make_plan
+    monkeypatch.setattr(Request, "make_plan", lambda *given: made.append(1) or make(*given))
+    mask = Mask.causal(tokens)
+
+    def work(sp):
+        in_chunks(Chunks(mask, tokens // size, 3, sp), build(config, sp), make_data(mask))
+
+    on_ranks(2, work)
+    assert len(made) == 2 * size
+
+
 def test_a_loss_that_is_held_does_not_hold_kept_keys():
     chunks, model, kept = Chunks(Mask.causal(60), 20, 3), build(DENSE), []
     for chunk in chunks.forward():

@@ -16,7 +16,7 @@ from bmt_burst import (
     burst_attn_varlen_func,
     simulate,
 )
-from bmt_burst.calls.requests import MOST_KEPT
+from bmt_burst.ranks.rings import MOST_KEPT
 from bmt_burst.sequence.layout import LAYOUTS, Balanced
 from bmt_burst.sequence.tile import KernelCall
 from tests.cases import call_tensors, made_layout, random_mask, random_qkv

@@ -18,7 +18,6 @@ from bmt_burst import (
     shard,
     simulate,
 )
-from bmt_burst.calls import requests
 from bmt_burst.ranks.agreement import admit_one_thread
 from bmt_burst.ranks.rings import Rings, make_rings
 from bmt_burst.transport import ALONE
@@ -142,8 +141,8 @@ def test_threads_without_a_group_may_make_plans_at_once(monkeypatch):
             super().pop(arguments[0], None)  # as another thread does in between
             return super().pop(*arguments)
 
-    monkeypatch.setattr(requests, "MOST_KEPT", 2)
     history = make_rings(None, (None, None)).history
+    monkeypatch.setattr(history, "most", 2)
     monkeypatch.setattr(history, "plans", Shared())
     for tokens in range(3, 8):
         x = torch.ones(1, tokens, 1, 8)

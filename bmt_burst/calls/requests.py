@@ -16,14 +16,13 @@ from torch import Tensor
 
 from ..base.autocast import autocast_dtype
 from ..ranks.agreement import Terms, mark_known, read_own
-from ..ranks.rings import Group, Rings, find_kept
+from ..ranks.rings import Group, Rings
 from ..ranks.sequence_parallel import WholeSequence
 from ..sequence.rows import Layouts, Masks
 
 Request = TypeVar("Request")
 Plan = TypeVar("Plan")
 
-MOST_KEPT = 64  # requests and plans, each, for some rings
 _NO_HOSTS = (None, None)
 
 
@@ -80,7 +79,8 @@ def find_request(
         hash(key)
     except TypeError:  # an option of a wrong type
         return check()
-    return find_kept(rings.history.requests, key, check, MOST_KEPT)
+    history = rings.history
+    return history.find(history.requests, key, check)
 
 
 def find_plan(
@@ -94,7 +94,8 @@ def find_plan(
     def make_plan() -> Plan:
         return make(read_own(terms, lines))
 
-    return find_kept(rings.history.plans, lines or terms.line, make_plan, MOST_KEPT)
+    history = rings.history
+    return history.find(history.plans, lines or terms.line, make_plan)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +21,11 @@ from torch import Tensor
 from ..base.arguments import as_bool, as_count, as_int, as_positive, check_choice
 from ..base.autograd import check_transforms
 from ..base.dtypes import accumulator_dtype
-from ..base.kept import is_recomputing
+from ..base.kept import KeptResults, is_recomputing
 from ..base.policies import without_policies
 from ..kernels import Kernel, pick
 from ..ranks.agreement import Terms, run_agreed
-from ..ranks.rings import Rings, check_device, find_kept
+from ..ranks.rings import Rings, check_device
 from ..ranks.sequence_parallel import WholeSequence
 from ..sequence.layout import Layout
 from ..sequence.rows import Rows
@@ -35,11 +36,12 @@ from ..transport import LANES
 from .autograd import Past, PlannedAttention
 from .inputs import Form, check_inputs, describe_inputs
 from .refusal import CALL
-from .requests import MOST_KEPT, find_plan, find_request, known_to_all, on_device
+from .requests import find_plan, find_request, known_to_all, on_device
 
 _BACKWARDS = ("auto", "q", "kv")
 _RECORDING = "recording of gradients"
 _OWN = ("tokens", "keys")  # terms that may differ
+_KINDS = 4  # of layers whose plans of all chunks are kept, up to four calls of a chunk
 
 
 @dataclass(frozen=True)
@@ -272,10 +274,13 @@ def reserve_ahead(
 
     It is a call of its own, which all ranks make. Raises as `attend`.
     """
-    doing = "the reservation of memory for later calls"
+    doing, history = "the reservation of memory for later calls", rings.history
+    # a second run takes results of the first one, and says so in its terms
+    runs = (False, True) if with_backward and kind.extension else (False,)
 
-    def find(sequence: WholeSequence) -> Request:
-        return _find_request(rings, sequence, kind, q, k, v, tensors)
+    def find(sequence: WholeSequence, recomputes: bool = False) -> Request:
+        with KeptResults([], recomputes):
+            return _find_request(rings, sequence, kind, q, k, v, tensors)
 
     def check() -> tuple[Terms, Request]:
         first = find(next(iter(find_sequences())))
@@ -284,24 +289,26 @@ def reserve_ahead(
 
     def make() -> bool:
         with known_to_all():
-            requests = [find(sequence) for sequence in dict.fromkeys(find_sequences())]
+            sequences = [*dict.fromkeys(find_sequences())]
+            history.most = max(history.most, _KINDS * 4 * len(sequences))
+            requests = [find(sequence) for sequence in sequences]
             tokens = [_count_tokens(request.rows) for request in requests]
             plans = [r.make_plan(rings, *each) for r, each in zip(requests, tokens, strict=True)]
         # at once, since all ranks stop whenever this memory grows
         found = [plan.lane_bytes(with_backward) for plan in plans]
         rings.reserve({lane: max(x[lane] for x in found) for lane in LANES}, q.device)
-        for request, plan, each in zip(requests, plans, tokens, strict=True):
+        for sequence, plan, each in zip(sequences, plans, tokens, strict=True):
             plan.reserve(rings, q.device, with_backward)  # also on rings of its own
-            for recorded in {False, with_backward}:
-                shared = {**request.terms.shared, _RECORDING: recorded}
-                of_ranks = (dict(zip(_OWN, own, strict=True)) for own in zip(*each, strict=True))
+            of_ranks = [dict(zip(_OWN, own, strict=True)) for own in zip(*each, strict=True)]
+            for recorded, recomputes in itertools.product({False, with_backward}, runs):
+                shared = {**find(sequence, recomputes).terms.shared, _RECORDING: recorded}
                 lines = tuple(Terms(CALL, shared, own).line for own in of_ranks)
                 same = functools.partial(next, iter((plan,)))
-                find_kept(rings.history.plans, lines, same, MOST_KEPT)
+                history.find(history.plans, lines, same)
         return True
 
     def run(_: Request, lines: tuple[bytes, ...]) -> None:
-        find_kept(rings.history.plans, lines, make, MOST_KEPT)
+        history.find(history.plans, lines, make)
 
     if rings.shared:
         with on_device(q), without_policies():

@@ -22,6 +22,7 @@ from ..transport import ALONE, Transport
 from ..transport.bmtrain import bmtrain_transport, initialized_bmtrain
 from ..transport.torch_dist import torch_transport, world_group
 
+MOST_KEPT = 64  # plans and requests, each, unless a sequence in chunks needs more
 _PROCESS = uuid.uuid4().hex  # ranks may be forks, or threads of a test
 
 # a ProcessGroup, a DeviceMesh of one dimension, a bmtrain NCCLCommunicator or a Transport
@@ -37,25 +38,26 @@ class History:
     calls     the number of calls. It is equal on all ranks, since all agree on each call.
     plans     plans of calls, by all ranks' lines about them
     requests  calls that this rank has checked, by all that checks depend on
+    most      of plans and of requests, how many are kept
     is_grid   whether a double ring is known to be a grid of ranks
     """
 
     calls: int = 0
     plans: dict[Any, Any] = field(default_factory=dict)
     requests: dict[Any, Any] = field(default_factory=dict)
+    most: int = MOST_KEPT
     is_grid: bool = False
 
-
-def find_kept(kept: dict[Any, Any], key: Any, make: Callable[[], Kept], most: int) -> Kept:
-    """Return what was made for a key. The latest `most` results are kept."""
-    found: Kept | None = kept.pop(key, None)
-    if found is None:
-        found = make()
-        # Several threads without a group may do this at once: copying the keys is atomic.
-        for old in list(kept)[: 1 - most]:
-            kept.pop(old, None)
-    kept[key] = found  # last in order: just used
-    return found
+    def find(self, kept: dict[Any, Any], key: Any, make: Callable[[], Kept]) -> Kept:
+        """Return what was made for a key of plans or requests. The latest `most` are kept."""
+        found: Kept | None = kept.pop(key, None)
+        if found is None:
+            found = make()
+            # Several threads without a group may do this at once: copying the keys is atomic.
+            for old in list(kept)[: 1 - self.most]:
+                kept.pop(old, None)
+        kept[key] = found  # last in order: just used
+        return found
 
 
 @dataclass(frozen=True)
