@@ -406,6 +406,17 @@ def test_rows_of_a_cache_are_chosen(config):
             assert (logits - expected).abs().max() / whole.abs().max() < LARGEST
 
 
+def test_rows_are_copied_at_the_places_in_use():
+    x, cache = torch.randn(2, 3, 2, 8), Cache(None, 1, 100_000)
+    cache.attend(0, x, x, x)
+    keys = cache._memories[0].kept[0]
+    keys[:, 3:] = torch.arange(2).view(2, 1, 1, 1)
+    cache.select_rows([1, 0])
+    assert keys[:, :3].equal(x.flip(0)) and (keys[1, 3:] == 1).all()
+    cache.select_rows([1])
+    assert cache._memories[0].kept[0][:, :3].equal(x[:1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_ranks_that_are_given_other_tokens_find_it(config, dtype):

@@ -148,7 +148,7 @@ class StateMemory(Memory):
     def refuses_crop(self) -> str | None:
         return "the state of lightning attention is a sum, and the tokens in it are not kept"
 
-    def select_rows(self, rows: Tensor) -> bool:
+    def select_rows(self, rows: Tensor, count: int) -> bool:
         self.rows, before = len(rows), self.states[-1]
         if before is not None:
             self.states[-1] = select_rows(before, rows)

@@ -174,10 +174,14 @@ class KeyMemory(Memory):
         spans = new.on(q.device, "spans", self.kind.window)
         return find_kernels(q).attend(q, *self.kept[:2], spans, self.kind.spec(q))
 
-    def select_rows(self, rows: Tensor) -> bool:
-        before, self.rows = self.kept, len(rows)
-        self.kept = [select_rows(x, rows) for x in before]
-        return self.kept[0] is before[0]
+    def select_rows(self, rows: Tensor, count: int) -> bool:
+        in_place, self.rows = len(rows) == self.rows, len(rows)
+        for n, x in enumerate(self.kept):
+            used = select_rows(x[:, :count], rows)
+            if not in_place:
+                self.kept[n] = x.new_empty(len(rows), *x.shape[1:])
+                self.kept[n][:, :count] = used
+        return in_place
 
     def graph_obstacle(self) -> str | None:
         k = self.kept[0]

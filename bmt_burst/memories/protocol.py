@@ -176,9 +176,9 @@ class Memory(ABC):
         return None
 
     @abstractmethod
-    def select_rows(self, rows: Tensor) -> bool:
-        """Keep the rows (N,) int64 of the batch, in this order. Return whether that is in place:
-        as many rows as before stay where they are.
+    def select_rows(self, rows: Tensor, count: int) -> bool:
+        """Keep the rows (N,) int64 of the batch, in this order, which have `count` keys on this
+        rank. Return whether that is in place: as many rows as before stay where they are.
         """
 
     def variant(self, length: int) -> Hashable:

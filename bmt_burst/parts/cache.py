@@ -302,7 +302,8 @@ class Cache(KeptPart):
 
         terms, *_ = agree(self.sp.rings, "Cache.select_rows", describe)
         chosen = torch.tensor(terms["rows"])
-        in_place = [memory.select_rows(chosen) for memory in self._memories.values()]
+        count = self._positions.count
+        in_place = [memory.select_rows(chosen, count) for memory in self._memories.values()]
         self._moves += not all(in_place)
 
     def variant(self, length: int) -> tuple[Any, ...]:

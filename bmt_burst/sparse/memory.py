@@ -131,10 +131,10 @@ class SparseMemory(KeyMemory):
     def refuses_crop(self) -> str | None:
         return "sums of keys, by which blocks are chosen, do not forget keys"
 
-    def select_rows(self, rows: Tensor) -> bool:
+    def select_rows(self, rows: Tensor, count: int) -> bool:
         self.sums_of_keys.select_rows(rows)
         moved = self._decoding is not None and not self._decoding.select_rows(rows)
-        return super().select_rows(rows) and not moved
+        return super().select_rows(rows, count) and not moved
 
     def variant(self, length: int) -> Hashable:
         return self.config.is_dense(length)
