@@ -22,6 +22,8 @@ from bmt_burst import (
     simulate,
 )
 from bmt_burst.calls.softmax import Request
+from bmt_burst.extensions import find_kind
+from bmt_burst.lightning.memory import Lightning
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sparse import plan
 from bmt_burst.transport import ALONE
@@ -486,6 +488,36 @@ def test_ranks_that_make_different_chunks_are_refused(arguments, message):
         with pytest.raises(ValueError, match=message):
             for chunk in chunks.forward():
                 chunk.attend(0, *torch.ones(3, 1, 10, 2, 8))
+
+    on_ranks(2, work)
+
+
+def test_layers_in_another_order_are_refused():
+    """Also of lightning attention, whose ranks would add up states of different layers."""
+    kinds = find_kind(None, {})[0], Lightning((0.1, 0.2))
+
+    def work(sp):
+        x = torch.ones(1, 10, 2, 8)
+        for kind in kinds:
+            chunks = Chunks(Mask.causal(60), 20, 2, sp).forward()
+            chunk = next(chunks)
+            for layer in (1, 0) if sp.rank else (0, 1):
+                chunk.mix(layer, kind, x, x, x)
+            differ = r"in order of layers: rank 0 has \[0, 1\], rank 1 has \[1, 0\]"
+            with pytest.raises(ValueError, match=differ):
+                next(chunks)
+
+    on_ranks(2, work)
+
+
+def test_a_chunk_without_a_backward_on_one_rank_is_refused_on_all():
+    def work(sp):
+        chunks, x = Chunks(Mask.causal(20), 20, 1, sp), torch.ones(1, 10, 2, 8)
+        list(chunks.forward())
+        with pytest.raises(ValueError, match="got a run without gradient: leave out"):
+            for chunk in chunks.backward():
+                with torch.set_grad_enabled(sp.rank == 0):
+                    chunk.mix(0, Lightning((0.1, 0.2)), x, x, x)
 
     on_ranks(2, work)
 

@@ -38,6 +38,7 @@ from ..base.compiled import not_compiled
 from ..base.kept import KeptResults, is_in_backward
 from ..base.policies import without_policies
 from ..memories.protocol import Kind, Memory, Room, Turn
+from ..ranks.agreement import agree
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
 from ..sequence.chunk_keys import find_keys
 from ..sequence.layout import Layout
@@ -182,7 +183,7 @@ class Chunks:
                         "forward() or backward() began before the one whose chunks are taken here "
                         "had ended: run one at a time, or make Chunks for each"
                     )
-                self._check_done(chunk)
+                self._end_chunk(chunk)
                 if phase == _FORWARD:
                     for memory in self._memories.values():
                         memory.close(chunk.number)
@@ -284,7 +285,29 @@ class Chunks:
                     f"size), this rank's tokens of chunk {chunk.number}, got shape {tuple(x.shape)}"
                 )
 
-    def _check_done(self, chunk: Chunk) -> None:
+    def _end_chunk(self, chunk: Chunk) -> None:
+        """Check on all ranks what a model did with a chunk. Raises ValueError if it is wrong on any
+        rank, and RanksDisagree if they called layers in different orders.
+        """
+
+        def describe() -> dict[str, Any]:
+            self._check_calls(chunk)
+            return {"order of layers": [*map(int, self._calls)]}
+
+        agree(self.sp.rings, "", describe, doing=f"the end of chunk {chunk.number}")
+        if chunk is self.chunks[-1]:
+            self._check_positions()
+            self._check_lengths()
+        if self._phase == _BACKWARD:
+            for memory in self._memories.values():
+                memory.finish(chunk.number)
+            self._check_kept(chunk)
+        elif chunk is self.chunks[0] and self.sp.size > 1:
+            # NCCL connects ranks when they first exchange tensors. It needs memory, which may not
+            # be left in the backward. So they exchange some here.
+            self.sp.sum(next(iter(self._memories.values())).difference)
+
+    def _check_calls(self, chunk: Chunk) -> None:
         """Raise ValueError unless each layer computed a chunk once, and its gradients if needed."""
         missing = [layer for layer in range(self.layers) if not self._calls[layer]]
         if missing:
@@ -299,29 +322,14 @@ class Chunks:
                 f"chunk {chunk.number} was computed {self._calls[again[0]]} times by layer "
                 f"{again[0]}: run the model once, and give each attention a layer of its own"
             )
-        if len(self._positions) == len(self.chunks) and chunk is self.chunks[-1]:
-            self._check_positions()
-        if len(self._ends) == len(self.chunks) and chunk is self.chunks[-1]:
-            self._check_lengths()
-        if self._phase == _BACKWARD:
-            self._check_backward(chunk)
-            for memory in self._memories.values():
-                memory.finish(chunk.number)
-            self._check_kept(chunk)
-        elif chunk is self.chunks[0] and self.sp.size > 1:
-            # NCCL connects ranks when they first exchange tensors. It needs memory, which may not
-            # be left in the backward. So they exchange some here.
-            self.sp.sum(next(iter(self._memories.values())).difference)
-
-    def _check_backward(self, chunk: Chunk) -> None:
-        """Raise ValueError if a layer had no backward."""
-        # below the first trainable weight, layers have no backward
-        if not self._records:
+        if self._phase == _BACKWARD and not self._records:
             raise ValueError(
                 f"expected a backward of chunk {chunk.number}, got a run without gradient: leave "
                 "out torch.no_grad"
             )
-        if without := sorted(self._needed - self._backwards):
+        # below the first trainable weight, layers need no backward
+        without = sorted(self._needed - self._backwards)
+        if self._phase == _BACKWARD and without:
             raise ValueError(
                 f"expected a backward of chunk {chunk.number} before the next chunk, got none of "
                 f"layer {without[0]}"
@@ -342,6 +350,8 @@ class Chunks:
 
     def _check_lengths(self) -> None:
         """Raise ValueError if positions do not have the lengths that were expected."""
+        if len(self._ends) < len(self.chunks):
+            return
         ends = torch.stack([*self._ends.values()]).amax(0)
         found = self.sp.longest(ends.unsqueeze(-1) - 1)
         lengths = torch.tensor(self.lengths, device=found.device)
@@ -354,7 +364,7 @@ class Chunks:
 
     def _check_positions(self) -> None:
         """Raise ValueError on all ranks if positions show that shards are of another layout."""
-        if self.sp.size == 1:
+        if self.sp.size == 1 or len(self._positions) < len(self.chunks):
             return
         mine = torch.cat([self._positions[n] for n in range(len(self.chunks))], -1)
         whole = self.sp.with_layout(self.layout).unshard(mine, self.layout.seq_len, -1)
