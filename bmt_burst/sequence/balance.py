@@ -24,14 +24,14 @@ same layout.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from .documents import Piece, find_documents
-from .mask import Mask
+from .mask import Mask, Slice
 from .span import Span, merged
 
 _Arc = tuple[int, float]  # where an arc begins, and its work less the wanted work
@@ -54,7 +54,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
     """Return the positions of each of `size` ranks. The first ranks may have a token more."""
-    documents = find_documents(mask)
+    documents = _find_documents(mask)
     longest = max(documents, key=lambda document: document.tokens)
     others = [document for document in documents if document is not longest]
     most = max((document.tokens for document in others), default=0)
@@ -78,7 +78,7 @@ def balanced_spans(mask: Mask, size: int) -> list[tuple[Span, ...]]:
     return found
 
 
-def _mix(documents: Sequence[Piece]) -> list[Piece]:
+def _mix(documents: Sequence[_Piece]) -> list[_Piece]:
     """Return the documents in an order in which neighbours have all densities."""
     by_density = sorted(documents, key=lambda x: (x.work / x.tokens, x.tokens, x.start))
     order = sorted(range(len(by_density)), key=lambda i: i * _GOLDEN % (1 << 64))
@@ -109,19 +109,42 @@ def _find_share(
     return min(found, default=(math.inf, 0, 0))
 
 
+class _Piece:
+    """Some tokens of a document: positions start to stop - 1 of the mask.
+
+    seen  counts the visible pairs of the document's queries before a position
+    work  the visible pairs of these tokens
+    """
+
+    __slots__ = ("seen", "start", "stop", "work")
+
+    def __init__(self, start: int, stop: int, seen: Callable[[int], int]):
+        self.start, self.stop, self.seen = start, stop, seen
+        self.work = seen(stop) - seen(start)
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, tokens: int) -> tuple[_Piece, _Piece]:
+        """Return the first `tokens` tokens, and the others. Either may have none."""
+        middle = self.start + tokens
+        return _Piece(self.start, middle, self.seen), _Piece(middle, self.stop, self.seen)
+
+
 class _Circle:
     """Pieces of documents, each next to the following one, and the last next to the first.
 
     starts, works  the tokens and the work before each piece, and of all pieces
     """
 
-    def __init__(self, pieces: Sequence[Piece]):
+    def __init__(self, pieces: Sequence[_Piece]):
         self.pieces = pieces
         self.starts = [*itertools.accumulate((x.tokens for x in pieces), initial=0)]
         self.works = [*itertools.accumulate((x.work for x in pieces), initial=0)]
         self.tokens, self.work = self.starts[-1], self.works[-1]
 
-    def take(self, first: int, tokens: int) -> tuple[list[Piece], _Circle]:
+    def take(self, first: int, tokens: int) -> tuple[list[_Piece], _Circle]:
         """Return an arc, and the circle without it, which begins where the arc ended."""
         if not tokens:
             return [], self
@@ -132,7 +155,7 @@ class _Circle:
         rest = [after, *pieces[last + 1 :]] if after.tokens else pieces[last + 1 :]
         return [*pieces[:last], inside], _Circle(rest)
 
-    def _open_at(self, at: int) -> list[Piece]:
+    def _open_at(self, at: int) -> list[_Piece]:
         """Return all pieces from a token on."""
         index = bisect_right(self.starts, at) - 1
         before, after = self.pieces[index].cut(at - self.starts[index])
@@ -193,3 +216,50 @@ def _find_crossing(arcs: Sequence[_Arc]) -> tuple[_Arc, _Arc] | None:
 
 def _differ(a: _Arc, b: _Arc) -> bool:
     return (a[1] > 0) != (b[1] > 0)
+
+
+def _find_documents(mask: Mask) -> list[_Piece]:
+    """Return the parts of the mask, whole."""
+    starts = [s.q[0] for s in mask.slices]
+    documents = []
+    for start, stop in mask.parts:
+        slices = mask.slices[bisect_left(starts, start) : bisect_left(starts, stop)]
+        documents.append(_Piece(start, stop, _pair_counter(start, stop, slices)))
+    return documents
+
+
+def _pair_counter(start: int, stop: int, slices: Sequence[Slice]) -> Callable[[int], int]:
+    """Return a function that counts the visible pairs of a part's queries before a position.
+
+    Simple parts have a closed form.
+    """
+    size = stop - start
+    if len(slices) == 1 and slices[0].q == slices[0].kv == (start, stop):
+        _, _, low, high = slices[0]
+        if low is None and high is None:
+            return lambda i: (i - start) * size
+        if low == 0:
+            most = size if high is None else high
+            return lambda i: _sum_ramp(i - start, most)
+        if high is not None and low == 1 - high:
+            most, behind = high, high - 1
+            later = _sum_ramp(size - 1, behind)
+            return lambda i: _sum_ramp(i - start, most) + later - _sum_ramp(stop - i - 1, behind)
+
+    # A document may have thousands of slices. Few of them reach beyond a position.
+    areas = [(s, s.area) for s in slices]
+
+    @functools.cache
+    def pairs_before(i: int) -> int:
+        return sum(
+            area if s.q[1] <= i else s._replace(q=(s.q[0], i)).area
+            for s, area in areas
+            if s.q[0] < i
+        )
+
+    return pairs_before
+
+
+def _sum_ramp(count: int, most: int) -> int:
+    """Return the sum of min(i, most) for i from 1 to `count`."""
+    return count * (count + 1) // 2 if count <= most else count * most - most * (most - 1) // 2
