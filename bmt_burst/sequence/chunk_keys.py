@@ -7,8 +7,7 @@ chunk is computed, all of its own keys follow them:
     kept of chunk 0 | kept of chunk 1 | ... | own keys of chunk n
               '----------- seen by chunk n --------------'
 
-So the seen keys are one piece of memory. A window needs the last tokens of the chunk before it, and
-a chunk that begins with a document needs no others.
+So the seen keys are one piece of memory.
 """
 
 from __future__ import annotations
@@ -107,9 +106,8 @@ def count_places(keys: Sequence[ChunkKeys]) -> int:
 
 
 def _find_first(rows: Iterable[Mask], positions: Span) -> int:
-    """Return the first key that queries at some positions see, or the first of these positions.
-
-    rows  masks of these queries and all keys
+    """Return the first key that queries at some positions, with masks `rows`, see, or the first of
+    these positions.
     """
     start, stop = positions
     seen = [mask.seen for mask in rows if mask.area]

@@ -25,9 +25,8 @@ _Band = tuple[int | None, int | None]  # left and right of a kernel call
 
 
 class GatheredCall(NamedTuple):
-    """A kernel call and its tokens: the queries of q_spans and the keys of kv_spans.
-
-    label  tells who computes the call which pairs it has, or None; nobody else reads it
+    """A kernel call on the queries of q_spans and the keys of kv_spans. `label` says which pairs it
+    has, to the code that computes the call.
     """
 
     q_spans: tuple[Span, ...]
@@ -37,10 +36,7 @@ class GatheredCall(NamedTuple):
 
 
 def by_columns(tiles: Sequence[TileFields]) -> list[TileFields]:
-    """Return tiles of the same pairs, in which queries that see the same keys are joined.
-
-    Their rectangles share as few keys as possible.
-    """
+    """Return tiles of the same pairs, in which rectangles share as few keys as possible."""
     rectangles = sorted((Tile(*t) for t in tiles if t[2:] == (None, None)), key=lambda t: t.kv)
     if len(rectangles) < 2:
         return list(tiles)
@@ -62,9 +58,8 @@ def by_columns(tiles: Sequence[TileFields]) -> list[TileFields]:
 def kernel_calls(
     tiles: Iterable[TileFields], label: Hashable | None = None, most_gaps: float = 0.0
 ) -> list[GatheredCall]:
-    """Group tiles into few kernel calls. The tiles of a call share neither queries nor keys.
+    """Group tiles into few kernel calls with a `label`.
 
-    label      the label of the calls
     most_gaps  a call includes all gaps between its tiles if they have at most this share of the
                tiles' tokens. Otherwise it includes only short ones.
     """
@@ -86,8 +81,7 @@ def kernel_calls(
 
 def _align(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | None]]:
     """Yield a tile as (q, kv, left, right): a band counted from the last query and the last key.
-
-    If the last queries of a causal tile see all keys, yield two: those queries are a rectangle.
+    The last queries of a causal tile, if they see all keys, are a rectangle of their own.
     """
     (a, b), kv, low, high = tile
     rows, columns = b - a, length(kv)
@@ -101,10 +95,7 @@ def _align(tile: TileFields) -> Iterator[tuple[Span, Span, int | None, int | Non
 
 
 def _join_kinds(kinds: dict[_Band, list[tuple[Span, Span]]]) -> None:
-    """Move tiles to a kind with a tighter band, if that hides nothing of them.
-
-    They become one call with the tiles of that kind.
-    """
+    """Move tiles to a kind with a tighter band, if that hides nothing of them: fewer calls."""
     full: _Band = (None, None)
     causal: _Band = (None, 0)
     moves = [(full, causal, 0, 1)]  # source, target, and the most queries (0) or keys (1) of a tile
@@ -119,8 +110,7 @@ def _join_kinds(kinds: dict[_Band, list[tuple[Span, Span]]]) -> None:
             kinds[source] = [entry for entry in kinds[source] if length(entry[side]) > most]
 
 
-# A tile, as its queries and its keys. Each may be several rising spans, which become one when they
-# are copied one after the other.
+# A tile's queries and keys. Each may be several rising spans, which are copied together.
 _Sides = tuple[tuple[Span, ...], tuple[Span, ...]]
 
 
@@ -145,10 +135,7 @@ def _join_narrow(rectangles: Sequence[tuple[Span, Span]]) -> list[_Sides]:
 
 
 def _group_disjoint(tiles: Iterable[_Sides]) -> list[list[_Sides]]:
-    """Group tiles so that queries and keys rise without overlap in each group.
-
-    Each tile joins the first group whose last tile it may follow.
-    """
+    """Group tiles so that queries and keys rise without overlap in each group."""
     groups: list[list[_Sides]] = []
     for q, kv in tiles:
         for group in groups:
@@ -178,10 +165,8 @@ def _gather_call(
 def _gather_spans(
     sides: Sequence[tuple[Span, ...]], most_gaps: float
 ) -> tuple[tuple[Span, ...], list[Span]]:
-    """Return spans that hold one side of rising tiles, and where each tile lies in them.
-
-    The spans lie one after the other. They may include gaps between tiles: short ones, and all if
-    they have at most the share `most_gaps` of the other tokens.
+    """Return spans that hold one side of rising tiles, and where each tile lies in them, once they
+    lie one after the other. See `kernel_calls` for the gaps between tiles that they include.
     """
     if any(len(side) > 1 for side in sides):  # without gaps
         spans = [span for side in sides for span in side]

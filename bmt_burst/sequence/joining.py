@@ -1,8 +1,8 @@
 """Keys of equal visibility, joined where they are neighbours in memory.
 
-Keys that exactly the same queries see may lie in any order. So a tiling numbers them in the order
-of ranks: then a rank has one run of them. Without it, a rank that keeps its shares of 64 earlier
-chunks has 128 runs, and each is a message.
+Keys that exactly the same queries see may lie in any order. So a tiling numbers them by rank: then
+a rank has one run of them. Otherwise, a rank with its shares of 64 chunks has 128 runs, and each is
+a message.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from .span import Span
 
 
 class Joined(Layout):
-    """`layout`, with the tokens of each of `spans` in the order of ranks. Spans rise.
-
-    Tokens keep their places in the shards. Only their positions differ.
+    """`layout`, with the tokens of each of the rising `spans` in the order of ranks. Tokens keep
+    their places in the shards. Only their positions differ.
     """
 
     name = "joined"

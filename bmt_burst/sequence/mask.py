@@ -1,11 +1,11 @@
 """Masks: which (query, key) pairs of a whole sequence are visible.
 
 A mask is data. It consists of disjoint slices. Each slice is a rectangle of positions in which a
-band along the diagonal is visible. Masks know no ranks. Queries and keys may be two sequences of
-different lengths. Positions of each start at 0.
+band along the diagonal is visible. Queries and keys may be two sequences of different lengths.
+Positions of each start at 0.
 
-To add a kind of mask, write a method that makes slices. Nothing else knows kinds. A mask that is no
-set of bands needs a slice for each rectangle, and planning takes longer with each.
+To add a kind of mask, write a method that makes slices. Nothing else knows kinds. Planning takes
+longer with each slice.
 
 Try `print(Mask.documents((0, 9, 30, 64)))`.
 """
@@ -113,19 +113,13 @@ class Mask:
 
     @staticmethod
     def full(seq_len: int, kv_len: int | None = None) -> Mask:
-        """Return the mask in which every one of `seq_len` queries sees every one of `kv_len` keys.
-
-        kv_len  by default seq_len
-        """
+        """Return the mask in which every query sees each of `kv_len` keys, by default seq_len."""
         n, m = _lengths(seq_len, kv_len)
         return _mask(n, (Slice((0, n), (0, m)),), m)
 
     @staticmethod
     def window(seq_len: int, window: int) -> Mask:
-        """Return the mask in which query i sees keys i - window + 1 to i.
-
-        So a window includes the token itself, as in Mistral and MiniCPM.
-        """
+        """Return the mask in which query i sees keys i - window + 1 to i, as in MiniCPM."""
         return Mask.documents(
             (0, _positive("seq_len", seq_len)), window=_positive("window", window)
         )
@@ -145,8 +139,7 @@ class Mask:
         cu_seqlens     (0, ..., seq_len), a sequence or an integer tensor on the CPU. Two equal
                        numbers are an empty document.
         causal         whether tokens see no later ones
-        window         if given, tokens see only those less than `window` positions away. With
-                       `causal` this is as in `Mask.window`.
+        window         tokens see only those less than `window` positions away
         kv_cu_seqlens  the keys of the same documents, if they differ: (0, ..., kv_len). The queries
                        of a document are the last tokens of its keys, as in `Mask.causal`.
 
@@ -159,18 +152,15 @@ class Mask:
         low = 0 if as_bool("causal", causal) else None if high is None else 1 - high
         spans = zip(itertools.pairwise(queries), itertools.pairwise(keys), strict=True)
         slices = [
-            # the last query is at the last key
-            band if q[1] == kv[1] else _move_band(band, q[1] - kv[1])
+            _move_band(Slice(q, kv, low, high), q[1] - kv[1])  # the last query is at the last key
             for q, kv in spans
             if q[0] < q[1] and kv[0] < kv[1]
-            for band in [Slice(q, kv, low, high)]
         ]
         return _mask(queries[-1], slices, keys[-1])
 
     @staticmethod
     def stacked(masks: Sequence[Mask]) -> Mask:
-        """Return the mask of several sequences as one. They follow one another and do not see each
-        other.
+        """Return the mask of several sequences, one after the other, that do not see each other.
 
         Raises ValueError without masks, TypeError for anything but a Mask.
         """
@@ -189,10 +179,9 @@ class Mask:
         return _mask(start, slices, kv_start)
 
     def rows(self, start: int, stop: int) -> Mask:
-        """Return the mask of queries start to stop - 1 and all keys. Its first query is `start`.
+        """Return the mask of queries start to stop - 1 and all keys.
 
-        Raises ValueError unless 0 <= start < stop <= seq_len, TypeError for anything but whole
-        numbers.
+        Raises ValueError unless 0 <= start < stop <= seq_len, TypeError unless these are integers.
         """
         rows = as_int("start", start), as_int("stop", stop)
         if not 0 <= rows[0] < rows[1] <= self.seq_len:
@@ -209,10 +198,9 @@ class Mask:
         return _mask(length(rows), sorted(found, key=_start), self.kv_len)
 
     def windowed(self, window: int) -> Mask:
-        """Return the mask of the visible pairs whose key is less than `window` positions before the
-        query.
+        """Return the mask without the keys `window` or more positions before a query.
 
-        Raises ValueError for a mask of two lengths: see `check_one_length`.
+        Raises ValueError for a mask of two lengths.
         """
         self.check_one_length("windowed()")
         high = _positive("window", window)
@@ -245,8 +233,8 @@ class Mask:
     def parts(self) -> tuple[Span, ...]:
         """The documents: the most parts of the sequence that do not see each other.
 
-        No slice reaches out of a part. Tokens in no slice are a part for each gap between the
-        others. With two lengths these are parts of the queries: no slice has queries of two parts.
+        Neighbouring tokens in no slice are one part. With two lengths these are parts of the
+        queries: no slice has queries of two parts.
         """
         found, at = [], 0
         one_length = self.kv_len == self.seq_len
@@ -259,10 +247,8 @@ class Mask:
 
     @functools.cached_property
     def first_break(self) -> int | None:
-        """The first token that does not see the token before it in its document, or None.
-
-        In a window of 1, where tokens see only themselves, that breaks nothing. Raises ValueError
-        for a mask of two lengths.
+        """The first token that does not see the token before it in its document, or None. A window
+        of 1 has none. Raises ValueError for a mask of two lengths.
         """
         self.check_one_length("positions in documents")
         near = [s for s in self.slices if (s.low is None or s.low <= 1)]
@@ -283,9 +269,8 @@ class Mask:
 
     @functools.cached_property
     def equal_keys(self) -> tuple[Span, ...]:
-        """Ranges of keys that exactly the same queries see, rising: every key of a range.
-
-        Other keys are in none: there the band of a slice ends.
+        """Rising ranges of keys. Exactly the same queries see all keys of a range. A key at which
+        the band of a slice ends is in none.
         """
         edges, bands = {0, self.kv_len}, list[Span]()
         for (q_start, q_stop), kv, low, high in self.slices:
@@ -324,8 +309,7 @@ class Mask:
         """Return the position of each token in its document, for RoPE: (seq_len,) int64.
 
         Documents are `parts`. Raises ValueError unless each token of a document sees the token
-        before it, as under causal and full masks, windows of 2 or more, and prefixes. A tree of
-        drafts has no such positions, and neither has a mask of two lengths.
+        before it, and for a mask of two lengths. A tree of drafts has no such positions.
         """
         self.check_unbroken("positions()", "pass positions of your own, as the depth of each token")
         starts = torch.tensor([start for start, _ in self.parts])
@@ -333,10 +317,7 @@ class Mask:
         return (torch.arange(self.seq_len) - starts.repeat_interleave(lengths)).to(device)
 
     def dense(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the mask as (seq_len, kv_len) bool: True where a query (row) sees a key (column).
-
-        For tests: it takes O(n^2) memory.
-        """
+        """Return the mask as (seq_len, kv_len) bool: True where a query sees a key. For tests."""
         visible = torch.zeros(self.seq_len, self.kv_len, dtype=torch.bool, device=device)
         for s in self.slices:
             i, j = (torch.arange(*span, device=device) for span in (s.q, s.kv))
@@ -420,8 +401,8 @@ def _move_band(s: Slice, by: int) -> Slice:
 def _count_from(q: Span, kv: Span, bound: int) -> int:
     """Count the pairs (i, j) of a rectangle with i - j >= bound.
 
-    Pairs with i < i0, j >= j0 and i - j >= bound form a triangle. A rectangle with a band is four
-    of them, by inclusion and exclusion at its corners.
+    Pairs with i < i0, j >= j0 and i - j >= bound form a triangle. These are four of them, by
+    inclusion and exclusion at the rectangle's corners.
     """
     (q_start, q_stop), (kv_start, kv_stop) = q, kv
     return (
@@ -498,10 +479,7 @@ def read_documents(
     kv_cu_seqlens: Sequence[int] | Tensor | None,
     kv_name: str = "kv_cu_seqlens",
 ) -> tuple[list[int], list[int]]:
-    """Return the bounds of documents in queries and in keys, by default the same ones.
-
-    kv_name  what errors call the second ones
-    """
+    """Return the bounds of documents in queries and in keys, which errors call `kv_name`."""
     queries = _read_numbers("cu_seqlens", cu_seqlens)
     if kv_cu_seqlens is None:
         return queries, queries

@@ -1,6 +1,6 @@
-"""Masks and layouts of a batch: one for all of its rows, or one for each.
+"""Masks and layouts of a batch: one for all rows, or one for each.
 
-If rows differ in these, all rows are computed as one sequence. No token sees another row.
+If rows differ in these, all are computed as one sequence, in which no token sees another row.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Rows(NamedTuple):
         }
 
     def place(self, tokens: list[int], keys: list[int]) -> tuple[Mask, Layout, Layout | None]:
-        """Return the mask and the layouts of sequences of which rank r holds tokens[r] queries and
-        keys[r] keys. No second layout stands for keys that lie as queries do.
+        """Return the mask and the layouts, if rank r holds tokens[r] queries and keys[r] keys. No
+        second layout stands for keys that lie as queries do.
 
         Raises ValueError if these numbers do not fit the mask and the layouts.
         """
@@ -84,18 +84,12 @@ class Rows(NamedTuple):
 
 
 def check_seq_len(
-    mask: Mask,
-    tokens: Sequence[int],
-    name: str = "the mask",
-    kind: str = "tokens",
-    hint: str = "",
+    mask: Mask, tokens: Sequence[int], name: str = "the mask", kind: str = "tokens", hint: str = ""
 ) -> None:
-    """Raise ValueError unless the mask is as long as the sequence of all ranks.
+    """Raise ValueError, which `hint` ends, unless the mask is as long as the ranks' sequence.
 
-    tokens  the number of tokens of each rank
+    tokens  the number of tokens of each rank; `kind` says what these are
     name    what the user passed
-    kind    what the tokens are
-    hint    ends the error
     """
     if mask.seq_len != (seq_len := sum(tokens)):
         raise ValueError(
@@ -105,10 +99,7 @@ def check_seq_len(
 
 
 def check_lengths(layout: Layout, tokens: Sequence[int], kind: str = "tokens") -> None:
-    """Raise ValueError unless each rank holds as many tokens as the layout gives it.
-
-    kind  what the tokens are
-    """
+    """Raise ValueError unless each rank holds as many tokens as the layout gives it."""
     expected = [layout.length(rank) for rank in range(layout.size)]
     if sum(tokens) != layout.seq_len or list(tokens) != expected:
         raise ValueError(
@@ -135,8 +126,6 @@ def masks_of_layouts(
     layouts: Sequence[str | Layout], kv_layouts: Sequence[str | Layout], causal: bool
 ) -> tuple[Mask, ...]:
     """Return a causal or full mask for each layout, as long as that.
-
-    kv_layouts  the layouts of the keys, if they are other ones
 
     Raises ValueError for the name of a layout, which has no length.
     """

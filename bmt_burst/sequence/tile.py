@@ -1,8 +1,7 @@
 """Tiles, and the kernel calls that compute them. Plain numbers, no torch.
 
-A tile is a rectangle of (query, key) pairs. A band along its diagonal is visible. Tiles that share
-neither queries nor keys and have the same kind of band form one call. FlashAttention's
-variable-length functions take such calls.
+Tiles that share neither queries nor keys and have the same kind of band form one call, as
+FlashAttention's variable-length functions take them.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from .span import Span, length
 
 
 class Tile(NamedTuple):
-    """Query a of `q` sees key b of `kv` if low <= a - b < high. Both count from the tile's corner.
-
-    None: no bound.
+    """A rectangle of pairs. Query a of `q` sees key b of `kv` if low <= a - b < high, both counted
+    from the rectangle's corner. A bound of None hides nothing.
     """
 
     q: Span
@@ -77,9 +75,8 @@ class KernelCall:
         return self.right == 0 and self.left is None
 
     def sequences(self) -> tuple[tuple[Span, Span], ...]:
-        """Return the tiles and the gaps between them, in order. A gap has no tokens on one side.
-
-        Together they have all queries and all keys.
+        """Return the tiles and the gaps between them, in order: all queries and all keys. A gap has
+        no tokens on one side.
         """
         found: list[tuple[Span, Span]] = []
         q_at = kv_at = 0

@@ -1,8 +1,8 @@
 """A tiling: a mask cut by layouts, as tiles of queries and keys that ranks have.
 
 `seen` finds which tokens of which ranks a rank's queries attend to. `tiles` finds how they attend
-to tokens that lie somewhere in memory. The work grows with what the asked ranks need, not with the
-whole mask. To find which queries attend to a rank's keys, take the tiling of the transposed mask.
+to tokens that lie somewhere in memory. The work grows with what a rank needs, not with the mask. To
+find which queries attend to a rank's keys, take the tiling of the transposed mask.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class Tiling:
     def runs_at(self, positions: Span) -> list[RunFields]:
         """Return the keys of all ranks at some positions: parts of runs, in order of position.
 
-        Documents of a striped layout have ranks x ranks of these each, and each rank plans with
-        all of them. So this is one loop with plain tuples.
+        Each document of a striped layout has ranks x ranks of these, so this is one plain loop.
         """
         start, stop = positions
         runs, order = self._owners
@@ -110,9 +109,8 @@ class Tiling:
         return found
 
     def seen_by(self, rank: int, inner: int) -> dict[int, tuple[Span, ...]]:
-        """Return the keys of `rank`'s shard that other ranks need, as rising spans of it.
-
-        They are sorted by the host of the viewer, if a host has `inner` ranks.
+        """Return the keys of `rank`'s shard that other ranks need, as rising spans of it, by the
+        viewer's host of `inner` ranks.
         """
         (runs, order), (slices, keys) = self._viewers, self._slices_by_key
         found: dict[int, set[Span]] = {}
@@ -145,16 +143,14 @@ class Tiling:
     def tiles(
         self, rank: int, runs: Sequence[RunFields], places: Sequence[Span]
     ) -> list[TileFields]:
-        """Return how queries of `rank` attend to runs that lie at `places` in memory.
-
-        Runs are in the order of their positions.
+        """Return how queries of `rank` attend to runs, in order of position, that lie at `places`
+        in memory.
         """
         return _tiles(self._parts(rank), runs, places)
 
     def _visible_spans(self, rank: int) -> Iterator[Span]:
-        """Yield the positions that queries of `rank` see in each slice.
-
-        Runs that see only themselves, as whole documents do, are left out.
+        """Yield the positions that queries of `rank` see in each slice, but not runs that see only
+        themselves.
         """
         for positions in self.layout.shards[rank]:
             start, stop, step = positions.start, positions.stop, positions.step
@@ -244,10 +240,9 @@ def _tiles(
 
 
 def _cut_staircase(part: _QueryRun, run: RunFields, place: Span) -> Iterator[TileFields]:
-    """Yield rectangles with all that a part's queries see of a run with another step.
-
-    With another step a band is a staircase. Rectangles of one depth at one edge of the band share
-    neither queries nor keys, so they may be one kernel call.
+    """Yield rectangles with all that a part's queries see of a run with another step, where a band
+    is a staircase. Rectangles of one depth at one edge of it share neither queries nor keys, so
+    they may be one kernel call.
     """
     s, first, step, (q_start, q_stop) = part
     position, its_step, _, _ = run
@@ -279,11 +274,11 @@ def _cut_staircase(part: _QueryRun, run: RunFields, place: Span) -> Iterator[Til
 
 
 def _tile(part: _QueryRun, run: RunFields, place: Span) -> TileFields | None:
-    """Return the smallest tile with all that a part's queries see of a run that lies at `place`.
+    """Return the smallest tile with all that a part's queries see of a run that lies at `place`, or
+    None if they see nothing.
 
-    Return None if they see nothing. For positions i = i0 + step a and j = j0 + step b, the band
-    low <= i - j < high is a band of a - b. Bounds of the tile that hide nothing are None. This is
-    the innermost loop of planning, so it is one function.
+    For positions i = i0 + step a and j = j0 + step b, the band low <= i - j < high is a band of
+    a - b. This is the innermost loop of planning, so it is one function.
     """
     (_, (kv_start, kv_stop), low, high), first_position, step, (q_start, q_stop) = part
     position, its_step, _, _ = run
