@@ -32,7 +32,7 @@ class Side:
         """Return views of some tokens and heads."""
         if tokens == heads == ALL:
             return self
-        return self._map(lambda x: x[:, tokens, heads], lambda x: x[:, heads, tokens])
+        return self._map(lambda x, dim: x[:, tokens, heads] if dim == 1 else x[:, heads, tokens])
 
     def gather(self, spans: Sequence[Span]) -> Self:
         """Return the tokens of rising spans, one after the other, a view for a single span."""
@@ -40,17 +40,17 @@ class Side:
             first: Tensor = next(iter(vars(self).values()))
             is_all = spans[0] == (0, first.shape[1])
             return self if is_all else self.part(slice(*spans[0]))
-        return self._map(lambda x: _gather(x, spans, 1), lambda x: _gather(x, spans, 2))
+        return self._map(
+            lambda x, dim: torch.cat([x.narrow(dim, at[0], length(at)) for at in spans], dim)
+        )
 
-    def _map(
-        self, of_tokens: Callable[[Tensor], Tensor], of_rows: Callable[[Tensor], Tensor]
-    ) -> Self:
-        """Change each tensor: (B, S, heads, D) by `of_tokens`, (B, heads, S) by `of_rows`."""
-        found: list[Any] = []
+    def _map(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        """Change each tensor, given the dimension of its tokens."""
+        found = {}
         for name, x in vars(self).items():
-            change = of_rows if name in _ROWS else of_tokens
-            found.append(None if x is None else change(x))
-        return type(self)(*found)
+            if x is not None:
+                found[name] = change(x, 2 if name in _ROWS else 1)
+        return type(self)(**found)
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,6 @@ class Keys(Side):
     v: Tensor
     dk: Tensor | None = None
     dv: Tensor | None = None
-
-
-def _gather(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
-    return torch.cat([x.narrow(dim, span[0], length(span)) for span in spans], dim)
 
 
 @dataclass(frozen=True)

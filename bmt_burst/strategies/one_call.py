@@ -99,7 +99,6 @@ class OneCallPlan(RingPlan):
         )
 
     def _most_bytes(self, payload: Payload) -> tuple[int, int]:
-        sizes, tokens = self.problem.sizes, _MOST_COPIES * self.problem.most_keys
-        packings = payload.packing(sizes), payload.return_packing(sizes)
-        there, back = (p.token_bytes() * tokens * self.problem.inner for p in packings)
+        tokens = _MOST_COPIES * self.problem.most_keys * self.problem.inner
+        there, back = (x.token_bytes() * tokens for x in payload.packings(self.problem.sizes))
         return there, back

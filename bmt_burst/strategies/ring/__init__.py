@@ -191,13 +191,18 @@ class RingPlan(Plan):
     def _make_passes(self, payload: Payload, routes: Routes) -> list[Pass]:
         """Return the passes in which blocks are sent, or none if no rank needs another's tokens.
 
-        All ranks return the same. Between hosts whole blocks count.
+        All ranks return the same.
         """
-        sizes = self.problem.sizes
-        if self.problem.layout.size == 1 or not routes.traffic():
+        problem, sizes, hops = self.problem, self.problem.sizes, range(1, self.problem.inner)
+        if problem.layout.size == 1 or not routes.traffic():
             return []
-        nbytes, _ = self._most_bytes(payload)
-        count = self._count_passes(payload, nbytes, *self._count_landing(payload, routes))
+        if problem.outer > 1:  # hosts do not know what others need: whole blocks count
+            block = payload.most_tokens(problem)
+            ring = len(hops) * block
+        else:
+            block = max(routes.landing_tokens([hop]) for hop in hops)
+            ring = routes.landing_tokens(hops)
+        count = self._count_passes(payload, self._most_bytes(payload)[0], block, ring)
         if count == 1:
             return [make_pass(payload, sizes, ALL, ALL)]
         ratio = sizes.heads // sizes.kv_heads
@@ -206,36 +211,27 @@ class RingPlan(Plan):
         return [make_pass(payload, sizes, *each) for each in heads]
 
     def _count_passes(self, payload: Payload, nbytes: int, block: int, ring: int) -> int:
-        """Count the passes, if `block` tokens of one block land, `ring` tokens of a whole round,
-        and at most `nbytes` may land at once.
+        """Count the passes, if at most `block` tokens of one block land on a rank, `ring` tokens
+        of a whole round, and `nbytes` at once.
 
         A pass has as few heads as let all that lands of a round fit into one stage: that makes few
         partial results and large kernel calls. But it has enough heads to keep a GPU busy. A single
         block never exceeds the bytes, unless it has only one kv head.
         """
         sizes = self.problem.sizes
-        head_bytes = max(payload.packing(sizes).token_bytes() // sizes.kv_heads, 1)
+        head_bytes = max(payload.packings(sizes)[0].token_bytes() // sizes.kv_heads, 1)
         within, in_one = (nbytes // (head_bytes * max(tokens, 1)) for tokens in (block, ring))
         rows = sizes.batch * self.problem.most_queries * (sizes.heads // sizes.kv_heads)
         most = min(max(in_one, -(-_ENOUGH_ROWS // rows)), max(within, 1), sizes.kv_heads)
         return -(-sizes.kv_heads // most)
-
-    def _count_landing(self, payload: Payload, routes: Routes) -> tuple[int, int]:
-        """Return the most tokens of one block that land on a rank, and of all blocks of a round."""
-        hops = range(1, self.problem.inner)
-        if self.problem.outer > 1:
-            tokens = payload.most_tokens(self.problem)
-            return tokens, len(hops) * tokens
-        return max(routes.landing_tokens([hop]) for hop in hops), routes.landing_tokens(hops)
 
     def _find_limits(self, passes: list[Pass], payload: Payload) -> tuple[int, int | None]:
         """Return the most tokens of a stage, and of the results that a stage returns."""
         largest = max(passes, key=lambda each: each.packing.token_bytes())
         visit_bytes, return_bytes = self._most_bytes(payload)
         limit = max(visit_bytes // largest.packing.token_bytes(), 1)
-        if not payload.returns:
-            return limit, None
-        return limit, max(return_bytes // largest.return_packing.token_bytes(), 1)
+        returned = largest.return_packing.token_bytes()
+        return limit, max(return_bytes // returned, 1) if returned else None
 
     def _most_bytes(self, payload: Payload) -> tuple[int, int]:
         """Return the most bytes of blocks, and of results, that land at once.
@@ -248,9 +244,7 @@ class RingPlan(Plan):
         tokens, sizes = payload.most_tokens(problem), problem.sizes
         count = self._count_passes(payload, self.stage_bytes, tokens, hops * tokens)
         part = select_heads(sizes, -(-sizes.kv_heads // count))
-        there, back = (
-            p(part).token_bytes() * tokens for p in (payload.packing, payload.return_packing)
-        )
+        there, back = (packing.token_bytes() * tokens for packing in payload.packings(part))
         width = max(self.stage_bytes // max(there, back), 1)
         width = -(-hops // -(-hops // width))  # stages are nearly equal
         return width * there, width * back
@@ -259,4 +253,4 @@ class RingPlan(Plan):
 def make_pass(payload: Payload, sizes: Sizes, at: slice, kv_at: slice) -> Pass:
     """Return the pass of some query heads and their kv heads."""
     sizes = select_heads(sizes, len(range(sizes.kv_heads)[kv_at]))
-    return Pass(at, kv_at, payload.packing(sizes), payload.return_packing(sizes))
+    return Pass(at, kv_at, *payload.packings(sizes))

@@ -37,14 +37,8 @@ class Payload(ABC):
     returns: bool = True
 
     @abstractmethod
-    def packing(self, sizes: Sizes) -> Packing:
-        """Return how blocks lie in memory when they are sent."""
-
-    def return_packing(self, sizes: Sizes) -> Packing:
-        """Return how results lie when they are returned: dq, or dk and dv, by default."""
-        heads, count = (sizes.heads, 1) if self.sends_queries else (sizes.kv_heads, 2)
-        entry = (heads, sizes.head_size), sizes.partial
-        return Packing(sizes.batch, (entry,) * count if self.returns else ())
+    def packings(self, sizes: Sizes) -> tuple[Packing, Packing]:
+        """Return how blocks lie in memory when they are sent, and results when they return."""
 
     @abstractmethod
     def depart(self, block: Any) -> Tensors:
@@ -60,7 +54,7 @@ class Payload(ABC):
 
     def token_bytes(self, sizes: Sizes) -> int:
         """Count the bytes per token and hop, of the block and its results."""
-        return self.packing(sizes).token_bytes() + self.return_packing(sizes).token_bytes()
+        return sum(packing.token_bytes() for packing in self.packings(sizes))
 
 
 class KeysValues(Payload):
@@ -75,8 +69,10 @@ class KeysValues(Payload):
     def arrive(self, tensors: Sequence[Tensor]) -> Keys:
         return Keys(*tensors)
 
-    def packing(self, sizes: Sizes) -> Packing:
-        return Packing(sizes.batch, (((sizes.kv_heads, sizes.head_size), sizes.dtype),) * 2)
+    def packings(self, sizes: Sizes) -> tuple[Packing, Packing]:
+        shape = sizes.kv_heads, sizes.head_size
+        gradients = ((shape, sizes.partial),) * 2 if self.returns else ()
+        return Packing(sizes.batch, ((shape, sizes.dtype),) * 2), Packing(sizes.batch, gradients)
 
 
 class QueriesOnly(Payload):
@@ -86,12 +82,10 @@ class QueriesOnly(Payload):
     def arrive(self, tensors: Sequence[Tensor]) -> Queries:
         return Queries(*tensors)
 
-    def packing(self, sizes: Sizes) -> Packing:
-        return Packing(sizes.batch, (((sizes.heads, sizes.head_size), sizes.dtype),))
-
-    def return_packing(self, sizes: Sizes) -> Packing:
+    def packings(self, sizes: Sizes) -> tuple[Packing, Packing]:
+        row = (sizes.heads, sizes.head_size), sizes.dtype
         lse = (sizes.heads,), accumulator_dtype(sizes.dtype)
-        return Packing(sizes.batch, (*self.packing(sizes).entries, lse))
+        return Packing(sizes.batch, (row,)), Packing(sizes.batch, (row, lse))
 
 
 class QueriesDelta(Payload):
@@ -108,10 +102,11 @@ class QueriesDelta(Payload):
         lse, delta = (x.transpose(1, 2).contiguous() for x in rows.unbind(-1))
         return QueryGradients(q, dout, lse, delta=delta)
 
-    def packing(self, sizes: Sizes) -> Packing:
-        row = (sizes.heads, sizes.head_size), sizes.dtype
+    def packings(self, sizes: Sizes) -> tuple[Packing, Packing]:
+        shape = sizes.heads, sizes.head_size
+        row, gradient = (shape, sizes.dtype), (shape, sizes.partial)
         lse_delta = (sizes.heads, 2), accumulator_dtype(sizes.dtype)
-        return Packing(sizes.batch, (row, row, lse_delta))
+        return Packing(sizes.batch, (row, row, lse_delta)), Packing(sizes.batch, (gradient,))
 
 
 def forward_payload(problem: Problem) -> Payload:
