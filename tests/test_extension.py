@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -78,7 +77,7 @@ class Warm(Extension):
         if tensors[0].shape != q.shape[2:3]:
             raise ValueError(f"expected {q.shape[2]} temperatures, got {tuple(tensors[0].shape)}")
 
-    def bind(self, tensors, q, k, **call: Any):
+    def bind(self, tensors, call):
         return self
 
     def terms(self, tensors):

@@ -10,11 +10,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from ..base.arguments import check_like_lse, check_tensor, expand_rows
-from ..kernels import Kernel
 from ..sequence.mask import Mask
-from ..spec import Spec
 from ..strategies import Plan, Problem, choose
-from ..strategies.extension import Extension, Tensors
+from ..strategies.extension import DenseCall, Extension, Tensors
 from .kernels import TableKernel, pick
 from .scores import Scores
 from .scoring import TableScoring
@@ -73,26 +71,16 @@ class Bias(Extension):
     def join(cls, rows: Sequence[Self]) -> Self:
         return replace(rows[0], scores=stack_scores(tuple(row._scores for row in rows)))
 
-    def bind(
-        self,
-        tensors: Tensors,
-        q: Tensor,
-        k: Tensor,
-        *,
-        mask: Mask | None,
-        causal: bool,
-        kernel: Kernel,
-        spec: Spec,
-    ) -> Self:
+    def bind(self, tensors: Tensors, call: DenseCall) -> Self:
         [bias] = tensors
-        check_like_lse("bias", bias, q)
-        if spec.softcap is not None:
+        check_like_lse("bias", bias, call.q)
+        if call.spec.softcap is not None:
             raise ValueError(
                 "expected softcap or a bias, got both: no kernel caps scores with a bias"
             )
         if (needed := self._scores.num_rows) > len(bias):
             raise ValueError(f"bias must have {needed} rows, as scores need, got {len(bias)}")
-        return replace(self, kernel=pick(kernel, q, k, spec))
+        return replace(self, kernel=pick(call.kernel, call.q, call.k, call.spec))
 
     def in_chunks(self, masks: Sequence[Mask]) -> Self | None:
         raise ValueError(

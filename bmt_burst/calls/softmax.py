@@ -31,7 +31,7 @@ from ..sequence.layout import Layout
 from ..sequence.rows import Rows
 from ..spec import Spec
 from ..strategies import GROUP_BYTES, Plan, Problem, Sizes, choose, names
-from ..strategies.extension import Extension, Tensors
+from ..strategies.extension import DenseCall, Extension, Tensors
 from ..transport import LANES
 from .autograd import Past, PlannedAttention
 from .inputs import Form, check_inputs, describe_inputs
@@ -381,8 +381,8 @@ def _check_call(
     if extension is not None:
         extension = extension.join(of_rows) if rows.stacked else of_rows[0]
         inputs = extension.prepare(tuple(others), q)
-        facts: dict[str, Any] = {"mask": rows.mask, "causal": rows.causal}
-        extension = extension.bind(inputs, q, k, kernel=kernel, spec=spec, **facts)
+        call = DenseCall(q, k, rows.mask, rows.causal, kernel, spec)
+        extension = extension.bind(inputs, call)
         of_extension = extension.terms(inputs)
     recorded = any(x.requires_grad for x in given if isinstance(x, Tensor))
     needs_gradient = torch.is_grad_enabled() and recorded

@@ -12,11 +12,9 @@ from torch.nn import functional
 
 from ..base.arguments import DTYPES, check_tensor
 from ..base.kept import is_recomputing
-from ..kernels import Kernel
 from ..sequence.mask import Mask
-from ..spec import Spec
 from ..strategies import Plan, Problem, choose
-from ..strategies.extension import Extension, Tensors
+from ..strategies.extension import DenseCall, Extension, Tensors
 from .choice import find_fault
 from .config import InfLLMV2
 from .memory import SparseMemory
@@ -49,26 +47,16 @@ class Sparse(Extension):
     def join_rows(self, tensors: Tensors) -> Tensors:
         return tuple(x.flatten(0, 1).unsqueeze(0) for x in tensors)
 
-    def bind(
-        self,
-        tensors: Tensors,
-        q: Tensor,
-        k: Tensor,
-        *,
-        mask: Mask | None,
-        causal: bool,
-        kernel: Kernel,
-        spec: Spec,
-    ) -> Self:
-        if spec.softcap is not None:
+    def bind(self, tensors: Tensors, call: DenseCall) -> Self:
+        if call.spec.softcap is not None:
             raise ValueError(
                 "expected sparse or softcap, got both: sparse attention caps no scores"
             )
-        if mask is None and not causal:
+        if call.mask is None and not call.causal:
             raise ValueError(
                 "expected causal=True or a mask of causal documents with sparse, got none"
             )
-        if mask is not None and (fault := find_fault(mask)):
+        if call.mask is not None and (fault := find_fault(call.mask)):
             raise ValueError(fault)
         return self
 

@@ -1,14 +1,7 @@
 """The seam between a call of attention and an extension of it.
 
 An extension narrows what queries attend to, or adds to their scores, by tensors and facts of its
-own. A call knows nothing else of it than this contract:
-
-    check     raise if its tensors are wrong
-    prepare   bring them into the form of q, k and v
-    of_rows   tell the rows of a batch apart, and `join` them as one sequence
-    bind      check it against the call, and settle what follows from the call
-    terms     name what the ranks must agree on
-    plan      make the plan of a rank
+own. A call knows nothing else of it than the contract of `Extension`.
 
 An extension that only computes pairs in another way returns the plan of a strategy, with a
 `Scoring` in its problem. An extension that moves tensors of its own has its own `Plan`, which may
@@ -23,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -32,6 +25,17 @@ from ..sequence.mask import Mask
 from ..spec import Spec
 from . import Plan, Problem, choose
 from .compute import Tensors as Tensors
+
+
+class DenseCall(NamedTuple):
+    """A checked call without its extension. Without a mask it has any length."""
+
+    q: Tensor
+    k: Tensor
+    mask: Mask | None
+    causal: bool
+    kernel: Kernel
+    spec: Spec
 
 
 class Extension(ABC):
@@ -78,20 +82,8 @@ class Extension(ABC):
         return tensors
 
     @abstractmethod
-    def bind(
-        self,
-        tensors: Tensors,
-        q: Tensor,
-        k: Tensor,
-        *,
-        mask: Mask | None,
-        causal: bool,
-        kernel: Kernel,
-        spec: Spec,
-    ) -> Self:
+    def bind(self, tensors: Tensors, call: DenseCall) -> Self:
         """Return the extension for a call with these inputs, on this rank.
-
-        mask  the mask of the call, or None for one of any length, `causal` or full
 
         Raises ValueError if it does not fit the call.
         """
