@@ -133,11 +133,9 @@ class RingPlan(Plan):
 
     @functools.cached_property
     def _own_calls(self) -> list[GatheredCall]:
-        calls = [
-            gathered
-            for part, tiling in self._parts
-            for gathered in kernel_calls(tiling.own_tiles(self.rank), part.label, part.most_gaps)
-        ]
+        calls = list[GatheredCall]()
+        for part, tiling in self._parts:
+            calls += kernel_calls(tiling.own_tiles(self.rank), part.label, part.most_gaps)
         return self.problem.scoring.refine(calls, lambda: (self._positions, self._positions))
 
     @functools.cached_property

@@ -52,10 +52,6 @@ class Payload(ABC):
         """Return the number of tokens of the longest block."""
         return problem.most_queries if self.sends_queries else problem.most_keys
 
-    def token_bytes(self, sizes: Sizes) -> int:
-        """Count the bytes per token and hop, of the block and its results."""
-        return sum(packing.token_bytes() for packing in self.packings(sizes))
-
 
 class KeysValues(Payload):
     sends_queries = False
@@ -127,10 +123,12 @@ def _pick(problem: Problem, side: str, choices: dict[str, Payload]) -> Payload:
     """Return the payload of a side, or for "auto" the first one with the fewest bytes."""
     if side != "auto":
         return choices[side]
-    return min(
-        choices.values(),
-        key=lambda payload: payload.token_bytes(problem.sizes) * payload.most_tokens(problem),
-    )
+
+    def count_bytes(payload: Payload) -> int:
+        there, back = payload.packings(problem.sizes)
+        return (there.token_bytes() + back.token_bytes()) * payload.most_tokens(problem)
+
+    return min(choices.values(), key=count_bytes)
 
 
 def select_heads(sizes: Sizes, kv_heads: int) -> Sizes:

@@ -185,10 +185,8 @@ class Program:
         return ""
 
 
-def _describe(calls: Sequence[GatheredCall]) -> str:
+def _describe(gathered: Sequence[GatheredCall]) -> str:
     """Describe kernel calls in a few words."""
-    sizes = [
-        f"{gathered.call.q_tokens} x {gathered.call.kv_tokens} in {len(gathered.call.tiles)} tiles"
-        for gathered in calls
-    ]
+    calls = [each.call for each in gathered]
+    sizes = [f"{x.q_tokens} x {x.kv_tokens} in {len(x.tiles)} tiles" for x in calls]
     return f"{len(calls)} kernel calls: {', '.join(sizes)}" if calls else "nothing"

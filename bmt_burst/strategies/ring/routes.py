@@ -56,8 +56,8 @@ class Outgoing(NamedTuple):
 class Landing(NamedTuple):
     """Memory for `tokens` tokens of other ranks, and the runs in it that this rank needs.
 
-    runs    in the order of positions, as plain tuples: with many short documents there are so many
-            that the garbage collector would take longer than the planning
+    runs    in the order of positions, as plain tuples: with many short documents the garbage
+            collector would take longer than the planning
     places  where each run lies
     """
 
@@ -133,10 +133,8 @@ class Stage:
         return tuple(found)
 
     def __repr__(self) -> str:
-        return (
-            f"Stage(hops={self.hops}, landing={self.landing}, sends={self.sends}, "
-            f"returns={self.returns}, return_sources={self.return_sources})"
-        )
+        landing, sends, returns = self.landing, self.sends, self.returns
+        return f"Stage(hops={self.hops}, {landing=}, {sends=}, {returns=})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,10 +250,8 @@ class SeenRuns:
 
     @functools.cached_property
     def held(self) -> tuple[Span, ...]:
-        """The tokens of the root that the rank has, as rising spans of its shard.
-
-        Of its own block these are all from the first to the last one that others need: a view,
-        where single spans would be copied together.
+        """The tokens of the root that the rank has, as rising spans of its shard. Of its own block
+        these are all from the first to the last one that others need: a view, not a copy.
         """
         spans = [span for of_hop in self.lent for span, _ in of_hop]
         return (hull(spans),) if self.is_own else merged(spans)

@@ -1,6 +1,4 @@
-"""Heads: which rank computes which of them, and how many at a time. A span counts query heads. With
-it go the kv heads that these attend to (`kv_heads`).
-"""
+"""Heads: which rank computes which of them, and how many at a time. A span counts query heads."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ def cut_heads(heads: int, ratio: int, rows: int, work: int) -> tuple[int, ...]:
     heads  the most query heads of a rank
     ratio  the query heads of a kv head
     rows   the rows of queries of a head: the tokens of the host with the most, over the batch
-    work   the visible pairs of all these heads, times the head size, over
-           `Scoring.host_work`
+    work   the visible pairs of all these heads, times the head size, over `Scoring.host_work`
 
     Only two exchanges have no kernel to hide behind: the first that a rank receives, and the last
     that it returns. They are shorter if the first and the last piece have few heads. But the host
