@@ -86,13 +86,11 @@ def _options(call: KernelCall, spec: Spec) -> dict[str, Any]:
 
 
 def _sizes(call: KernelCall, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Return where sequences begin, and how long they are at most, on both sides.
-
-    The package drops a bound of the band that is not below the longest keys, and replaces a missing
-    one by that length. Both are wrong if there are more queries than keys. It also assumes one
-    query in each sequence if the longest has one. So both are the longest, at least 2.
-    """
+    """Return where sequences begin, and how long they are at most, on both sides."""
     packed = sequences(call, len(q), q.device)
+    # The package drops a bound of the band that is not below the longest keys, and replaces a
+    # missing one by that length. Both are wrong if there are more queries than keys. It also
+    # assumes one query in each sequence if the longest has one.
     longest = max(packed.longest, 2)
     return packed.cu_seqlens_q, packed.cu_seqlens_k, longest, longest
 

@@ -6,13 +6,11 @@ disk if the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 
 The source of 4.0.0b36 for Hopper shows:
 
-- A sequence without keys gets an out of 0 and an lse of -inf. One without queries gets a dk and dv
-  of 0.
+- A sequence without keys gets an out of 0 and an lse of -inf, one without queries dk and dv of 0.
 - The backward treats an lse of -inf as 0 and relies on the mask.
-- Forward and backward skip the same pairs of blocks, also where a band hides all of a block.
-  Therefore the backward in a fixed order waits for no block that is never computed.
-- A softcap bounds scores before they are masked. P (dP - delta) is multiplied by its derivative,
-  for dense and for packed tensors. tanh is the GPU's instruction, accurate to 11 bits.
+- Forward and backward skip the same pairs of blocks, also where a band hides all of a block. So the
+  backward in a fixed order waits for no block that is never computed.
+- A softcap bounds scores before they are masked. tanh is the GPU's, accurate to 11 bits.
 """
 
 from __future__ import annotations
@@ -34,9 +32,8 @@ from ..spec import Spec
 from . import Kernel, import_failure, installed, refuses_half
 from .packed import effective_band, pack, pack_rows, sequences, unpack, unpack_rows
 
-# 4.0.0b36 silently computes wrong gradients for other sizes, 80 among them. They are padded to the
-# next of these. On Blackwell it lacks 192, and for 256 the gradient of lse, through which delta is
-# passed.
+# 4.0.0b36 silently computes wrong gradients for other sizes, such as 80. They are padded to one
+# of these. On Blackwell it lacks 192, and for 256 the gradient of lse, by which delta is passed.
 _HEAD_SIZES = (64, 96, 128)
 _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 
@@ -45,14 +42,14 @@ _HEAD_SIZES_HOPPER = (*_HEAD_SIZES, 192, 256)
 # gains nothing at 8K tokens (docs/results-time.md).
 _VALUE_SIZES_HOPPER = ((192, 128),)
 
-# The package adds up offsets in 32 bits: its issue 2611 is about a backward that silently computed
-# wrong gradients. So calls on larger q are cut by heads, and larger k refused.
+# The package adds up offsets in 32 bits, and silently computes wrong gradients (its issue 2611). So
+# calls on larger q are cut by heads, and larger k refused.
 _MOST_ENTRIES = 1 << 30
 _MOST_KEY_ENTRIES = (1 << 31) - 1
 
-# The package compiles separate kernels for sequences of one block. It is told that short packed
-# sequences may be this long, which costs nothing. Dense parts of sequences that may be one block
-# are packed. So lengths that vary from step to step need no new kernel.
+# The package compiles separate kernels for sequences of one block. To let lengths vary without new
+# kernels, it is told that short packed sequences may be this long, which costs nothing, and dense
+# parts of sequences that may be one block are packed.
 _LONGEST_AT_LEAST = 1024
 _LARGEST_BLOCK = 256
 
@@ -113,15 +110,12 @@ class Fa4Kernel(Kernel):
     def forward_once(self, q, k, v, call, spec, added=None):
         """Compute `forward` in one call of the package.
 
-        added  the package's arguments for what an extension adds to scores, if anything. Tokens are
-               packed then.
+        added  the package's arguments for what an extension adds to scores, which packs tokens
         """
         of_head = q.numel() // q.shape[2]
         if of_head > _MOST_ENTRIES or q.numel() > _MOST_KEY_ENTRIES:  # no heads are left to cut
-            raise ValueError(
-                f"fa4 adds up offsets in 32 bits, and q has {q.numel()} entries, {of_head} a head: "
-                "pass another kernel"
-            )
+            has = f"q has {q.numel()} entries, {of_head} a head"
+            raise ValueError(f"fa4 adds up offsets in 32 bits, and {has}: pass another kernel")
         head_size, batch = q.shape[-1], len(q)
         arguments, packed = _arguments(call, spec, q, added)
         size, value_size = _computed_sizes(spec, q, k, added)
@@ -162,14 +156,13 @@ def _fits_once(q: Tensor, k: Tensor) -> bool:
 
 
 def _reach(x: Tensor) -> int:
-    """Count the entries of memory from the first one of x to its last, with those between."""
+    """Count the entries of memory from the first one of x to its last."""
     return 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _cut_heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the query heads of each part of a call, with at most _MOST_ENTRIES, and their kv heads.
-
-    A part has whole groups of heads that share a kv head, or an equal part of one group.
+    """Yield the query heads of each part of a call, with at most _MOST_ENTRIES, and their kv heads:
+    whole groups of heads that share a kv head, or equal parts of one group.
     """
     batch, tokens, heads, head_size = q.shape
     group, of_head = heads // k.shape[2], batch * tokens * head_size
@@ -182,9 +175,7 @@ def _cut_heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _take(x: Tensor | None, heads: slice, dim: int = 2) -> Tensor | None:
     """Return heads of x, or None if x is None. The result has no gaps where other heads were."""
-    if x is None:
-        return None
-    return x.narrow(dim, heads.start, heads.stop - heads.start).contiguous()
+    return x if x is None else x.narrow(dim, heads.start, heads.stop - heads.start).contiguous()
 
 
 def _computed_sizes(
@@ -211,7 +202,7 @@ def _arguments(
 ) -> tuple[dict[str, Any], bool]:
     """Return the package's arguments besides tensors, and whether it takes packed tokens.
 
-    Dense calls need no tables, so a CUDA graph may capture them. With `added`, tokens are packed.
+    Dense calls need no tables, so a CUDA graph may capture them.
     """
     left, right = effective_band(call)
     arguments: dict[str, Any] = {"softmax_scale": spec.scale, **(added or {})}

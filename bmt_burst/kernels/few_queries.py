@@ -1,9 +1,7 @@
 """Attention of a few queries to many keys, as in decoding.
 
 The keys lie in memory that has room for more. Each query sees a span of them. A kernel may cut the
-keys into splits. Its `Partials` merge by lse.
-
-`find_kernels` returns the module for some tensors. Both modules have the functions of this one:
+keys into splits. Its `Partials` merge by lse. Two modules have the functions of this one:
 
 few_queries          torch operators, for CPUs, fp64 and GPUs without Triton
 triton_few_queries   Triton, which reads spans and places from the GPU's memory: a CUDA graph of
@@ -25,6 +23,7 @@ from ..base.registry import Modules
 from ..merging.parts import Partials
 from ..spec import Spec
 from . import load
+from .reference import scores_of
 
 _MODULES = Modules(__package__, {"triton": "triton_few_queries", "torch": "few_queries"})
 _SCORES = 1 << 25  # that `attend` keeps in memory, unless one query has more
@@ -57,8 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, spec: Spec) -> Partia
     spans  (S, 2) int64: the first key that a query sees, and the key after its last one. They do
            not fall from a query to the next one.
 
-    Scores are kept in memory, those of some queries at a time. A query that sees no key has an lse
-    of -inf. For such a result `merge` does not use out.
+    A query that sees no key has an lse of -inf. For such a result `merge` does not use out.
     """
     first, last = int(spans[0, 0]), int(spans[-1, 1])
     keys, values = (x[:, first:last].transpose(1, 2).unsqueeze(2) for x in (k, v))  # (B, G, 1, ...)
@@ -81,9 +79,7 @@ def attend_grouped(
     the accumulator's dtype. `visible` (..., S, T) bool broadcasts. None: all pairs are.
     """
     wide = accumulator_dtype(q.dtype)
-    scores = q.to(wide) @ k.to(wide).mT * spec.scale
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores_of(q.to(wide), k.to(wide), spec)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)

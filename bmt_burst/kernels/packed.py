@@ -1,8 +1,8 @@
 """The arguments of FlashAttention's variable-length functions for a `KernelCall`.
 
-Tokens are packed and cut into sequences. Each tile is a sequence. The tokens between tiles are
-sequences without keys or without queries, so that each token is in one. Batches follow one another.
-The results are cached in the call. The host waits for no GPU.
+Each tile is a sequence of packed tokens. The tokens between tiles are sequences without keys or
+without queries, so that each token is in one. Batches follow one another. The results are cached in
+the call. The host waits for no GPU.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ def sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
     def make() -> Sequences:
         spans = call.sequences()
         lengths = [[length(pair[side]) for pair in spans] * batch for side in (0, 1)]
+        starts = [[*itertools.accumulate(side, initial=0)] for side in lengths]
         q_starts, kv_starts = (
-            torch.tensor([*itertools.accumulate(side, initial=0)], dtype=torch.int32)
-            for side in lengths
+            send_to_device(torch.tensor(side, dtype=torch.int32), device) for side in starts
         )
-        longest = max(map(max, lengths))
-        return Sequences(
-            send_to_device(q_starts, device), send_to_device(kv_starts, device), longest
-        )
+        return Sequences(q_starts, kv_starts, max(map(max, lengths)))
 
     return prepare_once(call, ("sequences", batch), device, make)
 
@@ -66,10 +63,7 @@ def blind_queries(call: KernelCall, device: torch.device) -> Tensor | None:
 
 
 def effective_band(call: KernelCall) -> tuple[int | None, int | None]:
-    """Return the call's left and right, with None for a bound that hides nothing.
-
-    Kernels are faster without a bound.
-    """
+    """Return the call's left and right, with None for a bound that hides nothing and costs time."""
     if "band" not in call.prepared:
         left, right = call.left, call.right
         if left is not None and left >= max((length(kv) for _, kv in call.tiles), default=0) - 1:
@@ -109,10 +103,8 @@ def unpack_rows(x: Tensor, batch: int) -> Tensor:
 def prepare_once(
     owner: Any, name: tuple[Hashable, ...], device: torch.device, make: Callable[[], Kept]
 ) -> Kept:
-    """Return the result of `make`, which is called once for each GPU and stream.
-
-    `owner` keeps it in its dictionary `prepared`, as a KernelCall. A stream has its own copy,
-    because the copy is made in the stream's order.
+    """Return the result of `make`, which is called once for each GPU and stream, since a copy to a
+    GPU is made in a stream's order. `owner.prepared` keeps it, as in a KernelCall.
     """
     key = *name, device, current_stream(device)
     if key not in owner.prepared:

@@ -30,10 +30,9 @@ class ReferenceKernel(Kernel):
         """Compute `Kernel.forward`. `added` (S, T, H) are added to the scores."""
         hidden = ~visible(call, q.device)
         q, k, v = (_grouped(x, k.shape[2]) for x in (q, k, v))
-        scores = _scores(q, k, spec, added).masked_fill(hidden, -torch.inf)
+        scores = scores_of(q, k, spec, added).masked_fill(hidden, -torch.inf)
         lse = scores.logsumexp(-1)
-        # softmax is NaN if a score is inf
-        lse.masked_fill_(lse == torch.inf, torch.nan)
+        lse.masked_fill_(lse == torch.inf, torch.nan)  # as softmax is if a score is inf
         probs = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
         return _ungrouped(probs @ v), lse.flatten(1, 2)
 
@@ -47,7 +46,7 @@ class ReferenceKernel(Kernel):
             delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
         dout, q, k, v = (_grouped(x, groups) for x in (dout, q, k, v))
         lse, delta = (x.unflatten(1, (groups, -1)).unsqueeze(-1) for x in (lse, delta))
-        scores = _scores(q, k, spec, added)
+        scores = scores_of(q, k, spec, added)
         probs = (scores - lse).exp().masked_fill(~visible(call, q.device), 0.0)
         dprobs = dout @ v.mT
         dscores = probs * (dprobs - delta)
@@ -59,7 +58,7 @@ class ReferenceKernel(Kernel):
         return _ungrouped(dq), _ungrouped(dk), _ungrouped(dv), dscores.flatten(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, spec: Spec, added: Tensor | None) -> Tensor:
+def scores_of(q: Tensor, k: Tensor, spec: Spec, added: Tensor | None = None) -> Tensor:
     """Compute the scores (B, G, H / G, S, T) of grouped q and k, hidden pairs included."""
     scores = q @ k.mT * spec.scale
     if spec.softcap is not None:
@@ -86,10 +85,7 @@ def visible(call: KernelCall, device: torch.device | str | None = None) -> Tenso
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Reshape (B, S, H, D) to (B, G, H / G, S, D), in the accumulator's dtype.
-
-    Kv heads broadcast over their query heads.
-    """
+    """Reshape (B, S, H, D) to (B, G, H / G, S, D), in the accumulator's dtype."""
     return x.to(accumulator_dtype(x.dtype)).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
 
 

@@ -6,10 +6,8 @@ A tile whose band has no left edge is cut into at most two rectangles and a caus
     # # # .   =   # #   +   # .
     # # # #       # #       # #
 
-Such kernels know no windows, which have a left edge. On GPUs the Triton kernel computes those. On
-CPUs the reference does, some rows at a time.
-
-Memory is O(S + T): no mask of a whole tile is made.
+Such kernels know no windows, which have a left edge. On GPUs the Triton kernel computes those, on
+CPUs the reference, some rows at a time. Memory is O(S + T): no mask of a whole tile is made.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ programs with the most work are first in the list. The backward has one program 
 keys, which sums dk and dv, and one for each block of queries, which sums dq. No two programs add to
 the same sum. Therefore results are bit-identical between runs.
 
-`launch` also serves extensions, which add terms to scores.
-
 `triton_shapes.json` has the block sizes, and the GPU and commit that they were measured with.
 """
 
@@ -54,8 +52,7 @@ class Added(NamedTuple):
 
     table     name of the table of block sizes for 16-bit inputs
     terms     the kernels' argument `terms`
-    one_part  whether kernels mask all blocks. Then the loop over blocks is compiled once, not once
-              for each part
+    one_part  whether kernels mask all blocks, so that one loop over blocks is compiled
     """
 
     table: str
@@ -104,10 +101,7 @@ class TritonKernel(Kernel):
 
 
 def backward_inputs(dout, q, k, v, out, lse, delta) -> tuple[Tensor, ...]:
-    """Return the backward kernels' inputs in their order: q, k, v, dout, lse and delta.
-
-    The arguments are those of `Kernel.backward`.
-    """
+    """Return q, k, v, dout, lse and delta for kernels, from the arguments of `Kernel.backward`."""
     q, k, v, dout, lse = map(make_dense, (q, k, v, dout, lse))
     if delta is None:
         delta = stack_lse_delta(out, dout, lse)[..., 1].transpose(1, 2)
@@ -164,8 +158,7 @@ def list_programs(
 ) -> Tensor:
     """List the programs of sequences with the band of a call, those with the most work first.
 
-    Return (programs, 5) int32: the first token of a program's block, counted in its sequence; then
-    start and length of the sequence on this side, and on the other side.
+    Return (programs, 5) int32, as the kernels' `_block` reads them.
     """
     spans = [(*pair[side], *pair[1 - side]) for pair in sequences]
     table = torch.tensor(spans, dtype=torch.int64).view(-1, 4)
@@ -198,9 +191,8 @@ def _read_shapes(table: str, kernel: str, head_size: int) -> list[LaunchShape]:
 
 
 def shape_of(name: str, q: Tensor, table: str) -> LaunchShape:
-    """Return the fastest shape of a kernel that the GPU has shared memory for.
-
-    table  the table for 16-bit inputs
+    """Return the fastest shape of a kernel that the GPU has shared memory for, from a table for
+    16-bit inputs.
     """
     if not q.is_cuda:  # in the interpreter
         return LaunchShape(16, 32, 4, 1) if name == "backward_kv" else LaunchShape(32, 16, 4, 1)
@@ -231,7 +223,7 @@ def _kernel_strides(x: Tensor | None) -> tuple[int, ...]:
 
 @functools.cache
 def load_kernels() -> ModuleType:
-    """Import the kernels when they are first used. CPUs do not need Triton."""
+    """Import the kernels when they are first used."""
     from . import triton_blocks
 
     return triton_blocks

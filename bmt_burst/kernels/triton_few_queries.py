@@ -1,9 +1,9 @@
 """The functions of `few_queries.py` in Triton, for GPUs.
 
-The query heads of a kv head are rows of a tile, so that each key is read once. Programs share the
-keys: each computes one split of them for a tile of rows. How many splits there are depends on
-shapes only. Where a split begins and ends depends on the spans, which are read from the GPU's
-memory. So the host need not know how many keys there are, and a CUDA graph may change it.
+The query heads of a kv head are rows of a tile, so that each key is read once. A program computes
+one split of the keys for a tile of rows. How many splits there are depends on shapes only. Where a
+split begins and ends depends on the spans, which are read from the GPU's memory. So a CUDA graph
+serves any number of keys.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ def count_programs(q: Tensor) -> int:
 
 
 def choose_shape(q: Tensor, rows: int) -> LaunchShape:
-    """Return the shape of tiles of so many rows. Few rows wait for memory, so two programs share a
-    processor.
-    """
+    """Return the shape of tiles. Few rows wait for memory, so two programs share a processor."""
     if rows > _FEW_ROWS or not q.is_cuda:
         return shape_of("forward", q, "half")
     size = max(16, triton.next_power_of_2(rows))
@@ -100,8 +98,8 @@ def _attend(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fill out and lse of one split of the keys, for M rows of a kv head. A row is a query and one
-    of its heads for this kv head. `rows` are those of all heads and of the batch.
+    """Fill out and lse of one split of the keys, for M rows of a kv head: a query and one of its
+    heads. `rows` are those of all heads and of the batch.
     """
     SHARE: tl.constexpr = HEADS // GROUPS
     split, splits = tl.program_id(1), tl.num_programs(1)
@@ -155,9 +153,7 @@ def store_part(
     outs, lses, split, rows, row, sums, weights, largest, inside,
     D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of one split of the keys, for some of the `rows` of all heads and of the
-    batch.
-    """
+    """Store the results of one split of the keys for some rows."""
     column = tl.arange(0, WIDTH)
     sees = weights != 0.0  # `_merge` does not read the out of rows without keys
     mean = sums / tl.where(sees, weights, 1.0)[:, None]

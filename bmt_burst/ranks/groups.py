@@ -151,10 +151,7 @@ def _take_mesh_groups(
 ) -> SequenceParallel:
     """Return the ranks of this rank's mesh, once all ranks in each mesh agree on it."""
     if isinstance(world, BMTrainTransport):
-        raise ValueError(
-            "expected sp_size and inner_size on BMTrain, got a mesh, which has torch.distributed's "
-            "ranks"
-        )
+        raise ValueError("expected sizes on BMTrain, got a mesh, which has torch's ranks")
 
     def terms() -> dict[str, Any]:
         _check_mesh(mesh)
@@ -168,10 +165,9 @@ def _take_mesh_groups(
         # Each rank is in its mesh. So if as many ranks passed a mesh as it has, all of its ranks
         # passed it.
         if counts[line] != theirs["size"]:
-            raise RanksDisagree(
-                f"ranks differ in their meshes: rank {rank}'s mesh has ranks {theirs['ranks']}, "
-                f"but {counts[line]} of these {theirs['size']} passed it"
-            )
+            mesh_of = f"rank {rank}'s mesh has ranks {theirs['ranks']}"
+            passed = f"{counts[line]} of these {theirs['size']} passed it"
+            raise RanksDisagree(f"ranks differ in their meshes: {mesh_of}, but {passed}")
         if theirs["size"] != everyone[0]["size"]:
             sizes = f"rank 0 has {everyone[0]['size']} ranks, rank {rank} has {theirs['size']}"
             raise RanksDisagree(f"ranks differ in the size of their meshes: {sizes}")
@@ -214,16 +210,12 @@ def _find_world() -> ProcessTransport:
     if bmtrain := initialized_bmtrain():
         config = bmtrain.config
         if config["tp_size"] > 1 or config["pipe_enabled"]:
-            raise ValueError(
-                "expected BMTrain without tensor and pipeline parallelism, got tp_size="
-                f"{config['tp_size']} and pipe_size={config['pipe_size']}"
-            )
+            got = f"tp_size={config['tp_size']} and pipe_size={config['pipe_size']}"
+            raise ValueError(f"expected BMTrain without tensor and pipeline parallelism, got {got}")
         return bmtrain_transport(config["comm"])
     if not dist.is_initialized():
-        raise RuntimeError(
-            "call bmtrain.init_distributed or torch.distributed.init_process_group before "
-            "init_sequence_parallel"
-        )
+        starts = "bmtrain.init_distributed or torch.distributed.init_process_group"
+        raise RuntimeError(f"call {starts} before init_sequence_parallel")
     return torch_transport(world_group())
 
 

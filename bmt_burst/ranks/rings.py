@@ -139,10 +139,7 @@ class Rings:
         everyone = self._gather_over_both(thread.encode())
         digest = hashlib.sha256(b"\n".join(everyone)).hexdigest().encode()
         if any(theirs != digest for theirs in inner.messenger.gather(digest)):
-            raise RanksDisagree(
-                "double_group must be a grid: the ranks of one host are connected with different "
-                "ranks"
-            )
+            raise RanksDisagree("double_group must be a grid: ranks of a host see different ranks")
 
     def fail(self, reason: str) -> RuntimeError | None:
         """Report over both rings that this rank failed in the middle of a call, see Messenger."""
@@ -219,11 +216,9 @@ def _unpack_host(rank: int, packed: bytes) -> bytes:
     try:
         return zlib.decompress(packed)
     except zlib.error:
+        passed = f"rank {rank} of the inter group passed it as process_group"
         line = packed.decode(errors="replace")[:200]
-        raise RanksDisagree(
-            f"rank {rank} of the inter group passed it as process_group: expected packed lines, "
-            f"got '{line}'"
-        ) from None
+        raise RanksDisagree(f"{passed}: expected packed lines, got '{line}'") from None
 
 
 def make_rings(process_group: Group | None, double_group: Sequence[Group | None]) -> Rings:
@@ -250,8 +245,7 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
         return Rings(_find_transport(process_group), ALONE)
     if process_group is not None:
         raise ValueError(
-            "expected process_group or double_group, got both: the double group names all ranks, "
-            "so pass process_group=None"
+            "expected process_group or double_group, got both: pass process_group=None"
         )
     return Rings(_find_transport(intra), _find_transport(inter), double=True)
 
@@ -266,10 +260,8 @@ def _take_first(group: Group | None, role: str) -> Group | None:
         )
     first, second = map(_list_ranks, group)
     if first != second:
-        raise ValueError(
-            f"double_group: expected both groups of {role} to have the same ranks in the same "
-            f"order, got ranks {first} and {second}"
-        )
+        expected = f"both groups of {role} to have the same ranks in the same order"
+        raise ValueError(f"double_group: expected {expected}, got ranks {first} and {second}")
     return group[0]
 
 

@@ -77,11 +77,8 @@ class SequenceParallel:
     @property
     def groups(self) -> dict[str, Any]:
         """process_group, double_group and layout, as keyword arguments of burst_attn_func."""
-        return {
-            "process_group": self.process_group,
-            "double_group": self.double_group,
-            "layout": self.layout,
-        }
+        names = "process_group", "double_group", "layout"
+        return {name: getattr(self, name) for name in names}
 
     def with_layout(self, layout: str | Layout) -> SequenceParallel:
         """Return the same ranks and groups with another layout.
@@ -237,8 +234,7 @@ class WholeSequence:
                     raise ValueError(f"unknown {name} {row!r}; expected one of {names}")
         if masks_of_rows(mask, _count_rows(mask)) and causal:
             raise ValueError(
-                "expected mask or causal, got both: use Mask.documents(..., causal=True) or the "
-                "like"
+                "expected mask or causal, got both: use a mask as Mask.documents(..., causal=True)"
             )
 
     @staticmethod

@@ -7,9 +7,8 @@ processes     the base of these two. GPUs of one host write to each other with c
 simulator     ranks as threads of one process, for tests
 Alone (here)  a ring of one rank, which never communicates
 
-`packing` says where tensors that are sent together lie in memory.
-
 Each has a messenger, which carries what ranks agree on between their hosts (messenger, sockets).
+`packing` says where tensors that are sent together lie in memory.
 
 To add one, subclass `Transport` and list it in tests/conformance/test_transports.py.
 """
@@ -45,9 +44,7 @@ class Ticket:
 
 
 class Put(NamedTuple):
-    """A contiguous tensor for a rank, this one or another, and its place: bytes from the start of
-    the memory that the rank receives into.
-    """
+    """A contiguous tensor for any rank, and its place, in bytes, in the memory that receives it."""
 
     tensor: Tensor
     peer: int
@@ -55,7 +52,7 @@ class Put(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A place, in bytes, in the memory that this rank receives into. Rank `peer` fills it."""
+    """A place, in bytes, in the memory that this rank receives into and rank `peer` fills."""
 
     peer: int
     offset: int
@@ -86,10 +83,10 @@ class Delivery:
 
 
 class Transport(ABC):
-    """The ranks of one ring, 0 to size - 1. This one is `rank`.
+    """The ranks of one ring, this one being `rank`. It exchanges tensors on `device_types`.
 
-    It exchanges tensors on `device_types`. All ranks must call its methods in the same order.
-    Messages between a pair of ranks arrive in the order in which they were sent.
+    All ranks must call its methods in the same order. Messages between a pair of ranks arrive in
+    the order in which they were sent.
 
     messenger  carries what the ranks agree on
     begun      how many deliveries began, if they are counted
@@ -116,23 +113,19 @@ class Transport(ABC):
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
         """Start to send each tensor of `sends` to its rank and to fill each of `recvs` from its
-        rank, all at once. Return without waiting.
+        rank, all at once, without waiting.
 
         Tensors are contiguous. Both ends of a message have the same number of bytes. No tensor may
         be touched before the ticket was waited for.
         """
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:  # noqa: B027 - nothing to do here
-        """Prepare for deliveries of up to these numbers of bytes on each lane.
-
-        All ranks call it with the same numbers, between deliveries. Earlier reservations stay.
+        """Prepare for deliveries of up to these numbers of bytes on each lane, as well as earlier
+        ones. All ranks call it with the same numbers, between deliveries.
         """
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 - nothing to do here
-        """Prepare for exchanges of tensors on `device` in which some ranks have no part.
-
-        All ranks call it.
-        """
+        """Prepare, on all ranks, for exchanges of tensors on `device` without some of the ranks."""
 
     def deliver(
         self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
@@ -143,17 +136,18 @@ class Transport(ABC):
         no arrivals. On a lane (one of LANES) deliveries are released in the order in which they
         began. At most the lane's number of them are unreleased at a time.
         """
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory, leaving = torch.empty(nbytes, dtype=torch.uint8, device=device), []
         for tensor, peer, offset in sends:
             if peer == self.rank:
                 memory[offset : offset + tensor.nbytes] = as_bytes(tensor)
-        leaving = [(as_bytes(put.tensor), put.peer) for put in sends if put.peer != self.rank]
+            else:
+                leaving.append((as_bytes(tensor), peer))
         landing = [(memory[offset : offset + nbytes], peer) for peer, offset, nbytes in arrivals]
         return Delivery(memory, self.exchange(leaving, landing))
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """Send parts[r], contiguous, to each rank r. Return the parts of all ranks for this one, in
-        rank order: tensors of these shapes, and of the dtype of the parts.
+        """Send parts[r], contiguous, to each rank r. Return the parts of all ranks for this one, of
+        these shapes and the same dtype, in rank order.
         """
         found = [parts[self.rank].new_empty(shape) for shape in shapes]
         found[self.rank] = parts[self.rank]
@@ -168,8 +162,8 @@ class Transport(ABC):
         return torch.stack(self.all_to_all([x] * self.size, [x.shape] * self.size))
 
     def end_exchanges(self) -> bool:
-        """Wait some seconds for exchanges that a failed call left under way, so that the next call
-        finds none of their messages. Return whether all ended.
+        """Wait some seconds for exchanges that a failed call left. Return whether all ended: then
+        the next call finds none of their messages.
         """
         return True
 
@@ -178,13 +172,11 @@ class Transport(ABC):
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as (bytes,) uint8.
-
-    A plain view would refuse some strides of dimensions of one entry.
-    """
+    """Return a contiguous tensor's memory as (bytes,) uint8."""
     if x.dtype == torch.uint8 and x.dim() == 1:
         return x
     assert x.is_contiguous(), f"expected contiguous memory, got strides {x.stride()}"
+    # a plain view would refuse some strides of dimensions of one entry
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 

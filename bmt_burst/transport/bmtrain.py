@@ -1,8 +1,7 @@
 """A transport over NCCL communicators of BMTrain, next to its own all-gathers and reduce-scatters.
 
-Exchanges run on a stream of high priority. It waits for the current stream, and the current stream
-waits for it. The ranks of a group find each other in the store of torch.distributed's launchers. No
-process group of torch.distributed is made.
+Exchanges run on a stream of high priority. The ranks of a group find each other in the store of
+torch.distributed's launchers. No process group of torch.distributed is made.
 """
 
 from __future__ import annotations
@@ -52,7 +51,10 @@ class BMTrainTransport(ProcessTransport):
         self.nccl, self.comm = nccl, comm
         self.rank, self.size = nccl.commRank(comm), nccl.commCount(comm)
         self.stream = torch.cuda.Stream(priority=-1)
-        self.name = self._draw_name()
+        drawn = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device="cuda")
+        shared = torch.empty_like(drawn)
+        nccl.broadcast(_Bytes(drawn), _Bytes(shared), 0, comm)
+        self.name = bytes(shared.tolist()).hex()  # of the group's entries in the store
         # a process group without a backend, by whose store ranks find each other's memory
         self.group: dist.ProcessGroup | None = None
         super().__init__(dist.PrefixStore(f"{self.name}/messages", store()))
@@ -85,13 +87,6 @@ class BMTrainTransport(ProcessTransport):
         self.all_to_all([mine] * self.size, [mine.shape] * self.size)
         torch.cuda.synchronize()
 
-    def _draw_name(self) -> str:
-        """Return a name for this group's entries in the store, which no other group has."""
-        drawn = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device="cuda")
-        shared = torch.empty_like(drawn)
-        self.nccl.broadcast(_Bytes(drawn), _Bytes(shared), 0, self.comm)
-        return bytes(shared.tolist()).hex()
-
 
 _transports: dict[Communicator, BMTrainTransport] = {}
 # One lock for each communicator: its ranks make its transport together, so a thread that makes
@@ -108,9 +103,7 @@ def bmtrain_transport(comm: Communicator) -> BMTrainTransport:
 
 
 def new_communicator(name: str, rank: int, size: int, timeout: float) -> Communicator:
-    """Make a communicator of `size` ranks, this one being `rank`. They find each other in the
-    store by `name`, within `timeout` seconds.
-    """
+    """Make a communicator of ranks that find each other in the store by `name`."""
     from bmtrain import nccl
 
     if rank == 0:
@@ -132,9 +125,7 @@ _connecting = threading.Lock()
 
 
 def store() -> dist.Store:
-    """Return the launcher's store, which MASTER_ADDR and MASTER_PORT name. Without a launcher,
-    rank 0 keeps one there.
-    """
+    """Return the launcher's store at MASTER_ADDR and MASTER_PORT, or one that rank 0 keeps."""
     with _connecting:
         return _connect_to_store()
 

@@ -48,9 +48,8 @@ class CopyEngines:
     def growth(self, lane_bytes: Mapping[str, int]) -> list[Callable[[], None]]:
         """Return steps that replace the arena by one with room for `lane_bytes`.
 
-        All ranks take the same steps, between deliveries. A rank takes a step once all ranks have
-        taken the previous one. After a step that failed on any rank, no rank takes another one, and
-        these engines are unusable.
+        A rank takes a step, between deliveries, once all ranks have taken the previous one. After a
+        step that failed on any rank, these engines are unusable.
         """
         needed = {lane: -(-lane_bytes[lane] // _SLOT_BYTES) * _SLOT_BYTES for lane in LANES}
         slot_bytes = {lane: max(needed[lane], self.slot_bytes[lane]) for lane in LANES}
@@ -89,8 +88,7 @@ class CopyEngines:
 
 
 class _Lane:
-    """One kind of deliveries: its slots and flags in every rank's arena, and the streams that fill
-    slots of other ranks and the own ones.
+    """One kind of deliveries: its slots and flags in every rank's arena, and its streams.
 
     `parts` are the lane's bytes in the arenas: slots, then each rank's flags "arrived" and "freed".
     """
@@ -121,17 +119,15 @@ class _Lane:
             current.follow(self.released)
         ready = current.record()  # by then the puts are ready, and the own slot was read
         others, own = ([p for p in sends if (p.peer == self.rank) == x] for x in (False, True))
+        sent = [
+            self._send(stream, slot, puts, ready)
+            for stream, puts in zip(self.streams, (others, own), strict=True)
+            if puts
+        ]
+        arrived = [self.arrived[peer] for peer in sources]
+        memory = slot[self.rank][:nbytes]
         return _LaneDelivery(
-            slot[self.rank][:nbytes],
-            lane=self,
-            number=self.number,
-            arrived=[self.arrived[peer] for peer in sources],
-            sent=[
-                self._send(stream, slot, puts, ready)
-                for stream, puts in zip(self.streams, (others, own), strict=True)
-                if puts
-            ],
-            sends=sends,
+            memory, lane=self, number=self.number, arrived=arrived, sent=sent, sends=sends
         )
 
     def _send(

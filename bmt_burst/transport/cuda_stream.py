@@ -28,10 +28,7 @@ class CudaStream:
         self.stream, self.handle = stream, ctypes.c_void_p(stream.cuda_stream)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy memory between two addresses, here or of a peer whose memory is mapped here.
-
-        The caller keeps the memory until the copy is done.
-        """
+        """Copy memory, also of peers, which the caller keeps until the copy is done."""
         # A copy engine does it, and no kernel. Torch's copies take the host several times as long.
         memory = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
         _check("cuMemcpyAsync", _driver().cuMemcpyAsync(*memory, self.handle))
@@ -46,8 +43,7 @@ class CudaStream:
 
     def record(self) -> torch.cuda.Event:
         """Return an event after the work so far."""
-        # A new event each time: one that is recorded again would mean later work to those who wait
-        # for it from then on.
+        # a new one: an event that is recorded again means later work to those who wait for it then
         return self.stream.record_event()
 
     def follow(self, event: torch.cuda.Event) -> None:
@@ -102,9 +98,9 @@ class CudaDevice:
         return everyone
 
     def stream(self) -> CudaStream:
-        """Make a new stream. Copies of a GPU to itself are kernels: without a higher priority they
-        would wait until all blocks of the kernel that is running have begun.
-        """
+        """Make a new stream."""
+        # Copies of a GPU to itself are kernels: without a higher priority they would wait until all
+        # blocks of the kernel that is running have begun.
         return CudaStream(torch.cuda.Stream(self.index, priority=-1))
 
     def current(self) -> CudaStream:

@@ -1,7 +1,7 @@
 """Messengers: they carry short messages between the hosts of a group's ranks.
 
-Transports move tensors, also between GPUs, and never let the host wait. What ranks agree on is
-different: the host needs all ranks' lines before it goes on, and must learn if one is missing.
+Transports never let the host wait. What ranks agree on is different: the host needs all ranks'
+lines before it goes on, and must learn if one is missing.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ class Messenger(ABC):
         return messenger
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in rank order.
+        """Return the messages of all ranks, in rank order. The host waits for them.
 
-        The host waits for them, no GPU stream does. Raises ValueError for more than MESSAGE_BYTES
-        bytes. Raises RankFailed, RankGone or RankLate if a rank does not send its message: then
-        the group is unusable, and all later calls raise at once.
+        Raises ValueError for more than MESSAGE_BYTES bytes. Raises RankFailed, RankGone or RankLate
+        if a rank does not send its message: then the group is unusable, and later calls raise.
         """
         if len(message) > MESSAGE_BYTES:
             raise ValueError(
@@ -58,16 +57,16 @@ class Messenger(ABC):
         """Gather messages that are short enough, in a group that is usable."""
 
     def fail(self, reason: str, place: int) -> RuntimeError | None:
-        """Report that this rank failed in the middle of a call, for this reason.
+        """Report that this rank failed in the middle of a call. Return the error of another rank
+        that failed or ended before, if there is one.
 
         If all ranks fail within some seconds, at the same `place` of the call, they may go on
-        together. Otherwise the group is unusable. Return the error of another rank that failed or
-        ended before, if there is one.
+        together. Otherwise the group is unusable.
         """
         return None
 
     def close(self, reason: str) -> None:
-        """Report that this rank sends no more messages, for this reason. The group is unusable."""
+        """Report that this rank sends no more messages. The group is unusable."""
         self.unusable = self.unusable or RuntimeError(f"this rank of the group failed: {reason}")
 
 

@@ -36,18 +36,17 @@ class Packing:
 
     def views(self, memory: Tensor, tokens: int) -> list[Tensor]:
         """Return the tensors (B, tokens, ...) that lie in memory, uint8."""
-        return [
-            memory.narrow(0, at, self.batch * tokens * _entry_bytes((shape, dtype)))
-            .view(dtype)
-            .view(self.batch, tokens, *shape)
-            for at, (shape, dtype) in zip(_starts(self, tokens), self.entries, strict=False)
-        ]
+        found, count = [], self.batch * tokens
+        for at, (shape, dtype) in zip(_starts(self, tokens), self.entries, strict=False):
+            entries = memory.narrow(0, at, count * _entry_bytes((shape, dtype))).view(dtype)
+            found.append(entries.view(self.batch, tokens, *shape))
+        return found
 
     def puts(
         self, tensors: Sequence[Tensor], span: Span, peer: int, at: int, tokens: int
     ) -> Iterator[Put]:
-        """Yield what sends the tokens `span` of tensors (B, T, ...) to a rank. They land from token
-        `at` on in memory for `tokens`. Each batch row of the tensors is contiguous.
+        """Yield what sends the tokens `span` of tensors (B, T, ...), with contiguous batch rows, to
+        a rank. They land from token `at` on in memory for `tokens`.
         """
         for tensor, row, offset, _ in self._rows((at, at + length(span)), tokens):
             yield Put(tensors[tensor][row, slice(*span)], peer, offset)
@@ -59,17 +58,14 @@ class Packing:
 
     def empty(self, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
         """Make new tensors (B, tokens, ...), each in its own memory."""
-        return tuple(
-            torch.empty(self.batch, tokens, *shape, dtype=dtype, device=device)
-            for shape, dtype in self.entries
-        )
+        shapes = [((self.batch, tokens, *shape), dtype) for shape, dtype in self.entries]
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
 
     def _rows(self, at: Span, tokens: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (tensor, batch row, first byte, bytes) of tokens `at` in memory for `tokens`."""
-        for tensor, (start, entry) in enumerate(
-            zip(_starts(self, tokens), self.entries, strict=False)
-        ):
-            size = _entry_bytes(entry)
+        starts = _starts(self, tokens)
+        for tensor, entry in enumerate(self.entries):
+            start, size = starts[tensor], _entry_bytes(entry)
             for row in range(self.batch if length(at) * size else 0):
                 yield tensor, row, start + (row * tokens + at[0]) * size, length(at) * size
 

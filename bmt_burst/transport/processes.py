@@ -30,9 +30,7 @@ _REASON = 400  # characters of a reason that ranks send each other
 
 @dataclass
 class ExchangeTicket(Ticket):
-    """An exchange under way. `waits` has a function for each part that is left, which waits for
-    it, for at most some seconds if they are passed.
-    """
+    """An exchange under way. `waits` has a function that waits, for some seconds, for each part."""
 
     waits: list[Callable[..., object]]
     messages: tuple[Messages, ...]  # kept alive until it is over
@@ -79,10 +77,8 @@ class ProcessTransport(Transport):
         self.messenger.timeout = self.own_timeout if seconds is None else seconds
 
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
-        """Prepare for deliveries, see Transport.
-
-        Raises RuntimeError on every rank if `engine_use` is "always" and a rank cannot use copy
-        engines.
+        """Prepare for deliveries. Raises RuntimeError on every rank if a rank cannot use copy
+        engines although `engine_use` is "always".
         """
         if device.type != "cuda" or self.size == 1 or self.engine_use == "never":
             return

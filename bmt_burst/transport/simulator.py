@@ -2,8 +2,8 @@
 
 `bmt_burst.simulate` runs the threads. Their ring is stricter than a real network:
 
-- A receive buffer holds NaN bytes until its exchange was waited for. Delivered memory holds them
-  again once it is released.
+- A receive buffer holds NaN bytes until its exchange was waited for, and delivered memory again
+  once it is released.
 - A send buffer that changes in flight is an error. So is a put that is not contiguous or not for
   the place where its receiver expects it, and a delivery while too many are unreleased.
 - `ring.traffic` lists (peer, bytes) of every message sent.
@@ -47,7 +47,7 @@ class Network:
     def find_queue(self, end: str, *key: Any) -> queue.SimpleQueue[Any]:
         """Return the queue of the next message with this key at one end of it, "put" or "ask".
 
-        Each message has a queue. So it belongs to who asked first, whoever waits first.
+        Each message has a queue, so that it belongs to who asked first.
         """
         with self._lock:
             self._counts[end, key] += 1

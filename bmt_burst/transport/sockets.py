@@ -51,16 +51,13 @@ class SocketMessenger(Messenger):
         self.arrivals = select.poll()
 
     def _gather(self, message: bytes) -> list[bytes]:
-        """Gather messages. A rank that stops waiting closes the group, since others may have read
-        its message.
-        """
         if self.size == 1:
             return [message]
         try:
             if not self.peers:
                 self._connect()
             return self._exchange(_LINE, message, self.timeout)
-        except BaseException as error:
+        except BaseException as error:  # others may have read the message
             if isinstance(error, RankFailed | RankGone):
                 self.unusable = type(error)(str(error))  # without its traceback, which has tensors
             self.close(f"while it waited for the others: {type(error).__name__}: {error}")
@@ -97,9 +94,7 @@ class SocketMessenger(Messenger):
                 peer.connection.shutdown(socket.SHUT_WR)
 
     def find_lost_rank(self) -> str:
-        """Return why a rank sends nothing any more, if that is known, or "". Other threads may ask,
-        since nothing is received.
-        """
+        """Return why a rank sends nothing any more, or "". Other threads may ask."""
         ended = select.poll()
         for number in self.peers:
             ended.register(number, select.POLLRDHUP)
@@ -114,10 +109,10 @@ class SocketMessenger(Messenger):
         self.store.delete_key(_key(self.rank))
 
     def _exchange(self, kind: bytes, message: bytes, seconds: float) -> list[bytes]:
-        """Send a message and return the next one of all ranks, in rank order. Wait for `seconds`.
+        """Send a message and return the next one of all ranks, in rank order, within `seconds`.
 
-        Raises RankLate, and RankGone if a rank has ended. Raises RankFailed if a rank has closed
-        the group, or if it failed and this one did not.
+        Raises RankLate, RankGone if a rank has ended, and RankFailed if a rank has closed the
+        group, or failed while this one did not.
         """
         self._send(kind, message)
         found, began = {self.rank: message}, time.monotonic()
@@ -182,8 +177,8 @@ class _Peer:
     def take(self, kind: bytes) -> bytes | None:
         """Return the next message if it has arrived.
 
-        Raises RankGone if the rank has ended without one. Raises RankFailed if the rank has closed
-        the group, or failed while a line is expected.
+        Raises RankGone if the rank has ended without one, and RankFailed if it has closed the
+        group, or failed while a line is expected.
         """
         found = _unpack(self.unread)
         if found is None:
@@ -198,11 +193,9 @@ class _Peer:
         return message
 
     def check_open(self, kind: bytes) -> None:
-        """Raise RankFailed if the rank has closed the group after a message of this kind: if it
-        sent its line, and then waited in vain for this rank's.
-
-        If this rank fails, a rank that sent a line closes the group because of that.
-        """
+        """Raise RankFailed if the rank has closed the group after a message of this kind."""
+        # It sent its line, and then waited in vain for this rank's. But if this rank fails, a rank
+        # that sent a line closes the group because of that.
         found = _unpack(self.unread)
         if found and found[0] == _CLOSED and self.taken == kind:
             raise self._failure(*found)
@@ -234,9 +227,7 @@ def _unpack(received: bytes) -> tuple[bytes, bytes] | None:
 def _open_connections(
     rank: int, size: int, store: dist.Store, timeout: float
 ) -> dict[int, socket.socket]:
-    """Return a connection to each other rank. A rank listens for the ranks after it, and calls
-    those before it.
-    """
+    """Return a connection to each other rank, which calls this one if it comes after it."""
     here, token = _find_own_address(store), secrets.token_bytes(16)
     family = socket.AF_INET6 if ":" in here else socket.AF_INET
     with socket.create_server((here, 0), family=family, backlog=size) as server:
@@ -256,11 +247,9 @@ def _open_connections(
 
 
 def _wait_for_keys(store: dist.Store, peers: Sequence[int], timeout: float) -> None:
-    """Wait until these ranks have written their addresses.
-
-    A wait inside the store would keep other threads of this process from it, which may be about
-    to make other groups that the other ranks wait for first.
-    """
+    """Wait until these ranks have written their addresses."""
+    # A wait inside the store would keep other threads of this process from it, which may be about
+    # to make other groups that the other ranks wait for first.
     deadline = time.monotonic() + timeout
     while not store.check([_key(peer) for peer in peers]):
         if time.monotonic() > deadline:
@@ -275,23 +264,21 @@ def _call(peer: int, rank: int, store: dist.Store, timeout: float) -> socket.soc
     try:
         connection = socket.create_connection((address, port), timeout)
     except OSError as error:
-        raise RankGone(
-            f"rank {peer} of the group has ended, or cannot be reached at {address}: {error}"
-        ) from error
+        unreachable = f"has ended, or cannot be reached at {address}: {error}"
+        raise RankGone(f"rank {peer} of the group {unreachable}") from error
     connection.settimeout(None)
     connection.sendall(_HELLO.pack(bytes.fromhex(token), rank))
     return connection
 
 
 def _read_caller(connection: socket.socket, token: bytes) -> int | None:
-    """Return the rank that has called, None for a stranger, who does not know the token."""
+    """Return the rank that has called, or None for a stranger, who does not know the token."""
     connection.settimeout(_GREETING)
     with contextlib.suppress(OSError):
         hello = connection.recv(_HELLO.size)
         if len(hello) == _HELLO.size and secrets.compare_digest(hello[:16], token):
             connection.settimeout(None)
-            peer: int = _HELLO.unpack(hello)[1]
-            return peer
+            return int(_HELLO.unpack(hello)[1])
     connection.close()
     return None
 
@@ -302,11 +289,9 @@ def _find_own_address(store: dist.Store) -> str:
         store = store.underlying_store
     host = store.host if isinstance(store, dist.TCPStore) else socket.gethostname()
     for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
-        # to connect such a socket sends nothing, but finds the way
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-            probe.connect(address)
-            found: str = probe.getsockname()[0]
-            return found
+            probe.connect(address)  # sends nothing, but finds the way
+            return str(probe.getsockname()[0])
     raise RuntimeError(f"expected a network in which {host} can be reached, found none")
 
 
@@ -315,7 +300,7 @@ def _key(rank: int) -> str:
 
 
 def host_name() -> bytes:
-    """Return this machine's name, by which NCCL also distinguishes hosts; at most 300 bytes."""
+    """Return this machine's name, in at most 300 bytes. NCCL distinguishes hosts by it, too."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     name = os.environ.get("NCCL_HOSTID") or f"{platform.node()[:200]} {boot}"
     return name.encode("ascii", "replace")[:300]
@@ -325,9 +310,7 @@ _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close a fork's copies of the sockets, such as those of a data loader's workers. Otherwise
-    nobody would notice that the rank has ended while its forks live.
-    """
+    """Close a fork's copies of the sockets: they would hide that the rank ends before its forks."""
     for connection in list(_connections):
         connection.close()
 

@@ -43,11 +43,9 @@ def _lose(seconds: float) -> None:
 
 
 class TorchTransport(ProcessTransport):
-    """The ranks of a process group. `engine_use` is ProcessTransport's.
+    """The ranks of a process group, which it does not keep alive.
 
-    It does not keep the group alive: once the group is destroyed and its users drop it, its
-    connections close. Raises ValueError if `group` has neither gloo for CPU tensors nor NCCL for
-    CUDA tensors.
+    Raises ValueError if `group` has neither gloo for CPU tensors nor NCCL for CUDA tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, engine_use: EngineUse = "auto"):
@@ -56,17 +54,13 @@ class TorchTransport(ProcessTransport):
         store = dist.distributed_c10d._get_process_group_store(group)
         super().__init__(dist.PrefixStore("bmt_burst", store), engine_use)
         backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
-        self.device_types = frozenset(
-            device for device, backend in _BACKENDS if backends.get(device) == backend
-        )
+        self.device_types = frozenset(x for x, backend in _BACKENDS if backends.get(x) == backend)
         if not self.device_types:
             raise ValueError(
-                "expected a process group with gloo for CPU or NCCL for CUDA tensors, got one with "
-                f"{backends}"
+                f"expected a process group with gloo for CPUs or NCCL for GPUs, got {backends}"
             )
-        self.own_timeout = max(
-            backend.options._timeout.total_seconds() for backend in self._backends()
-        )
+        timeouts = [backend.options._timeout for backend in self._backends()]
+        self.own_timeout = max(timeouts).total_seconds()
         self.set_timeout(None)
         self.connected = False  # over NCCL
         self._under_way = list[ExchangeTicket]()  # over gloo
@@ -88,9 +82,8 @@ class TorchTransport(ProcessTransport):
         return timedelta(seconds=self.own_timeout) in defaults
 
     def set_group_timeout(self, seconds: float) -> None:
-        """Make `seconds` the group's own timeout, for torch's later operations too.
-
-        The world's group is left as it is: the program uses it for other things.
+        """Make `seconds` the group's own timeout, for torch's later operations too. The world's
+        group keeps its own, since the program uses it for other things.
         """
         if self.group is not world_group():
             for backend in self._backends():
@@ -99,20 +92,14 @@ class TorchTransport(ProcessTransport):
         self.set_timeout(seconds)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Ticket:
-        if any(tensor.device.type == "cpu" for tensor, _ in (*sends, *recvs)):
+        starts = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in recvs]
+        if any(tensor.device.type == "cpu" for _, tensor, _ in starts):
             exchange = ExchangeTicket([_lose], (sends, recvs))
             self._under_way = [*(each for each in self._under_way if each.waits), exchange]
-            waits = [self._start_over_gloo(dist.isend, x, peer) for x, peer in sends]
-            exchange.waits = waits + [
-                self._start_over_gloo(dist.irecv, x, peer) for x, peer in recvs
-            ]
+            exchange.waits = [self._start_over_gloo(*each) for each in starts]
             return exchange
         group = self.group
-        ops = [
-            dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
-            for op, messages in ((dist.isend, sends), (dist.irecv, recvs))
-            for tensor, peer in messages
-        ]
+        ops = [dist.P2POp(op, as_bytes(x), group=group, group_peer=peer) for op, x, peer in starts]
         works = dist.batch_isend_irecv(ops) if ops else []
         return ExchangeTicket([work.wait for work in works], (sends, recvs))
 
@@ -137,7 +124,8 @@ class TorchTransport(ProcessTransport):
         """Start to send or receive x. Return what waits for it, for the timeout or some seconds."""
         seconds = self.messenger.timeout
         with _name_peer(peer, seconds):
-            work = _check_work(start(as_bytes(x), None, self.group, 0, peer))
+            work = start(as_bytes(x), None, self.group, 0, peer)
+        assert work is not None, "this rank is in its group"
 
         def wait(seconds: float = seconds) -> None:
             # Python raises an interrupt when work.wait has returned. Then gloo would wait in vain
@@ -165,13 +153,8 @@ class TorchTransport(ProcessTransport):
         # gloo closes all connections of a group after one wait that takes too long
         with contextlib.suppress(RuntimeError):
             work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_NOTHING)
-            _check_work(work).wait(timedelta(milliseconds=1))
-
-
-def _check_work(work: dist.Work | None) -> dist.Work:
-    """Return the work of a rank that is in its group."""
-    assert work is not None, "this rank is in its group"
-    return work
+            assert work is not None, "this rank is in its group"
+            work.wait(timedelta(milliseconds=1))
 
 
 def world_group() -> dist.ProcessGroup:

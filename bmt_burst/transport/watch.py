@@ -1,8 +1,8 @@
 """A watch that ends a process if its GPU waits for a rank that is gone or has failed.
 
 Streams wait for peers' flags, and nothing wakes them: a host that waits for such a stream gets no
-exception. So a thread watches the other ranks. Once a rank sends no more messages, work that was
-enqueued before has some seconds to finish without it. If it does not, the process says so and ends.
+exception. So a thread watches the other ranks. Once a rank sends no more messages, enqueued work
+has some seconds to finish without it. Otherwise the process says so and ends.
 
 Copy engines need it, and graphs that a Decoder replays. Over NCCL, torch's own watchdog ends a
 process whose exchange takes longer than the group's timeout, unless a graph makes the exchange.
@@ -29,8 +29,7 @@ _LONGEST = 30.0  # seconds that work may take without a lost rank, at most
 class Watch:
     """A watch that lasts as long as it is referred to.
 
-    messenger  that of the ranks. Without a lost rank, work may take half of its timeout, and at
-               most 30 s.
+    Without a lost rank, work may take half of the messenger's timeout, and at most 30 s.
     """
 
     def __init__(self, messenger: SocketMessenger):
@@ -42,16 +41,12 @@ class Watch:
         ).start()
 
     def begin_call(self, doing: str) -> None:
-        """Note that this rank begins to enqueue what it is `doing`. Its host may wait for its GPU
-        while it does, if too much is enqueued.
-        """
+        """Note that this rank begins to enqueue work. Its host may wait for its GPU meanwhile."""
         self.doing, self.event = doing, None
 
     def end_call(self, is_enqueued: bool) -> None:
-        """Note that this rank has enqueued all of it on the current stream, or has failed. The
-        capture of a graph enqueues nothing.
-        """
-        if is_enqueued and not is_capturing():
+        """Note that this rank has enqueued all of it on the current stream, or has failed."""
+        if is_enqueued and not is_capturing():  # the capture of a graph enqueues nothing
             event = torch.cuda.Event()
             event.record()
             self.event = event
