@@ -7,37 +7,48 @@ gradient of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..base.arguments import check_tensor
 from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import not_compiled
 from ..base.policies import without_policies
 from ..sequence.layout import Layout
-from .agreement import Terms, read_own, run_agreed
+from .agreement import Terms, run_agreed
 from .rings import Rings, check_device
 
 
 @dataclass(frozen=True)
 class Join:
-    """The whole of all ranks' shards, of `shapes`, for the function `name`."""
+    """The whole of all ranks' shards along a dimension, for the function `name`."""
 
     layout: Layout
     dim: int
-    shapes: Sequence[torch.Size]
     name: str = "unshard"
 
+    def terms(self, rings: Rings, x: Tensor) -> dict[str, Any]:
+        """Return what is equal on all ranks. Raises ValueError if x has not this rank's tokens."""
+        expected, tokens = self._shape_with(x, self.layout.length(rings.rank)), self.layout.seq_len
+        if x.shape != expected:
+            here = f"rank {rings.rank}'s x, of {tokens} tokens along {self.dim}"
+            raise ValueError(f"expected {here}, to be {[*expected]}, got {[*x.shape]}")
+        shape = [*self._shape_with(x, tokens)]
+        return {"dim": self.dim, "seq_len": tokens, "layout": self.layout, "shape": shape}
+
     def forward(self, rings: Rings, x: Tensor) -> Tensor:
-        return self.layout.unshard(rings.gather_tensors(_dense(x), self.shapes), self.dim)
+        shapes = [self._shape_with(x, self.layout.length(rank)) for rank in range(rings.size)]
+        return self.layout.unshard(rings.gather_tensors(_dense(x), shapes), self.dim)
 
     def backward(self, rings: Rings, dout: Tensor) -> Tensor:
         parts = [_dense(self.layout.shard(dout, r, self.dim)) for r in range(rings.size)]
         return rings.sum_for_each(parts).to(dout.dtype)
+
+    def _shape_with(self, x: Tensor, tokens: int) -> torch.Size:
+        return torch.Size((*x.shape[: self.dim], tokens, *x.shape[self.dim + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,9 @@ class RankSum:
     """The sum over ranks, `SequenceParallel.sum`. Integers and bools are added up as int64."""
 
     name: ClassVar[str] = "sum"
+
+    def terms(self, rings: Rings, x: Tensor) -> dict[str, Any]:
+        return {"shape": [*x.shape]}
 
     def forward(self, rings: Rings, x: Tensor) -> Tensor:
         has_fractions = x.is_floating_point() or x.is_complex()
@@ -60,46 +74,32 @@ class RankSum:
         return self.forward(rings, dout)
 
 
-class TensorCall(NamedTuple):
-    """A checked call of a collective, which `find` returns from the own terms of all ranks."""
-
-    x: Tensor
-    terms: Terms
-    find: Callable[[list[dict[str, Any]]], Join | RankSum]
-
-
-def describe_tensor(
-    rings: Rings, name: str, x: Any, others: Mapping[str, Any] | None = None
-) -> Terms:
-    """Return the terms of the collective `name` of x. With `others`, shapes may differ.
-
-    Raises TypeError, ValueError or RuntimeError if x cannot be taken.
+def apply_together(
+    rings: Rings, name: str, check: Callable[[], tuple[Tensor, Join | RankSum]]
+) -> Tensor:
+    """Return the result of a collective on a tensor, once all ranks have agreed on the call of the
+    function `name`. `check` raises if an argument is wrong.
     """
-    check_tensor("x", x)
-    check_transforms(name, x)
-    check_device(rings, x)
-    recorded = torch.is_grad_enabled() and x.requires_grad
-    shape = {"shape": [*x.shape]}
-    shared = {"dtype": str(x.dtype), "recording of gradients": recorded, **(others or shape)}
-    return Terms(f"a call of {name}", shared, shape if others else {}, f" of {name}")
+    doing = f"a call of {name}"
 
+    def check_terms() -> tuple[Terms, tuple[Tensor, Join | RankSum]]:
+        x, collective = check()
+        check_transforms(name, x)
+        check_device(rings, x)
+        recorded = torch.is_grad_enabled() and x.requires_grad
+        shared = {"dtype": str(x.dtype), "recording of gradients": recorded}
+        shared |= collective.terms(rings, x)
+        return Terms(doing, shared, of=f" of {name}"), (x, collective)
 
-def apply_together(rings: Rings, name: str, check: Callable[[], TensorCall]) -> Tensor:
-    """Return the result of a collective, once all ranks have agreed on the call of `name`."""
-
-    def check_terms() -> tuple[Terms, TensorCall]:
-        request = check()
-        return request.terms, request
-
-    def run(request: TensorCall, lines: Sequence[bytes]) -> Tensor:
-        collective = request.find(read_own(request.terms, lines))
+    def run(given: tuple[Tensor, Join | RankSum], _: Sequence[bytes]) -> Tensor:
+        x, collective = given
         for ring in rings.shared:
-            ring.connect(request.x.device)
-        result: Tensor = _OverRanks.apply(request.x, rings, collective, rings.history.calls)
+            ring.connect(x.device)
+        result: Tensor = _OverRanks.apply(x, rings, collective, rings.history.calls)
         return result
 
     with without_policies():
-        return run_agreed(rings, f"a call of {name}", check_terms, run, counts=True)
+        return run_agreed(rings, doing, check_terms, run, counts=True)
 
 
 class _OverRanks(torch.autograd.Function):

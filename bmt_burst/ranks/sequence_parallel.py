@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..base.arguments import as_bool, as_int, check_dim, check_tensor
 from ..base.compiled import not_compiled
-from ..errors import RanksDisagree
 from ..sequence.layout import LAYOUTS, Balanced, Layout, Stacked, layout_class, shift_labels
 from ..sequence.mask import Mask
 from ..sequence.rows import (
@@ -29,8 +28,8 @@ from ..sequence.rows import (
     stack_rows,
 )
 from ..transport import ALONE
-from .agreement import Terms, describe_term, mark_known, refuse, run_agreed
-from .collectives import Join, RankSum, TensorCall, apply_together, describe_tensor
+from .agreement import Terms, describe_term, refuse, run_agreed
+from .collectives import Join, RankSum, apply_together
 from .rings import Group, Rings, make_rings
 
 Item = TypeVar("Item")
@@ -126,11 +125,9 @@ class SequenceParallel:
         if self.size == 1:
             return _find_longest(positions)
 
-        def check() -> TensorCall:
+        def check() -> tuple[Tensor, Join]:
             mine = _find_longest(positions).unsqueeze(0)  # one row of a whole
-            one_each = Layout.contiguous(self.size, self.size)
-            join = Join(one_each, 0, [mine.shape] * self.size, "longest")
-            return TensorCall(mine, describe_tensor(self.rings, "longest", mine), lambda _: join)
+            return mine, Join(Layout.contiguous(self.size, self.size), 0, "longest")
 
         return apply_together(self.rings, "longest", check).amax(0)
 
@@ -151,13 +148,9 @@ class SequenceParallel:
         and in a backward with create_graph.
         """
 
-        def check() -> TensorCall:
+        def check() -> tuple[Tensor, Join]:
             check_tensor("x", x)
-            layout = self.layout_of(seq_len)
-            at = check_dim(x, dim)
-            where = {"dim": at, "seq_len": layout.seq_len, "layout": layout}
-            terms = describe_tensor(self.rings, "unshard", x, where)
-            return TensorCall(x, terms, functools.partial(_find_join, layout, at))
+            return x, Join(self.layout_of(seq_len), check_dim(x, dim))
 
         return apply_together(self.rings, "unshard", check)
 
@@ -171,8 +164,9 @@ class SequenceParallel:
         `unshard`. Raises the errors of `unshard`.
         """
 
-        def check() -> TensorCall:
-            return TensorCall(x, describe_tensor(self.rings, "sum", x), lambda _: RankSum())
+        def check() -> tuple[Tensor, RankSum]:
+            check_tensor("x", x)
+            return x, RankSum()
 
         return apply_together(self.rings, "sum", check)
 
@@ -449,18 +443,6 @@ def check_kind(kind: Any, tensors: Sequence[Any]) -> None:
             f"{kind.__name__ if isinstance(kind, type) else type(kind).__name__}"
         )
     kind.check_tensors(tensors)
-
-
-def _find_join(layout: Layout, dim: int, everyone: Sequence[dict[str, Any]]) -> Join:
-    """Return the collective that joins the shards of all ranks along `dim`."""
-    shapes = [theirs["shape"] for theirs in everyone]
-    for rank, shape in enumerate(shapes):
-        expected = list(shapes[0])
-        expected[dim] = layout.length(rank)
-        if shape != expected:
-            x = f"rank {rank}'s x, of {layout.seq_len} tokens along {dim}"
-            raise mark_known(RanksDisagree(f"expected {x}, to be {expected}, got {shape}"))
-    return Join(layout, dim, [*map(torch.Size, shapes)])
 
 
 def _find_longest(positions: Tensor) -> Tensor:
