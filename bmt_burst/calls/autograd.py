@@ -22,8 +22,7 @@ from ..strategies.compute import Keys, QueryGradients
 
 @dataclass(frozen=True)
 class Past:
-    """The keys and values of earlier calls, followed by the call's own ones. Autograd records only
-    the own ones.
+    """The keys and values of earlier calls, and last the call's own ones, which autograd records.
 
     k, v    (B, T, G, D)
     dk, dv  (B, T, G, D) in the accumulator's dtype: sums of gradients, to which the backward adds.
@@ -51,9 +50,7 @@ class Past:
         return Keys(*self.keys(), self._join(self.dk), self._join(self.dv))
 
     def own_gradients(self, keys: Keys) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the own keys and values, once a backward added to the sums of
-        `keys`.
-        """
+        """Return the gradients of the own keys and values from the sums of `keys`."""
         grads = []
         for total, x in ((self.dk, keys.dk), (self.dv, keys.dv)):
             assert total is not None and x is not None, "a call with gradient has sums"
@@ -68,9 +65,7 @@ class Past:
 
 
 class PlannedAttention(torch.autograd.Function):
-    """Attention of one rank by its plan. It is differentiable once in q, k, v, sinks and the inputs
-    of an extension.
-    """
+    """Attention of one rank by its plan, differentiable once in all tensors."""
 
     @staticmethod
     def forward(

@@ -4,8 +4,7 @@ Values may have another head size than queries and keys, as in multi-head latent
 smaller one is padded with zeros, which changes no score and no output: so kernels and strategies
 know one size.
 
-Letters: B batch, S queries of this rank, T keys of this rank, H query heads, G kv heads, D head
-size.
+Letters: B batch, H query heads, D head size.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ class Form(NamedTuple):
     """The changes that tensors of a call get before it computes.
 
     is_packed   whether they are packed documents, (tokens, heads, head size)
-    autocast    the dtype that autocast casts them to, or None if it is off. A norm or a rotary
-                embedding may leave some of them in fp32
+    autocast    the dtype that autocast casts them to, or None if it is off
     head_size   the head size of q and k
     value_size  the head size of v, and so of out
     changes     whether any tensor changes
@@ -52,10 +50,7 @@ class Form(NamedTuple):
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, is_packed: bool) -> Form:
-    """Return the form of a call's tensors.
-
-    Raises TypeError or ValueError for tensors that do not fit or do not fit together.
-    """
+    """Return the form of a call's tensors. Raises TypeError or ValueError if they do not fit."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_one(name, x, is_packed)
     autocast, sizes = autocast_dtype(q), (q.shape[-1], v.shape[-1])
@@ -116,9 +111,10 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     check_tensor("sinks", sinks)
     if sinks.shape != q.shape[2:3]:
         several = ": several sinks of a head equal one, sinks.logsumexp(0)"
+        hint = several if sinks.shape[1:] == q.shape[2:3] else ""
         raise ValueError(
-            f"sinks must be ({q.shape[2]},), one for each query head, "
-            f"got shape {tuple(sinks.shape)}{several if sinks.shape[1:] == q.shape[2:3] else ''}"
+            f"sinks must be ({q.shape[2]},), one for each query head, got shape "
+            f"{tuple(sinks.shape)}{hint}"
         )
     check_like_lse("sinks", sinks, q)
 
@@ -139,10 +135,8 @@ def describe_inputs(form: Form, q: Tensor, k: Tensor, sinks: Tensor | None) -> d
 
 
 def unpack_tensor(name: str, x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return the tensors that are packed in x (..., count, heads, D), as views.
-
-    Autograd joins their gradients once. Raises TypeError unless x is a tensor, ValueError unless it
-    holds `count` tensors.
+    """Return the tensors that are packed in x (..., count, heads, D), as views, whose gradients
+    autograd joins once. Raises TypeError or ValueError unless x holds `count` tensors.
     """
     check_tensor(name, x)
     if x.dim() < 4 or x.shape[-3] != count:

@@ -53,9 +53,7 @@ def refuse_wrong_arguments(
     function: Callable[Parameters, Result],
     refuse: Callable[[Exception, inspect.Signature, Sequence[Any], Mapping[str, Any]], NoReturn],
 ) -> Callable[Parameters, Result]:
-    """Return `function`. A call that does not fit its signature is passed to `refuse`, which raises
-    on all ranks.
-    """
+    """Return `function`, but `refuse` raises for a call that does not fit its signature."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -73,11 +71,7 @@ def refuse_wrong_arguments(
 
 
 def find_second_cu_seqlens(softmax_scale: Any) -> TypeError | None:
-    """Return the error of a call with flash-attn's arguments, or None for other calls.
-
-    The fifth argument of flash-attn's function is cu_seqlens_k. Here that is softmax_scale, and
-    cu_seqlens_k is passed by name.
-    """
+    """Return the error of a call with flash-attn's cu_seqlens_k as the fifth argument, or None."""
     is_tensor = isinstance(softmax_scale, Tensor) and softmax_scale.dim() == 1
     if not is_tensor and not isinstance(softmax_scale, list | tuple):
         return None
@@ -94,11 +88,8 @@ def refuse_call(
     double_group: Sequence[Group | None],
     doing: str = CALL,
 ) -> NoReturn:
-    """Raise `error` instead of a call. The other ranks raise RanksDisagree.
-
-    doing  names the call in their errors
-
-    If the groups are wrong too, only this rank raises.
+    """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree, unless the
+    groups are wrong too.
     """
     try:
         rings = make_rings(process_group, double_group)

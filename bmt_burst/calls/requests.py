@@ -1,8 +1,7 @@
 """Requests and plans of calls, of any kind of attention. Both are kept for calls that repeat.
 
-A request is a call as one rank has checked it: everything but the values of tensors. One rank alone
-does not know the length of the sequence that its tokens belong to. So the ranks compare the terms
-of their requests in each call, and a plan follows from those of all ranks.
+A request is a call as one rank has checked it: everything but the values of tensors. A rank does
+not know the length of the whole sequence. So a plan follows from the terms of all ranks' requests.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def find_request(
     tensors: Sequence[Any],
     check: Callable[[], Request],
 ) -> Request:
-    """Return the request that `check` makes of a call. It depends only on the arguments here, on
-    autocast, on the grad mode and on what the tensors are, but not on their values.
+    """Return the request that `check` makes of a call. It depends only on the arguments here,
+    autocast, the grad mode and what the tensors are, not on their values.
     """
     if not isinstance(tensors[0], Tensor):
         return check()
@@ -100,9 +99,7 @@ def find_plan(
 
 @contextlib.contextmanager
 def known_to_all() -> Iterator[None]:
-    """Return a context for work that follows from all ranks' terms, so that a ValueError is raised
-    on every rank.
-    """
+    """Return a context for work that follows from all ranks' terms: all raise its ValueErrors."""
     try:
         yield
     except ValueError as error:

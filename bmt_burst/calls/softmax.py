@@ -152,11 +152,9 @@ class Request:
     needs_gradient: bool
 
     def make_plan(self, rings: Rings, tokens: list[int], keys: list[int]) -> Plan:
-        """Return this rank's plan of a call in which rank r holds tokens[r] queries and keys[r]
-        keys.
+        """Return this rank's plan, if rank r holds tokens[r] queries and keys[r] keys.
 
-        Raises ValueError if these numbers do not fit the mask and the layout, or the strategy
-        refuses.
+        Raises ValueError if they do not fit the mask and the layout, or the strategy refuses.
         """
         mask, layout, kv_layout = self.rows.place(tokens, keys)
         problem = Problem(
@@ -182,10 +180,7 @@ class Request:
         return self.extension.plan(problem, rings.rank, strategy)
 
     def plan(self, rings: Rings, everyone: Sequence[Mapping[str, Any]]) -> Plan:
-        """Return the plan that follows from the own terms of all ranks, with memory for it.
-
-        Raises ValueError on all ranks if no strategy can compute the problem.
-        """
+        """Return the plan that follows from the own terms of all ranks, with memory for it."""
         with known_to_all():
             plan = self.make_plan(rings, *([own[name] for own in everyone] for name in _OWN))
         plan.reserve(rings, self.device, with_backward=self.needs_gradient)
@@ -333,9 +328,7 @@ def _find_request(
     tensors: Sequence[Any] = (),
     past: Past | None = None,
 ) -> Request:
-    """Return the request of a call. Raises TypeError or ValueError if an argument is wrong or does
-    not fit.
-    """
+    """Return the request of a call. Raises TypeError or ValueError if an argument is wrong."""
     given = (q, k, v, *tensors) if past is None else (q, past.k, past.v, k, v, *tensors)
     check_transforms("burst_attn_func", *(x for x in given if isinstance(x, Tensor)))
 
@@ -353,8 +346,8 @@ def _check_call(
     given: Sequence[Any],
     tensors: Sequence[Any],
 ) -> Request:
-    """Return the request of a call with the tensors `given`. The first three are q and all keys and
-    values. `tensors` are the sinks and those of the extension.
+    """Return the request of a call with the tensors `given`, of which the first three are q and all
+    keys and values. `tensors` are the sinks and those of the extension.
     """
     (q, k, v), extension = given[:3], kind.extension
     sinks, *others = tensors or (None,)
