@@ -28,7 +28,8 @@ class Past:
     dk, dv  (B, T, G, D) in the accumulator's dtype: sums of gradients, to which the backward adds.
             None in calls without gradient
     own     the tokens of the call's own keys. Their gradients are these sums, rounded once.
-    begin   called when the backward begins. Raises ValueError if another one did before.
+    begin   called when the backward begins. Raises ValueError if another one did before. None for a
+            call without gradient
     rows    the batch size if the rows are stacked as one sequence, otherwise 0
     """
 
@@ -37,7 +38,7 @@ class Past:
     dk: Tensor | None
     dv: Tensor | None
     own: slice
-    begin: Callable[[], None]
+    begin: Callable[[], None] | None
     rows: int = 0
 
     def keys(self) -> tuple[Tensor, Tensor]:
@@ -62,6 +63,32 @@ class Past:
 
     def _join(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1).unsqueeze(0) if self.rows else x
+
+
+def begin_backward(ctx: Any, name: str, *grads: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what the forward of a call saved, as a backward with these gradients begins.
+
+    ctx  has the call's `past`, unless a backward took it, and `has_past`
+
+    Raises RuntimeError for a derivative of the backward and in transforms of it, ValueError for a
+    chunk that has no backward or had one.
+    """
+    check_first_derivative(name)
+    check_transforms(f"the backward of {name}", *(x for x in grads if x is not None))
+    saved: tuple[Tensor, ...] = ctx.saved_tensors  # raises if they were freed
+    if ctx.has_past:
+        if ctx.past is None:
+            raise ValueError(
+                "the backward of a chunk ran twice: call it once on each chunk's loss, before the "
+                "next chunk"
+            )
+        if ctx.past.begin is None:
+            raise ValueError(
+                "a chunk of forward() or of a prefill has no backward: call backward on the loss "
+                "of a chunk that Chunks.backward() yielded"
+            )
+        ctx.past.begin()
+    return saved
 
 
 class PlannedAttention(torch.autograd.Function):
@@ -104,22 +131,7 @@ class PlannedAttention(torch.autograd.Function):
         past: Past | None = ctx.past
 
         def begin() -> tuple[Terms, tuple[Tensor, ...]]:
-            check_first_derivative("burst_attn_func")
-            saved, dout = ctx.saved_tensors, grads[0]  # raises if they were freed
-            if ctx.has_past and past is None:
-                raise ValueError(
-                    "the backward of a chunk ran twice: call it once on each chunk's loss, before "
-                    "the next chunk"
-                )
-            if past is not None:
-                if past.dk is None:
-                    raise ValueError(
-                        "a chunk of forward() or of a prefill has no backward: call backward on "
-                        "the loss of a chunk that Chunks.backward() yielded"
-                    )
-                past.begin()
-            given = (x for x in grads if x is not None)
-            check_transforms("the backward of burst_attn_func", *given)
+            saved, dout = begin_backward(ctx, "burst_attn_func", *grads), grads[0]
             if dout is None:  # nothing that used out, which is saved[3], returned a gradient for it
                 dout = torch.zeros_like(saved[3])
             return Terms(doing), (dout, *saved)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..base.autocast import without_autocast
-from ..base.autograd import check_first_derivative, check_transforms
 from ..base.compiled import not_compiled
 from ..base.kept import find_kept
 from ..base.streams import send_to_device
+from ..calls.autograd import begin_backward
 from ..kernels.packed import prepare_once
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
@@ -162,22 +162,7 @@ class PlannedLightning(torch.autograd.Function):
         past: PastStates | None = ctx.past
 
         def begin() -> tuple[Terms, tuple[Tensor, ...]]:
-            check_first_derivative(NAME)
-            check_transforms(f"the backward of {NAME}", dout)
-            saved: tuple[Tensor, ...] = ctx.saved_tensors  # raises if they were freed
-            if ctx.has_past:
-                if past is None:
-                    raise ValueError(
-                        "the backward of a chunk ran twice: call it once on each chunk's loss, "
-                        "before the next chunk"
-                    )
-                if past.begin is None:
-                    raise ValueError(
-                        "a chunk of forward() or of a prefill has no backward: call backward on "
-                        "the loss of a chunk that Chunks.backward() yielded"
-                    )
-                past.begin()
-            return Terms(doing), saved
+            return Terms(doing), begin_backward(ctx, NAME, dout)
 
         def compute(saved: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
             q, k, v, initial = saved

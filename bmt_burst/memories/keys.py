@@ -110,7 +110,8 @@ class KeyMemory(Memory):
                 kept[:, keys.own] = x
         k, v = (x[:, keys.seen] for x in self.kept[:2])
         dk, dv = (x[:, keys.seen] for x in self.sums) if turn.differentiates else (None, None)
-        return Past(k, v, dk, dv, slice(keys.own.start - keys.seen.start, None), turn.begin)
+        begin = turn.begin if turn.differentiates else None
+        return Past(k, v, dk, dv, slice(keys.own.start - keys.seen.start, None), begin)
 
     def _attend_chunk(
         self,
