@@ -6,20 +6,17 @@ Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size,
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..base.arguments import as_bool
 from ..base.dtypes import accumulator_dtype
-from ..calls.refusal import refuse_call
 from ..extensions import find_kind
-from ..memories.protocol import Part
+from ..memories.keys import Softmax
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sparse.config import InfLLMV2, check_layer
 from .heads import SelfAttention
-from .modules import WRONG_INPUTS
 
 
 class BurstAttention(SelfAttention):
@@ -57,6 +54,8 @@ class BurstAttention(SelfAttention):
     is below 1, qk_norm_eps or softcap is not positive and finite, or sparse excludes another
     argument. Raises TypeError for arguments of a wrong type.
     """
+
+    kind: Softmax
 
     def __init__(
         self,
@@ -110,30 +109,12 @@ class BurstAttention(SelfAttention):
         """The constants of sparse attention in `kind`, read-only."""
         return getattr(self.kind.extension, "config", None)
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        refuse_call(error, self.sp.process_group, self.sp.double_group)
-
     def _find_choose_by(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
         chooses = self.sparse is not None and self.sparse.use_nope
         return (q.detach(), k.detach()) if chooses else None
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        part: Part,
-        choose_by: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Return the attention with heads side by side: (B, S, H * D).
-
-        part       the part of a sequence that q, k and v are of
-        choose_by  as burst_attn_func's
-
-        Raises on all ranks as `part.mix` does.
-        """
-        try:
-            sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
-        except WRONG_INPUTS as error:
-            self._refuse(error)
-        return part.mix(self.layer, self.kind, q, k, v, sinks, *(choose_by or ())).flatten(2)
+    def _find_tensors(
+        self, q: Tensor, choose_by: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor | None, ...]:
+        sinks = None if self.sinks is None else self.sinks.to(accumulator_dtype(q.dtype))
+        return sinks, *(choose_by or ())

@@ -1,30 +1,52 @@
-"""The base of layers of self-attention: projections to heads and back, and a gate on the result.
+"""The bases of layers: modules over ranks, and self-attention with projections and a gate.
 
 Letters: B batch, S tokens of this rank, H query heads, G kv heads, D head size, E model width.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar, NoReturn
 
 from torch import Tensor, nn
 
 from ..base.arguments import as_bool, as_int, as_positive
+from ..calls.refusal import refuse_wrong_arguments
 from ..fused import functions
 from ..fused.functions import RMSNorm
-from ..memories.protocol import Part
-from ..ranks.sequence_parallel import SequenceParallel
+from ..memories.protocol import Kind, Part
+from ..ranks.agreement import refuse
+from ..ranks.sequence_parallel import SequenceParallel, check_sp
 from ..sequence.rows import Layouts, Masks
-from .modules import WRONG_INPUTS, SequenceParallelModule, refuse_wrong_forward
+from .functions import apply_rope
 from .parts import find_part
-from .rotary import apply_rope
+
+# Errors of wrong inputs. Not Exception: checkpointing stops a recomputation with one.
+_WRONG_INPUTS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
 # q, k, v, and the queries and keys that sparse attention chooses by
 Heads = tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]
 
 
+class SequenceParallelModule(nn.Module):
+    """A module over the ranks of `sp`."""
+
+    sp: SequenceParallel
+
+    def attach(self, sp: SequenceParallel) -> None:
+        """Run this module, and all such modules inside it, over the ranks of `sp`.
+
+        Call it before the first use of a module that was read from a pickle: a pickle has no
+        groups. Raises TypeError if sp is not a SequenceParallel.
+        """
+        check_sp(sp)
+        for part in self.modules():
+            if isinstance(part, SequenceParallelModule):
+                part.sp = sp
+
+
 class SelfAttention(SequenceParallelModule):
-    """The base of layers of self-attention. A subclass defines `attend`, and refuses calls.
+    """The base of layers of self-attention. A subclass sets `kind`.
 
     qkv_bias, o_bias  whether the projections have a bias
     qk_norm_eps       if given, q and k are normalized in each head, by `q_norm` and `k_norm`
@@ -35,6 +57,7 @@ class SelfAttention(SequenceParallelModule):
     """
 
     gate_name: ClassVar[str] = "o_gate"
+    kind: Kind
 
     def __init__(
         self,
@@ -85,7 +108,9 @@ class SelfAttention(SequenceParallelModule):
         found: nn.Linear | None = getattr(self, self.gate_name)
         return found
 
-    @refuse_wrong_forward
+    @functools.partial(
+        refuse_wrong_arguments, refuse=lambda error, _, args, _named: args[0]._refuse(error)
+    )
     def forward(
         self,
         x: Tensor,
@@ -111,7 +136,7 @@ class SelfAttention(SequenceParallelModule):
         try:
             self._check_inputs(x, cos, sin)
             q, k, v, choose_by = self.project_all(x, cos, sin)
-        except WRONG_INPUTS as error:
+        except _WRONG_INPUTS as error:
             self._refuse(error)
         attended = self.attend(q, k, v, find_part(self.sp, cache, mask, layout), choose_by)
         return self.o_proj(self.gate_heads(attended, x))
@@ -124,12 +149,25 @@ class SelfAttention(SequenceParallelModule):
         part: Part,
         choose_by: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Return the attention in a part of a sequence, with heads side by side: (B, S, H * D)."""
-        raise NotImplementedError
+        """Return the attention with heads side by side: (B, S, H * D).
+
+        part       the part of a sequence that q, k and v are of
+        choose_by  as burst_attn_func's
+
+        Raises on all ranks as `part.mix` does.
+        """
+        tensors = self._find_tensors(q, choose_by)
+        return part.mix(self.layer, self.kind, q, k, v, *tensors).flatten(2)
+
+    def _find_tensors(
+        self, q: Tensor, choose_by: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the tensors that the kind takes besides q, k and v."""
+        return ()
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raise `error` instead of a call. The other ranks raise ValueError."""
-        raise NotImplementedError
+        """Raise `error` instead of a call. The other ranks raise RanksDisagree."""
+        refuse(self.sp.rings, f"a call of {type(self).__name__}", error)
 
     def _check_inputs(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         tables = (("cos", cos), ("sin", sin)) if self.rotary else ()

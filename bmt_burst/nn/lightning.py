@@ -5,17 +5,12 @@ Letters: B batch, S tokens of this rank, H heads, D head size, E model width.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
 from ..base.arguments import check_tensor
-from ..calls.refusal import refuse_call
-from ..lightning.attention import CALL
 from ..lightning.memory import Lightning
 from ..lightning.slopes import alibi_slopes, check_slopes
-from ..memories.protocol import Part
 from ..ranks.sequence_parallel import SequenceParallel
 from .heads import SelfAttention
 
@@ -85,22 +80,3 @@ class LightningAttention(SelfAttention):
         # numbers, as a buffer would take the dtype of the weights
         like = slopes.new_empty(1, 1, num_heads, 1, dtype=torch.float64)
         self.kind = Lightning(check_slopes(slopes, like), self.head_dim**-0.5, flash)
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        refuse_call(error, self.sp.process_group, self.sp.double_group, CALL)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        part: Part,
-        choose_by: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Return the attention with heads side by side: (B, S, H * D).
-
-        part  the part of a sequence that q, k and v are of. Its mask has causal documents.
-
-        Raises on all ranks as `part.mix` does.
-        """
-        return part.mix(self.layer, self.kind, q, k, v).flatten(2)

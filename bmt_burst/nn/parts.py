@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..base.compiled import not_compiled
-from ..calls.refusal import refuse_call
+from ..calls.refusal import CALL
 from ..memories.protocol import Part
 from ..parts.cache import Cache
 from ..parts.chunks import Chunk
+from ..ranks.agreement import refuse
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence
 from ..sequence.rows import Layouts, Masks
 
@@ -43,7 +44,7 @@ def find_part(
         _check_ranks(sp, mask)
         return mask
     except (TypeError, ValueError) as error:
-        refuse_call(error, sp.process_group, sp.double_group)
+        refuse(sp.rings, CALL, error)
 
 
 def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> None:

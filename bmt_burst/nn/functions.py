@@ -1,4 +1,4 @@
-"""Rotary embedding by explicit positions.
+"""Rotary embedding by explicit positions, and SwiGLU.
 
 Letters: B batch, S tokens of this rank, H heads, D head size.
 """
@@ -44,3 +44,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Return x's dtype.
     """
     return functions.rotate(x, cos, sin)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, elementwise. (arXiv 2002.05202.)"""
+    return functions.gate(gate, up)
