@@ -31,7 +31,7 @@ from .protocol import Kind, Memory, Room, Turn, check_alike, reserve_memory, sel
 
 @dataclass(frozen=True)
 class Softmax(SoftmaxAttention):
-    """Softmax attention as a kind of layer."""
+    """Softmax attention as a kind of layer, with its memory."""
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> KeyMemory:
         make = KeyMemory if self.extension is None else self.extension.memory or KeyMemory
@@ -50,17 +50,17 @@ class KeyMemory(Memory):
 
     def __init__(self, kind: Softmax, room: Room, *like: Tensor):
         self.kind, self.room, self.rows = kind, room, len(like[0])
-        # that of a chunk: some extensions are dense in short sequences
-        self.extension = kind.extension and kind.extension.in_chunks(room.masks)
+        # some extensions are dense in short sequences
+        extension = kind.extension and kind.extension.in_chunks(room.masks)
+        self.kind_of_chunks = replace(kind, window=None, extension=extension)
         self.keys: tuple[ChunkKeys, ...] = ()
-        count = 0
+        count = length = 0
         if room.chunks is not None:
-            keeps_all = room.limit is not None
             of_sequence = room.masks, room.chunks, room.sp.rank
-            self.keys = find_keys(*of_sequence, kind.window, keeps_all)
-            count = count_places(self.keys)
+            self.keys = find_keys(*of_sequence, kind.window, keeps_all=room.limit is not None)
+            count, length = count_places(self.keys), room.chunks.seq_len
         if room.limit is not None:
-            count += count_own(room.sp, room.length, room.limit)
+            count += count_own(room.sp, length, room.limit)
         with reserve_memory(room.limit):
             self.kept = [x.new_empty(len(x), count, *x.shape[2:]) for x in like]
         self.difference = torch.zeros((), dtype=torch.float32, device=like[0].device)
@@ -94,9 +94,7 @@ class KeyMemory(Memory):
     def keep(
         self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> Callable[[], Tensor]:
-        past = self.put(turn, k, v)
-        sinks, *others = tensors or (None,)
-        return functools.partial(self._attend_chunk, turn, past, q, k, v, sinks, *others)
+        return functools.partial(self._attend_chunk, turn, self.put(turn, k, v), q, k, v, *tensors)
 
     def put(self, turn: Turn, *tensors: Tensor) -> Past:
         """Keep k, v and what else is kept, (B, C, G, D) each, of a chunk. Return all keys and
@@ -114,26 +112,18 @@ class KeyMemory(Memory):
         return Past(k, v, dk, dv, slice(keys.own.start - keys.seen.start, None), begin)
 
     def _attend_chunk(
-        self,
-        turn: Turn,
-        past: Past,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        *others: Tensor,
+        self, turn: Turn, past: Past, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> Tensor:
-        rings, given = self.room.sp.rings, (q, k, v)
-        # the extension may be dense in these chunks
-        kind = replace(self.kind, window=None, extension=self.extension)
-        tensors = (sinks, *(others if self.extension else ()))
+        rings, kind = self.room.sp.rings, self.kind_of_chunks
+        if kind.extension is None:
+            tensors = tensors[:1]
         if turn.reserves:
             # Later there may be no memory left. To let it grow with each chunk would be slow.
             terms = turn.terms | {"window": self.kind.window}
             sequences = functools.partial(map, _find_sequence, self.keys)
-            reserve_ahead(rings, sequences, kind, *given, terms, turn.with_backward, tensors)
+            reserve_ahead(rings, sequences, kind, q, k, v, terms, turn.with_backward, tensors)
         sequence = _find_sequence(self.keys[turn.number])
-        return attend(rings, sequence, kind, *given, tensors, past)[0]
+        return attend(rings, sequence, kind, q, k, v, tensors, past)[0]
 
     @torch.no_grad()
     def close(self, number: int) -> None:

@@ -110,16 +110,14 @@ class NewTokens:
             self.sent[what] = send_to_device(torch.tensor(self.find(*what)), device)
         return self.sent[what]
 
-    def find(self, what: Hashable, *of: Any) -> list[Any]:
-        """Return the numbers of `on`."""
+    def find(self, what: Hashable, window: Any = None) -> list[Any]:
+        """Return the numbers of `on`. A span is that of the keys of this rank that a token sees:
+        the first key, and the key after the last one.
+        """
         if what == "first":
             return [self.start]
-        return self.places if what == "places" else self._find_spans(*of)
-
-    def _find_spans(self, window: int | None) -> list[list[int]]:
-        """Return the spans of this rank's keys that new tokens see: for each token the first key,
-        and the key after the last one.
-        """
+        if what == "places":
+            return self.places
         starts = [0] * len(self.stops)
         if window is not None:
             hidden = torch.arange(self.start, self.stop) - window

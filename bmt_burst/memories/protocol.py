@@ -103,11 +103,6 @@ class Room:
     chunks: Chunked | None = None
     limit: int | None = None
 
-    @property
-    def length(self) -> int:
-        """The number of tokens that are computed in chunks."""
-        return 0 if self.chunks is None else self.chunks.seq_len
-
 
 @dataclass(frozen=True, eq=False)
 class Turn:

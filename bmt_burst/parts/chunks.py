@@ -1,10 +1,9 @@
 """Training on a sequence in chunks: memory grows by the keys, values and their gradients only.
 
-The forward runs chunk by chunk without a graph, and keeps the keys and values of each layer that
-later chunks see (`sequence/chunk_keys.py`). The backward goes from the last chunk to the first. It
-computes a chunk again with a graph, whose queries attend to the kept keys. The gradients of earlier
-keys are added up in fp32. Those of the chunk's own keys, to which later chunks have added, go to
-autograd, rounded once.
+The forward keeps the keys and values that later chunks see (`sequence/chunk_keys.py`), and no
+graph. The backward goes from the last chunk to the first. It computes a chunk again with a graph,
+whose queries attend to the kept keys. The gradients of earlier keys are added up in fp32. Those of
+the chunk's own keys, to which later chunks have added, go to autograd, rounded once.
 
     chunks = Chunks(mask, tokens=65536, layers=32, sp=sp)
     for chunk in chunks.forward():
@@ -27,7 +26,6 @@ import hashlib
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -97,8 +95,9 @@ class Chunks:
             )
         self.layers = as_count("layers", layers)
         self.layout = Layout.chunks(seq_len, self.sp.size, tokens, layout)
-        self.lengths = self._find_lengths(length)
-        self._length = None if length is None else self.lengths[0]
+        self._length = None if length is None else as_count("length", length)
+        longest = (max(stop - start for start, stop in row.parts) for row in self.masks)
+        self.lengths = tuple(self._length or found for found in longest)
         mine = itertools.accumulate(
             (part.length(self.sp.rank) for part in self.layout.layouts), initial=0
         )
@@ -160,11 +159,6 @@ class Chunks:
         prompt = Chunks(Mask.causal(length), tokens, layers, sp, layout=layout)
         prompt._limit = limit
         return prompt
-
-    def take_memories(self) -> dict[int, Memory]:
-        """Return the memories of the layers, by their numbers, and forget them."""
-        memories, self._memories = self._memories, {}
-        return memories
 
     def _run(self, phase: str, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         self._phase, self._run_number = phase, self._run_number + 1
@@ -245,15 +239,6 @@ class Chunks:
                 "model and its backward once, and give each attention a layer of its own"
             )
         self._backwards.add(layer)
-
-    def _keep_results(self, chunk: Chunk, layer: int) -> AbstractContextManager[None]:
-        """Return the context of a chunk's attention. In it the second run takes the first one's
-        results: the choices of sparse attention.
-        """
-        if self._evaluates or chunk is self.chunks[-1]:  # computed once
-            return nullcontext()
-        kept = self._results[chunk.number, layer]
-        return KeptResults(kept, recomputes=self._phase == _BACKWARD)
 
     def _check_chunk(self, chunk: Chunk) -> None:
         """Raise ValueError unless this chunk is the present one."""
@@ -409,12 +394,6 @@ class Chunks:
             "last of forward()": self._evaluates,
         }
 
-    def _find_lengths(self, length: int | None) -> tuple[int, ...]:
-        """Return the length that rotary scalings take, for each mask."""
-        if length is not None:
-            return (as_count("length", length),) * len(self.masks)
-        return tuple(max(stop - start for start, stop in mask.parts) for mask in self.masks)
-
 
 class Chunk(KeptPart):
     """A part of the sequence, which a model takes as its cache. It is no dataclass, since wrappers
@@ -431,14 +410,9 @@ class Chunk(KeptPart):
         self.chunks, self.number, self.positions, self.span = chunks, number, positions, span
         self.sp = chunks.sp
 
-    @property
-    def is_only_kept(self) -> bool:
-        """Whether the present run only keeps keys and values, so that no result is used."""
-        return self.chunks._phase == _FORWARD and not self.chunks._evaluates
-
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's tokens of the chunk: C entries of the whole x along `dim`. A prompt
-        may be the first entries of x. Raises ValueError for an x of another sequence's length.
+        may be the first entries of x. Raises ValueError for an x of another length.
         """
         dim, (start, stop) = check_dim(x, dim), self.positions
         tokens, whole = x.shape[dim], self.chunks.layout.seq_len
@@ -456,12 +430,11 @@ class Chunk(KeptPart):
         the last chunk.
         """
         chunks = self.chunks
-        if self.is_only_kept or (chunks._limit is not None and self is not chunks.chunks[-1]):
+        if chunks._limit is None:
+            return x if chunks._evaluates or chunks._phase == _BACKWARD else x[:, :0]
+        if self is not chunks.chunks[-1]:
             return x[:, :0]
-        return x if chunks._limit is None else self._select_last(x)
-
-    def _select_last(self, x: Tensor) -> Tensor:
-        sp, layout = self.sp, self.chunks.layout.layouts[self.number]
+        sp, layout = self.sp, chunks.layout.layouts[self.number]
         last = sp.with_layout("contiguous").unshard(x[:, -1:], sp.size)  # of each rank
         at = layout.seq_len - 1
         [owner] = (r for r in range(sp.size) if any(at in some for some in layout.shards[r]))
@@ -504,13 +477,17 @@ class Chunk(KeptPart):
     def _prepare(
         self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> Callable[[], Tensor]:
+        chunks = self.chunks
         with without_policies():  # a recomputation does less
-            memory, turn = self.chunks._begin(self, layer, kind, q, k, v, *tensors)
+            memory, turn = chunks._begin(self, layer, kind, q, k, v, *tensors)
             compute = memory.keep(turn, q, k, v, *tensors)
+        is_computed_once = chunks._evaluates or self is chunks.chunks[-1]
+        if is_computed_once or not memory.keeps_results:
+            return compute
+        results = KeptResults(chunks._results[self.number, layer], turn.differentiates)
 
         def compute_and_keep() -> Tensor:
-            keeps = memory.keeps_results
-            with self.chunks._keep_results(self, layer) if keeps else nullcontext():
+            with results:  # the second run takes those of the first one
                 return compute()
 
         return compute_and_keep
