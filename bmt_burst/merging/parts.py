@@ -77,12 +77,12 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     if not (span := find_unfinished(parts, out)):
         return
     out, parts = tokens_at(out, span), clip_parts(parts, span)
-    total, total_lse = torch.zeros_like(out, dtype=lse.dtype), _by_row(lse[:, :, slice(*span)])
+    total, total_lse = torch.zeros_like(out, dtype=lse.dtype), by_token(lse[:, :, slice(*span)])
     total_lse.fill_(-torch.inf)
     for spans, part, part_lse in parts:
         for span, place in in_turn(spans):
             rows, row_lse = tokens_at(total, span), tokens_at(total_lse, span)
-            more, more_lse = (tokens_at(x, place).to(lse.dtype) for x in (part, _by_row(part_lse)))
+            more, more_lse = (tokens_at(x, place).to(lse.dtype) for x in (part, by_token(part_lse)))
             rows.copy_(_weigh(rows, row_lse, more_lse) + _weigh(more, more_lse, row_lse))
             row_lse.copy_(torch.logaddexp(row_lse, more_lse))
     out.copy_(total)
@@ -118,6 +118,6 @@ def _weigh(out: Tensor, lse: Tensor, other: Tensor) -> Tensor:
     return (out * share).masked_fill_(nothing & (other != -torch.inf), 0.0)
 
 
-def _by_row(x: Tensor) -> Tensor:
-    """Return x (B, H, S) as (B, S, H, 1)."""
+def by_token(x: Tensor) -> Tensor:
+    """Return a view (B, S, H, 1) of x (B, H, S)."""
     return x.transpose(1, 2).unsqueeze(-1)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..base.compiled import fused_on_gpus
 from .merge import stack_lse_delta
+from .parts import by_token
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def decoded_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return o' of a few queries that all see a key. Compiling it would take longer than a short
     generation.
     """
-    return out * (lse - sinks.unsqueeze(-1)).sigmoid().transpose(1, 2).unsqueeze(-1)
+    return out * by_token(lse - sinks.unsqueeze(-1)).sigmoid()
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -50,7 +51,5 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 @fused_on_gpus
 def _outputs(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    share, nothing = (
-        x.transpose(1, 2).unsqueeze(-1) for x in (lse - sinks.unsqueeze(-1), lse == -torch.inf)
-    )
-    return (out * share.sigmoid()).masked_fill(nothing, 0.0).to(out.dtype)
+    share, nothing = by_token(lse - sinks.unsqueeze(-1)).sigmoid(), by_token(lse == -torch.inf)
+    return (out * share).masked_fill(nothing, 0.0).to(out.dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..base.compiled import fused_on_gpus
 from .merge import stack_lse_delta
+from .parts import by_token
 
 _ENTRIES = 3  # of a row that differ from 0
 
@@ -41,9 +42,9 @@ def _floor_rows(dout: Tensor, dlse: Tensor) -> Tensor:
     dtype = torch.finfo(dout.dtype)
     # the least entry with which entries of out that the dtype holds can make up for dlse
     least = dlse.abs() * max(2 / dtype.max, 2.0**-60)
-    least = least.clamp_min(dtype.tiny * dtype.eps).transpose(1, 2).unsqueeze(-1)
+    least = by_token(least.clamp_min(dtype.tiny * dtype.eps))
     too_small = dout.abs().amax(-1, keepdim=True) < least
-    too_small &= dlse.transpose(1, 2).unsqueeze(-1) != 0
+    too_small &= by_token(dlse) != 0
     # Different entries: the surrogate rounds each, and carries the rest in the next.
     entries = least * torch.exp2(-torch.arange(dout.shape[-1], device=dout.device).to(least.dtype))
     return torch.where(too_small, entries.to(dout.dtype), dout)
@@ -62,7 +63,7 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     the error is about 1e-4 if delta is small compared with |dout|, as from rounding out.
     """
     wide = dout.to(delta.dtype)
-    magnitude, rest = wide.abs(), delta.transpose(1, 2).unsqueeze(-1)
+    magnitude, rest = wide.abs(), by_token(delta)
     out, most = torch.zeros_like(dout), torch.finfo(dout.dtype).max
     for _ in range(_ENTRIES):
         largest = magnitude.amax(-1, keepdim=True)

@@ -5,10 +5,9 @@ Letters: B batch, S tokens of a rank, H query heads, G kv heads, D head size.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -95,30 +94,15 @@ class Keys(Side):
 
 
 @dataclass(frozen=True)
-class Computation(ABC):
-    """The computation of kernel calls, in a forward or a backward."""
-
-    kernel: Kernel
-    spec: Spec
-
-    def of_heads(self, heads: slice) -> Self:
-        """Return the computation of some query heads."""
-        return self
-
-    @abstractmethod
-    def compute(
-        self, calls: Sequence[GatheredCall], queries: Any, keys: Keys
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield the partial results of each call, with the spans of their tokens."""
-
-
-@dataclass(frozen=True)
-class Attention(Computation):
+class Attention:
     """The forward of kernel calls.
 
     kept               what the backward will need besides inputs and results
     writes_new_memory  whether all kernels return new memory
     """
+
+    kernel: Kernel
+    spec: Spec
 
     @property
     def kept(self) -> Tensors:
@@ -127,6 +111,10 @@ class Attention(Computation):
     @property
     def writes_new_memory(self) -> bool:
         return self.kernel.writes_new_memory
+
+    def of_heads(self, heads: slice) -> Self:
+        """Return the attention of some query heads."""
+        return self
 
     def is_complete(self, gathered: GatheredCall) -> bool:
         """Whether the out of a call needs no merge if the call has all pairs of its queries."""
@@ -141,6 +129,7 @@ class Attention(Computation):
     def compute(
         self, calls: Sequence[GatheredCall], queries: Queries, keys: Keys
     ) -> Iterator[tuple[OutputPart]]:
+        """Yield the queries, out and lse of each call, as a single partial result."""
         for gathered in calls:
             rows, columns = gathered.q_spans, gathered.kv_spans
             out, lse = self.forward(queries.gather(rows), keys.gather(columns), gathered)
@@ -148,15 +137,22 @@ class Attention(Computation):
 
 
 @dataclass(frozen=True)
-class AttentionGradient(Computation):
+class AttentionGradient:
     """The backward of kernel calls.
 
     gradients  those of the scoring's inputs, once all calls are computed
     """
 
+    kernel: Kernel
+    spec: Spec
+
     @property
     def gradients(self) -> Tensors:
         return ()
+
+    def of_heads(self, heads: slice) -> Self:
+        """Return the gradient of some query heads."""
+        return self
 
     def backward(
         self, queries: QueryGradients, keys: Keys, gathered: GatheredCall
@@ -169,6 +165,7 @@ class AttentionGradient(Computation):
     def compute(
         self, calls: Sequence[GatheredCall], queries: QueryGradients, keys: Keys
     ) -> Iterator[tuple[GradientPart, ...]]:
+        """Yield the partial dq, dk and dv of each call, with their tokens."""
         for gathered in calls:
             rows, columns = gathered.q_spans, gathered.kv_spans
             dq, dk, dv = self.backward(queries.gather(rows), keys.gather(columns), gathered)

@@ -19,7 +19,7 @@ from ...ranks.rings import Rings
 from ...sequence.span import Span, length, shifted
 from ...transport import Delivery, Put, Ticket
 from ...transport.packing import Packing
-from ..compute import ALL, Attention, Computation, Keys, Queries, Tensors
+from ..compute import ALL, Attention, AttentionGradient, Keys, Queries, Tensors
 from .program import Event, Pass, Program
 from .routes import Round, Stage
 
@@ -44,12 +44,13 @@ class Execution(ABC):
 
     summing: type[Sum]
     waiting: float
+    attention: Any
 
     def __init__(
         self,
         program: Program,
         rings: Rings,
-        attention: Computation,
+        attention: Attention | AttentionGradient,
         queries: Queries,
         keys: Keys,
         *likes: tuple[Tensor, Tensor | None],

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...base.dtypes import WIDE, accumulator_dtype, copy_unit
 from ...merging.merge import empty_lse, stack_lse_delta
+from ...merging.parts import by_token
 from ...ranks.rings import Rings
 from ...sequence.span import length
 from ...transport import ALONE, LANES, Delivery
@@ -129,10 +130,10 @@ class UlyssesPlan(Plan):
             q, k, v = tensors
             out, lse, found = ring.forward(between, q, k, v, select(inputs, heads))
             kept.extend(found)
-            return out, _by_token(lse)
+            return out, by_token(lse)
 
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_lse(q)
-        results = out, _by_token(lse)
+        results = out, by_token(lse)
         self._run(rings, self.inputs, (q, k, v), attend, self.results, results)
         return out, lse, tuple(kept)
 
@@ -246,8 +247,3 @@ class UlyssesPlan(Plan):
 def _between_hosts(rings: Rings) -> Rings:
     """Return the ring of the ranks at this rank's place of all hosts."""
     return Rings(rings.outer, ALONE)
-
-
-def _by_token(lse: Tensor) -> Tensor:
-    """Return a view (B, S, H, 1) of lse (B, H, S)."""
-    return lse.transpose(1, 2).unsqueeze(-1)
