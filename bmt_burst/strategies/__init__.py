@@ -10,9 +10,8 @@ plain-ring   the ring without overlap, to be read first
 
 "auto" takes one-call for short work and the ring for all other (`choose`).
 
-The contract is `Problem`, `Strategy` and `Plan` below. A strategy knows masks, layouts, kernels and
-transports only by their contracts. `compute` is what strategies share. To add a strategy, write
-`strategies/NAME.py` with a subclass of Strategy and list it in `_STRATEGIES`.
+The contract is `Problem`, `Strategy` and `Plan` below. `compute` is what strategies share. To add a
+strategy, write `strategies/NAME.py` with a subclass of Strategy and list it in `_STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -260,10 +259,8 @@ def choose(name: str, problem: Problem) -> Strategy:
     H200, and on one that computed a rank's part: rows of "ring" and "one-call" in
     bench/results/attention-2-nvidia-h200-short*.jsonl and one-rank-1-*.jsonl.
 
-    The answer follows from the problem alone. So it is the same on all ranks, and with and without
-    gradients. A strategy is logged when "auto" first takes it.
-
-    Raises ValueError with the reason if a strategy that was asked for by name refuses the problem.
+    The answer is the same on all ranks, and with and without gradients. It is logged once. Raises
+    ValueError with the reason if a strategy that was asked for by name refuses the problem.
     """
     if name == "auto":
         return _choose_automatically(problem)
@@ -281,9 +278,8 @@ def _choose_automatically(problem: Problem) -> Strategy:
     chosen = one_call if takes_one_call else load("ring")
     if size > 1 and chosen.name not in _logged:
         _logged.add(chosen.name)
-        logger.info(
-            "strategy='auto' took %r: a rank's forward has %.3f TFLOP", chosen.name, work / 1e12
-        )
+        text = "strategy='auto' took %r: a rank's forward has %.3f TFLOP"
+        logger.info(text, chosen.name, work / 1e12)
     return chosen
 
 

@@ -12,13 +12,10 @@
     execution  performs the events with tensors
 
 Each rank computes its own block first. Then it receives the others' blocks in passes and stages. A
-pass has some of the heads. A stage has as many blocks as `group_bytes` allows. The tokens of a
-stage that this rank needs lie one after the other, so queries that see the same keys share a
-kernel call. While a stage is computed, the rank receives the next one and returns the results of
-the previous one, also across passes. `print(plan)` shows the order. "all-gather" has all blocks in
-one stage, and one_call.py the own block too.
-
-A forward sends queries only if keys are other tokens and queries are fewer bytes.
+pass has some of the heads. A stage has as many blocks as `group_bytes` allows. While a stage is
+computed, the rank receives the next one and returns the results of the previous one, also across
+passes. `print(plan)` shows the order. "all-gather" has all blocks in one stage, and one_call.py the
+own block too.
 """
 
 from __future__ import annotations

@@ -6,16 +6,14 @@ That rank sent the root directly while the previous round was computed. At hop h
 own root to the place h after it, and attends to the root of the place h before it. With outer = 1,
 this is the single ring, and a root is a rank's own block.
 
-No rank forwards a block. So no hop waits for another, several hops can be one exchange, and only
+No rank forwards a block. So no hop waits for another, several hops can be one stage, and only
 tokens that the receiver needs are sent. Results take the same way back: first to the rank that
-began the round with the block, which adds up its host's share, then to the block's owner. So one
-partial sum per round and block crosses between hosts.
+began the round with the block, which adds up its host's share, then to the block's owner.
 
-The hops of a round are grouped into stages. The tokens of a stage that a rank needs land one after
-the other, in the order of their positions, so that tiles that are cut in the same way are one
-kernel call. Results of a stage land by sender. Both ends of a message compute its place from the
-same data, so a transport need not ask for it. A sender overwrites what an earlier stage left there:
-the receiver has freed the buffer by then (docs/design.md, `Transport.deliver`).
+The tokens of a stage that a rank needs land one after the other, in the order of their positions,
+so that tiles that are cut in the same way are one kernel call. Results land by sender. Both ends of
+a message compute its place from the same data. A sender overwrites what an earlier stage left
+there: the receiver has freed the buffer by then (docs/design.md, `Transport.deliver`).
 
 A rank knows only two things: what the ranks of its host need, and which of its tokens each other
 host needs. Try
