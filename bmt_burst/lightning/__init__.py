@@ -3,10 +3,9 @@
 A head has one state (D, D), so ranks send states instead of keys and values.
 
 attention  `lightning_attn_func`, and the checks of its calls
-plan       the part of a rank in a call: forward and backward
+plan       the part of a rank in a call: forward, backward, and the exchange of states
 slopes     how fast states decay
 segments   which tokens have a state of their own, and which states ranks send
-exchange   sends states and adds them up
 memory     states between chunks, and of generation
 kernels    the contract of kernels, and the choice of one
 

@@ -32,8 +32,7 @@ from ..sequence.mask import Mask
 from ..sequence.rows import Layouts, Masks, Rows
 from ..transport import LANES
 from . import kernels
-from .exchange import check_state, state_bytes
-from .plan import NAME, LightningPlan, PastStates, PlannedLightning
+from .plan import NAME, LightningPlan, PastStates, PlannedLightning, check_state, state_bytes
 from .segments import Edges, find_borders, plan_states
 from .slopes import check_slopes, describe_slopes
 
@@ -195,12 +194,9 @@ def _find_call(
     Raises TypeError or ValueError if an argument is wrong.
     """
     edges = None if past is None else past.edges
-
-    def check(values: Tensor | tuple[float, ...] = slopes) -> _Call:
-        return _check_call(rings, sequence, qkv, values, scale, flash, edges)
-
+    check = functools.partial(_check_call, rings, sequence, qkv, scale, flash, edges)
     if not all(isinstance(x, Tensor) for x in qkv) or qkv[0].dim() != 4:
-        return check()
+        return check(())  # raises
     check_transforms(NAME, *qkv)
     if past is not None and any(past.edges.before):
         check_state(qkv[0], past.initial)
@@ -213,18 +209,17 @@ def _check_call(
     rings: Rings,
     sequence: WholeSequence,
     qkv: tuple[Tensor, Tensor, Tensor],
-    slopes: Tensor | tuple[float, ...],
     scale: float | None,
     flash: str,
     edges: Edges | None,
+    slopes: tuple[float, ...],
 ) -> _Call:
     form = check_inputs(*qkv, None, is_packed=False)
     _check_shapes(*qkv)
     q, k, _ = form.prepare(*qkv)
     check_device(rings, q)
-    values = slopes if isinstance(slopes, tuple) else check_slopes(slopes, q)
-    if len(values) != q.shape[2]:
-        raise ValueError(f"expected {q.shape[2]} slopes, one for each head, got {len(values)}")
+    if len(slopes) != q.shape[2]:
+        raise ValueError(f"expected {q.shape[2]} slopes, one for each head, got {len(slopes)}")
     scale = form.head_size**-0.5 if scale is None else as_positive("scale", scale)
     rows = sequence.find_rows(len(q), rings.size)
     _check_layouts(sequence)
@@ -235,7 +230,7 @@ def _check_call(
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
     terms = {
         **describe_inputs(form, q, k, None),
-        "slopes": describe_slopes(values),
+        "slopes": describe_slopes(slopes),
         "scale": scale,
         **rows.terms,
         "documents of other chunks": edges and str(edges),
@@ -245,7 +240,7 @@ def _check_call(
     }
     own = {"tokens": q.shape[1] * max(rows.stacked, 1)}
     like = torch.empty_like(q, device="meta")
-    return _Call(Terms(CALL, terms, own), form, values, scale, rows, kernel, edges, like, q.device)
+    return _Call(Terms(CALL, terms, own), form, slopes, scale, rows, kernel, edges, like, q.device)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -28,8 +28,7 @@ from ..memories.protocol import Kind, Memory, Room, Turn, check_alike, select_ro
 from ..ranks.sequence_parallel import WholeSequence
 from . import kernels
 from .attention import attend_lightning
-from .exchange import check_state
-from .plan import PastStates
+from .plan import PastStates, check_state
 from .segments import Segments, cut_documents
 from .slopes import decay, send_slopes
 

@@ -1,11 +1,22 @@
-"""The plan of a rank in calls of lightning attention, and their forward and backward.
+"""The plan of a rank in calls of lightning attention: forward, backward, and how states are sent.
+
+Ranks send the last states of their runs, and add up those they take. With U_j the last state of run
+j if it began with 0, the state before run r is
+
+    C_r = sum of e^(-slope * tokens from the end of j to the start of r) U_j
+
+over the earlier runs j of its document. Gradients of states are added up in the same way, from the
+end of the sequence. A sum has a fixed order, so results are bitwise equal between runs, and the
+states that leave a chunk are between ranks.
 
 Letters: T tokens of this rank, R rows, H heads, D head size, N states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -15,15 +26,16 @@ from torch import Tensor
 
 from ..base.autocast import without_autocast
 from ..base.compiled import not_compiled
+from ..base.dtypes import accumulator_dtype
 from ..base.kept import find_kept
 from ..base.streams import send_to_device
 from ..calls.autograd import begin_backward
 from ..kernels.packed import prepare_once
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
-from .exchange import exchange_states, find_weights
-from .segments import Edges, StatePlan
-from .slopes import send_slopes
+from ..transport import Arrival, Put, Transport
+from .segments import Edges, Faded, Hop, StatePlan
+from .slopes import decay, send_slopes
 
 NAME = "lightning_attn_func"
 
@@ -107,16 +119,23 @@ class LightningPlan:
             plan, step = self.states.backward, -1
 
         def make() -> Tensor:
+            """Return the decay of each state that is added up: (N, H, 1, 1)."""
             slopes = torch.tensor(self.slopes, dtype=torch.float64)
-            return send_to_device(find_weights(plan.sums, slopes).to(own.dtype), own.device)
+            tokens = torch.tensor([faded.tokens for faded in itertools.chain(*plan.sums)])
+            weights = decay(slopes, tokens.long()).mT[..., None, None]
+            return send_to_device(weights.to(own.dtype), own.device)
 
         weights = prepare_once(self, (direction, own.dtype), own.device, make)
 
         def take(state: Tensor | None) -> Tensor:
             return own.new_zeros(own.shape[1:]) if state is None else state
 
-        entering = [take(None if edge is None else edge[row]) for row in plan.entering]
-        found = exchange_states(rings, plan, own.unbind()[::step], entering, own, weights)
+        states = dict(zip(plan.own, own.unbind()[::step], strict=True))
+        states |= _cross(rings.outer, plan.across, states, own)
+        with _deliver(rings.inner, plan.within, plan.most, states, own) as received:
+            states |= received
+            states |= {~row: take(None if edge is None else edge[row]) for row in plan.entering}
+            found = _add_up(plan.sums, states, weights)
         count = len(found) - len(plan.leaving)
         taken = torch.stack(found[:count][::step]) if count else own.new_empty(0, *own.shape[1:])
         if not plan.leaving:
@@ -124,6 +143,68 @@ class LightningPlan:
         leaving = dict(zip(plan.leaving, found[count:], strict=True))
         rows = range(self.states.rows)
         return taken, torch.stack([take(leaving.get(row)) for row in rows])
+
+
+def _cross(
+    ring: Transport, hop: Hop, held: Mapping[int, Tensor], like: Tensor
+) -> dict[int, Tensor]:
+    """Exchange states between hosts. Return the received ones by run."""
+    memory = like.new_empty(len(hop.receives), *like.shape[1:])
+    sends = [(held[run], peer) for run, peer, _ in hop.sends]
+    receives = [(memory[place], peer) for _, peer, place in hop.receives]
+    ring.exchange(sends, receives).wait()
+    return {run: memory[place] for run, _, place in hop.receives}
+
+
+@contextmanager
+def _deliver(
+    ring: Transport, hop: Hop, most: int, held: Mapping[int, Tensor], like: Tensor
+) -> Iterator[dict[int, Tensor]]:
+    """Exchange states within a host. Yield the received ones by run. They may be read until the
+    context ends.
+    """
+    if not most:
+        yield {}
+        return
+    nbytes = state_bytes(like)
+    puts = [Put(held[run], peer, place * nbytes) for run, peer, place in hop.sends]
+    arrivals = [Arrival(peer, place * nbytes, nbytes) for _, peer, place in hop.receives]
+    delivery = ring.deliver("visit", len(arrivals) * nbytes, puts, arrivals, like.device)
+    delivery.wait()
+    try:
+        memory = delivery.memory.view(like.dtype).view(-1, *like.shape[1:])
+        yield {run: memory[place] for run, _, place in hop.receives}
+    finally:
+        delivery.release()
+
+
+def _add_up(
+    sums: Sequence[Sequence[Faded]], states: Mapping[int, Tensor], weights: Tensor
+) -> list[Tensor]:
+    parts = weights.split([len(faded) for faded in sums])
+    return [
+        torch.stack([states[run] for run, _ in faded]).mul_(its_weights).sum(0)
+        for faded, its_weights in zip(sums, parts, strict=True)
+    ]
+
+
+def check_state(q: Tensor, state: Tensor | None) -> None:
+    """Raise ValueError unless q (B, S, H, D) can continue `state`, which is (B, H, D, D) in the
+    accumulator's dtype on q's device.
+    """
+    batch, _, heads, size = q.shape
+    expected = f"{(batch, heads, size, size)} in {accumulator_dtype(q.dtype)} on {q.device}"
+    found = "none" if state is None else f"{tuple(state.shape)} in {state.dtype} on {state.device}"
+    if found != expected:
+        raise ValueError(
+            f"expected states {expected} to continue, got {found}: continue with the same rows, "
+            "dtype and device, or begin with other states"
+        )
+
+
+def state_bytes(like: Tensor) -> int:
+    """Return the bytes of one of the states (N, H, D, D)."""
+    return like.shape[1:].numel() * like.element_size()
 
 
 class PlannedLightning(torch.autograd.Function):

@@ -214,7 +214,8 @@ def plan_states(
 
     Raises ValueError if a run has steps, as in striped layouts.
     """
-    row_starts = _find_rows(layout, edges)
+    row_count = len(edges.before) if edges else 1
+    row_starts = range(0, layout.seq_len + 1, layout.seq_len // row_count)
     by_rank = [tuple(_join_runs(layout, r, row_starts)) for r in range(layout.size)]
     runs = sorted(itertools.chain(*by_rank))
     forward = _Direction(
@@ -232,7 +233,7 @@ def plan_states(
         _plan_exchange(forward, rank, layout.size, inner),
         _plan_exchange(backward, rank, layout.size, inner),
         len(runs),
-        len(row_starts) - 1,
+        row_count,
     )
 
 
@@ -257,12 +258,6 @@ class _Direction(NamedTuple):
             {end - at: row for at, row in self.leaves.items()},
             {end - at: row for at, row in self.enters.items()},
         )
-
-
-def _find_rows(layout: Layout, edges: Edges | None) -> Sequence[int]:
-    """Return where rows with edges begin, and last the length of all."""
-    rows = len(edges.before) if edges else 1
-    return range(0, layout.seq_len + 1, layout.seq_len // rows)
 
 
 def _join_runs(layout: Layout, rank: int, row_starts: Sequence[int]) -> Iterator[Run]:
