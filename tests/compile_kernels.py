@@ -14,7 +14,7 @@ import torch
 from bmt_burst import InfLLMV2, kernels
 from bmt_burst.bias import kernels as bias_kernels
 from bmt_burst.bias.kernels import triton as with_bias
-from bmt_burst.bias.kernels import triton_table
+from bmt_burst.bias.kernels import triton_terms
 from bmt_burst.fused import triton_passes
 from bmt_burst.kernels import triton_blocks, triton_few_queries
 from bmt_burst.lightning import triton_blocks as lightning_blocks
@@ -43,7 +43,7 @@ LIGHTNING = "sum_pieces", "chain_states", "attend", "attend_back"
 def compile_attention():
     for name in ("forward", "backward_kv", "backward_q"):
         setattr(triton_blocks, name, Compiler(getattr(triton_blocks, name)))
-    triton_table.backward_table = Compiler(triton_table.backward_table)
+    triton_terms.backward_table = Compiler(triton_terms.backward_table)
     for tokens in (40, 48, 41):  # compiled once for all of them
         call = KernelCall(tokens, tokens, (((0, tokens), (0, tokens)),), 30, 0)
         *qkv, dout = call_tensors(call, 1, 4, 2, 24, torch.bfloat16)

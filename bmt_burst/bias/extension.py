@@ -17,7 +17,8 @@ from .kernels import TableKernel, pick
 from .scores import Scores
 from .scoring import TableScoring
 
-_MOST_KEPT = 64  # stacked scores
+# Results are kept, with all that they computed. So a loader can prepare them before the call.
+stack_scores = functools.lru_cache(maxsize=64)(Scores.stacked)
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,3 @@ class Bias(Extension):
         assert self.kernel, "the extension is bound"
         problem = replace(problem, scoring=TableScoring(self._scores, self.kernel))
         return choose(strategy, problem).plan(problem, rank)
-
-
-@functools.lru_cache(maxsize=_MOST_KEPT)
-def stack_scores(scores: tuple[Scores, ...]) -> Scores:
-    """Return the scores of all rows as one sequence.
-
-    Results are kept, with all that they computed. So a loader can prepare them before the call.
-    """
-    return Scores.stacked(scores)

@@ -5,16 +5,11 @@ head. CPM-Live's models have such a bias, and masks that fit it. T5's relative p
 another.
 
 A token has a group, a segment of the group, and a position. Groups and segments are runs of the
-sequence. A pair of tokens gets its row as follows:
-- in one segment: by its distance, which is clamped at `reach`
-- in two segments of one group: by the two segments
-- in two groups: one row for all such pairs
-
-So nearly all pairs of a long sequence lie in large areas of one row each. Attention with a constant
-added is plain attention with the constant added to its lse, and the fastest kernels compute plain
-attention. `terms` are those areas. A kernel that knows the table computes the other pairs: near
-pairs of a long segment, which have their rows by distance alone, and pairs of short segments,
-except pairs of two long groups.
+sequence. Tokens of one segment have a row by their distance, those of one group a row by their
+segments, and all pairs of two groups have one row. So nearly all pairs of a long sequence lie in
+large areas of one row each: `terms`. Attention with a constant added is plain attention with the
+constant added to its lse, which the fastest kernels compute. A kernel that knows the table computes
+the other pairs.
 
 Nothing here knows ranks, layouts or GPUs. All of it is O(sequence), and the same on every rank.
 """

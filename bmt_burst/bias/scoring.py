@@ -107,23 +107,17 @@ class TableScoring(Scoring):
         batch, tokens, heads, _ = q.shape
         rows = _shared_rows(problem)
         row_lse = table.new_full((len(rows), batch, heads, tokens), -torch.inf)
-        bias = self._make_bias(problem, q.device, table, row_lse)
+        bias = LearnedBias(self.kernel, self.scores, table, rows, row_lse)
         return BiasedAttention(problem.kernel, problem.spec, bias)
 
     def backward(
         self, problem: Problem, queries: QueryGradients, inputs: Tensors, kept: Tensors
     ) -> BiasedGradient:
         [table], [row_lse] = inputs, kept
-        bias = self._make_bias(problem, queries.q.device, table, row_lse)
+        bias = LearnedBias(self.kernel, self.scores, table, _shared_rows(problem), row_lse)
         dtable = torch.zeros_like(table)
         _subtract_delta(dtable, bias, queries)
         return BiasedGradient(problem.kernel, problem.spec, bias, dtable)
-
-    def _make_bias(
-        self, problem: Problem, device: torch.device, table: Tensor, row_lse: Tensor
-    ) -> LearnedBias:
-        rows, stream = _shared_rows(problem), current_stream(device)
-        return LearnedBias(self.kernel, self.scores, table, rows, row_lse, stream)
 
 
 def _shared_rows(problem: Problem) -> tuple[int, ...]:
@@ -179,7 +173,6 @@ class LearnedBias:
     table     (R, H) fp32 or fp64
     rows      the rows that all pairs of some calls share, in the order of row_lse
     row_lse   (rows, B, H, S): for each row and query the logsumexp over the pairs with it
-    stream    the stream of the call
     prepared  what kernels keep for the table, and the biases of some heads, each made once
     """
 
@@ -188,7 +181,6 @@ class LearnedBias:
     table: Tensor
     rows: tuple[int, ...]
     row_lse: Tensor
-    stream: Stream | None
     prepared: dict[Any, Any] = field(default_factory=dict)
 
     def of_heads(self, heads: slice) -> LearnedBias:
@@ -203,18 +195,22 @@ class LearnedBias:
     def of_call(self, gathered: GatheredCall) -> CallBias:
         """Return the bias of a call without one row for all pairs, as kernels take it."""
         row, apart, (queries, keys) = gathered.label
-        q_group, q_base, _, q_position = self._gather_tokens(queries, gathered.q_spans)
-        group, _, segment, position = self._gather_tokens(keys, gathered.kv_spans)
-        pairs, distances = _send_lookups(self.scores, self.table.device, self.stream)
+        device = self.table.device
+        place = device, current_stream(device)
+        q_group, q_base, _, q_position = self._gather_tokens(queries, gathered.q_spans, place)
+        group, _, segment, position = self._gather_tokens(keys, gathered.kv_spans, place)
+        pairs, distances = _send_lookups(self.scores, *place)
         segments = None
         if row != BY_DISTANCE:
             segments = SegmentIds(q_group, q_base, group, segment, pairs, self.scores.other)
         places = q_position, position, distances
         return CallBias(self.table, *places, segments, apart, self.prepared)
 
-    def _gather_tokens(self, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+    def _gather_tokens(
+        self, positions: Tensor, spans: Sequence[Span], place: tuple[torch.device, Stream | None]
+    ) -> Tensor:
         """Return `Scores.tokens` of the positions in some spans: (4, T)."""
-        tokens = _send_tokens(self.scores, positions, self.table.device, self.stream)
+        tokens = _send_tokens(self.scores, positions, *place)
         parts = [tokens[:, slice(*span)] for span in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

@@ -1,7 +1,7 @@
 """The library's own Triton kernel with a bias.
 
 Several programs add to one sum of the gradient of the table, and they add integers. So results are
-bit-identical between runs. `triton_table` computes the gradient of a bias by distance.
+bit-identical between runs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _add_along_diagonals(
     inputs: tuple[Tensor, ...], call: KernelCall, spec: Spec, added: Added
 ) -> None:
     """Launch the kernel that adds to the gradient of a bias by distance."""
-    from .triton_table import backward_table
+    from .triton_terms import backward_table
 
     shape = shape_of("backward_table", inputs[0], added.table)
     walks = _list_walks(call, inputs[0].device, shape.M, shape.N)

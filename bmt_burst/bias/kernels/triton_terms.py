@@ -1,7 +1,8 @@
 """The bias in the Triton kernels of `triton_blocks.py`: its terms, and its table's gradient.
 
 A pair's row of the table depends on its distance alone, or on segments: see `CallBias`. The
-gradient is summed in 64-bit integers, so that the result does not depend on the order.
+gradient is summed in 64-bit integers, so that the result does not depend on the order. By segments
+`backward_q` sums it, by distance `backward_table`, whose programs follow diagonals.
 `triton_blocks.py` explains the letters.
 """
 
@@ -11,6 +12,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from ...kernels.triton_blocks import NUMBERS, ROWS, dscores_of, probs_of, scores_of, visible_pairs
+from ...kernels.triton_memory import load_lse, load_row, read, row_at, token_at, wide
 
 # Up to this many rows, summing a block's pairs of each row is faster than adding each pair.
 _FEW_ROWS = tl.constexpr(48)
@@ -142,7 +146,8 @@ def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
 
     Return (M,) the sum of each query's other dscores.
     """
-    rows = _rows_with(bias, queries, keys.group, keys.segment, queries.groups == keys.group)
+    same = queries.groups == keys.group
+    rows = tl.load(bias.pairs + (queries.segments + keys.segment), mask=same, other=bias.other)
     near = _existing(queries, M) & (rows < 0)
     if tl.max(near.to(tl.int32), 0) > 0:
         distances = keys.positions[None, :] - queries.positions[:, None]
@@ -154,7 +159,8 @@ def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
 def add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
     """Add the sums (M,) of queries with keys of one segment to the sums of their rows."""
     some = _existing(queries, M) & (waiting != 0.0)
-    rows = _rows_with(bias, queries, group, segment, some & (queries.groups == group))
+    same = some & (queries.groups == group)
+    rows = tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
     unit = tl.load(bias.unit + head)
     tl.atomic_add(
         bias.sums + head * bias.rows + rows, _whole(waiting, unit), mask=some, sem="relaxed"
@@ -168,15 +174,6 @@ def _existing(fields, SIZE: tl.constexpr):
     With a key of inf the gradients of missing tokens' scores are NaN, and must not be added.
     """
     return tl.arange(0, SIZE) < fields.count
-
-
-@triton.jit
-def _rows_with(bias, queries, group, segment, same):
-    """Load the rows (M,) of queries with keys of one segment.
-
-    Queries that are not of the `same` group have the row of other groups.
-    """
-    return tl.load(bias.pairs + (queries.segments + segment), mask=same, other=bias.other)
 
 
 @triton.jit
@@ -220,9 +217,7 @@ def _whole(x, unit):
 
 @triton.jit
 def _start(bias, head, block, at, OWN: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return a program's state: the terms of its first pair of blocks, or the fields of its block
-    and what `add_waiting` takes.
-    """
+    """Return a program's state: by distance the terms of its first blocks, else fields and sums."""
     first, own_start, own_count, other_start, other_count = block
     if bias.pairs is None:
         if TRANSPOSED:
@@ -313,3 +308,69 @@ class BiasArguments(NamedTuple):
     add: Any = _add
     sum: Any = _sum
     finish: Any = _finish
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS)
+def backward_table(
+    q, k, v, dout, lse, delta,
+    q_strides, k_strides, v_strides, dout_strides, lse_strides, delta_strides,
+    walks, scale, left, right, bias,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
+    TERMS: tl.constexpr, ONE_PART: tl.constexpr,
+):  # fmt: skip
+    """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
+
+    All its blocks have the same distances. So dscores are summed over the blocks, and the sums are
+    added once.
+    """
+    head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
+    start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
+    q_start, q_count = tl.load(walk + 3), tl.load(walk + 4)
+    kv_start, kv_count = tl.load(walk + 5), tl.load(walk + 6)
+    more = kv_count - q_count
+    q_rows = token_at(q, q_strides, batch, head, q_start)
+    dout_rows = token_at(dout, dout_strides, batch, head, q_start)
+    k_rows = token_at(k, k_strides, batch, head // GROUP, kv_start)
+    v_rows = token_at(v, v_strides, batch, head // GROUP, kv_start)
+    lse_rows = row_at(lse, lse_strides, batch, head, q_start)
+    delta_rows = row_at(delta, delta_strides, batch, head, q_start)
+    apart = first_distance(bias, q_start, q_count, kv_start, kv_count)
+    added = by_distance(bias, head, apart, start, start + ahead, M, N, False)
+    sums = tl.zeros((M, N), tl.float32)
+    for first in tl.range(start, start + steps * M, M):
+        at = first + ahead  # the first key, which may be before the sequence
+        rows, columns = q_count - first, kv_count - at
+        q_block = read(q_rows, q_strides, first, rows, D, WIDTH, M, True)
+        k_block = _load_between(k_rows, k_strides, at, columns, D, WIDTH, N)
+        scores = scores_of(q_block, k_block, scale, PRECISION, CAP, True) + added
+        probs = probs_of(
+            scores, load_lse(lse_rows, first, rows, M)[:, None],
+            first, at, more, left, right, columns, M, N, LEFT, RIGHT, False,
+        )  # fmt: skip
+        dout_block = read(dout_rows, dout_strides, first, rows, D, WIDTH, M, True)
+        v_block = _load_between(v_rows, v_strides, at, columns, D, WIDTH, N)
+        dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
+        dscores = dscores_of(
+            scores, probs, dprobs, load_row(delta_rows, first, rows, M)[:, None], CAP
+        )
+        seen = visible_pairs(first, at, more, left, right, columns, M, N, LEFT, RIGHT) & (
+            tl.arange(0, N)[None, :] >= -at
+        )
+        sums += tl.where(seen & (tl.arange(0, M)[:, None] < rows), dscores, 0.0)
+    between = tl.arange(0, N)[None, :] - tl.arange(0, M)[:, None]
+    add_by_distance(bias, head, sums, apart + ahead + between)
+
+
+@triton.jit
+def _load_between(
+    at, strides, first, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):
+    """Load SIZE tokens, `first` tokens after the address `at`: (SIZE, WIDTH).
+
+    Tokens before `at`, tokens after `count` and columns after D are 0.
+    """
+    token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
+    there = (token >= -first) & (token < count)
+    places = at + wide(first) * strides[1] + token * strides[1] + column
+    return tl.load(places, mask=there & (column < D), other=0.0)
