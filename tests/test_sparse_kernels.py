@@ -225,7 +225,7 @@ def score(q, places, keys, sparse, scale):
     normalizers = triton_choice.normalize(q, tiles, halves, sparse, scale)
     [piece] = tiles.pieces
     scores, of_last = triton_choice.score_blocks(
-        q, tiles, piece, normalizers, halves, sparse, scale
+        q, tiles, piece, normalizers, halves, sparse, scale, triton_choice._SPAN
     )
     before = functional.pad(of_last, (1, -1), value=-1.0)
     block, own = (

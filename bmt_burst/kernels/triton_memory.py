@@ -88,3 +88,29 @@ def load_lse(at, first, count, SIZE: tl.constexpr):
     token = tl.arange(0, SIZE)
     lse = tl.load(at + first + token, mask=token < count, other=INFINITY)
     return tl.where(lse == -INFINITY, INFINITY, lse * LOG2_E)
+
+
+@triton.jit
+def address_rows(x, strides, token, head):
+    """Return the addresses of rows of x (S, H, D)."""
+    return x + token.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def load_rows(places, there, D: tl.constexpr, WIDTH: tl.constexpr, left=0):
+    """Load numbers left .. left + WIDTH - 1 of rows of D: (rows, WIDTH). Others are 0."""
+    column = left + tl.arange(0, WIDTH)[None, :]
+    mask = there[:, None]
+    if D % WIDTH != 0:
+        mask = mask & (column < D)
+    return tl.load(places[:, None] + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(places, x, there, D: tl.constexpr, WIDTH: tl.constexpr, left=0):
+    """Store x (rows, WIDTH) to what `load_rows` loads."""
+    column = left + tl.arange(0, WIDTH)[None, :]
+    mask = there[:, None]
+    if D % WIDTH != 0:
+        mask = mask & (column < D)
+    tl.store(places[:, None] + column, x, mask=mask)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.triton_memory import LOG2_E, wide
+from ..kernels.triton_memory import LOG2_E, address_rows, load_rows, store_rows, wide
 
 _REACH = tl.constexpr(104.0)  # e^-104 is 0 in fp32
 
@@ -42,8 +42,9 @@ def sum_pieces(
     row = tl.arange(0, N)
     state = tl.zeros((WIDTH, COLUMNS), tl.float32)
     for at in tl.range((count - reach) // N * N, count, N):
-        k_rows = _load(k, k_strides, head, first, at, count, 0, AGAINST, N, D, WIDTH)
-        v_rows = _load(v, v_strides, head, first, at, count, left, AGAINST, N, D, COLUMNS)
+        token, there = _tokens(first, at + row, count, AGAINST)
+        k_rows = load_rows(address_rows(k, k_strides, token, head), there, D, WIDTH)
+        v_rows = load_rows(address_rows(v, v_strides, token, head), there, D, COLUMNS, left)
         after = _decay(slope, tl.maximum(count - 1 - at - row, 0) + AGAINST)
         v_rows = (v_rows * after[:, None]).to(v_rows.dtype)
         state = tl.dot(tl.trans(k_rows), v_rows, state, input_precision=PRECISION)
@@ -156,13 +157,15 @@ def _walk(
     before = _decay(slope, row + 1 - AGAINST) * scale
     after = _decay(slope, N - 1 - row + AGAINST)
     for at in tl.range(0, count, N):
-        q_rows = _load(q, q_strides, head, first, at, count, 0, AGAINST, N, D, WIDTH)
-        k_rows = _load(k, k_strides, head, first, at, count, 0, AGAINST, N, D, WIDTH)
-        v_rows = _load(v, v_strides, head, first, at, count, left, AGAINST, N, D, COLUMNS)
+        token, there = _tokens(first, at + row, count, AGAINST)
+        q_rows = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
+        k_rows = load_rows(address_rows(k, k_strides, token, head), there, D, WIDTH)
+        v_rows = load_rows(address_rows(v, v_strides, token, head), there, D, COLUMNS, left)
         scores = tl.dot(q_rows, tl.trans(k_rows), input_precision=PRECISION) * pairs
         sums = tl.dot(q_rows, state.to(q_rows.dtype), input_precision=PRECISION) * before[:, None]
         sums = tl.dot(scores.to(v_rows.dtype), v_rows, sums, input_precision=PRECISION)
-        _store(out, out_strides, head, first, at, count, left, sums, AGAINST, N, D, COLUMNS)
+        out_rows = address_rows(out, out_strides, token, head)
+        store_rows(out_rows, sums, there, D, COLUMNS, left)
         # after the last chunk nothing reads the state, so that chunk may have fewer tokens
         decayed = (v_rows * after[:, None]).to(v_rows.dtype)
         state = tl.dot(
@@ -172,9 +175,7 @@ def _walk(
 
 @triton.jit
 def _part(heads, D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the piece, the head, and the first column of a program. The columns of a head are
-    neighbours, because they read the same rows.
-    """
+    """Return a program's piece, head and first column. Columns of a head read the same rows."""
     blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
     return program // blocks // heads, program // blocks % heads, program % blocks * COLUMNS
@@ -182,47 +183,15 @@ def _part(heads, D: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _decay(slope, tokens):
-    """Return e^(-slope * tokens). A slope may be 3e38, so it gets its factor after the 0 of tokens
-    did.
-    """
+    """Return e^(-slope * tokens). A slope may be 3e38, so the factor is of the tokens."""
     return tl.exp2(slope * (tokens * -LOG2_E))
 
 
 @triton.jit
-def _places(
-    x, strides, head, first, at, count, left, AGAINST: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Return the addresses of N rows of x (T, H, D) from row `at` of a piece and column `left` on,
-    and a mask of those that exist.
-    """
-    row = at + tl.arange(0, N)[:, None]
-    column = left + tl.arange(0, SIZE)[None, :]
+def _tokens(first, row, count, AGAINST: tl.constexpr):
+    """Return the tokens of rows of a piece, and which of them exist."""
     token = first - row if AGAINST else first + row
-    places = x + token.to(tl.int64) * strides[0] + wide(head) * strides[1] + column
-    there = row < count
-    if D % SIZE != 0:
-        there = there & (column < D)
-    return places, there
-
-
-@triton.jit
-def _load(
-    x, strides, head, first, at, count, left, AGAINST: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Load N rows, with 0 after the last one."""
-    places, there = _places(x, strides, head, first, at, count, left, AGAINST, N, D, SIZE)
-    return tl.load(places, mask=there, other=0.0)
-
-
-@triton.jit
-def _store(
-    x, strides, head, first, at, count, left, rows, AGAINST: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    places, there = _places(x, strides, head, first, at, count, left, AGAINST, N, D, SIZE)
-    tl.store(places, rows.to(x.dtype.element_ty), mask=there)
+    return token, row < count
 
 
 @triton.jit
@@ -230,9 +199,7 @@ def _state_places(
     states, slot, head, heads, left, TRANSPOSED: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the addresses of a state of `states` (slots, H, D, D) from column `left` on, and a
-    mask of those that exist: none of slot -1.
-    """
+    """Return the addresses of a state (slots, H, D, D), and a mask of them: none of slot -1."""
     row = tl.arange(0, WIDTH)[:, None]
     column = left + tl.arange(0, COLUMNS)[None, :]
     place = column * D + row if TRANSPOSED else row * D + column

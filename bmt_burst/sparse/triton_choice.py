@@ -21,6 +21,8 @@ have one order. Launch shapes may change it, so they do not depend on a call's t
 Compressed keys are fp32. A product with 16-bit queries takes them as the sum of two 16-bit numbers,
 which have 16 digits for bf16 and 22 for fp16. (The released code rounds them to one.)
 
+Functions take queries q (T, H, D), and compressed keys as `split` returns them.
+
 Letters: T tokens, F queries that choose, H query heads, G kv heads, D head size, n kernels of all
 documents. GROUP query heads share a kv head, and HEADS is the power of two that they are padded to.
 WIDTH is that of D, and EACH that of the kernels that begin in a block. A program has M = TOKENS *
@@ -40,12 +42,12 @@ from torch import Tensor
 from ..base.streams import send_to_device
 from ..kernels.packed import prepare_once
 from ..kernels.triton import LaunchShape, make_dense, padded_width, precision
-from ..kernels.triton_memory import INFINITY, LOG2_E, wide
+from ..kernels.triton_memory import INFINITY, LOG2_E, address_rows, load_rows, wide
 from ..sequence.span import length
 from .compressed import CompressedKeys
 from .config import InfLLMV2
 from .queries import Choosers
-from .triton_far import address_rows, count_tokens, load_rows, tile_rows
+from .triton_far import count_tokens, tile_rows
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ALWAYS = tl.constexpr(torch.iinfo(torch.int32).max)
@@ -92,7 +94,9 @@ class Tiles(NamedTuple):
     pieces: tuple[ChoicePiece, ...]
 
     @staticmethod
-    def of(choosers: Choosers, tokens: int, block_size: int, groups: int) -> Tiles:
+    def of(
+        choosers: Choosers, tokens: int, block_size: int, groups: int, device: torch.device
+    ) -> Tiles:
         """Cut the queries into tiles of up to `tokens` queries, each of one document."""
         rows = [
             (first, min(first + tokens, stop), strides[0], length(strides))
@@ -106,13 +110,9 @@ class Tiles(NamedTuple):
             queries = slice(rows[first][0], rows[tiles.stop - 1][1])
             seen = int(choosers.places[queries].max()) // block_size + 1
             pieces.append(ChoicePiece(tiles, queries, seen))
-        table = torch.tensor(rows, dtype=torch.int32)
-        return Tiles(table, choosers.tokens, choosers.places, tuple(pieces))
-
-    def to(self, device: torch.device) -> Tiles:
-        """Return the tiles with their tables on a device."""
-        table, tokens, places = (send_to_device(x, device) for x in self[:3])
-        return Tiles(table, tokens, places, self.pieces)
+        numbers = torch.tensor(rows, dtype=torch.int32), choosers.tokens, choosers.places
+        table, every, places = (send_to_device(x, device) for x in numbers)
+        return Tiles(table, every, places, tuple(pieces))
 
 
 def choose_by_score(
@@ -127,7 +127,7 @@ def choose_by_score(
     tiles = find_tiles(q, choosers, sparse, shape[1])
     normalizers = normalize(q, tiles, halves, sparse, scale)
     for piece in tiles.pieces:
-        scores = score_blocks(q, tiles, piece, normalizers, halves, sparse, scale)
+        scores = score_blocks(q, tiles, piece, normalizers, halves, sparse, scale, _SPAN)
         take_largest(*scores, tiles.places[piece.queries], chosen[piece.queries], sparse)
     return chosen
 
@@ -135,12 +135,11 @@ def choose_by_score(
 def find_tiles(q: Tensor, choosers: Choosers, sparse: InfLLMV2, groups: int) -> Tiles:
     """Return the tiles of some queries, on the device of q (T, H, D)."""
     tokens = count_queries(q, sparse, groups)
-    return prepare_once(
-        choosers,
-        ("tiles", tokens, groups),
-        q.device,
-        lambda: Tiles.of(choosers, tokens, sparse.block_size, groups).to(q.device),
-    )
+
+    def make() -> Tiles:
+        return Tiles.of(choosers, tokens, sparse.block_size, groups, q.device)
+
+    return prepare_once(choosers, ("tiles", tokens, groups), q.device, make)
 
 
 def choose_in_spans(
@@ -152,9 +151,7 @@ def choose_in_spans(
     More programs than in `choose_by_score` share the keys of a query, for few queries. So sums have
     another order. What is launched does not depend on numbers in the memory of the tiles.
 
-    q      (T, H, D)
     tiles  with one piece, which has all blocks that there is memory for
-    keys   the compressed keys as `split` returns them
     """
     [piece] = tiles.pieces
     kernels = piece.blocks * sparse.block_size // (4 * sparse.kernel_stride)
@@ -180,9 +177,6 @@ def normalize(
     0 where it sees none.
 
     With `spans`, return those of each _NORMALIZED kernels: (spans, F, H), -inf where it sees none.
-
-    q     (T, H, D)
-    keys  the compressed keys as `split` returns them
     """
     groups = keys.scored.shape[2]
     shape = spans or 1, len(tiles.places), q.shape[1]
@@ -204,7 +198,7 @@ def score_blocks(
     keys: CompressedKeys,
     sparse: InfLLMV2,
     scale: float,
-    span: int | None = None,
+    span: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the largest S of the kernels that begin in each block, and the S of the last of these
     kernels: (G, F, blocks) fp32 each.
@@ -212,12 +206,9 @@ def score_blocks(
     They are for the F queries of a piece. They are -1 where no kernel is visible. They are
     undefined for blocks of a query's window and after it.
 
-    q            (T, H, D)
     normalizers  those of all queries, as `normalize` returns them
-    keys         the compressed keys as `split` returns them
     span         the blocks of a program
     """
-    span = _SPAN if span is None else span
     groups, first = keys.scored.shape[2], piece.queries.start
     each = triton.next_power_of_2(sparse.block_size // sparse.kernel_stride)
     shape = groups, piece.queries.stop - first, piece.blocks
@@ -257,14 +248,9 @@ def take_largest(
     take(listed, chosen, spans * most)
 
 
-def count_parts(dtype: torch.dtype) -> int:
-    """Return in how many numbers of a dtype `split` cuts each number."""
-    return 1 if dtype == torch.float32 else 2
-
-
 def split(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Return compressed keys (n, G, D) as a sum of numbers of a dtype: (1 or 2, n, G, D)."""
-    if count_parts(dtype) == 1:
+    if dtype == torch.float32:
         return keys.unsqueeze(0)
     high = keys.to(dtype)
     return torch.stack([high, (keys - high).to(dtype)])

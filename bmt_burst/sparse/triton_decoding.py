@@ -25,7 +25,7 @@ from ..spec import Spec
 from .compressed import CompressedKeys
 from .config import InfLLMV2
 from .key_sums import KeySums
-from .triton_choice import ChoicePiece, Tiles, choose_in_spans, count_parts, count_queries, split
+from .triton_choice import ChoicePiece, Tiles, choose_in_spans, count_queries, split
 
 _RECENT = tl.constexpr(8)  # sums of strides that are kept: a kernel 2 has 8 of them
 _MOST_TOKENS = 64  # whose scores of all blocks are kept at a time
@@ -46,7 +46,7 @@ class DecodingKeys:
         # of a row of the batch: of whole blocks, and of whole kernels 2
         self._strides = -(-self._blocks * sparse.block_size // (4 * sparse.kernel_stride)) * 4
         rows, shape = len(k) * self._strides, k.shape[2:]
-        parts = count_parts(k.dtype)
+        parts = 1 if k.dtype == torch.float32 else 2  # see `split`
         self._keys = CompressedKeys(
             k.new_empty(parts, rows, *shape), k.new_empty(parts, rows // 4, *shape)
         )
@@ -72,9 +72,7 @@ class DecodingKeys:
             self._recent[:, n % _RECENT.value] = strides[n]
 
     def extend(self, keys: Tensor, first: Tensor) -> None:
-        """Add the keys (B, S, G, D) of new tokens. `first` (1,) int64 is the position of the first
-        one, on their device.
-        """
+        """Add the keys (B, S, G, D) of new tokens. The first has position `first`, (1,) int64."""
         batch, tokens, groups, head_size = keys.shape
         entries = groups * head_size
         _add_keys[batch, triton.cdiv(entries, _COLUMNS)](
@@ -97,7 +95,6 @@ class DecodingKeys:
         blocks that they choose.
 
         q, by_q   (B, S, H, D), the queries, and those to choose by
-        k, v      (B, T, G, D)
         first     (1,) int64, the position of the first one, on q's device
         prepared  what layers share that compute these tokens
         """

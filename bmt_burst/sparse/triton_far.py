@@ -33,7 +33,15 @@ from ..base.compiled import multiply_by_16
 from ..kernels.packed import prepare_once
 from ..kernels.triton import LaunchShape, make_dense, padded_width, precision, shared_memory
 from ..kernels.triton_blocks import weigh
-from ..kernels.triton_memory import INFINITY, LN_2, LOG2_E, wide
+from ..kernels.triton_memory import (
+    INFINITY,
+    LN_2,
+    LOG2_E,
+    address_rows,
+    load_rows,
+    store_rows,
+    wide,
+)
 from .blocks import FarKeys
 from .tiles import MOST_QUERIES, NONE, KeyLists, find_between, unite_blocks
 
@@ -216,7 +224,7 @@ def _forward(
         )
 
     changed = there & (weights != 0.0)
-    _store(out_rows, sums / tl.where(changed, weights, 1.0)[:, None], changed, D, WIDTH)
+    store_rows(out_rows, sums / tl.where(changed, weights, 1.0)[:, None], changed, D, WIDTH)
     tl.store(lse_places, (largest + tl.log2(weights)) * LN_2, mask=changed)
 
 
@@ -253,7 +261,7 @@ def _dq(
         dscores = (probs * (dprobs - row_delta[:, None])).to(k_block.dtype)
         sums = tl.dot(dscores, k_block, sums, input_precision=PRECISION)
     rows = address_rows(dq, dq_strides, token, head)
-    _store(rows, load_rows(rows, there, D, WIDTH) + sums * scale, there, D, WIDTH)
+    store_rows(rows, load_rows(rows, there, D, WIDTH) + sums * scale, there, D, WIDTH)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
@@ -427,13 +435,7 @@ def _add_keys(x, strides, rows, key, reach, first, group, D: tl.constexpr, WIDTH
     """
     there = key < reach
     places = address_rows(x, strides, tl.where(there, key - first, 0), group)
-    _store(places, load_rows(places, there, D, WIDTH) + rows, there, D, WIDTH)
-
-
-@triton.jit
-def address_rows(x, strides, token, head):
-    """Return the addresses of rows of x (S, H, D)."""
-    return x + token.to(tl.int64) * strides[0] + head * strides[1]
+    store_rows(places, load_rows(places, there, D, WIDTH) + rows, there, D, WIDTH)
 
 
 @triton.jit
@@ -447,20 +449,3 @@ def _held_places(held, slot, N: tl.constexpr, WIDTH: tl.constexpr):
     """Return the addresses (N, WIDTH) of dk in a slot. Those of dv come next."""
     at = held + wide(slot) * (2 * N * WIDTH)
     return at + tl.arange(0, N)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-
-
-@triton.jit
-def load_rows(places, there, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows of D numbers: (rows, WIDTH). Other rows and columns are 0."""
-    column = tl.arange(0, WIDTH)[None, :]
-    mask = there[:, None]
-    if D < WIDTH:
-        mask = mask & (column < D)
-    return tl.load(places[:, None] + column, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(places, x, there, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Store rows of D numbers of x (rows, WIDTH)."""
-    column = tl.arange(0, WIDTH)[None, :]
-    tl.store(places[:, None] + column, x, mask=there[:, None] & (column < D))
