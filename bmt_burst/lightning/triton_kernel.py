@@ -95,49 +95,10 @@ def refuses(q: Tensor) -> str | None:
     return import_failure("triton", _load_programs)
 
 
-def forward_states(k: Tensor, v: Tensor, slopes: Tensor, segments: Segments) -> TritonStates:
-    """Return the states before pieces, and after `segments.leaves`."""
-    return _find_states(k, v, slopes, segments, against=False)
-
-
-def outputs(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float,
-    segments: Segments, states: TritonStates, initial: Tensor,
-) -> Tensor:  # fmt: skip
-    """Return out (T, H, D). The segments `segments.opens` begin with `initial`."""
-    return _attend(q, k, v, slopes, scale, segments, states, initial, transposed=False)
-
-
-def backward_states(
-    q: Tensor, dout: Tensor, slopes: Tensor, scale: float, segments: Segments
+def forward_states(
+    k: Tensor, v: Tensor, slopes: Tensor, segments: Segments, against: bool = False
 ) -> TritonStates:
-    """Return the gradients of the states after pieces, and before `segments.opens`."""
-    states = _find_states(q, dout, slopes, segments, against=True)
-    return states._replace(last=states.last * scale)
-
-
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, slopes: Tensor, scale: float,
-    segments: Segments, initial: Tensor, gradient_states: TritonStates, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk and dv (T, H, D). The gradients of the states after `segments.leaves` are
-    `dfinal`.
-    """
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    strides = [x.stride() for x in (q, k, v, dout, dk)]
-    pieces = _prepare(segments, q, against=True).pieces
-    states = gradient_states.chunks, dfinal / scale
-    inputs = q, k, v, dout, dk, dv, *strides, slopes, pieces, *states, scale
-    _launch("attend_back", 2 * len(pieces), inputs)
-    before = forward_states(k, v, slopes, segments)
-    dq = _attend(dout, v, k, slopes, scale, segments, before, initial, transposed=True)
-    return dq, dk, dv
-
-
-def _find_states(
-    k: Tensor, v: Tensor, slopes: Tensor, segments: Segments, against: bool
-) -> TritonStates:
-    """Return the states before pieces in one direction, of keys k and values v."""
+    """Return the states before pieces, and after `segments.leaves`, in time or `against` it."""
     _, heads, size = k.shape
     pieces = _prepare(segments, k, against)
     slots, chains = len(pieces.spans), len(pieces.chains)
@@ -153,17 +114,44 @@ def _find_states(
     return TritonStates(states.index_select(0, pieces.last), states)
 
 
-def _attend(
+def outputs(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float,
-    segments: Segments, states: TritonStates, edges: Tensor, transposed: bool,
+    segments: Segments, states: TritonStates, initial: Tensor, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the attention of q to k, v and states, in time."""
+    """Return out (T, H, D). The segments `segments.opens` begin with `initial`.
+
+    transposed  whether states have the entries of v first
+    """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     pieces = _prepare(segments, q, against=False).pieces
     strides = [x.stride() for x in (q, k, v, out)]
-    inputs = q, k, v, out, *strides, slopes, pieces, states.chunks, edges, scale
+    inputs = q, k, v, out, *strides, slopes, pieces, states.chunks, initial, scale
     _launch("attend", len(pieces), inputs, TRANSPOSED=transposed)
     return out
+
+
+def backward_states(
+    q: Tensor, dout: Tensor, slopes: Tensor, scale: float, segments: Segments
+) -> TritonStates:
+    """Return the gradients of the states after pieces, and before `segments.opens`."""
+    states = forward_states(q, dout, slopes, segments, against=True)
+    return states._replace(last=states.last * scale)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, slopes: Tensor, scale: float,
+    segments: Segments, initial: Tensor, gradient_states: TritonStates, dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk and dv (T, H, D). States after `segments.leaves` have gradients `dfinal`."""
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    strides = [x.stride() for x in (q, k, v, dout, dk)]
+    pieces = _prepare(segments, q, against=True).pieces
+    states = gradient_states.chunks, dfinal / scale
+    inputs = q, k, v, dout, dk, dv, *strides, slopes, pieces, *states, scale
+    _launch("attend_back", 2 * len(pieces), inputs)
+    before = forward_states(k, v, slopes, segments)
+    dq = outputs(dout, v, k, slopes, scale, segments, before, initial, transposed=True)
+    return dq, dk, dv
 
 
 def _launch(name: str, pieces: int, inputs: tuple[Any, ...], **constants: Any) -> None:
