@@ -85,32 +85,21 @@ class Spans:
         batch, _, *row = sums[0].shape
         grads = sums[0].new_zeros(len(sums), batch, length(self.spans[span]), *row)
         yield grads
-        for total, part in zip(own, self._give_back(rings, grads, span, dtype), strict=True):
-            total += part
-
-    def _give_back(
-        self, rings: Rings, grads: Tensor, span: int, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        """Return the sums over the ranks of the gradients of this rank's tokens in a span: (B, S',
-        G, D) each, in the dtype of `grads`.
-
-        grads  (N, B, T, G, D), of all tokens of the span
-        dtype  in which they are sent
-        """
         stacked = grads.to(dtype)
         indices = [self._indices(span, place, stacked.device) for place in range(self.inner)]
-        columns = [_rows(stacked).index_select(2, of_column) for of_column in indices]
+        columns = [_rows(stacked).index_select(2, at) for at in indices]
         counts = [[column.numel() for column in columns]] * self.inner
         with _deliver(rings.inner, "return", columns, counts) as received:
             first, *others = (part.view(dtype) for part in received)
-            total = first.to(grads.dtype, copy=True)
+            column = first.to(grads.dtype, copy=True)
             for part in others:
-                total += part
-        total = total.view(_with_tokens(grads, columns[self.place].shape[2]))
+                column += part
+        column = column.view(_with_tokens(grads, columns[self.place].shape[2]))
         if rings.outer.size > 1:
-            of_hosts = total.split(self._counts(span, self.place), 2)
-            total = sum_over(rings.outer, [part.to(dtype).contiguous() for part in of_hosts])
-        return tuple(total)
+            of_hosts = column.split(self._counts(span, self.place), 2)
+            column = sum_over(rings.outer, [part.to(dtype).contiguous() for part in of_hosts])
+        for total, part in zip(own, column, strict=True):
+            total += part
 
     def _counts(self, span: int, place: int) -> list[int]:
         """Return the number of tokens of a span that each host has at a place."""
