@@ -166,15 +166,10 @@ def continue_state(
     flash: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return the lightning attention (R, S, H, D) of new tokens, and each row's state after them,
-    (R, H, D, D). A given state is changed in place. There is no gradient.
-
-    q, k, v  (R, S, H, D)
-    slopes   those of the heads
-    state    that of each row before these tokens, or None at the beginning
-    flash    the kernel, as in lightning_attn_func
+    (R, H, D, D). A given state, that before them, is changed in place. There is no gradient.
 
     Raises ValueError for no tokens, a state of another shape, dtype or device, or a kernel that
-    cannot compute with q, TypeError for a kernel that is no string.
+    cannot compute with q.
     """
     rows, tokens = q.shape[:2]
     if tokens < 1:

@@ -64,9 +64,7 @@ def outputs(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float,
     segments: Segments, states: States, initial: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return out (T, H, D), o_t = scale * S_t^T q_t. The segments `segments.opens` begin with
-    `initial`.
-    """
+    """Return out (T, H, D), scale * S_t^T q_t. Segments `segments.opens` begin with `initial`."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     begins = dict(zip(segments.opens, initial, strict=True))
     for chunk, state in zip(_cut(segments), states.chunks, strict=True):
@@ -103,9 +101,7 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, slopes: Tensor, scale: float,
     segments: Segments, initial: Tensor, gradient_states: States, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk and dv (T, H, D). The gradients of the states after `segments.leaves` are
-    `dfinal`.
-    """
+    """Return dq, dk and dv (T, H, D). States after `segments.leaves` have gradients `dfinal`."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     begins = dict(zip(segments.opens, initial, strict=True))
     ends = dict(zip(segments.leaves, dfinal, strict=True))

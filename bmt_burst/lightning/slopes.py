@@ -75,9 +75,7 @@ def check_slopes(slopes: Tensor, q: Tensor) -> tuple[float, ...]:
 
 
 def send_slopes(owner: Any, values: tuple[float, ...], x: Tensor) -> Tensor:
-    """Return slopes (H,) on x's device, in the accumulator's dtype of x's. `owner` keeps them, see
-    `prepare_once`.
-    """
+    """Return slopes (H,) on x's device, in the accumulator's dtype. `owner` keeps them."""
     dtype = accumulator_dtype(x.dtype)
 
     def make() -> Tensor:

@@ -81,11 +81,9 @@ def choose(
     return chosen
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)  # each call asks, and a mask may have thousands of slices
 def find_fault(mask: Mask) -> str | None:
-    """Return why sparse attention cannot use this mask, or None if it can. Answers are kept, since
-    each call needs one and a mask may have thousands of slices.
-    """
+    """Return why sparse attention cannot use this mask, or None if it can."""
     if mask.kv_len > MOST_TOKENS:
         return f"sparse attention takes up to {MOST_TOKENS} tokens, got {mask.kv_len}"
     end = 0

@@ -106,9 +106,7 @@ class InfLLMV2:
 
 
 def check_layer(sparse: Any, **excluded: Any) -> None:
-    """Raise ValueError if a layer is sparse and also has an argument that sparse attention
-    excludes, TypeError if `sparse` is neither an InfLLMV2 nor None.
-    """
+    """Raise ValueError if a sparse layer also has an excluded argument, TypeError for no config."""
     if sparse is None:
         return
     if not isinstance(sparse, InfLLMV2):

@@ -83,16 +83,14 @@ class SparsePlan(Plan):
         self.near.reserve(rings, device, with_backward)
 
     def choose(self, rings: Rings, q: Tensor, k: Tensor) -> Tensor:
-        """Choose blocks for this rank's q (B, S, H, D), by the k (B, S, G, D) of all ranks.
-
-        A recomputation takes the choice of the first run.
-        """
+        """Choose blocks for this rank's q (B, S, H, D), by the k (B, S, G, D) of all ranks."""
 
         def choose() -> Tensor:
             with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
                 keys = self._compress(rings, k)
                 return torch.stack([self._choose_row(*row) for row in zip(q, keys, strict=True)])
 
+        # a recomputation takes the choice of the first run
         return find_kept(choose, "sparse attention chooses its blocks")
 
     def forward(
@@ -173,9 +171,7 @@ class SparsePlan(Plan):
         return own_keys(self.problem.layout.positions(self.rank), self.problem.mask)
 
     def _ends(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where the documents of the queries that choose start, (F,) int64, which tokens
-        those are, (F,) int64, and where the far part of each token ends, (S,) int64.
-        """
+        """Return `starts` and `tokens` of `choosers`, and where far parts of tokens end, (S,)."""
 
         def make() -> tuple[Tensor, ...]:
             stops = self._positions - self.sparse.window_size
@@ -212,18 +208,14 @@ class SparsePlan(Plan):
 
 
 def find_kernels(q: Tensor, far: FarKeys) -> ModuleType:
-    """Return the module with `add_far_outputs` and `add_far_gradients` for such tensors: Triton's
-    on GPUs, unless for fp64 or too large heads or blocks.
-    """
+    """Return Triton's module for tensors on GPUs, unless of fp64 or too large heads or blocks."""
     found = _FAR.find(q)
     fits = found is torch_far or found.fits(q, far.k, far.blocks.block_size)
     return found if fits else torch_far
 
 
 def _cut_sequence(parts: Sequence[Span], most: int, stride: int) -> tuple[Span, ...]:
-    """Cut a sequence of documents into spans of at most `most` tokens, which are at least a stride.
-    No span ends within a stride of a document.
-    """
+    """Cut documents into spans of at most `most` tokens. None ends within a document's stride."""
     cuts = [0]
     for start, stop in parts:
         while stop - cuts[-1] > most:

@@ -49,9 +49,7 @@ def find_longest(mask: Mask) -> int:
 
 
 def near_mask(mask: Mask, sparse: InfLLMV2) -> Mask:
-    """Return the pairs that a dense kernel computes: all that the first `exact_tokens` of each
-    document see, and the windows of later tokens.
-    """
+    """Return all pairs of the first `exact_tokens` of documents, and the windows of later ones."""
     slices = []
     for s in mask.slices:
         (start, stop), low = s.kv, _low(s)

@@ -121,9 +121,7 @@ def _sort_keys(
 
 @triton.jit(do_not_specialize=["width"])
 def _unite(keys, starts, chosen, width, TOKENS: tl.constexpr, N: tl.constexpr):
-    """List the blocks of a row of rising keys, each once, with the bits of the queries that chose
-    it. Entries of a block are neighbours, one for each query.
-    """
+    """List each block of a row of rising keys once, with the bits of the queries that chose it."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, N)
     key = tl.load(keys + row + at, mask=at < width, other=_NONE)
@@ -150,9 +148,7 @@ def _differs_from_last(x: Tensor) -> Tensor:
 
 
 def _count_up_to(x: Tensor) -> Tensor:
-    """Return how many entries of each row of x (G, W) are true, up to each: int32.
-
-    All rows are one scan. Torch would scan each long row by one block of threads.
-    """
+    """Return how many entries of each row of x (G, W) are true, up to each: int32."""
+    # one scan of all rows, as torch scans each long row by one block of threads
     total = x.flatten().cumsum(0, dtype=torch.int32).view_as(x)
     return total - total[:, :1] + x[:, :1].int()
