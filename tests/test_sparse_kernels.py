@@ -142,6 +142,16 @@ def test_blocks_by_the_copy_engine_equal_torch(first, short_lists, monkeypatch):
     check(blocks, tensors, first)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="all of the memory would be real")
+def test_heads_may_be_more_than_32_bits_apart(find_overflows):
+    """As those of queries (H, S, D) of a long sequence."""
+    blocks = random_blocks(random.Random(0), [40], 6, 1, 4, 4)
+    q, k, v, *others = random_tensors(blocks, 40, 3, 16, torch.float16)
+    far_apart = torch.empty((1 << 31) + (1 << 10), dtype=q.dtype)  # few pages of it are used
+    far_apart = far_apart.as_strided(q.shape, (q.shape[2], 1 << 30, 1)).copy_(q)
+    check(blocks, [far_apart, k, v, *others], 0)
+
+
 def test_parts_of_the_keys_add_up_and_queries_without_keys_stay(short_lists, find_overflows):
     """The lse of a query that sees nothing anywhere is -inf in the backward, too."""
     blocks = random_blocks(random.Random(1), [60, 20], 40, 2, 16, 16)
