@@ -98,18 +98,32 @@ class DecodingKeys:
         first     (1,) int64, the position of the first one, on q's device
         prepared  what layers share that compute these tokens
         """
-        groups, splits = k.shape[2], self._count_splits(q, k.shape[2])
-        found = []
-        for start in range(0, q.shape[1], _MOST_TOKENS):
-            part, by = (x[:, start : start + _MOST_TOKENS].contiguous() for x in (q, by_q))
-            size = count_queries(part, self.sparse, groups)
+        (batch, tokens, heads, head_size), groups = q.shape, k.shape[2]
+        parts = []
+        for start in range(0, tokens, _MOST_TOKENS):
+            by = by_q[:, start : start + _MOST_TOKENS].contiguous()
+            size = count_queries(by, self.sparse, groups)
             key = start, size, self._strides, self.sparse
             if key not in prepared:
-                stop = first + q.shape[1]
-                prepared[key] = self._find_tiles(part, size, first + start, stop)
-            found.append(self._attend(part, by, k, v, at_hand, prepared[key], splits, spec))
-        outs, lses = zip(*found, strict=True)
-        return torch.cat(outs, 2), torch.cat(lses, 2)
+                prepared[key] = self._find_tiles(by, size, first + start, first + tokens)
+            inputs = by.flatten(0, 1), prepared[key], self._keys, self.sparse, spec.scale
+            parts.append(choose_in_spans(*inputs).unflatten(0, (batch, -1)))
+        chosen, q = torch.cat(parts, 1), q.contiguous()
+        share, most, splits = (
+            heads // groups,
+            self.sparse.most_blocks,
+            self._count_splits(q, groups),
+        )
+        shape = choose_shape(q, share)
+        outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
+        lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
+        _attend_to_blocks[batch * tokens, groups * triton.cdiv(share, shape.M), splits](
+            q, k, v, chosen, first, *at_hand, outs, lses,
+            k.stride(), v.stride(), spec.scale, tokens, triton.cdiv(most, splits),
+            HEADS=heads, GROUPS=groups, D=head_size, WIDTH=padded_width(q), MOST=most,
+            M=shape.M, N=shape.N, PRECISION=precision(q), CAP=spec.softcap, **shape.options,
+        )  # fmt: skip
+        return outs, lses
 
     def _count_splits(self, q: Tensor, groups: int) -> int:
         """Return how many programs share the blocks of a query of q (B, S, H, D)."""
@@ -117,33 +131,6 @@ class DecodingKeys:
         most = self.sparse.most_blocks
         each = -(-most // max(programs, 1))
         return -(-most // each)
-
-    def _attend(
-        self,
-        q: Tensor,
-        by_q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        at_hand: KeysAtHand,
-        tiles: Tiles,
-        splits: int,
-        spec: Spec,
-    ) -> Partials:
-        """Do what `attend` does, for few tokens."""
-        batch, tokens, heads, head_size = q.shape
-        groups, most = k.shape[2], self.sparse.most_blocks
-        share = heads // groups
-        chosen = choose_in_spans(by_q.flatten(0, 1), tiles, self._keys, self.sparse, spec.scale)
-        shape = choose_shape(q, share)
-        outs = q.new_empty(splits, *q.shape, dtype=torch.float32)
-        lses = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
-        _attend_to_blocks[batch * tokens, groups * triton.cdiv(share, shape.M), splits](
-            q, k, v, chosen, tiles.places, *at_hand, outs, lses,
-            k.stride(), v.stride(), spec.scale, tokens, triton.cdiv(most, splits),
-            HEADS=heads, GROUPS=groups, D=head_size, WIDTH=padded_width(q), MOST=most,
-            M=shape.M, N=shape.N, PRECISION=precision(q), CAP=spec.softcap, **shape.options,
-        )  # fmt: skip
-        return outs, lses
 
     def _find_tiles(self, q: Tensor, size: int, first: Tensor, stop: Tensor) -> Tiles:
         """Return the tiles, of up to `size` queries, of q (B, S, H, D): those of one row of the
@@ -236,9 +223,9 @@ def _store_halves(at, x, distance, inside, PARTS: tl.constexpr):
         tl.store(at + distance, (x - high.to(tl.float32)).to(at.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "each"])
+@triton.jit(do_not_specialize=["tokens", "each"], do_not_specialize_on_alignment=["first"])
 def _attend_to_blocks(
-    q, k, v, chosen, places, positions, starts, outs, lses, k_strides, v_strides, scale, tokens,
+    q, k, v, chosen, first, positions, starts, outs, lses, k_strides, v_strides, scale, tokens,
     each,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     MOST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
@@ -248,7 +235,7 @@ def _attend_to_blocks(
     SHARE: tl.constexpr = HEADS // GROUPS
     query, split = tl.program_id(0), tl.program_id(2)
     group, part = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
-    place = tl.load(places + query)
+    place = tl.load(first) + query % tokens
     row, column = part * M + tl.arange(0, M), tl.arange(0, WIDTH)
     inside = row < SHARE
     head = wide(query) * HEADS + group * SHARE + row
