@@ -24,6 +24,7 @@ from ..base.policies import without_policies
 from ..calls.inputs import Form, check_inputs, describe_inputs
 from ..calls.refusal import refuse_arguments, refuse_call, refuse_wrong_arguments
 from ..calls.requests import find_plan, find_request, find_sequence, known_to_all, on_device
+from ..kernels.triton import make_dense
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Group, Rings, check_device, make_rings
 from ..ranks.sequence_parallel import WholeSequence
@@ -158,7 +159,7 @@ def attend_lightning(
 
     def run(call: _Call, lines: tuple[bytes, ...]) -> Tensor:
         plan = find_plan(rings, call.terms, lines, functools.partial(_make_plan, rings, call))
-        tensors = (_flatten(x) for x in call.form.prepare(q, k, v))
+        tensors = (make_dense(x.flatten(0, 1)) for x in call.form.prepare(q, k, v))
         compute: Callable[..., Tensor] = PlannedLightning.apply
         return compute(*tensors, rings, plan, rings.history.calls, past).view(q.shape)
 
@@ -291,9 +292,3 @@ def _make_plan(rings: Rings, call: _Call, everyone: Sequence[dict[str, Any]]) ->
     # other kernels need tokens
     kernel = call.kernel if len(states.segments.cuts) > 1 else "reference"
     return LightningPlan(states, kernels.load(kernel), call.slopes, call.scale)
-
-
-def _flatten(x: Tensor) -> Tensor:
-    """Return x (B, S, H, D) as (T, H, D), with entries of a head side by side."""
-    x = x.flatten(0, 1)
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -31,6 +31,7 @@ from ..base.kept import find_kept
 from ..base.streams import send_to_device
 from ..calls.autograd import begin_backward
 from ..kernels.packed import prepare_once
+from ..kernels.triton import make_dense
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
@@ -250,7 +251,7 @@ class PlannedLightning(torch.autograd.Function):
             with without_autocast(dout):
                 segments, kernel, scale = plan.states.segments, plan.kernel, plan.scale
                 slopes = send_slopes(plan, plan.slopes, q)
-                dense = dout if dout.stride(-1) == 1 else dout.contiguous()
+                dense = make_dense(dout)
                 states = kernel.backward_states(q, dense, slopes, scale, segments)
                 dfinal = plan.take_final(rings, states.last, past)
                 grads: tuple[Tensor, ...] = kernel.gradients(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +31,12 @@ class States(NamedTuple):
     """The states next to chunks, as if there were none next to segments.
 
     last    (N, H, D, D) wide: the states that other runs need
-    chunks  the state that each chunk takes, (H, D, D) wide, or None for 0
+    chunks  those of chunks, as a kernel keeps them: here the state that each takes, (H, D, D) wide,
+            or None for 0
     """
 
     last: Tensor
-    chunks: list[Tensor | None]
+    chunks: Any
 
 
 def refuses(q: Tensor) -> str | None:

@@ -32,6 +32,7 @@ from ..base.streams import send_to_device
 from ..kernels import import_failure
 from ..kernels.packed import prepare_once
 from ..kernels.triton import LaunchShape, padded_width, precision, refuses_triton
+from .reference import States
 from .segments import Segments
 
 _LONGEST = 2048  # tokens of a piece, fewer if a GPU would have too few programs
@@ -56,18 +57,6 @@ _SINGLE = {
     "sum_pieces": LaunchShape(32, 32, 4, 2),
 }
 _INTERPRETED = dict.fromkeys(_HALF, LaunchShape(16, 16, 4, 1))
-
-
-class TritonStates(NamedTuple):
-    """The states before pieces, as if segments began with 0.
-
-    last    (N, H, D, D) fp32: the states that other runs need
-    chunks  (slots, H, D, D) fp32: the states that pieces begin with, and `last`. Against time they
-            lack the factor `scale`.
-    """
-
-    last: Tensor
-    chunks: Tensor
 
 
 class Pieces(NamedTuple):
@@ -97,8 +86,10 @@ def refuses(q: Tensor) -> str | None:
 
 def forward_states(
     k: Tensor, v: Tensor, slopes: Tensor, segments: Segments, against: bool = False
-) -> TritonStates:
-    """Return the states before pieces, and after `segments.leaves`, in time or `against` it."""
+) -> States:
+    """Return the states after `segments.leaves` and, in `chunks` (slots, H, D, D) fp32, those that
+    pieces begin with. `against` time, chunks lack the factor `scale`.
+    """
     _, heads, size = k.shape
     pieces = _prepare(segments, k, against)
     slots, chains = len(pieces.spans), len(pieces.chains)
@@ -111,12 +102,12 @@ def forward_states(
         tables = slopes, pieces.spans, pieces.chains
         constants = {"SIZE": size * size, "BLOCK": _CHAINED, "enable_fp_fusion": True}
         _load_programs().chain_states[programs,](*tables, states, heads, **constants)
-    return TritonStates(states.index_select(0, pieces.last), states)
+    return States(states.index_select(0, pieces.last), states)
 
 
 def outputs(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float,
-    segments: Segments, states: TritonStates, initial: Tensor, transposed: bool = False,
+    segments: Segments, states: States, initial: Tensor, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return out (T, H, D). The segments `segments.opens` begin with `initial`.
 
@@ -132,7 +123,7 @@ def outputs(
 
 def backward_states(
     q: Tensor, dout: Tensor, slopes: Tensor, scale: float, segments: Segments
-) -> TritonStates:
+) -> States:
     """Return the gradients of the states after pieces, and before `segments.opens`."""
     states = forward_states(q, dout, slopes, segments, against=True)
     return states._replace(last=states.last * scale)
@@ -140,7 +131,7 @@ def backward_states(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, slopes: Tensor, scale: float,
-    segments: Segments, initial: Tensor, gradient_states: TritonStates, dfinal: Tensor,
+    segments: Segments, initial: Tensor, gradient_states: States, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv (T, H, D). States after `segments.leaves` have gradients `dfinal`."""
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
