@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from .blocks import FarBlocks
 
@@ -142,9 +143,7 @@ def _unite(keys, starts, chosen, width, TOKENS: tl.constexpr, N: tl.constexpr):
 
 def _differs_from_last(x: Tensor) -> Tensor:
     """Return whether each entry differs from the one before it. The first one does."""
-    result = torch.ones_like(x, dtype=torch.bool)
-    result[..., 1:] = x[..., 1:] != x[..., :-1]
-    return result
+    return functional.pad(x[..., 1:] != x[..., :-1], (1, 0), value=True)
 
 
 def _count_up_to(x: Tensor) -> Tensor:

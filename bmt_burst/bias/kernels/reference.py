@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ...kernels.reference import ReferenceKernel
-from ..call_bias import CallBias
 from . import TableKernel
 
 _KERNEL = ReferenceKernel()
@@ -22,13 +19,8 @@ class ReferenceTableKernel(TableKernel):
     def backward(self, dout, q, k, v, out, lse, delta, call, spec, bias):
         added = bias.table[bias.rows()]
         *grads, dscores = _KERNEL.gradients(dout, q, k, v, out, lse, delta, call, spec, added)
-        return *grads, _table_gradient(dscores, bias)
-
-
-def _table_gradient(dscores: Tensor, bias: CallBias) -> Tensor:
-    """Sum dscores (B, H, S, T), which are 0 for hidden pairs, by rows: (R, H)."""
-    by_pairs = dscores.sum(0).flatten(1).T
-    total = by_pairs.new_zeros(bias.table.shape)
-    # On GPUs index_put_ sorts and so sums in the same order each time. index_add_ does not.
-    total.index_put_((bias.rows().flatten(),), by_pairs, accumulate=True)
-    return total.to(bias.table.dtype)
+        by_pairs = dscores.sum(0).flatten(1).T  # (B, H, S, T), 0 for hidden pairs
+        total = by_pairs.new_zeros(bias.table.shape)
+        # On GPUs index_put_ sorts and so sums in the same order each time. index_add_ does not.
+        total.index_put_((bias.rows().flatten(),), by_pairs, accumulate=True)
+        return *grads, total.to(bias.table.dtype)
