@@ -154,7 +154,18 @@ def attend_lightning(
     """
 
     def check() -> tuple[Terms, _Call]:
-        call = _find_call(rings, sequence, (q, k, v), slopes, scale, flash, past)
+        qkv, edges = (q, k, v), None if past is None else past.edges
+        check_once = functools.partial(_check_call, rings, sequence, qkv, scale, flash, edges)
+        if not all(isinstance(x, Tensor) for x in qkv) or q.dim() != 4:
+            check_once(())  # raises
+        check_transforms(NAME, *qkv)
+        if past is not None and any(past.edges.before):
+            check_state(q, past.initial)
+        values = slopes if isinstance(slopes, tuple) else check_slopes(slopes, q)
+        # calls are kept by everything that checks depend on
+        options = values, type(scale), scale, flash, edges, is_recomputing()
+        check_values = functools.partial(check_once, values)
+        call = find_request(rings, sequence, options, qkv, check_values)
         return call.terms, call
 
     def run(call: _Call, lines: tuple[bytes, ...]) -> Tensor:
@@ -179,31 +190,6 @@ class _Call(NamedTuple):
     edges: Edges | None
     like: Tensor
     device: torch.device
-
-
-def _find_call(
-    rings: Rings,
-    sequence: WholeSequence,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    slopes: Tensor | tuple[float, ...],
-    scale: float | None,
-    flash: str,
-    past: PastStates | None,
-) -> _Call:
-    """Return the call of this rank. Calls are kept by everything that checks depend on.
-
-    Raises TypeError or ValueError if an argument is wrong.
-    """
-    edges = None if past is None else past.edges
-    check = functools.partial(_check_call, rings, sequence, qkv, scale, flash, edges)
-    if not all(isinstance(x, Tensor) for x in qkv) or qkv[0].dim() != 4:
-        return check(())  # raises
-    check_transforms(NAME, *qkv)
-    if past is not None and any(past.edges.before):
-        check_state(qkv[0], past.initial)
-    values = slopes if isinstance(slopes, tuple) else check_slopes(slopes, qkv[0])
-    options = values, type(scale), scale, flash, edges, is_recomputing()
-    return find_request(rings, sequence, options, qkv, functools.partial(check, values))
 
 
 def _check_call(

@@ -15,7 +15,7 @@ Letters: T tokens of this rank, R rows, H heads, D head size, N states.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -35,7 +35,7 @@ from ..kernels.triton import make_dense
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
-from .segments import Edges, Faded, Hop, StatePlan
+from .segments import Edges, Hop, StatePlan
 from .slopes import decay, send_slopes
 
 NAME = "lightning_attn_func"
@@ -65,22 +65,16 @@ class PastStates:
 
 @dataclass(eq=False)
 class LightningPlan:
-    """The part of one rank in calls with the same terms.
-
-    kernel    a module, see `kernels.py`
-    prepared  tensors that are kept on devices
-    """
+    """The part of one rank in calls with the same terms."""
 
     states: StatePlan
-    kernel: ModuleType
+    kernel: ModuleType  # see `kernels.py`
     slopes: tuple[float, ...]
     scale: float
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def take_initial(self, rings: Rings, last: Tensor, past: PastStates | None) -> Tensor:
-        """Return the states (N, H, D, D) with which segments begin, from those after segments.
-        Write `past.final`. A recomputation takes the states of the first run.
-        """
+        """Return the states (N, H, D, D) before segments, from those after. Write `past.final`."""
         if not self.states.forward.is_any:
             return last
 
@@ -93,11 +87,12 @@ class LightningPlan:
 
         if rings.size == 1:  # nothing is sent
             return exchange()
+        # a recomputation takes the states of the first run
         return find_kept(exchange, "lightning attention exchanges its states")
 
     def take_final(self, rings: Rings, first: Tensor, past: PastStates | None) -> Tensor:
-        """Return the gradients (N, H, D, D) of the states after segments, from those of the states
-        before segments. Write `past.dinitial`.
+        """Return the gradients of the states after segments, from those of the states before them,
+        (N, H, D, D). Write `past.dinitial`.
         """
         if not self.states.backward.is_any:
             return first
@@ -111,9 +106,7 @@ class LightningPlan:
         self, rings: Rings, direction: str, own: Tensor, edge: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the states that this rank takes in a direction, and those that leave the rows.
-
-        own   the states of this rank's segments
-        edge  those that enter the rows
+        `own` are the states of its segments, `edge` those that enter the rows.
         """
         plan, step = self.states.forward, 1
         if direction == "backward":  # it numbers runs from the end of the sequence
@@ -136,7 +129,11 @@ class LightningPlan:
         with _deliver(rings.inner, plan.within, plan.most, states, own) as received:
             states |= received
             states |= {~row: take(None if edge is None else edge[row]) for row in plan.entering}
-            found = _add_up(plan.sums, states, weights)
+            parts = weights.split([len(faded) for faded in plan.sums])
+            found = [
+                torch.stack([states[run] for run, _ in faded]).mul_(part).sum(0)
+                for faded, part in zip(plan.sums, parts, strict=True)
+            ]
         count = len(found) - len(plan.leaving)
         taken = torch.stack(found[:count][::step]) if count else own.new_empty(0, *own.shape[1:])
         if not plan.leaving:
@@ -161,9 +158,7 @@ def _cross(
 def _deliver(
     ring: Transport, hop: Hop, most: int, held: Mapping[int, Tensor], like: Tensor
 ) -> Iterator[dict[int, Tensor]]:
-    """Exchange states within a host. Yield the received ones by run. They may be read until the
-    context ends.
-    """
+    """Exchange states within a host. Yield the received ones by run, until the context ends."""
     if not most:
         yield {}
         return
@@ -179,20 +174,8 @@ def _deliver(
         delivery.release()
 
 
-def _add_up(
-    sums: Sequence[Sequence[Faded]], states: Mapping[int, Tensor], weights: Tensor
-) -> list[Tensor]:
-    parts = weights.split([len(faded) for faded in sums])
-    return [
-        torch.stack([states[run] for run, _ in faded]).mul_(its_weights).sum(0)
-        for faded, its_weights in zip(sums, parts, strict=True)
-    ]
-
-
 def check_state(q: Tensor, state: Tensor | None) -> None:
-    """Raise ValueError unless q (B, S, H, D) can continue `state`, which is (B, H, D, D) in the
-    accumulator's dtype on q's device.
-    """
+    """Raise ValueError unless q (B, S, H, D) can continue `state`, (B, H, D, D)."""
     batch, _, heads, size = q.shape
     expected = f"{(batch, heads, size, size)} in {accumulator_dtype(q.dtype)} on {q.device}"
     found = "none" if state is None else f"{tuple(state.shape)} in {state.dtype} on {state.device}"
