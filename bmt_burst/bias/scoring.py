@@ -94,10 +94,7 @@ class TableScoring(Scoring):
         if all(gathered.label.is_one for gathered in calls):
             return calls
         both = sides()
-        return [
-            gathered if gathered.label.is_one else gathered._replace(label=_label(gathered, both))
-            for gathered in calls
-        ]
+        return [x if x.label.is_one else x._replace(label=_label(x, both)) for x in calls]
 
     def select_heads(self, inputs: Tensors, heads: slice) -> Tensors:
         return tuple(table[:, heads] for table in inputs)
@@ -158,9 +155,7 @@ def _send_lookups(
 def _send_tokens(
     scores: Scores, positions: Tensor, device: torch.device, stream: Stream | None
 ) -> Tensor:
-    """Return `Scores.tokens` on a device, for work on `stream`. The key is the tensor `positions`
-    itself, not its values.
-    """
+    """Return `Scores.tokens` on a device, for work on `stream`. Keys are tensors, not values."""
     return send_to_device(scores.tokens(positions), device)
 
 

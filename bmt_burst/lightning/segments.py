@@ -42,14 +42,10 @@ class Segments:
 
 
 class Edges(NamedTuple):
-    """The documents of a chunk's rows that are parts of longer ones.
+    """The documents of a chunk's rows that are parts of longer ones."""
 
-    before  for each row, whether its first document continues a state of an earlier chunk
-    after   for each row, whether its last document goes on in a later chunk
-    """
-
-    before: tuple[bool, ...]
-    after: tuple[bool, ...]
+    before: tuple[bool, ...]  # for each row, whether its first document continues an earlier state
+    after: tuple[bool, ...]  # for each row, whether its last document goes on in a later chunk
 
     def expand(self, rows: int) -> Edges:
         """Return the edges of so many rows, from those of each or of all."""
@@ -57,9 +53,7 @@ class Edges(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The state of a run, the rank of a ring that it is sent to or received from, and its place
-    among the states that the receiver gets.
-    """
+    """A run whose state is sent, the rank at the other end, and its place at the receiver."""
 
     run: int
     peer: int
@@ -74,9 +68,7 @@ class Hop(NamedTuple):
 
 
 class Faded(NamedTuple):
-    """The last state of a run, once it decayed over `tokens`. Run ~r is the state that enters row
-    r.
-    """
+    """The last state of a run, decayed over `tokens`. Run ~r is the state that enters row r."""
 
     run: int
     tokens: int
@@ -147,10 +139,7 @@ class StatePlan:
 
 @functools.lru_cache(maxsize=64)  # each call needs them, and a mask may have thousands of slices
 def find_borders(mask: Mask) -> tuple[int, ...]:
-    """Return where the documents of a mask begin, rising from 0, and last the mask's length.
-
-    Raises ValueError unless the mask is of causal documents.
-    """
+    """Return where the causal documents of a mask begin, rising from 0, and last its length."""
     mask.check_one_length("lightning attention")
     borders = [0]
     for q, kv, low, high in mask.slices:
@@ -186,8 +175,6 @@ def cut_documents(
 
     masks    of the whole sequences
     goes_on  whether the last document of each mask goes on after it, as that of a prompt does
-
-    Raises ValueError unless the masks are of causal documents.
     """
     found, before, after = list[Mask](), list[bool](), list[bool]()
     for borders in map(find_borders, masks):

@@ -222,8 +222,7 @@ def _cut(segments: Segments, longest: int, against: bool, device: torch.device) 
 
 def _split(tokens: int, longest: int) -> list[int]:
     """Split a number of tokens evenly."""
-    step = min(_EVEN, longest)
-    pieces = -(-tokens // longest)
+    step, pieces = min(_EVEN, longest), -(-tokens // longest)
     size = -(-tokens // (pieces * step)) * step
     return [min(size, tokens - done) for done in range(0, tokens, size)]
 

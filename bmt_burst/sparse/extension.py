@@ -16,7 +16,7 @@ from ..sequence.mask import Mask
 from ..strategies import Plan, Problem, choose
 from ..strategies.extension import DenseCall, Extension, Tensors
 from .choice import find_fault
-from .config import InfLLMV2
+from .config import InfLLMV2, check_layer
 from .memory import SparseMemory
 from .plan import SparsePlan
 from .queries import find_longest, near_mask
@@ -33,8 +33,7 @@ class Sparse(Extension):
     memory = SparseMemory
 
     def check(self, tensors: Tensors, q: Tensor, k: Tensor) -> None:
-        if self.config is not None and not isinstance(self.config, InfLLMV2):
-            raise TypeError(f"sparse must be an InfLLMV2, got {type(self.config).__name__}")
+        check_layer(self.config)
         _check_choose_by(tensors, q, k)
         if bool(tensors) != (self.config is not None and self.config.use_nope):
             got = f"choose_by and sparse={self.config}" if tensors else f"{self.config} alone"

@@ -28,11 +28,8 @@ if TYPE_CHECKING:  # it needs the package triton
 
 
 class SparseMemory(KeyMemory):
-    """Keys and values of a layer with sparse attention. New tokens choose blocks by sums of keys,
-    to which each key is added once.
-
-    Chunks choose by the kept keys. With use_nope a sequence in chunks also keeps the keys before
-    they are rotated.
+    """Keys and values of a layer with sparse attention. New tokens choose by sums of keys, chunks
+    by the kept keys: with use_nope, by those before they are rotated, which are kept too.
     """
 
     def __init__(self, kind: Softmax, room: Room, k: Tensor, v: Tensor):

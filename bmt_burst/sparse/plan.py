@@ -154,8 +154,7 @@ class SparsePlan(Plan):
 
     def _choose_row(self, q: Tensor, keys: CompressedKeys) -> Tensor:
         """Return the chosen blocks of a row's q (S, H, D) that may be far: (F, G, topk)."""
-        scale = self.problem.spec.scale
-        chosen = choose_by_score(q, self.choosers, keys, self.sparse, scale)
+        chosen = choose_by_score(q, self.choosers, keys, self.sparse, self.problem.spec.scale)
         # The last `window_blocks` places of a list have blocks that lie in the window as a whole.
         blocks = -(-find_longest(self.problem.mask) // self.sparse.block_size)
         return chosen[..., : self.sparse.topk].to(packed_dtype(blocks), copy=True)
@@ -185,11 +184,11 @@ class SparsePlan(Plan):
         """Return the first tokens of the strides of `choosers` in a span, counted from there."""
 
         def make() -> Tensor:
-            strides, (start, stop) = self.choosers.strides(self.sparse.kernel_stride), span
+            strides = self.choosers.strides(self.sparse.kernel_stride)
+            start, stop = self.spans.spans[number]
             inside = strides[(strides >= start) & (strides < stop)] - start
             return send_to_device(inside, device)
 
-        span = self.spans.spans[number]
         return prepare_once(self.choosers, ("strides", number), device, make)
 
     @functools.cached_property

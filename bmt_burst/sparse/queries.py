@@ -88,9 +88,9 @@ class ChoosingDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class Choosers:
-    """The queries that choose, of some tokens.
+    """The queries that choose.
 
-    tokens     (F,) int64, rising: which of the tokens they are
+    tokens     (F,) int64, rising: which of some tokens they are
     places     (F,) int64: their places in their documents
     documents  those documents, in order. Each begins at a stride whose number is a multiple of 4,
                as strides of normalizing keys do.

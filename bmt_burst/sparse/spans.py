@@ -48,10 +48,7 @@ class Spans:
         return slice(*self._cuts[self.rank][span : span + 2])
 
     def gather(self, rings: Rings, tensors: Sequence[Tensor], span: int) -> tuple[Tensor, ...]:
-        """Return all tokens of a span in the order of their positions: (B, T, G, D) each.
-
-        tensors  (B, S, G, D) each, of this rank's tokens
-        """
+        """Return all tokens of a span, (B, T, G, D), of tensors of this rank's, (B, S, G, D)."""
         start, stop = self.spans[span]
         if self.size == 1:
             return tuple(x[:, start:stop] for x in tensors)

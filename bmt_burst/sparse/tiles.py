@@ -104,9 +104,8 @@ def find_between(starts: Tensor, low: int, high: int) -> Tensor:
 def _sort_keys(
     starts, keys, strides, queries, most, TOKENS: tl.constexpr, EACH: tl.constexpr
 ):  # fmt: skip
-    """Sort the blocks of a tile, a row of keys (G, tiles, TOKENS * most).
-
-    A query is the last digit of a key. `blocks.MOST_TOKENS` leaves room for it.
+    """Sort the blocks of a tile, a row of keys (G, tiles, TOKENS * most). A query is the last digit
+    of a key. `blocks.MOST_TOKENS` leaves room for it.
     """
     tile, group = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, TOKENS * EACH)

@@ -108,9 +108,8 @@ def _score(
 
 
 def _take_largest(scores: Tensor, most: int) -> Tensor:
-    """Return the `most` blocks with the largest scores (T, blocks), the lower of equal ones.
-
-    They are int32 in rising order. A score of -inf is never taken. Missing blocks are -1.
+    """Return the `most` blocks with the largest scores (T, blocks), the lower of equal ones: rising
+    int32, then -1. A score of -inf is never taken.
     """
     blocks = scores.shape[1]
     values, order = scores.sort(dim=1, descending=True, stable=True)

@@ -174,9 +174,8 @@ def normalize(
     spans: int | None = None,
 ) -> Tensor:
     """Return the logarithm to base 2 of the sum over kernels 2 that a query sees: (F, H) fp32, and
-    0 where it sees none.
-
-    With `spans`, return those of each _NORMALIZED kernels: (spans, F, H), -inf where it sees none.
+    0 where it sees none. With `spans`, return those of each _NORMALIZED kernels: (spans, F, H), and
+    -inf where it sees none.
     """
     groups = keys.scored.shape[2]
     shape = spans or 1, len(tiles.places), q.shape[1]
@@ -258,8 +257,7 @@ def split(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 def count_queries(q: Tensor, sparse: InfLLMV2, groups: int) -> int:
     """Return the queries of a tile."""
-    count: int = _prepare(q, sparse, groups)[1]["TOKENS"]
-    return count
+    return int(_prepare(q, sparse, groups)[1]["TOKENS"])
 
 
 def _prepare(q: Tensor, sparse: InfLLMV2, groups: int) -> tuple[Tensor, dict[str, Any], int]:

@@ -273,10 +273,7 @@ def _dkdv(
     TOKENS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv of blocks whose lists have one part. Hold the sums of other parts.
-
-    Scores are transposed, so that no product of the loop has to transpose them.
-    """
+    """Add to dk and dv of blocks whose lists have one part. Hold the sums of other parts."""
     group = tl.program_id(1)
     row = tl.arange(0, TOKENS * HEADS)
     head = group * GROUP + row % HEADS
@@ -305,6 +302,7 @@ def _dkdv(
             reach = tl.maximum(reach, stop)
             q_block = load_rows(address_rows(q, q_strides, token, head), there, D, WIDTH)
             dout_block = load_rows(address_rows(dout, dout_strides, token, head), there, D, WIDTH)
+            # transposed, so that no product of the loop has to transpose them
             scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
             probs = _probs(scores, key[:, None] < stop[None, :], row_lse[None, :], scale)
             dv_sums = tl.dot(
@@ -429,10 +427,7 @@ def _load_keys(x, strides, key, first, group, D: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _add_keys(x, strides, rows, key, reach, first, group, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Add rows (N, WIDTH) to x (T, G, D) for keys before `reach`.
-
-    A block may end after its document. The keys there also belong to another block.
-    """
+    """Add rows (N, WIDTH) to x (T, G, D) for keys before `reach`. Later ones have other blocks."""
     there = key < reach
     places = address_rows(x, strides, tl.where(there, key - first, 0), group)
     store_rows(places, load_rows(places, there, D, WIDTH) + rows, there, D, WIDTH)

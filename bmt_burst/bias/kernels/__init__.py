@@ -75,10 +75,8 @@ class TableKernel(ABC):
 
 
 def pick(kernel: Kernel, q: Tensor, k: Tensor, spec: Spec) -> TableKernel:
-    """Return the kernel for pairs with a bias, where `kernel` computes those without.
-
-    It is the same kernel if that knows biases, otherwise the fastest that does. Raises ValueError
-    with every candidate's reason if none can.
+    """Return the kernel for pairs with a bias: `kernel`, which computes those without, or else the
+    fastest that can. Raises ValueError with every candidate's reason if none can.
     """
     candidates = sorted(names(), key=lambda name: name != kernel.name)  # the same one first
     found = _BACKENDS.first(

@@ -35,8 +35,6 @@ class Fa4TableKernel(TableKernel):
     writes_new_memory = True
 
     def refuses(self, spec: Spec, q: Tensor, k: Tensor) -> str | None:
-        if not installed("flash_attn.cute"):
-            return "the package flash-attn-4 is not installed"
         reason = _refuses_biases(spec, q, k) or super().refuses(spec, q, k)
         if reason is None and not self.broken() and not all(map(_takes_scalars, functions())):
             return "this version of flash-attn-4 lacks aux_scalars, which a bias needs: update it"
@@ -57,6 +55,8 @@ class Fa4TableKernel(TableKernel):
 
 def _refuses_biases(spec: Spec, q: Tensor, k: Tensor) -> str | None:
     """Return why the package cannot add a bias to these inputs, or None if it can."""
+    if not installed("flash_attn.cute"):
+        return "the package flash-attn-4 is not installed"
     if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
         return "it supports a bias only on GPUs of compute capability 9"
     if spec.deterministic:
@@ -74,9 +74,8 @@ def _refuses_biases(spec: Spec, q: Tensor, k: Tensor) -> str | None:
 
 
 def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any]:
-    """Return the options for the function of scores, which `fa4_scores` defines.
-
-    It gets addresses of tensors. The bias and the call keep these tensors alive.
+    """Return the options for a function of `fa4_scores`. It gets addresses of tensors, which the
+    bias and the call keep alive.
     """
     from . import fa4_scores
 

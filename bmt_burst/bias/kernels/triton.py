@@ -85,9 +85,7 @@ def _gradient_of_sums(added: Added, bias: CallBias) -> Tensor:
 
 
 def _list_parts(call: KernelCall, device: torch.device, size: int) -> Tensor:
-    """List the programs of a call, each with a block of `size` queries. Without a band several
-    programs share a block, and each has some of the keys.
-    """
+    """List programs of `size` queries each. Without a band, several share the keys of a block."""
 
     def make() -> Tensor:
         sequences = call.sequences()
@@ -167,9 +165,8 @@ def _align(x: Tensor) -> Tensor:
 
 
 def _add_sums(added: Added, inputs: tuple[Tensor, ...]) -> Added:
-    """Return the terms of a bias with zeroed sums, and with units in which none overflows.
-
-    The host waits for no GPU. If the bound of a head's sums is not finite, its gradient is NaN.
+    """Return the terms of a bias with zeroed sums, and with units in which none overflows. If the
+    bound of a head's sums is not finite, its gradient is NaN.
     """
     terms, (_, _, v, dout, lse, delta) = added.terms, inputs
     bound = _bound_dscores(dout, v, lse, delta)

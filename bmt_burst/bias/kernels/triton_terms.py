@@ -142,9 +142,8 @@ def add_by_distance(bias, head, dscores, distances):
 
 @triton.jit
 def add_near(bias, head, dscores, queries, keys, M: tl.constexpr):
-    """Add the dscores (M, N) of pairs that go by distance, for keys of one segment.
-
-    Return (M,) the sum of each query's other dscores.
+    """Add the dscores (M, N) of pairs that go by distance, for keys of one segment. Return (M,) the
+    sum of each query's other dscores.
     """
     same = queries.groups == keys.group
     rows = tl.load(bias.pairs + (queries.segments + keys.segment), mask=same, other=bias.other)
@@ -169,10 +168,8 @@ def add_waiting(bias, head, waiting, queries, group, segment, M: tl.constexpr):
 
 @triton.jit
 def _existing(fields, SIZE: tl.constexpr):
-    """Return (SIZE,): which tokens of a block exist.
-
-    With a key of inf the gradients of missing tokens' scores are NaN, and must not be added.
-    """
+    """Return (SIZE,): which tokens of a block exist."""
+    # with a key of inf the gradients of missing tokens' scores are NaN, and must not be added
     return tl.arange(0, SIZE) < fields.count
 
 
@@ -190,10 +187,7 @@ def add_by_segments(bias, head, dscores, queries, keys, M: tl.constexpr, N: tl.c
 
 @triton.jit
 def _add_by_runs(sums, unit, bias, dscores, queries, keys, M: tl.constexpr, N: tl.constexpr):
-    """Add dscores (M, N) of pairs that go by segments. For other pairs, dscores are 0.
-
-    All queries of a run have the same row with a key. Sum them before adding.
-    """
+    """Add dscores (M, N), 0 for pairs by distance. Sum queries of a run, which have equal rows."""
     token = tl.arange(0, M)
     start = 0
     while start < queries.count:
@@ -319,10 +313,8 @@ def backward_table(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
     TERMS: tl.constexpr, ONE_PART: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of the blocks along one diagonal to the gradient of a bias by distance.
-
-    All its blocks have the same distances. So dscores are summed over the blocks, and the sums are
-    added once.
+    """Add the share of the blocks along one diagonal to the gradient of a bias by distance. They
+    have the same distances, so dscores are summed over them, and the sums are added once.
     """
     head, batch, walk = tl.program_id(1), tl.program_id(2), walks + tl.program_id(0) * 7
     start, steps, ahead = tl.load(walk), tl.load(walk + 1), tl.load(walk + 2)
@@ -366,10 +358,7 @@ def backward_table(
 def _load_between(
     at, strides, first, count, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Load SIZE tokens, `first` tokens after the address `at`: (SIZE, WIDTH).
-
-    Tokens before `at`, tokens after `count` and columns after D are 0.
-    """
+    """Load SIZE tokens, `first` after `at`: (SIZE, WIDTH), 0 before `at` and after `count`."""
     token, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
     there = (token >= -first) & (token < count)
     places = at + wide(first) * strides[1] + token * strides[1] + column
