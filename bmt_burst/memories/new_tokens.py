@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,7 +66,6 @@ class Positions:
         self.count = len(self.prompt) + count_own(self.sp, self.start, length)
 
 
-@dataclass
 class NewTokens:
     """The tokens that layers compute now, S of them. All ranks of `rings` have them.
 
@@ -81,26 +79,17 @@ class NewTokens:
     differs    whether ranks have other tokens, () bool on a device. None: not compared
     """
 
-    rings: Rings
-    positions: Positions
-    start: int
-    stop: int
-    places: list[int]
-    stops: list[int]
-    sent: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
-    prepared: dict[Any, Any] = field(default_factory=dict)
-    given: Tensor | None = None
-    differs: Tensor | None = None
-
-    @staticmethod
-    def begin(rings: Rings, positions: Positions, start: int, tokens: int) -> NewTokens:
-        """Note so many new tokens, and which of their keys stay on this rank."""
+    def __init__(self, rings: Rings, positions: Positions, start: int, tokens: int):
+        self.rings, self.positions, self.start, self.stop = rings, positions, start, start + tokens
         size, rank, before = positions.sp.size, positions.sp.rank, positions.count
-        own = [p // BLOCK % size == rank for p in range(start, start + tokens)]
-        stops = [before + count for count in itertools.accumulate(own)]
-        positions.count = stops[-1]
-        places = [end - 1 if mine else -1 for end, mine in zip(stops, own, strict=True)]
-        return NewTokens(rings, positions, start, start + tokens, places, stops)
+        own = [p // BLOCK % size == rank for p in range(start, self.stop)]
+        self.stops = [before + count for count in itertools.accumulate(own)]
+        self.places = [end - 1 if mine else -1 for end, mine in zip(self.stops, own, strict=True)]
+        positions.count = self.stops[-1]
+        self.sent: dict[tuple[Hashable, ...], Tensor] = {}
+        self.prepared: dict[Any, Any] = {}
+        self.given: Tensor | None = None
+        self.differs: Tensor | None = None
 
     def on(self, device: torch.device, *what: Hashable) -> Tensor:
         """Return numbers about these tokens on a device: "first", (1,), "places", (S,), or "spans"

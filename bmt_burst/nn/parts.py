@@ -63,11 +63,10 @@ def _check_cache(sp: SequenceParallel, cache: Any, mask: Any, layout: Any) -> No
 def _check_ranks(sp: SequenceParallel, part: Part) -> None:
     if sp.size in (1, part.sp.size):
         return
-    kind, instead = "Chunks", "pass sp to Chunks"
-    if isinstance(part, WholeSequence):
-        kind, instead = "a sequence", "make it by sp.sequence"
-    elif isinstance(part, Cache):
-        kind, instead = "Cache", "pass sp to Cache"
+    kind, instead = {
+        WholeSequence: ("a sequence", "make it by sp.sequence"),
+        Cache: ("Cache", "pass sp to Cache"),
+    }.get(type(part), ("Chunks", "pass sp to Chunks"))
     raise ValueError(
         f"expected {kind} of this model's {sp.size} ranks, got {kind} of {part.sp.size}: {instead}"
     )

@@ -393,6 +393,6 @@ class Cache(KeptPart):
 
     def _begin(self, rings: Rings, tokens: int) -> NewTokens:
         """Note new tokens, and which of their keys stay on this rank."""
-        self._new = NewTokens.begin(rings, self._positions, self.length, tokens)
+        self._new = NewTokens(rings, self._positions, self.length, tokens)
         self._length, self._done = self._new.stop, []
         return self._new

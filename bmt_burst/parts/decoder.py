@@ -1,7 +1,7 @@
 """Steps of decoding: a model computes one new token of each row, as a CUDA graph where possible.
 
-A step launches hundreds of small kernels. The host needs longer to launch them one by one than a
-GPU to compute them. A graph launches all of them at once.
+A step launches hundreds of small kernels, for which the host needs longer than the GPU. A graph
+launches all of them at once.
 
     decoder = Decoder(model, cache)  # after the prefill of a bmt_burst.Cache
     logits = decoder(tokens)         # on all ranks, for each new token
@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -46,11 +45,9 @@ class Decoder:
     A graph computes one new token for each row. The first such token is computed without it, as
     other numbers of tokens are: kernels are compiled and ranks connected before a graph is made.
 
-    Obstacles are CPUs, fp64 and GPUs for which kernels/triton_few_queries.py has no kernel; and
-    ranks that are no single group of torch.distributed.
-
-    Where layers turn sparse, at `dense_len` tokens, the next token is computed without a graph, and
-    then a new one is made.
+    Obstacles are CPUs, fp64, GPUs for which kernels/triton_few_queries.py has no kernel, layers on
+    several GPUs, and ranks that are no single group of torch.distributed. Where layers turn sparse,
+    at `dense_len` tokens, the next token is computed without a graph, and then a new one is made.
 
     The model must do the same work for each token. Its work on the host is done only when the graph
     is made. Its weights may change in place only. Close the Decoder before the ranks' group is
@@ -86,14 +83,13 @@ class Decoder:
         a prefill, or has other rows.
         Raises RuntimeError if no graph can be made of the model, RanksDisagree on other ranks.
         """
-        sp = self.cache.sp
+        rings = self.cache.sp.rings
         is_tensor = isinstance(tokens, Tensor)
         if not is_tensor or tokens.dim() != 2 or tokens.dtype != torch.int64:
             got = f"{tuple(tokens.shape)} {tokens.dtype}" if is_tensor else type(tokens).__name__
             error = ValueError(f"expected tokens (batch, tokens) torch.int64, got {got}")
-            refuse(sp.rings, "a call of a Decoder", error)
+            refuse(rings, "a call of a Decoder", error)
         count = tokens.shape[1]
-        rings = sp.rings
         if self._variant != (variant := self.cache.variant(self.cache.length + 1)):
             # layers that turned sparse have other kernels, which run without a graph first
             self._numbers = self._step = None
@@ -153,8 +149,7 @@ class Decoder:
                 for ring in rings.shared:
                     assert isinstance(ring, TorchTransport), "others are obstacles"
                     ring.start_watch()
-                device = memory.difference.device
-                record = functools.partial(_Step.record, self.model, cache, new, numbers, device)
+                record = functools.partial(_Step, self.model, cache, new, numbers)
                 try:
                     self._step = run_together(rings, "the making of a Decoder's graph", record)
                 except BaseException:
@@ -163,14 +158,13 @@ class Decoder:
             self._step.fill(tokens, new)
             self._step.graph.replay()
             new.differs = self._step.differs
-            cache._done = [*range(cache.layers)]
+            cache._done = [*self._step.order]
             return self._step.logits.clone()
 
         with torch.cuda.device_of(memory.difference):
             return run_agreed(rings, doing, check, run)
 
 
-@dataclass
 class _Step:
     """A recorded step, and the memory on the GPU that it reads and writes.
 
@@ -179,42 +173,36 @@ class _Step:
     numbers  int64: the numbers with these names, one after the other
     logits   (B, 1, V)
     differs  whether ranks were given other tokens, () bool, or None if they do not compare them
+    order    of its layers
     """
 
-    graph: torch.cuda.CUDAGraph
-    names: Sequence[tuple[Hashable, ...]]
-    tokens: Tensor
-    numbers: Tensor
-    logits: Tensor
-    differs: Tensor | None
-
-    @staticmethod
-    def record(
+    def __init__(
+        self,
         model: Callable[..., Tensor],
         cache: Cache,
         new: NewTokens,
         names: Sequence[tuple[Hashable, ...]],
-        device: torch.device,
-    ) -> _Step:
+    ):
         """Record the tokens that the cache has begun, without computing them."""
-        rows = next(iter(cache._memories.values())).rows
-        tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        names = [("first",), *(name for name in names if name != ("first",))]
-        shapes = [torch.tensor(new.find(*name)).shape for name in names]
+        memory = next(iter(cache._memories.values()))
+        device = memory.difference.device
+        self.tokens = torch.zeros(memory.rows, 1, dtype=torch.int64, device=device)
+        self.names = [("first",), *(name for name in names if name != ("first",))]
+        shapes = [torch.tensor(new.find(*name)).shape for name in self.names]
         sizes = [shape.numel() for shape in shapes]
-        numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        parts = zip(numbers.split(sizes), shapes, strict=True)
-        new.sent = dict(zip(names, (x.view(shape) for x, shape in parts), strict=True))
-        graph = torch.cuda.CUDAGraph()
+        self.numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        for name, x, shape in zip(self.names, self.numbers.split(sizes), shapes, strict=True):
+            new.sent[name] = x.view(shape)
+        self.graph = torch.cuda.CUDAGraph()
         try:
             # other threads, as those that watch ranks, need not stop meanwhile
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                logits = model(tokens, new.sent["first",], cache=cache)
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.logits = model(self.tokens, new.sent["first",], cache=cache)
         except RuntimeError as error:
             raise RuntimeError(
                 f"no CUDA graph can be made of this model, pass graph=False to Decoder: {error}"
             ) from error
-        return _Step(graph, names, tokens, numbers, logits, new.differs)
+        self.differs, self.order = new.differs, [*cache._done]
 
     def fill(self, tokens: Tensor, new: NewTokens) -> None:
         """Write the inputs of the tokens that the cache has begun."""
