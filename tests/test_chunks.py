@@ -287,6 +287,14 @@ def use_chunk_again(chunks: Chunks, model: CPM) -> None:
     take(model, first)
 
 
+def use_the_first_chunk(chunks: Chunks, model: CPM) -> None:
+    run = chunks.forward()
+    first = next(run)
+    take(model, first)
+    next(run)
+    take(model, first)
+
+
 def pass_tokens(chunks: Chunks, model: CPM, tokens: int, **more) -> None:
     x = torch.zeros(1, tokens, dtype=torch.int64)
     for chunk in chunks.forward():
@@ -416,7 +424,14 @@ WRONG = {
         "chunk 1 differ",
     ),
     "no gradient": (run_without_gradient, "got a run without gradient: leave out torch.no_grad"),
-    "an old chunk": (use_chunk_again, "got chunk 0 after this loop"),
+    "an old chunk": (
+        use_chunk_again,
+        r"expected no chunk after the loop over forward\(\) or backward\(\), got chunk 0",
+    ),
+    "a chunk before the present one": (
+        use_the_first_chunk,
+        "expected chunk 1, which the loop yielded last, got chunk 0",
+    ),
     "a mask": (
         lambda chunks, model: pass_tokens(chunks, model, 20, mask=Mask.causal(20)),
         "expected a chunk or a mask and layout, got both",

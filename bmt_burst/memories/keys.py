@@ -97,8 +97,8 @@ class KeyMemory(Memory):
         return functools.partial(self._attend_chunk, turn, self.put(turn, k, v), q, k, v, *tensors)
 
     def put(self, turn: Turn, *tensors: Tensor) -> Past:
-        """Keep k, v and what else is kept, (B, C, G, D) each, of a chunk. Return all keys and
-        values that its queries see, with the sums of their gradients if a backward follows.
+        """Keep tensors (B, C, G, D) of a chunk. Return all keys and values that its queries see,
+        with the sums of their gradients if a backward follows.
         """
         keys = self.keys[turn.number]
         if turn.differentiates and turn.is_first and turn.number < len(self.keys) - 1:
@@ -134,8 +134,8 @@ class KeyMemory(Memory):
 
     @torch.no_grad()
     def _open(self, tensors: Iterable[Tensor], keys: ChunkKeys) -> None:
-        """Compare the keys and values of a chunk with the kept ones, and make room for all of its
-        sums. Keys that no later chunk sees have sums of 0.
+        """Compare a chunk's tensors with the kept ones, and make room for the sums of all its keys.
+        Those of keys that no later chunk sees are 0.
         """
         last = slice(keys.last.start - keys.own.start, None)
         pairs = zip(tensors, self.kept, strict=True)

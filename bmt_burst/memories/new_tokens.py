@@ -36,8 +36,8 @@ def count_own(sp: SequenceParallel, start: int, stop: int) -> int:
 
 
 class Positions:
-    """The positions of this rank's keys, also of those that are still to come: int64, rising. They
-    are computed once they are used, when there is memory for the keys of `limit` tokens.
+    """The positions of this rank's keys up to `limit`: int64, rising. They are computed once they
+    are used, when there is memory for these keys.
 
     prompt    those of this rank's keys of the prompt
     start     the position of the first new token
@@ -116,10 +116,8 @@ class NewTokens:
     def merge(
         self, parts: Partials, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the merge of all ranks' partial results in rank order: out (B, S, H, D), by
-        default in the accumulator's dtype, and lse (B, S, H).
-
-        The first layer that merges also does what `compare` does, in the same message.
+        """Merge all ranks' partial results in rank order. Return out (B, S, H, D), by default in
+        the accumulator's dtype, and lse (B, S, H). The first layer also compares, as `compare`.
         """
         few, wide, rows = find_kernels(q), accumulator_dtype(q.dtype), q.shape[:-1]
         if self.rings.size > 1:
@@ -138,8 +136,8 @@ class NewTokens:
         return out, lse
 
     def compare(self, k: Tensor, v: Tensor) -> None:
-        """Compare the keys and values (B, S, G, D) of a layer, and the given positions, which tell
-        whether ranks compute the same tokens. This sets `differs`. The host does not wait for it.
+        """Set `differs` by the keys and values (B, S, G, D) of a layer, and the given positions.
+        The host does not wait for it.
         """
         if self.rings.size > 1 and self.differs is None:
             signs = self._sign(k, v)
@@ -156,10 +154,8 @@ class NewTokens:
 
 
 def _sign(x: Tensor) -> Tensor:
-    """Return numbers that tell tokens x (B, S, G, D) apart: (B, S, 1 + _SIGNS).
-
-    The first is a token's norm. The others are its products with fixed numbers below 1. Two tokens
-    differ in each of them by about the norm.
+    """Return numbers that tell tokens x (B, S, G, D) apart, (B, S, 1 + _SIGNS): a token's norm, and
+    its products with fixed numbers below 1, in which two tokens differ by about the norm.
     """
     flat = x.flatten(2).to(accumulator_dtype(x.dtype))
     factors = _factors(flat.shape[2], flat.dtype, flat.device)
@@ -173,9 +169,8 @@ def _factors(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _differ(signs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return whether ranks have other tokens, () bool, from the signs of all, ranks first.
-
-    Ranks may compute the same tokens with other kernels, which round each value otherwise.
+    """Return whether ranks have other tokens, () bool, from the signs of all, ranks first. Kernels
+    of ranks may differ, and so the rounding of the same tokens.
     """
     signs = signs.nan_to_num(0.0)  # a rank with NaN differs from one without
     rounding = max(32 * torch.finfo(dtype).eps, 1e-3) * signs[:1, ..., :1]

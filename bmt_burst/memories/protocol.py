@@ -81,9 +81,8 @@ class Kind(Protocol):
         """Raise ValueError for tensors besides q, k and v that it does not take."""
 
     def memory(self, room: Room, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Memory:
-        """Return the memory of a layer with such tensors, which holds no tokens yet.
-
-        Raises ValueError for tensors that it cannot keep, and if there is not enough memory.
+        """Return the empty memory of a layer with such tensors. Raises ValueError for tensors that
+        it cannot keep, and if there is not enough memory.
         """
 
 
@@ -148,9 +147,7 @@ class Memory(ABC):
         self, turn: Turn, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> Callable[[], Tensor]:
         """Keep what later tokens need of a chunk. Return a function that all ranks call together,
-        and that returns the chunk's attention.
-
-        Raises ValueError for wrong tensors, on this rank only.
+        and that returns the chunk's attention. Raises ValueError on this rank only.
         """
 
     @abstractmethod
@@ -177,9 +174,7 @@ class Memory(ABC):
         """
 
     def variant(self, length: int) -> Hashable:
-        """Return which computation a new token gets that makes a text of `length` tokens. A CUDA
-        graph holds one.
-        """
+        """Return which computation the last token of `length` gets. A CUDA graph holds one."""
         return None
 
     def graph_obstacle(self) -> str | None:

@@ -123,15 +123,10 @@ class SelfAttention(SequenceParallelModule):
         """Map x (B, S, E) of this rank's tokens to (B, S, E). `cos` and `sin` are `rope_tables` of
         their positions, which a layer without rotary positions does not need.
 
-        cache   a chunk of Chunks or of a prompt, or a Cache, whose tokens x continues. With a Cache
-                x is the same on all ranks
-        mask    which pairs of the whole sequence are visible, or one for each row. By default a
-                token attends to all earlier ones.
-        layout  which rank owns which positions, or one for each row; by default sp's. "balanced"
-                is Layout.balanced of the mask, without this layer's window.
+        cache, mask, layout  as find_part's. With a Cache, x is the same on all ranks. "balanced" is
+                             Layout.balanced of the mask, without this layer's window.
 
-        Raises on all ranks if inputs are wrong on any rank, and ValueError for a cache with a mask
-        or a layout.
+        Raises on all ranks if inputs are wrong on any rank.
         """
         try:
             self._check_inputs(x, cos, sin)
@@ -189,15 +184,12 @@ class SelfAttention(SequenceParallelModule):
     def project(
         self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to q (B, S, H, D) and k (B, S, G, D), normalized and rotated if the layer does
-        so, and v (B, S, G, D).
-        """
-        q, k, v, _ = self.project_all(x, cos, sin)
-        return q, k, v
+        """Return q (B, S, H, D) and k (B, S, G, D), as the layer attends with them, and v."""
+        return self.project_all(x, cos, sin)[:3]
 
     def project_all(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Heads:
-        """Project x as `project` does. Also return the `choose_by` of `attend`: q and k before they
-        are rotated, or None unless sparse attention needs them.
+        """Return what `project` does, and the `choose_by` of `attend`: q and k before they are
+        rotated, or None unless sparse attention needs them.
         """
         return self.rotate_heads(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin)
 

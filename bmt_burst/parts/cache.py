@@ -1,9 +1,9 @@
 """The cache of generation: what layers keep of earlier tokens, on any number of ranks.
 
-The prompt is computed in chunks, each of them cut over the ranks, and its keys stay where they were
-computed. Then every rank computes the whole model on the new tokens, and the keys of each new token
-stay on one rank. A rank attends to its own keys, and one gather of (out, lse) merges the ranks'
-results. Every rank holds the states of lightning layers.
+The prompt is computed in chunks, and its keys stay where they were computed. Then every rank
+computes the whole model on the new tokens, and the keys of each new token stay on one rank. A rank
+attends to its own keys, and one gather of (out, lse) merges the ranks' results. Every rank holds
+the states of lightning layers.
 
     cache = Cache(sp, layers=32, limit=140_000)
     for chunk in cache.prefill(length, tokens=16384):
@@ -33,6 +33,7 @@ from ..memories.protocol import Kind, Memory, Room
 from ..ranks.agreement import Terms, admit_one_thread, agree, refuse, report_failure, run_agreed
 from ..ranks.rings import Rings, check_device
 from ..ranks.sequence_parallel import SequenceParallel, check_sp
+from ..sequence.mask import Mask
 from .base import KeptPart
 from .chunks import Chunk, Chunks
 
@@ -119,13 +120,12 @@ class Cache(KeptPart):
 
         A model computes each chunk before the next one is requested. It returns logits of the
         prompt's last token only, (B, 1, V), on all ranks with the last chunk. Rotary scalings by
-        length, and `dense_len` of sparse attention, take the length of the prompt.
+        length, and `dense_len` of sparse attention, take the length of the prompt. A prefill that
+        failed or was left early may be started again, with other arguments.
 
-        A prefill that failed or was left early may be started again, with other arguments.
-
-        Raises ValueError on all ranks if the cache is not empty, if the prompt exceeds its limit,
-        if a chunk has fewer tokens than there are ranks, or if there is not enough memory. The
-        first attention raises RanksDisagree on all ranks if they passed different arguments.
+        Raises ValueError on all ranks if the cache is not empty, the prompt exceeds its limit, a
+        chunk has fewer tokens than there are ranks, or memory does not suffice. The first attention
+        raises RanksDisagree if ranks passed different arguments.
         """
         try:
             length = as_int("length", length)
@@ -142,7 +142,8 @@ class Cache(KeptPart):
                     "model(tokens, positions, cache=cache) on all ranks"
                 )
             tokens = length if tokens is None else tokens
-            prompt = Chunks.of_prompt(self.sp, self.layers, length, tokens, layout, self.limit)
+            prompt = Chunks(Mask.causal(length), tokens, self.layers, self.sp, layout=layout)
+            prompt._limit = self.limit
         except (TypeError, ValueError) as error:
             self._refuse(error)
         if self._filling is not None:
@@ -189,9 +190,7 @@ class Cache(KeptPart):
         tensors: tuple[Any, ...],
         use: Callable[[Memory, NewTokens], Result],
     ) -> Result:
-        """Return what `use` does with a layer's memory and new tokens q, k, v and other `tensors`.
-        Ranks agree in the first layer, and in each layer's first call.
-        """
+        """Return what `use` does with a layer's memory and the new tokens."""
         rings, (q, k, v, *others) = self.sp.rings, tensors
 
         def check() -> tuple[Terms, Memory]:
@@ -357,9 +356,7 @@ class Cache(KeptPart):
             memory.check(kind, *tensors)
 
     def _check_ready(self, tokens: int, stays: int | None = None) -> None:
-        """Raise ValueError unless all layers can compute so many new tokens now, or have the tokens
-        that stay.
-        """
+        """Raise ValueError unless all layers can compute new tokens, or have those that stay."""
         if self._filling is not None:
             raise ValueError("expected a Cache whose prefill has ended, got one in a prefill")
         if self._new is not None and self._new.differs is not None:

@@ -113,18 +113,16 @@ class Chunks:
         self._current: Chunk | None = None
         self._run_number = 0  # counts forward() and backward()
         self._calls = Counter[int]()
-        # layers whose backward will run, those whose backward has begun, and whether autograd
-        # recorded any
+        # layers whose backward will run, those where it has begun, whether autograd recorded any
         self._needed, self._backwards, self._records = set[int](), set[int](), False
         self._ends: dict[int, Tensor] = {}  # of the positions of chunks that asked for a length
         self._positions: dict[int, Tensor] = {}  # of chunks, where a model passed them
 
     def forward(self, last: bool = False) -> Iterator[Chunk]:
-        """Yield the chunks in their order, without gradient. The last one is left out, since its
-        backward computes it, unless `last`, as in an evaluation.
+        """Yield the chunks in their order, without gradient: all, or without `last` all but the
+        last one, which its backward computes. Forgets what an earlier step kept.
 
-        Forgets what an earlier step kept. Raises ValueError if a chunk was not computed by all
-        layers.
+        Raises ValueError on all ranks if a chunk was not computed by all layers.
         """
         self._evaluates = is_whole = as_bool("last", last)
         self.forget()
@@ -150,15 +148,6 @@ class Chunks:
             )
         yield from self._run(_BACKWARD, self.chunks[::-1])
         self.forget()
-
-    @staticmethod
-    def of_prompt(
-        sp: SequenceParallel, layers: int, length: int, tokens: int, layout: str, limit: int
-    ) -> Chunks:
-        """Return the chunks of the first `length` tokens of a Cache with this limit."""
-        prompt = Chunks(Mask.causal(length), tokens, layers, sp, layout=layout)
-        prompt._limit = limit
-        return prompt
 
     def _run(self, phase: str, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         self._phase, self._run_number = phase, self._run_number + 1
@@ -199,10 +188,9 @@ class Chunks:
         self, chunk: Chunk, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> tuple[Memory, Turn]:
         """Return the memory of a layer, and its turn on a chunk."""
-        self._check_chunk(chunk)
-        self._check_tensors(chunk, layer, q, k, v)
+        self._check_turn(chunk, layer, q, k, v)
         memory = self._memories.get(layer)
-        reserves = memory is None and self.sp.size > 1
+        reserves = memory is None and self._phase == _FORWARD
         if memory is None:
             room = Room(layer, self.sp, self.masks, self.layout, self._limit)
             memory = self._memories[layer] = kind.memory(room, q, k, v, *tensors)
@@ -218,16 +206,14 @@ class Chunks:
             number=chunk.number,
             differentiates=self._phase == _BACKWARD,
             is_first=is_first,
-            reserves=reserves and self._phase == _FORWARD,
+            reserves=reserves,
             with_backward=not self._evaluates,
             terms=self._terms,
             begin=functools.partial(self._begin_backward, self._run_number, chunk, layer),
         )
 
     def _begin_backward(self, run: int, chunk: Chunk, layer: int) -> None:
-        """Note the backward of a layer. Raises ValueError for a second one in a chunk, and for one
-        of an earlier run.
-        """
+        """Note the backward of a layer. Raises ValueError for a second or a late one."""
         if run != self._run_number:
             raise ValueError(
                 f"expected a backward in the loop that yielded chunk {chunk.number}, got one after "
@@ -240,26 +226,18 @@ class Chunks:
             )
         self._backwards.add(layer)
 
-    def _check_chunk(self, chunk: Chunk) -> None:
-        """Raise ValueError unless this chunk is the present one."""
-        if self._current is None and self._limit is not None:
-            raise ValueError(
-                "expected a chunk of the prefill that began last, inside its loop, got one of an "
-                "earlier prefill"
-            )
-        if self._current is None:
-            raise ValueError(
-                f"expected a chunk inside the loop over forward() or backward() that yielded it, "
-                f"got chunk {chunk.number} after this loop"
-            )
+    def _check_turn(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError for a chunk that is not the present one, a wrong layer, and tensors of
+        other tokens than the chunk's.
+        """
         if chunk is not self._current:
-            raise ValueError(
-                f"expected the chunk that forward() or backward() yielded last, "
-                f"{self._current.number}, got chunk {chunk.number}"
-            )
-
-    def _check_tensors(self, chunk: Chunk, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError for a wrong layer, and for tensors of other tokens than the chunk's."""
+            loop = "forward() or backward()"
+            if self._limit is not None:
+                loop = "prefill(), or once another one began"
+            expected = f"no chunk after the loop over {loop}"
+            if self._current is not None:
+                expected = f"chunk {self._current.number}, which the loop yielded last"
+            raise ValueError(f"expected {expected}, got chunk {chunk.number}")
         if not 0 <= as_int("layer", layer) < self.layers:
             raise ValueError(f"expected a layer below {self.layers} in these Chunks, got {layer}")
         tokens, rows = chunk.span.stop - chunk.span.start, len(self.masks)
@@ -271,8 +249,8 @@ class Chunks:
                 )
 
     def _end_chunk(self, chunk: Chunk) -> None:
-        """Check on all ranks what a model did with a chunk. Raises ValueError if it is wrong on any
-        rank, and RanksDisagree if they called layers in different orders.
+        """Raise ValueError on all ranks if a model on any of them computed a chunk wrongly, or
+        called layers in another order.
         """
 
         def describe() -> dict[str, Any]:
@@ -444,12 +422,10 @@ class Chunk(KeptPart):
     def check_positions(self, positions: Tensor) -> None:
         """Note the positions of this rank's tokens: (C,) int64, or (B, C).
 
-        Once all chunks have noted them, ranks check at the end of the last chunk that the tokens
-        are those of the chunks' layout: within a document positions never fall, except to 0. That
-        gathers 8 bytes a token once a step.
+        At the end of the last chunk ranks gather them, 8 bytes a token, to check that tokens lie as
+        the chunks' layout says: within a document positions never fall, except to 0.
 
-        Raises ValueError on all ranks for positions that fall, or that are not one for each token,
-        and TypeError if they are no tensor.
+        Raises ValueError or TypeError on all ranks unless there is one for each token.
         """
         tokens = self.span.stop - self.span.start
         try:
@@ -466,8 +442,8 @@ class Chunk(KeptPart):
 
     @not_compiled
     def longest(self, positions: Tensor) -> Tensor:
-        """Return the length by which rotary scalings choose frequencies: () for `positions` (C,)
-        int64, (B,) for (B, C). It is SequenceParallel.longest of the whole sequence.
+        """Return SequenceParallel.longest of the whole sequence: () for `positions` (C,), (B,) for
+        (B, C).
         """
         chunks = self.chunks
         chunks._ends[self.number] = positions.amax(-1) + 1

@@ -79,9 +79,8 @@ class Decoder:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of new tokens (B, S) int64, without gradient.
 
-        Raises ValueError on all ranks if tokens are not (B, S) int64, and if the cache is full, in
-        a prefill, or has other rows.
-        Raises RuntimeError if no graph can be made of the model, RanksDisagree on other ranks.
+        Raises ValueError on all ranks for other tokens, and if the cache is full, in a prefill, or
+        has other rows. Raises RuntimeError if no graph can be made, RanksDisagree on other ranks.
         """
         rings = self.cache.sp.rings
         is_tensor = isinstance(tokens, Tensor)
@@ -105,9 +104,7 @@ class Decoder:
         return logits
 
     def _replays(self, rings: Rings) -> bool:
-        """Return whether a graph computes the step. Raises ValueError for an obstacle to one that
-        was asked for.
-        """
+        """Return whether a graph computes the step. If it was asked for, raise for an obstacle."""
         if self._step is not None or self._graph_asked is False:
             return self._step is not None
         obstacle = self._find_obstacle(rings)
