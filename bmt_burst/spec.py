@@ -1,6 +1,5 @@
-"""The computation on the visible pairs of a mask.
-
-A feature that some kernels lack is a field here, and a reason in `refuses` of those kernels.
+"""The formula of attention. A feature that some kernels lack is a field here, and a reason in
+`refuses` of those kernels.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spec:
-    """The formula of attention.
-
-    It is softmax(softcap tanh(scale q k^T / softcap)) v, or without a softcap softmax(scale q k^T)
-    v.
+    """The formula of attention: softmax(softcap tanh(scale q k^T / softcap)) v, without a softcap
+    softmax(scale q k^T) v.
 
     scale          positive factor of the scores
     deterministic  results are equal bit for bit between runs
