@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bmt_burst import Layout, Mask, simulate
-from bmt_burst.base.differences import find_difference
+from bmt_burst.base.kept import find_difference
 from bmt_burst.lightning import reference
 from bmt_burst.lightning.attention import attend_lightning
 from bmt_burst.lightning.memory import continue_state

@@ -9,9 +9,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 
 def check_first_derivative(what: str) -> None:
-    """Raise RuntimeError in a backward that autograd records to differentiate it again.
-
-    A backward of this library leaves no history, so second derivatives would silently be zero.
+    """Raise RuntimeError in a backward that autograd records to differentiate it again: it leaves
+    no history, so second derivatives would silently be zero.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -34,9 +33,7 @@ def check_transforms(what: str, *tensors: Tensor) -> None:
 
 
 def stops_recomputation(error: BaseException | None) -> bool:
-    """Whether activation checkpointing ends a recomputation with this error.
-
-    It raises the error where autograd saves the last tensor that the backward needs: for a call
-    that is the last one of a checkpointed function, once the call has computed its results.
+    """Whether activation checkpointing ends a recomputation with this error, as it does once the
+    last call of a checkpointed function has computed its results.
     """
     return isinstance(error, _StopRecomputationError)

@@ -19,6 +19,8 @@ from contextvars import ContextVar, Token
 import torch
 from torch import Tensor
 
+from .dtypes import accumulator_dtype
+
 logger = logging.getLogger("bmt_burst")
 
 
@@ -112,9 +114,8 @@ def is_recomputing() -> bool:
 def find_kept(find: Callable[[], Tensor], finding: str) -> Tensor:
     """Return the result that an earlier run kept for this call. If nothing recomputes, find it.
 
-    All contexts that recompute take it. The others keep it for their own recomputations.
-
-    finding  what `find` does, for the report of a process that does it again
+    All contexts that recompute take it. The others keep it for their own recomputations. A process
+    that finds it again reports `finding`.
     """
     taken = [context.take() for context in _contexts.get() if context.recomputes]
     if not taken and is_in_backward():
@@ -139,3 +140,21 @@ def _warn_of_finding_again(finding: str) -> None:
         "context_fn=bmt_burst.sparse.keep_choices and use_reentrant=False to "
         "torch.utils.checkpoint, or use bmt_burst.sparse.Choices"
     )
+
+
+def find_difference(x: Tensor, kept: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the difference of x from what an earlier run kept, relative to the most that rounding
+    to `dtype`, by default that of `kept`, does.
+
+    Runs with the same kernels are equal. A compiled model rounds elsewhere without a graph: in tens
+    of layers that adds up to several eps in an entry, but not in a scale of all, where independent
+    roundings cancel. A scale of fp32 may differ by products in TF32.
+    """
+    eps = torch.finfo(dtype or kept.dtype).eps
+    x, kept = (t.to(accumulator_dtype(kept.dtype)) for t in (x, kept))
+    if not kept.numel():
+        return kept.new_zeros(())
+    apart, tiny = x - kept, torch.finfo(kept.dtype).tiny
+    of_entry = apart.abs().amax() / kept.abs().amax().clamp_min(tiny)
+    of_scale = (apart * kept).sum().abs() / kept.square().sum().clamp_min(tiny)
+    return torch.maximum(of_entry / eps**0.5, of_scale / max(2 * eps, 1e-5))

@@ -45,9 +45,8 @@ class Registry(Generic[T]):
         return self.load("meta" if x.is_meta and "meta" in self._places else "torch")
 
     def first(self, names: Iterable[str], q: Tensor, refuses: Refuses, what: str) -> str:
-        """Return the first of `names` that does not refuse tensors like q (..., D).
-
-        Raises ValueError with each one's reason if there is none. `what` begins the error.
+        """Return the first of `names` that does not refuse tensors like q (..., D). Raises
+        ValueError, which `what` begins, with each one's reason if there is none.
         """
         reasons = []
         for name in names:

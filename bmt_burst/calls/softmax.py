@@ -46,8 +46,8 @@ _KINDS = 4  # of layers whose plans of all chunks are kept, up to four calls of 
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax attention: everything of a call but its sequence and its tensors. These are q, k, v,
-    the sinks or None, and then those of the extension.
+    """Softmax attention: everything of a call but its sequence and its tensors, which are q, k, v,
+    the sinks or None, and those of the extension.
 
     scale      factor of the scores, by default 1 / sqrt(D)
     window     of a layer: a token sees only itself and the window - 1 tokens before it, if the mask

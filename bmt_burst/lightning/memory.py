@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..base.autocast import without_autocast
 from ..base.compiled import not_compiled
-from ..base.differences import find_difference
 from ..base.dtypes import accumulator_dtype
+from ..base.kept import find_difference
 from ..memories.new_tokens import NewTokens
 from ..memories.protocol import Kind, Memory, Room, Turn, check_alike, select_rows
 from ..ranks.sequence_parallel import WholeSequence

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.differences import find_difference
 from ..base.dtypes import accumulator_dtype
+from ..base.kept import find_difference
 from ..calls.autograd import Past
 from ..calls.inputs import check_sinks
 from ..calls.softmax import SoftmaxAttention, attend, reserve_ahead

@@ -125,9 +125,8 @@ class Layout(ABC):
 
     @abstractmethod
     def ranges(self, rank: int) -> Sequence[range]:
-        """Return the positions of `rank`'s shard: rising ranges in rising order.
-
-        Ranges of one step need the fewest kernel calls. Empty ranges do not count.
+        """Return the positions of `rank`'s shard: rising ranges in rising order. Ranges of one step
+        need the fewest kernel calls. Empty ranges do not count.
         """
 
     @functools.cached_property
@@ -148,7 +147,7 @@ class Layout(ABC):
         return f"{self.name} {hashlib.blake2b(numbers.tobytes(), digest_size=12).hexdigest()}"
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of `rank`'s shard in storage order. Positions rise."""
+        """Return the runs of `rank`'s shard in storage order, which rise."""
         found, at = [], 0
         for r in self._shard(rank):
             found.append(Run(r.start, r.step, rank, (at, at + len(r))))
@@ -171,7 +170,7 @@ class Layout(ABC):
         return self.shards[rank]
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return `rank`'s positions in the whole sequence: (S_local,) int64, in storage order."""
+        """Return `rank`'s positions: (S_local,) int64, in storage order."""
         none = torch.empty(0, dtype=torch.int64, device=device)  # a shard may have no ranges
         parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in self._shard(rank)]
         return torch.cat([none, *parts])
@@ -301,10 +300,7 @@ class Tail(Layout):
 
 
 class Chunked(Stacked):
-    """See `Layout.chunks`.
-
-    spans  the positions of each chunk
-    """
+    """See `Layout.chunks`. `spans` are the positions of each chunk."""
 
     name = "chunks"
 
