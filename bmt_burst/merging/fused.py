@@ -7,7 +7,6 @@ kernels take them times 16 (see `multiply_by_16`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,15 +28,14 @@ def merge_outputs(out: Tensor, lse: Tensor, parts: list[OutputPart]) -> None:
     total, total_lse = tokens_at(out, span), lse[:, :, slice(*span)]
     parts = _fill_up(clip_parts(parts, span))
     grid, sizes, shape = _by_rows(total)
-    outs, lses = [_dense_rows(part[1]) for part in parts], [part[2] for part in parts]
+    lses = [part[2] for part in parts]
     # Triton compiles a kernel again for addresses that are no multiples of 16, and in a tuple
     # nothing prevents that. So it gets where memory begins, and offsets apart.
     starts = tuple(part_lse.as_strided((1,), (1,), 0) for part_lse in lses)
     offsets = multiply_by_16(int(part_lse.storage_offset()) for part_lse in lses)
     lse_strides = tuple(multiply_by_16(x.stride(dim) for x in lses) for dim in range(3))
-    strides = total.stride(), multiply_by_16(total_lse.stride()), _row_strides(outs)
-    of_lses = starts, offsets, lse_strides
-    tensors = total, total_lse, tuple(outs), of_lses, _places(parts, total)
+    tensors = total, total_lse, _pack(parts, total), (starts, offsets, lse_strides)
+    strides = total.stride(), multiply_by_16(total_lse.stride())
     constants = len(parts), *shape, lies_in(parts[0], total)
     _merge_outputs[grid](*tensors, *strides, *sizes, *constants)
 
@@ -47,10 +45,8 @@ def sum_gradients(total: Tensor, parts: list[GradientPart]) -> None:
         return
     total, parts = tokens_at(total, span), _fill_up(clip_parts(parts, span))
     grid, sizes, shape = _by_rows(total)
-    grads = [_dense_rows(part[1]) for part in parts]
-    tensors = total, tuple(grads), _places(parts, total), total.stride(), _row_strides(grads)
     constants = len(parts), *shape, lies_in(parts[0], total)
-    _sum_gradients[grid](*tensors, *sizes, *constants)
+    _sum_gradients[grid](total, _pack(parts, total), total.stride(), *sizes, *constants)
 
 
 def fill_lse_delta(rows: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> None:
@@ -65,18 +61,20 @@ def _fill_up(parts: list[Any]) -> list[Any]:
     return [*parts, *([([(0, 0)], *parts[0][1:])] * missing)]
 
 
-def _row_strides(parts: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Return the strides of batches, tokens and heads, each for all parts."""
-    return tuple(tuple(part.stride(dim) for part in parts) for dim in range(3))
-
-
-def _places(parts: Parts, total: Tensor) -> tuple[tuple[int, ...] | tuple[Tensor, ...], ...]:
-    """Return the tokens of parts: (starts, stops) times 16 if each has one span, else (maps,)."""
+def _pack(parts: Parts, total: Tensor) -> tuple[tuple[Any, ...], ...]:
+    """Return the tensors of parts, with contiguous rows, their strides of batches, tokens and
+    heads, and their tokens: (starts, stops) times 16 if each has one span, else (maps,).
+    """
+    rows = [x if x.stride(3) == 1 else x.contiguous() for _, x, *_ in parts]
+    strides = tuple(tuple(x.stride(dim) for x in rows) for dim in range(3))
+    places: tuple[Any, ...]
     if all(len(part[0]) == 1 for part in parts):
-        return tuple(multiply_by_16(part[0][0][end] for part in parts) for end in (0, 1))
-    device, tokens = total.device, int(total.shape[1])
-    stream = current_stream(device)
-    return (tuple(_map(tuple(part[0]), tokens, device, stream) for part in parts),)
+        places = tuple(multiply_by_16(part[0][0][end] for part in parts) for end in (0, 1))
+    else:
+        device, tokens = total.device, int(total.shape[1])
+        stream = current_stream(device)
+        places = (tuple(_map(tuple(part[0]), tokens, device, stream) for part in parts),)
+    return tuple(rows), strides, places
 
 
 @functools.lru_cache(maxsize=128)
@@ -92,11 +90,6 @@ def _map(
     return send_to_device(places, device)
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """Return x (B, T, H, D) so that the D entries of a row are contiguous."""
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
 def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], tuple[int, int]]:
     """Return how programs share the S * H rows of x (B, S, H, D): the grid, (S, H, D), and the rows
     of a program with their width.
@@ -110,17 +103,17 @@ def _by_rows(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], tuple[in
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
 def _merge_outputs(
-    out, lse, parts, lses, places, out_strides, lse_strides, part_strides, tokens, heads, head_size,
+    out, lse, parts, lses, out_strides, lse_strides, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     batch, token, head, inside = _rows_here(tokens, heads, ROWS)
     column = tl.arange(0, WIDTH)
     if IN_PLACE:
-        inside &= _in_later_parts(token, inside, places, PARTS)
+        inside &= _in_later_parts(token, inside, parts, PARTS)
 
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for i in tl.static_range(PARTS):
-        at_token, seen = _in_part(token, inside, places, i)
+        at_token, seen = _in_part(token, inside, parts, i)
         part_lse = _load_lse(lses, batch, head, at_token, seen, i)
         largest = tl.maximum(largest, part_lse, propagate_nan=tl.PropagateNan.ALL)
     # Without any lse, -inf - -inf would be NaN. A NaN of one part is to be in the result: so the
@@ -130,14 +123,14 @@ def _merge_outputs(
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     weights = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(PARTS):
-        at_token, seen = _in_part(token, inside, places, i)
+        at_token, seen = _in_part(token, inside, parts, i)
         part_lse = _load_lse(lses, batch, head, at_token, seen, i)
         weight = tl.exp(part_lse - shift)
         # Where no part saw anything, outs are added as they are: 0, or NaN if all scores are -inf.
         share = tl.where(largest == -float("inf"), 1.0, weight)
         counts = seen & ((part_lse != -float("inf")) | (largest == -float("inf")))
         mask = counts[:, None] & (column < head_size)[None, :]
-        rows = _load_part(parts, part_strides, batch, head, at_token, column, mask, i)
+        rows = _load_part(parts, batch, head, at_token, column, mask, i)
         total += share[:, None] * rows
         weights += weight
 
@@ -151,20 +144,20 @@ def _merge_outputs(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sum_gradients(
-    total, parts, places, total_strides, part_strides, tokens, heads, head_size,
+    total, parts, total_strides, tokens, heads, head_size,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     batch, token, head, there = _rows_here(tokens, heads, ROWS)
     column = tl.arange(0, WIDTH)
     if IN_PLACE:
-        there &= _in_later_parts(token, there, places, PARTS)
+        there &= _in_later_parts(token, there, parts, PARTS)
     inside = there[:, None] & (column < head_size)[None, :]
 
     wide = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in tl.static_range(PARTS):
-        at_token, seen = _in_part(token, there, places, i)
+        at_token, seen = _in_part(token, there, parts, i)
         mask = inside & seen[:, None]
-        wide += _load_part(parts, part_strides, batch, head, at_token, column, mask, i)
+        wide += _load_part(parts, batch, head, at_token, column, mask, i)
     total_places = _rows_at(total, total_strides, batch, head, token, column)
     tl.store(total_places, wide.to(total.dtype.element_ty), mask=inside)
 
@@ -198,18 +191,19 @@ def _rows_here(tokens, heads, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _in_later_parts(token, inside, places, PARTS: tl.constexpr):
+def _in_later_parts(token, inside, parts, PARTS: tl.constexpr):
     """Return which tokens of those inside are in a part after the first."""
     result = token < 0
     for i in tl.static_range(1, PARTS):
-        _, seen = _in_part(token, inside, places, i)
+        _, seen = _in_part(token, inside, parts, i)
         result |= seen
     return result
 
 
 @triton.jit
-def _in_part(token, inside, places, i: tl.constexpr):
-    """Return where tokens are in a part, and which of those inside it has, by `_places`."""
+def _in_part(token, inside, parts, i: tl.constexpr):
+    """Return where tokens are in a part, and which of those inside it has."""
+    _, _, places = parts
     if len(places) == 1:
         at = tl.load(places[0][i] + token, mask=inside, other=-1).to(tl.int64)
         seen = at >= 0
@@ -234,10 +228,11 @@ def _load_lse(lses, batch, head, token, seen, i: tl.constexpr):
 
 
 @triton.jit
-def _load_part(parts, strides, batch, head, token, column, mask, i: tl.constexpr):
-    """Load rows of part i in fp32. Their entries are contiguous."""
+def _load_part(parts, batch, head, token, column, mask, i: tl.constexpr):
+    """Load rows of part i in fp32."""
+    rows, strides, _ = parts
     at = batch * strides[0][i] + token * strides[1][i] + head * strides[2][i]
-    return tl.load(parts[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(rows[i] + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
