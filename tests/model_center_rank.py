@@ -411,7 +411,7 @@ def refused_arguments(sp, part, llama, length) -> list[tuple]:
         ),
         ("ValueError: expected tokens, as input_ids or inputs_embeds, got none", llama),
         ("ValueError: tensors of this rank's", lambda: bert(part, token_type_ids=part[:, 1:])),
-        ("ValueError: attention_mask must be (2, ", lambda: llama(part, attention_mask=dense)),
+        ("ValueError: attention_mask must be of this", lambda: llama(part, attention_mask=dense)),
         (f"ValueError: expected one of {two}", lambda: llama(part, length=length, mask=mask)),
         (f"RanksDisagree: ranks differ in length: {differ}", lambda: llama(part, length=of_rank)),
         ("ValueError: length must be of whole rows, 37", lambda: llama(part, length=length + 1)),

@@ -1,6 +1,6 @@
 """The batch of whole sequences, from the parts of it that the ranks pass to a model's forward.
 
-A rank's tensors tell neither the sequences' lengths nor their padding. So ranks exchange both.
+A rank's tensors tell neither lengths nor padding of the whole sequences, so ranks exchange both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..base.arguments import check_tensor
 from ..ranks.agreement import agree, describe_term
-from ..ranks.rings import make_rings
 from ..ranks.sequence_parallel import SequenceParallel
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice, plain_mask
@@ -78,8 +77,8 @@ class Row:
     def visible(self, causal: bool, padding_sees: bool) -> Mask:
         """Return the mask that was given, or that follows from padding, context and spans.
 
-        Tokens see all tokens before them if `causal`, otherwise all. No token sees padding. If
-        `padding_sees`, padding sees as a token in its place would. With a context it sees nothing.
+        No token sees padding. If `padding_sees`, padding sees as a token in its place would, but
+        nothing in rows with a context.
         """
         if self.mask is not None:
             return self.mask
@@ -96,9 +95,7 @@ class Batch:
     rows: tuple[Row, ...]
 
     def shard(self, whole: Iterable[Tensor]) -> Tensor:
-        """Return this rank's part of a tensor (S,) for each row: (S_local,), or (B, S_local) if
-        rows differ.
-        """
+        """Return this rank's part of (S,) for each row: (S_local,) or, if rows differ, (B, ...)."""
         pairs = zip(self.rows, whole, strict=True)
         parts = [row.layout.shard(x, self.rank, dim=0) for row, x in pairs]
         return parts[0] if len(parts) == 1 else torch.stack(parts)
@@ -113,13 +110,11 @@ def agree_on_batch(sp: SequenceParallel, doing: str, make_part: Callable[[], Loc
     """Return the batch that the ranks' parts make. Every rank of `sp` must call it.
 
     doing      the next step of the ranks, for errors
-    make_part  makes this rank's part, or raises an error
 
     Raises ValueError or TypeError on every rank for arguments that are wrong on any or differ.
     """
     make_part = functools.cache(make_part)
-    rings = make_rings(sp.process_group, sp.double_group)
-    everyone = agree(rings, "", lambda: make_part().terms, but=("tokens",), doing=doing)
+    everyone = agree(sp.rings, "", lambda: make_part().terms, but=("tokens",), doing=doing)
     return make_part().make_batch([theirs["tokens"] for theirs in everyone])
 
 
@@ -154,8 +149,6 @@ class LocalPart:
         self.sp = sp
         self.size, self.tokens = _check_shapes(tensors)
         given = {name: x for name, x in marks.items() if x is not None}
-        if "attention_mask" in given:
-            _check_padding(given["attention_mask"], (self.size, self.tokens))
         _check_exclusive({"length": length, "mask": mask, **given})
         self.lengths = None if length is None else _read_lengths(length, self.size)
         self.masks = masks_of_rows(mask, self.size) or (None,) * self.size
@@ -199,13 +192,15 @@ class LocalPart:
 
     def _check_mark(self, name: str, x: Tensor) -> Tensor:
         """Return the numbers as (B, S_local) int64."""
-        shape = (self.size, self.tokens)
+        shape, is_padding = (self.size, self.tokens), name == "attention_mask"
         check_tensor(name, x)
-        if x.is_floating_point() and name != "attention_mask":
+        if x.is_floating_point() and not is_padding:
             raise ValueError(f"{name} must be integers, got {x.dtype}")
-        if tuple(x.shape) not in (shape, (1, self.tokens), (self.tokens,)):
+        of_equal_rows = () if is_padding else ((1, self.tokens), (self.tokens,))
+        if tuple(x.shape) not in (shape, *of_equal_rows):
+            hint = ", 0 where they are padding; to hide other tokens pass a mask" * is_padding
             raise ValueError(
-                f"{name} must be of this rank's tokens, {shape}, got shape {tuple(x.shape)}"
+                f"{name} must be of this rank's tokens, {shape}, got shape {tuple(x.shape)}{hint}"
             )
         return (x.ne(0) if name in ("attention_mask", "context") else x).long().expand(shape)
 
@@ -245,12 +240,13 @@ def _find_kinds(seq_len: int, marks: dict[str, Tensor]) -> tuple[_Kind, ...]:
 
 def _check_shapes(tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:
     """Return B and S_local. Raises ValueError if the tensors disagree about them."""
-    given = {name: x for name, x in tensors.items() if x is not None}
-    if not given:
+    shapes = {}
+    for name, x in tensors.items():
+        if x is not None:
+            check_tensor(name, x)
+            shapes[name] = tuple(x.shape)
+    if not shapes:
         raise ValueError(f"expected tokens, as {' or '.join(tensors)}, got none")
-    for name, x in given.items():
-        check_tensor(name, x)
-    shapes = {name: tuple(x.shape) for name, x in given.items()}
     first = next(iter(shapes.values()))[:2]
     if len(first) < 2 or any(shape[:2] != first for shape in shapes.values()):
         raise ValueError(
@@ -262,24 +258,14 @@ def _check_shapes(tensors: Mapping[str, Tensor | None]) -> tuple[int, int]:
 
 def _check_exclusive(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that say the same thing twice."""
-    given = {name for name, x in arguments.items() if x is not None}
+    given = [name for name, x in arguments.items() if x is not None]
     masking = "length", "attention_mask", "mask"
-    names = [name for name in masking if name in given]
-    if len(names) > 1:
+    if len(names := [name for name in masking if name in given]) > 1:
         raise ValueError(f"expected one of {', '.join(masking)}, got {' and '.join(names)}")
     names = [name for name in ("context", "span") if name in given]
     if names and "mask" in given:
         raise ValueError(
             f"expected a mask alone, got {' and '.join(names)} too: a mask has all visible pairs"
-        )
-
-
-def _check_padding(attention_mask: Tensor, shape: tuple[int, int]) -> None:
-    check_tensor("attention_mask", attention_mask)
-    if attention_mask.shape != shape:
-        raise ValueError(
-            f"attention_mask must be {shape}, 0 where this rank's tokens are padding, got shape "
-            f"{tuple(attention_mask.shape)}; to hide other tokens pass a mask"
         )
 
 
@@ -331,7 +317,7 @@ def _find_areas(
 
 
 def _describe_rows(rows: Sequence[Any]) -> Any:
-    """Return a short description of one value for each row, so that a message has few bytes."""
+    """Describe one value for each row in few bytes."""
     if len(set(rows)) == 1:
         return rows[0]
     if len(rows) <= _FEW_ROWS:
