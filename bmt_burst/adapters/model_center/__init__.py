@@ -34,16 +34,38 @@ E model width.
 
 from __future__ import annotations
 
+from typing import Any
+
+import model_center.model as zoo
 from model_center.layer import Attention
 from torch import nn
 
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
-from ..enabling import put_before
+from ..enabling import find_base, put_before
+from . import models
 from .attention import RingAttention
-from .models import EnabledModel, RotaryModel
-from .supported import check_layer, find_family
+from .biased import CPM1, CPM3
 
 __all__ = ["enable"]
+
+_MASKED = -1e4  # softmax makes 0 of this score
+_FAMILIES: dict[type[nn.Module], type[models.EnabledModel]] = {
+    zoo.Llama: models.Llama,
+    zoo.GPTj: models.GPTj,
+    zoo.GPT2: models.LearnedPositionModel,
+    zoo.OPT: models.OPT,
+    zoo.Bert: models.Bert,
+    zoo.Roberta: models.Roberta,
+    zoo.CPM1: CPM1,
+    zoo.CPM3: CPM3,
+}
+_REFUSED = {
+    "CPM2": "its decoder attends to another sequence",
+    "T5": "its decoder attends to another sequence",
+    "GLM": "it reads its prefix and its positions off the whole input",
+    "Longformer": "its attention is sparse, over chunks of a sequence that it pads",
+    "ViT": "it makes its sequence inside, from an image",
+}
 
 
 def enable(
@@ -70,20 +92,50 @@ def enable(
     already enabled. The model is then unchanged.
     """
     check_sp(sp)
-    family = find_family(model)
-    if exact_rotary and not issubclass(family, RotaryModel):
+    family = _find_family(model)
+    if exact_rotary and not issubclass(family, models.RotaryModel):
         raise ValueError(
             f"exact_rotary needs a model with rotary embeddings, got a {type(model).__name__}"
         )
     layers = [part for part in model.modules() if isinstance(part, Attention)]
     for layer in layers:
-        check_layer(layer, family)
+        _check_layer(layer, family)
     family.check(model)
     for layer in layers:
         layer._sp = sp
         layer.__class__ = RingAttention
     model.__class__ = put_before(family, type(model))
-    assert isinstance(model, EnabledModel)
+    assert isinstance(model, models.EnabledModel)
     model._sp, model._exact_rotary = sp, exact_rotary
     model._options = {"flash": flash, "deterministic": deterministic}
     return model
+
+
+def _find_family(model: Any) -> type[models.EnabledModel]:
+    """Return the class that enables `model`. Raises ValueError or TypeError if none can."""
+    base = find_base(model, models.EnabledModel, _FAMILIES, _REFUSED, "ModelCenter's")
+    if type(model).forward is not base.forward or "forward" in vars(model):
+        raise TypeError(
+            f"this {type(model).__name__} overrides the forward of {base.__name__}, which would "
+            "be lost"
+        )
+    return _FAMILIES[base]
+
+
+def _check_layer(layer: Attention, family: type[models.EnabledModel]) -> None:
+    """Raise TypeError or ValueError if the attention of this layer cannot be replaced."""
+    if type(layer) is not Attention or "forward" in vars(layer):
+        raise TypeError(
+            "a layer overrides the forward of Attention, which would be lost: "
+            f"{type(layer).__name__}"
+        )
+    if layer.pos_bias_type not in family.pos_bias_types:
+        expected = " or ".join(map(repr, family.pos_bias_types))
+        raise ValueError(
+            f"pos_bias_type must be {expected} in this model, got {layer.pos_bias_type!r}"
+        )
+    if layer.mask_value > _MASKED:
+        raise ValueError(
+            f"att_mask_value must be {_MASKED} or less, so that tokens do not see what is masked, "
+            f"got {layer.mask_value}"
+        )
