@@ -17,7 +17,6 @@ from ...base.compiled import not_compiled
 from ...calls.refusal import bind_arguments
 from ...loss import cross_entropy_sum
 from ...ranks.agreement import agree, run_together
-from ...ranks.rings import make_rings
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
 from ...sparse import Choices
 from ..enabling import put_before
@@ -118,9 +117,8 @@ class EnabledModel(Enabled):
                 )
             return ForwardInputs(self._describe(), arguments)
 
-        rings = make_rings(self._sp.process_group, self._sp.double_group)
         doing = f"the forward of a {type(self).__name__}"
-        agree(rings, "", lambda: read_inputs().terms, but=("tokens",), doing=doing)
+        agree(self._sp.rings, "", lambda: read_inputs().terms, but=("tokens",), doing=doing)
         inputs = read_inputs()
         if inputs.unasked and self.has_head and self._sp.rank == 0:
             self._warn_of_logits(inputs)
@@ -221,10 +219,11 @@ class EnabledCausalLM(EnabledModel):
         """Compute the mean over the targets of all ranks, of logits (B, S_local, V) and shifted
         targets (B, S_local).
         """
-        rings = make_rings(self._sp.process_group, self._sp.double_group)
         doing, labels = f"the loss of a {type(self).__name__}", labels.to(logits.device)
         smoothing = bmt_burst.label_smoothing
-        total, _ = run_together(rings, doing, lambda: cross_entropy_sum(logits, labels, smoothing))
+        total, _ = run_together(
+            self._sp.rings, doing, lambda: cross_entropy_sum(logits, labels, smoothing)
+        )
         count = bmt_burst.num_targets if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device).reshape(()) if isinstance(count, Tensor) else count
         return self._sp.sum(total / count)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import RankGone
 from ...ranks.agreement import run_together
-from ...ranks.rings import Rings, make_rings
+from ...ranks.rings import Rings
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import Layout
 from .changing import change_model
@@ -84,8 +84,7 @@ def _find_errors(
     target: Target, sp: SequenceParallel, balanced: bool, options: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Return the errors of outputs and of gradients, by case. All ranks return the same numbers."""
-    rings = make_rings(sp.process_group, sp.double_group)
-    doing = f"the comparison of a {type(target.model).__name__} with the plain one"
+    rings, doing = sp.rings, f"the comparison of a {type(target.model).__name__} with the plain one"
     device, seq_len = _choose_device(rings), max(40, 8 * sp.size + 21)
     plain: Any = run_together(rings, doing, lambda: _make_plain(target, seq_len).to(device))
     ours = copy.deepcopy(plain, {id(p): p for p in plain.parameters()})

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 from ....base.compiled import not_compiled
 from ....ranks.agreement import run_together
 from ....ranks.groups import init_sequence_parallel
-from ....ranks.rings import make_rings
 from ....ranks.sequence_parallel import SequenceParallel
 from .models import enable_inside, find_enabled
 from .options import Options
@@ -217,8 +216,7 @@ class ParallelAccelerator(Accelerator):
     def _meet(self, doing: str) -> None:
         """Let the ranks that share sequences agree on this step, or raise on all of them."""
         if self.sp.size > 1:
-            rings = make_rings(self.sp.process_group, self.sp.double_group)
-            run_together(rings, doing, lambda: None)
+            run_together(self.sp.rings, doing, lambda: None)
 
     def _hook_calls(self, wrapper: Any) -> None:
         """Let ranks that share sequences agree before each forward of DDP or FSDP2. These exchange

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ....ranks.agreement import run_together
-from ....ranks.rings import make_rings
 from ....ranks.sequence_parallel import SequenceParallel
 from ..changing import set_options, take_head
 from ..enabling import enable
@@ -43,8 +42,8 @@ def enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> N
     Raises the errors of `enable`, and ValueError for a model that was enabled by hand for other
     groups, and for adapters that put tokens before a sequence, such as prefix tuning.
     """
-    rings = make_rings(sp.process_group, sp.double_group)
-    run_together(rings, "the preparation of a model", lambda: _enable_inside(model, sp, options))
+    doing = "the preparation of a model"
+    run_together(sp.rings, doing, lambda: _enable_inside(model, sp, options))
 
 
 def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> None:

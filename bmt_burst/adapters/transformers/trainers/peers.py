@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ....ranks.agreement import gather_terms, read_terms
 from ....ranks.groups import make_group
-from ....ranks.rings import make_rings
 from ....ranks.sequence_parallel import SequenceParallel
 from ....transport.torch_dist import torch_transport, world_group
 
@@ -56,9 +55,8 @@ class Peers:
 
 def find_peers(sp: SequenceParallel) -> Peers:
     """Return the peers of this rank. Every rank of the world must call it."""
-    rings = make_rings(sp.process_group, sp.double_group)
     mine = {"rank": dist.get_rank()}
-    lines = gather_terms(rings, "the start of a sequence parallel object", lambda: mine)
+    lines = gather_terms(sp.rings, "the start of a sequence parallel object", lambda: mine)
     members = [theirs["rank"] for theirs in read_terms(lines)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, members)
