@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import transformers
@@ -28,6 +26,12 @@ _ENABLE_FIRST = "enable the model before another package changes it, or do witho
 _REFUSED = {
     "MiniCPMForCausalLM": "the code that comes with its weights does not ask transformers for its "
     "attention; train/export.py without --keep-scalings makes a Llama of a MiniCPM",
+}
+# functions that packages put around a forward: their modules and names, and what they do
+_WRAPPERS = {
+    ("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forward"): "head",
+    ("accelerate.utils.operations", "convert_outputs_to_fp32.<locals>.forward"): "autocast",
+    ("torch.amp.autocast_mode", "autocast_decorator.<locals>.decorate_autocast"): "autocast",
 }
 
 
@@ -177,11 +181,14 @@ def known_forwards(module: nn.Module) -> list[str]:
     """
     function: Any = getattr(vars(module).get("forward"), "__func__", None)
     owner: Any = module
-    found, codes = [], _known_codes()
+    found: list[str] = []
     while function is not None and function is not type(module).forward:
+        # not __module__ and __qualname__, which functools.wraps sets to those of the forward
         code = getattr(function, "__code__", None)
-        kind = codes.get(code) or (type(function).__name__ == "ConvertOutputsToFp32" and "autocast")
-        if not kind:
+        kind = code and _WRAPPERS.get((function.__globals__["__name__"], code.co_qualname))
+        if type(function).__name__ == "ConvertOutputsToFp32":
+            kind = "autocast"
+        if kind is None:
             return []
         found.append(kind)
         if kind == "head":  # it wraps the class's forward by name, and calls this one
@@ -192,19 +199,3 @@ def known_forwards(module: nn.Module) -> list[str]:
             function = getattr(function, "__wrapped__", None)
     # a head alone is called with fused_lm_head only, and calls no forward then
     return found if owner is module or found == ["head"] else []
-
-
-def _known_codes() -> dict[CodeType | None, str]:
-    """Return the code of the functions that these packages put around a forward."""
-    found: dict[CodeType | None, str] = {}
-    for package, maker, name, kind in (
-        ("trl.trainer.utils", "add_fused_lm_head", "_fused_forward", "head"),
-        ("accelerate.utils.operations", "convert_outputs_to_fp32", "forward", "autocast"),
-        ("torch.amp.autocast_mode", "autocast_decorator", "decorate_autocast", "autocast"),
-    ):
-        if package in sys.modules:
-            function: Callable = getattr(sys.modules[package], maker)
-            for constant in inspect.unwrap(function).__code__.co_consts:
-                if isinstance(constant, CodeType) and constant.co_name == name:
-                    found[constant] = kind
-    return found
