@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
+
+Class = TypeVar("Class", bound=type)
 
 
 def find_base(
@@ -50,12 +52,11 @@ def refuse_by_name(model: Any, refused: Mapping[str, str]) -> None:
             )
 
 
-def put_before(own: type, base: type) -> type[nn.Module]:
-    """Return the class `base` with the methods of `own` before it, always the same one."""
-    return _make_class(own, base)
-
-
-@functools.cache
-def _make_class(own: Any, base: Any) -> type[nn.Module]:
+def make_class(own: type, base: Class, **members: Any) -> Class:
+    """Return the class `base` with the methods of `own` before it, and more members."""
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (own, base), same)
+    return type(base)(base.__name__, (own, base), same | members)
+
+
+# always the same class, as pickles and copies need
+put_before: Callable[[Any, Any], Any] = functools.cache(make_class)

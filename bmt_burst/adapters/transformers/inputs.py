@@ -15,9 +15,8 @@ from ...base.arguments import as_bool, as_float, check_tensor
 from ...loss import count_targets
 from ...ranks.agreement import describe_term
 from ...ranks.sequence_parallel import SequenceParallel, WholeSequence
-from ...sequence.layout import IGNORE_INDEX, Layout
+from ...sequence.layout import IGNORE_INDEX, Balanced
 from ...sequence.mask import Mask
-from ...sequence.rows import resolve_layout
 from .configs import find_window
 from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_documents, sees_nothing
 from .requests import ANY_WHOLE, WantedOutputs, warn_once
@@ -40,6 +39,12 @@ _WHOLE_OUTPUTS = {
     "ranks; leave it out, or set it to False in the configuration. TRL's trainers ask for it "
     "unless router_aux_loss_coef=0, which SFTConfig and DPOConfig take",
 }
+_AXES = {  # hints about tensors of more than two axes
+    "position_ids": ": positions of several axes, as of multimodal models, are not supported; pass "
+    "one position a token",
+    "attention_mask": ": a mask of S x S cannot be cut over ranks; name documents by numbers, and "
+    "windows in the configuration",
+}
 _OF_HEADS = ("margin",)  # TRL's RewardTrainer passes whole batches, and its loss reads it
 _CACHES = ("past_key_values", "cache")
 _UNDEFINED = (
@@ -55,7 +60,6 @@ _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore documents
 class Caller:
     """The enabled model that a forward's arguments were passed to.
 
-    balanced          whether layouts are balanced for each batch
     always_whole      whether outputs are whole, whatever is asked for
     with_targets      the outputs of calls with targets that do not name them
     without_targets   those of calls without targets
@@ -112,26 +116,22 @@ class ForwardInputs:
         if padding is not None:
             labels = self.arguments.get("labels")
             check_targets(padding.ne(0), labels, self.arguments.get("shift_labels"))
-        layouts = _choose_layouts(caller, masks, seq_len)
-        sequence = WholeSequence.local(masks if len(masks) > 1 else masks[0], layouts)
-        self.size, self.sequence = size, sequence.on(caller.sp)
-        self.num_targets: Tensor | int = 0
-        if self.targets is not None:
-            self.num_targets = count_targets(self.targets)
+        layout = Balanced.name if caller.balanced else caller.sp.layout_of(seq_len)
+        self.size = size
+        self.sequence = WholeSequence.local(masks, layout).resolve(caller.sp)
+        self.num_targets = 0 if self.targets is None else count_targets(self.targets)
         positions = self._find_positions(seq_len)
         self.last_position = positions.amax()
         self.part = self._shard_arguments(positions)
         # balanced layouts follow from the documents
-        layout = "balanced" if caller.balanced else describe_term(caller.sp.layout_of(seq_len))
-        self.terms = self._describe(caller.vocabulary, layout)
+        self.terms = self._describe(caller.vocabulary, describe_term(layout))
 
     def _choose_outputs(self, caller: Caller) -> None:
         """Decide what is returned. A call's arguments come before requests and defaults."""
         asked = caller.without_targets if self.targets is None else caller.with_targets
         if self.arguments.keys() & {"whole_outputs", "loss_only"}:
             asked = None
-        whole = asked in ANY_WHOLE
-        whole = as_bool("whole_outputs", self.arguments.get("whole_outputs", whole))
+        whole = as_bool("whole_outputs", self.arguments.get("whole_outputs", asked in ANY_WHOLE))
         self.whole = caller.always_whole or whole
         is_known = self.targets is None or self.fused  # outputs that every such call has
         self.unasked = asked is WantedOutputs.WHOLE_FOR_OTHERS and not is_known
@@ -169,11 +169,10 @@ class ForwardInputs:
 
     def _find_positions(self, seq_len: int) -> Tensor:
         """Return positions (B, S) or (1, S)."""
-        places = self.arguments.get("position_ids")
-        if places is None:
-            [device] = {self.arguments[x].device for x in _OF_TOKENS if x in self.arguments}
-            return torch.arange(seq_len, device=device).unsqueeze(0)
-        return places
+        if "position_ids" in self.arguments:
+            return self.arguments["position_ids"]
+        [tokens] = (self.arguments[name] for name in _OF_TOKENS if name in self.arguments)
+        return torch.arange(seq_len, device=tokens.device).unsqueeze(0)
 
     def _shard_arguments(self, positions: Tensor) -> dict[str, Any]:
         part = {name: x for name, x in self.arguments.items() if name not in _NOT_FOR_THE_MODEL}
@@ -195,8 +194,7 @@ class ForwardInputs:
         """Return the terms that ranks compare. Raises ValueError for unknown tokens of any rank."""
         terms: dict[str, Any] = {"arguments": sorted(self.arguments)}
         for name in ("inputs_embeds", *_COMPARED):
-            x = self.arguments.get(name)
-            if x is None:
+            if (x := self.arguments.get(name)) is None:
                 continue
             if name == "inputs_embeds":
                 described = f"{tuple(x.shape)}, {x.dtype}"
@@ -213,23 +211,13 @@ class ForwardInputs:
 
 def _check_shapes(arguments: Mapping[str, Any], size: int, seq_len: int) -> None:
     for name in _WHOLE:
-        x = arguments.get(name)
-        if x is None:
+        if (x := arguments.get(name)) is None:
             continue
         check_tensor(name, x)
         expected = [(size, seq_len), *[(1, seq_len)] * (name == "position_ids")]
         if tuple(x.shape) not in expected:
-            texts, hint = " or ".join(map(str, dict.fromkeys(expected))), ""
-            if name == "position_ids" and x.dim() > 2:
-                hint = (
-                    ": positions of several axes, as of multimodal models, are not supported; pass "
-                    "one position a token"
-                )
-            if name == "attention_mask" and x.dim() > 2:
-                hint = (
-                    ": a mask of S x S cannot be cut over ranks; name documents by numbers, and "
-                    "windows in the configuration"
-                )
+            texts = " or ".join(map(str, dict.fromkeys(expected)))
+            hint = _AXES.get(name, "") if x.dim() > 2 else ""
             raise ValueError(
                 f"{name} must be of whole sequences, {texts}, got shape {tuple(x.shape)}{hint}"
             )
@@ -279,16 +267,6 @@ def _check_tokens(tensors: dict[str, Tensor]) -> tuple[int, int]:
     if name == "input_ids" and x.dtype not in (torch.int64, torch.int32):  # as embeddings need
         raise TypeError(f"input_ids must be int64 or int32, got {x.dtype}")
     return x.shape[0], x.shape[1]
-
-
-def _choose_layouts(
-    caller: Caller, masks: tuple[Mask, ...], seq_len: int
-) -> Layout | tuple[Layout, ...]:
-    """Return the layout of all rows, or one for each. `masks` has one mask for all or for each."""
-    if not caller.balanced:
-        return caller.sp.layout_of(seq_len)
-    layouts = tuple(resolve_layout("balanced", mask, caller.sp.size) for mask in masks)
-    return layouts[0] if len(layouts) == 1 else layouts
 
 
 def _format_number(name: str, x: Any) -> str:

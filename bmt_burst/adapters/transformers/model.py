@@ -18,13 +18,16 @@ from ...calls.refusal import bind_arguments
 from ...loss import cross_entropy_sum
 from ...ranks.agreement import agree, run_together
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
+from ...sequence.layout import IGNORE_INDEX
 from ...sparse import Choices
 from ..enabling import put_before
 from .attention import ForwardContext, refuse_part
 from .configs import check_configs
 from .inputs import Caller, ForwardInputs
-from .outputs import join_fused
 from .requests import ANY_WHOLE, WantedOutputs, find_asked, warn_once
+
+# fields of TRL's fused head with one number for each token
+_FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class Enabled(nn.Module):
@@ -168,7 +171,7 @@ class EnabledModel(Enabled):
     def _finish(self, out: Any, inputs: ForwardInputs) -> Any:
         """Return the outputs of the model's own forward, whole if that was asked for."""
         if inputs.fused:
-            return join_fused(out, inputs)
+            return _join_fused(out, inputs)
         if not inputs.whole and not inputs.loss_only:
             return out
         if inputs.loss_only and "logits" in out:
@@ -254,8 +257,36 @@ class EnabledRotary(Enabled):
         return cos[:, :-1], sin[:, :-1]
 
 
+def _join_fused(out: Any, inputs: ForwardInputs) -> Any:
+    """Return TRL's FusedCausalLMOutput of whole rows, from `out` of this rank's tokens.
+
+    Its fields are (B, S) if shift_labels were given. With labels they are (B, S - 1), without the
+    last token, which has no target. The loss is the sum of the negative log_probs, divided as TRL
+    does.
+    """
+    names = [name for name in _FUSED if getattr(out, name) is not None]
+    mine = [getattr(out, name) for name in names]
+    # one exchange for all of them, in the dtype of log_probs
+    stacked = torch.stack([x.to(mine[0].dtype) for x in mine], -1)
+    whole = inputs.sequence.unshard(stacked).unbind(-1)
+    targets = inputs.targets
+    assert targets is not None, "checked with the arguments"
+    columns = slice(None) if "shift_labels" in inputs.arguments else slice(-1)
+    # copies, since autograd refuses changes in place of one of several views
+    fields = {
+        name: (joined if x.requires_grad else joined.detach()).to(x.dtype)[:, columns].clone()
+        for name, x, joined in zip(names, mine, whole, strict=True)
+    }
+    mask = targets[:, columns].ne(IGNORE_INDEX).to(stacked.device)
+    count = inputs.arguments.get("num_items_in_batch")
+    if count is None:
+        count = mask.sum().clamp(min=1)
+    loss = -fields["log_probs"].sum() / count
+    return type(out)(loss=loss, **fields, label_mask=mask)
+
+
 def _new(own: type, base: type) -> nn.Module:
-    enabled = put_before(own, base)
+    enabled: type[nn.Module] = put_before(own, base)
     return enabled.__new__(enabled)
 
 

@@ -1,13 +1,16 @@
-"""The options of `sequence_parallel`, and the classes that have them."""
+"""The options of `sequence_parallel`, and the trainers of TRL that were tested over ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-Class = TypeVar("Class", bound=type)
+TESTED_OF_TRL = (
+    *("SFTTrainer", "DPOTrainer", "RewardTrainer"),
+    *("KTOTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer"),
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,10 @@ class Options:
         return {**self.of_attention, "balanced": self.balanced, "untested": self.untested}
 
 
-def make_class(mixin: type, cls: Class, options: Options) -> Class:
-    """Return `cls` with the methods of `mixin` before its own."""
-    same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls)(cls.__name__, (mixin, cls), same | {"_sp_options": options})
+def is_tested(trainer: type) -> bool:
+    """Whether a class is a tested trainer of TRL's. Some of these are in a package of their own in
+    trl.experimental, where classes of the same name may do something else.
+    """
+    name = trainer.__name__
+    own = f"trl.experimental.{name.removesuffix('Trainer').lower()}."
+    return name in TESTED_OF_TRL and f"{trainer.__module__}.".startswith(("trl.trainer.", own))

@@ -7,8 +7,8 @@ import warnings
 import torch.distributed as dist
 
 from ....base.arguments import as_bool
-from .options import Class, Options, make_class
-from .tested import TESTED_OF_TRL, is_tested
+from ...enabling import Class, make_class
+from .options import TESTED_OF_TRL, Options, is_tested
 
 _GENERATING = (
     *("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "A2POTrainer", "AsyncGRPOTrainer"),
@@ -73,7 +73,7 @@ def sequence_parallel(
         from .trainer import ParallelTrainer as mixin
     else:
         from .accelerator import ParallelAccelerator as mixin
-    return make_class(mixin, cls, options)
+    return make_class(mixin, cls, _sp_options=options)
 
 
 def _check_class(cls: type, names: list[str], untested: bool) -> None:

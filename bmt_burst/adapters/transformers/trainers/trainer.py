@@ -18,12 +18,12 @@ from ....ranks.sequence_parallel import SequenceParallel
 from ....sequence.layout import shift_labels
 from ....transport import ALONE
 from ....transport.torch_dist import torch_transport, world_group
+from ...enabling import make_class
 from ..model import EnabledCausalLM
 from ..requests import WantedOutputs, ask_models
 from .accelerator import ParallelAccelerator
 from .models import find_enabled
-from .options import Options, make_class
-from .tested import is_tested
+from .options import Options, is_tested
 
 # Arguments that may differ between ranks. Others decide when ranks exchange something.
 _OF_A_RANK = {
@@ -48,7 +48,7 @@ class ParallelTrainer(Trainer):
         before = getattr(self, "accelerator", None)  # in a search of hyperparameters
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
-        kind: Any = make_class(ParallelAccelerator, type(accelerator), self._sp_options)
+        kind = make_class(ParallelAccelerator, type(accelerator), _sp_options=self._sp_options)
         accelerator.__class__ = kind
         accelerator._make_groups(None if before is None else before.sp)
         # transformers keeps a bound method of the class before
