@@ -40,45 +40,33 @@ def linear_cross_entropy_sum(
     """Compute `cross_entropy_sum` of the logits hidden @ weight^T, without ever holding them all.
 
     hidden: (..., S, E). weight: (V, E), or several, which are concatenated. labels: (..., S) int64.
-    All are on one device. hidden and weight have one dtype: fp16, bf16, fp32 or fp64. Under
-    autocast they are cast as F.linear casts, and gradients have their original dtype. Logits are
-    rounded to that dtype, as a linear layer's, and widened to fp32 (fp64).
+    hidden and weight have one dtype, fp16, bf16, fp32 or fp64, and are cast as F.linear casts under
+    autocast. Logits are rounded to that dtype, as a linear layer's, and widened to fp32 (fp64).
 
-    If a gradient is wanted, the forward computes it tile by tile, with P = softmax(logits) and
-    dlogits = P - onehot(label), or 0 for tokens without a target. The backward multiplies it by the
-    gradient of the sum. Until then the gradient of hidden is kept in its dtype, and the gradient of
-    a weight in fp32 (fp64). Differentiable once in hidden and weight: the backward raises
-    RuntimeError with create_graph.
+    If a gradient is wanted, the forward computes it tile by tile: dlogits = softmax(logits) -
+    onehot(label), or 0 without a target. Until the backward multiplies it by the gradient of the
+    sum, the gradient of hidden is kept in its dtype, and the gradient of a weight in fp32 (fp64).
+    Differentiable once in hidden and weight: the backward raises RuntimeError with create_graph.
 
     Raises TypeError for wrong dtypes and for tensors without values. Raises ValueError for shapes
-    or devices that do not fit each other, and for a label outside the vocabulary. On GPUs the host
-    does not wait, and such a label is a device-side assertion.
+    or devices that do not fit, and for a label outside the vocabulary. On GPUs the host does not
+    wait, and such a label is a device-side assertion.
     """
-    total, _ = _sum_losses(hidden, weight, labels)
-    return total, count_targets(labels)
+    total, count, _ = linear_cross_entropy_by_row(hidden, weight, labels)
+    return total, count
 
 
 @not_compiled
 def linear_cross_entropy_by_row(
     hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute linear_cross_entropy_sum. Also return the sum of each row of `labels`: (...) in fp32
-    (fp64), without a gradient.
-
-    Arguments, errors and costs are those of linear_cross_entropy_sum.
+    """Compute linear_cross_entropy_sum, with its arguments and errors. Also return the sum of each
+    row of `labels`: (...) in fp32 (fp64), without a gradient.
     """
-    total, losses = _sum_losses(hidden, weight, labels)
-    return total, count_targets(labels), losses.view(labels.shape).sum(-1)
-
-
-def _sum_losses(
-    hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of losses, and without a gradient the loss of each token: (N,)."""
     hidden, weights = _check_inputs(hidden, weight, labels)
     flat = hidden.flatten(0, -2), labels.flatten()
     total, losses = _LinearCrossEntropy.apply(*flat, torch.is_grad_enabled(), *weights)
-    return total, losses
+    return total, count_targets(labels), losses.view(labels.shape).sum(-1)
 
 
 @not_compiled
@@ -86,12 +74,11 @@ def _sum_losses(
 def score_tokens(
     hidden: Tensor, weight: Tensor | Sequence[Tensor], labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute each token's loss, and the most likely token in its place, without ever holding all
-    logits, and without gradient.
+    """Compute each token's loss, and the most likely token in its place, without gradient.
 
     Arguments and errors are those of linear_cross_entropy_sum. Both results are (..., S): losses in
-    fp32 (fp64), 0 where there is no target, and tokens in int64. Of equally likely tokens, the
-    first one is returned, as by argmax. It is -1 if logits are NaN.
+    fp32 (fp64), 0 where there is no target, and tokens in int64, the first of equally likely ones.
+    A token is -1 if logits are NaN.
     """
     hidden, weights = _check_inputs(hidden, weight, labels)
     losses = hidden.new_empty(labels.shape, dtype=accumulator_dtype(hidden.dtype))
@@ -147,9 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _differentiate(
     hidden: Tensor, weights: Sequence[Tensor], labels: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the losses (N,), and the gradients of their sum that are wanted: of hidden in its
-    dtype, of weights in the dtype of sums.
-    """
+    """Return the losses (N,), and the gradients of their sum that are wanted."""
     wide, entries = accumulator_dtype(hidden.dtype), sum(map(len, weights))
     losses = hidden.new_empty(len(labels), dtype=wide)
     dhidden = hidden.new_empty(hidden.shape) if wanted[0] else None
@@ -171,8 +156,8 @@ def _differentiate(
 def _tiles(
     hidden: Tensor, weights: Sequence[Tensor]
 ) -> Iterator[tuple[slice, Tensor, Sequence[Tensor]]]:
-    """Yield tiles of tokens with their logits, one after the other in the same memory: (tile, V)
-    and on GPUs more columns, which mean nothing, and the part of each weight.
+    """Yield tiles of tokens, their logits (tile, V) in the same memory, and the part of each
+    weight. On GPUs logits have more columns, which mean nothing.
     """
     entries = sum(map(len, weights))
     tokens = tile_tokens(len(hidden), entries, hidden.dtype)
@@ -197,7 +182,7 @@ def tile_tokens(tokens: int, entries: int, dtype: torch.dtype) -> int:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in its dtype, which may be wider: a sum over tokens overflows fp16."""
+    """Add a @ b to `total` in its own dtype: a sum over tokens would overflow fp16."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -219,13 +204,11 @@ def cross_entropy_sum(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of token losses and the number of valid targets.
 
-    logits: (..., S, V), fp16, bf16, fp32 or fp64, widened to fp32 (fp64). labels: (..., S) int64,
-    IGNORE_INDEX (-100) where there is no target. label_smoothing, 0 to 1, is the part of each
-    target that is spread over the vocabulary, as in torch's cross_entropy. Both results are
-    scalars, fp32 (fp64) and int64. Without targets they are 0 and 0, with zero gradients. Raises
-    the errors of linear_cross_entropy_sum.
-
-    Logits are widened for a tile of tokens at a time, and again in the backward.
+    logits: (..., S, V), fp16, bf16, fp32 or fp64, widened to fp32 (fp64) for a tile of tokens at a
+    time, and again in the backward. labels: (..., S) int64, IGNORE_INDEX (-100) where there is no
+    target. label_smoothing, 0 to 1, is the part of each target that is spread over the vocabulary,
+    as in torch's cross_entropy. Both results are scalars, fp32 (fp64) and int64. Without targets
+    they are 0 and 0, with zero gradients. Raises the errors of linear_cross_entropy_sum.
     """
     _check_floats("logits", logits)
     if logits.dim() < 2:
@@ -269,19 +252,14 @@ def _check_floats(name: str, x: Tensor) -> None:
 
 
 def _check_weight(hidden: Tensor, weight: Tensor) -> None:
+    expected = "hidden and weight: expected"
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-        raise ValueError(
-            f"hidden and weight: expected (..., tokens, E) and (vocabulary, E), got shapes {got}"
-        )
+        raise ValueError(f"{expected} (..., tokens, E) and (vocabulary, E), got shapes {got}")
     if hidden.dtype != weight.dtype:
-        raise TypeError(
-            f"hidden and weight: expected one dtype, got {hidden.dtype} and {weight.dtype}"
-        )
+        raise TypeError(f"{expected} one dtype, got {hidden.dtype} and {weight.dtype}")
     if hidden.device != weight.device:
-        raise ValueError(
-            f"hidden and weight: expected one device, got {hidden.device} and {weight.device}"
-        )
+        raise ValueError(f"{expected} one device, got {hidden.device} and {weight.device}")
 
 
 def _check_labels(labels: Tensor, rows: Tensor, vocabulary: int) -> None:

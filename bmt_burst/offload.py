@@ -39,10 +39,10 @@ class Offload:
 
     @contextmanager
     def block(self, keep: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Keep tensors that are saved inside in host memory.
+        """Keep tensors that are saved inside in host memory. In the backward they return together,
+        followed by those of the previous block.
 
-        In the backward they return together, followed by the tensors of the previous block. Tensors
-        in `keep` stay on the device, for example because other blocks also use them.
+        keep  tensors that stay on the device, for example because other blocks also use them
         """
         previous, mine = self._last, list[weakref.ref[Parked]]()
         self._last = mine
@@ -80,8 +80,8 @@ class Offload:
 class Parked:
     """A saved tensor in pinned host memory, and later on its device again.
 
-    A contiguous tensor is copied in pieces. torch rounds pinned memory up to a power of two, so a
-    large tensor could take almost twice its bytes. Pieces of a power of two do not.
+    A contiguous tensor is copied in pieces of a power of two, since torch rounds pinned memory up
+    to one: a large tensor could take almost twice its bytes.
 
     together  the tensors of its block and of the previous one, which return with it
     """

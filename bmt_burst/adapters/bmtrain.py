@@ -23,44 +23,38 @@ from torch import Tensor, nn
 from .. import nn as burst_nn
 
 
-class BurstAttention(burst_nn.BurstAttention):
-    """bmt_burst.nn.BurstAttention as a DistributedModule, with parameters of `dtype`.
+class _DistributedLayer(nn.Module):
+    """A layer that is distributed once it is made."""
 
-    Projections start from a normal distribution with `init_std`, biases and sinks as 0, and the
-    weights of norms as 1. bmtrain.init_parameters fills them in the same way.
+    def __init__(
+        self, *args: Any, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options: Any
+    ):
+        super().__init__(*args, **options)
+        normal = functools.partial(nn.init.normal_, std=init_std)
+
+        def filler(name: str) -> Callable[[Tensor], Tensor]:
+            if name.endswith(("bias", "sinks")):
+                return nn.init.zeros_
+            return nn.init.ones_ if "_norm." in name else normal
+
+        distribute(
+            self,
+            lambda name, p: filler(name)(torch.empty_like(p, dtype=dtype, device="cuda")),
+            lambda name: ParameterInitializer(filler(name)),
+        )
+
+
+class BurstAttention(_DistributedLayer, burst_nn.BurstAttention):
+    """bmt_burst.nn.BurstAttention as a DistributedModule, with parameters of `dtype`, by default
+    fp16.
+
+    Projections start from a normal distribution with `init_std`, by default 0.02, biases and sinks
+    as 0, and the weights of norms as 1. bmtrain.init_parameters fills them in the same way.
     """
 
-    def __init__(
-        self, *args: Any, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options: Any
-    ):
-        super().__init__(*args, **options)
-        _distribute_layer(self, dtype, init_std)
 
-
-class LightningAttention(burst_nn.LightningAttention):
+class LightningAttention(_DistributedLayer, burst_nn.LightningAttention):
     """bmt_burst.nn.LightningAttention in the same form as BurstAttention."""
-
-    def __init__(
-        self, *args: Any, dtype: torch.dtype = torch.half, init_std: float = 0.02, **options: Any
-    ):
-        super().__init__(*args, **options)
-        _distribute_layer(self, dtype, init_std)
-
-
-def _distribute_layer(layer: nn.Module, dtype: torch.dtype, init_std: float) -> None:
-    """Distribute a layer, and fill its parameters of `dtype` with their initial values."""
-    normal = functools.partial(nn.init.normal_, std=init_std)
-
-    def filler(name: str) -> Callable[[Tensor], Tensor]:
-        if name.endswith(("bias", "sinks")):
-            return nn.init.zeros_
-        return nn.init.ones_ if "_norm." in name else normal
-
-    distribute(
-        layer,
-        lambda name, p: filler(name)(torch.empty_like(p, dtype=dtype, device="cuda")),
-        lambda name: ParameterInitializer(filler(name)),
-    )
 
 
 def distribute(
@@ -71,9 +65,8 @@ def distribute(
     """Turn a torch module and all inside it into DistributedModules, in place. Return the
     parameters by name.
 
-    Each parameter becomes a DistributedParameter. It starts with the result of `start(name,
-    parameter)`, and bmtrain.init_parameters fills it by `init_method(name)`. Parameters are made
-    one after the other, so that only one is whole at a time.
+    Each parameter becomes a DistributedParameter. It starts with `start(name, parameter)`, and
+    bmtrain.init_parameters fills it by `init_method(name)`. Only one is whole at a time.
     """
     parameters: dict[str, DistributedParameter] = {}
     for path, part in module.named_modules():
