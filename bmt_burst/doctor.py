@@ -1,8 +1,8 @@
 """The doctor checks what a machine has and whether it works: python -m bmt_burst.doctor
 
-It checks GPUs and their links, NCCL, every kernel (a forward and a backward against the reference),
-BMTrain, and a ring between two processes. Each has a line, which says what to do if it is missing
-or broken. The exit code is 1 if anything that is installed does not work.
+It prints a line for each of GPUs and their links, NCCL, every kernel, BMTrain, and a ring between
+two processes. A line says what to do about what is missing. The exit code is 1 if anything that is
+installed does not work.
 """
 
 from __future__ import annotations

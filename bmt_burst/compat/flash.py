@@ -24,8 +24,8 @@ from ..sequence.layout import Layout
 from ..sequence.mask import Mask, Slice, read_bounds
 
 Bounds: TypeAlias = tuple[int, ...]
-# For the rings, the number of this rank's tokens, `causal` and a function's own arguments: the
-# bounds of the documents in the whole sequence, (0, ..., length), and their layout on the ranks.
+# Takes the rings, the number of this rank's tokens, `causal` and a function's own arguments.
+# Returns the bounds of the documents in the whole sequence, (0, ..., length), and their layout.
 Place: TypeAlias = Callable[..., tuple[Bounds, str | Layout]]
 
 
@@ -82,9 +82,9 @@ def attention(
 
     A batch is q (B, S, H, D), k and v (B, S, G, D), or q and kv (B, S, 2, G, D), or qkv (B, S, 3,
     H, D). Packed documents have T instead of B and S. Returns out, like q, or with
-    return_attn_probs (out, lse, None). Here lse (B, H, S) or (H, T) has a gradient. Options have
-    flash-attn's meaning, but dropout_p must be 0 and alibi_slopes None. In window_size=(left,
-    right) -1 means all, and `causal` makes right 0. Wrong arguments of a rank raise on all ranks.
+    return_attn_probs (out, lse, None), where lse (B, H, S) or (H, T) has a gradient. Options have
+    flash-attn's meaning, but dropout_p must be 0 and alibi_slopes None. Wrong arguments of a rank
+    raise on all ranks.
     """
     rings = make_rings(group, (None, None))
     try:
@@ -145,9 +145,8 @@ _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def read_cu_seqlens(name: str, cu_seqlens: Any) -> Bounds:
-    """Return cu_seqlens without empty documents.
-
-    A tensor on a GPU is read when it is new or was written to, for which the host waits.
+    """Return cu_seqlens without empty documents. The host waits for a tensor on a GPU that is new
+    or was written to.
     """
     if not isinstance(cu_seqlens, Tensor):
         return tuple(read_bounds(name, cu_seqlens))

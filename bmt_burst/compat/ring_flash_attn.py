@@ -150,8 +150,8 @@ _bounds: list[Bounds] = []  # of the documents of a process's next forward, one 
 def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -> None:
     """Replace transformers' flash_attention_2 by causal attention to packed documents over ranks.
 
-    Call update_ring_flash_attn_params before each forward. Each rank gives a model its chunk of the
-    tokens and of their position_ids, (1, T) / ranks, without padding.
+    Before each forward, call update_ring_flash_attn_params. A rank passes its chunk of the tokens
+    and of their position_ids, (1, T) / ranks, without padding.
     """
     from transformers import AttentionInterface  # which need not be installed
 

@@ -21,27 +21,25 @@ ATTENTION = "bmt_burst"  # the name under which transformers knows this attentio
 
 
 class ForwardContext:
-    """The argument that layers get instead of a mask. It is not a dataclass, since wrappers would
-    rebuild it to move its tensors.
+    """The argument that layers get instead of a mask, a new one in each forward. It is not a
+    dataclass, since wrappers would rebuild it to move its tensors.
 
     options      options of burst_attn_func
     sequence     the batch, which ranks have agreed on
     num_targets  the number of targets in the whole batch, an int64 scalar; 0 without labels
-    choices      the blocks that sparse layers chose, for recomputations, if these get the same
-                 context, and other forwards another one
     label_smoothing  the part of each target that is spread over the vocabulary
+    choices      the blocks that sparse layers chose, for recomputations
     """
 
     def __init__(
         self,
         options: dict[str, Any],
         sequence: WholeSequence,
-        num_targets: Tensor | int = 0,
-        choices: Choices | None = None,
-        label_smoothing: float = 0.0,
+        num_targets: Tensor | int,
+        label_smoothing: float,
     ):
         self.options, self.sequence, self.num_targets = options, sequence, num_targets
-        self.choices, self.label_smoothing = choices, label_smoothing
+        self.label_smoothing, self.choices = label_smoothing, Choices()
 
 
 def refuse_part(part: nn.Module) -> NoReturn:
@@ -69,9 +67,11 @@ def attention(
     **_others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer, (B, S_local, H, D_v), from query (B, H, S_local, D), key
-    (B, G, S_local, D) and value (B, G, S_local, D_v). `s_aux` (H,) are sinks, as in GptOss.
-    `attention_mask` is the result of `_make_window`. If the configuration has a `sparse_config`, as
-    MiniCPM4's, attention is sparse.
+    (B, G, S_local, D) and value (B, G, S_local, D_v). It is sparse if the configuration has a
+    `sparse_config`, as MiniCPM4's.
+
+    attention_mask  the result of `_make_window`
+    s_aux           (H,) sinks, as in GptOss
     """
     if bmt_burst is None:
         refuse_part(module)
@@ -93,20 +93,18 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sinks = None if s_aux is None else s_aux.to(accumulator_dtype(q.dtype))
     # Layers are checkpointed in training only.
-    choices = bmt_burst.choices if sparse is not None and module.training else None
-    with nullcontext() if choices is None else choices.of(module):
+    keeps = sparse is not None and module.training
+    with bmt_burst.choices.of(module) if keeps else nullcontext():
         return sequence.mix(0, kind, q, k, v, sinks), None
 
 
 def _make_window(*_args: Any, local_size: int | None = None, **_named: Any) -> int | None:
-    """Return the window of a mask. Models call this to make a mask, and pass the result on."""
+    """Return the window of a mask, instead of the mask that models pass on."""
     return local_size
 
 
 def _find_sparse(module: nn.Module) -> InfLLMV2 | None:
-    """Return the sparse_config of a layer's configuration. Raises ValueError if it is no
-    `InfLLMV2`, or chooses by what the layer does not pass.
-    """
+    """Return the sparse_config of a layer's configuration. Raises ValueError for a wrong one."""
     constants = getattr(module.config, "sparse_config", None)
     if constants is None:
         return None

@@ -19,10 +19,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 def change_model(
     model: nn.Module, target: Target, sp: SequenceParallel, balanced: bool, options: dict[str, Any]
 ) -> EnabledModel:
-    """Enable the target's model, inside of `model`, and return it.
-
-    options  those of burst_attn_func
-    """
+    """Enable the target's model, inside of `model`, and return it."""
     give_own_configs(model, target.model, target.base)
     for part in target.base.modules():
         if _depends_on_length(part):
@@ -48,9 +45,8 @@ def set_options(
 
 
 def take_head(enabled: EnabledModel) -> None:
-    """Take the fused head that TRL put on an enabled model, which a second trainer does.
-
-    Raises TypeError for another forward.
+    """Take the fused head that a second trainer of TRL put on an enabled model. Raises TypeError
+    for another forward.
     """
     if "forward" not in vars(enabled):
         return
@@ -61,9 +57,8 @@ def take_head(enabled: EnabledModel) -> None:
             "it, or pass a model that is not enabled"
         )
     if "head" in forwards:
-        enabled._fused = vars(enabled)["forward"]
+        enabled._fused = vars(enabled).pop("forward")
         vars(enabled).pop("_original_forward", None)
-        del enabled.forward
 
 
 def _depends_on_length(part: nn.Module) -> bool:

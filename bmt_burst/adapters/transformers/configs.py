@@ -14,8 +14,8 @@ from .attention import ATTENTION
 class _LayerConfig:
     """The configuration of a module inside an enabled model, which asks for ATTENTION.
 
-    All other attributes are read from `config` and written to it. `config` may be the model's own.
-    It still asks for an attention of transformers, so that other models can be made from it.
+    All other attributes are those of `config`, perhaps the model's own. It still asks for an
+    attention of transformers, so that other models can be made from it.
     """
 
     _attn_implementation = ATTENTION
@@ -37,10 +37,9 @@ def give_own_configs(model: nn.Module, enabled: Any, base: nn.Module) -> None:
     """Let `base` and the modules inside it ask for ATTENTION, without a change in other models that
     share their configurations.
 
-    Modules of `model` that share a configuration still share one. A layer may have another
-    configuration than its model. `enabled` is `base`, or the causal language model around it.
+    enabled  `base`, or the causal language model around it
     """
-    known: dict[int, Any] = {}
+    known: dict[int, Any] = {}  # modules that share a configuration still share one
     inside = {*base.modules()}
     for module, config in _find_configs(model):
         own = copy.deepcopy(config, known)

@@ -19,7 +19,6 @@ from ...loss import cross_entropy_sum
 from ...ranks.agreement import agree, run_together
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
 from ...sequence.layout import IGNORE_INDEX
-from ...sparse import Choices
 from ..enabling import put_before
 from .attention import ForwardContext, refuse_part
 from .configs import check_configs
@@ -129,11 +128,7 @@ class EnabledModel(Enabled):
             if isinstance(module, EnabledRotary):
                 module._last = inputs.last_position
         context = ForwardContext(
-            self._options,
-            inputs.sequence,
-            inputs.num_targets,
-            Choices(),
-            inputs.label_smoothing,
+            self._options, inputs.sequence, inputs.num_targets, inputs.label_smoothing
         )
         part = inputs.part | {"bmt_burst": context}
         # outputs are changed by name

@@ -1,6 +1,4 @@
-"""Requests for outputs of enabled models. They are no arguments of a call, because a module around
-a model may have a forward that does not take or pass on such arguments.
-"""
+"""Requests for outputs of enabled models, also through modules with forwards that take none."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ _warned: set[str] = set()
 
 @contextmanager
 def ask_models(outputs: WantedOutputs | None) -> Iterator[None]:
-    """Request outputs from all enabled models that are called in this context. None leaves an outer
-    request in force. An outer request for WHOLE also stays in force.
+    """Request outputs from all enabled models that are called in this context. An outer request
+    stays in force if it is for WHOLE, or if this one is None.
     """
     asked = find_asked()
     _open.append(asked if outputs is None or asked is WantedOutputs.WHOLE else outputs)

@@ -68,11 +68,9 @@ _BASE_OF = dict(zip(_CAUSAL_LMS, _BASES, strict=True))
 
 
 def find_target(model: Any, untested: bool) -> Target:
-    """Return the parts of `model` to change.
+    """Return the parts of `model` to change. Raises TypeError or ValueError if there are none.
 
     untested  whether models outside the list are accepted
-
-    Raises TypeError or ValueError if it cannot be enabled.
     """
     name = type(model).__name__
     inner = model.base_model if isinstance(model, PreTrainedModel) else None
@@ -149,10 +147,7 @@ def _check_layers(model: Any) -> None:
 
 
 def _check_forward(own: type[nn.Module], model: Any, name: str) -> None:
-    """Raise TypeError if the model has another forward than its class in transformers.
-
-    name  the class of the model that was passed
-    """
+    """Raise TypeError if the model has another forward than its class in transformers."""
     if not _has_forward_of(own, model):
         raise TypeError(
             f"this {name} has another forward than transformers' {own.__name__}, which would be "
@@ -161,9 +156,7 @@ def _check_forward(own: type[nn.Module], model: Any, name: str) -> None:
 
 
 def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
-    """Whether the module is a `base` with the forward that transformers defines. Some packages
-    replace the forward in the class, or in the object.
-    """
+    """Whether the module is a `base` with transformers' forward, in the class and in the object."""
     if not isinstance(module, base):
         return False
     if "forward" in vars(module) and not known_forwards(module):
@@ -175,9 +168,8 @@ def _has_forward_of(base: type[nn.Module], module: Any) -> bool:
 
 
 def known_forwards(module: nn.Module) -> list[str]:
-    """Return what was put around the module's forward, in the object: "head" for TRL's fused head,
-    "autocast" for accelerate's. The list is empty if there is anything else, or if a forward of
-    another module is called.
+    """Return what was put around the module's forward, in the object: "head" or "autocast", TRL's
+    and accelerate's. The list is empty if there is anything else, or another module's forward.
     """
     function: Any = getattr(vars(module).get("forward"), "__func__", None)
     owner: Any = module

@@ -1,9 +1,8 @@
 """The comparison of a model outside the list with the plain one, before it is enabled.
 
 All ranks make the same small copy of the model's class, in fp32 with random weights, and compare it
-with an enabled copy. The loss alone is no check: layers that see only this rank's tokens change it
-little. So whole logits and all gradients are compared, on whole rows and on packed ones. The
-weights of the model are not read.
+with an enabled copy: whole logits and all gradients, on whole rows and on packed ones. The loss
+alone is no check, since layers that see only this rank's tokens change it little.
 
 Letters: B rows, S tokens of a row.
 """
@@ -58,7 +57,7 @@ def compare_with_plain(
     if isinstance(sp.layout, Layout):  # for sequences of another length
         sp = sp.with_layout("zigzag")
     try:
-        with _exact_products(), torch.device("cpu"):  # unless a device is named
+        with _exact_products(), torch.device("cpu"):
             errors = _find_errors(target, sp, balanced, options | {"flash": "auto"})
     except RankGone:
         raise
@@ -83,7 +82,7 @@ def compare_with_plain(
 def _find_errors(
     target: Target, sp: SequenceParallel, balanced: bool, options: dict[str, Any]
 ) -> dict[str, list[float]]:
-    """Return the errors of outputs and of gradients, by case. All ranks return the same numbers."""
+    """Return the errors of outputs and of gradients, by case, the same on all ranks."""
     rings, doing = sp.rings, f"the comparison of a {type(target.model).__name__} with the plain one"
     device, seq_len = _choose_device(rings), max(40, 8 * sp.size + 21)
     plain: Any = run_together(rings, doing, lambda: _make_plain(target, seq_len).to(device))
@@ -94,11 +93,12 @@ def _find_errors(
     errors = {}
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         for case, inputs in _make_cases(plain, seq_len, target.enabled.has_head).items():
-            expected = run_together(rings, doing, functools.partial(_run_plain, plain, inputs))
+            run = functools.partial(_run_plain, plain, inputs)
+            expected, gradient = run_together(rings, doing, run)
             forward = functools.partial(_run, ours, inputs | {"whole_outputs": True})
             whole, loss = run_together(rings, doing, forward)
             mean = sp.sum(_find_gradient(ours, loss)) / sp.size  # its backward reports its errors
-            here = torch.stack([_compare(whole, expected[0]), _compare(mean, expected[1])])
+            here = torch.stack([_compare(whole, expected), _compare(mean, gradient)])
             # ranks may round differently, and must come to the same verdict
             errors[case] = (sp.sum(here) / sp.size).tolist()
     return errors
@@ -112,9 +112,7 @@ def _choose_device(rings: Rings) -> torch.device:
 
 
 def _make_plain(target: Target, seq_len: int) -> Any:
-    """Return a small plain model of the target's class on the CPU, in fp32 with random weights. It
-    has each kind of layer that the target has.
-    """
+    """Return a small plain model with each kind of layer of the target, in fp32 on the CPU."""
     config = copy.deepcopy(target.model.config)
     config.dtype, config.return_dict, config.use_cache = torch.float32, True, False
     # transformers' own, for any dtype, documents, soft caps and sinks
@@ -147,7 +145,7 @@ def _shrink(sizes: Any) -> None:
 
 def _find_kinds(base: nn.Module, sizes: Any) -> list[tuple[str, ...]]:
     """Return the kind of each layer: its entries in the configuration's lists, the types of its
-    modules and the names of its weights, which are not read.
+    modules and the names of its weights.
     """
     count = sizes.num_hidden_layers
     lists = _find_lists(sizes)

@@ -35,13 +35,10 @@ _PARTS = "each rank of a group has only its part of the gradients"
 
 
 class ParallelAccelerator(Accelerator):
-    """The methods of an Accelerator that count a group of ranks as one process.
-
-    sp  the ranks that share this rank's sequences
-    """
+    """The methods of an Accelerator that count a group of ranks as one process."""
 
     _sp_options: Options
-    sp: SequenceParallel
+    sp: SequenceParallel  # the ranks that share this rank's sequences
     _peers: Peers | None = None  # None if each rank counts
     _counts_ranks = False  # within what saves and loads: each rank then has files of its own
     _unsynced: list[nn.Module]  # models within no_sync
@@ -89,25 +86,26 @@ class ParallelAccelerator(Accelerator):
 
     def _check_settings(self) -> None:
         """Raise ValueError for settings that do not work over ranks."""
-        if self.distributed_type in _REFUSED_TYPES:
+        kind = self.distributed_type
+        if kind in _REFUSED_TYPES:
             raise ValueError(
-                f"expected DDP or FSDP2, got {self.distributed_type.value}, which is not supported "
-                "with sequence parallelism: leave it out"
+                f"expected DDP or FSDP2, got {kind.value}, which is not supported with sequence "
+                "parallelism: leave it out"
             )
-        if self.distributed_type == DistributedType.NO:
+        if kind == DistributedType.NO:
             raise ValueError(
                 "accelerate sees one process, but there are several, so gradients would not be "
                 "averaged: on CPUs pass use_cpu=True to TrainingArguments or cpu=True to the "
                 "Accelerator, else start the script with torchrun or accelerate launch"
             )
-        if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
+        if kind == DistributedType.FSDP and not self.is_fsdp2:
             raise ValueError("expected FSDP2, got FSDP1: set fsdp_version=2 in the plugin")
-        config = self.parallelism_config
         for name in ("tp_size", "cp_size", "sp_size"):
-            if config is not None and (getattr(config, name) or 1) > 1:
+            size = getattr(self.parallelism_config, name, None)
+            if size is not None and size > 1:
                 raise ValueError(
-                    f"expected {name}=1 in the ParallelismConfig, got {getattr(config, name)}: "
-                    "sequence_parallel shares sequences, so leave it out"
+                    f"expected {name}=1 in the ParallelismConfig, got {size}: sequence_parallel "
+                    "shares sequences, so leave it out"
                 )
         if self.dataloader_config.dispatch_batches:
             raise ValueError(
@@ -219,10 +217,8 @@ class ParallelAccelerator(Accelerator):
             run_together(self.sp.rings, doing, lambda: None)
 
     def _hook_calls(self, wrapper: Any) -> None:
-        """Let ranks that share sequences agree before each forward of DDP or FSDP2. These exchange
-        parameters or buffers first, and a rank that calls alone would wait there.
-
-        Also note whether the gradients will be averaged: DDP decides this at the forward.
+        """Let ranks that share sequences agree before each forward of DDP or FSDP2, in which a rank
+        that calls alone would wait. Note whether gradients will be averaged: DDP decides it there.
         """
         enabled = find_enabled(wrapper)
         if self.sp.size == 1 or enabled is None:
@@ -244,10 +240,8 @@ class ParallelAccelerator(Accelerator):
         wrapper._hook_of_calls = wrapper.register_forward_pre_hook(begin_call, prepend=True)
 
     def _forget(self, model: nn.Module) -> None:
-        """Undo that a model was prepared for evaluation, so that it can be prepared for training.
-
-        accelerate returns a model that it prepared before as it is, without DDP. Gradients would
-        then silently not be averaged.
+        """Undo that a model was prepared for evaluation. accelerate would return it without DDP,
+        and gradients would silently not be averaged.
         """
         if not vars(model).pop("_is_accelerate_prepared", False):
             return
@@ -306,20 +300,10 @@ class ParallelAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the data of all groups, without what the last batch repeats."""
-        if self._peers is None:
-            return super().gather_for_metrics(input_data, use_gather_object)
-        use_gather_object = use_gather_object or not _are_tensors(input_data)
-        if use_gather_object:
-            data = self._peers.gather_objects(input_data)
-        else:
-            data = self.gather(input_data)
-        state = self.gradient_state
-        rows = state.remainder if state.end_of_dataloader else 0
-        if rows <= 0:
-            return data
-        if use_gather_object:
-            return data[:rows]
-        return recursively_apply(lambda x: x[:rows] if x.dim() else x, data)
+        if self._peers is None or (_are_tensors(input_data) and not use_gather_object):
+            return super().gather_for_metrics(input_data, use_gather_object)  # calls `gather`
+        data, state = self._peers.gather_objects(input_data), self.gradient_state
+        return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -362,10 +346,8 @@ def _are_tensors(data: Any) -> bool:
 
 @dataclass(frozen=True)
 class GroupState:
-    """The state of processes for accelerate's DataLoaderDispatcher, which counts groups here.
-
-    The ranks of the first group read a stream. All ranks then receive the batch of rank 0, and take
-    the part of their group.
+    """The state of processes for accelerate's DataLoaderDispatcher, which counts groups here. The
+    first group reads a stream. All ranks receive rank 0's batch, and take their group's part.
     """
 
     process_index: int
@@ -374,15 +356,12 @@ class GroupState:
 
 
 def _seed_workers_by_group(loader: DataLoader, rank: int, index: int) -> None:
-    """Let the workers of all ranks in a group draw the same numbers.
-
-    Replaces the rank in transformers' seed_worker.
+    """Let the workers of all ranks in a group draw the same numbers, by the rank that
+    transformers' seed_worker takes.
     """
     function: Any = loader.worker_init_fn
     if isinstance(function, functools.partial) and function.keywords.get("rank") == rank:
-        loader.worker_init_fn = functools.partial(
-            function.func, *function.args, **{**function.keywords, "rank": index}
-        )
+        loader.worker_init_fn = functools.partial(function, rank=index)
 
 
 def _keep_order(loader: DataLoaderShard) -> None:

@@ -37,10 +37,9 @@ def enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> N
     """Enable the models of transformers inside of wrappers over the ranks of `sp`, if they are not.
 
     Calls without labels return whole outputs: the caller computes its own loss or metrics. Calls
-    inside of other modules return them with labels, too, unless `loss_only` is among the options.
+    inside of other modules always return them, unless `loss_only` is among the options.
 
-    Raises the errors of `enable`, and ValueError for a model that was enabled by hand for other
-    groups, and for adapters that put tokens before a sequence, such as prefix tuning.
+    Raises the errors of `enable`, and ValueError for models of other groups and some adapters.
     """
     doing = "the preparation of a model"
     run_together(sp.rings, doing, lambda: _enable_inside(model, sp, options))

@@ -58,17 +58,21 @@ def sequence_parallel(
     """
     if not isinstance(cls, type):
         raise TypeError(f"expected a class, such as Trainer, got a {type(cls).__name__}")
-    balanced = as_bool("balanced", balanced)
-    deterministic = as_bool("deterministic", deterministic)
-    untested = as_bool("untested", untested)
-    loss_only = as_bool("loss_only", loss_only)
     if sp_size is not None and mesh is not None:
         raise ValueError("expected sp_size or mesh, got both: a mesh has a size")
     options = Options(
-        sp_size, mesh, layout, balanced, flash, deterministic, strategy, untested, loss_only
+        sp_size=sp_size,
+        mesh=mesh,
+        layout=layout,
+        balanced=as_bool("balanced", balanced),
+        flash=flash,
+        deterministic=as_bool("deterministic", deterministic),
+        strategy=strategy,
+        untested=as_bool("untested", untested),
+        loss_only=as_bool("loss_only", loss_only),
     )
     names = [base.__name__ for base in cls.__mro__]
-    _check_class(cls, names, untested)
+    _check_class(cls, names, options.untested)
     if "Trainer" in names:
         from .trainer import ParallelTrainer as mixin
     else:
@@ -77,11 +81,7 @@ def sequence_parallel(
 
 
 def _check_class(cls: type, names: list[str], untested: bool) -> None:
-    """Raise TypeError or ValueError for a class that cannot be sequence parallel.
-
-    names     the names of the class and its bases
-    untested  whether trainers that were not tested are accepted, with a warning
-    """
+    """Raise TypeError or ValueError for a class that cannot be sequence parallel."""
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
     name = cls.__name__
     if hasattr(cls, "_sp_options"):

@@ -36,7 +36,7 @@ _OF_A_RANK = {
 class ParallelTrainer(Trainer):
     """The methods of a Trainer that count a group of ranks as one process."""
 
-    label_smoother: LabelSmoother | None
+    label_smoother: Any
     _sp_options: Options
 
     @property
@@ -48,8 +48,9 @@ class ParallelTrainer(Trainer):
         before = getattr(self, "accelerator", None)  # in a search of hyperparameters
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
-        kind = make_class(ParallelAccelerator, type(accelerator), _sp_options=self._sp_options)
-        accelerator.__class__ = kind
+        accelerator.__class__ = make_class(
+            ParallelAccelerator, type(accelerator), _sp_options=self._sp_options
+        )
         accelerator._make_groups(None if before is None else before.sp)
         # transformers keeps a bound method of the class before
         self.gather_function = functools.partial(
@@ -57,7 +58,7 @@ class ParallelTrainer(Trainer):
         )
         if self.sp.size > 1:
             world = Rings(torch_transport(world_group()), ALONE)
-            agree(world, f"{type(self).__name__}.__init__", lambda: self._describe_arguments())
+            agree(world, f"{type(self).__name__}.__init__", self._describe_arguments)
             if self.is_fsdp_enabled and hasattr(self.args, "model_init_kwargs"):
                 # TRL's default for a reference model would spread it over all GPUs, in each process
                 given = self.args.model_init_kwargs or {}
@@ -130,7 +131,6 @@ class ParallelTrainer(Trainer):
         """Return inputs with which a causal language model smooths labels, without whole logits."""
         if not self._is_smoothed(model) or inputs.get("labels") is None:
             return inputs
-        assert self.label_smoother is not None, "checked above"
         epsilon = self.label_smoother.epsilon
         self.label_smoother = _SmoothedByModel(epsilon)
         more = {"shift_labels": shift_labels(inputs["labels"]), "label_smoothing": epsilon}
