@@ -6,7 +6,6 @@ A rank's tensors tell neither lengths nor padding of the whole sequences, so ran
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from ..sequence.rows import (
 from ..sequence.span import Span, merged
 
 _MOST_MASKS = 256  # of padded rows that are kept
-_FEW_ROWS = 16  # ranks compare up to this many rows one by one, and a digest of more
 _MOST_SLICES = 1 << 16  # of a row's mask: a plan of more would take minutes
 # in the order of the fields of a _Kind
 _MARKS = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
@@ -166,10 +164,10 @@ class LocalPart:
         return {
             "batch": self.size,
             "tokens": self.tokens,
-            "length": self.lengths and _describe_rows(self.lengths),
+            "length": self.lengths and _join_equal(self.lengths),
             **{name: "given" if name in self.marks else None for name in _MARKS},
-            "mask": _describe_rows([mask and mask.digest for mask in self.masks]),
-            "layout": _describe_rows([describe_term(layout) for layout in self.layouts]),
+            "mask": _join_equal([mask and mask.digest for mask in self.masks]),
+            "layout": _join_equal([describe_term(layout) for layout in self.layouts]),
         }
 
     def make_batch(self, tokens: list[int]) -> Batch:
@@ -316,11 +314,6 @@ def _find_areas(
     return [(valid, first, None), (rest, rest, low)]
 
 
-def _describe_rows(rows: Sequence[Any]) -> Any:
-    """Describe one value for each row in few bytes."""
-    if len(set(rows)) == 1:
-        return rows[0]
-    if len(rows) <= _FEW_ROWS:
-        return list(rows)
-    digest = hashlib.blake2b(repr(rows).encode(), digest_size=12).hexdigest()
-    return f"{len(rows)} rows, digest {digest}"
+def _join_equal(rows: Sequence[Any]) -> Any:
+    """Return the value of all rows, or a list of one for each if they differ."""
+    return rows[0] if len(set(rows)) == 1 else list(rows)

@@ -1,7 +1,7 @@
 """The documents that a forward's arguments name, as masks.
 
-Three arguments name documents: an attention_mask of numbers, cu_seq_lens, and position_ids that
-fall back. If several are given, they must agree.
+An attention_mask of numbers, cu_seq_lens, seq_idx and position_ids that fall back name documents.
+If several are given, they must agree.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...base.arguments import as_int, check_tensor
@@ -20,6 +21,7 @@ from ...sequence.span import Span, length
 
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
+_NAMING = ("attention_mask", *CU_SEQ_LENS, "seq_idx", "position_ids")
 _WAYS = (
     "to separate documents there, let position_ids start again, or pass an attention_mask of "
     "numbers (1 1 1 2 2 0) or cu_seq_lens_q; to skip positions within a document, pass an "
@@ -40,17 +42,20 @@ def find_masks(
 
     Raises ValueError or TypeError for arguments that name no documents or different ones.
     """
-    numbers = _read_numbers(arguments.get("attention_mask"))
-    named = _find_borders(arguments, numbers, size, seq_len)
-    valid = None if numbers is None else numbers.ne(0)
-    inside = None if valid is None else valid[:, 1:] & valid[:, :-1]
+    # copies on the CPU, since each check on a GPU would make the host wait
+    given = {name: arguments[name] for name in (*_NAMING, *LONGEST) if name in arguments}
+    given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
+    numbers = _read_numbers(given.get("attention_mask"))
+    named = _find_borders(given, numbers, size, seq_len)
+    inside = True if numbers is None else numbers[:, 1:].ne(0) & numbers[:, :-1].ne(0)
     borders = _check_agreement(named, inside)
-    places = arguments.get("position_ids")
-    if places is not None:
-        borders = _join_positions(places.diff(dim=-1), borders, inside, [*named])
+    if "position_ids" in given:
+        borders = _join_positions(given["position_ids"].diff(dim=-1), borders, inside, [*named])
     if borders is None:
         return (plain_mask(seq_len),)
-    rows = _find_spans(borders.expand(size, -1), numbers, seq_len)
+    if numbers is None:
+        numbers = F.pad(borders, (1, 0)).cumsum(1) + 1
+    rows = _find_spans(borders.expand(size, -1), numbers.expand(size, -1), seq_len)
     masks = tuple(_make_mask(spans, seq_len, padding_sees) for spans in rows)
     return masks[:1] if len(set(masks)) == 1 else masks
 
@@ -73,7 +78,7 @@ def sees_nothing(mask: Mask, window: int | None) -> bool:
 def check_targets(valid: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> None:
     """Raise ValueError if padding has labels. `valid` (B, S) is False for padding."""
     if shift_labels is not None:  # the target in a token's place is its successor
-        following = torch.nn.functional.pad(valid[:, 1:], (0, 1), value=False)
+        following = F.pad(valid[:, 1:], (0, 1))
         name, labels, valid = "shift_labels", shift_labels, valid | following
     else:
         name = "labels"
@@ -138,14 +143,13 @@ def _read_bounds(name: str, bounds: Tensor, size: int, seq_len: int) -> list[Spa
     return [span for span in itertools.pairwise(numbers) if span[0] < span[1]]
 
 
-def _check_agreement(named: Mapping[str, Tensor], inside: Tensor | None) -> Tensor | None:
+def _check_agreement(named: Mapping[str, Tensor], inside: Tensor | bool) -> Tensor | None:
     """Return the borders that all arguments name. `inside` (B, S - 1) is False beside padding."""
     if not named:
         return None
     (first, borders), *others = named.items()
     for name, theirs in others:
-        unlike = theirs.to(borders.device).ne(borders)
-        if (unlike if inside is None else unlike & inside.to(borders.device)).any():
+        if (theirs.ne(borders) & inside).any():
             raise ValueError(
                 f"{first} and {name} name different documents: pass one of them, or make them agree"
             )
@@ -153,24 +157,20 @@ def _check_agreement(named: Mapping[str, Tensor], inside: Tensor | None) -> Tens
 
 
 def _join_positions(
-    steps: Tensor, borders: Tensor | None, inside: Tensor | None, names: list[str]
+    steps: Tensor, borders: Tensor | None, inside: Tensor | bool, names: list[str]
 ) -> Tensor:
     """Return the borders of documents, once position_ids agree. `steps` are their differences."""
     if borders is None:
         if (steps > 1).any():
             raise ValueError(f"position_ids skip forward, and nothing says what it means: {_WAYS}")
         return steps < 1
-    borders = borders.to(steps.device)
-    falls, goes_on = (steps < 1) & ~borders, steps.eq(1) & borders
-    if inside is not None:
-        falls, goes_on = (x & inside.to(x.device) for x in (falls, goes_on))
     by = " and ".join(names)
-    if falls.any():
+    if ((steps < 1) & ~borders & inside).any():
         raise ValueError(
             f"position_ids start again within a document of {by}: name this border there too, or "
             f"leave {by} out"
         )
-    if goes_on.any():
+    if (steps.eq(1) & borders & inside).any():
         raise ValueError(
             f"position_ids rise by one across a border of {by}: let them start again there, or "
             "leave them out"
@@ -178,23 +178,17 @@ def _join_positions(
     return borders
 
 
-def _find_spans(borders: Tensor, numbers: Tensor | None, seq_len: int) -> list[list[Span]]:
-    """Return the documents of each row, without padding.
+def _find_spans(borders: Tensor, numbers: Tensor, seq_len: int) -> list[list[Span]]:
+    """Return the documents of each row, without padding: the numbers 0 of its documents.
 
     Raises ValueError if padding or another document is within a document of attention_mask.
     """
-    starts = torch.nn.functional.pad(borders, (1, 0), value=True).nonzero()
-    names = [1] * len(starts)
-    if numbers is not None:
-        names = numbers.to(starts.device)[tuple(starts.T)].tolist()
-    rows: list[list[tuple[int, int]]] = [[] for _ in borders]
-    for (row, start), name in zip(starts.tolist(), names, strict=True):
-        rows[row].append((start, name))
     found = []
-    for row, named in enumerate(rows):
-        stops = [*(start for start, _ in named[1:]), seq_len]
-        real = [(name, (at, stop)) for (at, name), stop in zip(named, stops, strict=True) if name]
-        if numbers is not None and len(dict(real)) < len(real):
+    for row, (is_border, of_row) in enumerate(zip(borders, numbers, strict=True)):
+        starts = [0, *(is_border.nonzero().flatten() + 1).tolist()]
+        named = zip(of_row[starts].tolist(), itertools.pairwise([*starts, seq_len]), strict=True)
+        real = [(name, span) for name, span in named if name]
+        if len(dict(real)) < len(real):
             raise ValueError(
                 "attention_mask has padding or another document between tokens of one document, in "
                 f"row {row}: pad on the left or right, and give each document a number of its own"
