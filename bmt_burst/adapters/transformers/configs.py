@@ -33,14 +33,12 @@ class _LayerConfig:
         return _LayerConfig, (self.config,)
 
 
-def give_own_configs(model: nn.Module, enabled: Any, base: nn.Module) -> None:
-    """Let `base` and the modules inside it ask for ATTENTION, without a change in other models that
-    share their configurations.
-
-    enabled  `base`, or the causal language model around it
+def give_own_configs(model: nn.Module, enabled: Any) -> None:
+    """Let the base model of `enabled`, inside of `model`, ask for ATTENTION, without a change in
+    other models that share their configurations.
     """
     known: dict[int, Any] = {}  # modules that share a configuration still share one
-    inside = {*base.modules()}
+    inside = {*enabled.base_model.modules()}
     for module, config in _find_configs(model):
         own = copy.deepcopy(config, known)
         module.config = _LayerConfig(own) if module in inside else own

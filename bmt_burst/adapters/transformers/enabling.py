@@ -6,8 +6,7 @@ from transformers import PreTrainedModel
 
 from ...base.arguments import as_bool
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
-from .changing import change_model
-from .supported import find_target
+from .supported import change_model, find_target
 from .untested import compare_with_plain
 
 

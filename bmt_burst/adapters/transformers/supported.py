@@ -1,4 +1,4 @@
-"""The models that can be enabled, and why others cannot."""
+"""The models that can be enabled, why others cannot, and their change in place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..enabling import find_base, refuse_by_name
-from .model import EnabledBase, EnabledCausalLM, EnabledModel
+from ...ranks.sequence_parallel import SequenceParallel
+from ..enabling import find_base, put_before, refuse_by_name
+from .configs import give_own_configs
+from .model import EnabledBase, EnabledCausalLM, EnabledModel, EnabledRotary
 
 _NAMES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "MiniCPM3"),
@@ -21,6 +23,7 @@ _NAMES = (
 )
 _SUFFIXES = {("Gemma3", "Model"): "TextModel"}  # of a model that takes text alone
 _KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
+_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings with angles that depend on the longest row
 
 _ENABLE_FIRST = "enable the model before another package changes it, or do without"
 _REFUSED = {
@@ -37,16 +40,13 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The parts of a model that `enable` changes.
+    """The model that `enable` changes: a causal language model, or a model without a head.
 
-    model    the model to enable: a causal language model, or a model without a head
-    base     the model without a head: `model`, or inside it
     enabled  the class that is put before the model's own
     tested   whether the model's family is in the list
     """
 
     model: Any
-    base: Any
     enabled: type[EnabledModel]
     tested: bool
 
@@ -132,7 +132,7 @@ def _make_target(model: Any, tested: bool) -> Target:
             f"this {type(model).__name__} has another loss than transformers' ForCausalLMLoss, "
             "which would be lost"
         )
-    return Target(model, model.base_model, EnabledCausalLM if has_head else EnabledBase, tested)
+    return Target(model, EnabledCausalLM if has_head else EnabledBase, tested)
 
 
 def _check_layers(model: Any) -> None:
@@ -191,3 +191,54 @@ def known_forwards(module: nn.Module) -> list[str]:
             function = getattr(function, "__wrapped__", None)
     # a head alone is called with fused_lm_head only, and calls no forward then
     return found if owner is module or found == ["head"] else []
+
+
+def change_model(
+    model: nn.Module, target: Target, sp: SequenceParallel, balanced: bool, options: dict[str, Any]
+) -> EnabledModel:
+    """Enable the target's model, inside of `model`, and return it."""
+    enabled: Any = target.model
+    give_own_configs(model, enabled)
+    for part in enabled.base_model.modules():
+        if _depends_on_length(part):
+            part.__class__ = put_before(EnabledRotary, type(part))
+    forwards = known_forwards(enabled)
+    enabled.__class__ = put_before(target.enabled, type(enabled))
+    assert isinstance(enabled, EnabledModel)
+    set_options(enabled, sp, balanced, options)
+    enabled._with_targets = enabled._without_targets = None
+    vars(enabled).pop("_original_forward", None)  # accelerate's unwrap_model would set it
+    forward = vars(enabled).pop("forward", None)
+    enabled._forward = forward if "autocast" in forwards else None
+    enabled._fused = forward if "head" in forwards else None
+    return enabled
+
+
+def set_options(
+    enabled: EnabledModel, sp: SequenceParallel, balanced: bool, options: dict[str, Any]
+) -> None:
+    """Let an enabled model run over the ranks of `sp`, with other options."""
+    enabled._sp, enabled._balanced, enabled._options = sp, balanced, options
+
+
+def take_head(enabled: EnabledModel) -> None:
+    """Take the fused head that a second trainer of TRL put on an enabled model. Raises TypeError
+    for another forward.
+    """
+    if "forward" not in vars(enabled):
+        return
+    forwards = known_forwards(enabled)
+    if not forwards:
+        raise TypeError(
+            f"this enabled {type(enabled).__name__} has a forward that another package set: remove "
+            "it, or pass a model that is not enabled"
+        )
+    if "head" in forwards:
+        enabled._fused = vars(enabled).pop("forward")
+        vars(enabled).pop("_original_forward", None)
+
+
+def _depends_on_length(part: nn.Module) -> bool:
+    rope_type = getattr(part, "rope_type", None)
+    types = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)  # a kind of layer's
+    return any(kind in _BY_LENGTH for kind in types)

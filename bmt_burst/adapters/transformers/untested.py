@@ -26,8 +26,7 @@ from ...ranks.agreement import run_together
 from ...ranks.rings import Rings
 from ...ranks.sequence_parallel import SequenceParallel
 from ...sequence.layout import Layout
-from .changing import change_model
-from .supported import Target
+from .supported import Target, change_model
 
 BOUND = 1e-4  # of the largest value. Models that are right differ by less than 1e-5
 
@@ -87,9 +86,7 @@ def _find_errors(
     device, seq_len = _choose_device(rings), max(40, 8 * sp.size + 21)
     plain: Any = run_together(rings, doing, lambda: _make_plain(target, seq_len).to(device))
     ours = copy.deepcopy(plain, {id(p): p for p in plain.parameters()})
-    change_model(
-        ours, dataclasses.replace(target, model=ours, base=ours.base_model), sp, balanced, options
-    )
+    change_model(ours, dataclasses.replace(target, model=ours), sp, balanced, options)
     errors = {}
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         for case, inputs in _make_cases(plain, seq_len, target.enabled.has_head).items():
@@ -121,7 +118,7 @@ def _make_plain(target: Target, seq_len: int) -> Any:
     _shrink(sizes)
     if (getattr(sizes, "max_position_embeddings", None) or seq_len) < seq_len:
         sizes.max_position_embeddings = seq_len
-    kinds = _find_kinds(target.base, sizes)
+    kinds = _find_kinds(target.model.base_model, sizes)
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     model = _make_with_layers(type(target.model), config, first)
     if {*_find_kinds(model.base_model, model.config.get_text_config(decoder=True))} != {*kinds}:

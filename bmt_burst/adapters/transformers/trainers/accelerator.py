@@ -6,8 +6,6 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -266,9 +264,11 @@ class ParallelAccelerator(Accelerator):
         return loader
 
     def _count_groups(self, loader: Any) -> None:
-        """Let a loader of a stream share out batches by groups."""
+        """Let a loader of a stream share out batches by groups. The ranks of the first group read.
+        All ranks receive the batch of rank 0, and take their group's part.
+        """
         if self._peers is not None and isinstance(loader, DataLoaderDispatcher):
-            loader.state = GroupState(self._peers.index, self._peers.count, self.device)
+            loader.state = self  # of a PartialState it reads the numbers and the device
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         loader = super().skip_first_batches(dataloader, num_batches)
@@ -305,14 +305,10 @@ class ParallelAccelerator(Accelerator):
         data, state = self._peers.gather_objects(input_data), self.gradient_state
         return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
 
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this group's part of the inputs."""
-        mine = SimpleNamespace(
-            num_processes=self.num_processes, process_index=self.process_index, device=self.device
-        )
-        with PartialState.split_between_processes(mine, inputs, apply_padding) as part:
-            yield part
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        """Return a context with this group's part of the inputs."""
+        # of a PartialState it reads the numbers, which count groups here, and the device
+        return PartialState.split_between_processes(self, inputs, apply_padding)
 
 
 class GroupScheduler(AcceleratedScheduler):
@@ -342,17 +338,6 @@ def _are_tensors(data: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """The state of processes for accelerate's DataLoaderDispatcher, which counts groups here. The
-    first group reads a stream. All ranks receive rank 0's batch, and take their group's part.
-    """
-
-    process_index: int
-    num_processes: int
-    device: torch.device
 
 
 def _seed_workers_by_group(loader: DataLoader, rank: int, index: int) -> None:

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from ....ranks.agreement import run_together
 from ....ranks.sequence_parallel import SequenceParallel
-from ..changing import set_options, take_head
 from ..enabling import enable
 from ..model import EnabledModel
 from ..requests import WantedOutputs
+from ..supported import set_options, take_head
 from .options import Options
 
 # packages with modules that return the outputs of a model as they are
