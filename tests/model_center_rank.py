@@ -325,7 +325,7 @@ def check_errors(wrong: list[tuple[str, Callable]]) -> None:
 def refused(folder: Path) -> None:
     """Check the errors of wrong calls, and that none of them changes a model."""
     from bmt_burst.adapters import model_center
-    from bmt_burst.adapters.model_center import attention
+    from bmt_burst.adapters.model_center import models
 
     sp = init_sequence_parallel()
     tokens = random_tensors("Llama", 2)["tokens"]
@@ -338,7 +338,7 @@ def refused(folder: Path) -> None:
     check_errors(refused_over_ranks(sp, tokens, part, llama))
     assert type(plain) is kind
     layers = [*plain.modules(), *of_layers.modules()]
-    assert all(type(layer) is not attention.RingAttention for layer in layers)
+    assert all(type(layer) is not models.RingAttention for layer in layers)
     assert all(p.data.equal(w) for p, w in zip(plain.parameters(), weights, strict=True))
     plain(tokens, length=torch.tensor([TOKENS, TOKENS], device=DEVICE))
     pickled = "TypeError: an enabled Llama cannot be copied or pickled, as torch.save does: save"

@@ -43,7 +43,6 @@ from torch import nn
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
 from ..enabling import find_base, put_before
 from . import models
-from .attention import RingAttention
 from .biased import CPM1, CPM3
 
 __all__ = ["enable"]
@@ -103,7 +102,7 @@ def enable(
     family.check(model)
     for layer in layers:
         layer._sp = sp
-        layer.__class__ = RingAttention
+        layer.__class__ = models.RingAttention
     model.__class__ = put_before(family, type(model))
     assert isinstance(model, models.EnabledModel)
     model._sp, model._exact_rotary = sp, exact_rotary
