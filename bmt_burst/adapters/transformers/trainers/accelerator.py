@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +28,6 @@ from .options import Options
 from .peers import Peers, find_peers
 
 _REFUSED_TYPES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-_PARTS = "each rank of a group has only its part of the gradients"
 
 
 class ParallelAccelerator(Accelerator):
@@ -45,21 +43,6 @@ class ParallelAccelerator(Accelerator):
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
         self._make_groups()
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The kind of training. Raises ValueError if LocalSGD asks: its constructor reads nothing
-        else of an accelerator, so it is refused here.
-        """
-        if self._peers is not None:
-            caller = sys._getframe(1)
-            of_local_sgd = caller.f_globals.get("__name__") == "accelerate.local_sgd"
-            if of_local_sgd and caller.f_locals.get("enabled"):
-                raise ValueError(
-                    "LocalSGD lets each rank take steps with its own gradients, and with sequence "
-                    f"parallelism {_PARTS}: leave it out, or pass enabled=False"
-                )
-        return super().distributed_type
 
     def _make_groups(self, sp: SequenceParallel | None = None) -> None:
         """Make the groups over an initialised torch.distributed, or take those of `sp`."""
@@ -178,8 +161,9 @@ class ParallelAccelerator(Accelerator):
         if any(id(p) in local for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "an optimizer takes a step after a call within no_sync, and with sequence "
-                f"parallelism {_PARTS}: run the last forward and backward before a step outside of "
-                "no_sync, or use accelerator.accumulate"
+                "parallelism each rank of a group has only its part of the gradients: run the last "
+                "forward and backward before a step outside of no_sync, or use "
+                "accelerator.accumulate, and leave LocalSGD out"
             )
 
     def _enable(self, model: nn.Module) -> None:
