@@ -50,7 +50,8 @@ def _enable_inside(model: nn.Module, sp: SequenceParallel, options: Options) -> 
     for found, is_inside in _find_models(model):
         enabled = find_enabled(found)
         if enabled is None:
-            enable(found, sp, **options.of_enable)
+            balanced, untested = options.balanced, options.untested
+            enable(found, sp, balanced=balanced, untested=untested, **options.of_attention)
             enabled = find_enabled(found)
             assert enabled is not None, "enabled above"
             enabled._without_targets = WantedOutputs.WHOLE

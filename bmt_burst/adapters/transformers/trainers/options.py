@@ -15,28 +15,15 @@ TESTED_OF_TRL = (
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `sequence_parallel`."""
+    """The options of `sequence_parallel`. Those `of_attention` are for burst_attn_func."""
 
     sp_size: int | None
     mesh: dist.DeviceMesh | None
     layout: str
     balanced: bool
-    flash: str
-    deterministic: bool
-    strategy: str
     untested: bool
     loss_only: bool
-
-    @property
-    def of_attention(self) -> dict[str, Any]:
-        """The keyword arguments of burst_attn_func."""
-        names = "flash", "deterministic", "strategy"
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def of_enable(self) -> dict[str, Any]:
-        """The keyword arguments of `enable`."""
-        return {**self.of_attention, "balanced": self.balanced, "untested": self.untested}
+    of_attention: dict[str, Any]
 
 
 def is_tested(trainer: type) -> bool:

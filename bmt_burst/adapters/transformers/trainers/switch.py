@@ -61,15 +61,17 @@ def sequence_parallel(
     if sp_size is not None and mesh is not None:
         raise ValueError("expected sp_size or mesh, got both: a mesh has a size")
     options = Options(
-        sp_size=sp_size,
-        mesh=mesh,
-        layout=layout,
+        sp_size,
+        mesh,
+        layout,
         balanced=as_bool("balanced", balanced),
-        flash=flash,
-        deterministic=as_bool("deterministic", deterministic),
-        strategy=strategy,
         untested=as_bool("untested", untested),
         loss_only=as_bool("loss_only", loss_only),
+        of_attention={
+            "flash": flash,
+            "deterministic": as_bool("deterministic", deterministic),
+            "strategy": strategy,
+        },
     )
     names = [base.__name__ for base in cls.__mro__]
     _check_class(cls, names, options.untested)
