@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.arguments import as_bool, as_int
-from ...errors import RanksDisagree
-from ...ranks.agreement import gather_terms, read_terms
+from ...ranks.agreement import agree
 from ...ranks.groups import cut_world, make_group
 from ...ranks.rings import Group, Rings
 from ...sequence.layout import Layout
@@ -80,13 +79,12 @@ def set_seq_parallel_pg(
             raise ValueError(f"expected rank {expected}, got {rank} of {world_size}")
         if min(ulysses, ring) < 1 or world.size % (ulysses * ring):
             raise ValueError(f"{ulysses} x {ring} ranks do not divide the world of {world.size}")
-        return {"grid": [ulysses, ring, as_bool("use_ulysses_low", use_ulysses_low)]}
+        low = as_bool("use_ulysses_low", use_ulysses_low)
+        return {"sp_ulysses_degree": ulysses, "sp_ring_degree": ring, "use_ulysses_low": low}
 
-    lines = gather_terms(Rings(world, ALONE), "set_seq_parallel_pg", terms)
-    grids = {tuple(theirs["grid"]) for theirs in read_terms(lines)}
-    if len(grids) > 1:
-        raise RanksDisagree(f"ranks differ in set_seq_parallel_pg: {sorted(grids)}")
-    [(ulysses, ring, low)] = grids
+    [given, *_] = agree(Rings(world, ALONE), "set_seq_parallel_pg", terms)
+    ulysses, ring = given["sp_ulysses_degree"], given["sp_ring_degree"]
+    low = given["use_ulysses_low"]
     size, inner = ulysses * ring, ulysses if low else ring
     sequences, consecutive, strided = cut_world(world.size, size, inner)
     near, far, whole = (make_group(world, parts) for parts in (consecutive, strided, sequences))
