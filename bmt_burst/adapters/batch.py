@@ -36,32 +36,23 @@ _MARKS = ("attention_mask", "context", "span", "token_type_ids", "position_ids")
 
 
 class _Kind(NamedTuple):
-    """A span of tokens with the same marks.
-
-    context  1 or 0, or -1 in rows without a context
-    shift    their position_ids minus their indices in the sequence
-    """
+    """A span of tokens with the same marks."""
 
     where: Span
     valid: bool
-    context: int
+    context: int  # 1 or 0, or -1 in rows without a context
     span: int
     segment: int
-    shift: int
+    shift: int  # their position_ids minus their indices in the sequence
 
 
 @dataclass(frozen=True)
 class Row:
-    """A whole sequence of S tokens.
+    """A whole sequence of S tokens."""
 
-    layout  its layout on the ranks
-    mask    the mask that was given, if any
-    kinds   its tokens in spans of one kind
-    """
-
-    layout: Layout
-    mask: Mask | None
-    kinds: tuple[_Kind, ...]
+    layout: Layout  # on the ranks
+    mask: Mask | None  # that was given
+    kinds: tuple[_Kind, ...]  # its tokens in spans of one kind
 
     @property
     def valid(self) -> tuple[Span, ...]:

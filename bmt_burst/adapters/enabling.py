@@ -19,14 +19,9 @@ def find_base(
     owner: str,
     hint: str = "",
 ) -> type[nn.Module]:
-    """Return the class of `families` that `model` is an instance of.
-
-    enabled  the class of enabled models
-    refused  reasons by names of classes
-    owner    of the families, for errors
-    hint     for models that have no reason, and no module inside that can be enabled
-
-    Raises ValueError for an enabled model, TypeError for all other models.
+    """Return the class of `families` that `model` is an instance of. Raises ValueError for a model
+    of class `enabled`, TypeError for others: with a reason of `refused`, with a module inside that
+    can be enabled, or with `hint`.
     """
     name = type(model).__name__
     if isinstance(model, enabled):

@@ -25,14 +25,10 @@ from ..batch import Batch, LocalPart, agree_on_batch
 
 @dataclass(frozen=True)
 class CallContext:
-    """The argument that layers get instead of a mask.
+    """The argument that layers get instead of a mask."""
 
-    options  options of burst_attn_func
-    rotate   applies rotary embeddings to q or k (B, S_local, H, D)
-    """
-
-    options: dict[str, Any]
-    rotate: Callable[[Tensor], Tensor]
+    options: dict[str, Any]  # of burst_attn_func
+    rotate: Callable[[Tensor], Tensor]  # rotates q or k (B, S_local, H, D)
 
 
 class RingAttention(Attention):
@@ -47,10 +43,8 @@ class RingAttention(Attention):
         use_cache: bool = False,
         past_key_value: Any = None,
     ) -> Any:
-        """Map query and key_value (B, S_local, E) to (B, S_local, E). With a tensor as mask, call
-        the attention of one rank.
-
-        position_bias  the table (R, H) for the scores in the CallContext, if any
+        """Map query and key_value (B, S_local, E) to (B, S_local, E), perhaps with a bias (R, H).
+        With a tensor as mask, call the attention of one rank.
         """
         if not isinstance(attention_mask, CallContext):
             if self._sp.size > 1:
@@ -77,25 +71,19 @@ class RingAttention(Attention):
 
 
 class EnabledModel(nn.Module):
-    """The forward of an enabled model over the ranks of `_sp`.
-
-    of_tokens       the arguments of the model's forward with values for each token
-    marks           the arguments that are marks of a LocalPart
-    causal          tokens see the tokens before them, otherwise all
-    padding_sees    padding sees the tokens that are not padding
-    pos_bias_types  the values that its attention layers may have
-    """
+    """The forward of an enabled model over the ranks of `_sp`."""
 
     # set by enable
     _sp: SequenceParallel
     _exact_rotary: bool
     _options: dict[str, Any]
 
+    # arguments of the model's forward with values for each token, and marks of a LocalPart
     of_tokens: tuple[str, ...] = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
     marks: tuple[str, ...] = ("attention_mask",)
-    causal = True
-    padding_sees = True
-    pos_bias_types: tuple[str, ...] = ("none",)
+    causal = True  # tokens see the tokens before them, otherwise all
+    padding_sees = True  # padding sees the tokens that are not padding
+    pos_bias_types: tuple[str, ...] = ("none",)  # those that its attention layers may have
 
     if TYPE_CHECKING:
 

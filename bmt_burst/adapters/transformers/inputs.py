@@ -139,10 +139,8 @@ class ForwardInputs:
         self.loss_only = as_bool("loss_only", loss_only)
 
     def _find_masks(self, caller: Caller, size: int, seq_len: int) -> tuple[Mask, ...]:
-        """Return the mask of all rows, or one for each.
-
-        Padding sees tokens where outputs are read that belong to it. Sparse layers choose blocks
-        of whole documents, so there it sees nothing.
+        """Return the mask of all rows, or one for each. Padding sees tokens if its outputs are
+        read, but not in sparse layers, which choose blocks of whole documents.
         """
         config = caller.config
         reads_outputs = self.whole or (self.targets is None and not self.loss_only)

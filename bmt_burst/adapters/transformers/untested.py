@@ -48,9 +48,7 @@ def compare_with_plain(
 ) -> None:
     """Raise TypeError on every rank unless the target's class, enabled, equals a plain one.
 
-    target    a model that is not enabled. It is not changed, and its weights are not read
-    balanced  as in `enable`
-    options   those of burst_attn_func. The block kernel is chosen for fp32 instead
+    The target is not changed, and its weights are not read. The block kernel is chosen for fp32.
     """
     name = type(target.model).__name__
     if isinstance(sp.layout, Layout):  # for sequences of another length

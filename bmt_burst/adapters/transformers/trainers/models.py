@@ -22,9 +22,8 @@ _READ_NOTHING = {"torch", "accelerate", "peft", "transformers", "huggingface_hub
 
 
 def find_enabled(model: nn.Module, inside: bool = True) -> EnabledModel | None:
-    """Return the enabled model inside of wrappers such as DDP and PEFT, or None.
-
-    inside  whether it may also be inside of a module of unknown code
+    """Return the enabled model inside of wrappers such as DDP and PEFT, or None. With `inside`, it
+    may also be inside of a module of unknown code.
     """
     for found, is_inside in _find_models(model):
         for part in (found, found.base_model):

@@ -17,16 +17,11 @@ from ....transport.torch_dist import torch_transport, world_group
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks with this rank's place in all groups: one of each group.
+    """The ranks with this rank's place in all groups: one of each group."""
 
-    index   this rank's group, in the order of their first ranks
-    count   the number of groups
-    group   torch's group of these ranks, None if there is one
-    """
-
-    index: int
-    count: int
-    group: Any = None
+    index: int  # this rank's group, in the order of their first ranks
+    count: int  # the number of groups
+    group: Any = None  # torch's group of these ranks, None if there is one
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the x of all groups, joined along the first dimension, numbers as (count,)."""

@@ -147,10 +147,8 @@ class ParallelTrainer(Trainer):
     def _choose_outputs(self, model: nn.Module, *methods: str) -> WantedOutputs | None:
         """Return what a step reads of the model, or None for what calls return by default.
 
-        Transformers' Trainer reads the loss alone. Code that is neither its nor that of a tested
-        trainer of TRL may read anything: methods that call the model, and modules around it.
-
-        methods  names of methods that call the model, besides those of a training step
+        Transformers' Trainer reads the loss alone. Code of others than tested trainers may read
+        anything: the methods of a training step, `methods`, and modules around the model.
         """
         if self.sp.size == 1:
             return None
