@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...base.arguments import as_bool, as_float, check_tensor
 from ...loss import count_targets
 from ...ranks.agreement import describe_term
-from ...ranks.sequence_parallel import SequenceParallel, WholeSequence
+from ...ranks.sequence_parallel import WholeSequence
 from ...sequence.layout import IGNORE_INDEX, Balanced
 from ...sequence.mask import Mask
 from .configs import find_window
 from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_documents, sees_nothing
-from .requests import ANY_WHOLE, WantedOutputs, warn_once
+from .requests import ANY_WHOLE, WantedOutputs, find_asked, warn_once
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _WHOLE = ("labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
@@ -56,27 +55,9 @@ _UNDEFINED = (
 _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore documents
 
 
-@dataclass(frozen=True)
-class Caller:
-    """The enabled model that a forward's arguments were passed to.
-
-    always_whole      whether outputs are whole, whatever is asked for
-    with_targets      the outputs of calls with targets that do not name them
-    without_targets   those of calls without targets
-    vocabulary        the number of embeddings, if known
-    """
-
-    sp: SequenceParallel
-    config: PreTrainedConfig
-    balanced: bool
-    always_whole: bool
-    with_targets: WantedOutputs | None
-    without_targets: WantedOutputs | None
-    vocabulary: int | None
-
-
 class ForwardInputs:
-    """A forward's arguments, of whole sequences. Raises ValueError or TypeError if they are wrong.
+    """The arguments of a forward of an EnabledModel, of whole sequences. Raises ValueError or
+    TypeError if they are wrong.
 
     part           the arguments of the model's own forward: this rank's part of them
     whole          whether logits and hidden states are returned whole
@@ -92,10 +73,11 @@ class ForwardInputs:
     last_position  the largest position, an int64 scalar
     """
 
-    def __init__(self, caller: Caller, arguments: dict[str, Any]):
-        if caller.always_whole:
+    def __init__(self, model: Any, arguments: dict[str, Any]):
+        sp, config = model._sp, model.config
+        if not model.has_head:
             arguments = {k: x for k, x in arguments.items() if k not in _OF_HEADS}
-        _check_arguments(arguments, caller.config)
+        _check_arguments(arguments, config)
         self.arguments = {name: x for name, x in arguments.items() if x is not None}
         size, seq_len = _check_tokens(
             {name: x for name, x in self.arguments.items() if name in _OF_TOKENS}
@@ -105,51 +87,57 @@ class ForwardInputs:
         smoothing = as_float("label_smoothing", self.arguments.get("label_smoothing", 0.0))
         self.label_smoothing = 0.0 if self.fused else smoothing
         self.targets = self._find_targets()
-        self._choose_outputs(caller)
-        masks = self._find_masks(caller, size, seq_len)
-        if caller.config.model_type in _OF_ONE_DOCUMENT and any(map(has_documents, masks)):
+        self._choose_outputs(model)
+        masks = self._find_masks(model, size, seq_len)
+        if config.model_type in _OF_ONE_DOCUMENT and any(map(has_documents, masks)):
             raise ValueError(
                 "documents are named, but transformers does not keep documents of a "
-                f"{caller.config.model_type} apart: pass one document a row"
+                f"{config.model_type} apart: pass one document a row"
             )
         padding = self.arguments.get("attention_mask")
         if padding is not None:
             labels = self.arguments.get("labels")
             check_targets(padding.ne(0), labels, self.arguments.get("shift_labels"))
-        layout = Balanced.name if caller.balanced else caller.sp.layout_of(seq_len)
+        layout = Balanced.name if model._balanced else sp.layout_of(seq_len)
         self.size = size
-        self.sequence = WholeSequence.local(masks, layout).resolve(caller.sp)
+        self.sequence = WholeSequence.local(masks, layout).resolve(sp)
         self.num_targets = 0 if self.targets is None else count_targets(self.targets)
         positions = self._find_positions(seq_len)
         self.last_position = positions.amax()
         self.part = self._shard_arguments(positions)
+        embedding = model.get_input_embeddings()
+        # None if torch's Embedding does not look tokens up
+        vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         # balanced layouts follow from the documents
-        self.terms = self._describe(caller.vocabulary, describe_term(layout))
+        self.terms = self._describe(vocabulary, describe_term(layout))
 
-    def _choose_outputs(self, caller: Caller) -> None:
+    def _choose_outputs(self, model: Any) -> None:
         """Decide what is returned. A call's arguments come before requests and defaults."""
-        asked = caller.without_targets if self.targets is None else caller.with_targets
+        asked = find_asked()
+        if self.targets is not None:
+            asked = asked or model._with_targets
+        elif asked not in ANY_WHOLE:
+            asked = model._without_targets
         if self.arguments.keys() & {"whole_outputs", "loss_only"}:
             asked = None
         whole = as_bool("whole_outputs", self.arguments.get("whole_outputs", asked in ANY_WHOLE))
-        self.whole = caller.always_whole or whole
+        self.whole = whole or not model.has_head
         is_known = self.targets is None or self.fused  # outputs that every such call has
         self.unasked = asked is WantedOutputs.WHOLE_FOR_OTHERS and not is_known
         loss_only = self.arguments.get("loss_only", asked is WantedOutputs.LOSS_ONLY)
         self.loss_only = as_bool("loss_only", loss_only)
 
-    def _find_masks(self, caller: Caller, size: int, seq_len: int) -> tuple[Mask, ...]:
+    def _find_masks(self, model: Any, size: int, seq_len: int) -> tuple[Mask, ...]:
         """Return the mask of all rows, or one for each. Padding sees tokens if its outputs are
         read, but not in sparse layers, which choose blocks of whole documents.
         """
-        config = caller.config
         reads_outputs = self.whole or (self.targets is None and not self.loss_only)
-        is_sparse = getattr(config, "sparse_config", None) is not None
+        is_sparse = getattr(model.config, "sparse_config", None) is not None
         padding_sees = reads_outputs and not (self.fused or is_sparse)
         masks = find_masks(self.arguments, size, seq_len, padding_sees)
-        window = find_window(config)
-        is_asked = self.whole and not self.fused and not caller.always_whole
-        if is_asked and caller.sp.rank == 0 and any(sees_nothing(x, window) for x in masks):
+        window = find_window(model.config)
+        is_asked = self.whole and not self.fused and model.has_head
+        if is_asked and model._sp.rank == 0 and any(sees_nothing(x, window) for x in masks):
             warn_once("padding", _UNDEFINED)
         return masks
 

@@ -22,8 +22,8 @@ from ...sequence.layout import IGNORE_INDEX
 from ..enabling import put_before
 from .attention import ForwardContext, refuse_part
 from .configs import check_configs
-from .inputs import Caller, ForwardInputs
-from .requests import ANY_WHOLE, WantedOutputs, find_asked, warn_once
+from .inputs import ForwardInputs
+from .requests import WantedOutputs, warn_once
 
 # fields of TRL's fused head with one number for each token
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -117,7 +117,7 @@ class EnabledModel(Enabled):
                     f"fused_lm_head: this {type(self).__name__} had no fused head when it was "
                     "enabled; call TRL's add_fused_lm_head before enable"
                 )
-            return ForwardInputs(self._describe(), arguments)
+            return ForwardInputs(self, arguments)
 
         doing = f"the forward of a {type(self).__name__}"
         agree(self._sp.rings, "", lambda: read_inputs().terms, but=("tokens",), doing=doing)
@@ -134,22 +134,6 @@ class EnabledModel(Enabled):
         # outputs are changed by name
         by_name = inputs.whole or inputs.loss_only
         return inputs, part | {"return_dict": True} if by_name else part
-
-    def _describe(self) -> Caller:
-        """Return what reading the arguments depends on."""
-        embedding = self.get_input_embeddings()
-        asked = find_asked()
-        # None if torch's Embedding does not look tokens up
-        vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
-        return Caller(
-            self._sp,
-            self.config,
-            self._balanced,
-            not self.has_head,
-            asked or self._with_targets,
-            asked if asked in ANY_WHOLE else self._without_targets,
-            vocabulary,
-        )
 
     def _warn_of_logits(self, inputs: ForwardInputs) -> None:
         """Warn once of what whole logits cost that nobody asked for by name."""
