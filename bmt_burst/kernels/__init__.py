@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
@@ -187,8 +188,7 @@ def installed(module: str) -> bool:
     The search, which is slow, imports these packages. If that fails, the answer is True: the import
     of the module will say why.
     """
-    parts = module.split(".")
-    parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
+    parents = itertools.accumulate(module.split("."), "{}.{}".format)
     try:
         return all(importlib.util.find_spec(name) is not None for name in parents)
     except Exception:  # noqa: BLE001 - packages raise any error

@@ -42,9 +42,7 @@ def has_kernels(q: Tensor) -> bool:
 
 
 def put(k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor, places: Tensor) -> None:
-    """Write k and v (B, S, G, D) to their places (S,) int64 in kept_k and kept_v (B, T, G, D). A
-    place of -1 is none.
-    """
+    """Write k and v (B, S, G, D) to places (S,) int64, or none at -1, in kept_k and kept_v."""
     here = places >= 0
     for x, kept in ((k, kept_k), (v, kept_v)):
         kept[:, places[here]] = x[:, here]

@@ -127,7 +127,11 @@ def launch(
     by_keys = kernel.__name__ == "backward_kv"
     shape = shape_of(kernel.__name__, q, added.table)
     if programs is None:
-        programs = _list_blocks(call, q.device, int(by_keys), shape.N if by_keys else shape.M)
+        side, size = (1, shape.N) if by_keys else (0, shape.M)
+        programs = prepare_once(
+            call, ("triton", side, size), q.device,
+            lambda: send_to_device(list_programs(call, call.sequences(), side, size), q.device),
+        )  # fmt: skip
     left, right = effective_band(call)
     grid = len(programs), k.shape[2] if by_keys else q.shape[2], len(q)
     numbers = spec.scale, left or 0, right or 0
@@ -144,21 +148,13 @@ def padded_width(q: Tensor) -> int:
     return max(16, 1 << (q.shape[-1] - 1).bit_length())
 
 
-def _list_blocks(call: KernelCall, device: torch.device, side: int, size: int) -> Tensor:
-    """List the programs of a call. Each has a block of `size` queries (side 0) or keys (side 1)."""
-
-    def make() -> Tensor:
-        return send_to_device(list_programs(call, call.sequences(), side, size), device)
-
-    return prepare_once(call, ("triton", side, size), device, make)
-
-
 def list_programs(
     call: KernelCall, sequences: Iterable[tuple[Span, Span]], side: int, size: int
 ) -> Tensor:
     """List the programs of sequences with the band of a call, those with the most work first.
 
-    Return (programs, 5) int32, as the kernels' `_block` reads them.
+    Each has a block of `size` queries (side 0) or keys (side 1). Return (programs, 5) int32, as the
+    kernels' `_block` reads them.
     """
     spans = [(*pair[side], *pair[1 - side]) for pair in sequences]
     table = torch.tensor(spans, dtype=torch.int64).view(-1, 4)
@@ -191,9 +187,7 @@ def _read_shapes(table: str, kernel: str, head_size: int) -> list[LaunchShape]:
 
 
 def shape_of(name: str, q: Tensor, table: str) -> LaunchShape:
-    """Return the fastest shape of a kernel that the GPU has shared memory for, from a table for
-    16-bit inputs.
-    """
+    """Return the fastest shape of a kernel that fits the GPU, from a table for 16-bit inputs."""
     if not q.is_cuda:  # in the interpreter
         return LaunchShape(16, 32, 4, 1) if name == "backward_kv" else LaunchShape(32, 16, 4, 1)
     table = "single" if q.dtype == torch.float32 else table

@@ -84,9 +84,7 @@ def forward(
                 scores = tl.where(seen, scores, -INFINITY)
             probs, decay, weights, largest = weigh(scores, factor, weights, largest)
             v_block = read(v_rows, v_strides, at, columns, D, WIDTH, N, part != 1)
-            sums = tl.dot(
-                probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
-            )
+            sums = add_product(probs, v_block, sums * decay[:, None], PRECISION)
 
     # If all scores of a query are -inf, its weights are 0, and its out is NaN, as softmax's.
     seeing = _seeing(first, more, left, right, kv_count, M, LEFT, RIGHT)
@@ -139,16 +137,11 @@ def backward_kv(
                     first, at, more, right, left, rows, N, M, RIGHT, LEFT, part != 1,
                 )  # fmt: skip
                 dout_block = read(dout_rows, dout_strides, at, rows, D, WIDTH, M, part != 1)
-                dv_sums = tl.dot(
-                    probs.to(q_block.dtype), dout_block, dv_sums, input_precision=PRECISION
-                )
+                dv_sums = add_product(probs, dout_block, dv_sums, PRECISION)
                 dprobs = tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION)
-                dscores = dscores_of(
-                    scores, probs, dprobs, load_row(delta_rows, at, rows, M)[None, :], CAP
-                )
-                dk_sums = tl.dot(
-                    dscores.to(q_block.dtype), q_block, dk_sums, input_precision=PRECISION
-                )
+                row_delta = load_row(delta_rows, at, rows, M)[None, :]
+                dscores = dscores_of(scores, probs, dprobs, row_delta, CAP)
+                dk_sums = add_product(dscores, q_block, dk_sums, PRECISION)
 
     at = kv_start + first
     store(dk, dk_strides, batch, kv_head, at, dk_sums * scale, columns, D, WIDTH, N)
@@ -164,10 +157,7 @@ def backward_q(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
     TERMS: tl.constexpr, ONE_PART: tl.constexpr,
 ):  # fmt: skip
-    """Fill dq of one block of queries and one head, unless dq is None.
-
-    Also add the block's share to the gradient of the terms.
-    """
+    """Fill dq of one block of queries and one head, unless it is None. Sum gradients of terms."""
     head, batch = tl.program_id(1), tl.program_id(2)
     block = _block(blocks)
     first, q_start, q_count, kv_start, kv_count = block
@@ -200,9 +190,7 @@ def backward_q(
             dprobs = tl.dot(dout_block, tl.trans(v_block), input_precision=PRECISION)
             dscores = dscores_of(scores, probs, dprobs, row_delta[:, None], CAP)
             if dq is not None:
-                dq_sums = tl.dot(
-                    dscores.to(k_block.dtype), k_block, dq_sums, input_precision=PRECISION
-                )
+                dq_sums = add_product(dscores, k_block, dq_sums, PRECISION)
             if TERMS:
                 state = terms.sum(terms, head, state, dscores, keys, M, N)
     if TERMS:
@@ -210,6 +198,12 @@ def backward_q(
 
     if dq is not None:
         store(dq, dq_strides, batch, head, q_start + first, dq_sums * scale, rows, D, WIDTH, M)
+
+
+@triton.jit
+def add_product(a, b, sums, PRECISION: tl.constexpr):
+    """Return sums + a b, where a is cast to the dtype of b."""
+    return tl.dot(a.to(b.dtype), b, sums, input_precision=PRECISION)
 
 
 @triton.jit
@@ -273,14 +267,10 @@ def dscores_of(scores, probs, dprobs, delta, CAP: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """Compute tanh, accurate to a few units in the last place.
-
-    Near 0 use the series, because 1 - 2 / (e^2x + 1) loses its digits there.
-    """
+    """Compute tanh, accurate to a few units in the last place."""
     square = x * x
-    series = x + x * square * (
-        -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))
-    )
+    higher = 2 / 15 + square * (-17 / 315 + square * (62 / 2835))
+    series = x + x * square * (-1 / 3 + square * higher)  # near 0 the other form loses its digits
     return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
 
 

@@ -17,7 +17,7 @@ from ..base.streams import count_processors
 from ..merging.parts import Partials
 from ..spec import Spec
 from .triton import LaunchShape, padded_width, precision, shape_of, shared_memory
-from .triton_blocks import scores_of, weigh
+from .triton_blocks import add_product, scores_of, weigh
 from .triton_memory import INFINITY, LN_2, LOG2_E, read, token_at, wide
 
 _FEW_ROWS = 64  # with more rows, tiles have the shape of the Triton kernel's forward
@@ -142,9 +142,7 @@ def _attend(
                 scores = tl.where(seen, scores, -INFINITY)
             probs, decay, weights, largest = weigh(scores, factor, weights, largest)
             v_block = read(v_rows, v_strides, at, end - at, D, WIDTH, N, part != 1)
-            sums = tl.dot(
-                probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
-            )
+            sums = add_product(probs, v_block, sums * decay[:, None], PRECISION)
     store_part(outs, lses, split, rows, head, sums, weights, largest, inside, D, WIDTH)
 
 

@@ -78,9 +78,8 @@ class Rings:
 
     @functools.cached_property
     def history(self) -> History:
-        histories = self.inner.histories
-        history: History | None = histories.get(self.outer)
-        return history or histories.setdefault(self.outer, History())
+        history: History = self.inner.histories.setdefault(self.outer, History())
+        return history
 
     @functools.cached_property
     def shared(self) -> tuple[Transport, ...]:
@@ -233,9 +232,7 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
     or in another order.
     """
     if not isinstance(double_group, Sequence) or len(double_group) != 2:
-        raise TypeError(
-            f"double_group: expected a pair (intra, inter) of groups, got {double_group!r}"
-        )
+        raise TypeError(f"double_group: expected a pair (intra, inter), got {double_group!r}")
     intra, inter = double_group
     if isinstance(intra, tuple | list) or isinstance(inter, tuple | list):
         intra, inter = map(_take_first, double_group, ("intra", "inter"))
@@ -286,9 +283,8 @@ def _find_transport(group: Group | None) -> Transport:
     if group is None:
         return torch_transport(world_group()) if dist.is_initialized() else ALONE
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"expected a process_group with rank {dist.get_rank()}, got one without it"
-        )
+        rank = dist.get_rank()
+        raise ValueError(f"expected a process_group with rank {rank}, got one without it")
     if isinstance(group, dist.DeviceMesh):
         group = _find_mesh_group(group)
     if isinstance(group, dist.ProcessGroup):
@@ -302,9 +298,8 @@ def _find_transport(group: Group | None) -> Transport:
 def _find_mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         names: tuple[str | int, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise ValueError(
-            f"expected one dimension of a DeviceMesh, got {names}: pass mesh[{names[-1]!r}]"
-        )
+        hint = f"pass mesh[{names[-1]!r}]"
+        raise ValueError(f"expected one dimension of a DeviceMesh, got {names}: {hint}")
     check_member(mesh)
     return mesh.get_group()
 
@@ -312,9 +307,8 @@ def _find_mesh_group(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
 def check_member(mesh: dist.DeviceMesh) -> None:
     """Raise ValueError if this rank is not in the mesh."""
     if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"expected a DeviceMesh with rank {dist.get_rank()}, got {mesh.mesh.tolist()}"
-        )
+        rank, ranks = dist.get_rank(), mesh.mesh.tolist()
+        raise ValueError(f"expected a DeviceMesh with rank {rank}, got {ranks}")
 
 
 def check_device(rings: Rings, x: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_bool, as_int, check_dim, check_tensor
+from ..base.arguments import as_bool, as_int, check_choice, check_dim, check_tensor
 from ..base.compiled import not_compiled
 from ..sequence.layout import LAYOUTS, Balanced, Layout, Stacked, layout_class, shift_labels
 from ..sequence.mask import Mask
@@ -221,11 +221,10 @@ class WholeSequence:
         self.causal, self.packed = as_bool("causal", causal), packed
         if layout is None:
             raise TypeError("layout must be a Layout or one for each row, got NoneType")
-        names = sorted((*LAYOUTS, Balanced.name))
         for name, given in (("layout", layout), ("kv_layout", kv_layout)):
             for row in layouts_of_rows(given, _count_rows(given), name):
-                if isinstance(row, str) and row not in names:
-                    raise ValueError(f"unknown {name} {row!r}; expected one of {names}")
+                if isinstance(row, str):
+                    check_choice(name, row, (*LAYOUTS, Balanced.name))
         if masks_of_rows(mask, _count_rows(mask)) and causal:
             raise ValueError(
                 "expected mask or causal, got both: use a mask as Mask.documents(..., causal=True)"
@@ -304,9 +303,7 @@ class WholeSequence:
         layouts = layouts_of_rows(self.layout, batch)
         kv_layouts = layouts_of_rows(self.kv_layout, batch, "kv_layout")
         if brought and (self.causal or masks):
-            raise ValueError(
-                f"expected {brings} alone, got mask or causal too: {brings} have a mask"
-            )
+            raise ValueError(f"expected {brings} alone, got mask or causal too: they have a mask")
         for name, given in (("layout", layouts), ("kv_layout", kv_layouts)):
             for layout in given:
                 if isinstance(layout, Layout) and layout.size != size:
@@ -370,9 +367,8 @@ class WholeSequence:
         stacked = Stacked(self._layouts)
         whole = sp.with_layout(stacked).unshard(x.flatten(0, 1), stacked.seq_len, 0)
         # unflatten would return a view, and FSDP2 loses the gradient of one that changes in place
-        joined: Tensor = torch.ops.aten._unsafe_view(
-            whole, (len(x), self.seq_len, *whole.shape[1:])
-        )
+        shape = len(x), self.seq_len, *whole.shape[1:]
+        joined: Tensor = torch.ops.aten._unsafe_view(whole, shape)
         return joined
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:

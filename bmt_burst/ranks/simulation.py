@@ -57,9 +57,8 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
     check_transforms("simulate")
     network, threads = Network(), tuple(range(size))
     rings = [SimulatedRing(network, threads, rank) for rank in threads]
-    return _differentiable(
-        network, _run(network, [functools.partial(work, ring) for ring in rings])
-    )
+    results = _run(network, [functools.partial(work, ring) for ring in rings])
+    return _differentiable(network, results)
 
 
 def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[Any]:
@@ -144,9 +143,7 @@ class _AllRanks(torch.autograd.Function):
         check_first_derivative("the result of simulate")
         _check_hooks(ctx.leaves)
         if ctx.network.failed.is_set():
-            raise RuntimeError(
-                "a backward of these simulated ranks failed earlier: run simulate again"
-            )
+            raise RuntimeError("an earlier backward of these ranks failed: run simulate again")
         left = iter(grads)
         shares = [[next(left) for _ in graph.outputs] for graph in ctx.graphs]
         pairs = zip(ctx.graphs, shares, strict=True)
@@ -176,15 +173,10 @@ def _differentiable(network: Network, results: list[Any]) -> list[Any]:
 
 def _find_graph(result: Any) -> _Graph:
     found: dict[int, Tensor] = {}  # by id
-
-    def note(x: Tensor) -> Tensor:
-        if x.grad_fn is not None:
-            found[id(x)] = x
-        return x
-
-    _map_tensors(note, result)
-    check_transforms("simulate", *found.values())
-    return _Graph([*found.values()], _find_leaves(found.values()))
+    _map_tensors(lambda x: found.setdefault(id(x), x), result)
+    outputs = [x for x in found.values() if x.grad_fn is not None]
+    check_transforms("simulate", *outputs)
+    return _Graph(outputs, _find_leaves(outputs))
 
 
 def _find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:

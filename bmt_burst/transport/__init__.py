@@ -162,9 +162,7 @@ class Transport(ABC):
         return torch.stack(self.all_to_all([x] * self.size, [x.shape] * self.size))
 
     def end_exchanges(self) -> bool:
-        """Wait some seconds for exchanges that a failed call left. Return whether all ended: then
-        the next call finds none of their messages.
-        """
+        """Wait some seconds for exchanges that a failed call left. Return whether all ended."""
         return True
 
     def disconnect(self) -> None:  # noqa: B027 - nobody waits for a process

@@ -124,11 +124,9 @@ class _Lane:
             for stream, puts in zip(self.streams, (others, own), strict=True)
             if puts
         ]
-        arrived = [self.arrived[peer] for peer in sources]
-        memory = slot[self.rank][:nbytes]
-        return _LaneDelivery(
-            memory, lane=self, number=self.number, arrived=arrived, sent=sent, sends=sends
-        )
+        flags = [self.arrived[peer] for peer in sources]
+        number, memory = self.number, slot[self.rank][:nbytes]
+        return _LaneDelivery(memory, lane=self, number=number, flags=flags, sent=sent, sends=sends)
 
     def _send(
         self, stream: CudaStream, slot: Sequence[Tensor], sends: Puts, ready: torch.cuda.Event
@@ -180,14 +178,14 @@ class _LaneDelivery(Delivery):
 
     lane: _Lane
     number: int
-    arrived: Sequence[Tensor]
+    flags: Sequence[Tensor]
     sent: Sequence[torch.cuda.Event]
     sends: Puts
     recycled: bool = True
 
     def wait(self) -> None:
         current = self.lane.device.current()
-        current.wait(self.arrived, self.number)
+        current.wait(self.flags, self.number)
         for event in self.sent:
             current.follow(event)
         self.sends = ()

@@ -91,9 +91,8 @@ class CudaDevice:
         from torch.distributed._symmetric_memory import rendezvous
 
         handle = rendezvous(mine, self.find_group())
-        everyone = [
-            handle.get_buffer(peer, tuple(mine.shape), torch.uint8) for peer in range(self.size)
-        ]
+        shape = tuple(mine.shape)
+        everyone = [handle.get_buffer(peer, shape, torch.uint8) for peer in range(self.size)]
         everyone[self.rank] = mine
         return everyone
 

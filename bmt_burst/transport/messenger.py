@@ -45,9 +45,7 @@ class Messenger(ABC):
         if a rank does not send its message: then the group is unusable, and later calls raise.
         """
         if len(message) > MESSAGE_BYTES:
-            raise ValueError(
-                f"expected a message of at most {MESSAGE_BYTES} bytes, got one of {len(message)}"
-            )
+            raise ValueError(f"expected at most {MESSAGE_BYTES} bytes to send, got {len(message)}")
         if self.unusable:
             raise type(self.unusable)(f"{self.unusable}; its group is unusable")
         return self._gather(message)

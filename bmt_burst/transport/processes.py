@@ -59,9 +59,8 @@ class ProcessTransport(Transport):
     def __init__(self, store: dist.Store, engine_use: EngineUse = "auto"):
         self.engine_use = engine_use
         self.asked_timeout: float | None = None
-        self.messenger: SocketMessenger = SocketMessenger(
-            self.rank, self.size, store, self.own_timeout
-        )
+        ranks = self.rank, self.size
+        self.messenger: SocketMessenger = SocketMessenger(*ranks, store, self.own_timeout)
         self.copy_engines: CopyEngines | None = None
 
     @property
@@ -126,6 +125,5 @@ class ProcessTransport(Transport):
         except Exception as caught:  # noqa: BLE001 - every rank must learn of it, whatever it is
             failure = f"{type(caught).__name__}: {caught}"
         replies = self.messenger.gather(failure.encode("ascii", "replace")[:_REASON])
-        return next(
-            (f"rank {rank}: {reply.decode()}" for rank, reply in enumerate(replies) if reply), ""
-        )
+        failures = (f"rank {r}: {reply.decode()}" for r, reply in enumerate(replies) if reply)
+        return next(failures, "")

@@ -68,9 +68,8 @@ class Network:
                 if self.failed.is_set():
                     raise RankFailed("another simulated rank failed") from None
                 if has_ended:
-                    raise RankFailed(
-                        f"simulated rank {sender} takes no part: it has ended, or has no gradient"
-                    ) from None
+                    ended = "takes no part: it has ended, or has no gradient"
+                    raise RankFailed(f"simulated rank {sender} {ended}") from None
         raise RankFailed(f"no message from simulated rank {sender} within {_TIMEOUT:.0f} s")
 
 
@@ -91,9 +90,8 @@ class _Ticket(Ticket):
             message = take()
             if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
                 sent, wanted = (f"{tuple(x.shape)} {x.dtype}" for x in (message, tensor))
-                raise AssertionError(
-                    f"rank {self.rank} expected {wanted} from rank {peer}, got {sent}"
-                )
+                expected = f"rank {self.rank} expected {wanted} from rank {peer}"
+                raise AssertionError(f"{expected}, got {sent}")
             tensor.copy_(message)
         if not all(as_bytes(now).equal(as_bytes(then)) for now, then in self.sent):
             raise AssertionError("a send buffer was overwritten while its exchange was under way")

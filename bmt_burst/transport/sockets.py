@@ -85,9 +85,8 @@ class SocketMessenger(Messenger):
     def close(self, reason: str) -> None:
         """Report the end of this rank's messages. Sockets stay open for what peers may send."""
         if not self.unusable:
-            self.unusable = RuntimeError(
-                f"rank {self.rank} of the group, this one, failed {reason}"
-            )
+            me = f"rank {self.rank} of the group, this one,"
+            self.unusable = RuntimeError(f"{me} failed {reason}")
         self._send(_CLOSED, reason[:_REASON].encode())
         for peer in self.peers.values():
             with contextlib.suppress(OSError):  # the peer has ended

@@ -56,9 +56,7 @@ class TorchTransport(ProcessTransport):
         backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
         self.device_types = frozenset(x for x, backend in _BACKENDS if backends.get(x) == backend)
         if not self.device_types:
-            raise ValueError(
-                f"expected a process group with gloo for CPUs or NCCL for GPUs, got {backends}"
-            )
+            raise ValueError(f"expected a group with gloo on CPUs or NCCL on GPUs, got {backends}")
         timeouts = [backend.options._timeout for backend in self._backends()]
         self.own_timeout = max(timeouts).total_seconds()
         self.set_timeout(None)
