@@ -108,9 +108,8 @@ class Fa4Kernel(Kernel):
         return dq, *(total.to(k.dtype) for total in sums)
 
     def forward_once(self, q, k, v, call, spec, added=None):
-        """Compute `forward` in one call of the package.
-
-        added  the package's arguments for what an extension adds to scores, which packs tokens
+        """Compute `forward` in one call of the package. With `added`, the arguments for what an
+        extension adds to scores, tokens are packed.
         """
         of_head = q.numel() // q.shape[2]
         if of_head > _MOST_ENTRIES or q.numel() > _MOST_KEY_ENTRIES:  # no heads are left to cut
@@ -128,7 +127,7 @@ class Fa4Kernel(Kernel):
         return _fit_heads(out, head_size), lse
 
     def backward_once(self, dout, q, k, v, out, lse, delta, call, spec, added=None):
-        """Compute `backward` in one call of the package. `added` is as for `forward_once`."""
+        """Compute `backward` in one call of the package, as `forward_once`."""
         head_size, batch = q.shape[-1], len(q)
         arguments, packed = _arguments(call, spec, q, added)
         size, value_size = _computed_sizes(spec, q, k, added)

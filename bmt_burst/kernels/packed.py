@@ -41,9 +41,8 @@ def sequences(call: KernelCall, batch: int, device: torch.device) -> Sequences:
         spans = call.sequences()
         lengths = [[length(pair[side]) for pair in spans] * batch for side in (0, 1)]
         starts = [[*itertools.accumulate(side, initial=0)] for side in lengths]
-        q_starts, kv_starts = (
-            send_to_device(torch.tensor(side, dtype=torch.int32), device) for side in starts
-        )
+        tables = [torch.tensor(side, dtype=torch.int32) for side in starts]
+        q_starts, kv_starts = (send_to_device(table, device) for table in tables)
         return Sequences(q_starts, kv_starts, max(map(max, lengths)))
 
     return prepare_once(call, ("sequences", batch), device, make)

@@ -54,10 +54,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 
 class CudnnKernel(PlainKernel):
-    """cuDNN's attention, which does not support blocks of one key.
-
-    It also works if torch.backends.cudnn.enabled is False, as BMTrain leaves it.
-    """
+    """cuDNN's attention, not for blocks of one key. It ignores torch.backends.cudnn.enabled."""
 
     name = "cudnn"
     fewest_keys = 2

@@ -92,9 +92,8 @@ class TritonKernel(Kernel):
 
     def gradients(self, inputs, call, spec, added=NOTHING):
         """Compute `backward` from `backward_inputs`, with what an extension adds to scores."""
-        dq, dk, dv = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]
-        )
+        dense = torch.contiguous_format
+        dq, dk, dv = (torch.empty_like(x, memory_format=dense) for x in inputs[:3])
         launch(load_kernels().backward_kv, (*inputs, dk, dv), call, spec, added)
         launch(load_kernels().backward_q, (*inputs, dq), call, spec, added)
         return dq, dk, dv

@@ -104,10 +104,7 @@ def backward_kv(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
     TERMS: tl.constexpr, ONE_PART: tl.constexpr,
 ):  # fmt: skip
-    """Fill dk and dv of one block of keys and one kv head.
-
-    Scores are transposed, so that no product of the loop has to transpose them.
-    """
+    """Fill dk and dv of one block of keys and one kv head. Scores are transposed for products."""
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     block = _block(blocks)
     first, kv_start, kv_count, q_start, q_count = block
@@ -244,10 +241,7 @@ def probs_of(
     scores, lse, first, at, more, low, high, others, OWN: tl.constexpr, OTHER: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of scores (OWN, OTHER) from lse, which broadcasts.
-
-    If MASKED, hidden pairs are 0; see `visible_pairs`.
-    """
+    """Compute the probabilities of scores (OWN, OTHER) from lse. If MASKED, hidden pairs are 0."""
     probs = tl.exp2(scores - lse)
     if MASKED:
         seen = visible_pairs(first, at, more, low, high, others, OWN, OTHER, LOW, HIGH)

@@ -104,9 +104,8 @@ def run_agreed(
 
 
 def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
-    """Return the result of `work` on this rank, once it has succeeded on all ranks.
-
-    It raises as `run_agreed` does for `check`.
+    """Return the result of `work` on this rank, once it has succeeded on all ranks. It raises as
+    `check` of `run_agreed` does.
     """
     with admit_one_thread(rings, doing):
         return _meet(rings, doing, lambda: (Terms(doing), work()))[0]
@@ -143,7 +142,6 @@ def gather_terms(
     rings: Rings, doing: str, terms: Callable[[], dict[str, Any]]
 ) -> tuple[bytes, ...]:
     """Return the lines of all ranks in rank order, for `read_terms`. Ranks may differ in all terms.
-
     If `terms` fails, this rank sends its failure to the others, and then raises it.
     """
     with admit_one_thread(rings, doing):
@@ -151,9 +149,7 @@ def gather_terms(
 
 
 def refuse(rings: Rings, doing: str, error: Exception) -> NoReturn:
-    """Raise `error` instead of a call. The other ranks raise RanksDisagree, which names the call by
-    `doing`.
-    """
+    """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree."""
 
     def fail() -> NoReturn:
         raise error
@@ -198,9 +194,8 @@ def _exchange(rings: Rings, doing: str, line: bytes) -> tuple[bytes, ...]:
 
 
 def read_terms(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the own terms of each rank, from the lines of all.
-
-    Raises RanksDisagree on every rank if one failed or does something else.
+    """Return the own terms of each rank, from the lines of all. Raises RanksDisagree on every rank
+    if one failed or does something else.
     """
     replies = [_parse_line(line) for line in lines]
     for rank, reply in enumerate(replies):

@@ -20,12 +20,7 @@ from ..base.arguments import as_float, as_int
 from ..errors import RanksDisagree
 from ..sequence.layout import layout_class
 from ..transport import ALONE
-from ..transport.bmtrain import (
-    BMTrainTransport,
-    bmtrain_transport,
-    initialized_bmtrain,
-    new_communicator,
-)
+from ..transport.bmtrain import BMTrainTransport, bmtrain_transport, initialized_bmtrain
 from ..transport.processes import ProcessTransport
 from ..transport.sockets import host_name
 from ..transport.torch_dist import TorchTransport, torch_transport, world_group
@@ -34,7 +29,6 @@ from .rings import Group, Rings, check_member
 from .sequence_parallel import SequenceParallel
 
 _LONGEST_TIMEOUT = 1e8  # seconds; longer ones overflow timers
-_groups_made = itertools.count()
 _DOUBLE_RING = ("inter", "intra")  # names of the dimensions of a mesh
 
 
@@ -124,9 +118,7 @@ def _agree_on_groups(
     if sp_size < 1 or world.size % sp_size:
         raise ValueError(f"sp_size={sp_size} does not divide the world of {world.size} ranks")
     if inner_size is not None and ulysses_size is not None:
-        raise ValueError(
-            "expected inner_size or ulysses_size, got both: each says which ranks are a group"
-        )
+        raise ValueError("expected inner_size or ulysses_size, got both: each cuts a sequence")
     name, inner = "inner_size", inner_size
     if ulysses_size is not None:
         name, inner = "ulysses_size", ulysses_size
@@ -232,9 +224,7 @@ def _count_ranks_a_host(hosts: Sequence[str], sp_size: int) -> int:
 
 
 def cut_world(size: int, sp_size: int, inner: int) -> tuple[list[range], list[range], list[range]]:
-    """Return the ranks of each sequence, those of each run of `inner` ranks in a sequence, and
-    those at the same place of a sequence's runs.
-    """
+    """Return the ranks of each sequence, of its runs of `inner` ranks, and of places in runs."""
     sequences = [range(start, start + sp_size) for start in range(0, size, sp_size)]
     runs = [ranks[i : i + inner] for ranks in sequences for i in range(0, sp_size, inner)]
     return sequences, runs, [ranks[i::inner] for ranks in sequences for i in range(inner)]
@@ -246,19 +236,12 @@ def make_group(world: ProcessTransport, partition: list[range]) -> Group:
     Its timeout is the world's: torch would take its own default.
     """
     if isinstance(world, BMTrainTransport):
-        part = next(part for part in partition if world.rank in part)
-        name = f"{world.name}/group/{next(_groups_made)}/{part.start}"
-        rank, size = part.index(world.rank), len(part)
-        transport = bmtrain_transport(new_communicator(name, rank, size, world.messenger.timeout))
-        transport.set_timeout(world.asked_timeout)
-        transport.warm_up()
-        return transport
-    ranks, timeout = [list(part) for part in partition], timedelta(seconds=world.messenger.timeout)
-    if "nccl" not in dist.get_backend_config():
-        return dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
-    # NCCL's kernels should start between the kernels of attention, not after them.
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # torch warns of two timeouts
-    return dist.new_subgroups_by_enumeration(
-        ranks, timeout=timeout, backend="nccl", pg_options=options
-    )[0]
+        return world.make_group(partition)
+    timeout = timedelta(seconds=world.messenger.timeout)
+    options: dict[str, Any] = {"timeout": timeout}
+    if "nccl" in dist.get_backend_config():
+        # NCCL's kernels should start between the kernels of attention, not after them.
+        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        nccl._timeout = timeout  # torch warns of two timeouts
+        options |= {"backend": "nccl", "pg_options": nccl}
+    return dist.new_subgroups_by_enumeration([*map(list, partition)], **options)[0]

@@ -252,9 +252,8 @@ def _take_first(group: Group | None, role: str) -> Group | None:
     if not isinstance(group, tuple | list):
         return group
     if len(group) != 2 or any(x is None for x in group):
-        raise TypeError(
-            f"double_group: expected {role} to be a group or a pair of groups, got {group!r}"
-        )
+        expected = f"{role} to be a group or a pair of groups"
+        raise TypeError(f"double_group: expected {expected}, got {group!r}")
     first, second = map(_list_ranks, group)
     if first != second:
         expected = f"both groups of {role} to have the same ranks in the same order"

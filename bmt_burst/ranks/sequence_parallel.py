@@ -318,10 +318,7 @@ class WholeSequence:
 
     @not_compiled
     def mix(self, layer: int, kind: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tensor:
-        """Return the attention of a layer, of a kind as `SoftmaxAttention`: (B, S_local, H, D).
-
-        `tensors` are others that the kind takes.
-        """
+        """Return the attention of a layer: (B, S_local, H, D). Its kind may take more `tensors`."""
         try:
             check_kind(kind, tensors)
         except (TypeError, ValueError) as error:
@@ -430,9 +427,7 @@ def check_sp(sp: Any) -> SequenceParallel:
 
 
 def check_kind(kind: Any, tensors: Sequence[Any]) -> None:
-    """Raise TypeError unless `kind` is a kind of attention, ValueError unless it takes `tensors`
-    besides q, k and v.
-    """
+    """Raise TypeError unless this is a kind of attention, ValueError unless it takes `tensors`."""
     if isinstance(kind, type) or not hasattr(kind, "check_tensors"):
         raise TypeError(
             f"kind must be a kind of attention, such as the one of a layer, layer.kind, got "

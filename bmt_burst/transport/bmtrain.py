@@ -7,9 +7,11 @@ torch.distributed's launchers. No process group of torch.distributed is made.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
@@ -23,6 +25,7 @@ from .messenger import DEFAULT_TIMEOUT, make_late_error
 from .processes import ExchangeTicket, ProcessTransport
 
 Communicator = Any  # bmtrain's NCCLCommunicator: the package has no types
+_groups_made = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,25 @@ class BMTrainTransport(ProcessTransport):
             register(self.name, self.group)
         return self.name
 
-    def warm_up(self) -> None:
-        """Connect to every rank now. Otherwise the first exchange would wait for that."""
+    def make_group(self, partition: Sequence[range]) -> BMTrainTransport:
+        """Make a transport for each part, as every rank must. Return the one of this rank."""
+        part = next(part for part in partition if self.rank in part)
+        name, rank = f"{self.name}/group/{next(_groups_made)}/{part.start}", part.index(self.rank)
+        seconds = self.messenger.timeout
+        if rank == 0:
+            store().set(name, self.nccl.getUniqueId().hex())
+        try:
+            store().wait([name], timedelta(seconds=seconds))
+        except dist.DistStoreError as error:
+            raise make_late_error([0], seconds) from error
+        unique = bytes.fromhex(store().get(name).decode())
+        made = bmtrain_transport(self.nccl.commInitRank(unique, len(part), rank))
+        made.set_timeout(self.asked_timeout)
+        # connect to every rank now: otherwise the first exchange would wait for that
         mine = torch.zeros(1, dtype=torch.uint8, device="cuda")
-        self.all_to_all([mine] * self.size, [mine.shape] * self.size)
+        made.all_to_all([mine] * made.size, [mine.shape] * made.size)
         torch.cuda.synchronize()
+        return made
 
 
 _transports: dict[Communicator, BMTrainTransport] = {}
@@ -100,19 +117,6 @@ def bmtrain_transport(comm: Communicator) -> BMTrainTransport:
         if comm not in _transports:
             _transports[comm] = BMTrainTransport(comm)
         return _transports[comm]
-
-
-def new_communicator(name: str, rank: int, size: int, timeout: float) -> Communicator:
-    """Make a communicator of ranks that find each other in the store by `name`."""
-    from bmtrain import nccl
-
-    if rank == 0:
-        store().set(name, nccl.getUniqueId().hex())
-    try:
-        store().wait([name], timedelta(seconds=timeout))
-    except dist.DistStoreError as error:
-        raise make_late_error([0], timeout) from error
-    return nccl.commInitRank(bytes.fromhex(store().get(name).decode()), size, rank)
 
 
 def initialized_bmtrain() -> ModuleType | None:

@@ -19,9 +19,8 @@ _WAIT, _WRITE = 1, 2
 
 
 class CudaStream:
-    """A CUDA stream. Operations that the driver refuses raise RuntimeError.
-
-    Flags are int32 tensors of one entry, on this GPU or on a peer.
+    """A CUDA stream. Operations that the driver refuses raise RuntimeError. Flags are int32 tensors
+    of one entry, on this GPU or on a peer.
     """
 
     def __init__(self, stream: torch.cuda.Stream):
@@ -64,10 +63,7 @@ class CudaStream:
 
 
 class CudaDevice:
-    """The GPU that is current when this object is made, of rank `rank`.
-
-    find_group  returns the ranks as torch's symmetric memory takes them
-    """
+    """The current GPU. `find_group` returns the ranks as torch's symmetric memory takes them."""
 
     def __init__(self, rank: int, size: int, find_group: Callable[[], Any]):
         self.rank, self.size, self.find_group = rank, size, find_group

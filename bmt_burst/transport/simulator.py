@@ -172,20 +172,17 @@ class SimulatedRing(Transport):
     def reserve(self, lane_bytes: Mapping[str, int], device: torch.device) -> None:
         self.reserved = {lane: max(lane_bytes[lane], self.reserved[lane]) for lane in LANES}
         everyone = self.swap(self.reserved, "reserve")
-        assert all(theirs == self.reserved for theirs in everyone), (
-            f"expected ranks to reserve the same, got {everyone}"
-        )
+        is_same = all(theirs == self.reserved for theirs in everyone)
+        assert is_same, f"expected ranks to reserve the same, got {everyone}"
 
     def deliver(
         self, lane: str, nbytes: int, sends: Puts, arrivals: Arrivals, device: torch.device
     ) -> Delivery:
         unreleased = self.unreleased[lane]
-        assert len(unreleased) < LANES[lane], (
-            f"{len(unreleased)} deliveries of lane {lane} are unreleased"
-        )
-        assert nbytes <= self.reserved[lane], (
-            f"{nbytes} bytes on lane {lane} exceed the reserved {self.reserved[lane]}"
-        )
+        count = len(unreleased)
+        assert count < LANES[lane], f"{count} deliveries of lane {lane} are unreleased"
+        most = self.reserved[lane]
+        assert nbytes <= most, f"{nbytes} bytes on lane {lane} exceed the reserved {most}"
         for put in sends:
             assert put.tensor.is_contiguous(), "a put must be contiguous"
             if put.peer != self.rank:
