@@ -149,10 +149,7 @@ NO_SOFTCAP = "it does not support a softcap"
 def refuses_half(
     spec: Spec, q: Tensor, capability: tuple[int, int], most: int = 256, caps: bool = False
 ) -> str | None:
-    """Return why a 16-bit kernel for head sizes up to `most` cannot compute q, or None.
-
-    It needs a GPU of compute `capability` or above. `caps`: it knows a softcap.
-    """
+    """Return why a 16-bit kernel for GPUs, which may know `caps`, cannot compute q, or None."""
     if spec.softcap is not None and not caps:
         return NO_SOFTCAP
     return refuses_tensors(q, capability) or refuses_head_size(q, most)

@@ -199,9 +199,8 @@ def _fit_heads(x: Tensor, head_size: int) -> Tensor:
 def _arguments(
     call: KernelCall, spec: Spec, q: Tensor, added: dict[str, Any] | None
 ) -> tuple[dict[str, Any], bool]:
-    """Return the package's arguments besides tensors, and whether it takes packed tokens.
-
-    Dense calls need no tables, so a CUDA graph may capture them.
+    """Return the package's arguments besides tensors, and whether it takes packed tokens. Dense
+    calls need no tables, so a CUDA graph may capture them.
     """
     left, right = effective_band(call)
     arguments: dict[str, Any] = {"softmax_scale": spec.scale, **(added or {})}

@@ -42,10 +42,7 @@ class PlainKernel(Kernel):
 
     @abstractmethod
     def block_forward(self, q, k, v, causal, spec):
-        """Compute `Kernel.forward` of a block in which every query sees every key.
-
-        If `causal`, S is T, and query i sees keys 0 to i.
-        """
+        """Compute `Kernel.forward` of a full block, or of a causal square."""
 
     @abstractmethod
     def block_backward(self, dout, q, k, v, out, lse, causal, spec):

@@ -208,9 +208,8 @@ def scores_of(
     own_block, other_block, scale,
     PRECISION: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores (OWN, OTHER), to base 2, of blocks (OWN, WIDTH) and (OTHER, WIDTH).
-
-    Scores that are not SCALED lack the factor scale log2(e). They have no cap.
+    """Compute the scores (OWN, OTHER), to base 2, of two blocks (..., WIDTH). If not SCALED, they
+    lack the factor scale log2(e) and have no cap.
     """
     scores = tl.dot(own_block, tl.trans(other_block), input_precision=PRECISION)
     if SCALED:
@@ -225,8 +224,7 @@ def scores_of(
 def weigh(scores, factor, weights, largest):
     """Weigh scores (OWN, OTHER), to base 2 with a positive factor, against the largest so far.
 
-    Return their weights, the factor (OWN,) by which earlier sums shrink, the new sum of weights and
-    the new largest score.
+    Return their weights, by what earlier sums shrink, and the new sum of weights and largest score.
     """
     now = tl.maximum(largest, tl.max(scores, 1) * factor)
     # A query that has seen no key yet has -inf, and -inf - -inf would be NaN.
@@ -270,10 +268,8 @@ def _tanh(x):
 
 @triton.jit
 def _block(blocks):
-    """Load this program's block.
-
-    Return its first token, counted in its sequence, then start and length of the sequence on its
-    own side, then start and length on the other side.
+    """Load this program's block: its first token, counted in its sequence, then start and length of
+    the sequence on its own side, and on the other side.
     """
     at = blocks + tl.program_id(0) * 5
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)

@@ -104,9 +104,7 @@ def run_agreed(
 
 
 def run_together(rings: Rings, doing: str, work: Callable[[], Result]) -> Result:
-    """Return the result of `work` on this rank, once it has succeeded on all ranks. It raises as
-    `check` of `run_agreed` does.
-    """
+    """Return the result of `work`, once it has succeeded on all ranks. Raises as `run_agreed`."""
     with admit_one_thread(rings, doing):
         return _meet(rings, doing, lambda: (Terms(doing), work()))[0]
 

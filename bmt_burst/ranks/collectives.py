@@ -77,9 +77,7 @@ class RankSum:
 def apply_together(
     rings: Rings, name: str, check: Callable[[], tuple[Tensor, Join | RankSum]]
 ) -> Tensor:
-    """Return the result of a collective on a tensor, once all ranks have agreed on the call of the
-    function `name`. `check` raises if an argument is wrong.
-    """
+    """Return the result of a collective that `check` returns, once all ranks agree on the call."""
     doing = f"a call of {name}"
 
     def check_terms() -> tuple[Terms, tuple[Tensor, Join | RankSum]]:

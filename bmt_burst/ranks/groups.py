@@ -231,13 +231,10 @@ def cut_world(size: int, sp_size: int, inner: int) -> tuple[list[range], list[ra
 
 
 def make_group(world: ProcessTransport, partition: list[range]) -> Group:
-    """Make a group for each part, as every rank must. Return the group of this rank.
-
-    Its timeout is the world's: torch would take its own default.
-    """
+    """Make a group for each part, as every rank must. Return that of this rank."""
     if isinstance(world, BMTrainTransport):
         return world.make_group(partition)
-    timeout = timedelta(seconds=world.messenger.timeout)
+    timeout = timedelta(seconds=world.messenger.timeout)  # torch would take its own default
     options: dict[str, Any] = {"timeout": timeout}
     if "nccl" in dist.get_backend_config():
         # NCCL's kernels should start between the kernels of attention, not after them.

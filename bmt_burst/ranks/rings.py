@@ -87,9 +87,8 @@ class Rings:
         return tuple(ring for ring in (self.inner, self.outer) if ring.size > 1)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks (a line of text each) in rank order, over both rings.
-
-        Raises RanksDisagree on every rank if double rings are no grid of ranks.
+        """Return the messages of all ranks (a line of text each) in rank order. Raises
+        RanksDisagree on every rank if double rings are no grid of ranks.
         """
         if not self.double:
             return self.inner.messenger.gather(message)
@@ -312,8 +311,8 @@ def check_member(mesh: dist.DeviceMesh) -> None:
 
 def check_device(rings: Rings, x: Tensor) -> None:
     """Raise ValueError if the rings cannot exchange tensors on x's device."""
-    for transport in (rings.inner, rings.outer):
-        if transport.size > 1 and x.device.type not in transport.device_types:
+    for transport in rings.shared:
+        if x.device.type not in transport.device_types:
             able = sorted(transport.device_types)
             raise ValueError(
                 f"expected inputs on one of {able}, which the group can exchange, got {x.device}"

@@ -80,9 +80,8 @@ class SequenceParallel:
         return {name: getattr(self, name) for name in names}
 
     def with_layout(self, layout: str | Layout) -> SequenceParallel:
-        """Return the same ranks and groups with another layout.
-
-        Raises TypeError or ValueError unless it is a known name, or a layout of as many ranks.
+        """Return the same ranks and groups with another layout. Raises TypeError or ValueError for
+        all but a known name, or a layout of as many ranks.
         """
         if not isinstance(layout, Layout):
             layout_class(layout)
@@ -91,9 +90,7 @@ class SequenceParallel:
         return dataclasses.replace(self, layout=layout)
 
     def layout_of(self, seq_len: int) -> Layout:
-        """Return the layout of a sequence of `seq_len` tokens. Raises ValueError if it is too short
-        or not of the layout's length.
-        """
+        """Return the layout of a sequence of `seq_len` tokens. Raises ValueError if it has none."""
         if not isinstance(self.layout, Layout):
             return Layout.named(self.layout, seq_len, self.size)
         if self.layout.seq_len != as_int("seq_len", seq_len):
@@ -239,7 +236,6 @@ class WholeSequence:
         packed: bool = False,
     ) -> WholeSequence:
         """Return the sequence that these arguments name, without messages. The latest are kept.
-
         Raises TypeError or ValueError if an argument is wrong.
         """
         rows = (tuple(x) if isinstance(x, list) else x for x in (mask, layout, kv_layout))

@@ -62,9 +62,7 @@ def simulate(size: int, work: Callable[[SimulatedRing], Result]) -> list[Result]
 
 
 def _run(network: Network, works: Sequence[Callable[[], Any] | None]) -> list[Any]:
-    """Run each rank's work on a thread, and return the results, or raise the first failure. The
-    others must not wait for a rank without work.
-    """
+    """Run each rank's work, if any, on a thread. Return the results, or raise the first failure."""
     results: list[Any] = [None] * len(works)
     failures: list[BaseException] = []
     modes = _read_modes()
@@ -143,7 +141,7 @@ class _AllRanks(torch.autograd.Function):
         check_first_derivative("the result of simulate")
         _check_hooks(ctx.leaves)
         if ctx.network.failed.is_set():
-            raise RuntimeError("an earlier backward of these ranks failed: run simulate again")
+            raise RuntimeError("a backward of these ranks failed earlier: run simulate again")
         left = iter(grads)
         shares = [[next(left) for _ in graph.outputs] for graph in ctx.graphs]
         pairs = zip(ctx.graphs, shares, strict=True)

@@ -37,9 +37,8 @@ class Ticket:
     """An exchange to be waited for once, which keeps the messages' memory. This one is over."""
 
     def wait(self) -> None:
-        """Return when the received bytes may be read and the sent ones overwritten.
-
-        On CUDA both hold for the current stream's later work. The host does not wait.
+        """Return when the received bytes may be read and the sent ones overwritten, on CUDA by the
+        current stream's later work. The host does not wait for a GPU.
         """
 
 

@@ -45,9 +45,8 @@ class Network:
         self._queues: dict[Any, queue.SimpleQueue[Any]] = {}
 
     def find_queue(self, end: str, *key: Any) -> queue.SimpleQueue[Any]:
-        """Return the queue of the next message with this key at one end of it, "put" or "ask".
-
-        Each message has a queue, so that it belongs to who asked first.
+        """Return the queue of the next message with this key at one end of it, "put" or "ask". Each
+        message has a queue, so that it belongs to who asked first.
         """
         with self._lock:
             self._counts[end, key] += 1

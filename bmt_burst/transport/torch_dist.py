@@ -43,10 +43,7 @@ def _lose(seconds: float) -> None:
 
 
 class TorchTransport(ProcessTransport):
-    """The ranks of a process group, which it does not keep alive.
-
-    Raises ValueError if `group` has neither gloo for CPU tensors nor NCCL for CUDA tensors.
-    """
+    """The ranks of a process group with gloo or NCCL, which it does not keep alive."""
 
     def __init__(self, group: dist.ProcessGroup, engine_use: EngineUse = "auto"):
         self._group = weakref.ref(group)

@@ -23,14 +23,11 @@ from ..base.streams import is_capturing
 from .sockets import SocketMessenger
 
 _EVERY = 1.0  # seconds between checks
-_LONGEST = 30.0  # seconds that work may take without a lost rank, at most
+_LONGEST = 30.0  # seconds that work may take without a lost rank, or half of the group's timeout
 
 
 class Watch:
-    """A watch that lasts as long as it is referred to.
-
-    Without a lost rank, work may take half of the messenger's timeout, and at most 30 s.
-    """
+    """A watch that lasts as long as it is referred to."""
 
     def __init__(self, messenger: SocketMessenger):
         self.messenger = messenger
