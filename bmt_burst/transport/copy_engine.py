@@ -53,26 +53,23 @@ class CopyEngines:
         """
         needed = {lane: -(-lane_bytes[lane] // _SLOT_BYTES) * _SLOT_BYTES for lane in LANES}
         slot_bytes = {lane: max(needed[lane], self.slot_bytes[lane]) for lane in LANES}
+        sizes = [LANES[lane] * slot_bytes[lane] + 2 * self.size * _FLAG_BYTES for lane in LANES]
 
         def allocate() -> None:
             self.lanes.clear()
             with torch.inference_mode(False):
                 self.arena = torch.empty(0, dtype=torch.uint8)  # free the old one first
-                self.arena = self.device.allocate(
-                    sum(_lane_bytes(lane, slot_bytes[lane], self.size) for lane in LANES)
-                )
+                self.arena = self.device.allocate(sum(sizes))
                 self.arena.zero_()
             self.device.synchronize()
 
         def connect() -> None:
-            start = 0
             with torch.inference_mode(False):
-                arenas = self.device.connect(self.arena)
-                for lane in LANES:
-                    stop = start + _lane_bytes(lane, slot_bytes[lane], self.size)
-                    parts = [arena[start:stop] for arena in arenas]
+                arenas, start = self.device.connect(self.arena), 0
+                for lane, size in zip(LANES, sizes, strict=True):
+                    parts = [arena[start : start + size] for arena in arenas]
                     self.lanes[lane] = _Lane(parts, LANES[lane], slot_bytes[lane], self.device)
-                    start = stop
+                    start += size
             self.slot_bytes = slot_bytes
 
         def try_out() -> None:
@@ -192,8 +189,3 @@ class _LaneDelivery(Delivery):
 
     def release(self) -> None:
         self.lane.release(self.number)
-
-
-def _lane_bytes(lane: str, slot_bytes: int, size: int) -> int:
-    """Return the bytes of a lane's part of an arena: slots, and two flags a rank."""
-    return LANES[lane] * slot_bytes + 2 * size * _FLAG_BYTES
