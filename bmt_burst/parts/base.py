@@ -38,8 +38,7 @@ class KeptPart(ABC):
         k, v     (B, S, G, D)
         window   as nn.BurstAttention's
         options  as burst_attn_func's: softcap, sinks, sparse, choose_by, flash, strategy and
-                 deterministic. The last three mean nothing to new tokens of a Cache:
-                 kernels/few_queries.py has their kernels, and all are deterministic
+                 deterministic. New tokens of a Cache ignore the last three, and are deterministic
 
         Raises ValueError or TypeError on all ranks if an input is wrong or does not fit the earlier
         calls of the layer, if the layer or chunk has no turn now, and if a Cache is full.

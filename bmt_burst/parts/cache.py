@@ -160,9 +160,7 @@ class Cache(KeptPart):
         return x
 
     def longest(self, positions: Tensor) -> Tensor:
-        """Return the length by which rotary scalings choose frequencies, that of the text so far:
-        () for `positions` (S,) int64, (B,) for (B, S).
-        """
+        """Return the length of the text so far: () for `positions` (S,) int64, (B,) for (B, S)."""
         return positions.amax(-1) + 1
 
     def check_positions(self, positions: Tensor) -> None:
@@ -172,11 +170,10 @@ class Cache(KeptPart):
     def _prepare(
         self, layer: int, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> Callable[[], Tensor]:
-        def attend(memory: Memory, new: NewTokens) -> Tensor:
-            return memory.attend(new, q, k, v, *tensors)
+        given = q, k, v, *tensors
 
         def compute() -> Tensor:
-            out = self._extend(layer, kind, (q, k, v, *tensors), attend)
+            out = self._extend(layer, kind, given, lambda memory, new: memory.attend(new, *given))
             if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
                 out = _WithoutBackward.apply(out, q, k, v)
             return out
@@ -249,9 +246,8 @@ class Cache(KeptPart):
         return self._extend(layer, Softmax(), (k, k, v), keep)
 
     def crop(self, length: int) -> None:
-        """Take back the newest tokens, such as a rejected draft, so that `length` tokens stay. All
-        ranks pass the same length. Tokens of a prefill stay. It also ends new tokens that an error
-        left in the middle of a model.
+        """Take back new tokens, such as a rejected draft, so that `length` tokens stay, the same on
+        all ranks. It also ends new tokens that an error left in the middle of a model.
 
         Raises ValueError on all ranks for a length out of range or that a layer does not have, and
         where a layer cannot take tokens back: a state of lightning attention, or sums of keys.
@@ -279,8 +275,8 @@ class Cache(KeptPart):
             self._done = [*range(self.layers)]
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> None:
-        """Keep these rows of the batch, in this order: N numbers, also repeated ones, such as the
-        beams of a search. All ranks pass the same rows.
+        """Keep these rows of the batch, in this order, such as the beams of a search: N numbers,
+        which may repeat, the same on all ranks.
 
         Raises ValueError on all ranks for no rows and for rows that there are not, TypeError for
         other things than whole numbers.
