@@ -84,18 +84,15 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
         bias.prepared["fa4"] = biases
     biases = bias.prepared["fa4"]
     device, width = biases.device, biases.shape[1]
+    name = "places", batch, bias.reach, bias.apart
+    places = prepare_once(
+        call, name, device, lambda: send_to_device(_find_places(bias, call, batch), device)
+    )
     if (of := bias.segments) is None:
-        name = "distances", batch, bias.reach, bias.apart
-        places = prepare_once(
-            call, name, device, lambda: send_to_device(_distances(bias, call, batch), device)
-        )
         return {
             "score_mod": fa4_scores.add_by_distance,
             "aux_scalars": fa4_scores.scalars(biases, width, places),
         }
-    places = prepare_once(
-        call, ("ends", batch), device, lambda: send_to_device(_ends(call, batch), device)
-    )
     pairs = of.pairs if len(of.pairs) else bias.distances  # if no groups are equal
     numbers = biases, width, places, bias.reach, of.other, len(pairs) - 1
     queries = of.q_group, of.q_base, bias.q_position
@@ -106,20 +103,16 @@ def _bias_options(bias: CallBias, call: KernelCall, batch: int) -> dict[str, Any
     }
 
 
-def _distances(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
-    """Compute `places` of `fa4_scores.add_by_distance`. Values between tiles are arbitrary."""
-    assert bias.apart is not None, "a bias by distance has it"
-    apart = iter(bias.apart)
-    first = [next(apart) if length(q) and length(kv) else 0 for q, kv in call.sequences()]
-    return torch.tensor(
-        [(x + bias.reach, 2 * bias.reach) for x in first] * batch, dtype=torch.int32
-    )
-
-
-def _ends(call: KernelCall, batch: int) -> Tensor:
-    """Compute `places` of `fa4_scores.add_by_segments`."""
-    spans = call.sequences() * batch
-    return torch.tensor([(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans], dtype=torch.int32)
+def _find_places(bias: CallBias, call: KernelCall, batch: int) -> Tensor:
+    """Compute `places` of the functions of `fa4_scores`. Distances between tiles are arbitrary."""
+    spans, rows = call.sequences(), list[tuple[int, ...]]()
+    if bias.apart is None:
+        rows += [(q[0], q[1] - 1, kv[0], kv[1] - 1) for q, kv in spans]
+    else:
+        apart = iter(bias.apart)
+        first = [next(apart) if length(q) and length(kv) else 0 for q, kv in spans]
+        rows += [(x + bias.reach, 2 * bias.reach) for x in first]
+    return torch.tensor(rows * batch, dtype=torch.int32)
 
 
 @functools.cache

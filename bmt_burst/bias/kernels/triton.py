@@ -137,8 +137,12 @@ def _make_added(bias: CallBias) -> Added:
     """Return the bias as the kernels take it, without the sums of its gradient."""
     from . import triton_terms  # CPUs do not need Triton
 
-    if "triton" not in bias.prepared:
-        bias.prepared["triton"] = _padded_biases(bias)
+    if "triton" not in bias.prepared:  # `BiasArguments.distances` and `biases`
+        ends = bias.distances[:1].expand(_PADDING), bias.distances[-1:].expand(_PADDING)
+        distances = torch.cat([ends[0], bias.distances, ends[1]])
+        table = (bias.table.float() * _LOG2_E).T
+        biases = torch.cat([table, table.index_select(1, distances)], 1)
+        bias.prepared["triton"] = distances, biases
     distances, biases = bias.prepared["triton"]
     positions = map(_align, (bias.q_position, bias.kv_position))
     rows, reach = len(bias.table), bias.reach + _PADDING
@@ -149,14 +153,6 @@ def _make_added(bias: CallBias) -> Added:
     numbers = {name: _align(x) for name, x in vars(bias.segments).items() if isinstance(x, Tensor)}
     terms = terms._replace(**numbers, other=bias.segments.other)
     return Added("half_by_segments", terms, one_part=True)
-
-
-def _padded_biases(bias: CallBias) -> tuple[Tensor, Tensor]:
-    """Compute `BiasArguments.distances` and `BiasArguments.biases`."""
-    ends = bias.distances[:1].expand(_PADDING), bias.distances[-1:].expand(_PADDING)
-    distances = torch.cat([ends[0], bias.distances, ends[1]])
-    table = (bias.table.float() * _LOG2_E).T
-    return distances, torch.cat([table, table.index_select(1, distances)], 1)
 
 
 def _align(x: Tensor) -> Tensor:
