@@ -164,8 +164,7 @@ def attend_lightning(
         values = slopes if isinstance(slopes, tuple) else check_slopes(slopes, q)
         # calls are kept by everything that checks depend on
         options = values, type(scale), scale, flash, edges, is_recomputing()
-        check_values = functools.partial(check_once, values)
-        call = find_request(rings, sequence, options, qkv, check_values)
+        call = find_request(rings, sequence, options, qkv, functools.partial(check_once, values))
         return call.terms, call
 
     def run(call: _Call, lines: tuple[bytes, ...]) -> Tensor:

@@ -76,14 +76,10 @@ class StateMemory(Memory):
         self.keeps = False  # whether states stay for the second run of chunks
 
     @functools.cached_property
-    def slopes(self) -> Tensor:
-        """The slopes (H,) in the accumulator's dtype, on the host."""
-        return torch.tensor(self.kind.slopes, dtype=accumulator_dtype(self.like.dtype))
-
-    @functools.cached_property
     def _fades(self) -> Tensor:
         """The decay over one token, (H, 1, 1) on the layer's device."""
-        return torch.exp(-self.slopes).view(-1, 1, 1).to(self.like.device)
+        slopes = torch.tensor(self.kind.slopes, dtype=accumulator_dtype(self.like.dtype))
+        return torch.exp(-slopes).view(-1, 1, 1).to(self.like.device)
 
     def check(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> None:
         layer = self.room.layer
