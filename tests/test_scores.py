@@ -215,7 +215,7 @@ def positions(cut: GatheredCall) -> list[tuple[torch.Tensor, ...]]:
 
 WRONG = [
     ({"mask": None}, "TypeError: mask must be a Mask, got NoneType"),
-    ({"pairs": [1]}, "TypeError: pairs must be a tensor, got list"),
+    ({"pairs": [1]}, "TypeError: pairs must be a torch.Tensor, got list"),
     ({"pairs": torch.zeros(5).long()}, "TypeError: pairs must be int32 of one dimension"),
     ({"group": integers([[0] * 6])}, "TypeError: group must be int32 of one dimension on"),
     ({"segment": integers([0])}, "ValueError: segment has 1 numbers for a mask of 6 tokens"),

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import as_int
+from ..base.arguments import as_int, check_tensor
 from ..sequence.mask import Mask
 from .areas import BY_DISTANCE, Areas, Term
 
@@ -56,8 +56,7 @@ class _CopiedTensor:
 
     def __set__(self, scores: Any, x: Tensor) -> None:
         """Keep a copy. Raises TypeError for anything but int32 of one dimension on the CPU."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{self.name} must be a tensor, got {type(x).__name__}")
+        check_tensor(self.name, x)
         if x.dim() != 1 or x.dtype != torch.int32 or x.device.type != "cpu":
             raise TypeError(
                 f"{self.name} must be int32 of one dimension on the CPU, "
