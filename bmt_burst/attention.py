@@ -176,18 +176,17 @@ def burst_attn_func(
         group_bytes: most bytes of keys and values that a ring receives at once, and of partial
             results that wait to be merged, with any strategy. More means fewer kernel calls, less
             means less memory.
-        scores: the visible pairs, instead of `mask`, and the row of `bias` that each pair adds to
-            its scores: a `bmt_burst.Scores` of the whole sequence, or one for each row of the
-            batch.
+        scores: the visible pairs, instead of `mask`, and the row of `bias` that each pair adds: a
+            `bmt_burst.Scores` of the whole sequence, or one for each row of the batch.
         bias: (R, H) fp32 (fp64 for fp64 inputs), the table of `scores`: a finite number for each
             row and query head, on q's device, identical on all ranks. Ranks compare only its shape.
             If the kernel of `flash` knows no biases, the fastest that does computes such pairs.
         softcap: a positive bound of the scores before they are masked,
             softcap * tanh(softmax_scale * q k^T / softcap), as in Gemma 2 and flash-attn. Some
             kernels have none, and no kernel has one together with a bias.
-        sinks: (H,) fp32 (fp64 for fp64 inputs), on q's device, identical on all ranks: for each
-            query head a learned score of a key that all queries see and that has no value, as in
-            gpt-oss. Ranks compare only whether there are sinks.
+        sinks: (H,) fp32 (fp64 for fp64 inputs), on q's device, identical on all ranks: learned
+            scores of a key that all queries see and that has no value, as in gpt-oss. Ranks compare
+            only whether there are sinks.
         sparse: a `bmt_burst.InfLLMV2`: each query attends only to some blocks of its document,
             which the data chooses. It needs `causal` or a mask of causal documents, and takes no
             bias and no softcap. A call whose longest document has fewer than dense_len tokens is

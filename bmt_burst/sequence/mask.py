@@ -334,11 +334,10 @@ class Mask:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"Slice{tuple(s)}" for s in self.slices[:3]) + ", ..." * (
-            len(self.slices) > 3
-        )
-        keys = f", kv_len={self.kv_len}" * (self.kv_len != self.seq_len)
-        return f"Mask({self.seq_len}, ({shown}){keys})"
+        shown = ", ".join(f"Slice{tuple(s)}" for s in self.slices[:3])
+        more = ", ..." if len(self.slices) > 3 else ""
+        keys = f", kv_len={self.kv_len}" if self.kv_len != self.seq_len else ""
+        return f"Mask({self.seq_len}, ({shown}{more}){keys})"
 
     def __str__(self) -> str:
         """Describe the mask in a line and draw it. Rows are queries and columns are keys."""
@@ -446,11 +445,8 @@ def read_bounds(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
 
 def _read_numbers(name: str, cu_seqlens: Sequence[int] | Tensor) -> list[int]:
     if isinstance(cu_seqlens, Tensor):
-        if (
-            cu_seqlens.dim() != 1
-            or cu_seqlens.is_floating_point()
-            or cu_seqlens.dtype == torch.bool
-        ):
+        holds_integers = not cu_seqlens.is_floating_point() and cu_seqlens.dtype != torch.bool
+        if cu_seqlens.dim() != 1 or not holds_integers:
             got = f"shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}"
             raise TypeError(f"{name} must be a tensor of integers of one dimension, got {got}")
         if cu_seqlens.device.type != "cpu":

@@ -58,9 +58,8 @@ class KernelCall:
     def whole(tokens: int, kv_tokens: int | None = None, causal: bool = False) -> KernelCall:
         """Return the call of one tile with all tokens."""
         kv_tokens = tokens if kv_tokens is None else kv_tokens
-        return KernelCall(
-            tokens, kv_tokens, (((0, tokens), (0, kv_tokens)),), None, 0 if causal else None
-        )
+        tile = (0, tokens), (0, kv_tokens)
+        return KernelCall(tokens, kv_tokens, (tile,), right=0 if causal else None)
 
     @property
     def is_whole(self) -> bool:
