@@ -143,15 +143,11 @@ class Tiling:
     def tiles(
         self, rank: int, runs: Sequence[RunFields], places: Sequence[Span]
     ) -> list[TileFields]:
-        """Return how queries of `rank` attend to runs, in order of position, that lie at `places`
-        in memory.
-        """
+        """Return how queries of `rank` attend to rising runs that lie at `places` in memory."""
         return _tiles(self._parts(rank), runs, places)
 
     def _visible_spans(self, rank: int) -> Iterator[Span]:
-        """Yield the positions that queries of `rank` see in each slice, but not runs that see only
-        themselves.
-        """
+        """Yield what queries of `rank` see in a slice, without runs that see only themselves."""
         for positions in self.layout.shards[rank]:
             start, stop, step = positions.start, positions.stop, positions.step
             near = self._slices.around(start, stop)
