@@ -29,16 +29,15 @@ _MODULES = Modules(__package__, {"triton": "triton_few_queries", "torch": "few_q
 _SCORES = 1 << 25  # that `attend` keeps in memory, unless one query has more
 
 
-def find_kernels(q: Tensor) -> ModuleType:
-    """Return the module for tensors such as q (B, S, H, D)."""
-    triton = load("triton")
-    fits = q.is_cuda and not (triton.refuses(Spec(1.0), q, q) or triton.broken())
-    return _MODULES.load("triton" if fits else "torch")
-
-
 def has_kernels(q: Tensor) -> bool:
-    """Whether `find_kernels` returns Triton's for tensors such as q."""
-    return find_kernels(q) is not _MODULES.load("torch")
+    """Whether Triton's module is for tensors such as q (B, S, H, D)."""
+    triton = load("triton")
+    return q.is_cuda and not (triton.refuses(Spec(1.0), q, q) or triton.broken())
+
+
+def find_kernels(q: Tensor) -> ModuleType:
+    """Return the module for tensors such as q."""
+    return _MODULES.load("triton" if has_kernels(q) else "torch")
 
 
 def put(k: Tensor, v: Tensor, kept_k: Tensor, kept_v: Tensor, places: Tensor) -> None:

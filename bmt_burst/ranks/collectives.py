@@ -1,9 +1,4 @@
-"""Tensors that ranks join or add up, with gradients.
-
-The backward adds up the gradients of all ranks, and each rank gets its part. So if every rank
-computes the same loss from such tensors, the mean over ranks of the parameters' gradients is the
-gradient of the loss.
-"""
+"""Tensors that ranks join or add up, with gradients: see `SequenceParallel.unshard`."""
 
 from __future__ import annotations
 

@@ -57,11 +57,10 @@ class SequenceParallel:
     process_group: Group | None = ALONE
     double_group: tuple[Group | None, Group | None] = (None, None)
 
-    def __copy__(self) -> SequenceParallel:
+    def __deepcopy__(self, *_memo: Any) -> SequenceParallel:
         return self
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> SequenceParallel:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.process_group is ALONE:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.triton import padded_width, precision
-from ..kernels.triton_blocks import scores_of, weigh
+from ..kernels.triton_blocks import add_product, scores_of, weigh
 from ..kernels.triton_few_queries import choose_shape, count_programs, store_part
 from ..kernels.triton_memory import INFINITY, LOG2_E, read, token_at, wide
 from ..memories.protocol import select_rows
@@ -263,8 +263,6 @@ def _attend_to_blocks(
             scores = tl.where(seen[None, :], scores, -INFINITY)
             probs, decay, weights, largest = weigh(scores, factor, weights, largest)
             v_block = read(v_rows, v_strides, at, count, D, WIDTH, N, True)
-            sums = tl.dot(
-                probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
-            )
+            sums = add_product(probs, v_block, sums * decay[:, None], PRECISION)
     rows = wide(tl.num_programs(0)) * HEADS
     store_part(outs, lses, split, rows, head, sums, weights, largest, inside, D, WIDTH)

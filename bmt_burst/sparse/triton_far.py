@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..base.compiled import multiply_by_16
 from ..kernels.packed import prepare_once
 from ..kernels.triton import LaunchShape, make_dense, padded_width, precision, shared_memory
-from ..kernels.triton_blocks import weigh
+from ..kernels.triton_blocks import add_product, weigh
 from ..kernels.triton_memory import (
     INFINITY,
     LN_2,
@@ -219,9 +219,7 @@ def _forward(
         scores = tl.where(seen, scores, -INFINITY)
         probs, decay, weights, largest = weigh(scores, scale * LOG2_E, weights, largest)
         v_block = _load_block(v, v_strides, start, key, first, group, D, WIDTH, COPIES)
-        sums = tl.dot(
-            probs.to(v_block.dtype), v_block, sums * decay[:, None], input_precision=PRECISION
-        )
+        sums = add_product(probs, v_block, sums * decay[:, None], PRECISION)
 
     changed = there & (weights != 0.0)
     store_rows(out_rows, sums / tl.where(changed, weights, 1.0)[:, None], changed, D, WIDTH)
@@ -305,9 +303,7 @@ def _dkdv(
             # transposed, so that no product of the loop has to transpose them
             scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
             probs = _probs(scores, key[:, None] < stop[None, :], row_lse[None, :], scale)
-            dv_sums = tl.dot(
-                probs.to(dout_block.dtype), dout_block, dv_sums, input_precision=PRECISION
-            )
+            dv_sums = add_product(probs, dout_block, dv_sums, PRECISION)
             dprobs = tl.dot(v_block, tl.trans(dout_block), input_precision=PRECISION)
             dscores = (probs * (dprobs - row_delta[None, :])).to(q_block.dtype)
             dk_sums = tl.dot(dscores, q_block, dk_sums, input_precision=PRECISION)

@@ -11,9 +11,8 @@ arena holds slots, which deliveries use in turn, and flags. Delivery n of a lane
                 `release` lets it write n to every rank's flag `freed`.
 
 Streams wait and write with the driver's stream memory operations. The host never waits, and no
-kernel spins. A stream that waits may block others that share its hardware queue. So the order in
-which the host enqueues must also work on a single queue: before a rank waits for a later event, it
-enqueues all that its peers wait for, as in the ring's order (strategies/ring/program.py).
+kernel spins. Before a rank waits for a later event, it enqueues all that its peers wait for: see
+"Why streams do not deadlock" in docs/design.md.
 """
 
 from __future__ import annotations

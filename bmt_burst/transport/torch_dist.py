@@ -159,9 +159,7 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport] = (
-    weakref.WeakKeyDictionary()
-)
+_transports = weakref.WeakKeyDictionary[dist.ProcessGroup, TorchTransport]()
 # Two threads that each made a transport would not notice each other in a call.
 _finding = threading.Lock()
 

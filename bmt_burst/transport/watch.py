@@ -6,7 +6,6 @@ has some seconds to finish without it. Otherwise the process says so and ends.
 
 Copy engines need it, and graphs that a Decoder replays. Over NCCL, torch's own watchdog ends a
 process whose exchange takes longer than the group's timeout, unless a graph makes the exchange.
-BMTrain has no watchdog: there the GPU waits until somebody ends the process.
 """
 
 from __future__ import annotations
