@@ -16,8 +16,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ..merging.merge import Outputs, Sum
 from ..merging.surrogate import surrogate_out
 from ..sequence.span import Span, length
@@ -51,7 +49,7 @@ class PlainKernel(Kernel):
     def forward(self, q, k, v, call, spec):
         if self._computes(call):
             return self.block_forward(q, k, v, call.is_causal, spec)
-        if _is_for_triton(q, call):
+        if q.is_cuda and call.left is not None:
             return load("triton").forward(q, k, v, call, spec)
         # A query is in two blocks at most. So all partial results may wait for one merge.
         merged = Outputs(q.shape, q.dtype, q.device, limit=None)
@@ -63,7 +61,7 @@ class PlainKernel(Kernel):
         return out.contiguous(), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, call, spec):
-        if _is_for_triton(q, call):
+        if q.is_cuda and call.left is not None:
             return load("triton").backward(dout, q, k, v, out, lse, delta, call, spec)
         out = surrogate_out(dout, delta) if out is None else out
         if self._computes(call):
@@ -83,10 +81,6 @@ class PlainKernel(Kernel):
 
     def _computes(self, call: KernelCall) -> bool:
         return call.is_whole and call.kv_tokens >= self.fewest_keys
-
-
-def _is_for_triton(q: Tensor, call: KernelCall) -> bool:
-    return q.is_cuda and call.left is not None
 
 
 def blocks_of(call: KernelCall) -> tuple[Block, ...]:

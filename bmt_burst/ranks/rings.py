@@ -240,9 +240,7 @@ def make_rings(process_group: Group | None, double_group: Sequence[Group | None]
     if intra is None:
         return Rings(_find_transport(process_group), ALONE)
     if process_group is not None:
-        raise ValueError(
-            "expected process_group or double_group, got both: pass process_group=None"
-        )
+        raise ValueError("expected process_group or double_group, got both: pass one of them")
     return Rings(_find_transport(intra), _find_transport(inter), double=True)
 
 
