@@ -82,10 +82,9 @@ class Parked:
 
     A contiguous tensor is copied in pieces of a power of two, since torch rounds pinned memory up
     to one: a large tensor could take almost twice its bytes.
-
-    together  the tensors of its block and of the previous one, which return with it
     """
 
+    # of its block and of the previous one, which return with it
     together: tuple[Sequence[weakref.ref[Parked]], ...]
 
     def __init__(self, x: Tensor, stream: torch.cuda.Stream):

@@ -40,15 +40,11 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class Target:
-    """The model that `enable` changes: a causal language model, or a model without a head.
+    """The model that `enable` changes."""
 
-    enabled  the class that is put before the model's own
-    tested   whether the model's family is in the list
-    """
-
-    model: Any
-    enabled: type[EnabledModel]
-    tested: bool
+    model: Any  # a causal language model, or a model without a head
+    enabled: type[EnabledModel]  # the class that is put before the model's own
+    tested: bool  # whether the model's family is in the list
 
 
 def _find_families(suffix: str) -> dict[type[nn.Module], type[nn.Module]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from typing import Any
 
 import transformers.trainer
@@ -73,8 +72,7 @@ class ParallelTrainer(Trainer):
             text = repr(getattr(value, "value", value))  # of enumerations
             is_shown = field.name not in _OF_A_RANK and " at 0x" not in text
             if is_shown and value != field.default and not isinstance(value, set):
-                digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-                found[field.name] = text if len(text) < 24 else digest
+                found[field.name] = text
         return found
 
     def get_total_train_batch_size(self, args: Any) -> int:
