@@ -41,7 +41,7 @@ Letters: B batch, S tokens of the whole sequence, S_local tokens of this rank, H
 heads, D head size.
 """
 
-from .attention import ATTENTION
+from .configs import ATTENTION
 from .enabling import enable
 from .trainers.switch import sequence_parallel
 

@@ -12,34 +12,10 @@ from ...base.compiled import not_compiled
 from ...base.dtypes import accumulator_dtype
 from ...calls.refusal import refuse_call
 from ...calls.softmax import SoftmaxAttention
-from ...ranks.sequence_parallel import WholeSequence
-from ...sparse import Choices
 from ...sparse.config import InfLLMV2
 from ...sparse.extension import Sparse
-
-ATTENTION = "bmt_burst"  # the name under which transformers knows this attention
-
-
-class ForwardContext:
-    """The argument that layers get instead of a mask, a new one in each forward. It is not a
-    dataclass, since wrappers would rebuild it to move its tensors.
-
-    options      options of burst_attn_func
-    sequence     the batch, which ranks have agreed on
-    num_targets  the number of targets in the whole batch, an int64 scalar; 0 without labels
-    label_smoothing  the part of each target that is spread over the vocabulary
-    choices      the blocks that sparse layers chose, for recomputations
-    """
-
-    def __init__(
-        self,
-        options: dict[str, Any],
-        sequence: WholeSequence,
-        num_targets: Tensor | int,
-        label_smoothing: float,
-    ):
-        self.options, self.sequence, self.num_targets = options, sequence, num_targets
-        self.label_smoothing, self.choices = label_smoothing, Choices()
+from .configs import ATTENTION
+from .inputs import ForwardInputs
 
 
 def refuse_part(part: nn.Module) -> NoReturn:
@@ -63,7 +39,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    bmt_burst: ForwardContext | None = None,
+    bmt_burst: ForwardInputs | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer, (B, S_local, H, D_v), from query (B, H, S_local, D), key

@@ -16,6 +16,7 @@ from ...ranks.agreement import describe_term
 from ...ranks.sequence_parallel import WholeSequence
 from ...sequence.layout import IGNORE_INDEX, Balanced
 from ...sequence.mask import Mask
+from ...sparse import Choices
 from .configs import find_window
 from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_documents, sees_nothing
 from .requests import ANY_WHOLE, WantedOutputs, find_asked, warn_once
@@ -56,9 +57,12 @@ _OF_ONE_DOCUMENT = ("gpt_oss",)  # models with masks that ignore documents
 
 
 class ForwardInputs:
-    """The arguments of a forward of an EnabledModel, of whole sequences. Raises ValueError or
-    TypeError if they are wrong.
+    """The arguments of a forward of an EnabledModel, of whole sequences. Layers get it instead of a
+    mask. It is not a dataclass, since wrappers would rebuild it to move its tensors. Raises
+    ValueError or TypeError if arguments are wrong.
 
+    options        options of burst_attn_func
+    choices        the blocks that sparse layers chose, for recomputations
     part           the arguments of the model's own forward: this rank's part of them
     whole          whether logits and hidden states are returned whole
     unasked        whether they are whole only because unknown code may read them
@@ -87,6 +91,7 @@ class ForwardInputs:
         smoothing = as_float("label_smoothing", self.arguments.get("label_smoothing", 0.0))
         self.label_smoothing = 0.0 if self.fused else smoothing
         self.targets = self._find_targets()
+        self.options, self.choices = model._options, Choices()
         self._choose_outputs(model)
         masks = self._find_masks(model, size, seq_len)
         if config.model_type in _OF_ONE_DOCUMENT and any(map(has_documents, masks)):
@@ -110,6 +115,7 @@ class ForwardInputs:
         vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         # balanced layouts follow from the documents
         self.terms = self._describe(vocabulary, describe_term(layout))
+        self.arguments.pop("inputs_embeds", None)  # a backward keeps these inputs, but not this
 
     def _choose_outputs(self, model: Any) -> None:
         """Decide what is returned. A call's arguments come before requests and defaults."""

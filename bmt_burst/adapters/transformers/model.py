@@ -20,7 +20,7 @@ from ...ranks.agreement import agree, run_together
 from ...ranks.sequence_parallel import SequenceParallel, check_sp
 from ...sequence.layout import IGNORE_INDEX
 from ..enabling import put_before
-from .attention import ForwardContext, refuse_part
+from .attention import refuse_part
 from .configs import check_configs
 from .inputs import ForwardInputs
 from .requests import WantedOutputs, warn_once
@@ -127,10 +127,7 @@ class EnabledModel(Enabled):
         for module in self.modules():
             if isinstance(module, EnabledRotary):
                 module._last = inputs.last_position
-        context = ForwardContext(
-            self._options, inputs.sequence, inputs.num_targets, inputs.label_smoothing
-        )
-        part = inputs.part | {"bmt_burst": context}
+        part = inputs.part | {"bmt_burst": inputs}
         # outputs are changed by name
         by_name = inputs.whole or inputs.loss_only
         return inputs, part | {"return_dict": True} if by_name else part
@@ -194,7 +191,7 @@ class EnabledCausalLM(EnabledModel):
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
-        bmt_burst: ForwardContext,
+        bmt_burst: ForwardInputs,
         num_items_in_batch: Tensor | int | None = None,
         **_others: Any,
     ) -> Tensor:
