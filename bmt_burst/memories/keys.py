@@ -117,7 +117,7 @@ class KeyMemory(Memory):
         rings, kind = self.room.sp.rings, self.kind_of_chunks
         if kind.extension is None:
             tensors = tensors[:1]
-        if turn.reserves:
+        if turn.terms is not None:
             # Later there may be no memory left. To let it grow with each chunk would be slow.
             terms = turn.terms | {"window": self.kind.window}
             sequences = functools.partial(map, _find_sequence, self.keys)

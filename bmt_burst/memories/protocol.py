@@ -110,18 +110,16 @@ class Turn:
     number          of the chunk
     differentiates  whether Chunks.backward yielded it, so that its backward follows
     is_first        whether the chunk is computed for the first time there. A recomputation is not
-    reserves        whether memory for the calls of all chunks is to be reserved now
-    with_backward   whether these calls will have a backward
-    terms           what ranks compare of these calls
+    with_backward   whether the calls of all chunks will have a backward
+    terms           what ranks compare of these calls, if memory for them is reserved now, or None
     begin           called when the backward of this run begins. Raises ValueError for a second one
     """
 
     number: int
     differentiates: bool
     is_first: bool
-    reserves: bool
     with_backward: bool
-    terms: dict[str, Any]
+    terms: dict[str, Any] | None
     begin: Callable[[], None]
 
 

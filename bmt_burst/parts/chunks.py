@@ -206,9 +206,8 @@ class Chunks:
             number=chunk.number,
             differentiates=self._phase == _BACKWARD,
             is_first=is_first,
-            reserves=reserves,
             with_backward=not self._evaluates,
-            terms=self._terms,
+            terms=self._describe() if reserves else None,
             begin=functools.partial(self._begin_backward, self._run_number, chunk, layer),
         )
 
@@ -357,16 +356,11 @@ class Chunks:
                 row[start : stop - 1] = start in begins
         return rows
 
-    @functools.cached_property
-    def _digest(self) -> str:
-        told = f"{[mask.digest for mask in self.masks]} {self.layout.term} {self._limit}"
-        return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
-
-    @property
-    def _terms(self) -> dict[str, Any]:
-        """The terms of all calls, which ranks compare."""
+    def _describe(self) -> dict[str, Any]:
+        """Return what ranks compare of the calls of all chunks."""
+        later = f"{[mask.digest for mask in self.masks]} {self.layout.term} {self._limit}"
         return {
-            "the masks or layouts of later chunks": self._digest,
+            "the masks or layouts of later chunks": hashlib.sha256(later.encode()).hexdigest()[:24],
             "layers of Chunks": self.layers,
             "length of Chunks": self._length,
             "last of forward()": self._evaluates,

@@ -271,7 +271,7 @@ class _Part:
         inputs = [x for x in tensors if x is not None]  # by which sparse attention chooses
         memory, past = self.memories.get(layer), None
         if memory is not None:
-            turn = Turn(_CHUNKS - 1, True, True, False, True, {}, lambda: None)
+            turn = Turn(_CHUNKS - 1, True, True, True, None, lambda: None)
             past = memory.put(turn, *(k, v, *inputs[1:])[: len(memory.kept)])
             inputs = inputs[:1]
         return _Attend.apply(q, k, v, self, past, *inputs)
