@@ -60,11 +60,6 @@ def find_masks(
     return masks[:1] if len(set(masks)) == 1 else masks
 
 
-def has_documents(mask: Mask) -> bool:
-    """Whether a mask of `find_masks` has several documents."""
-    return len(mask.slices) > 1
-
-
 def sees_nothing(mask: Mask, window: int | None) -> bool:
     """Whether some token sees nothing under a mask of `find_masks`, in a layer with this window."""
     at = 0

@@ -18,7 +18,7 @@ from ...sequence.layout import IGNORE_INDEX, Balanced
 from ...sequence.mask import Mask
 from ...sparse import Choices
 from .configs import find_window
-from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, has_documents, sees_nothing
+from .documents import CU_SEQ_LENS, LONGEST, check_targets, find_masks, sees_nothing
 from .requests import ANY_WHOLE, WantedOutputs, find_asked, warn_once
 
 _OF_TOKENS = ("input_ids", "inputs_embeds")
@@ -94,7 +94,7 @@ class ForwardInputs:
         self.options, self.choices = model._options, Choices()
         self._choose_outputs(model)
         masks = self._find_masks(model, size, seq_len)
-        if config.model_type in _OF_ONE_DOCUMENT and any(map(has_documents, masks)):
+        if config.model_type in _OF_ONE_DOCUMENT and any(len(x.slices) > 1 for x in masks):
             raise ValueError(
                 "documents are named, but transformers does not keep documents of a "
                 f"{config.model_type} apart: pass one document a row"
