@@ -1,8 +1,7 @@
 """Layers: rotary embedding by explicit positions, SwiGLU, and sequence parallel self-attention.
 
 functions  rotary embedding, SwiGLU
-parts      the part of a sequence that a model computes, from its arguments
-heads      the base of layers: projections to heads and back, and gates
+heads      the base of layers: projections to heads and back, gates, the part that they compute
 attention  softmax attention
 lightning  lightning attention
 """
@@ -10,9 +9,8 @@ lightning  lightning attention
 from ..sequence.rows import Layouts, Masks
 from .attention import BurstAttention
 from .functions import apply_rope, rope_frequencies, rope_tables, rotations, swiglu
-from .heads import SelfAttention, SequenceParallelModule
+from .heads import Part, SelfAttention, SequenceParallelModule, find_part
 from .lightning import LightningAttention
-from .parts import Part, find_part
 
 __all__ = [
     "BurstAttention",

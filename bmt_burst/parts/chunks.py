@@ -86,9 +86,10 @@ class Chunks:
                 hint = ": pass sequence.mask, since chunks have their own layouts" * is_whole
                 kind = type(row).__name__
                 raise TypeError(f"expected a Mask or one for each row, got {kind}{hint}")
-        if len({(row.seq_len, row.kv_len) for row in self.masks}) != 1:
+        lengths = {(row.seq_len, row.kv_len) for row in self.masks}
+        if len(lengths) != 1:
             raise ValueError("expected masks of one length for all rows, at least one")
-        seq_len, kv_len = self.masks[0].seq_len, self.masks[0].kv_len
+        [(seq_len, kv_len)] = lengths
         if seq_len != kv_len:
             raise ValueError(
                 f"expected a mask of as many queries as keys, got {seq_len} and {kv_len}"
