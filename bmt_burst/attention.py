@@ -264,7 +264,7 @@ def _attend(
         except TypeError:  # no option is without a hash
             kind = _find_kind.__wrapped__(*flags, extension, *options)
     except Exception as error:  # noqa: BLE001 - raised again once the other ranks know
-        refuse_call(error, *groups)
+        refuse_call(error, *groups, mask=placed[0])
     q, k, v, sinks = tensors
     return attend(rings, sequence, kind, q, k, v, (sinks, *inputs))
 

@@ -13,10 +13,12 @@ from bmt_burst import (
     Mask,
     SequenceParallel,
     burst_attn_func,
+    burst_attn_qkvpacked_func,
     lightning_attn_func,
     nn,
     simulate,
 )
+from bmt_burst.errors import RanksDisagree
 from bmt_burst.lightning.slopes import alibi_slopes
 from bmt_burst.transport import ALONE
 from tests.cases import random_qkv
@@ -201,6 +203,37 @@ def test_a_call_with_it_takes_its_own_group_only():
             burst_attn_func(x, x, x, mask=batch, process_group=other)
         groups = {"process_group": sp.process_group, "double_group": sp.double_group}
         return burst_attn_func(x, x, x, mask=batch, **groups).shape
+
+    assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
+
+
+WRONG = [{"backward": "fast"}, {"layout": "striped"}, {"flash": 3}, {"dropout_p": 0.1}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("function", [burst_attn_func, burst_attn_qkvpacked_func])
+def test_its_ranks_are_told_of_a_wrong_argument(wrong, function):
+    """A call names no group, and the default one may have other ranks."""
+
+    def work(sp):
+        batch, x = sp.sequence(MASK), torch.zeros(1, 12, 2, 8)
+        tensors = [x, x, x] if function is burst_attn_func else [torch.stack([x, x, x], 2)]
+        expected = (TypeError, ValueError) if sp.rank else RanksDisagree
+        with pytest.raises(expected, match=next(iter(wrong)) if sp.rank else "rank 1"):
+            function(*tensors, mask=batch, **wrong if sp.rank else {})
+        return function(*tensors, mask=batch).shape  # the group is usable
+
+    assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
+
+
+@pytest.mark.parametrize("wrong", [{"layout": "contiguous"}, {"softcap": 3.0}], ids=str)
+def test_its_ranks_are_told_of_a_wrong_argument_of_lightning_attention(wrong):
+    def work(sp):
+        batch, x, slopes = sp.sequence(MASK), torch.zeros(1, 12, 2, 8), alibi_slopes(2)
+        expected = (TypeError, ValueError) if sp.rank else RanksDisagree
+        with pytest.raises(expected, match=next(iter(wrong)) if sp.rank else "rank 1"):
+            lightning_attn_func(x, x, x, slopes, mask=batch, **wrong if sp.rank else {})
+        return lightning_attn_func(x, x, x, slopes, mask=batch).shape
 
     assert on_ranks(2, work) == [(1, 12, 2, 8)] * 2
 

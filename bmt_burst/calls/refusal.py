@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ranks.agreement import refuse
 from ..ranks.rings import Group, make_rings
+from ..ranks.sequence_parallel import WholeSequence
 
 CALL = "a call of burst_attn_func"  # its name in the ranks' messages
 
@@ -46,7 +47,8 @@ def refuse_arguments(
         error = TypeError(f"{error}: {'; '.join(hints)}")
     if "cu_seqlens" in signature.parameters:
         error = find_second_cu_seqlens(given.get("softmax_scale")) or error
-    refuse_call(error, given.get("process_group"), given.get("double_group", (None, None)), doing)
+    groups = given.get("process_group"), given.get("double_group", (None, None))
+    refuse_call(error, *groups, doing, given.get("mask"))
 
 
 def refuse_wrong_arguments(
@@ -87,10 +89,13 @@ def refuse_call(
     process_group: Group | None,
     double_group: Sequence[Group | None],
     doing: str = CALL,
+    mask: Any = None,
 ) -> NoReturn:
     """Raise `error` instead of the call `doing`. The other ranks raise RanksDisagree, unless the
-    groups are wrong too.
+    groups are wrong too. They are the ranks of `mask` if it is the result of `sp.sequence`.
     """
+    if isinstance(mask, WholeSequence):
+        refuse(mask.sp.rings, doing, error)
     try:
         rings = make_rings(process_group, double_group)
     except (TypeError, ValueError) as wrong_group:

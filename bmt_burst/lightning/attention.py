@@ -131,7 +131,7 @@ def lightning_attn_func(
         groups = process_group, double_group
         sequence, rings = find_sequence(rings, groups, mask, layout, causal=mask is None)
     except (TypeError, ValueError) as error:
-        refuse_call(error, process_group, double_group, CALL)
+        refuse_call(error, process_group, double_group, CALL, mask)
     return attend_lightning(rings, sequence, q, k, v, slopes, scale, flash)
 
 
