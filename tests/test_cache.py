@@ -420,6 +420,18 @@ def test_rows_are_copied_at_the_places_in_use():
     assert cache._memories[0].kept[0][:, :3].equal(x[:1])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_rows_are_chosen_in_another_mode_than_tokens_are_computed_in(mode):
+    other, cache = ({torch.no_grad, torch.inference_mode} - {mode}).pop(), Cache(None, 1, 8)
+    with mode():
+        x = torch.randn(2, 3, 2, 8)
+        cache.attend(0, x, x, x)
+    with other():
+        cache.select_rows([1])
+    with mode():
+        assert cache.attend(0, x[:1, :1], x[:1, :1], x[:1, :1]).shape == (1, 1, 2, 8)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_ranks_that_are_given_other_tokens_find_it(config, dtype):

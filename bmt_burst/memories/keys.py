@@ -170,8 +170,9 @@ class KeyMemory(Memory):
         for n, x in enumerate(self.kept):
             used = select_rows(x[:, :count], rows)
             if not in_place:
-                self.kept[n] = x.new_empty(len(rows), *x.shape[1:])
-                self.kept[n][:, :count] = used
+                with torch.inference_mode(x.is_inference()):  # the mode in which it may change
+                    self.kept[n] = x.new_empty(len(rows), *x.shape[1:])
+                    self.kept[n][:, :count] = used
         return in_place
 
     def graph_obstacle(self) -> str | None:
