@@ -154,7 +154,10 @@ class SelfAttention(SequenceParallelModule):
 
         Raises on all ranks as `part.mix` does.
         """
-        tensors = self._find_tensors(q, choose_by)
+        try:
+            tensors = self._find_tensors(q, choose_by)
+        except _WRONG_INPUTS as error:
+            self._refuse(error)
         return part.mix(self.layer, self.kind, q, k, v, *tensors).flatten(2)
 
     def _find_tensors(
