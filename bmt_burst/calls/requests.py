@@ -48,7 +48,7 @@ def find_sequence(
             "expected mask=sequence alone, got layout, kv_layout or causal too: it has its own"
         )
     process_group, double_group = groups[0], tuple(groups[1])
-    own = mask.sp.double_group
+    own = tuple(mask.sp.double_group)
     if process_group not in (None, mask.sp.process_group) or double_group not in (_NO_HOSTS, own):
         raise ValueError("expected no group with mask=sequence, or its own, got another one")
     return mask, mask.sp.rings
