@@ -24,7 +24,7 @@ from ..base.policies import without_policies
 from ..calls.inputs import Form, check_inputs, describe_inputs
 from ..calls.refusal import refuse_arguments, refuse_call, refuse_wrong_arguments
 from ..calls.requests import find_plan, find_request, find_sequence, known_to_all, on_device
-from ..kernels.triton import make_dense
+from ..kernels.packed import make_dense
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Group, Rings, check_device, make_rings
 from ..ranks.sequence_parallel import WholeSequence

@@ -30,8 +30,7 @@ from ..base.dtypes import accumulator_dtype
 from ..base.kept import find_kept
 from ..base.streams import send_to_device
 from ..calls.autograd import begin_backward
-from ..kernels.packed import prepare_once
-from ..kernels.triton import make_dense
+from ..kernels.packed import make_dense, prepare_once
 from ..ranks.agreement import Terms, run_agreed
 from ..ranks.rings import Rings
 from ..transport import Arrival, Put, Transport
