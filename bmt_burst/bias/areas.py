@@ -73,6 +73,9 @@ class Areas:
 
     def terms(self) -> tuple[Term, ...]:
         """Return the visible pairs in parts. The part without a row, if any, is the first."""
+        segments = self.long_segments
+        if len(segments) == len(self.long_groups) == 1 and segments[0].of is None:
+            return (Term(None, self.mask),)  # at once, for many short documents
         areas: dict[int | None, list[Slice]] = {}
         for s in self.mask.slices:
             for row, area in self._cut_by_groups(s):
