@@ -7,6 +7,7 @@ import re
 import time
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -592,6 +593,35 @@ def fail_in_the_middle(rank: int, layer: int, options: dict[str, int]) -> tuple[
 def test_an_error_in_the_middle_of_new_tokens_is_reported_at_once(layer, options, message):
     """The other ranks already compute the layer, and send no line."""
     for text, seconds in run_ranks(2, partial(fail_in_the_middle, layer=layer, options=options)):
+        assert message in text
+        assert seconds < 60  # half of the group's timeout
+
+
+def pass_wrong_inputs_in_the_middle(rank: int, wrong: dict[str, Any]) -> tuple[str, float]:
+    sp, x = init_sequence_parallel(), torch.ones(1, 1, 16)
+    layers = [nn.BurstAttention(16, 2, sp=sp, layer=layer) for layer in range(2)]
+    cache, tables = Cache(sp, 2, 10), nn.rope_tables(torch.zeros(1), 8)
+    with torch.no_grad():
+        for number in (0, 1, 0):
+            layers[number](x, *tables, cache=cache)
+        begun = time.monotonic()
+        with pytest.raises((TypeError, ValueError, RankFailed)) as caught:
+            layers[1](
+                **{"x": x} | (wrong if rank else {}), cos=tables[0], sin=tables[1], cache=cache
+            )
+    return str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": torch.ones(1, 1, 15)}, "x must be (batch, tokens, 16)"),
+        ({"unknown": 1}, "keyword argument 'unknown'"),
+    ],
+    ids=["a wrong width", "a wrong argument"],
+)
+def test_wrong_inputs_of_a_layer_in_the_middle_of_new_tokens_are_reported_at_once(wrong, message):
+    for text, seconds in run_ranks(2, partial(pass_wrong_inputs_in_the_middle, wrong=wrong)):
         assert message in text
         assert seconds < 60  # half of the group's timeout
 

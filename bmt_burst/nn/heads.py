@@ -112,7 +112,8 @@ class SelfAttention(SequenceParallelModule):
         return found
 
     @functools.partial(
-        refuse_wrong_arguments, refuse=lambda error, _, args, _named: args[0]._refuse(error)
+        refuse_wrong_arguments,
+        refuse=lambda error, _, args, named: args[0]._refuse(error, named.get("cache")),
     )
     def forward(
         self,
@@ -135,7 +136,7 @@ class SelfAttention(SequenceParallelModule):
             self._check_inputs(x, cos, sin)
             q, k, v, choose_by = self.project_all(x, cos, sin)
         except _WRONG_INPUTS as error:
-            self._refuse(error)
+            self._refuse(error, cache)
         attended = self.attend(q, k, v, find_part(self.sp, cache, mask, layout), choose_by)
         return self.o_proj(self.gate_heads(attended, x))
 
@@ -157,7 +158,7 @@ class SelfAttention(SequenceParallelModule):
         try:
             tensors = self._find_tensors(q, choose_by)
         except _WRONG_INPUTS as error:
-            self._refuse(error)
+            self._refuse(error, part)
         return part.mix(self.layer, self.kind, q, k, v, *tensors).flatten(2)
 
     def _find_tensors(
@@ -166,9 +167,14 @@ class SelfAttention(SequenceParallelModule):
         """Return the tensors that the kind takes besides q, k and v."""
         return ()
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Raise `error` instead of a call. The other ranks raise RanksDisagree."""
-        refuse(self.sp.rings, f"a call of {type(self).__name__}", error)
+    def _refuse(self, error: Exception, part: Part | None = None) -> NoReturn:
+        """Raise `error` instead of a call. The other ranks raise RanksDisagree, or in the middle of
+        new tokens RankFailed.
+        """
+        doing = f"a call of {type(self).__name__}"
+        if isinstance(part, Cache):
+            part._refuse(error, doing)
+        refuse(self.sp.rings, doing, error)
 
     def _check_inputs(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         tables = (("cos", cos), ("sin", sin)) if self.rotary else ()
