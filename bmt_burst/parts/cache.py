@@ -197,7 +197,7 @@ class Cache(KeptPart):
             if memory is None:
                 memory = kind.memory(Room(int(layer), self.sp, limit=self.limit), *tensors)
                 memory.check(kind, *tensors)
-            shared = {"layer": int(layer), **self.terms, "kind": str(kind)}
+            shared = {"layer": int(layer), **self._terms, "kind": str(kind)}
             shared |= {"shapes": [[*q.shape], [*k.shape]], "dtype": str(q.dtype)}
             shared |= {"tensors besides q, k and v": [x is not None for x in others]}
             return Terms(_CALL, shared, of=" of a Cache"), memory
@@ -306,7 +306,7 @@ class Cache(KeptPart):
         return self._moves, *(memory.variant(length) for memory in self._memories.values())
 
     @property
-    def terms(self) -> dict[str, Any]:
+    def _terms(self) -> dict[str, Any]:
         """The terms of the next new tokens, which ranks compare."""
         return {
             "length": self.length,

@@ -138,7 +138,7 @@ class Decoder:
             cache._check_ready(1)
             if tokens.shape != (memory.rows, 1):
                 raise ValueError(f"expected tokens ({memory.rows}, 1), got {tuple(tokens.shape)}")
-            return Terms(doing, cache.terms, of=" of a Decoder"), None
+            return Terms(doing, cache._terms, of=" of a Decoder"), None
 
         def run(*_: Any) -> Tensor:
             new = cache._begin(rings, 1)
