@@ -537,6 +537,19 @@ def test_a_chunk_without_a_backward_on_one_rank_is_refused_on_all():
     on_ranks(2, work)
 
 
+def test_a_run_that_another_one_replaced_on_one_rank_is_refused_on_all():
+    def work(sp):
+        chunks, x = Chunks(Mask.causal(40), 20, 1, sp), torch.ones(1, 10, 2, 8)
+        run = chunks.forward()
+        next(run).mix(0, Lightning((0.1, 0.2)), x, x, x)
+        if sp.rank:
+            next(chunks.forward())
+        with pytest.raises(ValueError, match="run one at a time"):
+            next(run)
+
+    on_ranks(2, work)
+
+
 def test_a_layer_twice_is_refused_on_all_ranks():
     """Before its second backward, so the group stays usable."""
 

@@ -162,12 +162,7 @@ class Chunks:
                 self._records = False
                 with torch.set_grad_enabled(phase == _BACKWARD):
                     yield chunk
-                if run != self._run_number:
-                    raise ValueError(
-                        "forward() or backward() began before the one whose chunks are taken here "
-                        "had ended: run one at a time, or make Chunks for each"
-                    )
-                self._end_chunk(chunk)
+                self._end_chunk(chunk, run)
                 if phase == _FORWARD:
                     for memory in self._memories.values():
                         memory.close(chunk.number)
@@ -248,12 +243,17 @@ class Chunks:
                     f"size), this rank's tokens of chunk {chunk.number}, got shape {tuple(x.shape)}"
                 )
 
-    def _end_chunk(self, chunk: Chunk) -> None:
+    def _end_chunk(self, chunk: Chunk, run: int) -> None:
         """Raise ValueError on all ranks if a model on any of them computed a chunk wrongly, or
         called layers in another order.
         """
 
         def describe() -> dict[str, Any]:
+            if run != self._run_number:
+                raise ValueError(
+                    "forward() or backward() began before the one whose chunks are taken here had "
+                    "ended: run one at a time, or make Chunks for each"
+                )
             self._check_calls(chunk)
             return {"order of layers": [*map(int, self._calls)]}
 
