@@ -441,6 +441,8 @@ def test_wrong_options_are_refused(capsys):
             ["--chunk", "7", "--seq-len", "65536"],
             "into chunks of 6 tokens, too few for 8 ranks",
         ),
+        (["--chunk", "4", "--seq-len", "512"], "--chunk 4 cuts --seq-len 512 into chunks of 4"),
+        (["--chunk", "2", "--seq-len", "4"], "--seq-len 4 is too short for 8 ranks"),
         (["--chunk", "8", "--seq-len", "65544"], "into 8,193 chunks: expected at most 8,192"),
         (["--chunk", "8192", "--strategy", "ulysses"], "--chunk excludes --strategy ulysses"),
         (["--model", "14b", "--gpus", "1", "--gpu-memory", "20"], "no sequence fits"),

@@ -84,11 +84,13 @@ def _report(given: dict[str, Any], cluster: Cluster, budget: Budget) -> Iterator
     groups = max(cluster.gpus // max(sp_size, 1), 1)
     sizes = {"sp_size": sp_size, "batch_size": groups, "micro_batch_size": 1, "dtype": "bf16"}
     seq_len = given.pop("seq_len", None)
-    config = TrainConfig(**(sizes | given), seq_len=max(seq_len or 0, 1024 * sp_size, 1024))
+    start = max(1024 * sp_size, 1024) if seq_len is None else seq_len
+    config = TrainConfig(**(sizes | given), seq_len=start)
     engine = config.pick_engine(has_bmtrain=True)
     planned = plan(config, cluster, engine)
-    seq_len = find_any_longest(planned) if seq_len is None else seq_len
-    planned = plan(dataclasses.replace(config, seq_len=seq_len), cluster, engine)
+    if seq_len is None:
+        longest = dataclasses.replace(config, seq_len=find_any_longest(planned))
+        planned = plan(longest, cluster, engine)
     found = recommend(planned) or planned
     yield describe(found, budget)
     yield f"\n{table(planned, found)}"
