@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bmt_burst import Layout, Mask
-from bmt_burst.sequence.chunk_keys import ChunkKeys, count_places, find_keys
+from bmt_burst.memories.chunk_keys import ChunkKeys, count_places, find_keys
 from bmt_burst.sequence.layout import LAYOUTS
 from bmt_burst.sequence.span import overlap
 from tests.cases import random_mask

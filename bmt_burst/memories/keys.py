@@ -23,8 +23,8 @@ from ..kernels.few_queries import find_kernels, has_kernels
 from ..merging.parts import Partials
 from ..merging.sinks import decoded_with_sinks
 from ..ranks.sequence_parallel import WholeSequence
-from ..sequence.chunk_keys import ChunkKeys, count_places, find_keys
 from ..spec import Spec
+from .chunk_keys import ChunkKeys, count_places, find_keys
 from .new_tokens import NewTokens, count_own
 from .protocol import Kind, Memory, Room, Turn, check_alike, reserve_memory, select_rows
 

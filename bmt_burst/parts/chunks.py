@@ -1,6 +1,6 @@
 """Training on a sequence in chunks: memory grows by the keys, values and their gradients only.
 
-The forward keeps the keys and values that later chunks see (`sequence/chunk_keys.py`), and no
+The forward keeps the keys and values that later chunks see (`memories/chunk_keys.py`), and no
 graph. The backward goes from the last chunk to the first. It computes a chunk again with a graph,
 whose queries attend to the kept keys. The gradients of earlier keys are added up in fp32. Those of
 the chunk's own keys, to which later chunks have added, go to autograd, rounded once.
@@ -35,10 +35,10 @@ from ..base.arguments import as_bool, as_count, as_int, check_dim, check_tensor
 from ..base.compiled import not_compiled
 from ..base.kept import KeptResults, is_in_backward
 from ..base.policies import without_policies
+from ..memories.chunk_keys import find_keys
 from ..memories.protocol import Kind, Memory, Room, Turn
 from ..ranks.agreement import agree
 from ..ranks.sequence_parallel import SequenceParallel, WholeSequence, check_sp
-from ..sequence.chunk_keys import find_keys
 from ..sequence.layout import Layout
 from ..sequence.mask import Mask
 from ..sequence.rows import Masks

@@ -34,9 +34,9 @@ from bmt_burst import InfLLMV2, Layout, Mask, kernels, strategies
 from bmt_burst.kernels import Kernel
 from bmt_burst.lightning import kernels as lightning_kernels
 from bmt_burst.lightning.segments import Segments
+from bmt_burst.memories.chunk_keys import find_keys
 from bmt_burst.merging.merge import empty_lse
 from bmt_burst.ranks.rings import Rings
-from bmt_burst.sequence.chunk_keys import find_keys
 from bmt_burst.sequence.layout import Chunked, Stacked
 from bmt_burst.sequence.tile import KernelCall
 from bmt_burst.sparse.extension import Sparse

@@ -17,10 +17,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .layout import Chunked, Layout
-from .mask import Mask
-from .rows import limit_mask
-from .span import Span
+from ..sequence.layout import Chunked, Layout
+from ..sequence.mask import Mask
+from ..sequence.rows import limit_mask
+from ..sequence.span import Span
 
 
 @dataclass(frozen=True, eq=False)
