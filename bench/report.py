@@ -88,6 +88,12 @@ SECTIONS = {
         "bench/compare.py",
         "medians of six rounds, of two runs for pretraining; before is 689ff56",
     ),
+    "compare-*-frame*": Section(
+        "time",
+        "Calls before and after they got one frame",
+        "bench/compare.py",
+        "medians of six rounds; before is 22d0dbac",
+    ),
     "sides-*": Section(
         "time",
         "The side that a forward sends",
