@@ -29,7 +29,7 @@ class BurstAttention(SelfAttention):
     head_dim       D, by default hidden_size / num_heads
     sp             the ranks that share the sequence, from init_sequence_parallel. By default this
                    rank is alone.
-    flash, deterministic, strategy, softcap
+    flash, deterministic, strategy, softcap, softmax_scale
                    as burst_attn_func's
     window         a token attends only to itself and the window - 1 tokens before it, if the mask
                    allows. Mistral and MiniCPM count in the same way.
@@ -74,6 +74,7 @@ class BurstAttention(SelfAttention):
         o_bias: bool = False,
         qk_norm_eps: float | None = None,
         softcap: float | None = None,
+        softmax_scale: float | None = None,
         sinks: bool = False,
         sparse: InfLLMV2 | None = None,
         rotary: bool = True,
@@ -96,7 +97,8 @@ class BurstAttention(SelfAttention):
         if sparse is not None and not rotary:  # the choice is the same, by the same q and k
             sparse = dataclasses.replace(sparse, use_nope=False)
         options = {"flash": flash, "deterministic": deterministic, "strategy": strategy}
-        self.kind, _ = find_kind(window, {**options, "softcap": softcap, "sparse": sparse})
+        options |= {"softcap": softcap, "softmax_scale": softmax_scale, "sparse": sparse}
+        self.kind, _ = find_kind(window, options)
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if as_bool("sinks", sinks) else None
 
     @property
