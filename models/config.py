@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -49,6 +49,11 @@ class CPMConfig:
                     MiniCPM-SALA. None: all layers have softmax attention, which num_kv_heads,
                     biases, qk_norm and the next two are for. Lightning layers exclude a window
     attention_rotary  whether softmax attention has rotary positions
+    rotary_pattern  in which layers it has: a letter for each layer, "r", or "n" for none, repeated.
+                    SmolLM3 has "rrrn"
+    softmax_scale   factor of the scores of softmax attention; None: 1 / sqrt(head_dim)
+    family          the model_type of the Hugging Face folder that it was read from, which an export
+                    has again if it fits. It changes no result
     attention_gate  whether it is multiplied by the sigmoid of a projection of the layer's input
 
     MiniCPM, arXiv 2404.06395, appendix A.1, defines the scalings. Raises ValueError for values of
@@ -67,7 +72,7 @@ class CPMConfig:
     tie_embeddings: bool = True
     scale_emb: float = 1.0
     scale_depth: float | None = None
-    dim_model_base: int | None = None
+    dim_model_base: float | None = None
     init_std: float = 0.02
     window: int | None = None
     window_pattern: str = "w"
@@ -81,6 +86,9 @@ class CPMConfig:
     mixers: tuple[str, ...] | None = None
     attention_rotary: bool = True
     attention_gate: bool = False
+    rotary_pattern: str = "r"
+    softmax_scale: float | None = None
+    family: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         check_fields(self)
@@ -95,6 +103,7 @@ class CPMConfig:
         self._take("sparse", InfLLMV2)
         self._check_mixers()
         self._check_windows()
+        self._check_rotary()
         check_size(self.num_parameters)
 
     def _check_mixers(self) -> None:
@@ -127,6 +136,19 @@ class CPMConfig:
         if window is None and "f" in pattern:
             raise ValueError(f"window_pattern={pattern!r} needs a window, got window=None")
 
+    def _check_rotary(self) -> None:
+        pattern = self.rotary_pattern
+        if not pattern or set(pattern) - {"r", "n"} or len(pattern) > self.num_layers:
+            raise ValueError(
+                f"rotary_pattern must be r or n for at most {self.num_layers} layers, got "
+                f"{pattern!r}"
+            )
+        if not self.attention_rotary and "n" in pattern:
+            raise ValueError(
+                "expected rotary_pattern or attention_rotary=False, got both: no layer has rotary "
+                "positions without"
+            )
+
     def _take(self, name: str, kind: Any) -> None:
         """Make the field `name` a `kind`, which may be given as its to_dict. Raises ValueError."""
         value = getattr(self, name)
@@ -156,8 +178,14 @@ class CPMConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer, None for a full layer."""
-        letters = itertools.islice(itertools.cycle(self.window_pattern), self.num_layers)
+        letters = _repeat(self.window_pattern, self.num_layers)
         return tuple(self.window if letter == "w" else None for letter in letters)
+
+    @property
+    def rotary_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has rotary positions, if it has softmax attention."""
+        letters = _repeat(self.rotary_pattern, self.num_layers)
+        return tuple(self.attention_rotary and letter == "r" for letter in letters)
 
     @property
     def mixer_of_layers(self) -> tuple[str, ...]:
@@ -247,6 +275,16 @@ class CPMConfig:
             "sparse": None if self.sparse is None else self.sparse.to_dict(),
             "mixers": None if self.mixers is None else list(self.mixers),
         }
+
+
+def _repeat(pattern: str, count: int) -> Iterable[str]:
+    return itertools.islice(itertools.cycle(pattern), count)
+
+
+def shortest_pattern(letters: str) -> str:
+    """Return the shortest pattern that gives these letters if it is repeated."""
+    starts = (letters[:count] for count in range(1, len(letters) + 1))
+    return next(start for start in starts if (start * len(letters)).startswith(letters))
 
 
 _MINICPM: dict[str, Any] = {

@@ -9,7 +9,6 @@ from typing import Any
 
 from .config import ATTENTION, LIGHTNING, CPMConfig
 
-KIND, ARCHITECTURE = "minicpm_sala", "MiniCPMSALAForCausalLM"
 _MIXERS = {ATTENTION: "minicpm4", LIGHTNING: "lightning-attn"}
 _NAMES = {
     **{theirs: ours for ours, theirs in _MIXERS.items()},
@@ -38,8 +37,6 @@ def read_mixers(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the mixers of a config.json without its nulls, as fields of CPMConfig. Raises
     ValueError for fields with another meaning than CPM computes.
     """
-    if hf["model_type"] != KIND:
-        return {}
     _check_computed(hf)
     _check_heads(hf)
     names: Any = hf.get("mixer_types")

@@ -1,6 +1,6 @@
 """Weights in folders with a config.json: Hugging Face's, and ModelCenter's of a Llama.
 
-    model = load_cpm("MiniCPM4-8B")  # also folders of Llama, Mistral, Qwen2 and Qwen3
+    model = load_cpm("MiniCPM4-8B")  # also folders of the other families in hf_families.py
     save_weights("as-llama", *fold_scalings(model.config, model.state_dict()))
 
 Parameters have Hugging Face's names without the leading "model.", so a conversion only renames.
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from .config import CPMConfig
 from .cpm import CPM
-from .hf_config import EXPORTED_CODE, HF_FIELDS, config_from_hf, config_to_hf
+from .hf_config import HF_FIELDS, config_from_hf, config_to_hf
+from .hf_families import EXPORTED_CODE, FAMILIES
 from .json_files import read_json
 from .model_center import MODEL_CENTER_FIELDS, config_from_model_center
 from .tensor_files import dtype_name, open_folder
@@ -103,7 +104,7 @@ def save_weights(
         raise OSError(f"could not write weights into {folder}: {error}") from error
     for file in Path(folder).glob("*.safetensors"):
         _let_umask_decide(file)
-    if shape["model_type"] == "minicpm":
+    if FAMILIES[shape["model_type"]].exported_code:
         shutil.copyfile(_CODE, Path(folder) / _CODE.name)
         settings = {"auto_map": _AUTO_MAP, **settings}
     kind = dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))  # transformers 5's, and 4's
@@ -121,7 +122,9 @@ def fold_scalings(
     embeddings, it is also divided by scale_emb, so that tied weights stay tied. Folded weights are
     fp32. The only error is the rounding of the products, 6e-8 of each.
     """
-    plain = dataclasses.replace(config, scale_emb=1.0, scale_depth=None, dim_model_base=None)
+    plain = dataclasses.replace(
+        config, scale_emb=1.0, scale_depth=None, dim_model_base=None, family=None
+    )
     head_scale = config.scale_emb if config.tie_embeddings else 1.0
     factors = dict.fromkeys(("o_proj", "down_proj"), config.residual_scale)  # and their biases
     factors |= {"embed_tokens": config.scale_emb, "norm": 1 / (config.width_scale * head_scale)}

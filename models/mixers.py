@@ -38,7 +38,8 @@ def make_mixer(
         qkv_bias=config.qkv_bias,
         o_bias=config.o_bias,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-        rotary=config.attention_rotary,
+        rotary=config.rotary_layers[layer],
+        softmax_scale=config.softmax_scale,
         output_gate=config.attention_gate,
         **attention,
     )

@@ -19,8 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 from bmt_burst import InfLLMV2
 from models.config import CPMConfig
+from models.hf_families import FAMILIES
 from models.huggingface import HFWeights, fold_scalings, load_cpm, save_weights
 from tests.launcher import world_of_one
+from tests.runs import make_settings, train
 from tests.test_checkpoint import write
 from tests.test_model import SMALL, initialized
 from train.checkpoints import checkpoint
@@ -38,6 +40,7 @@ from train.export import main
 from train.generate import checkpoint_tokenizer, generate, load_model
 from train.generate import main as generate_main
 from train.generation.text_rules import TextRules
+from train.plan import main as plan_main
 
 # a vocabulary of 300 for 257 byte tokens
 PADDED = dataclasses.replace(SMALL, rope_theta=5e5)
@@ -266,7 +269,7 @@ def test_models_that_cannot_be_written_are_refused_and_leave_nothing(tmp_path, c
     for run, kind, message in (
         (large, "huggingface", "too large for float16"),
         (large, "bmtrain", "too large for float16"),
-        (odd, "huggingface", "no Hugging Face model has ['o_bias']"),
+        (odd, "huggingface", "smollm3, granite without o_bias=True"),
     ):
         options = ("--run", run, "--output", tmp_path / "out", "--format", kind, "--dtype", "fp16")
         assert message in refusal(capsys, *options)
@@ -418,3 +421,47 @@ def test_transformers_reads_the_tokenizer_that_was_trained_with(tmp_path, kind):
 def test_sentencepiece_models_of_other_kinds_are_refused(tmp_path):
     with pytest.raises(ValueError, match="neither a BPE nor a unigram model"):
         save_for_transformers(sentencepiece_tokenizer(tmp_path, "char"), tmp_path, 77)
+
+
+PLAIN = {"scale_emb": 1.0, "scale_depth": None, "dim_model_base": None}
+OF_FAMILIES = {
+    "llama": PLAIN | {"qkv_bias": True, "o_bias": True},
+    "qwen2": PLAIN | {"qkv_bias": True, "window": 20, "window_pattern": "fw"},
+    "qwen3": PLAIN | {"qk_norm": True},
+    "mistral": PLAIN | {"window": 20},
+    "ministral": PLAIN | {"window": 20, "window_pattern": "fw"},
+    "minicpm": {},
+    "minicpm_sala": {"mixers": ("attention", "lightning", "lightning"), "attention_gate": True},
+    "smollm3": PLAIN | {"rotary_pattern": "rrn"},
+    "granite": {"softmax_scale": 0.2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_planned_trained_exported_and_sampled(family, tmp_path, capsys):
+    """From a folder, whose type the export has again."""
+    of_family = OF_FAMILIES[family] | {"max_position_embeddings": 61}
+    config = dataclasses.replace(SMALL, family=family, **of_family)
+    save_weights(tmp_path / "hf", config, initialized(config).state_dict())
+    first = HFWeights(tmp_path / "hf")
+    assert (first.config.family, first.config.residual_scale) == (
+        family,
+        pytest.approx(config.residual_scale, rel=1e-12),
+    )
+    plan_main(["--init-from", str(tmp_path / "hf"), "--gpus", "2", "--seq-len", "4096"])
+    assert "recommended" in capsys.readouterr().out
+    settings = make_settings(tmp_path)
+    del settings["model"]
+    options = {"init_from": str(tmp_path / "hf"), "allow_other_tokenizer": True, "steps": 2}
+    assert train(settings, **options)
+    folder = exported(tmp_path / "run", tmp_path / "out", "--keep-scalings")
+    assert json.loads((folder / "config.json").read_text())["model_type"] == family
+    trained = HFWeights(folder)
+    assert trained.config == first.config
+    assert not trained["norm.weight"].equal(first["norm.weight"])
+    capsys.readouterr()
+    line = ["--prompt", "def f", "--tokens", "9", "--temperature", "0"]
+    generate_main(["--run", str(tmp_path / "run"), *line])
+    generate_main(["--init-from", str(folder), *line])
+    of_run, of_export = capsys.readouterr().out.splitlines()
+    assert of_run == of_export

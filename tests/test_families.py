@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
-from bmt_burst import Cache, Layout, SequenceParallel, simulate
+from bmt_burst import Cache, InfLLMV2, Layout, SequenceParallel, simulate
 from bmt_burst.errors import RanksDisagree
 from bmt_burst.nn import rope_frequencies
 from bmt_burst.sequence.mask import Mask
@@ -66,6 +68,9 @@ ROPES = {
 TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 SLIDING, FULL = "sliding_attention", "full_attention"
+SIX = {"num_hidden_layers": 6, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+MULTIPLIERS["attention_multiplier"] = 0.2
 FAMILIES = {
     "llama": (LlamaConfig, {}),
     "llama, biases": (LlamaConfig, {**BIASED, **TIED, "mlp_bias": True}),
@@ -78,6 +83,16 @@ FAMILIES = {
     "qwen3, biases, windows": (
         Qwen3Config,
         {**BIASED, **WINDOWS, **TIED, "layer_types": [SLIDING, FULL]},
+    ),
+    "smollm3": (SmolLM3Config, {**SIX, "no_rope_layer_interval": 3}),
+    "smollm3, windows": (
+        SmolLM3Config,
+        {**SIX, **WINDOWS, **BIASED, "mlp_bias": True, "no_rope_layers": [1, 0, 1, 1, 0, 1]},
+    ),
+    "granite": (GraniteConfig, MULTIPLIERS),
+    "granite, biases": (
+        GraniteConfig,
+        {**MULTIPLIERS, **BIASED, **TIED, "mlp_bias": True, "logits_scaling": 7.0},
     ),
 }
 PAIRS = [*(("llama", rope) for rope in ROPES), ("qwen3, biases, windows", "longrope")]
@@ -279,7 +294,7 @@ def test_minicpms_code_computes_the_tables_of_a_longrope_once(tmp_path):
     save_weights(tmp_path, model.config, model.state_dict())
     assert HFWeights(tmp_path).config.rope_scaling == MINICPM4.rope_scaling
     sala = dataclasses.replace(MINICPM4, attention_gate=True)
-    with pytest.raises(ValueError, match=r"MiniCPM-SALA's code has the long_factor .* at every"):
+    with pytest.raises(ValueError, match="minicpm_sala without rope_scaling=longrope with another"):
         config_to_hf(sala)
     once = {**SCALING, "short_factor": long}
     assert config_to_hf(dataclasses.replace(sala, rope_scaling=once))["rope_scaling"]
@@ -426,11 +441,14 @@ def test_broken_scalings_are_refused_by_name(rope, change, message):
 
 OWN_FACTOR = {**SCALING, "attention_factor": 1.3}  # MiniCPM's own code would not read it
 UNWRITTEN = [
-    ({"qkv_bias": True, "window": 5}, "Hugging Face's MiniCPM has no window"),
-    ({"qk_norm": True, "o_bias": True}, "Face's MiniCPM has none of ['o_bias', 'qk_norm']"),
-    ({"rope_scaling": OWN_FACTOR}, "attention_factor 1.22474, as follows from its factor, this"),
-    ({"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True}, "model has ['mlp_bias', 'qk_norm']"),
-    ({"scale_emb": 1.0, "mlp_bias": True, "window": 5}, "['mlp_bias'] and a window of 5"),
+    ({"qkv_bias": True, "window": 5}, "minicpm, minicpm_sala without window=5, qkv_bias=True"),
+    (
+        {"qk_norm": True, "o_bias": True},
+        "granite without o_bias=True, qk_norm=True",
+    ),
+    ({"scale_emb": 1.0, "qk_norm": True, "mlp_bias": True}, "; qwen3 without mlp_bias=True"),
+    ({"scale_emb": 1.0, "o_bias": True, "window": 5}, "ministral, smollm3 without o_bias"),
+    ({"rope_scaling": OWN_FACTOR, "sparse": InfLLMV2()}, "instead of 1.22474, which follows"),
 ]
 
 
@@ -471,9 +489,8 @@ def test_heads_that_do_not_divide_the_hidden_size_are_written_as_no_llama(tmp_pa
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert error(theirs(tokens).logits, model(tokens, torch.arange(9))) < CLOSE
     assert HFWeights(tmp_path / "out").config == config
-    refused = r"no Hugging Face model has \['mlp_bias'\] and 6 heads, which do not divide 44"
-    with pytest.raises(ValueError, match=refused):
-        config_to_hf(dataclasses.replace(config, mlp_bias=True))
+    with pytest.raises(ValueError, match="qwen3 without mlp_bias=True"):
+        config_to_hf(dataclasses.replace(config, mlp_bias=True, qk_norm=True))
 
 
 EVERYTHING = dataclasses.replace(SMALL, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)

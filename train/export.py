@@ -34,8 +34,7 @@ if __name__ == "__main__":
 
 from models.config import CPMConfig
 from models.hf_config import config_to_hf
-from models.hf_sala import KIND as SALA
-from models.hf_sala import has_mixers
+from models.hf_families import FAMILIES, keeps_scalings
 from models.huggingface import fold_scalings, round_weight, save_weights
 from train.base.command_line import ArgumentParser
 from train.base.folders import write_aside
@@ -67,7 +66,7 @@ def export_huggingface(
         raise ValueError(
             f"a {kind_of(config).name} has no Hugging Face format here: give --format bmtrain"
         )
-    if not keep_scalings and not has_mixers(config):
+    if not keep_scalings and not keeps_scalings(config):
         config, weights = fold_scalings(config, weights)
     rows = resume.longest_row(saved.state)
     longest = max(rows, config.max_position_embeddings or 0)
@@ -163,13 +162,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"wrote {args.output} from {path}")
     if beside:
         print(beside)
-    kind = config_to_hf(written)["model_type"] if written else None
-    if kind == SALA:
+    if written is None:
+        return
+    kind = config_to_hf(written)["model_type"]
+    if FAMILIES[kind].releases_code and not FAMILIES[kind].exported_code:
         print(
-            "no modelling file is written, and transformers has none of MiniCPM-SALA: to load it "
-            "there, copy the release's *.py files into it, and auto_map of its config.json"
+            f"no modelling file is written, and transformers has none of {kind}: to load it there, "
+            "copy the release's *.py files into it, and auto_map of its config.json"
         )
-    if written and kind == "minicpm":
+    if FAMILIES[kind].exported_code:
         why = "without --keep-scalings it needs none"
         if written.sparse:
             why = "no model of transformers has its sparse attention"

@@ -171,6 +171,7 @@ def _build(shape: Shape, offload: PlannedOffload) -> CPM:
                 mixers=shape.mixers,
                 window=None,
                 window_pattern="w",
+                rotary_pattern="r",
             ),
             saving=saving,
         ).to(shape.dtype)

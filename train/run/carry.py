@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models.hf_sala import KIND as SALA
+from models.hf_families import FAMILIES
 from models.tensor_files import is_file
 from train.data.tokenizer import Tokenizer
 from train.run.beside import GENERATION, SPECIAL, TOKENIZER, ids, is_template, token_name
@@ -238,10 +238,12 @@ def _why_left_out(name: str, model_type: str) -> str:
     if _OF_TOKENIZERS.search(name):
         return "the export has the run's tokenizer"
     if name.endswith(".py"):
-        if model_type == SALA:
+        family = FAMILIES[model_type]
+        if family.exported_code:
+            return "the export has code of bmt_burst"
+        if family.releases_code:
             return "no modelling file is written: take the release's"
-        own = model_type == "minicpm"
-        return "the export has code of bmt_burst" if own else f"transformers has {model_type}"
+        return f"transformers has {model_type}"
     if name.upper().startswith("README"):
         return "it describes other weights"
     return "whether it is true of the trained weights is not known"

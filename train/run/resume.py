@@ -33,7 +33,7 @@ _TECHNICAL = {
     *("offload", "offload_optimizer", "allow_other_tokenizer"),
     *("model", "init_from", "untie", "grow_vocabulary", "accept_field"),  # the model is compared
 } - {"seed", "skip_data"}
-_NOTES = {"max_position_embeddings"}  # fields of a model that no computation uses
+_NOTES = {"max_position_embeddings", "family"}  # fields of a model that no computation uses
 # fields of a model that a stage may change
 _CHANGED_BY_STAGES = {"rope_theta", "rope_scaling", "window", "window_pattern", "sparse"}
 _STAGE = (
